@@ -1,1 +1,1 @@
-"""Benchmarks: each states one question and writes one JSON object."""
+"""Benchmarks. Each answers one question and writes one JSON object."""

@@ -16,20 +16,25 @@ from bench import (
     batch,
     bounded,
     cold,
+    decode,
     growth,
     idle,
     ingest,
     lanes,
+    peer,
     ray_jobs,
     rescale,
     scale_sim,
     schemas,
+    segments,
+    sink,
     skew,
     spark_cpu,
     stalled,
     transport,
     tuning,
     unpark,
+    watched,
     wide,
     workers,
 )
@@ -38,17 +43,20 @@ _OF_MESSAGES = {"ingest": ingest.run, "batch": batch.run}
 _WITHOUT_OPTIONS = {
     "idle": idle.run, "lanes": lanes.run, "skew": skew.run, "rescale": rescale.run,
     "wide": wide.run, "growth": growth.run, "workers": workers.run,
-    "scale_sim": scale_sim.run, "ray": ray_jobs.run, "bounded": bounded.run,
+    "scale_sim": scale_sim.run, "cut": scale_sim.cut, "ray": ray_jobs.run, "bounded": bounded.run,
     "transport": transport.run, "spark_cpu": spark_cpu.run, "tuning": tuning.run,
-    "schemas": schemas.run,
+    "schemas": schemas.run, "sink": sink.run,
     "stalled": stalled.run,
     "cold": cold.run,
+    "decode": decode.run,
+    "segments": segments.run,
     "unpark": unpark.run,
+    "watched": watched.run,
 }  # fmt: skip
 
 
 def commit() -> str:
-    """The commit that is checked out, with ``+`` when files differ from it."""
+    """Return the checked-out commit, with ``+`` if files differ from it."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
         capture_output=True,
@@ -59,7 +67,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """Processor, cores and memory."""
+    """Describe processor, cores, memory and Python version."""
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -73,14 +81,22 @@ def machine() -> str:
 def main() -> None:
     """Run one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("bench", choices=[*_OF_MESSAGES, *_WITHOUT_OPTIONS])
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("bench", choices=[*_OF_MESSAGES, *_WITHOUT_OPTIONS, "peer"])
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument(
-        "--messages", type=int, default=1_000_000, help="ingest, batch: per shape of entries"
+        "--messages",
+        type=int,
+        default=1_000_000,
+        help="messages for each shape of entries; ingest, batch and peer only",
     )
+    parser.add_argument("--turns", type=int, default=3, help="turns of each system; peer only")
+    parser.add_argument("--part", choices=peer.PARTS, help="measure this alone; peer only")
+    parser.add_argument("--jars", type=Path, help="directory of the connector's jars; peer only")
     arguments = parser.parse_args()
     if arguments.bench in _OF_MESSAGES:
         figures = _OF_MESSAGES[arguments.bench](arguments.messages)
+    elif arguments.bench == "peer":
+        figures = peer.run(arguments.messages, arguments.turns, arguments.jars, arguments.part)
     else:
         figures = _WITHOUT_OPTIONS[arguments.bench]()
     result = {

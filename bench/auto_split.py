@@ -1,4 +1,4 @@
-"""What AUTO_SPLIT does with a skewed load: plain consumers, one thread each, in a process."""
+"""AUTO_SPLIT with a skewed load: plain consumers, one thread each, in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(
 
     Returns:
         ``seconds`` from the first handler's start to the last one's end, and ``handled``, which is
-        more than ``messages`` when the broker delivered some twice.
+        larger than ``messages`` if the broker redelivered some.
     """
     quiet = pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
     connections = [pulsar.Client(service_url, logger=quiet) for _ in range(clients)]
@@ -70,7 +70,7 @@ def run(
     for thread in threads:
         thread.start()
     if not done.wait(DEADLINE_S):
-        sys.exit(f"only {len(seen)} of {messages} messages came within {DEADLINE_S:.0f} s")
+        sys.exit(f"received only {len(seen)} of {messages} messages within {DEADLINE_S:.0f} s")
     for thread in threads:
         thread.join()
     for connection in connections:

@@ -1,4 +1,4 @@
-"""What the client alone can do: a bare loop over 10 sticky consumers, in a process of its own."""
+"""The client alone: a bare loop over 10 sticky consumers, in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANGES, THREADS = 10, 4
 
 
 def consumers(client: pulsar.Client, topic: str, partitions: int) -> list[Any]:
-    """One consumer per range and topic partition, as keyshard subscribes them."""
+    """Subscribe one consumer per range and topic partition, as keyshard does."""
     subscription = f"bare-{uuid.uuid4().hex[:8]}"
     return [
         client.subscribe(
@@ -36,7 +36,7 @@ def consumers(client: pulsar.Client, topic: str, partitions: int) -> list[Any]:
 
 
 def touch(messages: list[Any], into: list[Any]) -> None:
-    """Look at data, key, id and publish time of each message."""
+    """Read data, key, id and publish time of each message."""
     for message in messages:
         message_id = message.message_id()
         into.append((
@@ -46,7 +46,7 @@ def touch(messages: list[Any], into: list[Any]) -> None:
 
 
 def run(service_url: str, topic: str, partitions: int, messages: int, *, touching: bool) -> float:
-    """Receive and acknowledge everything; rows per second."""
+    """Receive and acknowledge everything; return rows per second."""
     client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
     handles = consumers(client, topic, partitions)
     counts = [0] * THREADS
@@ -70,7 +70,7 @@ def run(service_url: str, topic: str, partitions: int, messages: int, *, touchin
     for thread in threads:
         thread.start()
     if not done.wait(300):
-        sys.exit(f"only {sum(counts)} of {messages} messages came within 300 s")
+        sys.exit(f"received only {sum(counts)} of {messages} messages within 300 s")
     rate = messages / (time.perf_counter() - began)
     for thread in threads:
         thread.join()

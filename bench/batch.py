@@ -1,10 +1,10 @@
-"""How fast is a batch read of Spark, against plain Readers of pulsar-client as many as its tasks?
+"""How fast is a Spark batch read, compared with as many plain Readers as it has tasks?
 
-Every figure is measured in a process of its own against one broker, in turn; Readers run in two
-processes at once, as Spark's tasks do. A session has read a smaller topic of the same shape before.
-``floor`` is Spark with a Python source whose rows need not be read. ``first_row`` is the time from
-``load()`` to the first row of the topic's last minute, behind all others: with ``maxTimeDisorder``,
-and (``any``) without, which looks at everything.
+The figures are measured in turn, each in a separate process, on one broker. Readers run in two
+processes at once, as Spark's tasks do. Each session first reads a smaller topic of the same shape.
+``floor`` is Spark with a Python source whose rows cost nothing to read. ``first_row`` is the time
+from ``load()`` to the first row of the topic's last minute, which follows all other rows. It is
+measured with ``maxTimeDisorder``, and without it (``any``), where the read looks at everything.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload
 
 TASKS = 2
-"""Readers, and Spark's tasks, at a time."""
+"""Number of Readers, and of Spark tasks, that run at once."""
 SHAPES = {"small": 4, "large": 1_000}
-"""Messages of one entry, about."""
+"""Approximate messages per entry."""
 CONNECTOR = {"small": 80_000, "large": 296_000}
-"""Rows a second of the JVM connector, warm, on two cores beside the broker."""
+"""Rows per second of the JVM connector, warm, on two cores shared with the broker."""
 RUNS = 3
 OLDER_S = 62
-"""Time after which what was published is older than a minute, and the clocks' disorder."""
+"""Time until published messages are older than one minute and the clock disorder, seconds."""
 
 _console = Console(stderr=True)
 
 
 def run(messages: int) -> dict[str, float]:
-    """Medians for small and for large entries: rows a second, their ratios, and seconds.
+    """Return medians for small and large entries: rows per second, ratios, and seconds.
 
     Args:
-        messages: Of each topic.
+        messages: Messages per topic.
     """
     figures: dict[str, float] = {}
     with DevBroker(optimised=True) as broker:
@@ -61,8 +61,8 @@ def run(messages: int) -> dict[str, float]:
             for turn in range(RUNS):
                 measured = {"readers_rows_per_s": readers(arguments)}
                 time.sleep(max(0.0, loaded_s + OLDER_S - time.monotonic()))
-                told = child("bench.spark_batch", json.dumps(arguments | {"warm_topic": warm}))
-                for name, value in (measured | told).items():
+                figures = child("bench.spark_batch", json.dumps(arguments | {"warm_topic": warm}))
+                for name, value in (measured | figures).items():
                     _console.print(f"{topic} run {turn + 1} of {RUNS}: {name} {value:,.2f}")
                     found.setdefault(name, []).append(value)
             medians = {name: statistics.median(values) for name, values in found.items()}
@@ -74,7 +74,7 @@ def run(messages: int) -> dict[str, float]:
 
 
 def readers(arguments: dict[str, Any]) -> float:
-    """Rows a second of two processes, which share the topic partitions; without their start."""
+    """Return rows per second of two processes that share the topic partitions, without startup."""
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "bench.batch", json.dumps({
@@ -85,14 +85,15 @@ def readers(arguments: dict[str, Any]) -> float:
         )
         for number in range(TASKS)
     ]  # fmt: skip
-    told = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
-    rows, wanted = sum(one["rows"] for one in told), arguments["messages"]
+    figures = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
+    rows, wanted = sum(one["rows"] for one in figures), arguments["messages"]
     assert rows >= wanted, f"{rows} of {wanted} rows"
-    return rows / (max(one["ended"] for one in told) - min(one["began"] for one in told))
+    seconds = max(one["ended"] for one in figures) - min(one["began"] for one in figures)
+    return float(rows / seconds)
 
 
 def read_plainly(topic: str, service_url: str, partitions: list[int]) -> dict[str, float]:
-    """Look at what a message says of itself, with one Reader after the other."""
+    """Read the data and metadata of every message, with one Reader after the other."""
     client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
     rows, began = 0, time.time()
     for partition in partitions:

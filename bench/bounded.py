@@ -1,7 +1,7 @@
-"""How fast is what a topic holds read: by plain Readers, split by split, and as a Ray dataset?
+"""How fast is a bounded read: with plain Readers, split by split, and as a Ray dataset?
 
-Every figure is measured in a process of its own against one broker, in turn. ``splits`` reads in
-one process and one thread, as a Reader does; the dataset has two read tasks at a time.
+The figures are measured in turn, each in a separate process, on one broker. ``splits`` reads in one
+process and one thread, as a Reader does. The dataset has two read tasks at a time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rich.console import Console
 from bench.child import child
 from bench.ingest import PARTITIONS, load
 from keyshard import KeyShardSource
-from keyshard.arrow.columns import SCHEMA
-from keyshard.coordinator.bounded import plan_read
+from keyshard.columns.record_batches import SCHEMA
 from keyshard.core.position.split import cut
 from keyshard.reading.split_reader import read_splits
+from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload
 
 MESSAGES = {4: 100_000, 1_000: 300_000}
-"""Messages of a topic, by those of one entry, about."""
+"""Messages of a topic, by approximate messages per entry."""
 BLOCKS = 10
 RUNS = 3
 
@@ -33,7 +33,7 @@ _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Medians for small and for large entries; rows a second, and ratios to plain Readers."""
+    """Return medians for small and large entries: rows per second, and ratios to plain Readers."""
     figures: dict[str, float] = {}
     with DevBroker() as broker:
         for size, messages in MESSAGES.items():
@@ -61,7 +61,7 @@ def run() -> dict[str, float]:
 
 
 def measure(kind: str, topic: str, messages: int, service_url: str, admin_url: str) -> float:
-    """Rows a second of one way to read everything."""
+    """Return rows per second of one way to read everything."""
     source = KeyShardSource(topic, service_url=service_url, admin_url=admin_url)
     if kind == "ray":
         return ray_rate(source, messages)
@@ -74,11 +74,11 @@ def measure(kind: str, topic: str, messages: int, service_url: str, admin_url: s
         rows = sum(one.num_rows for one in read_splits(source.how_to_connect(), splits, names))
     rate = rows / (time.perf_counter() - began)
     assert rows == messages, f"{rows} of {messages} rows"
-    return rate
+    return float(rate)
 
 
 def read_plainly(service_url: str, topic: str) -> int:
-    """Look at what a message says of itself, with one Reader after the other."""
+    """Read the data and metadata of every message, with one Reader after the other."""
     client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
     rows = 0
     for partition in range(PARTITIONS):
@@ -98,14 +98,14 @@ def read_plainly(service_url: str, topic: str) -> int:
 
 
 def ray_rate(source: KeyShardSource, messages: int) -> float:
-    """The same of a dataset, on a Ray that runs and has its workers."""
+    """Return rows per second of a dataset, on a running Ray with started workers."""
     import ray  # noqa: PLC0415 - takes seconds
 
-    import ray_adapter  # noqa: PLC0415 - so does it
+    import ray_adapter  # noqa: PLC0415 - takes seconds
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    # The first run starts the workers.
+    # The first run starts Ray's workers.
     ray_adapter.read(source, end="earliest").count()
     ray_adapter.read(source, columns=["__partition"], override_num_blocks=2).take(1)
     began = time.perf_counter()
@@ -113,7 +113,7 @@ def ray_rate(source: KeyShardSource, messages: int) -> float:
     rate = rows / (time.perf_counter() - began)
     ray.shutdown()
     assert rows == messages, f"{rows} of {messages} rows"
-    return rate
+    return float(rate)
 
 
 if __name__ == "__main__":

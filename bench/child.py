@@ -1,4 +1,4 @@
-"""Runs a module in a process of its own, so that measurements do not disturb each other."""
+"""Runs a module in a separate process, so that measurements do not disturb each other."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import sys
 from typing import Any
 
 
-def child(module: str, *arguments: str) -> Any:
-    """Run a module and read the JSON of its last line."""
+def child(module: str, *arguments: str, timeout_s: float | None = None) -> Any:
+    """Run a module and parse the JSON in its last line."""
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=timeout_s,
     )
     return json.loads(done.stdout.splitlines()[-1])

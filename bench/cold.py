@@ -1,4 +1,4 @@
-"""How long from the start of a process to its first batch, over each transport? In turns."""
+"""How long does a process take to its first batch, with each transport?"""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from keyshard.testing.verify.workloads import Workload
 
 RUNS = 6
 PARTS = ("import_s", "open_s", "first_batch_s", "cpu_s")
-"""From the start of the process; the last one is its processor time."""
+"""Times from the start of the process; the last one is its processor time."""
 
 _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Medians by transport; the first turn is for the broker's compiler and does not count."""
+    """Return medians by transport. The first turn only warms up the broker's JIT compiler."""
     found: dict[str, list[float]] = {}
     with DevBroker() as broker:
         load(broker, "cold", Workload(20_000, keys=1_000, size_bytes=100, entry_messages=4))

@@ -1,4 +1,4 @@
-"""keyshard's embedded runtime without Spark, in a process of its own."""
+"""The embedded runtime of keyshard without Spark, in a separate process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ CUT_ROWS = 20_000
 
 
 def source(service_url: str, topic: str, ranges: int = RANGES, **settings: Any) -> KeyShardSource:
-    """A source from the beginning of a topic, under a new subscription."""
+    """Return a source from the start of a topic, with a new subscription."""
     return KeyShardSource(
         topic,
         service_url=service_url,
@@ -35,7 +36,7 @@ def source(service_url: str, topic: str, ranges: int = RANGES, **settings: Any) 
 
 
 def busy_s(stream: SourceStream) -> float:
-    """Processor time of the workers so far, seconds."""
+    """Return the processor time of the workers so far, seconds."""
     pids = [one["pid"] for one in stream.status()["sourceWorkers"]]
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
@@ -43,7 +44,7 @@ def busy_s(stream: SourceStream) -> float:
 def ingest(
     service_url: str, topic: str, messages: int, ranges: int = RANGES, **settings: Any
 ) -> dict[str, float]:
-    """All rows as Arrow batches with all columns, released batch by batch: rows per second."""
+    """Read all rows as Arrow batches with all columns, and release each; rows per second."""
     opening = time.perf_counter()
     with source(service_url, topic, ranges, **settings).open() as stream:
         began = time.perf_counter()
@@ -52,7 +53,7 @@ def ingest(
         while rows < messages:
             batch = stream.next_batch(60)
             if batch is None:
-                sys.exit(f"only {rows} of {messages} rows came")
+                sys.exit(f"received only {rows} of {messages} rows")
             rows += sum(part.num_rows for part in batch)
             stream.commit(batch)
         return {
@@ -64,9 +65,9 @@ def ingest(
 
 
 def single(service_url: str, topic: str, messages: int, workers: str) -> dict[str, float]:
-    """Batches of one message each: milliseconds from its publishing until it is read, at most."""
+    """Measure batches of one message: longest time from publish to read, milliseconds."""
     client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
-    producer = client.create_producer(topic, batching_enabled=False)  # the topic is there with it
+    producer = client.create_producer(topic, batching_enabled=False)  # creates the topic
     taken_ms: list[float] = []
     with source(service_url, topic, workers=workers).open() as stream:
         for number in range(messages):
@@ -74,7 +75,7 @@ def single(service_url: str, topic: str, messages: int, workers: str) -> dict[st
             producer.send(b"content", partition_key=str(number))
             batch = stream.next_batch(60)
             if batch is None or sum(part.num_rows for part in batch) != 1:
-                sys.exit(f"message {number} did not come alone")
+                sys.exit(f"message {number} did not arrive alone")
             taken_ms.append((time.perf_counter() - began) * 1e3)
             stream.commit(batch)
     client.close()
@@ -82,14 +83,14 @@ def single(service_url: str, topic: str, messages: int, workers: str) -> dict[st
 
 
 def checkpoint(service_url: str, topic: str, messages: int) -> dict[str, float]:
-    """Checkpoint bytes per message with cuts of 20,000 rows, while the next ones are received."""
+    """Return checkpoint bytes per message, with cuts of 20,000 rows during receipt."""
     size = rows = 0
     with source(service_url, topic, batch_rows_max=CUT_ROWS).open() as stream:
         while rows + CUT_ROWS <= messages:
             wait_rows(stream, min(2 * CUT_ROWS, messages - rows))
             batch = stream.next_batch(60)
             if batch is None:
-                sys.exit(f"only {rows} of {messages} rows came")
+                sys.exit(f"received only {rows} of {messages} rows")
             rows += sum(part.num_rows for part in batch)
             size += len(batch.checkpoint)
             stream.commit(batch)
@@ -97,7 +98,7 @@ def checkpoint(service_url: str, topic: str, messages: int) -> dict[str, float]:
 
 
 def wait_rows(stream: SourceStream, rows: int) -> None:
-    """Wait until the window holds some rows."""
+    """Wait until the window holds at least ``rows`` rows."""
     deadline = time.monotonic() + 60
     while stream.status()["windowRows"] < rows:
         if time.monotonic() > deadline:
@@ -106,11 +107,11 @@ def wait_rows(stream: SourceStream, rows: int) -> None:
 
 
 def stalled(service_url: str, topic: str, messages: int, **settings: Any) -> dict[str, float]:
-    """Peak memory while nothing is committed: the first batch is held, the window fills up."""
+    """Return peak memory while the first batch is not committed and the window fills up."""
     with source(service_url, topic, **settings).open() as stream:
         batch = stream.next_batch(60)
         if batch is None:
-            sys.exit("nothing came")
+            sys.exit("received nothing")
         deadline, last, since = time.monotonic() + STALL_S, -1, time.monotonic()
         while time.monotonic() < deadline and time.monotonic() - since < 5:
             for partition in batch.partitions:
@@ -126,15 +127,15 @@ def stalled(service_url: str, topic: str, messages: int, **settings: Any) -> dic
 
 
 def peak_rss_kb() -> int:
-    """Peak of this process' memory; ``ru_maxrss`` would begin with that of its parent."""
+    """Return the peak memory of this process; ``ru_maxrss`` would start at the parent's peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 if __name__ == "__main__":
-    # Else Ray's processes give way to every other one of the machine, the broker included.
+    # By default Ray's processes have lower priority than all others, also than the broker.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
-    what = {
+    tasks: dict[str, Callable[..., Any]] = {
         "ingest": ingest, "single": single, "checkpoint": checkpoint, "stalled": stalled,
-    }[sys.argv[1]]  # fmt: skip
-    print(json.dumps(what(**json.loads(sys.argv[2]))))
+    }  # fmt: skip
+    print(json.dumps(tasks[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -1,11 +1,11 @@
-"""How does what a source does in memory grow, from 1,000 to 1,000,000 of a thing?
+"""How does the cost of operations in memory grow, from size 1,000 to 1,000,000?
 
-Each figure is processor seconds for the whole of a size, and two exponents of the size: the one
-that fits all sizes, and the one from the last size but one to the last. 1 is linear; n log n reads
-as 1.1. What outgrows the processor's caches reads as more, too: the yardstick does nothing but walk
-through as many messages, and says how much. The garbage collector is off while time counts, because
-it walks through everything that exists whenever a share of it is new, which hides what the code
-does; its share at the largest size is a figure of its own. No broker is needed.
+Each figure is the processor time for all elements of a size, in seconds. There are two exponents of
+the size: one fitted to all sizes, and one from the second largest to the largest. 1 is linear; n
+log n shows as 1.1. Data larger than the processor's caches also raises the exponent. The yardstick
+shows by how much: it only walks through as many messages. The garbage collector is off during the
+measurement. It walks through all objects whenever a share of them is new, which would hide the cost
+of the code. Its share at the largest size is a separate figure. No broker is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from datetime import datetime, timezone
 
 from rich.console import Console
 
-from keyshard.core.dead_letter.parked import Parked
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.checkpoint import Checkpoint
@@ -26,16 +25,17 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.assignment import assign, moved_ranges, reassign, slot_owners
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.core.window.budget import Budget
+from keyshard.core.window.admission import Budget
 from keyshard.core.window.window import Window
+from keyshard.dead_letters.parked import Parked
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LONGEST_S = 60.0
-"""A size that would take longer, as the sizes before it foretell, is left out, seconds."""
+"""A size is skipped if the smaller sizes predict a longer time, seconds."""
 ALL_S = 480.0
-"""Processor time after which nothing more is begun, preparations included, seconds."""
+"""Processor time after which no measurement starts, including preparation, seconds."""
 AGAIN_S = 0.2
-"""What takes less is measured ``TURNS`` times, and the shortest counts, seconds."""
+"""Shorter measurements are repeated ``TURNS`` times, and the shortest counts, seconds."""
 TURNS = 5
 RANGES, PARTITIONS, COMMITS, TEXTS, PER_KEY = 10, 5, 100, 10, 10
 
@@ -69,7 +69,7 @@ def _window(partitions: list[TopicPartition]) -> Window:
 
 
 def _filled(entries: int) -> Window:
-    """A window with entries of a few topic partitions."""
+    """Return a window with entries of a few topic partitions."""
     where = _partitions(PARTITIONS)
     window = _window(where)
     for number in range(entries):
@@ -89,11 +89,11 @@ def _lanes(keys: int) -> Lanes:
 
 
 Measured = Iterator[None]
-"""Prepares, then yields where time begins to count, and once more where it ends."""
+"""Prepares, then yields when the measurement starts, and again when it ends."""
 
 
 def yardstick(size: int) -> Measured:
-    """So many messages of as many keys are put where they belong: linear, whatever it reads."""
+    """Distribute ``size`` messages of different keys; linear, so its exponent shows the caches."""
     messages = {f"k{number}": _message(number, f"k{number}") for number in range(size)}
     owners = slot_owners(assign(RANGES))
     yield
@@ -105,7 +105,7 @@ def yardstick(size: int) -> Measured:
 
 
 def lanes(size: int) -> Measured:
-    """So many keys go through the lanes, one message each."""
+    """Run ``size`` keys through the lanes, one message each."""
     full = _lanes(size)
     yield
     while (work := full.next(0.0)) is not None:
@@ -115,7 +115,7 @@ def lanes(size: int) -> Measured:
 
 
 def lanes_reassign(size: int) -> Measured:
-    """So many keys wait while their ranges move."""
+    """Move ranges while ``size`` keys wait in lanes."""
     full = _lanes(size)
     owners = slot_owners(reassign(assign(RANGES), RANGES + 1))
     yield
@@ -124,7 +124,7 @@ def lanes_reassign(size: int) -> Measured:
 
 
 def window_reassign(size: int) -> Measured:
-    """So many entries wait while their ranges move."""
+    """Move ranges while ``size`` entries wait in the window."""
     full = _filled(size)
     owners = slot_owners(assign(RANGES + 1))
     yield
@@ -133,7 +133,7 @@ def window_reassign(size: int) -> Measured:
 
 
 def assignment(size: int) -> Measured:
-    """So many ranges become one more, as far as the ring has slots."""
+    """Add one range to ``size`` ranges, at most as many as the ring has slots."""
     count = min(size, RING_SIZE - 1)
     before = assign(count)
     yield
@@ -142,7 +142,7 @@ def assignment(size: int) -> Measured:
 
 
 def cut(size: int) -> Measured:
-    """So many entries become batches."""
+    """Cut ``size`` entries into batches."""
     full = _filled(size)
     yield
     while (end := full.cut()) is not None:
@@ -151,7 +151,7 @@ def cut(size: int) -> Measured:
 
 
 def commit(size: int) -> Measured:
-    """So many entries are committed, in a hundred commits."""
+    """Commit ``size`` entries in a hundred commits."""
     full = _filled(size)
     taken = [(where, block.id) for where, _, block in full.take()]
     yield
@@ -165,7 +165,7 @@ def commit(size: int) -> Measured:
 
 
 def _beside(window: Window, where: TopicPartition, commits: int, *, text: bool) -> None:
-    """So many commits of one entry of one topic partition."""
+    """Make ``commits`` commits of one entry in one topic partition."""
     for entry in range(10, 10 + commits):
         window.receive(where, 0, _block(entry))
         window.plan_completed({where: [block.id for _, _, block in window.take()]})
@@ -188,7 +188,7 @@ def _many(size: int) -> tuple[Window, TopicPartition]:
 
 
 def commit_beside_partitions(size: int) -> Measured:
-    """A hundred commits of one topic partition, of so many; without a checkpoint file."""
+    """Make a hundred commits in one of ``size`` topic partitions, without a checkpoint file."""
     window, where = _many(size)
     yield
     _beside(window, where, COMMITS, text=False)
@@ -196,7 +196,7 @@ def commit_beside_partitions(size: int) -> Measured:
 
 
 def commit_text_beside_partitions(size: int) -> Measured:
-    """Ten of them with the text of the checkpoint, whose length is what it is."""
+    """Make ten commits with the checkpoint's text, which grows with ``size``."""
     window, where = _many(size)
     yield
     _beside(window, where, TEXTS, text=True)
@@ -204,13 +204,13 @@ def commit_text_beside_partitions(size: int) -> Measured:
 
 
 def fold(size: int) -> Measured:
-    """So many dead letters are folded and replayed, ten of each key."""
+    """Fold and replay ``size`` dead letters, ten of each key."""
     where = _partitions(1)[0]
     yield
     parked = Parked()
     for number in range(size):
         key = f"k{number % max(1, size // PER_KEY)}"
-        parked.letter(EntryId(9, number), key, where, MessageId(1, number, 0))
+        parked.dead_letter(EntryId(9, number), key, where, MessageId(1, number, 0))
     for number in range(size):
         key = f"k{number % max(1, size // PER_KEY)}"
         parked.replayed(EntryId(9, size + number), key, where, MessageId(1, number, 0))
@@ -218,12 +218,12 @@ def fold(size: int) -> Measured:
 
 
 def fold_one_key(size: int) -> Measured:
-    """The same, of one key."""
+    """Fold and replay ``size`` dead letters of one key."""
     where = _partitions(1)[0]
     yield
     parked = Parked()
     for number in range(size):
-        parked.letter(EntryId(9, number), "k", where, MessageId(1, number, 0))
+        parked.dead_letter(EntryId(9, number), "k", where, MessageId(1, number, 0))
     for number in range(size):
         parked.replayed(EntryId(9, size + number), "k", where, MessageId(1, number, 0))
     yield
@@ -235,21 +235,21 @@ ALL: tuple[tuple[Callable[[int], Measured], int], ...] = (
     (cut, 10**6), (commit, 10**6), (commit_beside_partitions, 10**5),
     (commit_text_beside_partitions, 10**5), (fold, 10**6), (fold_one_key, 10**6),
 )  # fmt: skip
-"""What is measured, and up to which size: memory for a million topic partitions is not a given."""
+"""Measurements and their largest sizes; a million topic partitions may not fit in memory."""
 
 
 def exponent(seconds: dict[int, float]) -> float:
-    """The slope of the straight line through sizes and seconds, both as logarithms."""
+    """Return the slope of a line fitted to the logarithms of sizes and seconds."""
     points = [(math.log(size), math.log(max(one, 1e-6))) for size, one in seconds.items()]
     if len(points) < 2:
         return math.nan
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
     above = sum((x - mean_x) * (y - mean_y) for x, y in points)
-    return above / sum((x - mean_x) ** 2 for x, _ in points)
+    return float(above / sum((x - mean_x) ** 2 for x, _ in points))
 
 
 def measure(what: Callable[[int], Measured], size: int, *, collector: bool = False) -> float:
-    """Processor seconds of the measured part."""
+    """Return the processor time of the measured part, seconds."""
     seconds = _measured(what, size, collector)
     if seconds >= AGAIN_S:
         return seconds
@@ -271,7 +271,7 @@ def _measured(what: Callable[[int], Measured], size: int, collector: bool) -> fl
 
 
 def run() -> dict[str, float]:
-    """Seconds of every size, and exponents; the largest sizes as far as there is time."""
+    """Return the seconds of every size and the exponents, as far as there is time."""
     found: dict[str, dict[int, float]] = {what.__name__: {} for what, _ in ALL}
     figures: dict[str, float] = {}
     began = time.process_time()
@@ -282,14 +282,14 @@ def run() -> dict[str, float]:
                 continue
             foreseen_s = 10 ** exponent(seconds) * max(seconds.values()) if seconds else 0.0
             if foreseen_s > LONGEST_S or time.process_time() - began > ALL_S:
-                _console.print(f"{what.__name__}: {size:,} is left out, it would take too long")
+                _console.print(f"{what.__name__}: left out {size:,}, which would take too long")
                 continue
             seconds[size] = measure(what, size)
             with_collector = measure(what, size, collector=True)
             figures[f"growth_{what.__name__}_with_collector_s"] = with_collector
             _console.print(
-                f"{what.__name__}: {size:,} in {seconds[size]:.3f} s"
-                f" ({with_collector:.3f} s with the garbage collector)"
+                f"{what.__name__}: {size:,} in {seconds[size]:.3f} s ({with_collector:.3f} s "
+                "with the garbage collector)"
             )
     for name, seconds in found.items():
         figures |= {f"growth_{name}_s_{size}": one for size, one in seconds.items()}

@@ -1,4 +1,4 @@
-"""A topic through ``source.run`` with a handler that waits, in a process of its own."""
+"""A topic through ``source.run`` with a handler that waits, in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEADLINE_S = 240.0
 
 
 class Meter:
-    """Handlers that wait as long as their message says, and when they began and ended."""
+    """Handlers that wait as long as their message says, and the times of their calls."""
 
     def __init__(self, messages: int, low_ms: float, high_ms: float) -> None:
         self._messages = messages
@@ -29,24 +29,24 @@ class Meter:
         self.done = threading.Event()
 
     def threads(self, message: Any) -> None:
-        """A plain function that sleeps."""
+        """Sleep in a plain function."""
         self.starts.append(time.perf_counter())
         time.sleep(handler_s(message.value, self._low_ms, self._high_ms))
         self._ended()
 
     async def coroutine(self, message: Any) -> None:
-        """The same for the event loop."""
+        """Sleep in a coroutine."""
         self.starts.append(time.perf_counter())
         await asyncio.sleep(handler_s(message.value, self._low_ms, self._high_ms))
         self._ended()
 
     def nothing(self, _message: Any) -> None:
-        """A plain function that does nothing."""
+        """Do nothing, in a plain function."""
         self.starts.append(time.perf_counter())
         self._ended()
 
     async def nothing_async(self, _message: Any) -> None:
-        """The same for the event loop."""
+        """Do nothing, in a coroutine."""
         self.starts.append(time.perf_counter())
         self._ended()
 
@@ -74,7 +74,7 @@ def run(
 
     Returns:
         ``seconds`` from the first handler's start to the last one's end, ``total_s`` from the call
-        of ``run`` to that end, which includes connecting, ``cpu_s`` that this process took, and
+        of ``run`` to that end, which includes connecting, ``cpu_s`` of this process, and
         ``handled``.
     """
     meter = Meter(messages, low_ms, high_ms)
@@ -98,7 +98,9 @@ def run(
     source.run(handle, lanes=lanes)
     watcher.join()
     if not in_time[0]:
-        sys.exit(f"only {len(meter.ends)} of {messages} messages came within {DEADLINE_S:.0f} s")
+        sys.exit(
+            f"received only {len(meter.ends)} of {messages} messages within {DEADLINE_S:.0f} s"
+        )
     return {
         "seconds": max(meter.ends) - min(meter.starts),
         "total_s": max(meter.ends) - began,

@@ -18,7 +18,7 @@ SHAPES = ((10, 100), (50, 20))
 
 
 def measure(broker: DevBroker, ranges: int, partitions: int) -> dict[str, float]:
-    """One source over mostly idle partitions; milliseconds, and percent of one core."""
+    """Measure one source over mostly idle partitions; milliseconds, and percent of one core."""
     topic = f"idle-{uuid.uuid4().hex[:6]}"
     create_partitioned_topic(broker.admin_url, topic, partitions)
     source = KeyShardSource(
@@ -43,7 +43,7 @@ def measure(broker: DevBroker, ranges: int, partitions: int) -> dict[str, float]
             sent = time.perf_counter()
             producer.send(b"x", partition_key=f"k{number}")
             batch = stream.next_batch(30)
-            assert batch is not None, "a message did not come within 30 s"
+            assert batch is not None, "received no message within 30 s"
             latencies.append(time.perf_counter() - sent)
             stream.commit(batch)
         time.sleep(SETTLE_S)
@@ -61,7 +61,7 @@ def measure(broker: DevBroker, ranges: int, partitions: int) -> dict[str, float]
 
 
 def run() -> dict[str, float]:
-    """All figures."""
+    """Return all figures."""
     figures: dict[str, float] = {}
     with DevBroker() as broker:
         for ranges, partitions in SHAPES:

@@ -1,6 +1,6 @@
 """How fast is a topic read with 10 ranges: by the bare client, by keyshard, by Spark?
 
-Every figure is measured in a process of its own against one broker, three times in turn.
+The figures are measured three times in turn, each in a separate process, on one broker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keyshard.testing.verify.workloads import Workload, create_partitioned_topic
 PARTITIONS = 5
 RUNS = 3
 WARM_ROWS = 200_000
-"""Rows that a Spark session reads before it is measured: the JVM compiles what it runs often."""
+"""Rows that a Spark session reads before the measurement, to warm up the JVM."""
 TRIGGER_ROWS, TRIGGER_RATE = 1_000, 50.0
 
 _console = Console(stderr=True)
@@ -34,7 +34,7 @@ def load(broker: DevBroker, topic: str, workload: Workload) -> None:
 
 
 def throughput(broker: DevBroker, topic: str, messages: int) -> dict[str, float]:
-    """Medians of bare, touching, embedded and Spark, measured in turn; rows per second."""
+    """Return medians of bare, touching, embedded and Spark, in turn; rows per second."""
     url = broker.service_url
     bare = {"service_url": url, "topic": topic, "partitions": PARTITIONS, "messages": messages}
     embedded = {"service_url": url, "topic": topic, "messages": messages}
@@ -55,7 +55,7 @@ def throughput(broker: DevBroker, topic: str, messages: int) -> dict[str, float]
 
 
 def tiny_triggers(broker: DevBroker, topic: str, workload: Workload) -> dict[str, float]:
-    """Median times per micro-batch while a workload is published slowly, milliseconds."""
+    """Return median times per micro-batch during slow publishing, milliseconds."""
     create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
     arguments = {
         "service_url": broker.service_url, "topic": topic, "rows": workload.messages,
@@ -75,7 +75,7 @@ def tiny_triggers(broker: DevBroker, topic: str, workload: Workload) -> dict[str
 
 
 def shape(broker: DevBroker, workload: Workload, suffix: str) -> dict[str, float]:
-    """All figures of one shape of entries."""
+    """Return all figures of one shape of entries."""
     topic = f"ingest{suffix}"
     load(broker, topic, workload)
     rates = throughput(broker, topic, workload.messages)
@@ -97,7 +97,7 @@ def shape(broker: DevBroker, workload: Workload, suffix: str) -> dict[str, float
 
 
 def run(messages: int) -> dict[str, float]:
-    """All figures; small entries (about 2 messages) and large ones (1,000)."""
+    """Return all figures, for small entries (about 2 messages) and large ones (1,000)."""
     small = Workload(messages, keys=1_000, size_bytes=100)
     figures: dict[str, float] = {}
     with DevBroker(optimised=True) as broker:
@@ -108,7 +108,7 @@ def run(messages: int) -> dict[str, float]:
         times = tiny_triggers(broker, "tiny", tiny)
         figures["trigger_ms"] = times["keyshard_ms"]
         figures["trigger_over_rate_ms"] = times["keyshard_ms"] - times["rate_ms"]
-        # As large as entries become at this rate in a second.
+        # Entries as large as a producer makes them at this rate in one second.
         large = replace(tiny, batching="keyed", entry_messages=int(TRIGGER_RATE))
         figures["trigger_ms_large"] = tiny_triggers(broker, "tiny_large", large)["keyshard_ms"]
         load(broker, "heavy", Workload(20_000, keys=1_000, size_bytes=100_000, batching="none"))

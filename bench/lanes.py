@@ -1,6 +1,6 @@
-"""How much of the lanes' time do handlers get: by number of keys, by ranges, doing nothing?
+"""What share of the lanes' time do handlers get: by number of keys, by ranges, without work?
 
-Every figure is of a process of its own on one broker; all messages are published before it starts.
+Each figure is measured in a separate process on one broker, after all messages are published.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PARTITIONS = 5
 RANGE_HANDLER_MS = 10.0
 RANGE_HANDLERS = {"ranges": "threads", "ranges_async": "coroutine"}
 PER_LANE = 1_000
-"""Messages of each range, which has one lane: 10 s of handlers."""
+"""Messages per range, which has one lane: 10 s of handler time."""
 KEYS_PER_SLICE = 2
 """Keys in each hundredth of the ring."""
 RUN = 5
-"""Messages of a key that are published one after the other, and so share an entry."""
+"""Consecutive messages of one key, which share an entry."""
 
 NOOP_MESSAGES, NOOP_KEYS, NOOP_RANGES = 200_000, 1_000, 10
 
@@ -40,10 +40,10 @@ _console = Console(stderr=True)
 
 
 def by_keys(broker: DevBroker) -> dict[str, float]:
-    """10,000 messages of 0 to 5 ms on one topic partition, 16 lanes, with more and more keys.
+    """Measure 10,000 messages of 0 to 5 ms on one topic partition with 16 lanes, by keys.
 
-    The producer batches by key; with ``_unbatched`` it does not, and every message is an entry.
-    From ``FEW_KEYS`` on, figures are medians of ``TURNS`` runs.
+    The producer batches by key. With ``_unbatched`` it does not batch, so every message is an
+    entry. From ``FEW_KEYS`` keys on, figures are medians of ``TURNS`` runs.
     """
     figures: dict[str, float] = {}
     for keys, batched in [*((keys, True) for keys in KEYS), (UNBATCHED_KEYS, False)]:
@@ -63,8 +63,8 @@ def by_keys(broker: DevBroker) -> dict[str, float]:
         )
         figures[f"lanes_seconds_{name}"] = statistics.median(run["total_s"] for run in found)
         _console.print(
-            f"{name} keys: {figures[f'lanes_seconds_{name}']:.3f} s with connecting, efficiency "
-            f"{figures[f'lanes_efficiency_{name}']:.3f}"
+            f"{name} keys: {figures[f'lanes_seconds_{name}']:.3f} s with the connection, "
+            f"efficiency {figures[f'lanes_efficiency_{name}']:.3f}"
         )
     return figures | yardsticks(
         broker, f"lanes-{UNBATCHED_KEYS}", mixed_keys(UNBATCHED_KEYS, MESSAGES)
@@ -72,7 +72,7 @@ def by_keys(broker: DevBroker) -> dict[str, float]:
 
 
 def yardsticks(broker: DevBroker, topic: str, load: Sequence[str]) -> dict[str, float]:
-    """What as many threads reach on this machine with the plain client, and with no client."""
+    """Measure as many threads on this machine with the plain client, and with no client."""
     low, high = HANDLER_MS
     arguments = {
         "service_url": broker.service_url, "topic": topic, "messages": len(load),
@@ -95,7 +95,7 @@ def _median_efficiency(load: Sequence[str], at_once: int, seconds: Sequence[floa
 
 
 def by_ranges(broker: DevBroker) -> dict[str, float]:
-    """Handlers of 10 ms, more and more ranges with one lane each over 5 topic partitions."""
+    """Measure handlers of 10 ms by number of ranges, one lane each, over 5 topic partitions."""
     keys = even_keys(max(RANGES), KEYS_PER_SLICE)
     rates: dict[str, dict[int, float]] = {name: {} for name in RANGE_HANDLERS}
     for ranges in RANGES:
@@ -119,7 +119,7 @@ def by_ranges(broker: DevBroker) -> dict[str, float]:
 
 
 def nothing(broker: DevBroker) -> dict[str, float]:
-    """A handler that does nothing, against the bare client loop on the same topic."""
+    """Compare a handler that does nothing with the bare client loop on the same topic."""
     topic = "noop"
     create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
     produce(Workload(NOOP_MESSAGES, NOOP_KEYS), broker.service_url, topic)
@@ -142,7 +142,7 @@ def nothing(broker: DevBroker) -> dict[str, float]:
 
 
 def handled(broker: DevBroker, topic: str, messages: int, **settings: Any) -> dict[str, float]:
-    """What :func:`bench.handled.run` measured in a process of its own."""
+    """Return the result of :func:`bench.handled.run` from a separate process."""
     arguments = {"service_url": broker.service_url, "topic": topic, "messages": messages}
     found: dict[str, float] = child("bench.handled", json.dumps(arguments | settings))
     return found

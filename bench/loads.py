@@ -1,4 +1,4 @@
-"""Loads of the handler benchmarks: which keys, in which order, and how long each handler takes."""
+"""Loads of the handler benchmarks: keys, their order, and the time of each handler."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 
-import pulsar
-
+from keyshard import KeyShardSink
 from keyshard.core.ring.hash_range import range_index
 from keyshard.core.ring.key_slot import key_slot
 
@@ -19,7 +18,7 @@ _DRAWS = 1 << 32
 
 
 def skewed_keys() -> list[str]:
-    """The routing key of each message of :data:`SKEW`, in publish order: evenly mixed."""
+    """Return the routing key of each message of :data:`SKEW`, evenly mixed, in publish order."""
     keys: list[str] = []
     for kind, (count, messages) in enumerate(SKEW):
         keys += [f"s{kind}-{number}" for number in range(count) for _ in range(messages)]
@@ -28,7 +27,7 @@ def skewed_keys() -> list[str]:
 
 
 def mixed_keys(count: int, messages: int) -> list[str]:
-    """The routing key of each message: ``count`` keys in turn, each turn in another order."""
+    """Return routing keys of ``messages`` messages: ``count`` keys per turn, in changing order."""
     names = [f"k{number}" for number in range(count)]
     order = random.Random(SEED)
     keys: list[str] = []
@@ -38,10 +37,10 @@ def mixed_keys(count: int, messages: int) -> list[str]:
 
 
 def even_keys(slices: int, per_slice: int) -> list[str]:
-    """Keys of which equally many lie in each of ``slices`` equal parts of the ring.
+    """Return keys of which equally many lie in each of ``slices`` equal parts of the ring.
 
-    Those of different slices alternate, so that keys repeated in this order load all parts alike at
-    any time.
+    Keys of different parts alternate. So keys repeated in this order load all parts equally at any
+    time.
     """
     found: list[list[str]] = [[] for _ in range(slices)]
     missing = slices * per_slice
@@ -57,7 +56,7 @@ def even_keys(slices: int, per_slice: int) -> list[str]:
 
 
 def values(keys: Iterable[str]) -> Iterable[tuple[str, bytes]]:
-    """Key and value ``key:seq:`` of each message; ``seq`` counts the messages of a key from 0."""
+    """Yield key and value ``key:seq:`` of each message; ``seq`` counts a key's messages from 0."""
     following: Counter[str] = Counter()
     for key in keys:
         yield key, f"{key}:{following[key]}:".encode()
@@ -65,10 +64,10 @@ def values(keys: Iterable[str]) -> Iterable[tuple[str, bytes]]:
 
 
 def handler_s(value: bytes, low_ms: float, high_ms: float) -> float:
-    """How long the handler of a message takes, seconds: uniform, the same for the same message.
+    """Return the handler time of a message, seconds: uniform, and fixed for each message.
 
     Args:
-        value: ``key:seq:``, and what pads it.
+        value: ``key:seq:`` and padding.
         low_ms: Shortest time.
         high_ms: Longest time.
     """
@@ -77,39 +76,25 @@ def handler_s(value: bytes, low_ms: float, high_ms: float) -> float:
 
 
 def efficiency(messages: int, seconds: float, at_once: int, mean_s: float) -> float:
-    """Measured rate over the best one: ``at_once`` handlers of ``mean_s`` seconds all the time."""
+    """Return the measured rate over that of ``at_once`` handlers of ``mean_s`` seconds."""
     return messages * mean_s / (seconds * at_once)
 
 
 def publish(service_url: str, topic: str, keys: Iterable[str], *, batched: bool = False) -> int:
-    """Publish a load and wait for every confirmation; how many messages it is.
+    """Publish a load, wait for every confirmation, and return the number of messages.
 
     Args:
         service_url: URL of the broker.
         topic: Topic name.
         keys: Routing key of each message.
-        batched: Whether the producer batches by key, or not at all.
+        batched: Whether entries have several messages of a key; otherwise each has one.
     """
-    client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
-    answers: Counter[object] = Counter()
-
-    def confirmed(result: object, _message_id: object) -> None:
-        answers[result] += 1
-
-    try:
-        producer = client.create_producer(
-            topic,
-            batching_enabled=batched,
-            batching_type=pulsar.BatchingType.KeyBased,
-            batching_max_publish_delay_ms=50,
-            block_if_queue_full=True,
-            max_pending_messages=5_000,
-        )
+    entry_messages = 1_000 if batched else 1
+    sent = 0
+    with KeyShardSink(
+        topic, service_url=service_url, entry_messages_max=entry_messages, linger_ms=50
+    ) as sink:
         for key, value in values(keys):
-            producer.send_async(value, confirmed, partition_key=key)
-        producer.flush()
-    finally:
-        client.close()
-    if set(answers) != {pulsar.Result.Ok}:
-        raise RuntimeError(f"publishing to {topic} was answered with {dict(answers)}")
-    return answers.total()
+            sink.send(value, key=key)
+            sent += 1
+    return sent

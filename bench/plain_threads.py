@@ -1,7 +1,8 @@
-"""The yardstick of the chart by keys: threads that handle what a plain client receives.
+"""The yardstick of :mod:`bench.lanes`: threads that handle messages of a plain client.
 
-One Shared consumer, one queue, as many threads as lanes; each message is acknowledged when its
-handler returns. There is no order, no checkpoint, no retry. And the same threads with no client.
+There is one Shared consumer, one queue, and as many threads as lanes. A message is acknowledged
+when its handler returns. There is no order, no checkpoint and no retry. The same threads also run
+without a client.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def run(
 def _run(
     threads: int, messages: int, following: Callable[[], Any], handle: Callable[[Any], None]
 ) -> float:
-    """Seconds that threads take for what one more thread hands out."""
+    """Return the seconds that threads take for messages that one more thread hands out."""
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     starts: list[float] = []
     ends: list[float] = []

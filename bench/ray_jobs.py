@@ -1,6 +1,6 @@
-"""What does a Ray job cost, and what does it bring for handlers that compute?
+"""What does a Ray job cost, and what does it gain for handlers that compute?
 
-Every figure is of a process of its own on one broker; all messages are published before it starts.
+Each figure is measured in a separate process on one broker, after all messages are published.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """All figures."""
+    """Return all figures."""
     figures: dict[str, float] = {}
     with DevBroker() as broker:
         for topic, messages in (("rows", MESSAGES), ("few", COMPUTING)):
@@ -62,7 +62,7 @@ def run() -> dict[str, float]:
 
 
 def computes(_message: object) -> int:
-    """Takes 5 ms of processor time."""
+    """Use 5 ms of processor time."""
     end_s = time.thread_time() + COMPUTE_S
     while time.thread_time() < end_s:
         pass
@@ -70,17 +70,17 @@ def computes(_message: object) -> int:
 
 
 def one(_message: object) -> int:
-    """A result for each message, and nothing else."""
+    """Return a result for each message, without other work."""
     return 1
 
 
 def rows_of(rows: Any) -> int:
-    """The number of rows of an Arrow batch."""
+    """Return the number of rows of an Arrow batch."""
     return int(rows.num_rows)
 
 
 class Measured:
-    """The ways to consume a topic; each gives the seconds for all of it, without starting up."""
+    """Ways to consume a topic. Each returns the seconds for all messages, without startup."""
 
     def __init__(
         self, service_url: str, topic: str, messages: int, workers: str = "embedded"
@@ -102,8 +102,8 @@ class Measured:
             batch.ack()
             if left <= 0:
                 seconds = time.perf_counter() - began_s
-                batches.close()  # type: ignore[attr-defined]
-                return seconds * self._messages / rows
+                batches.close()
+                return float(seconds * self._messages / rows)
             batch = next(batches)
 
     def ray_arrow(self) -> float:
@@ -127,7 +127,7 @@ class Measured:
     def _job(self, handler: Callable[..., int], **options: Any) -> float:
         left = self._messages
         with ray_adapter.run(self._source, handler, **({"parallelism": ACTORS} | options)) as job:
-            # Actors and consumers are there.
+            # Actors and consumers are ready.
             began_s = time.perf_counter()
             for number in job:
                 left -= number
@@ -160,7 +160,7 @@ class Measured:
 
 
 if __name__ == "__main__":
-    # Else Ray's processes give way to every other one of the machine, the broker included.
+    # By default Ray's processes have lower priority than all others, also than the broker.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
     name, *given = json.loads(sys.argv[1])
     print(json.dumps({"seconds": getattr(Measured(*given), name)()}))

@@ -1,10 +1,10 @@
-"""What does a live rescale cost: how long does a moved range pause, what comes twice or wrong?
+"""What does a live rescale cost: how long do moved ranges pause, are there duplicates?
 
-4 ranges become 8, then 3, then 4 again and so on, while handlers work: on what a producer in
-another process publishes meanwhile, and (figures with ``_backlog``) on what was published before. A
-pause is what the rescale reports of each range that moved. A gap is seen from outside: the longest
-time around a rescale in which no handler ran for a part of the ring that moved. The checkers of
-:mod:`keyshard.testing.verify` judge order, and that one handler at a time works on a key.
+4 ranges become 8, then 3, then 4 again and so on, while handlers work. Their load is published
+meanwhile by a producer in another process, or (figures with ``_backlog``) before. A pause is what
+the rescale reports for each range that moved. A gap is measured from outside: the longest time
+around a rescale in which no handler ran for a part of the ring that moved. The checkers of
+:mod:`keyshard.testing.verify` check order, and that one handler at a time works on a key.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MESSAGES, KEYS, PARTITIONS = 60_000, 1_000, 5
 RATE_PER_S = 1_500.0
 LANES, HANDLER_S = 8, 0.005
 PART_SLOTS_MIN = 1_024
-"""Parts of the ring smaller than this have no figure: too few messages lie in them, slots."""
+"""Smallest part of the ring with a figure, slots; smaller parts have too few messages."""
 DEADLINE_S = 180.0
 
 _console = Console(stderr=True)
@@ -50,7 +50,7 @@ _console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """One run of a handler."""
+    """One call of a handler."""
 
     start_s: float
     end_s: float
@@ -65,7 +65,7 @@ class Handled:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A part of the ring that changed hands, and from when to when it was about to."""
+    """A part of the ring that changed its owner, with start and end of the rescale."""
 
     hash_range: HashRange
     from_s: float
@@ -74,7 +74,7 @@ class Move:
 
 @dataclass
 class Recorder:
-    """A handler that takes 5 ms and remembers when it ran for what."""
+    """A handler that takes 5 ms and records its calls."""
 
     handled: list[Handled] = field(default_factory=list)
 
@@ -91,7 +91,7 @@ class Recorder:
 
 
 def moved(old: Assignment, new: Assignment) -> list[HashRange]:
-    """The parts of the ring that changed hands, each from one owner to one."""
+    """Return the parts of the ring that changed their owner, each from one owner to one."""
     return sorted(
         HashRange(max(before.start, after.start), min(before.end, after.end))
         for owner, had in enumerate(old)
@@ -103,9 +103,9 @@ def moved(old: Assignment, new: Assignment) -> list[HashRange]:
 
 
 def pause_s(move: Move, handled: Iterable[Handled]) -> float | None:
-    """The longest time around a move in which no handler ran for its part of the ring.
+    """Return the longest time around a move in which no handler ran for its part of the ring.
 
-    ``None`` when nothing of it was handled before or after.
+    ``None`` if no message of the part was handled before or after.
     """
     runs = sorted((one.start_s, one.end_s) for one in handled if one.slot in move.hash_range)
     if not any(end < move.to_s for _, end in runs):
@@ -121,7 +121,7 @@ def pause_s(move: Move, handled: Iterable[Handled]) -> float | None:
 
 
 def history(handled: Sequence[Handled]) -> list[Event]:
-    """``started`` and ``completed`` of each run, in the order of time."""
+    """Return ``started`` and ``completed`` of each call, by time."""
     return sorted(itertools.chain.from_iterable(map(_events, handled)), key=lambda event: event.t)
 
 
@@ -135,12 +135,12 @@ def _events(one: Handled) -> Iterator[Event]:
 
 
 def duplicates(handled: Sequence[Handled]) -> int:
-    """Handler runs of a message beyond its first."""
+    """Count the handler calls of a message beyond its first."""
     return len(handled) - len({(one.topic, one.partition, one.position) for one in handled})
 
 
 def measure(broker: DevBroker, topic: str) -> tuple[list[Handled], list[Move], list[float]]:
-    """Rescale under load again and again: what was handled, what moved, reported pauses (ms)."""
+    """Rescale repeatedly under load; return calls, moves and reported pauses (ms)."""
     source = KeyShardSource(
         topic,
         service_url=broker.service_url,
@@ -184,7 +184,7 @@ def measure(broker: DevBroker, topic: str) -> tuple[list[Handled], list[Move], l
 
 
 def live(broker: DevBroker) -> dict[str, float]:
-    """Figures while a producer publishes 1,500 messages a second."""
+    """Measure while a producer publishes 1,500 messages per second."""
     create_partitioned_topic(broker.admin_url, "live", PARTITIONS)
     with subprocess.Popen(
         [sys.executable, "-m", "bench.rescale", broker.service_url, "live"],
@@ -196,7 +196,7 @@ def live(broker: DevBroker) -> dict[str, float]:
 
 
 def backlog(broker: DevBroker) -> dict[str, float]:
-    """Figures with everything published before."""
+    """Measure with everything published before."""
     create_partitioned_topic(broker.admin_url, "backlog", PARTITIONS)
     load = Workload(MESSAGES, KEYS, batching="none")
     produce(load, broker.service_url, "backlog")
@@ -204,7 +204,7 @@ def backlog(broker: DevBroker) -> dict[str, float]:
 
 
 def wait_for_more(recorder: Recorder, messages: int) -> None:
-    """Wait until some more messages were handled."""
+    """Wait until so many more messages were handled."""
     deadline, wanted = time.monotonic() + 60, len(recorder.handled) + messages
     while len(recorder.handled) < wanted:
         if time.monotonic() > deadline:
@@ -215,7 +215,7 @@ def wait_for_more(recorder: Recorder, messages: int) -> None:
 def figures(
     suffix: str, handled: Sequence[Handled], moves: Sequence[Move], pauses: Sequence[float]
 ) -> dict[str, float]:
-    """All figures of one load."""
+    """Return all figures of one load."""
     gaps = [gap * 1e3 for move in moves if (gap := pause_s(move, handled)) is not None]
     events = history(handled)
     return {
@@ -237,10 +237,10 @@ def _p99(values: Sequence[float]) -> float:
 
 
 def run() -> dict[str, float]:
-    """All figures."""
+    """Return all figures."""
     with DevBroker() as broker:
         return live(broker) | backlog(broker)
 
 
 if __name__ == "__main__":
-    produce(Workload(10**6, KEYS, batching="none", rate_per_s=RATE_PER_S), *sys.argv[1:])
+    produce(Workload(10**6, KEYS, batching="none", rate_per_s=RATE_PER_S), sys.argv[1], sys.argv[2])

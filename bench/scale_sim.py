@@ -19,16 +19,14 @@ import time
 import tracemalloc
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.embedded import peak_rss_kb
-from keyshard.broker.hosted.consumer import Holders, HostedConsumer, Wanted
-from keyshard.broker.hosted.hosting import WorkerHosting
-from keyshard.broker.hosted.wire import Delivery
-from keyshard.broker.hosted.worker import Worker
-from keyshard.broker.port import StartPosition
-from keyshard.core.holes.settling import Proofs
+from keyshard.broker.port import StartPosition, SubscriptionSpec
+from keyshard.consumers.receiver import OwnedRange, RangeConsumer
+from keyshard.core.ack_gaps import Proofs
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.assignment import (
@@ -41,44 +39,60 @@ from keyshard.core.ring.assignment import (
     slot_owners,
 )
 from keyshard.core.ring.hash_range import RING_SIZE, range_index, split_ring
-from keyshard.core.window.budget import Budget
+from keyshard.core.window.admission import Budget
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.core.window.window import Window
 from keyshard.errors import WorkerUnreachableError
-from keyshard.worker.receiver import OwnedRange, RangeConsumer
+from keyshard.workers.consumer import Holders, HostedConsumer
+from keyshard.workers.encoding import Taken, WorkerDelivery
+from keyshard.workers.supervisor import WorkerHosting
+from keyshard.workers.worker import Worker
 
 RANGES, PARTITIONS, WORKERS = 10_000, 1_000, 1_000
 TURNS = 5
+CUT_RANGES, CUT_MESSAGES = 16, 3
+"""Ranges, and messages of an entry, of :func:`cut`."""
 FEW, MANY, HOLES = 1, 10, 10
-"""Entries of each topic partition in a small and in a large cut; holes in each."""
+"""Entries per topic partition in a small and in a large cut, and ack gaps in each."""
 HELD = 200
-"""Entries of each topic partition that are in hand when a worker dies: as many as fill a window."""
+"""Entries per topic partition that are in flight when a worker dies; enough to fill a window."""
 DEATHS = 100
 """Owners that leave one after the other."""
 BACK_S = 120.0
-"""Longest wait until the consumers of a worker that died are back, seconds."""
+"""Longest wait for the consumers of a dead worker to be back, seconds."""
 BUDGET = Budget(200_000, 256 * 1024 * 1024, checkpoint_bytes_max=2**30)
-"""The default window; the checkpoint may become as large as it is."""
+"""The default window, with a checkpoint of any size."""
 LEDGER = 1_000_000
 SEED = 13
 
 
-def _block(entry: int, slot: int) -> EntryBlock:
+def _block(entry: int, slot: int, messages: int = 1) -> EntryBlock:
     return EntryBlock(
-        EntryId(LEDGER, entry), batch_size=1, batched=False, indices=range(1), slot=slot,
-        mixed_slots=None, publish_ms=1_700_000_000_000, payload_bytes=100, content=None, start=0,
+        EntryId(LEDGER, entry), batch_size=messages, batched=messages > 1, indices=range(messages),
+        slot=slot, mixed_slots=None, publish_ms=1_700_000_000_000, payload_bytes=100 * messages,
+        content=None, start=0,
     )  # fmt: skip
 
 
+class Steps(NamedTuple):
+    """Seconds of the steps of a batch."""
+
+    receive: float
+    cut: float
+    release: float
+
+
 class Topic:
-    """A window over so many topic partitions, and entries that come into it.
+    """A window over topic partitions, and entries that arrive in it.
 
     Args:
         ranges: Number of ranges.
         partitions: Number of topic partitions.
+        messages: Messages of each entry.
     """
 
-    def __init__(self, ranges: int, partitions: int) -> None:
+    def __init__(self, ranges: int, partitions: int, messages: int = 1) -> None:
+        self._messages = messages
         self.where = [TopicPartition("persistent://public/default/t", i) for i in range(partitions)]
         self.window = Window(Checkpoint("cluster", "billing", ranges), ranges, BUDGET)
         self._ranges = ranges
@@ -86,28 +100,42 @@ class Topic:
         self._next = dict.fromkeys(self.where, 0)
         for one in self.where:
             self.window.add_partition(one)
-            # As an audit of what the broker has tells it: nothing is missing before.
+            # As after an audit of the broker's cursor: no entry is missing before this one.
             self.window.prove(one, Proofs(base=EntryId(LEDGER, 0)))
 
-    def arrive(self, where: Sequence[TopicPartition], count: int, *, every: int = 1) -> None:
-        """So many entries of each of some topic partitions; ``every`` 2: with holes between."""
+    def arrive(self, where: Sequence[TopicPartition], count: int, *, every: int = 1) -> float:
+        """Let ``count`` entries arrive in each topic partition; ``every`` 2 leaves ack gaps.
+
+        Returns:
+            The seconds that the window takes.
+        """
+        came: list[tuple[TopicPartition, int, EntryBlock]] = []
         for one in self._random.sample(where, len(where)):
             for _ in range(count):
                 slot = self._random.randrange(RING_SIZE)
                 index = range_index(slot, self._ranges)
-                self.window.receive(one, index, _block(self._next[one], slot))
+                came.append((one, index, _block(self._next[one], slot, self._messages)))
                 self._next[one] += every
 
-    def cut_s(self, where: Sequence[TopicPartition], count: int) -> float:
-        """A cut of so many entries of each."""
-        self.arrive(where, count)
-        seconds, end = _timed(self.window.cut)
+        def receive() -> None:
+            for one, index, block in came:
+                self.window.receive(one, index, block)
+
+        return _timed(receive)[0]
+
+    def batch_s(self, where: Sequence[TopicPartition], count: int) -> Steps:
+        """Return the seconds of each step of a batch of ``count`` entries per topic partition."""
+        received = self.arrive(where, count)
+        cut, end = _timed(self.window.cut)
         assert end is not None
-        self.window.release(end)
-        return seconds
+        return Steps(received, cut, _timed(lambda: self.window.release(end))[0])
+
+    def cut_s(self, where: Sequence[TopicPartition], count: int) -> float:
+        """Return the seconds of a cut of ``count`` entries per topic partition."""
+        return self.batch_s(where, count).cut
 
     def commit_s(self, where: Sequence[TopicPartition], count: int) -> float:
-        """The same entries as handlers complete them, with the text that is written down."""
+        """Return the seconds of a commit of completed entries, with the checkpoint's text."""
         self.arrive(where, count)
         completed: dict[TopicPartition, list[EntryId]] = {}
         for one, _, block in self.window.take():
@@ -122,14 +150,14 @@ class Topic:
 
 
 def _timed(what: Callable[[], Any]) -> tuple[float, Any]:
-    """Processor seconds of this process, and the result."""
+    """Return the processor seconds of this process, and the result."""
     began = time.process_time()
     result = what()
     return time.process_time() - began, result
 
 
 def _shortest(what: Callable[[], float]) -> float:
-    """Of some turns; the first is none of them, because it ends what the one before left."""
+    """Return the shortest of some turns. A turn before them completes the previous work."""
     what()
     gc.collect()
     gc.disable()
@@ -140,7 +168,7 @@ def _shortest(what: Callable[[], float]) -> float:
 
 
 def cuts(ranges: int, partitions: int) -> dict[str, float]:
-    """Cuts and commits, of all topic partitions and of one, and the checkpoint."""
+    """Measure cuts and commits, of all topic partitions and of one, and the checkpoint."""
     topic = Topic(ranges, partitions)
     few, many, one, commit, commit_one = (
         _shortest(lambda how=how, where=where, count=count: how(where, count))  # type: ignore[misc]
@@ -156,7 +184,7 @@ def cuts(ranges: int, partitions: int) -> dict[str, float]:
     text = len(topic.window.newest.to_json())
     topic.arrive(topic.where, HOLES + 1, every=2)
     assert topic.window.cut() is not None
-    with_holes = len(topic.window.newest.to_json())
+    with_ack_gaps = len(topic.window.newest.to_json())
     return {
         "cut_all_ms": few * 1e3,
         "cut_one_ms": one * 1e3,
@@ -164,12 +192,27 @@ def cuts(ranges: int, partitions: int) -> dict[str, float]:
         "commit_all_ms": commit * 1e3,
         "commit_one_ms": commit_one * 1e3,
         "checkpoint_bytes": text,
-        "checkpoint_hole_bytes": (with_holes - text) / HOLES / partitions,
+        "checkpoint_gap_bytes": (with_ack_gaps - text) / HOLES / partitions,
     }
 
 
+def cut() -> dict[str, float]:
+    """Measure the steps of a batch: by topic partition, and by further entry of each."""
+    topic = Topic(CUT_RANGES, PARTITIONS, CUT_MESSAGES)
+    figures: dict[str, float] = {}
+    for step in Steps._fields:
+
+        def seconds(count: int, step: str = step) -> float:
+            return float(getattr(topic.batch_s(topic.where, count), step))
+
+        few, many = (_shortest(partial(seconds, count)) for count in (FEW, MANY))
+        figures[f"{step}_partition_us"] = few / PARTITIONS * 1e6
+        figures[f"{step}_entry_us"] = (many - few) / (MANY - FEW) / PARTITIONS * 1e6
+    return figures
+
+
 def moves(ranges: int, partitions: int, workers: int) -> dict[str, float]:
-    """One owner of so many goes: planned, and adopted by a window with entries."""
+    """Measure the loss of one owner: the plan, and its adoption by a window with entries."""
     figures: dict[str, float] = {}
     for name, owners in (("workers", workers), ("ranges", ranges)):
         before = assign(owners)
@@ -199,7 +242,7 @@ def moves(ranges: int, partitions: int, workers: int) -> dict[str, float]:
 
 
 class InstantWorker(Worker):
-    """Answers everything at once, until it is killed."""
+    """A worker that answers everything at once, until it is killed."""
 
     def __init__(self, name: str) -> None:
         self.kind = self.name = name
@@ -207,16 +250,16 @@ class InstantWorker(Worker):
         self._new: deque[int] = deque()
         self.subscribed = 0
 
-    def ask(self, command: str, _timeout_s: float, **arguments: Any) -> Any:
+    def request(self, command: str, timeout_s: float, **arguments: Any) -> Any:  # noqa: ARG002
         if command == "subscribe":
             self.subscribed += 1
             self._new.append(arguments["number"])
 
-    def take(self, _taken: Mapping[int, int]) -> list[Delivery]:
+    def take(self, taken: Mapping[int, Taken]) -> list[WorkerDelivery]:  # noqa: ARG002
         if self._dead.wait(0.0 if self._new else 0.02):
             raise WorkerUnreachableError(f"{self.name} was killed.")
         new = [self._new.popleft() for _ in range(len(self._new))]
-        return [Delivery(number, (), connected=True) for number in new]
+        return [WorkerDelivery(number, (), connected=True) for number in new]
 
     def kill(self) -> None:
         self._dead.set()
@@ -229,13 +272,13 @@ class InstantWorker(Worker):
 
 
 def death(ranges: int, partitions: int, workers: int, held: int = HELD) -> dict[str, float]:
-    """A worker process dies that has its share of the ranges, in every topic partition.
+    """Measure the death of a worker process with its share of ranges, in all topic partitions.
 
     Args:
         ranges: Number of ranges.
         partitions: Number of topic partitions.
-        workers: How many share the ranges.
-        held: Entries of each topic partition that are in hand, over all workers.
+        workers: Number of workers that share the ranges.
+        held: Entries of each topic partition that are in flight, over all workers.
     """
     started: list[InstantWorker] = []
     replaced = threading.Event()
@@ -257,7 +300,7 @@ def death(ranges: int, partitions: int, workers: int, held: int = HELD) -> dict[
         for one in where:
             holders = Holders()
             for index, hash_range in enumerate(mine):
-                wanted = Wanted(one, "billing", hash_range, f"range-{index}", 20)
+                wanted = SubscriptionSpec(one, "billing", hash_range, f"range-{index}", 20)
                 consumer = hosting.subscribe(wanted, StartPosition.EARLIEST, holders)
                 owned = OwnedRange(one, index, hash_range)
                 kept.append(RangeConsumer(owned, consumer, ClientQueue(1_000_000, 1_000)))
@@ -285,13 +328,13 @@ def death(ranges: int, partitions: int, workers: int, held: int = HELD) -> dict[
 
 
 def _take_in_hand(consumers: Collection[Any], held: int, workers: int) -> None:
-    """Each topic partition has so many entries in hand; a share of the worker's, by all others."""
+    """Put ``held`` entries per topic partition in flight: the worker's share, and the others'."""
     for consumer in consumers:
         assert isinstance(consumer, HostedConsumer)
         holders = consumer._holders
         if holders._holders:
             continue
-        others = HostedConsumer(consumer.wanted, consumer._hosting, -1, holders)
+        others = HostedConsumer(consumer.spec, consumer._hosting, -1, holders)
         own = max(1, held // workers)
         holders.took(others, [_block(entry, 0).id for entry in range(own, held)])
         holders.took(consumer, [_block(entry, 0).id for entry in range(own)])
@@ -301,14 +344,14 @@ def _wait(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + BACK_S
     while not condition():
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the consumers are not back within {BACK_S:.0f} s")
+            raise TimeoutError(f"the consumers did not return within {BACK_S:.0f} s")
         time.sleep(0.01)
 
 
 def run(
     ranges: int = RANGES, partitions: int = PARTITIONS, workers: int = WORKERS
 ) -> dict[str, float]:
-    """All figures of one size."""
+    """Return all figures of one size."""
     figures: dict[str, float] = {"ranges": ranges, "partitions": partitions, "workers": workers}
     figures |= cuts(ranges, partitions)
     figures |= moves(ranges, partitions, workers)

@@ -1,4 +1,4 @@
-"""A batch read in Spark, in a process of its own, in a session that has read as much before."""
+"""A Spark batch read in a separate process, in a session that has read as much before."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pyspark.sql.types import StructType
 
 from bench.spark_run import processor_s
 from examples.parquet_query import session
-from keyshard.arrow.columns import ROWS_PER_BATCH_MAX, SCHEMA
+from keyshard.columns.record_batches import ROWS_PER_BATCH_MAX, SCHEMA
 from spark_adapter.structure import schema_of
 
 NEW_MESSAGES = 100
-"""Messages behind the others, of as many keys: each topic partition has some."""
+"""Messages after the others, one per key, so that each topic partition has some."""
 MINUTE_MS = 60_000
 FLOOR_TASKS = 5
 
 
 class Held(DataSource):
-    """As many rows as a topic has, which cost nothing to get: what Spark takes anyway."""
+    """A source with as many rows as a topic that cost nothing to read: Spark's own share."""
 
     @classmethod
     def name(cls) -> str:
@@ -40,7 +40,7 @@ class Held(DataSource):
 
 
 class HeldReader(DataSourceReader):
-    """Reader of such rows."""
+    """Reads such rows."""
 
     def __init__(self, rows: int) -> None:
         self._batches = rows // FLOOR_TASKS // ROWS_PER_BATCH_MAX
@@ -60,7 +60,7 @@ class HeldReader(DataSourceReader):
 
 
 def drop(rows: DataFrame) -> int:
-    """How many rows went into a sink that drops them."""
+    """Write rows to a sink that drops them; return their number."""
     seen = Observation()
     counted = rows.observe(seen, functions.count(functions.lit(1)).alias("rows"))
     counted.write.format("noop").mode("overwrite").save()
@@ -70,7 +70,7 @@ def drop(rows: DataFrame) -> int:
 def rates(
     topic: str, service_url: str, admin_url: str, messages: int, warm_topic: str
 ) -> dict[str, float]:
-    """Rows a second, of Spark alone as well; processor us a row; seconds to a first row by time."""
+    """Return rows per second, also of Spark alone; CPU us per row; seconds to a first row."""
     spark = session()
     spark.dataSource.register(Held)
     urls = {"service.url": service_url, "admin.url": admin_url}
@@ -102,7 +102,7 @@ def rates(
 
 
 def floor(spark: SparkSession, messages: int) -> float:
-    """Rows a second of a table that need not be read."""
+    """Return rows per second of a table whose rows cost nothing to read."""
     held = spark.read.format("held").option("rows", str(messages)).load()
     drop(held)
     began = time.perf_counter()
@@ -110,7 +110,7 @@ def floor(spark: SparkSession, messages: int) -> float:
 
 
 def publish_new(topic: str, service_url: str) -> int:
-    """Publish some messages behind the others; when they are there, milliseconds."""
+    """Publish messages after the others; return the time when they are stored, milliseconds."""
     client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
     producer = client.create_producer(topic)
     for number in range(NEW_MESSAGES):

@@ -1,4 +1,4 @@
-"""What does a row cost in Spark, by process? A noop sink, over both transports in turn."""
+"""What does a row cost in Spark, by process? A noop sink, with both transports in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Medians of rows per second, and of processor time per row, by process."""
+    """Return medians of rows per second, and of processor time per row, by process."""
     found: dict[str, list[float]] = {}
     with DevBroker(optimised=True) as broker:
         for shape, entry_messages in SHAPES.items():

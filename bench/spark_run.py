@@ -1,4 +1,4 @@
-"""Spark through keyshard, in a process of its own: into a noop sink, or tiny triggers."""
+"""Spark through keyshard, in a separate process: into a noop sink, or tiny triggers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import statistics
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import psutil
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 
 from examples.parquet_query import session
 
 RANGES = 10
 LOOK_S = 0.1
-"""Time between two looks at a query's progress: each takes CPU from what is measured, seconds."""
+"""Polling interval of a query's progress, seconds. Each poll takes CPU from the measurement."""
 
 
 def start(service_url: str, topic: str, offsets: str, **options: str) -> StreamingQuery:
-    """A query into the noop sink."""
+    """Start a query into the noop sink."""
     rows = (
         session()
         .readStream.format("keyshard")
@@ -37,19 +38,24 @@ def start(service_url: str, topic: str, offsets: str, **options: str) -> Streami
 
 
 def wait_rows(query: StreamingQuery, rows: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Wait until the query committed the rows; its progress."""
+    """Wait until the query has committed the rows; return its progress."""
     deadline = time.monotonic() + timeout_s
+    by_batch: dict[int, dict[str, Any]] = {}
+    """Spark remembers the newest 100 only, fewer than tiny triggers make of the rows."""
     while True:
-        progress = [json.loads(one.json) for one in query.recentProgress]
-        if sum(one["numInputRows"] for one in progress) >= rows:
-            return progress
+        for one in query.recentProgress:
+            progress = json.loads(one.json)
+            if progress["numInputRows"]:
+                by_batch[progress["batchId"]] = progress
+        if sum(one["numInputRows"] for one in by_batch.values()) >= rows:
+            return list(by_batch.values())
         if query.exception() or time.monotonic() > deadline:
-            sys.exit(f"{rows} rows did not come: {query.exception()}")
+            sys.exit(f"received fewer than {rows} rows: {query.exception()}")
         time.sleep(LOOK_S)
 
 
 def ingest(service_url: str, topic: str, warm_topic: str, warm: int, messages: int) -> float:
-    """Rows per second from the start of a query to its last commit, in a warm session."""
+    """Return rows per second from a query's start to its last commit, in a warm session."""
     query = start(service_url, warm_topic, "earliest")
     wait_rows(query, warm, 120)
     query.stop()
@@ -62,9 +68,9 @@ def ingest(service_url: str, topic: str, warm_topic: str, warm: int, messages: i
 
 
 def cpu(service_url: str, topic: str, messages: int, transport: str) -> dict[str, float]:
-    """Rows per second and processor time per row, microseconds, by process.
+    """Return rows per second and processor time per row, microseconds, by process.
 
-    Measured from the first committed batch on: processes and the JVM are warm then.
+    The measurement starts with the first committed batch, when the processes and the JVM are warm.
     """
     query = start(service_url, topic, "earliest", transport=transport)
     first = sum(one["numInputRows"] for one in wait_rows(query, 1, 120))
@@ -77,7 +83,7 @@ def cpu(service_url: str, topic: str, messages: int, transport: str) -> dict[str
 
 
 def processor_s(service_url: str) -> dict[str, float]:
-    """Processor time so far, seconds: of this process and its children, by what they are."""
+    """Return processor seconds so far of this process and its children, by kind."""
     found: dict[str, float] = dict.fromkeys(("jvm", "stream", "workers", "broker"), 0.0)
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -96,9 +102,9 @@ def processor_s(service_url: str) -> dict[str, float]:
 
 
 def trigger(service_url: str, topic: str, rows: int, rate_per_s: int) -> dict[str, float]:
-    """Median time of a micro-batch while somebody publishes few messages, milliseconds.
+    """Return the median time of a micro-batch at a low publish rate, milliseconds.
 
-    And that of Spark's own rate source, afterwards in the same session: what a batch takes anyway.
+    Also the time of Spark's own rate source, in the same session: the cost of any batch.
     """
     query = start(service_url, topic, "earliest")
     print("ready", flush=True)
@@ -108,14 +114,15 @@ def trigger(service_url: str, topic: str, rows: int, rate_per_s: int) -> dict[st
     query = rate.writeStream.format("noop").start()
     theirs = wait_rows(query, rows, 120)
     query.stop()
-    return {"keyshard_ms": _typical_ms(ours), "rate_ms": _typical_ms(theirs)}
+    return {"keyshard_ms": typical_ms(ours), "rate_ms": typical_ms(theirs)}
 
 
-def _typical_ms(progress: list[dict[str, Any]]) -> float:
+def typical_ms(progress: list[dict[str, Any]]) -> float:
+    """Return the median time of micro-batches with rows, milliseconds, without the first two."""
     times = [one["durationMs"]["triggerExecution"] for one in progress if one["numInputRows"]]
-    return statistics.median(times[2:])
+    return float(statistics.median(times[2:]))
 
 
 if __name__ == "__main__":
-    what = {"ingest": ingest, "trigger": trigger, "cpu": cpu}[sys.argv[1]]
-    print(json.dumps(what(**json.loads(sys.argv[2]))))
+    tasks: dict[str, Callable[..., Any]] = {"ingest": ingest, "trigger": trigger, "cpu": cpu}
+    print(json.dumps(tasks[sys.argv[1]](**json.loads(sys.argv[2]))))

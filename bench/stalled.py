@@ -1,7 +1,7 @@
-"""How much memory does a source take over the wire when its sink takes nothing?
+"""How much memory does a source use over the wire if its sink takes nothing?
 
-Each shape of messages and entries is read in a process of its own against one broker. The goal is
-less than twice ``window_bytes_max`` and 200 MB.
+Each shape of messages and entries is read in a separate process on one broker. The limit is twice
+``window_bytes_max`` plus 200 MB.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PARTITIONS = 5
 KEYS = 200
 WINDOW_MB = 64
 ROWS_MAX = 10_000_000
-"""So many that the budget in bytes is what counts."""
+"""So many rows that only the budget in bytes counts."""
 
 _console = Console(stderr=True)
 
 
 class Shape(NamedTuple):
-    """Messages, and the entries that hold them."""
+    """A shape of messages and of the entries that hold them."""
 
     messages: int
     size_bytes: int
@@ -46,7 +46,7 @@ SHAPES = {
 
 
 def run() -> dict[str, float]:
-    """Peaks in MB, by shape and budget."""
+    """Return peaks in MB, by shape and budget."""
     figures: dict[str, float] = {}
     with DevBroker() as broker:
         for name, shape in SHAPES.items():
@@ -66,7 +66,7 @@ def run() -> dict[str, float]:
 
 
 def publish(service_url: str, topic: str, shape: Shape) -> None:
-    """Write a shape to a topic, in runs of one key for each entry."""
+    """Publish a shape to a topic, in runs of one key per entry."""
     client = pulsar.Client(service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
     try:
         kind = pulsar.CompressionType
@@ -88,7 +88,7 @@ def publish(service_url: str, topic: str, shape: Shape) -> None:
             )
         producer.flush()
         if failed:
-            raise RuntimeError(f"publishing to {topic} was answered with {failed[0]}")
+            raise RuntimeError(f"publishing to {topic} failed with {failed[0]}")
     finally:
         client.close()
 

@@ -1,7 +1,7 @@
-"""What does the transport cost? keyshard's embedded runtime over pulsar-client, and over the wire.
+"""What does the transport cost? The embedded runtime over pulsar-client, and over the wire.
 
-Each figure is measured in a process of its own against one broker, in turns; the first turn of each
-shape is for the broker's compiler and does not count.
+The figures are measured in turn, each in a separate process, on one broker. The first turn of each
+shape only warms up the broker's JIT compiler.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ TRANSPORTS = ("client", "wire")
 MESSAGES = 200_000
 RUNS = 4
 SHAPES = {"small": 4, "large": 1_000}
-"""Messages of an entry."""
+"""Messages per entry."""
 
 _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Medians of rows per second, and of processor time per row, its own and the broker's."""
+    """Return medians of rows per second, and of CPU time per row, own and of the broker."""
     figures: dict[str, float] = {}
     with DevBroker(optimised=True) as broker:
         for shape, entry_messages in SHAPES.items():
@@ -39,7 +39,7 @@ def run() -> dict[str, float]:
 
 
 def in_turns(broker: DevBroker, topic: str) -> dict[str, float]:
-    """Both transports over one topic."""
+    """Measure both transports over one topic."""
     found: dict[str, list[float]] = {}
     for turn in range(RUNS + 1):
         for transport in TRANSPORTS:
@@ -55,7 +55,7 @@ def in_turns(broker: DevBroker, topic: str) -> dict[str, float]:
 def with_broker(
     broker: DevBroker, topic: str, messages: int, **settings: object
 ) -> dict[str, float]:
-    """A topic read in a process of its own, and the broker's processor time per row meanwhile."""
+    """Read a topic in a separate process, and measure the broker's CPU time per row meanwhile."""
     process = psutil.Process(broker.pid)
     before = sum(process.cpu_times()[:2])
     arguments = {"service_url": broker.service_url, "topic": topic, "messages": messages}

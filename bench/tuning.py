@@ -1,7 +1,7 @@
-"""What do settings of the broker and of the source do to the broker's processor time per row?
+"""How do settings of broker and source change the broker's processor time per row?
 
-A broker for each setting, all up at once, and the topic is read from them in turns, each time by a
-process of its own. The first turn is for the compilers and does not count.
+There is one broker for each setting. All run at once, and the topic is read from them in turn, each
+time by a separate process. The first turn only warms up the JIT compilers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ BROKERS: Mapping[str, Mapping[str, str]] = {
 """Settings of brokers."""
 SOURCES: Mapping[str, Mapping[str, Any]] = {
     "": {},
+    "_1_range": {"ranges": 1},
     "_50_ranges": {"ranges": 50},
     "_window_1g": {"window_bytes_max": 1 << 30, "window_rows_max": 200_000},
 }
-"""Settings of sources, with each of the brokers."""
+"""Settings of sources; each is measured with each broker."""
 
 _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Medians of the broker's processor time per row, the process's own, and rows per second."""
+    """Return medians of rows per second, and of CPU time per row, own and of the broker."""
     found: dict[str, list[float]] = {}
     with ExitStack() as stack:
         brokers = {

@@ -1,7 +1,7 @@
-"""How long do other keys wait while many parked keys are let out at once? Needs no broker.
+"""How long do other keys wait while many parked keys are unparked at once? No broker needed.
 
-The dead-letter topic of the in-memory broker has one dead letter of each parked key. After
-``unpark(all)``, messages of other keys come one after the other; their latency is from publish to
+The dead-letter topic of the in-memory broker has one dead letter per parked key. After
+``unpark(all)``, messages of other keys arrive one after the other. Their latency is from publish to
 handler.
 """
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.dead_letter.letters import Letter, LetterKind
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind
 from keyshard.core.message import Message, MessageId
 from keyshard.errors import NotRunningError
 
@@ -26,13 +26,13 @@ KEYS = (5_000, 20_000, 100_000)
 GOOD_KEYS = 20
 EVERY_S = 0.01
 MEASURED_S = 10.0
-"""Time for which messages of other keys are published at least, seconds."""
+"""Shortest time in which messages of other keys are published, seconds."""
 
 _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Latencies of other keys in seconds, by number of parked keys."""
+    """Return latencies of other keys in seconds, by number of parked keys."""
     figures: dict[str, float] = {}
     for keys in KEYS:
         found = measure(keys)
@@ -42,11 +42,11 @@ def run() -> dict[str, float]:
 
 
 def measure(keys: int, measured_s: float = MEASURED_S) -> dict[str, float]:
-    """Let out so many parked keys."""
+    """Unpark ``keys`` keys, and measure the latency of others."""
     cluster = MemoryCluster.named(f"unpark-{keys}")
     topic = cluster.create_topic("orders", partitions=2)
-    letters = cluster.create_topic("orders-keyshard-DLQ")
-    cluster.publish(letters, *[_dead_letter(topic, n) for n in range(keys)])
+    dead_letters = cluster.create_topic("orders-keyshard-DLQ")
+    cluster.publish(dead_letters, *[_dead_letter(topic, n) for n in range(keys)])
     published: dict[bytes, float] = {}
     waited: list[float] = []
 
@@ -90,8 +90,8 @@ def _dead_letter(topic: str, number: int) -> Stored:
         b"", key, None, MessageId(10**6, number, 0), topic, 0, datetime.now(timezone.utc), None, {},
         None, redelivered=False,
     )  # fmt: skip
-    letter = Letter(original, "keyshard", LetterKind.PARKED, 3, "broken")
-    return Stored(b"", key=key, properties=letter.properties())
+    dead_letter = DeadLetter(original, "keyshard", DeadLetterKind.PARKED, 3, "broken")
+    return Stored(b"", key=key, properties=dead_letter.properties())
 
 
 def _runs(source: KeyShardSource) -> bool:

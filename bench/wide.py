@@ -1,4 +1,4 @@
-"""What do many ranges cost: 1,000 ranges over 5 topic partitions, against 10, in turn."""
+"""What do many ranges cost: 1,000 ranges over 5 topic partitions, against 10, in turn?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Medians of rows per second, processor seconds and the time to subscribe."""
+    """Return medians of rows per second, processor seconds and the time to subscribe."""
     found: dict[int, list[dict[str, float]]] = {ranges: [] for ranges in RANGES}
     with DevBroker() as broker:
         load(broker, "wide", Workload(MESSAGES, keys=10_000, size_bytes=100))

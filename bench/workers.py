@@ -1,6 +1,6 @@
-"""What workers of a source bring: rows per second and processor time, in turn with none.
+"""What do workers gain: rows per second and processor time, in turn with no workers?
 
-And handlers that compute: which of the options lets them have more than one core.
+It also measures handlers that compute: which option gives them more than one core.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from keyshard.testing.verify.workloads import Workload, create_partitioned_topic
 MESSAGES = 300_000
 KINDS = ("embedded", "processes:1", "processes:2", "ray:2")
 ENTRIES = (4, 1_000)
-"""Messages of one entry, about."""
+"""Approximate messages per entry."""
 RUNS = 3
 SINGLE = 200
-"""Batches of one message."""
+"""Number of batches of one message."""
 COMPUTING = 1_500
 COMPUTERS = (
     ("threads", "computing_threads", "embedded"),
@@ -31,13 +31,13 @@ COMPUTERS = (
     ("executor processes, workers processes:2", "computing_processes", "processes:2"),
     ("ray_adapter.run", "computing_ray", "embedded"),
 )
-"""Name, what :mod:`bench.ray_jobs` calls it, and the workers of the source."""
+"""Name, its name in :mod:`bench.ray_jobs`, and the workers of the source."""
 
 _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Medians, for small and for large entries, batches of one row, and handlers that compute."""
+    """Return medians for small and large entries, batches of one row, and computing handlers."""
     figures: dict[str, float] = {}
     with DevBroker() as broker:
         for size in ENTRIES:
@@ -100,7 +100,7 @@ def _computing(broker: DevBroker) -> dict[str, float]:
         for name, turns in found.items()
         for figure, value in (
             ("per_s", statistics.median(turns)),
-            # Turn by turn: what else the machine does is the same for both.
+            # In turn, so that other load of the machine is the same for both.
             ("over_threads", statistics.median(map(truediv, turns, threads))),
         )
     }

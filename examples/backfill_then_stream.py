@@ -4,9 +4,10 @@
         --option service.url=pulsar://127.0.0.1:6650 --option admin.url=http://127.0.0.1:8080 \
         --option topic=orders
 
-The batch runs in as many tasks as ``minPartitions`` asks for, and needs no subscription. The stream
-begins at the positions at which the batch ended: no row is missing, none comes twice. Run it again,
-and the stream goes on from its checkpoint; the batch is not read again, since its end is written.
+The batch runs in at least ``minPartitions`` tasks, and needs no subscription. The stream starts at
+the positions at which the batch ended, so no row is missing and none comes twice. If the program
+runs again, the stream continues from its checkpoint. The batch is not read again, because its end
+is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from examples.parquet_query import session
 
 
 def back_fill(spark: SparkSession, options: dict[str, str], sink: Path) -> str:
-    """Write everything up to now once; where the stream goes on."""
+    """Write everything up to now, once; return the positions at which the stream starts."""
     positions, history = sink / "positions.json", sink / "history"
     if not positions.exists():
         rows = spark.read.format("keyshard").options(**options).load()
@@ -32,11 +33,11 @@ def back_fill(spark: SparkSession, options: dict[str, str], sink: Path) -> str:
 
 
 def main() -> None:
-    """Run both; the stream ends with what is there when it starts."""
+    """Run the batch and then the stream, which ends with the backlog at its start."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sink", required=True, type=Path, help="directory of the parquet files")
-    parser.add_argument("--checkpoint", required=True, help="directory of Spark's checkpoint")
-    parser.add_argument("--subscription", required=True, help="the stream's subscription")
+    parser.add_argument("--sink", required=True, type=Path, help="directory of the Parquet files")
+    parser.add_argument("--checkpoint", required=True, help="directory of the Spark checkpoint")
+    parser.add_argument("--subscription", required=True, help="subscription of the stream")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args()
     options = dict(option.split("=", 1) for option in arguments.option)
@@ -46,7 +47,7 @@ def main() -> None:
 def run(
     spark: SparkSession, options: dict[str, str], subscription: str, sink: Path, checkpoint: str
 ) -> str:
-    """Both, to the end; the positions that the stream has reached."""
+    """Run the batch and the stream to the end; return the positions that the stream reached."""
     behind = back_fill(spark, options, sink)
     query = (
         spark.readStream.format("keyshard")
@@ -55,7 +56,7 @@ def run(
         .writeStream.format("parquet")
         .option("path", str(sink / "live"))
         .option("checkpointLocation", checkpoint)
-        .trigger(availableNow=True)  # leave this out, and it goes on
+        .trigger(availableNow=True)  # without this line the stream does not end
         .start()
     )
     query.awaitTermination()

@@ -1,7 +1,7 @@
-"""The main job on the screen: 10 ranges over 5 partitions into Spark, and a broker that dies.
+"""Demo: 10 ranges over 5 topic partitions into Spark, while the broker is killed.
 
 Produces messages with sequence numbers, consumes them with a Spark query through keyshard, kills
-the broker with SIGKILL on the way, and then checks every row in the sink. Exit code 0: all held.
+the broker with SIGKILL meanwhile, and checks every row in the sink. Exit code 0 if all checks pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import BrokerError, KeyShardError
@@ -40,7 +40,7 @@ REFRESH_S = 0.25
 
 @dataclass
 class Demo:
-    """What the screen shows."""
+    """State of the demo and its screen."""
 
     broker: DevBroker
     directory: Path
@@ -56,7 +56,7 @@ class Demo:
         self.story.append(f"[dim]{time.monotonic() - self.began:6.1f} s[/dim]  {text}")
 
     def look(self, admin: PulsarAdmin) -> None:
-        """Read what was committed and acknowledged since the last look."""
+        """Read what was committed and acknowledged since the last call."""
         sink = committed_files(self.directory / "sink")
         for batch in sorted(sink)[self.batches :]:
             self.check.add(sink[batch], RANGES)
@@ -76,7 +76,7 @@ class Demo:
             self.backlog = None
 
     def screen(self) -> RenderableType:
-        """The ranges, the totals and the story so far."""
+        """Draw the ranges, the totals and the story so far."""
         rows = self.check.rows_of_range
         most = max(rows.values(), default=0) or 1
         table = Table(
@@ -98,7 +98,7 @@ class Demo:
         return Group(table, totals, *self.story)
 
     def start_query(self) -> subprocess.Popen[bytes]:
-        """The Spark query, in a process of its own; its output goes to a file."""
+        """Start the Spark query in a separate process, with its output in a file."""
         options = {
             "service.url": self.broker.service_url,
             "admin.url": self.broker.admin_url,
@@ -119,7 +119,7 @@ class Demo:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self, live: Live, admin: PulsarAdmin) -> None:
-        """Consume everything, with one death of the broker on the way."""
+        """Consume everything, and kill the broker once meanwhile."""
         query = self.start_query()
         self.tell("Spark query started")
         killed = False
@@ -128,33 +128,36 @@ class Demo:
             while self.check.rows < LOAD.messages or self.backlog != 0:
                 if query.poll() is not None:
                     tail = (self.directory / "query.log").read_text(errors="replace")[-3000:]
-                    raise KeyShardError(f"The query ended early:\n{tail}")
+                    raise KeyShardError(f"'The query ended early:\n{tail}'")
                 if time.monotonic() > deadline:
-                    raise KeyShardError(f"Not finished after {DEADLINE_S:.0f} s.")
+                    raise KeyShardError(f"The demo did not finish within {DEADLINE_S:.0f} s.")
                 self.look(admin)
                 live.update(self.screen())
                 if not killed and self.check.rows >= KILL_AT * LOAD.messages:
                     killed = True
                     self.kill_broker(live)
                 time.sleep(REFRESH_S)
-            self.tell("everything is committed and acknowledged")
+            self.tell("all rows are committed and acknowledged")
             live.update(self.screen())
         finally:
             query.terminate()
             query.wait(20)
 
     def kill_broker(self, live: Live) -> None:
-        """SIGKILL right after acknowledgements: the broker forgets many of them."""
+        """Kill the broker right after acknowledgements, so that it forgets many of them."""
         self.broker.kill()
         self.backlog = None
-        self.tell("[red]broker killed with SIGKILL[/red]; it forgets acknowledgements it was sent")
+        self.tell(
+            "[red]broker killed with SIGKILL[/red]; it loses acknowledgements that it has not "
+            "stored"
+        )
         live.update(self.screen())
         self.broker.restart()
-        self.tell("broker is back; what it delivers again is recognised and dropped")
+        self.tell("the broker runs again; keyshard drops its redeliveries")
 
 
 def verdict(console: Console, demo: Demo, sent: dict[str, int]) -> bool:
-    """Print what was proved; whether all of it held."""
+    """Print the checks; return whether all passed."""
     check = demo.check
     per_range = [check.rows_of_range[index] for index in range(RANGES)]
     dropped = demo.status.get("duplicatesDropped", 0)
@@ -162,15 +165,15 @@ def verdict(console: Console, demo: Demo, sent: dict[str, int]) -> bool:
     judged = ("no loss", "exactly once into the checkpoint", "order per key")
     proofs = [
         (
-            "no range idled",
+            "no range without rows",
             min(per_range) > 0,
-            f"{min(per_range):,} to {max(per_range):,} rows each",
+            f"{min(per_range):,} to {max(per_range):,} rows in each range",
         ),
         *((name, found[name].holds, found[name].message) for name in judged),
         ("acknowledged on checkpoint", demo.backlog == 0, f"backlog {demo.backlog}"),
         ("the broker's death was felt", dropped > 0, f"{dropped:,} redeliveries dropped"),
     ]
-    table = Table(title="Checked in the parquet files that Spark committed")
+    table = Table(title="Checked in the Parquet files that Spark committed")
     for heading in ("promise", "held", "figure"):
         table.add_column(heading)
     for promise, held, figure in proofs:
@@ -180,11 +183,9 @@ def verdict(console: Console, demo: Demo, sent: dict[str, int]) -> bool:
 
 
 def main() -> int:
-    """Run the demo; 0 when every promise held."""
+    """Run the demo; return 0 if all checks passed."""
     console = Console()
-    console.print(
-        "[bold]keyshard demo[/bold]: a real Pulsar broker and real Spark, about 2 minutes."
-    )
+    console.print("[bold]keyshard demo[/bold]: a Pulsar broker and Spark, about 2 minutes.")
     with (
         tempfile.TemporaryDirectory(prefix="keyshard-demo-") as directory,
         DevBroker() as broker,

@@ -19,15 +19,17 @@ from keyshard import KeyShardSource, Message, Reject
 
 
 def main() -> None:
-    """Append a line to a file for each message: where it was stored, its key, its value."""
+    """Append a line to a file for each message: partition, message id, key and value."""
     parser = argparse.ArgumentParser(prog="python -m examples.handlers", description=__doc__)
     parser.add_argument("topic")
     parser.add_argument("--out", type=Path, required=True, help="file that the handler appends to")
     parser.add_argument("--service-url", default="pulsar://127.0.0.1:6650")
     parser.add_argument("--subscription", default="handlers")
     parser.add_argument("--parallelism", type=int, default=10, help="hash ranges")
-    parser.add_argument("--lanes", type=int, default=4, help="keys at a time in each range")
-    parser.add_argument("--checkpoint", help="fsspec URL; nothing it holds comes again")
+    parser.add_argument("--lanes", type=int, default=4, help="concurrent keys in each range")
+    parser.add_argument(
+        "--checkpoint", help="fsspec URL of the checkpoint; its messages are not delivered again"
+    )
     arguments = parser.parse_args()
     out = os.open(arguments.out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 

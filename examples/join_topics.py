@@ -4,14 +4,14 @@
         --subscription paid --sink out --checkpoint ck \
         --option service.url=pulsar://127.0.0.1:6650 --option startingOffsets=earliest
 
-Both topics have a schema (JSON, Avro or Protobuf) whose fields are columns: orders ``id`` and
-``amount``, payments ``order_id`` and ``paid``. A payment comes at or after its order, at most
-``--within`` later, by their event times, or publish times where a producer gave none.
+Both topics have a schema (JSON, Avro or Protobuf) whose fields are columns: ``id`` and ``amount``
+of orders, ``order_id`` and ``paid`` of payments. A payment comes at or after its order, and at most
+``--within`` later. Event times decide that, or publish times if a producer sets no event time.
 
-Each topic is a source with a subscription of its own, but one checkpoint has both: a restart goes
-on with the two where one batch ended, and with what waits for its other half. How long that waits
-is what watermarks and the bound in time decide. Of the two, Spark goes by the topic that is further
-behind, so one that is silent keeps everything; what is later than ``--delay`` is left out.
+Each topic is a source with its own subscription, and one checkpoint holds both. A restart continues
+both at the end of one batch, with the rows that wait for their match. Watermarks and ``--within``
+limit how long a row waits. Spark uses the watermark of the topic that is further behind, so a
+silent topic keeps all rows waiting. Rows later than ``--delay`` are dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from examples.parquet_query import progress_of, session
 
 
 def pairs(orders: DataFrame, payments: DataFrame, within: str, delay: str) -> DataFrame:
-    """An order and each of its payments that came in time."""
+    """Join each order with its payments that came in time."""
     time = f.coalesce("__eventTime", "__publishTime")
     left = orders.select("id", "amount", time.alias("ordered_at"))
     right = payments.select("order_id", "paid", time.alias("paid_at"))
@@ -43,7 +43,7 @@ def start(
     checkpoint: str, *, within: str = "1 hour", delay: str = "10 minutes",
     available_now: bool = False,
 ) -> StreamingQuery:  # fmt: skip
-    """The query, which goes on for ever, or ends with what is there when it starts."""
+    """Start the query, which runs forever or, with ``available_now``, until the backlog is read."""
     left = spark.readStream.format("keyshard").options(**orders).load()
     right = spark.readStream.format("keyshard").options(**payments).load()
     return (
@@ -57,16 +57,20 @@ def start(
 
 
 def main() -> None:
-    """Run the query until it ends, fails or is stopped; each batch is a line."""
+    """Run the query until it ends, fails or is stopped; print a line per batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--orders", required=True, help="topic of the orders")
     parser.add_argument("--payments", required=True, help="topic of the payments")
-    parser.add_argument("--within", default="1 hour", help="how long after its order one counts")
-    parser.add_argument("--delay", default="10 minutes", help="how late a message may come")
-    parser.add_argument("--subscription", required=True, help="on both topics")
-    parser.add_argument("--sink", required=True, help="directory of the parquet files")
-    parser.add_argument("--checkpoint", required=True, help="directory of Spark's checkpoint")
-    parser.add_argument("--available-now", action="store_true", help="end with what is there now")
+    parser.add_argument(
+        "--within", default="1 hour", help="longest time between an order and its payment"
+    )
+    parser.add_argument("--delay", default="10 minutes", help="longest delay of a message")
+    parser.add_argument("--subscription", required=True, help="subscription on both topics")
+    parser.add_argument("--sink", required=True, help="directory of the Parquet files")
+    parser.add_argument("--checkpoint", required=True, help="directory of the Spark checkpoint")
+    parser.add_argument(
+        "--available-now", action="store_true", help="end after the stored messages"
+    )
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args()
     options = dict(option.split("=", 1) for option in arguments.option)

@@ -24,7 +24,7 @@ from keyshard.testing.devbroker import java_home
 
 
 def session() -> SparkSession:
-    """A small local session whose Python workers run in this interpreter."""
+    """Return a small local session whose Python workers use this interpreter."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ["JAVA_HOME"] = str(java_home())
     spark = (
@@ -42,23 +42,23 @@ def session() -> SparkSession:
 
 
 def progress_of(query: StreamingQuery) -> Iterator[dict[str, Any]]:
-    """What Spark tells of each batch, once, until the query ends."""
-    told = -1
+    """Yield the progress of each batch once, until the query ends."""
+    shown = -1
     ended: bool | None = False
     while not ended:
         ended = query.awaitTermination(1)
         for progress in query.recentProgress:
-            if progress["batchId"] > told:
-                told = progress["batchId"]
+            if progress["batchId"] > shown:
+                shown = progress["batchId"]
                 yield progress
 
 
 def main() -> None:
-    """Run the query until it fails or is stopped; each progress is a line of JSON."""
+    """Run the query until it fails or is stopped; write each progress as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sink", required=True, help="directory of the parquet files")
-    parser.add_argument("--checkpoint", required=True, help="directory of Spark's checkpoint")
-    parser.add_argument("--progress", help="file for what the source reports; default: stdout")
+    parser.add_argument("--sink", required=True, help="directory of the Parquet files")
+    parser.add_argument("--checkpoint", required=True, help="directory of the Spark checkpoint")
+    parser.add_argument("--progress", help="file for the progress of the query; default: stdout")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args()
     options = dict(option.split("=", 1) for option in arguments.option)
@@ -75,7 +75,7 @@ def main() -> None:
     )
     with Path(arguments.progress or "/dev/stdout").open("a", encoding="utf-8") as out:
         shown = None
-        while not query.awaitTermination(0.05):
+        while not query.awaitTermination(0.05):  # type: ignore[arg-type]
             progress = query.lastProgress
             if progress is not None and progress["timestamp"] != shown:
                 shown = progress["timestamp"]

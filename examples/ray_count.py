@@ -6,7 +6,7 @@
     keyshard produce orders --messages 20000 --keys 500
     python -m examples.ray_count orders --messages 20000
 
-Actors count what they are given, and this program adds up. Without ``--messages`` it goes on until
+Actors count their messages, and this program adds up. Without ``--messages`` it goes on until
 Ctrl-C. What it has counted is acknowledged: the next run counts what comes then.
 """
 
@@ -23,7 +23,7 @@ from keyshard import KeyShardSource
 
 
 def count(rows: pa.RecordBatch) -> pa.Table:
-    """How many rows each key has in a batch."""
+    """Count the rows of each key in a batch."""
     return pa.Table.from_batches([rows]).group_by("__key").aggregate([([], "count_all")])
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--service-url", default="pulsar://127.0.0.1:6650")
     parser.add_argument("--subscription", default="ray-count")
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--messages", type=int, help="end after so many")
+    parser.add_argument("--messages", type=int, help="end after this number of messages")
     arguments = parser.parse_args()
     source = KeyShardSource(
         arguments.topic,

@@ -26,28 +26,29 @@ from keyshard import KeyShardSource, Message
 
 
 class Score:
-    """A model: weights of characters, summed up, with what is left of the key's last sum.
+    """A model that sums weights of characters and adds a share of the key's last score.
 
     Args:
-        path: File with the model; each actor loads it when it starts.
+        path: File with the model. Each actor loads it when it starts.
     """
 
     def __init__(self, path: str) -> None:
         model = json.loads(Path(path).read_text())
         self.weights: dict[str, float] = model["weights"]
         self.keep: float = model["keep"]
-        # Lost with its actor, and left behind at a rescale: what must not be belongs into a store.
+        # The state ends with its actor, and does not move at a rescale. Keep durable state in a
+        # store.
         self.last: dict[str | None, float] = {}
 
     def __call__(self, message: Message) -> tuple[str | None, str, float]:
-        new = sum(self.weights.get(one, 0.0) for one in message.value.decode())
+        new = sum(self.weights.get(one, 0.0) for one in (message.value or b"").decode())
         score = new + self.keep * self.last.get(message.routing_key, 0.0)
         self.last[message.routing_key] = score
         return message.routing_key, str(message.message_id), score
 
 
 def main() -> None:
-    """Append a line to a file for each message: key, message id, score."""
+    """Append a line to a file for each message: key, message id and score."""
     parser = argparse.ArgumentParser(prog="python -m examples.ray_score", description=__doc__)
     parser.add_argument("topic")
     parser.add_argument("--model", required=True, help="file that every actor can read")
@@ -55,8 +56,11 @@ def main() -> None:
     parser.add_argument("--service-url", default="pulsar://127.0.0.1:6650")
     parser.add_argument("--subscription", default="ray-score")
     parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--checkpoint", help="path or fsspec URL; nothing it holds comes again")
-    parser.add_argument("--messages", type=int, help="end after so many")
+    parser.add_argument(
+        "--checkpoint",
+        help="path or fsspec URL of the checkpoint; its messages are not delivered again",
+    )
+    parser.add_argument("--messages", type=int, help="end after this number of messages")
     arguments = parser.parse_args()
     source = KeyShardSource(
         arguments.topic,
@@ -65,7 +69,7 @@ def main() -> None:
         starting_position="earliest",
     )
     out = os.open(arguments.out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    model = partial(Score, os.path.abspath(arguments.model))  # noqa: PTH100 - actors run elsewhere
+    model = partial(Score, os.path.abspath(arguments.model))  # noqa: PTH100 - other folder in actors
     with (
         ray_adapter.run(
             source, model, parallelism=arguments.actors, checkpoint=arguments.checkpoint

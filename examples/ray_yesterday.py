@@ -6,7 +6,7 @@
 
 A message of topic ``sales`` is JSON such as ``{"items": 3, "express": true, "total": 31.5}``; the
 model says the total of an order by the other two. Nothing is acknowledged: run it as often as you
-like, beside whoever consumes the topic. ``--day 2026-11-20`` takes another day, of UTC.
+like, beside the consumers of the topic. ``--day 2026-11-20`` takes another day, of UTC.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPOCHS, RATE = 60, 0.15
 
 
 def features(rows: pa.RecordBatch | pa.Table) -> pa.Table:
-    """What the model learns from: two numbers, and the total that belongs to them."""
+    """Return the columns to learn from: two inputs, and the total."""
     orders = [json.loads(value) for value in rows.column("value").to_pylist()]
     return pa.table(
         {
@@ -38,7 +38,7 @@ def features(rows: pa.RecordBatch | pa.Table) -> pa.Table:
 
 
 def train(orders: Dataset) -> np.ndarray:
-    """Weights of a linear model, by gradient descent over batches."""
+    """Return the weights of a linear model, trained by gradient descent over batches."""
     weights = np.zeros(3)
     for _ in range(EPOCHS):
         for batch in orders.iter_batches(batch_size=100, batch_format="numpy"):
@@ -49,12 +49,12 @@ def train(orders: Dataset) -> np.ndarray:
 
 
 def main() -> None:
-    """Print how many orders the day had, and what was learned of them."""
+    """Print the number of orders of the day, and the model."""
     parser = argparse.ArgumentParser(prog="python -m examples.ray_yesterday", description=__doc__)
     parser.add_argument("topic")
     parser.add_argument("--service-url", default="pulsar://127.0.0.1:6650")
     parser.add_argument("--admin-url", default="http://127.0.0.1:8080")
-    parser.add_argument("--day", help="yesterday by default")
+    parser.add_argument("--day", help="day to read; default: yesterday")
     arguments = parser.parse_args()
     midnight = datetime.now(timezone.utc).replace(hour=0, minute=0, second=0, microsecond=0)
     day = midnight - timedelta(days=1)
@@ -68,7 +68,7 @@ def main() -> None:
         start=day,
         end=day + timedelta(days=1),
         columns=["value"],
-        disorder_max_s=3600,  # no producer's clock is off by more, nothing is sent again later
+        disorder_max_s=3600,  # clocks are off by less, and nothing is sent again later
     )
     orders = rows.map_batches(features, batch_format="pyarrow").materialize()
     if not orders.count():

@@ -5,14 +5,15 @@
         --option service.url=pulsar://127.0.0.1:6650 --option topic=orders \
         --option subscription=shop --option startingOffsets=earliest
 
-The table exists, and has columns of the names that are selected. It needs no key of its own: each
-batch is one transaction, which also writes the batch's number beside the query's id. After a kill
-Spark runs its last batch again; keyshard gives it the same rows, so one that is written is skipped.
-The id is in Spark's checkpoint: with a new checkpoint numbers begin anew, and so does the count.
+The table must exist, with columns of the selected names. It needs no unique key, because each batch
+is one transaction that also writes the batch number and the query's id. After a kill, Spark runs
+its last batch again. keyshard returns the same rows, and this program skips a batch that is already
+written. The id is in Spark's checkpoint: with a new checkpoint, batch numbers start again under a
+new id.
 
-One transaction is one connection, so the driver writes, by COPY, and holds the rows of one Spark
-partition at a time: ``maxOffsetsPerTrigger`` divided by ``parallelism``. Tasks that write have a
-transaction each; what a failed one leaves would have to be staged, told apart and moved. A column
+One transaction is one connection. So the driver writes, with COPY, and holds the rows of one Spark
+partition at a time: ``maxOffsetsPerTrigger`` divided by ``tasksPerBatch``. If tasks wrote, each
+would have its own transaction, and rows of failed tasks would need staging tables. A column
 ``generated always as identity`` numbers the rows in order: per key, that of the topic partition.
 """
 
@@ -34,8 +35,8 @@ from examples.parquet_query import session
 WRITTEN = """
 create table if not exists keyshard_batches (query text primary key, batch bigint not null)
 """
-# A run that is not quite dead holds the row until its transaction ends; then it is too late for it,
-# or for this one.
+# A previous run that has not ended yet holds the row until its transaction ends. Then either its
+# batch or this one is skipped.
 CLAIM = """
 insert into keyshard_batches as last values (%s, %s)
 on conflict (query) do update set batch = excluded.batch where last.batch < excluded.batch
@@ -44,7 +45,7 @@ returning batch
 
 
 def write(batch: DataFrame, number: int, postgres: str, table: str) -> None:
-    """One batch and its number, in one transaction; nothing if that was done before."""
+    """Write a batch and its number in one transaction; skip a batch that is already written."""
     query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
     names = sql.SQL(", ").join(map(sql.Identifier, batch.columns))
     into = sql.SQL("copy {} ({}) from stdin").format(sql.Identifier(*table.split(".")), names)
@@ -52,7 +53,7 @@ def write(batch: DataFrame, number: int, postgres: str, table: str) -> None:
     with psycopg.connect(postgres) as connection, connection.cursor() as cursor:
         cursor.execute("set local lock_timeout = '60s'")
         if cursor.execute(CLAIM, (query, number)).fetchone() is None:
-            print(f"batch {number} was written before", flush=True)
+            print(f"batch {number} was already written", flush=True)
             return
         with cursor.copy(into) as copy:
             for row in batch.toLocalIterator():
@@ -62,7 +63,7 @@ def write(batch: DataFrame, number: int, postgres: str, table: str) -> None:
 
 
 def _with_zone(value: Any) -> Any:
-    """Spark gives times of this machine's zone, which the server need not have."""
+    """Add the zone to a time: Spark returns local times, and the server may have another zone."""
     return value.astimezone() if isinstance(value, datetime) else value
 
 
@@ -70,7 +71,7 @@ def start(
     spark: SparkSession, options: dict[str, str], select: Sequence[str], checkpoint: str, *,
     postgres: str, table: str, available_now: bool = False,
 ) -> StreamingQuery:  # fmt: skip
-    """The query, which goes on for ever, or ends with what is there when it starts."""
+    """Start the query, which runs forever or, with ``available_now``, until the backlog is read."""
     with psycopg.connect(postgres) as connection:
         connection.execute(WRITTEN)
     return (
@@ -88,11 +89,13 @@ def start(
 def main() -> None:
     """Run the query until it ends, fails or is stopped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--postgres", required=True, help="how to connect, as libpq takes it")
-    parser.add_argument("--table", required=True, help="the table, with its schema or without")
+    parser.add_argument("--postgres", required=True, help="connection string of libpq")
+    parser.add_argument("--table", required=True, help="table, with or without its schema")
     parser.add_argument("--select", action="append", required=True, metavar="EXPRESSION as COLUMN")
-    parser.add_argument("--checkpoint", required=True, help="directory of Spark's checkpoint")
-    parser.add_argument("--available-now", action="store_true", help="end with what is there now")
+    parser.add_argument("--checkpoint", required=True, help="directory of the Spark checkpoint")
+    parser.add_argument(
+        "--available-now", action="store_true", help="end after the stored messages"
+    )
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args()
     options = dict(option.split("=", 1) for option in arguments.option)

@@ -4,14 +4,14 @@
         --checkpoint ck --option service.url=pulsar://127.0.0.1:6650 --option topic=clicks \
         --option subscription=counts --option startingOffsets=earliest
 
-The time is the event time that a producer gave; where it gave none, when it published. A window is
-written, once, when a message is ``delay`` newer than its end; until then late messages count. What
-comes later is left out, and the line of its batch tells of it, by key and window: messages are
-summed before that is found out.
+The time is the event time, or the publish time if the producer set none. A window is written once,
+when a message is ``delay`` newer than the window's end. Until then late messages count. Later
+messages are dropped, and the line of their batch reports them, by key and window: Spark sums
+messages before it drops them.
 
-A time far in the future makes all that follows late, so clocks that you do not trust need a filter.
-A query that catches up reads topic partitions side by side, and their times need not be level:
-choose a ``delay`` above what one may be ahead of another.
+A time far in the future makes all following messages late, so filter messages of untrusted clocks.
+A query that catches up reads topic partitions side by side, and their times may differ: choose a
+``delay`` larger than that difference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from examples.parquet_query import progress_of, session
 
 
 def counts(rows: DataFrame, window: str, delay: str) -> DataFrame:
-    """Messages of each key in each window."""
+    """Count the messages of each key in each window."""
     return (
         rows.withColumn("at", f.coalesce("__eventTime", "__publishTime"))
         .withWatermark("at", delay)
@@ -41,7 +41,7 @@ def start(
     spark: SparkSession, options: dict[str, str], sink: str, checkpoint: str, *,
     window: str, delay: str, available_now: bool = False,
 ) -> StreamingQuery:  # fmt: skip
-    """The query, which goes on for ever, or ends with what is there when it starts."""
+    """Start the query, which runs forever or, with ``available_now``, until the backlog is read."""
     rows = spark.readStream.format("keyshard").options(**options).load()
     return (
         counts(rows, window, delay)
@@ -54,25 +54,27 @@ def start(
     )
 
 
-def told(progress: dict[str, Any]) -> str:
-    """One line about a batch."""
+def counts_of(progress: dict[str, Any]) -> str:
+    """Return one line about a batch."""
     said = f"batch {progress['batchId']}: {progress['numInputRows']} messages"
     for state in progress["stateOperators"]:
         said += (
-            f", watermark {progress['eventTime'].get('watermark', '-')}, "
-            f"{state['numRowsTotal']} counts open, {state['numRowsDroppedByWatermark']} too late"
+            f", watermark {progress['eventTime'].get('watermark', '-')}, {state['numRowsTotal']} "
+            f"counts open, {state['numRowsDroppedByWatermark']} too late"
         )
     return said
 
 
 def main() -> None:
-    """Run the query until it ends, fails or is stopped; each batch is a line."""
+    """Run the query until it ends, fails or is stopped; print a line per batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--window", default="5 minutes", help="length of a window")
-    parser.add_argument("--delay", default="10 minutes", help="how late a message may come")
-    parser.add_argument("--sink", required=True, help="directory of the parquet files")
-    parser.add_argument("--checkpoint", required=True, help="directory of Spark's checkpoint")
-    parser.add_argument("--available-now", action="store_true", help="end with what is there now")
+    parser.add_argument("--delay", default="10 minutes", help="longest delay of a message")
+    parser.add_argument("--sink", required=True, help="directory of the Parquet files")
+    parser.add_argument("--checkpoint", required=True, help="directory of the Spark checkpoint")
+    parser.add_argument(
+        "--available-now", action="store_true", help="end after the stored messages"
+    )
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
     arguments = parser.parse_args()
     query = start(
@@ -81,7 +83,7 @@ def main() -> None:
         available_now=arguments.available_now,
     )  # fmt: skip
     for progress in progress_of(query):
-        print(told(progress), flush=True)
+        print(counts_of(progress), flush=True)
 
 
 if __name__ == "__main__":

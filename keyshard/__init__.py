@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from keyshard.config.connection import Basic, Connection, OAuth2, Token
 from keyshard.config.handlers import HandlerConfig
+from keyshard.config.settings import Settings, read_settings
+from keyshard.core.dead_letter import DeadLetter
 from keyshard.core.lanes.failure import Reject, RetryLater
 from keyshard.core.lanes.retrying import RetryPolicy
-from keyshard.core.message import Message, MessageId
+from keyshard.core.message import Message, MessageId, Produce, TakenMessage
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import KeyShardError
 from keyshard.redaction import Secret
+from keyshard.sink import KeyShardSink
 from keyshard.source import KeyShardSource, SourceBatch, SourceStream
 from keyshard.version import VERSION
 
 __all__ = [
-    "Basic", "Checkpoint", "Connection", "HandlerConfig", "KeyShardError", "KeyShardSource",
-    "Message", "MessageId", "OAuth2", "Reject", "RetryLater", "RetryPolicy", "Secret",
-    "SourceBatch", "SourceStream", "Token",
+    "Basic", "Checkpoint", "Connection", "DeadLetter", "HandlerConfig", "KeyShardError",
+    "KeyShardSink", "KeyShardSource", "Message", "MessageId", "OAuth2", "Produce", "Reject",
+    "RetryLater", "RetryPolicy", "Secret", "Settings", "SourceBatch", "SourceStream",
+    "TakenMessage", "Token", "read_settings",
 ]  # fmt: skip
 __version__ = VERSION

@@ -15,8 +15,13 @@
     │   ├── RangeConflictError         KEYSHARD_RANGE_CONFLICT       (retriable)
     │   ├── TopicNotFoundError         KEYSHARD_TOPIC_NOT_FOUND
     │   ├── TopicMigratedError         KEYSHARD_TOPIC_MIGRATED
+    │   ├── ProducerBusyError          KEYSHARD_PRODUCER_BUSY        (retriable)
+    │   ├── ProducerFencedError        KEYSHARD_PRODUCER_FENCED
+    │   ├── QuotaExceededError         KEYSHARD_QUOTA_EXCEEDED       (retriable)
+    │   ├── DeduplicationError         KEYSHARD_DEDUPLICATION
     │   └── AdminError                 KEYSHARD_ADMIN
     ├── SubscriptionInUseError         KEYSHARD_SUBSCRIPTION_IN_USE
+    ├── SinkIdInUseError               KEYSHARD_SINK_ID_IN_USE
     ├── NonPersistentTopicError        KEYSHARD_NON_PERSISTENT_TOPIC
     ├── ChunkedMessageError            KEYSHARD_CHUNKED_MESSAGE
     ├── UnreadableEntryError           KEYSHARD_UNREADABLE_ENTRY
@@ -32,12 +37,15 @@
     ├── DataLossTrimmedError           KEYSHARD_DATA_LOSS_TRIMMED
     ├── DataLossAckedElsewhereError    KEYSHARD_DATA_LOSS_ACKED_ELSEWHERE
     ├── ReplayTimeoutError             KEYSHARD_REPLAY_TIMEOUT       (retriable)
+    ├── BookieReadError                KEYSHARD_BOOKIES_UNAVAILABLE
     ├── AcknowledgeError               KEYSHARD_ACKNOWLEDGE_FAILED
     ├── RuntimeStoppedError            KEYSHARD_STOPPED
     ├── DrainTimeoutError              KEYSHARD_DRAIN_TIMEOUT
     ├── RescaleError                   KEYSHARD_RESCALE_FAILED
     ├── BatchReleasedError             KEYSHARD_BATCH_RELEASED
     ├── BatchUnknownError              KEYSHARD_BATCH_UNKNOWN
+    ├── BatchMismatchError             KEYSHARD_BATCH_MISMATCH
+    ├── StagingError                   KEYSHARD_STAGING
     ├── WorkerUnreachableError         KEYSHARD_WORKER_UNREACHABLE
     ├── UnsupportedTriggerError        KEYSHARD_UNSUPPORTED_TRIGGER
     ├── AsyncProgressError             KEYSHARD_ASYNC_PROGRESS
@@ -69,9 +77,9 @@ class KeyShardError(Exception):
     """Root of every keyshard error.
 
     Args:
-        message: What happened, where, and what to do, without the code. Secrets in URLs are left
-            out of it, as of facts, and so is the middle of what is too long to read.
-        **facts: Values a program may want to look at, kept as :attr:`facts`.
+        message: What happened, where, and what to do, without the code. Secrets are redacted, and
+            the middle of a very long text is left out.
+        **facts: Values for programs, stored as :attr:`facts`. Secrets are redacted.
     """
 
     code: ClassVar[str] = "KEYSHARD_ERROR"
@@ -99,13 +107,13 @@ class ConfigError(KeyShardError, ValueError):
 
 
 class UnfitHandlerError(ConfigError):
-    """A handler cannot be run: it makes generators, or a worker process cannot load it."""
+    """A handler cannot be run: it returns a generator, or a worker process cannot load it."""
 
     code = "KEYSHARD_HANDLER_UNFIT"
 
 
 class PositionAheadError(ConfigError):
-    """A position to start or end at lies behind all that is stored."""
+    """A start or end position lies after all stored entries."""
 
     code = "KEYSHARD_POSITION_AHEAD"
 
@@ -117,38 +125,38 @@ class BrokerError(KeyShardError):
 
 
 class MessageTooLargeError(BrokerError):
-    """A message is larger than the broker takes."""
+    """A message exceeds the broker's size limit."""
 
     code = "KEYSHARD_MESSAGE_TOO_LARGE"
 
 
 class BrokerUnavailableError(BrokerError):
-    """The broker cannot be reached, did not answer in time, or says that it cannot answer now."""
+    """The broker cannot be reached, did not answer in time, or cannot answer now."""
 
     code = "KEYSHARD_BROKER_UNAVAILABLE"
     retriable = True
 
 
 class TlsError(BrokerError):
-    """The two sides do not trust each other's certificates, or cannot agree on TLS."""
+    """A certificate is not trusted, or the two sides cannot agree on TLS."""
 
     code = "KEYSHARD_TLS"
 
 
 class AuthenticationError(BrokerError):
-    """The broker does not accept who this is: a token that is wrong or has expired, or none."""
+    """The broker refuses the credentials: a token is wrong, expired or missing."""
 
     code = "KEYSHARD_AUTHENTICATION"
 
 
 class AuthorizationError(BrokerError):
-    """A role lacks a permission; the message names the role, the permission, and on what."""
+    """A role lacks a permission. The message names the role, the permission, and the resource."""
 
     code = "KEYSHARD_AUTHORIZATION"
 
 
 class RangeConflictError(BrokerError):
-    """Another consumer holds a part of the hash range, or the subscription in another mode."""
+    """Another consumer holds a part of the hash range, or uses the subscription in another mode."""
 
     code = "KEYSHARD_RANGE_CONFLICT"
     retriable = True
@@ -166,6 +174,32 @@ class TopicNotFoundError(BrokerError):
     code = "KEYSHARD_TOPIC_NOT_FOUND"
 
 
+class ProducerBusyError(BrokerError):
+    """Another connection publishes under the same producer name."""
+
+    code = "KEYSHARD_PRODUCER_BUSY"
+    retriable = True
+
+
+class ProducerFencedError(BrokerError):
+    """Another program published under the same producer name, beyond the messages of this one."""
+
+    code = "KEYSHARD_PRODUCER_FENCED"
+
+
+class QuotaExceededError(BrokerError):
+    """The backlog quota of the topic is exceeded, so that the broker takes no messages."""
+
+    code = "KEYSHARD_QUOTA_EXCEEDED"
+    retriable = True
+
+
+class DeduplicationError(BrokerError):
+    """The broker does not deduplicate the topic, or does not know stored messages any more."""
+
+    code = "KEYSHARD_DEDUPLICATION"
+
+
 class AdminError(BrokerError):
     """The admin REST interface cannot be reached or refused a request."""
 
@@ -173,57 +207,63 @@ class AdminError(BrokerError):
 
 
 class SubscriptionInUseError(KeyShardError):
-    """The ranges of the subscription stayed with somebody else until the deadline."""
+    """Another consumer held ranges of the subscription until the deadline."""
 
     code = "KEYSHARD_SUBSCRIPTION_IN_USE"
 
 
+class SinkIdInUseError(KeyShardError):
+    """Another query has stored rows in the topic with the same sink id."""
+
+    code = "KEYSHARD_SINK_ID_IN_USE"
+
+
 class NonPersistentTopicError(KeyShardError, ValueError):
-    """Messages of a non-persistent topic have no position, so nothing can be promised."""
+    """The topic is non-persistent. Its messages have no position, so nothing can be guaranteed."""
 
     code = "KEYSHARD_NON_PERSISTENT_TOPIC"
 
 
 class ChunkedMessageError(KeyShardError):
-    """A chunked message was received; its id names only the last of its entries."""
+    """A chunked message was received. Its id names only the last of its entries."""
 
     code = "KEYSHARD_CHUNKED_MESSAGE"
 
 
 class UnreadableEntryError(KeyShardError):
-    """An entry is stored and keyshard cannot read it."""
+    """A stored entry cannot be read."""
 
     code = "KEYSHARD_UNREADABLE_ENTRY"
     stored: bytes = b""
-    """Its stored bytes, where they are at hand. A pickled error loses them."""
+    """The stored bytes, if available. A pickled error loses them."""
 
 
 class CorruptEntryError(UnreadableEntryError):
-    """An entry cannot be read: its checksum, compression or structure is wrong, or its size."""
+    """The checksum, compression, structure or size of an entry is wrong."""
 
     code = "KEYSHARD_CORRUPT_ENTRY"
 
 
 class EncryptedMessageError(UnreadableEntryError):
-    """A message is encrypted, and keyshard has no keys to read it."""
+    """A message is encrypted, and keyshard has no keys to decrypt it."""
 
     code = "KEYSHARD_ENCRYPTED_MESSAGE"
 
 
 class SchemaError(KeyShardError):
-    """The schema of a topic cannot be used as it should, or is not there."""
+    """The schema of a topic cannot be used, or is missing."""
 
     code = "KEYSHARD_SCHEMA"
 
 
 class MalformedMessageError(KeyShardError):
-    """A value cannot be decoded by the schema of its topic, or a dead letter by its properties."""
+    """A value does not fit the schema of its topic, or a dead letter has invalid properties."""
 
     code = "KEYSHARD_MALFORMED_MESSAGE"
 
 
 class MisroutedError(KeyShardError):
-    """A message came to a range that its key does not hash into; by ``on_misrouted = fail``."""
+    """A range received a message outside of it, and ``on_misrouted`` is ``fail``."""
 
     code = "KEYSHARD_MISROUTED"
 
@@ -247,7 +287,7 @@ class CheckpointMismatchError(KeyShardError):
 
 
 class TopicRecreatedError(KeyShardError):
-    """The broker has other data under ids of a checkpoint, a plan or a position."""
+    """The broker has different data under ids of a checkpoint, a plan or a position."""
 
     code = "KEYSHARD_TOPIC_RECREATED"
 
@@ -259,38 +299,44 @@ class DataLossTrimmedError(KeyShardError):
 
 
 class DataLossAckedElsewhereError(KeyShardError):
-    """Entries were acknowledged at the broker that no committed or planned batch holds."""
+    """Entries that no committed or planned batch holds were acknowledged at the broker."""
 
     code = "KEYSHARD_DATA_LOSS_ACKED_ELSEWHERE"
 
 
 class ReplayTimeoutError(KeyShardError):
-    """What is stored could not be read before the deadline; that says nothing of what is gone."""
+    """Stored entries could not be read before the deadline. They may still be there."""
 
     code = "KEYSHARD_REPLAY_TIMEOUT"
     retriable = True
 
 
+class BookieReadError(KeyShardError):
+    """No bookie returned an entry of a closed ledger, and the broker must not be asked for it."""
+
+    code = "KEYSHARD_BOOKIES_UNAVAILABLE"
+
+
 class AcknowledgeError(KeyShardError):
-    """Acknowledging in the background failed past its limit."""
+    """Acknowledgements in the background failed beyond the time limit."""
 
     code = "KEYSHARD_ACKNOWLEDGE_FAILED"
 
 
 class RuntimeStoppedError(KeyShardError):
-    """The runtime was stopped, or was asked for work before it was started."""
+    """The runtime was stopped, or was not started yet."""
 
     code = "KEYSHARD_STOPPED"
 
 
 class DrainTimeoutError(KeyShardError):
-    """A handler did not end in time, so no range changed hands; everything is as it was."""
+    """A handler did not end in time. No range has moved."""
 
     code = "KEYSHARD_DRAIN_TIMEOUT"
 
 
 class RescaleError(KeyShardError):
-    """The broker did not let ranges change hands, or not all of them."""
+    """The broker refused the change of some or all ranges."""
 
     code = "KEYSHARD_RESCALE_FAILED"
 
@@ -302,9 +348,21 @@ class BatchReleasedError(KeyShardError):
 
 
 class BatchUnknownError(KeyShardError):
-    """A batch was asked for that this runtime never planned."""
+    """The requested batch was never planned by this runtime."""
 
     code = "KEYSHARD_BATCH_UNKNOWN"
+
+
+class BatchMismatchError(KeyShardError):
+    """A repeated batch has other rows than an earlier attempt, or distributes them otherwise."""
+
+    code = "KEYSHARD_BATCH_MISMATCH"
+
+
+class StagingError(KeyShardError):
+    """Rows of a batch cannot be staged, or staged rows are missing."""
+
+    code = "KEYSHARD_STAGING"
 
 
 class WorkerUnreachableError(KeyShardError):
@@ -320,25 +378,25 @@ class UnsupportedTriggerError(KeyShardError):
 
 
 class AsyncProgressError(KeyShardError):
-    """The host plans a batch before it told that the one before is committed."""
+    """The host planned a batch before it reported the commit of the previous one."""
 
     code = "KEYSHARD_ASYNC_PROGRESS"
 
 
 class AvailableNowTimeoutError(KeyShardError):
-    """A bounded run did not get everything up to its targets before its deadline."""
+    """A bounded run did not reach its targets before its deadline."""
 
     code = "KEYSHARD_AVAILABLE_NOW_TIMEOUT"
 
 
 class WorkerEnvironmentError(KeyShardError):
-    """Spark's Python workers, or actors of Ray, lack something keyshard needs."""
+    """A worker process, Spark's Python workers, or actors of Ray lack something keyshard needs."""
 
     code = "KEYSHARD_WORKER_ENVIRONMENT"
 
 
 class ClusterError(KeyShardError):
-    """A cluster is not there, or has no place for what was asked of it."""
+    """A cluster does not exist, or has no room for the request."""
 
     code = "KEYSHARD_CLUSTER"
 
@@ -350,7 +408,7 @@ class ControlError(KeyShardError):
 
 
 class HistoryError(KeyShardError, ValueError):
-    """A history of events cannot be read or written, or holds nothing that can be checked."""
+    """A history of events cannot be read or written, or contains nothing to check."""
 
     code = "KEYSHARD_HISTORY_INVALID"
 
@@ -362,7 +420,7 @@ class DevBrokerError(KeyShardError):
 
 
 class HandlerFailedError(KeyShardError):
-    """A message failed at its last attempt, and that ends the source."""
+    """A message exhausted its retries, and this ends the source."""
 
     code = "KEYSHARD_HANDLER_FAILED"
 
@@ -374,19 +432,19 @@ class HandlerProcessError(KeyShardError):
 
 
 class WindowFullError(KeyShardError):
-    """Batches that nobody acknowledges fill the window."""
+    """The window is full of batches that were not acknowledged."""
 
     code = "KEYSHARD_WINDOW_FULL"
 
 
 class NotRunningError(KeyShardError):
-    """What was asked for needs a running source."""
+    """The request needs a running source."""
 
     code = "KEYSHARD_NOT_RUNNING"
 
 
 class ThreadStartError(KeyShardError):
-    """The system starts no thread: too many run, or the main thread of the program has ended."""
+    """The system cannot start a thread: too many run, or the program's main thread has ended."""
 
     code = "KEYSHARD_THREAD_START"
 
@@ -402,4 +460,4 @@ BY_CODE = {
     for value in list(globals().values())
     if isinstance(value, type) and issubclass(value, KeyShardError)
 }
-"""Every error by its code, which is what crosses process borders as text."""
+"""Every error by its code. Processes exchange the code as text."""

@@ -1,7 +1,7 @@
-"""Secrets that are not shown, texts without secrets, values of any kind as a short text.
+"""Redaction: secrets that are never shown, texts without secrets, and short texts of any value.
 
-Used wherever a URL, a value of the user's or the words of a broker may be shown: errors, ``repr``,
-logs and status.
+Used wherever a URL, a user's value or a broker's text may be shown: errors, ``repr``, logs and
+status.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from weakref import WeakValueDictionary
 SHOWN_MAX = 100
 """Most characters of a value that are shown."""
 REPR_MAX = 300
-"""The same in the ``repr`` of a configuration."""
+"""Most characters of a value in the ``repr`` of a configuration."""
 SENTENCE_MAX = 1_600
 """Most characters of an error's message."""
 _TWO_STOPS = re.compile(r"(?<=[^\s./])([.!?])\.(?=\s|$)")
 KNOWN_CHARS_MIN = 3
-"""Fewest characters of a secret that is recognised in texts by itself."""
+"""Shortest secret that is redacted in texts on its own, characters."""
 SURE_CHARS_MIN = 16
-"""Fewest characters of a secret that is recognised inside a longer word."""
+"""Shortest secret that is redacted even inside a longer word, characters."""
 CHAIN_MAX = 20
-"""Most errors behind an error that are looked at."""
+"""Most chained errors that are redacted."""
 _JWT = re.compile(r"\beyJ[\w-]{8,}\.[\w-]+(\.[\w-]*)?")
 _TOKEN = re.compile(r"(?i)\btoken:[^\s'\"]+")
 _USER = re.compile(r"://\S*@")
@@ -41,16 +41,16 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class Secret:
-    """A text that is not shown: not by ``repr``, ``str``, formatting, errors or logs.
+    """A text that ``repr``, ``str``, formatting, errors and logs do not show.
 
-    While it lives, :func:`redacted` also takes it out of what others say: a broker or a proxy may
-    echo it, also encoded for a URL, a header, JSON or HTML.
+    While the object lives, :func:`redacted` removes the secret from texts of other origin. A broker
+    or a proxy may echo it, also encoded for a URL, a header, JSON or HTML.
 
-    :meth:`reveal` gives it. Pickling keeps it, as what is pickled has to work elsewhere.
+    :meth:`reveal` returns the text. Pickling keeps it, because an unpickled copy must work.
 
     Args:
         text: The secret.
-        user: The name that it is sent with as ``user:text``, if there is one.
+        user: The user name, if the secret is sent as ``user:text``.
     """
 
     __slots__ = ("__weakref__", "_forms", "_text", "_user")
@@ -62,7 +62,7 @@ class Secret:
         _alive[id(self)] = self
 
     def reveal(self) -> str:
-        """The text itself, for who has to send it."""
+        """Return the text itself, for sending."""
         return self._text
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ class Secret:
         return Secret, (self._text, self._user)
 
     def hidden_in(self, text: str) -> str:
-        """A text without this secret."""
+        """Return a text without this secret."""
         if self._forms is None:
             pair = [] if self._user is None else [f"{self._user}:{self._text}"]
             self._forms = _forms([self._text, *pair])
@@ -93,13 +93,13 @@ class Secret:
 
 
 _alive: WeakValueDictionary[int, Secret] = WeakValueDictionary()
-"""Secrets of this process by their ids."""
+"""Secrets of this process, by object id."""
 
 
 def _forms(texts: Iterable[str]) -> tuple[Sequence[str], re.Pattern[str]]:
-    """Texts in every encoding: the long forms, and a pattern for the short ones.
+    """Return the texts in every encoding: long forms, and a pattern for short ones.
 
-    A short form is recognised as a word only: a password may be a part of our own words.
+    A short form is redacted only as a whole word: a password may be a part of our own words.
     """
     forms = {form for text in texts if len(text) >= KNOWN_CHARS_MIN for form in _encoded(text)}
     by_length = sorted(forms, key=len, reverse=True)
@@ -128,13 +128,13 @@ def _as_word(form: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """A text without the secrets that this process knows, and without those of URLs.
+    """Return a text without the secrets of this process, and without those in URLs.
 
-    ``http://ann:secret@host/?token=abc`` becomes ``http://***@host/?token=***``. Tokens that are
-    recognised outside of URLs, too, go: JWT, and what follows ``token:``.
+    ``http://ann:secret@host/?token=abc`` becomes ``http://***@host/?token=***``. Outside of URLs,
+    JWTs and text after ``token:`` are redacted as well.
     """
     alive = [secret for reference in _alive.valuerefs() if (secret := reference()) is not None]
-    # One may begin with another one.
+    # One secret may begin with another: replace the longest first.
     for secret in sorted(alive, key=lambda one: len(one.reveal()), reverse=True):
         text = secret.hidden_in(text)
     text = _TOKEN.sub("token:***", _JWT.sub("***", text))
@@ -142,19 +142,19 @@ def redacted(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says before it explains itself, as those of gRPC do at length."""
+    """Return the first line of an error's text. gRPC adds a long debug context."""
     return str(error).split("\n", 1)[0].split(". gRPC client debug context:", 1)[0]
 
 
 def scrubbed(error: _Error) -> _Error:
-    """An error of a library, and those behind it, without secrets: tracebacks show them."""
+    """Redact an error of a library and the errors that caused it: tracebacks show them."""
     one: BaseException | None = error
     for _ in range(CHAIN_MAX):
         if one is None:
             break
         one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
         if isinstance(one, OSError):
-            # It prints these, not its arguments.
+            # An OSError prints these attributes, not its arguments.
             for name in ("strerror", "filename", "filename2"):
                 if isinstance(said := getattr(one, name), str):
                     setattr(one, name, redacted(said))
@@ -163,9 +163,9 @@ def scrubbed(error: _Error) -> _Error:
 
 
 def shown(value: object, length_max: int = SHOWN_MAX) -> str:
-    """``repr`` of a value, short, without secrets; never raises."""
+    """Return a short ``repr`` of a value, without secrets; never raises."""
     try:
-        # The quotes of repr may hide where a URL ends, so a text is looked at before.
+        # The quotes of repr may hide the end of a URL, so a text is redacted first.
         text = repr(_USER_OF_URL.sub("://***@", value) if type(value) is str else value)
     except Exception:  # noqa: BLE001 - whatever a user's own __repr__ raises
         return f"a value of type {type(value).__name__} that cannot be shown"
@@ -174,9 +174,9 @@ def shown(value: object, length_max: int = SHOWN_MAX) -> str:
 
 
 def sentence(text: str) -> str:
-    """A message without secrets; where a value made it too long, its middle is left out.
+    """Return a message without secrets. The middle of a very long one is left out.
 
-    A quoted text that ends with a full stop does not get a second one.
+    A message that ends with a quoted full stop does not get a second one.
     """
     text = _TWO_STOPS.sub(r"\1", redacted(text))
     if len(text) <= SENTENCE_MAX:

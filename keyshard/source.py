@@ -1,22 +1,23 @@
-"""The public source: what to consume, and the embedded way to consume it from Python."""
+"""The public API: a source, and the objects that read it from Python."""
 
 from __future__ import annotations
 
-# A run loads packages that need it, and once the main thread has ended it does not load.
+import asyncio
+
+# Packages that a run loads import this module. It cannot be imported after the main thread ended.
 import concurrent.futures.thread  # noqa: F401
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from keyshard.config.handlers import HandlerConfig
+from keyshard.config.sink import SinkConfig, check_sink_of
 from keyshard.config.source import SourceConfig
-from keyshard.core.dead_letter.selection import Selection
 from keyshard.core.metadata_columns import NAME_KEY_BYTES
 from keyshard.core.option_checks import (
     check_bool,
@@ -26,12 +27,16 @@ from keyshard.core.option_checks import (
     suggesting,
 )
 from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.outputs import check_owner
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.redaction import shown
-from keyshard.threads import begin
+from keyshard.source_dead_letters import SourceDeadLetters
+from keyshard.threads import begin, owned_by
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import pyarrow as pa
     from typing_extensions import Unpack  # known to type checkers; nothing imports it at run time
 
@@ -41,8 +46,12 @@ if TYPE_CHECKING:
     from keyshard.coordinator.rescale import Rescaler, RescaleReport
     from keyshard.handlers.batches import Batch, BatchRun
     from keyshard.handlers.calling import Handle
-    from keyshard.handlers.observing import Observer
+    from keyshard.handlers.outcomes import Observer
+    from keyshard.handlers.run import HandlerRun
+    from keyshard.handlers.taken_messages import TakenIterator
+    from keyshard.observe.monitor import Monitor
     from keyshard.observe.status_types import Status
+    from keyshard.observe.telemetry import PlannedSpans
     from keyshard.reading.structured import Decoder
 
 
@@ -51,14 +60,22 @@ def _handling(options: HandlerOptions) -> HandlerConfig:
     return HandlerConfig(**options)
 
 
+def _checked(observers: Sequence[Observer]) -> Sequence[Observer]:
+    if not isinstance(observers, Sequence):
+        raise ConfigError(f"observers is {shown(observers)}; write a list of observers.")
+    return observers
+
+
+READY_S = 60.0
+"""Default longest wait for a source to be ready, seconds."""
 CUT_AGAIN_S = 0.01
-"""Pause before rows that no cut took are tried again, seconds."""
+"""Pause before the next try when no cut took the rows that are there, seconds."""
 
 
-class KeyShardSource(SourceConfig):
+class KeyShardSource(SourceDeadLetters, SourceConfig):
     """Topics of a Pulsar cluster, consumed by ``parallelism`` hash ranges.
 
-    A frozen description; nothing connects before :meth:`open`, or before a host engine starts it::
+    The object is a frozen description. Constructing it connects to nothing::
 
         source = KeyShardSource("orders", subscription="billing", parallelism=10)
 
@@ -70,55 +87,197 @@ class KeyShardSource(SourceConfig):
     """
 
     def coordinator(self) -> Coordinator:
-        """An unstarted runtime for this source; connects in the process that starts it.
+        """Make a coordinator that is not started. It connects in the process that starts it.
 
         Raises:
             ConfigError: The source names no subscription.
         """
-        from keyshard.broker.connect import connect, connect_admin  # noqa: PLC0415
-        from keyshard.broker.pulsar.first_question import ANSWER_S  # noqa: PLC0415
+        from keyshard.broker.connect import connect_admin  # noqa: PLC0415
+        from keyshard.broker.preflight import ANSWER_S  # noqa: PLC0415
         from keyshard.coordinator.coordinator import Coordinator  # noqa: PLC0415
+        from keyshard.workers.backends import connect_source  # noqa: PLC0415
 
         self.check_subscribed()
         connection = self.how_to_connect()
         admin = None if self.admin_url is None else connect_admin(connection, ANSWER_S)
-        return Coordinator(self, lambda: connect(connection, self.hosting()), admin)
+        return Coordinator(self, lambda: connect_source(connection, self.hosting()), admin)
 
     def run(
         self,
         handle: Handle,
         *,
         observers: Sequence[Observer] = (),
+        sink: SinkConfig | None = None,
         **options: Unpack[HandlerOptions],
     ) -> None:
-        """Call ``handle`` with every message, in key order, until it is stopped.
+        """Call ``handle`` with every message, in key order, until the run is stopped.
 
         ::
 
             source.run(handle, lanes=16, checkpoint="file:///var/lib/app/orders.json")
 
-        A message is acknowledged after ``handle`` returned for all messages of its entry. SIGTERM,
-        Ctrl-C and :meth:`stop` end the run gracefully: running handlers finish, and what they
-        completed is committed.
+        An entry is acknowledged after ``handle`` returned for all its messages. On SIGTERM, Ctrl-C
+        and :meth:`stop`, running handlers finish, and completed entries are committed.
 
         Args:
             handle: ``def`` or ``async def``, called with a :class:`keyshard.Message`. It may raise
-                :class:`keyshard.RetryLater` or :class:`keyshard.Reject`. After any other
-                exception, the retry policy decides. A returned exception counts as raised.
-            observers: Who is told about every attempt.
+                :class:`keyshard.RetryLater` or :class:`keyshard.Reject`. After any other exception,
+                the retry policy decides. A returned exception counts as raised. With a sink, it
+                may return a :class:`keyshard.Produce` or a list of them, or yield them.
+            observers: Observers that are called for every attempt.
+            sink: A :class:`keyshard.KeyShardSink` that publishes what ``handle`` produces, before
+                the message is acknowledged. The run makes a connection of its own.
             **options: Fields of :class:`keyshard.HandlerConfig`.
 
         Raises:
             ConfigError: An option is wrong, no subscription is named, or the source runs already.
-            KeyShardError: What ended the source.
+            KeyShardError: The error that ended the source.
         """
-        from keyshard.handlers.run import HandlerRun  # noqa: PLC0415
-
-        if not isinstance(observers, Sequence):
-            raise ConfigError(f"observers is {shown(observers)}; give a list of observers.")
-        run = HandlerRun(self.coordinator(), self, _handling(options), handle, observers)
+        run = self._handler_run(handle, observers, sink, options)
         with self.running_as(run):
             run.run()
+
+    async def arun(
+        self,
+        handle: Handle,
+        *,
+        observers: Sequence[Observer] = (),
+        sink: SinkConfig | None = None,
+        **options: Unpack[HandlerOptions],
+    ) -> None:
+        """Do the same as :meth:`run`; an ``async def`` runs in the event loop of the caller.
+
+        ::
+
+            await asyncio.gather(source.arun(handle), serve_http())
+
+        A cancellation, SIGTERM and :meth:`stop` let running handlers finish. A second cancellation
+        cancels them, and their messages are delivered again. SIGTERM is left to the program if it
+        handles that signal itself.
+
+        Raises:
+            ConfigError: As for :meth:`run`.
+            KeyShardError: The error that ended the source.
+        """
+        from keyshard.handlers.background import in_background, until_end  # noqa: PLC0415
+
+        loop = asyncio.get_running_loop()
+        run = self._handler_run(handle, observers, sink, options, loop)
+        await until_end(run, in_background(run, self.running_as(run)))
+
+    @contextmanager
+    def running(
+        self,
+        handle: Handle,
+        *,
+        observers: Sequence[Observer] = (),
+        sink: SinkConfig | None = None,
+        ready_timeout_s: float = READY_S,
+        **options: Unpack[HandlerOptions],
+    ) -> Iterator[KeyShardSource]:
+        """Do the same as :meth:`run` during a block, for tests and notebooks.
+
+        ::
+
+            with source.running(handle):
+                publish_orders()
+                wait_until(lambda: len(handled) == 100)
+
+        The block begins when the source is ready. At its end, running handlers finish.
+
+        Args:
+            handle: As for :meth:`run`.
+            observers: As for :meth:`run`.
+            sink: As for :meth:`run`.
+            ready_timeout_s: Longest wait before the block, seconds.
+            **options: As for :meth:`run`.
+
+        Raises:
+            ConfigError: As for :meth:`run`.
+            NotRunningError: The source is not ready in time.
+            DrainTimeoutError: The source did not end in time after the block.
+            KeyShardError: The error that ended the source, unless the block raises.
+        """
+        from keyshard.handlers.background import in_background, until_left  # noqa: PLC0415
+
+        check_seconds("ready_timeout_s", ready_timeout_s, 86_400)
+        run = self._handler_run(handle, observers, sink, options)
+        with until_left(run, in_background(run, self.running_as(run)), ready_timeout_s):
+            yield self
+
+    def messages(
+        self, *, observers: Sequence[Observer] = (), **options: Unpack[HandlerOptions]
+    ) -> TakenIterator:
+        """Return an asynchronous iterator over the messages, which the program says are done.
+
+        ::
+
+            async for message in source.messages(lanes=16):
+                await store(message.value)
+                await message.done()
+
+        ``async for message in source`` does the same without options. Messages of a key come one
+        after the other: the next one comes after :meth:`~keyshard.TakenMessage.done`. So a program
+        may start a task for each message; order and limits stay.
+
+        :meth:`stop` ends the iteration after the messages that have started are done. If the
+        program leaves the loop, the source ends in the background: messages that are done are
+        acknowledged, all others come again. To wait for that end, use ``async with
+        source.messages() as messages``.
+
+        Args:
+            observers: As for :meth:`run`.
+            **options: As for :meth:`run`. ``workers`` is the most messages that are not done.
+
+        Raises:
+            ConfigError: An option is wrong, or no subscription is named.
+        """
+        from keyshard.handlers.background import in_background  # noqa: PLC0415
+        from keyshard.handlers.taken_messages import TakenIterator, TakenRun  # noqa: PLC0415
+
+        handling, observing = _handling(options), _checked(observers)
+        if handling.executor != "auto":
+            raise ConfigError(
+                f"executor is {handling.executor!r}, but the body of an async for is the handler. "
+                "Leave executor out, or use run()."
+            )
+        if handling.telemetry or self.telemetry:
+            raise ConfigError(
+                "telemetry makes a span of each call of a handler, and an async for calls none. "
+                "Leave telemetry out, or use arun()."
+            )
+        self.check_subscribed()
+
+        def begin_in(loop: asyncio.AbstractEventLoop) -> TakenRun:
+            run = TakenRun(self.coordinator(), self, handling, loop, observing)
+            run.outcome = in_background(run, self.running_as(run))
+            run.outcome.add_done_callback(lambda _: run.taken.awake())
+            return run
+
+        def ending() -> Future[None] | None:
+            run = self.__dict__.get("_running")
+            return run.outcome if isinstance(run, TakenRun) and run.abandoned else None
+
+        return TakenIterator(begin_in, ending)
+
+    def __aiter__(self) -> TakenIterator:
+        return self.messages()
+
+    def _handler_run(
+        self,
+        handle: Handle,
+        observers: Sequence[Observer],
+        sink: SinkConfig | None,
+        options: HandlerOptions,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> HandlerRun:
+        from keyshard.handlers.run import HandlerRun  # noqa: PLC0415
+
+        observing, handling = _checked(observers), _handling(options)
+        check_sink_of("run", sink, handling.checkpoint)
+        return HandlerRun(
+            self.coordinator(), self, handling, handle, observing, sink=sink, loop=loop
+        )
 
     @suggesting
     def batches(
@@ -127,8 +286,9 @@ class KeyShardSource(SourceConfig):
         max_wait_s: float = 1.0,
         *,
         checkpoint: str | os.PathLike[str] | None = None,
-    ) -> Iterator[Batch]:
-        """Batches of Arrow rows, for programs that acknowledge each when they are done with it.
+        sink: SinkConfig | None = None,
+    ) -> Generator[Batch, None, None]:
+        """Yield batches of Arrow rows, for programs that acknowledge each batch themselves.
 
         ::
 
@@ -139,151 +299,129 @@ class KeyShardSource(SourceConfig):
         Args:
             max_rows: Most rows of a batch, unless one entry has more.
             max_wait_s: Longest wait for more rows after the first, seconds.
-            checkpoint: Path or fsspec URL of a checkpoint; with it nothing acknowledged comes again
-                after a crash, without it the last moments may.
+            checkpoint: Path or fsspec URL of a checkpoint. With a checkpoint, no acknowledged
+                message comes again after a crash. Without one, the most recent ones may come again.
+            sink: A :class:`keyshard.KeyShardSink` for the rows that ``batch.write`` gives: with a
+                checkpoint exactly once, else at least once.
 
         Raises:
             ConfigError: An option is wrong, or the source runs already.
-            WindowFullError: Nobody acknowledges.
-            KeyShardError: What ended the source.
+            WindowFullError: The window is full of batches that were not acknowledged.
+            KeyShardError: The error that ended the source.
         """
         from keyshard.handlers.batches import BatchRun  # noqa: PLC0415
 
         check_integer("max_rows", max_rows, 1, 10**9)
         check_seconds("max_wait_s", max_wait_s, 86_400)
-        return self._batches(
-            BatchRun(self.coordinator(), self, max_rows, max_wait_s, checkpoint=checkpoint)
+        check_sink_of("run", sink, checkpoint)
+        run = BatchRun(
+            self.coordinator(), self, max_rows, max_wait_s, checkpoint=checkpoint, sink=sink
         )
+        return self._batches(run)
 
-    def _batches(self, run: BatchRun) -> Iterator[Batch]:
+    def _batches(self, run: BatchRun) -> Generator[Batch, None, None]:
         with self.running_as(run):
             yield from run.batches()
 
     def rescale(self, ranges: int | None = None, *, balance: bool = False) -> RescaleReport:
-        """Move ranges while :meth:`run` or :meth:`batches` goes on, in another thread.
+        """Move ranges while :meth:`run` or :meth:`batches` runs in another thread.
 
-        As little of the ring as possible changes hands. Handlers that work on keys of it end
-        first, then their range is subscribed by its new owner; other keys go on meanwhile. Not
-        from a handler, which would wait for itself.
+        The rescale moves as little of the ring as possible. For each range that moves, running
+        handlers end first; then the new owner subscribes. Other keys continue meanwhile. Do not
+        call this from a handler: it would wait for itself.
 
-        With a checkpoint, which has it within moments, a restart goes on with these ranges, until
-        ``parallelism`` is configured to be another one. Without, it begins with ``parallelism``.
+        With a checkpoint, a restart begins with the new ranges, unless the configured
+        ``parallelism`` has changed. Without a checkpoint, a restart begins with ``parallelism``.
 
         Args:
-            ranges: Number of ranges from now on, 1 to 65,536.
-            balance: Instead: give the ranges there are equal loads, as measured since the start.
+            ranges: New number of ranges, 1 to 65,536.
+            balance: Instead of ``ranges``: keep the number, and give all ranges equal loads, as
+                measured since the start.
 
         Raises:
-            ConfigError: Both are given, or none, or ``ranges`` is outside its limits.
+            ConfigError: Both arguments are given, or none, or ``ranges`` is outside its limits.
             NotRunningError: The source does not run.
-            DrainTimeoutError: A handler did not end within ``drain_timeout_s``; nothing has moved.
-            RescaleError: The broker did not let the ranges change hands.
+            DrainTimeoutError: A handler did not end within ``drain_timeout_s``. No range has moved.
+            RescaleError: The broker refused the change of ranges.
         """
         check_bool("balance", balance)
         if ranges is not None:
             check_integer("ranges", ranges, 1, RING_SIZE)
         if (ranges is None) != balance:
-            raise ConfigError("Give rescale() either a number of ranges or balance=True.")
+            raise ConfigError(
+                "rescale() needs either a number of ranges or balance=True. Give one of them."
+            )
         rescaler: Rescaler | None = self._active().rescaler
         if rescaler is None:
-            raise NotRunningError("The source is still starting. Try again in a moment.")
+            raise NotRunningError("The source is still starting. Try again later.")
         return rescaler.balance() if ranges is None else rescaler.rescale(ranges)
 
+    def pause(self) -> None:
+        """Receive nothing more while :meth:`run` or :meth:`batches` runs, until :meth:`resume`.
+
+        Consumers stay connected and keep their ranges. Messages that were received are still
+        handled and acknowledged. A rescale and a stop work as usual. A restart is not paused.
+        Returns at once, from any thread; idempotent.
+
+        Raises:
+            NotRunningError: The source does not run, or is still starting.
+        """
+        self._active().coordinator.pause()
+
+    def resume(self) -> None:
+        """Receive again after :meth:`pause`. Returns at once, from any thread; idempotent.
+
+        Raises:
+            NotRunningError: The source does not run, or is still starting.
+        """
+        self._active().coordinator.resume()
+
     def stop(self) -> None:
-        """End :meth:`run` or :meth:`batches` gracefully; returns at once, from any thread."""
+        """End :meth:`run` or :meth:`batches` gracefully. Returns at once, from any thread."""
         self._active().stop()
 
-    def unpark(
-        self,
-        key: str | None = None,
-        *,
-        all: bool = False,  # noqa: A002 - named as on the command line
-        topic: str | None = None,
-        older_than_s: float | None = None,
-    ) -> int:
-        """Let parked keys out: their dead letters are replayed in order, then newer messages pass.
+    def wait_ready(self, timeout_s: float = READY_S) -> None:
+        """Wait until the source takes messages from all its topic partitions.
 
-        Returns at once. The keys come out a few at a time, so that other keys do not wait for them.
-        A dead letter that fails again parks its key again.
+        Another thread runs it, or is about to. A coroutine awaits
+        ``asyncio.to_thread(source.wait_ready)``.
 
         Args:
-            key: The routing key: the ordering key, else the partition key.
-            all: Instead: every key that is parked.
-            topic: Instead: keys with dead letters of this topic.
-            older_than_s: Instead, or together with ``topic``: keys parked for longer, seconds.
-
-        Returns:
-            How many keys are parked that are meant, or were and are on their way out.
+            timeout_s: Longest wait, seconds.
 
         Raises:
-            ConfigError: It does not say which keys.
-            NotRunningError: :meth:`run` does not run.
+            NotRunningError: The source is not ready in time; the error says why.
         """
-        selection = Selection(key, all, topic, older_than_s)
-        count: int = self._parking().unpark(selection)
-        return count
+        from keyshard.handlers.background import wait_ready  # noqa: PLC0415
 
-    def discard(
-        self,
-        key: str | None = None,
-        *,
-        all: bool = False,  # noqa: A002 - named as on the command line
-        topic: str | None = None,
-        older_than_s: float | None = None,
-        rejected: bool = False,
-    ) -> int:
-        """Give dead letters up for good; keys without any left are parked no more.
-
-        Keys that are on their way out are left to it.
-
-        Args:
-            key: As for :meth:`unpark`, as the three that follow.
-            all: Every one.
-            topic: Those of messages of this topic.
-            older_than_s: Those that have been there for longer, seconds.
-            rejected: Rejected ones, and those that went without their key, instead of those of
-                parked keys; every one where nothing else is given. Letters that were given up
-                before and are still stored count again.
-
-        Returns:
-            How many dead letters.
-
-        Raises:
-            ConfigError: It does not say which.
-            NotRunningError: :meth:`run` does not run.
-            BrokerError: The broker cannot be reached, or refused.
-        """
-        selection = Selection.for_discard(key, all, topic, older_than_s, rejected=rejected)
-        count: int = self._parking().discard(selection, rejected=rejected)
-        return count
-
-    def _parking(self) -> Any:
-        run = self._active()
-        if not hasattr(run, "unpark"):
-            raise NotRunningError("batches() parks no keys, nor does a Ray job; only run() does.")
-        return run
+        check_seconds("timeout_s", timeout_s, 86_400)
+        wait_ready(lambda: self.__dict__.get("_running"), timeout_s)
 
     def status(self) -> Status:
-        """What a running source does, range by range, as plain JSON values; see docs/status.md.
+        """Return the status of a running source as JSON values; see docs/status.md.
 
-        From memory, from any thread. What the broker says is a few seconds old, and ``None``
-        without ``admin_url``. While the source starts, its ``state`` says so and it has no ranges.
+        The status comes from memory, so any thread may ask. Facts from the broker are a few seconds
+        old, and ``None`` without ``admin_url``. While the source starts, its ``state`` says so and
+        it has no ranges.
 
         Raises:
-            NotRunningError: It does not run.
+            NotRunningError: The source does not run.
         """
-        status: Status = self._active().status()
-        return status
+        from keyshard.observe.status_table import ShownStatus  # noqa: PLC0415
+
+        return cast("Status", ShownStatus(self._active().status()))
 
     @contextmanager
     def running_as(self, run: Any) -> Iterator[None]:
-        """Inside, :meth:`stop`, :meth:`status` and the like ask ``run``; for adapters.
+        """Pass :meth:`stop`, :meth:`status` and similar calls to ``run``. For adapters.
 
         Raises:
             ConfigError: The source runs already.
         """
         if self.__dict__.get("_running") is not None:
-            raise ConfigError("This source runs already. Make another KeyShardSource to run twice.")
+            raise ConfigError(
+                "This source already runs. To run twice, create another KeyShardSource."
+            )
         object.__setattr__(self, "_running", run)
         try:
             yield
@@ -293,14 +431,14 @@ class KeyShardSource(SourceConfig):
     def _active(self) -> Any:
         run = self.__dict__.get("_running")
         if run is None:
-            raise NotRunningError("The source does not run. Call run() or batches() first.")
+            raise NotRunningError("The source is not running. Call run() or batches() first.")
         return run
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_running"}
 
     def decoder(self, columns: Sequence[str] | None = None) -> Decoder:
-        """What makes decoded rows of the raw ones that :meth:`open` and :meth:`batches` hand out.
+        """Make a decoder for the raw rows that :meth:`open` and :meth:`batches` return.
 
         ::
 
@@ -310,23 +448,24 @@ class KeyShardSource(SourceConfig):
                     store(rows)
                 batch.ack()
 
-        The schemas of the topics are asked for now. Fields are columns, and values that do not fit
-        are treated as ``malformed`` says; handlers have ``message.data``.
+        The schemas of the topics are fetched now. Each field becomes a column. Values that do not
+        fit are treated as ``malformed`` says. Handlers use ``message.data`` instead.
 
         Args:
-            columns: Those that are wanted, in their order; default all.
+            columns: Wanted columns, in this order; default: all.
 
         Raises:
-            SchemaError: The topics have different columns, or one has what no column can hold.
-            ConfigError: A package that is needed is missing, there is no such column, or keys
-                stand apart from values and ``metadata_columns`` does not name ``__keyBytes``.
-            KeyShardError: The schemas cannot be asked for.
+            SchemaError: The topics have different columns, or a schema has a type that no column
+                can hold.
+            ConfigError: A required package is missing, a column does not exist, or keys are stored
+                apart from values and ``metadata_columns`` does not name ``__keyBytes``.
+            KeyShardError: The schemas cannot be fetched.
         """
-        from keyshard.arrow.columns import columns_of  # noqa: PLC0415
         from keyshard.broker.schemas import first_tries_s, topics_of  # noqa: PLC0415
+        from keyshard.columns.codecs import keys_apart  # noqa: PLC0415
+        from keyshard.columns.record_batches import columns_of  # noqa: PLC0415
         from keyshard.reading.decoding_plan import plan_decoding  # noqa: PLC0415
         from keyshard.reading.structured import Decoder  # noqa: PLC0415
-        from keyshard.schemas.codecs import keys_apart  # noqa: PLC0415
 
         connection = self.how_to_connect()
         plan = plan_decoding(
@@ -337,8 +476,8 @@ class KeyShardSource(SourceConfig):
         apart = any(map(keys_apart, plan.schemas.values()))
         if apart and set(made.raw_columns) - set(columns_of(self.metadata_columns)):
             raise ConfigError(
-                "Keys of a topic of this source stand apart from their values, and a decoder needs "
-                f"the bytes that they were set as: {NAME_KEY_BYTES}"
+                "A topic of this source stores keys separately, and a decoder needs their "
+                f"bytes: {NAME_KEY_BYTES}"
             )
         return made
 
@@ -346,18 +485,30 @@ class KeyShardSource(SourceConfig):
         """Start consuming in this process.
 
         Args:
-            checkpoint: Text of the checkpoint that was committed last; ``None`` at first start.
+            checkpoint: Text of the checkpoint that was committed last; ``None`` at the first start.
 
         Raises:
             KeyShardError: See :meth:`keyshard.coordinator.coordinator.Coordinator.start`.
         """
+        stored = None if checkpoint is None else Checkpoint.from_json(checkpoint)
+        check_owner(None if stored is None else stored.outputs, None)
+        from keyshard.handlers.range_owners import observe_stream  # noqa: PLC0415
+        from keyshard.observe.telemetry import PlannedSpans  # noqa: PLC0415
+
+        spans = PlannedSpans(self.subscription) if self.telemetry else None
         coordinator = self.coordinator()
-        coordinator.start(None if checkpoint is None else Checkpoint.from_json(checkpoint))
-        return SourceStream(coordinator)
+        with owned_by(coordinator.fail):
+            monitor = observe_stream(coordinator, self, "stream")
+        try:
+            coordinator.start(stored)
+        except BaseException:
+            monitor.close()
+            raise
+        return SourceStream(coordinator, monitor, spans)
 
 
 class SourceStream:
-    """A running source, for programs that are their own host; a context manager.
+    """A running source for programs without a host engine; a context manager.
 
     Store the rows and the checkpoint of a batch together, then :meth:`commit`::
 
@@ -369,30 +520,37 @@ class SourceStream:
                 stream.commit(batch)
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        monitor: Monitor | None = None,
+        spans: PlannedSpans | None = None,
+    ) -> None:
         self._coordinator = coordinator
+        self._monitor = monitor
+        self._spans = spans
         self._closed = False
         self._pid = os.getpid()
 
     def __del__(self) -> None:
         """Close a stream without references, in a thread: the collector may hold any lock.
 
-        A forked child has only a copy, and leaves it to its parent.
+        A forked child holds only a copy of the stream, so it does not close it.
         """
         if self._closed or self._pid != os.getpid() or sys.is_finalizing():
             return
         warnings.warn("A SourceStream was not closed.", ResourceWarning, source=self, stacklevel=2)
-        begin("keyshard-close-stream", self._coordinator.stop)
+        begin("keyshard-close-stream", _close, self._monitor, self._coordinator, self._spans)
 
     def next_batch(self, timeout_s: float, rows_max: int | None = None) -> SourceBatch | None:
-        """The next batch; ``None`` when nothing came in time.
+        """Return the next batch; ``None`` if no row came in time.
 
         Args:
             timeout_s: Longest wait for the first row, seconds.
             rows_max: Most rows; default ``batch_rows_max`` of the source.
 
         Raises:
-            KeyShardError: What ended the source.
+            KeyShardError: The error that ended the source.
         """
         check_seconds("timeout_s", timeout_s, 86_400)
         if rows_max is not None:
@@ -401,6 +559,9 @@ class SourceStream:
         while self._coordinator.batches.wait_for_rows(max(0.0, deadline - time.monotonic())):
             checkpoint = self._coordinator.batches.cut(rows_max)
             if checkpoint is not None:
+                if self._spans is not None:
+                    rows = self._coordinator.batches.rows(checkpoint.batch_id)
+                    self._spans.begin(checkpoint).counted(rows)
                 return SourceBatch(self._coordinator, checkpoint, self)
             # There are rows, but fewer than batch_rows_min, or the checkpoint has no room for them.
             if time.monotonic() + CUT_AGAIN_S >= deadline:
@@ -409,34 +570,62 @@ class SourceStream:
         return None
 
     def commit(self, batch: SourceBatch) -> None:
-        """The batch's checkpoint is durable: acknowledge it, and all batches before it."""
+        """Acknowledge a batch, whose checkpoint must be durable, and all batches before it."""
         self._coordinator.batches.release(batch.end)
+        if self._spans is not None:
+            self._spans.committed(batch.end.batch_id)
 
     def status(self) -> Progress:
-        """Counts since the start, as plain JSON values."""
+        """Return counts since the start, as JSON values."""
         return self._coordinator.status()
+
+    def pause(self) -> None:
+        """Receive nothing more until :meth:`resume`; as :meth:`KeyShardSource.pause`.
+
+        Rows that were received still come in batches; then :meth:`next_batch` returns ``None``.
+
+        Raises:
+            NotRunningError: The stream is closed.
+        """
+        self._open().pause()
+
+    def resume(self) -> None:
+        """Receive again after :meth:`pause`. Returns at once, from any thread; idempotent.
+
+        Raises:
+            NotRunningError: The stream is closed.
+        """
+        self._open().resume()
+
+    def _open(self) -> Coordinator:
+        if self._closed:
+            raise NotRunningError("The stream is closed. Open the source again.")
+        return self._coordinator
 
     def close(self) -> None:
         """Stop receiving, flush acknowledgements and give the ranges back. Idempotent."""
         self._closed = True
-        self._coordinator.stop()
+        _close(self._monitor, self._coordinator, self._spans)
 
     def __enter__(self) -> SourceStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def _close(monitor: Monitor | None, coordinator: Coordinator, spans: PlannedSpans | None) -> None:
+    if spans is not None:
+        spans.close()
+    if monitor is not None:
+        monitor.close()
+    coordinator.stop()
 
 
 class SourceBatch:
     """A planned batch: Arrow record batches, one layout partition after the other.
 
-    The rows of one key lie in one layout partition, in publish order per topic partition.
+    All rows of a key are in one layout partition, in publish order per topic partition.
     """
 
     def __init__(
@@ -444,12 +633,12 @@ class SourceBatch:
     ) -> None:
         self._coordinator = coordinator
         self._stream = stream
-        """Closes the coordinator if it is dropped without ``close()``."""
+        """Keeps the stream alive: a stream without references closes the coordinator."""
         self.end = end
 
     @property
     def checkpoint(self) -> str:
-        """Text to store; :meth:`KeyShardSource.open` continues after this batch."""
+        """Text to store. :meth:`KeyShardSource.open` continues after this batch."""
         return self.end.to_json()
 
     @property
@@ -458,8 +647,8 @@ class SourceBatch:
         return self._coordinator.batches.plan(self.end)
 
     def read(self, partition: int) -> Iterator[pa.RecordBatch]:
-        """Rows of one hash range, the same at every call until :meth:`SourceStream.commit`."""
-        return self._coordinator.worker.read(self.end.batch_id, partition)
+        """Yield the rows of a hash range; repeatable until :meth:`SourceStream.commit`."""
+        return self._coordinator.batches.read(self.end.batch_id, partition)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for partition in self.partitions:

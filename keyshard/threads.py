@@ -1,11 +1,11 @@
-"""The one place that starts threads: each has a name and an owner, and none ends in silence.
+"""The only module that starts threads. Each thread has a name and an owner, which gets its errors.
 
 Every thread is a daemon. If its function raises, the error ends the source that owns the thread.
-The owner is a function that takes the error: that of :func:`owned_by`, else that of the thread
-that starts the new one.
+The owner is a function that takes the error: that of :func:`owned_by`, else that of the thread that
+starts the new one.
 
-:class:`Pool` stands for ``concurrent.futures.ThreadPoolExecutor``. That one takes no work once the
-main thread has ended, and keeps the program from ending until its work has ended.
+:class:`Pool` replaces ``concurrent.futures.ThreadPoolExecutor``. The latter takes no work after the
+main thread has ended, and keeps the program alive until its work has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keyshard.errors import (
 )
 
 Fail = Callable[[KeyShardError], None]
-"""Ends a source by an error; callable from any thread, also more than once."""
+"""Ends a source with an error. Any thread may call it, also more than once."""
 
 T = TypeVar("T")
 _owner: ContextVar[Fail | None] = ContextVar("keyshard thread owner", default=None)
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def owned_by(fail: Fail) -> Iterator[None]:
-    """Threads that start inside the block, and those that they start, belong to an owner."""
+    """Set the owner of threads that start inside the block, and of those that they start."""
     token = _owner.set(fail)
     try:
         yield
@@ -46,16 +46,16 @@ def owned_by(fail: Fail) -> Iterator[None]:
 
 
 def owner() -> Fail | None:
-    """The owner of the calling thread; ``None`` outside a source."""
+    """Return the owner of the calling thread; ``None`` outside a source."""
     return _owner.get()
 
 
 @contextmanager
 def ending_source(name: str, fail: Fail | None) -> Iterator[None]:
-    """An error of the block ends the source; without an owner it is raised.
+    """End the source if the block raises; without an owner, the error is raised.
 
     Args:
-        name: What the block does, for the error.
+        name: Name of the block's task, for the error.
         fail: The owner.
     """
     try:
@@ -72,13 +72,13 @@ def ending_source(name: str, fail: Fail | None) -> Iterator[None]:
 
 
 def unexpected(name: str, exc: BaseException) -> KeyShardError:
-    """The error that ends the source after an unexpected one."""
+    """Return the error that ends the source after an unexpected one."""
     if isinstance(exc, KeyShardError):
         return exc
     error = UnexpectedError(
-        f"{name} ended unexpectedly: {exc!r}. Messages that were not completed are not "
-        "acknowledged and come again. Start the source again, and report the traceback in the "
-        "log: this is a defect."
+        f"{name} ended unexpectedly: {exc!r}. This is a defect of keyshard: report the traceback "
+        "in the log. Messages that were not completed are not acknowledged, and are delivered "
+        "again. Start the source again."
     )
     error.__cause__ = exc
     return error
@@ -90,13 +90,13 @@ def begin(
     """Start a daemon thread.
 
     Args:
-        name: Of the thread.
-        run: What it does.
-        *args: For ``run``.
-        fail: The owner; default: that of the calling thread.
+        name: Name of the thread.
+        run: Function of the thread.
+        *args: Arguments of ``run``.
+        fail: The owner; default: the owner of the calling thread.
 
     Raises:
-        ThreadStartError: The system starts no thread.
+        ThreadStartError: The system cannot start a thread.
     """
     fail = fail or _owner.get()
 
@@ -110,21 +110,21 @@ def begin(
         thread.start()
     except RuntimeError as exc:
         raise ThreadStartError(
-            f"Thread {name} cannot be started: {exc}. If the main thread has ended, keep it alive "
-            "for as long as the source runs, for example by joining the thread that runs it; "
-            "otherwise raise the limit of threads of this process."
+            f"Thread {name} cannot be started: {exc}. If the main thread has ended, keep it "
+            "alive while the source runs, for example by joining the thread of the source. "
+            "Otherwise raise the thread limit of this process."
         ) from exc
     return thread
 
 
 class Pool:
-    """A few threads that share work, for one purpose; a context manager that waits for all of it.
+    """A few threads that share work. As a context manager, it waits for all work.
 
-    Where the system starts no thread, the caller does the work.
+    If the system cannot start a thread, the caller does the work.
 
     Args:
-        threads_max: Most threads; they start when there is work for them.
-        name: Of the threads, before a number.
+        threads_max: Most threads; they start when there is work.
+        name: Prefix of the threads' names; a number follows.
     """
 
     def __init__(self, threads_max: int, name: str) -> None:
@@ -138,7 +138,7 @@ class Pool:
         self._closed = False
 
     def submit(self, action: Callable[..., T], *args: Any) -> Future[T]:
-        """Have a thread call ``action``; its outcome comes to the future.
+        """Let a thread call ``action``; the future gets the outcome.
 
         Raises:
             RuntimeStoppedError: The pool is shut down.
@@ -146,7 +146,9 @@ class Pool:
         future: Future[T] = Future()
         with self._changed:
             if self._closed:
-                raise RuntimeStoppedError(f"Threads {self._name} take no work any more.")
+                raise RuntimeStoppedError(
+                    f"Threads {self._name} accept no more work, because the source is stopped."
+                )
             self._work.append((future, partial(action, *args)))
             self._changed.notify()
             if self._idle >= len(self._work) or len(self._threads) >= self._threads_max:
@@ -164,9 +166,9 @@ class Pool:
         return future
 
     def map(self, action: Callable[..., T], *iterables: Iterable[Any]) -> Iterator[T]:
-        """The outcomes of ``action`` for the items, in their order; all are submitted at once.
+        """Return the outcomes of ``action`` for the items, in order; all are submitted at once.
 
-        After an error, what has not begun is left out.
+        After an error, calls that have not started are cancelled.
         """
         futures = [self.submit(action, *args) for args in zip(*iterables, strict=False)]
 
@@ -181,11 +183,11 @@ class Pool:
         return outcomes()
 
     def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
-        """Take no more work. Idempotent.
+        """Refuse further work. Idempotent.
 
         Args:
-            wait: Whether to wait until what was submitted has ended.
-            cancel_futures: Whether to leave out what has not begun.
+            wait: Whether to wait for submitted work.
+            cancel_futures: Whether to cancel work that has not started.
         """
         with self._changed:
             self._closed = True

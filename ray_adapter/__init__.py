@@ -1,4 +1,4 @@
-"""Ray on keyshard: jobs over what topics deliver, datasets of what they hold, workers of a source.
+"""Ray on keyshard: jobs over streams, datasets read and written, workers of a source.
 
 Usage::
 
@@ -9,30 +9,39 @@ Usage::
             store(result)
 
     yesterday = ray_adapter.read(source, start="2026-11-20", end="2026-11-21")
+    ray_adapter.write(scores, KeyShardSink("scores"))
 
     source = KeyShardSource("orders", workers=ray_adapter.workers(4))
 
-What is here is imported when it is asked for: actors import only what they run.
+Names are imported at their first use, so that actors import only what they run.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from ray_adapter import ray_version
+from keyshard.version import check_version
 
 if TYPE_CHECKING:
-    from ray_adapter.hosting import workers
     from ray_adapter.job import Job, run
+    from ray_adapter.read_reports import ReadReports
     from ray_adapter.reading import read
+    from ray_adapter.worker_actors import workers
+    from ray_adapter.writing import write
 
-ray_version.check(ray_version.installed())  # else later imports fail in words of Python
+try:
+    _found: str | None = version("ray")
+except PackageNotFoundError:
+    _found = None
+check_version("Ray", _found, (2, 50), "keyshard[ray]")  # before an import fails less clearly
 
-__all__ = ["Job", "read", "run", "workers"]
+__all__ = ["Job", "ReadReports", "read", "run", "workers", "write"]
 _MODULES = {
-    "Job": "ray_adapter.job", "read": "ray_adapter.reading", "run": "ray_adapter.job",
-    "workers": "ray_adapter.hosting",
+    "Job": "ray_adapter.job", "ReadReports": "ray_adapter.read_reports",
+    "read": "ray_adapter.reading", "run": "ray_adapter.job",
+    "workers": "ray_adapter.worker_actors", "write": "ray_adapter.writing",
 }  # fmt: skip
 
 

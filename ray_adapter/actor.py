@@ -1,7 +1,7 @@
-"""What runs in an actor: one handler, called with one message or one batch after the other.
+"""The code in an actor, and its input. It calls one handler with a message or batch at a time.
 
-Actors import this module; the handler comes as cloudpickle writes it: by module and name where it
-can be imported, by value from ``__main__``, notebooks and closures.
+Actors import this module. The handler arrives pickled by cloudpickle: by module and name if it can
+be imported, by value from ``__main__``, notebooks and closures.
 """
 
 from __future__ import annotations
@@ -10,80 +10,129 @@ import inspect
 import os
 import pickle
 import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
 import keyshard
+from keyshard.columns.content import content_with, gather, metadata_in, names_in
+from keyshard.columns.messages import messages_of_each
+from keyshard.columns.outgoing import outgoing_of
 from keyshard.core.lanes.failure import text_of
+from keyshard.core.message import Message
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import ConfigError
-from keyshard.handlers.calling import Calling, check_fits
+from keyshard.handlers.calling import Calling, Take, as_returned, check_fits, published
 from keyshard.handlers.processes import Reply
 from keyshard.reading.message_data import MessageData
-from ray_adapter.wire import MessageRows, messages
 
+if TYPE_CHECKING:
+    from keyshard.observe.telemetry import Telemetry
+    from ray_adapter.options import Takes
+    from ray_adapter.portions import Piece
 SLICE_S = 1.0
-"""Time after which an actor returns what it has done, at the end of an entry, seconds."""
+"""Time after which an actor returns its results, at the end of an entry, seconds."""
 
 
 class Loaded(NamedTuple):
-    """How an actor tells that it has the handler."""
+    """The result of loading the handler."""
 
     pid: int
     missing: Reply | None = None
-    """Why the handler cannot be had: it cannot be imported."""
+    """Error if the handler cannot be imported."""
     broken: Reply | None = None
-    """Why it cannot begin: its class raised."""
+    """Error if the handler's class raised."""
 
 
-class Outcome(NamedTuple):
-    """What became of some rows."""
+class CallResult(NamedTuple):
+    """The result of a call with rows."""
 
     done: int
-    """Rows that the handler has returned for, from the first on."""
+    """Number of rows handled, from the first row of the rows on."""
     results: list[Any]
-    """What it returned: for each of these rows that were handled in this call; or one for all."""
+    """Results of the rows handled in this call: one for each row, or one for all."""
     failed: Reply | None = None
-    """What it raised for the row after these."""
+    """Error of the handler for the next row."""
+
+
+class Traced(NamedTuple):
+    """How an actor makes spans of OpenTelemetry."""
+
+    subscription: str
+    outputs: str | None
+    """Topic of what the handler returns; ``None`` without a sink."""
+    takes: Takes
 
 
 class HandlerActor:
-    """One handler; Ray calls one method at a time, in the order of the calls.
+    """Hosts one handler. Ray calls one method at a time, in the order of the calls.
 
     Args:
-        handler: The handler, pickled.
-        read_data: What decodes the messages that it is given.
+        handler: The pickled handler.
+        read_data: Decodes the handler's messages.
+        take: Returns what a call returns.
+        traced: How to make spans; ``None``: none are made.
     """
 
-    def __init__(self, handler: bytes, read_data: MessageData) -> None:
+    def __init__(
+        self,
+        handler: bytes,
+        read_data: MessageData,
+        take: Take = as_returned,
+        traced: Traced | None = None,
+    ) -> None:
         self._pickled = handler
+        self._traced = traced
+        self._telemetry: Telemetry | None = None
         self._read_data = read_data
-        self._handle: Calling | None = None
+        self._take = take
+        self._handle: Callable[[Any], Any] | None = None
         self._results: list[Any] = []
 
     def version(self) -> str:
-        """Version of keyshard here."""
+        """Return the version of keyshard in the actor."""
         return keyshard.__version__
 
     def load(self) -> Loaded:
-        """Have the handler; once it is there, nothing is done again."""
+        """Load the handler, once."""
         if self._handle is not None:
             return Loaded(os.getpid())
         try:
+            if self._traced is not None:
+                from keyshard.observe.telemetry import Telemetry  # noqa: PLC0415 - an extra
+
+                self._telemetry = Telemetry()
             handler = pickle.loads(self._pickled)
         except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
+            raise_if_ended_by_ray(exc)
             return Loaded(os.getpid(), missing=Reply.of(exc))
         try:
             if is_class(handler):
                 handler = handler()
-                check_fits(handler)
-            self._handle = Calling(handler, self._read_data)
+                check_fits(handler, self._take)
+            self._handle = self._followed(Calling(handler, self._read_data, self._take))
         except BaseException as exc:  # noqa: BLE001 - the user's code
+            raise_if_ended_by_ray(exc)
             return Loaded(os.getpid(), broken=Reply.of(exc))
         return Loaded(os.getpid())
 
-    def handle_messages(self, rows: MessageRows, start: int) -> Outcome:
+    def _followed(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap calls of the handler in spans."""
+        if self._telemetry is None or self._traced is None:
+            return call
+        subscription, outputs, takes = self._traced
+        if takes == "arrow":
+            return self._telemetry.processed_rows(call, subscription)
+        return self._telemetry.processed(call, subscription, outputs)
+
+    def flush(self, timeout_s: float) -> None:
+        """Export spans before the actor is killed."""
+        if self._telemetry is not None:
+            self._telemetry.flush(timeout_s)
+
+    def handle_messages(self, rows: MessageRows, start: int) -> CallResult:
         """Call the handler with each message from row ``start`` on, for about a second."""
         assert self._handle is not None
         handle = self._handle
@@ -99,11 +148,12 @@ class HandlerActor:
                     try:
                         results.append(handle(message))
                     except BaseException as exc:  # noqa: BLE001 - whatever a handler raises
-                        return Outcome(row, results, Reply.of(exc))
+                        raise_if_ended_by_ray(exc)
+                        return CallResult(row, results, Reply.of(exc))
                 row += 1
-        return Outcome(row, results)
+        return CallResult(row, results)
 
-    def handle_arrow(self, rows: pa.RecordBatch, start: int) -> Outcome:
+    def handle_arrow(self, rows: pa.RecordBatch, start: int) -> CallResult:
         """Call the handler with all rows."""
         assert self._handle is not None
         assert start == 0
@@ -111,50 +161,133 @@ class HandlerActor:
         try:
             self._results.append(self._handle(rows))
         except BaseException as exc:  # noqa: BLE001 - whatever a handler raises
-            return Outcome(0, [], Reply.of(exc))
-        return Outcome(rows.num_rows, self._results)
+            raise_if_ended_by_ray(exc)
+            return CallResult(0, [], Reply.of(exc))
+        return CallResult(rows.num_rows, self._results)
 
     def unsendable(self) -> tuple[int, str] | None:
-        """Index of the last results that cannot be sent, and why; ``None`` when all can be."""
-        from ray import cloudpickle  # noqa: PLC0415 - the process that judges handlers needs no ray
+        """Return index and reason of the first result that cannot be sent, or ``None``."""
+        from ray import cloudpickle  # noqa: PLC0415 - the process that checks handlers needs no ray
 
         for index, result in enumerate(self._results):
             try:
                 cloudpickle.dumps(result)
             except BaseException as exc:  # noqa: BLE001, PERF203 - a class of the user's
+                raise_if_ended_by_ray(exc)
                 return index, text_of(exc)
         return None
 
 
+def raise_if_ended_by_ray(error: BaseException) -> None:
+    """Raise the error again if Ray ends the process with it, as at SIGTERM: no handler failed."""
+    if isinstance(error, SystemExit) and hasattr(error, "ray_terminate_msg"):
+        raise error
+
+
 def is_class(handler: object) -> bool:
-    """Whether it is a class, or a partial of one, that makes the handler in each actor."""
+    """Whether the handler is a class, or a partial of one, that each actor instantiates."""
     return inspect.isclass(handler.func if isinstance(handler, partial) else handler)
 
 
-def check_handler(handler: object) -> None:
-    """Refuse what can be seen to be no handler, before anything starts.
+def published_rows(handle: object, result: Any) -> Any:
+    """Return the messages to publish, as Arrow rows if the handler returns such."""
+    if isinstance(result, pa.RecordBatch | pa.Table):
+        outgoing_of(result)
+        return result
+    return published(handle, result)
+
+
+def check_handler(handler: object, take: Take = as_returned) -> None:
+    """Refuse a handler that is visibly wrong, before anything starts.
 
     Raises:
-        ConfigError: It is no function of one argument, no class of such, or makes generators.
+        ConfigError: It is not a function of one argument or a class of such, or makes generators.
     """
     if not is_class(handler):
-        check_fits(handler)
+        check_fits(handler, take)
         return
     made: Any = handler.func if isinstance(handler, partial) else handler
     call = next((vars(kind)["__call__"] for kind in made.__mro__ if "__call__" in vars(kind)), None)
     if call is None:
         raise ConfigError(
-            f"The handler {made.__qualname__} is a class whose objects cannot be called. Give it a "
+            f"The handler {made.__qualname__} is a class whose objects cannot be called. Add a "
             "method __call__(self, message)."
         )
-    check_fits(partial(call, None))
+    check_fits(partial(call, None), take)
     given = handler if isinstance(handler, partial) else partial(made)
     try:
         inspect.signature(made).bind(*given.args, **given.keywords)
     except TypeError as exc:
         raise ConfigError(
-            f"The handler {made.__qualname__} cannot be made: {exc}. Give its arguments with "
+            f"The handler {made.__qualname__} cannot be created: {exc}. Pass its arguments with "
             f"functools.partial({made.__qualname__}, ...)."
         ) from exc
     except ValueError:
-        return  # some classes tell nothing
+        return  # some classes have no signature
+
+
+# -- Rows that are sent to an actor ----------------------------------------------------------------
+# Columns pass through Ray's object store without a copy. If entries have several messages, nothing
+# is pickled per message.
+
+
+class MessageRows(NamedTuple):
+    """Entries as the content of their messages, and their metadata."""
+
+    content: pa.RecordBatch
+    entries: list[tuple[Any, ...]]
+
+
+def message_rows(pieces: Sequence[Piece]) -> MessageRows:
+    """Encode pieces for handlers of messages."""
+    blocks = [piece.block for piece in pieces]
+    names = names_in(blocks)
+    content = pa.RecordBatch.from_arrays(
+        list(gather(blocks, names).values()), schema=content_with(metadata_in(names))
+    )
+    return MessageRows(content, [_to_wire(*piece[:2]) for piece in pieces])
+
+
+def arrow_rows(pieces: Sequence[Piece]) -> pa.RecordBatch:
+    """Encode pieces for handlers of Arrow: default columns and those of the source."""
+    # Imported here, because actors do not need these modules.
+    from keyshard.columns.record_batches import columns_of  # noqa: PLC0415
+    from keyshard.handlers.batches import one_record_batch  # noqa: PLC0415
+
+    located = [(piece.where, piece.block) for piece in pieces]
+    metadata = metadata_in(names_in([piece.block for piece in pieces]))
+    return one_record_batch(located, columns_of(metadata))
+
+
+def messages(rows: MessageRows) -> Iterator[list[Message]]:
+    """Yield the messages of each entry, in order."""
+    start = 0
+    located: list[tuple[TopicPartition, EntryBlock]] = []
+    for wire in rows.entries:
+        located.append(_from_wire(wire, rows.content, start))
+        start += located[-1][1].rows
+    return messages_of_each(located)
+
+
+def _to_wire(where: TopicPartition, block: EntryBlock) -> tuple[Any, ...]:
+    return (
+        where.topic, where.partition, *block.id, block.indices, block.slot, block.mixed_slots,
+        block.publish_ms, block.redelivered, block.schema_version,
+    )  # fmt: skip
+
+
+def _from_wire(
+    wire: tuple[Any, ...], content: pa.RecordBatch, start: int
+) -> tuple[TopicPartition, EntryBlock]:
+    (
+        topic, partition, ledger, entry, indices, slot, mixed_slots, publish_ms, redelivered,
+        schema_version,
+    ) = wire  # fmt: skip
+    rows = len(indices)
+    block = EntryBlock(
+        EntryId(ledger, entry), batch_size=rows, batched=True, indices=indices, slot=slot,
+        mixed_slots=mixed_slots, publish_ms=publish_ms, payload_bytes=0,
+        content=content, start=start, redelivered=redelivered,
+        schema_version=schema_version,
+    )  # fmt: skip
+    return TopicPartition(topic, partition), block

@@ -1,4 +1,4 @@
-"""A bounded read of Pulsar topics as a datasource of Ray Data."""
+"""A bounded read as a datasource of Ray Data."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ import pyarrow as pa
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from keyshard.arrow.columns import SCHEMA, select
+from keyshard.columns.record_batches import SCHEMA, select
 from keyshard.config.connection import Connection
+from keyshard.config.segments import BROKER, Segments
 from keyshard.core.position.split import Split, cut, grouped
+from keyshard.reading.report import ReadReport, planned
 from keyshard.reading.split_reader import read_splits
+from ray_adapter.read_reports import ReadReports
 
 COUNTED_BY = "__partition"
-"""The column that is read where only rows are counted: it costs least."""
+"""Column to read if only rows are counted; the cheapest one."""
 
 
 class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped here
     """Reads stretches that were planned once, so that every run reads the same.
 
     Args:
-        connection: How the cluster is reached, from every node.
-        stretches: What is read of each topic partition.
-        columns: Columns of :data:`keyshard.arrow.columns.COLUMNS`; ``None``: the default ones.
+        connection: Connection to the cluster, from every node.
+        stretches: Entries to read of each topic partition.
+        columns: Names in :data:`keyshard.columns.record_batches.COLUMNS`; ``None`` for the default.
         fail_on_data_loss: Whether entries that are no longer stored fail the read.
+        segments: Where closed ledgers are read; ``None``: by the broker.
+        reports: Collects what the tasks read; ``None``: nobody does.
     """
 
     def __init__(
@@ -36,23 +41,30 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         columns: Sequence[str] | None = None,
         *,
         fail_on_data_loss: bool = True,
+        segments: Segments | None = None,
+        reports: ReadReports | None = None,
     ) -> None:
         super().__init__()
         self._connection = connection
         self._stretches = tuple(stretches)
         self._fail_on_data_loss = fail_on_data_loss
+        self._segments = segments
+        self._reports = reports
         self._projection_map = None if columns is None else {name: name for name in columns}
 
     def get_name(self) -> str:
-        """What the read is called in Ray's plans and progress."""
-        return "KeyShard"
+        """Return the name of the read in Ray's plans and progress; it names the planned way."""
+        if self._segments is None or self._segments.source == BROKER:
+            return "KeyShard"
+        spans = planned(self._stretches).spans
+        return f"KeyShard[{sum(not one.why for one in spans)}/{len(spans)} ledgers from bookies]"
 
     def supports_projection_pushdown(self) -> bool:
-        """Columns that nothing selects are not built; an older Ray asks in other words."""
+        """Whether Ray may select columns. An older Ray has another interface for that."""
         return hasattr(Datasource, "get_projection_map")
 
     def apply_projection(self, projection_map: dict[str, str] | None) -> KeyShardDatasource:
-        """Only the selected columns, in the order in which they are selected."""
+        """Return the read with only the selected columns, in the order of the selection."""
         chosen: KeyShardDatasource = super().apply_projection(projection_map)
         if projection_map is not None:
             names = [name for name in projection_map if name in (chosen._projection_map or ())]
@@ -60,7 +72,7 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         return chosen
 
     def estimate_inmemory_data_size(self) -> int:
-        """Bytes by the ledger list; compressed entries take more in memory."""
+        """Return the stored bytes. Compressed entries take more memory."""
         return sum(one.size_bytes for one in self._stretches)
 
     def get_read_tasks(
@@ -69,10 +81,10 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         per_task_row_limit: int | None = None,
         data_context: Any = None,  # noqa: ARG002 - Ray's signature
     ) -> list[ReadTask]:
-        """As many tasks as Ray asks for, whatever the number of topic partitions.
+        """Return as many tasks as Ray asks for, whatever the number of topic partitions.
 
-        Their number of rows is not told, because Ray takes it for exact: a producer batch is one
-        entry of the ledger list.
+        The tasks do not state their number of rows, because Ray takes it as exact. The ledger list
+        counts entries, and a producer batch is one entry.
         """
         chosen = self._projection_map
         names = tuple(SCHEMA.names if chosen is None else chosen) or (COUNTED_BY,)
@@ -90,18 +102,27 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         groups = grouped(cut(self._stretches, parallelism), parallelism)
         if not groups:
             return [task(partial(_nothing, schema), ())]
-        facts = self._connection, names, self._fail_on_data_loss
+        report = None if self._reports is None else self._reports.note
+        facts = self._connection, names, self._fail_on_data_loss, self._segments, report
         return [task(partial(_read, splits, *facts), splits) for splits in groups]
 
 
-def _read(
-    splits: Sequence[Split], connection: Connection, names: Sequence[str], fail_on_data_loss: bool
+def _read(  # noqa: PLR0917 - called by Ray with its positions
+    splits: Sequence[Split],
+    connection: Connection,
+    names: Sequence[str],
+    fail_on_data_loss: bool,
+    segments: Segments | None,
+    report: Callable[[ReadReport], None] | None,
 ) -> Iterator[pa.Table]:
-    """What a task does, in its own process."""
-    for batch in read_splits(connection, splits, names, fail_on_data_loss=fail_on_data_loss):
+    """Read the splits of a task, in the task's process."""
+    for batch in read_splits(
+        connection, splits, names, fail_on_data_loss=fail_on_data_loss, segments=segments,
+        report=report,
+    ):  # fmt: skip
         yield pa.Table.from_batches([batch])
 
 
 def _nothing(schema: pa.Schema) -> list[pa.Table]:
-    """No rows say by their columns what there is none of."""
+    """Return an empty table, which tells Ray the columns of an empty read."""
     return [schema.empty_table()]

@@ -1,4 +1,4 @@
-"""What the threads of a job share: rows that wait, results that wait, and how the job ends.
+"""State shared by the threads of a job: waiting rows, waiting results, and the job's end.
 
 Every method may be called from any thread.
 """
@@ -13,177 +13,264 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keyshard.core.lanes.rate_limit import RateLimit, RateLimitStatus
 from keyshard.core.window.layout import Located
 from keyshard.errors import DrainTimeoutError, NotRunningError
-from ray_adapter.portions import Entries, Piece, Waiting, entries_done
+from ray_adapter.portions import Entries, Piece, Waiting, entries_done, rows_of
 
 UNTAKEN_MAX = 2
-"""Calls of an actor whose results the caller has not taken, with the one that runs."""
+"""Most calls of an actor, including the running one, whose results the caller has not taken."""
 BYTES_MAX = 64 * 1024 * 1024
-"""Content of one call of an actor, unless one entry has more, bytes."""
+"""Most content of one call of an actor, unless one entry has more, bytes."""
 CALLS_SHARE = 4
 """All calls at a time copy at most the window divided by this, for each copy that they make."""
 LOOK_S = 0.2
-"""Longest sleep between two looks at what is waited for, seconds."""
+"""Polling interval of waits, seconds."""
+LEAST_S = 0.001
+"""Shortest wait for the rate limit, seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Seat:
-    """The place of one actor: its part of the ring, and what it does."""
+class ActorSlot:
+    """The position of one actor in the ring, and its work."""
 
     index: int
     actor: Any
     pieces: Sequence[Piece] = ()
-    """What the actor works on."""
+    """Rows that the actor works on."""
     since_s: float = 0.0
-    """When it got that."""
+    """When the actor got them, monotonic seconds."""
     untaken: int = 0
-    """Calls whose results the caller has not taken, with the one that runs."""
+    """Calls, including the running one, whose results the caller has not taken."""
     deaths: int = 0
     rows: int = 0
-    """Rows handled."""
+    """Number of rows handled."""
     retired: bool = False
-    """Nothing more is given to it, after a rescale."""
+    """Whether a rescale removed the actor. Then it gets no more rows."""
 
 
 @dataclass(eq=False)
 class Done:
-    """Results of a call, and the entries that are done when they are taken."""
+    """Results of a call, and the entries that are done when the results are taken."""
 
-    seat: Seat
+    actor_slot: ActorSlot
     pieces: Sequence[Piece]
     results: Sequence[Any]
-    """In order: one for each row, or one for all rows."""
+    """In order of the rows: one for each row, or one for all rows."""
 
 
 class Exchange:
-    """Rows wait here for actors, and results for the caller.
+    """Passes rows to actors and results to the caller.
 
     Args:
-        seats: One for each actor.
+        actor_slots: One for each actor.
         max_rows: Most rows of a call.
         max_wait_s: Longest wait of an idle actor for more rows after the first, seconds.
-        window_bytes_max: What the window of the source holds, bytes.
+        window_bytes_max: Size of the source's window, bytes.
+        limit: Limits the rows that actors get; ``None``: nothing does.
     """
 
     def __init__(
-        self, seats: Sequence[Seat], max_rows: int, max_wait_s: float, window_bytes_max: int
+        self,
+        actor_slots: Sequence[ActorSlot],
+        max_rows: int,
+        max_wait_s: float,
+        window_bytes_max: int,
+        limit: RateLimit | None = None,
     ) -> None:
         self.changed = threading.Condition()
-        self.seats = list(seats)
-        self.waiting = Waiting(len(seats))
+        self.actor_slots = list(actor_slots)
+        self.waiting = Waiting(len(actor_slots))
         self._max_rows = max_rows
         self._max_wait_s = max_wait_s
         self._window_bytes_max = window_bytes_max
+        self._limit = limit
+        self._turns: deque[ActorSlot] = deque()
+        """Actors that wait for the rate limit. The first one gets the next rows, or handles its own
+        again."""
         self._done: deque[Done] = deque()
         self._to_commit: Entries = {}
         self._held = False
         self.stopping = False
         self.drain_until_s: float | None = None
         self.error: BaseException | None = None
-        self._told = False
+        self._raised = False
 
-    # -- how it ends -------------------------------------------------------------------------------
+    # -- end ---------------------------------------------------------------------------------------
 
     @property
     def ending(self) -> bool:
-        """Whether no more rows are given to actors."""
+        """Whether actors get no more rows."""
         return self.stopping or self.drain_until_s is not None or self.error is not None
 
     def stop(self) -> None:
-        """Whoever waits here ends."""
+        """End every wait."""
         with self.changed:
             self.stopping = True
             self.changed.notify_all()
 
     def drain(self, timeout_s: float) -> None:
-        """Actors end what they work on, and are given nothing more."""
+        """Give actors no more rows, and let them finish those that they have."""
         with self.changed:
             if self.drain_until_s is None:
                 self.drain_until_s = time.monotonic() + timeout_s
             self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Something ends the job; the first counts."""
+        """End the job with an error; the first error counts."""
         with self.changed:
             if self.error is None:
                 self.error = error
             else:
-                _log.error("this happened after the job had failed: %s", error)
+                _log.error("another error after the job had failed: %s", error)
             self.changed.notify_all()
 
-    def tell(self) -> None:
-        """Raise what ended the job, to the first who asks."""
+    def raise_error(self) -> None:
+        """Raise the error that ended the job, at the first call only."""
         with self.changed:
-            error = None if self._told else self.error
-            self._told = True
+            error = None if self._raised else self.error
+            self._raised = True
         if error is not None:
             raise error
 
     # -- rows --------------------------------------------------------------------------------------
 
     def push(self, located: Sequence[Located]) -> None:
-        """Entries were received."""
+        """Add received entries."""
         with self.changed:
             self.waiting.push(located, time.monotonic())
             self.changed.notify_all()
 
-    def next_rows(self, seat: Seat) -> Sequence[Piece]:
-        """Rows for an actor, which works on them from now on; none at the end of its time."""
+    def next_rows(self, actor_slot: ActorSlot) -> Sequence[Piece]:
+        """Wait for rows and assign them to an actor; return none when the actor is to end."""
         with self.changed:
-            while not (self.ending or seat.retired):
-                wait_s = self._until_rows_s(seat)
-                if wait_s <= 0:
-                    seat.pieces = self.waiting.pop(seat.index, self._max_rows, self._bytes_max)
-                    seat.since_s = time.monotonic()
-                    seat.untaken += 1
-                    return seat.pieces
-                self.changed.wait(wait_s)
-            return ()
+            try:
+                while not (self.ending or actor_slot.retired):
+                    wait_s = self._until_rows_s(actor_slot)
+                    if wait_s <= 0 and self._limit is not None:
+                        wait_s = self._until_allowed_s(actor_slot, self._limit)
+                    elif actor_slot in self._turns:
+                        self._turns.remove(actor_slot)  # a rescale has moved its rows
+                    if wait_s <= 0:
+                        self._give(actor_slot)
+                        return actor_slot.pieces
+                    self.changed.wait(wait_s)
+                return ()
+            finally:
+                if actor_slot in self._turns:
+                    self._turns.remove(actor_slot)
+                    self.changed.notify_all()
+
+    def _give(self, actor_slot: ActorSlot) -> None:
+        limit = self._limit
+        rows_max = self._max_rows if limit is None else min(self._max_rows, limit.burst)
+        actor_slot.pieces = self.waiting.pop(
+            actor_slot.index, rows_max, self._bytes_max, divides=limit is not None
+        )
+        actor_slot.since_s = time.monotonic()
+        actor_slot.untaken += 1
+        if limit is not None:
+            limit.started(actor_slot.since_s, rows_of(actor_slot.pieces))
+
+    def _until_allowed_s(self, actor_slot: ActorSlot, limit: RateLimit) -> float:
+        """Return the time until an actor may get its rows; they come in turn."""
+        if actor_slot not in self._turns:
+            self._turns.append(actor_slot)
+        if self._turns[0] is not actor_slot:
+            return LOOK_S
+        now_s = time.monotonic()
+        waiting = self.waiting.rows[actor_slot.index]
+        missing = min(waiting, self._max_rows, limit.burst) - limit.available(now_s)
+        if missing <= 0:
+            return 0.0
+        limit.refused(now_s)
+        return min(LOOK_S, max(LEAST_S, missing / limit.per_s))
+
+    def begin_again(self, actor_slot: ActorSlot, rows: int) -> bool:
+        """Wait until the rate limit lets an actor handle rows again; ``False``: it gives them back.
+
+        They wait in turn. All rows begin when one token is there. The other tokens are owed, so
+        later rows wait longer.
+        """
+        limit = self._limit
+        if limit is None:
+            return not self.interrupted()
+        with self.changed:
+            self._turns.append(actor_slot)
+            try:
+                while not self.interrupted():
+                    now_s, wait_s = time.monotonic(), LOOK_S
+                    if self._turns[0] is actor_slot:
+                        if limit.available(now_s) >= 1:
+                            limit.started(now_s, rows)
+                            return True
+                        limit.refused(now_s)
+                        wait_s = min(LOOK_S, max(LEAST_S, 1 / limit.per_s))
+                    self.changed.wait(wait_s)
+                return False
+            finally:
+                self._turns.remove(actor_slot)
+                self.changed.notify_all()
+
+    def rate_limit(self, now_s: float) -> RateLimitStatus | None:
+        """Return the status of the rate limit; ``None`` without one."""
+        with self.changed:
+            return None if self._limit is None else self._limit.status(now_s)
 
     @property
     def _bytes_max(self) -> int:
-        """Content of a call: a call copies what remains in the window."""
-        return min(BYTES_MAX, self._window_bytes_max // (CALLS_SHARE * len(self.seats)))
+        """Most content of a call, which is a copy of content that stays in the window."""
+        return min(BYTES_MAX, self._window_bytes_max // (CALLS_SHARE * len(self.actor_slots)))
 
-    def _until_rows_s(self, seat: Seat) -> float:
-        rows = self.waiting.rows[seat.index]
-        if self._held or not rows or seat.untaken >= UNTAKEN_MAX:
+    def _until_rows_s(self, actor_slot: ActorSlot) -> float:
+        rows = self.waiting.rows[actor_slot.index]
+        if self._held or not rows or actor_slot.untaken >= UNTAKEN_MAX:
             return LOOK_S
         if rows >= self._max_rows:
             return 0.0
-        left_s = self.waiting.since_s[seat.index] + self._max_wait_s - time.monotonic()
+        left_s = self.waiting.since_s[actor_slot.index] + self._max_wait_s - time.monotonic()
         return min(LOOK_S, left_s)
 
     def interrupted(self) -> bool:
-        """Whether an actor that is between two calls leaves the rest of its rows."""
+        """Whether an actor between two calls gives back its remaining rows."""
         return self._held or self.ending
 
     def pause(self, seconds: float) -> None:
-        """Wait, unless :meth:`interrupted`."""
+        """Wait until :meth:`interrupted`, at most a number of seconds."""
         with self.changed:
             self.changed.wait_for(self.interrupted, seconds)
 
-    def deliver(self, seat: Seat, done: Done, rest: Sequence[Piece]) -> None:
-        """The results of some rows are there; the others wait again, before all others."""
+    def deliver(
+        self, actor_slot: ActorSlot, done: Done, rest: Sequence[Piece], unhandled: int = 0
+    ) -> None:
+        """Store the results of finished rows, and put the other rows back at the front.
+
+        Args:
+            actor_slot: The actor.
+            done: The results, with the pieces that they complete.
+            rest: The other pieces.
+            unhandled: Number of rows that took a token, and that the handler did not get.
+        """
         with self.changed:
+            if self._limit is not None:
+                self._limit.not_started(unhandled)
             if done.pieces:
                 self._done.append(done)
-                seat.rows += sum(piece.block.rows for piece in done.pieces)
+                actor_slot.rows += sum(piece.block.rows for piece in done.pieces)
             else:
-                seat.untaken -= 1
-            self.waiting.give_back(seat.index, rest)
-            seat.pieces = ()
+                actor_slot.untaken -= 1
+            self.waiting.give_back(actor_slot.index, rest)
+            actor_slot.pieces = ()
             self.changed.notify_all()
 
     def hold(self, timeout_s: float) -> None:
-        """Give actors nothing until :meth:`go_on`, and wait until they end what they have.
+        """Give actors no rows until :meth:`go_on`, and wait until they finish those that they have.
 
         Raises:
-            DrainTimeoutError: They did not in time; everything goes on as before.
-            NotRunningError: The job ends.
+            DrainTimeoutError: They did not finish in time; actors get rows again.
+            NotRunningError: The job is ending.
         """
         with self.changed:
             self._held = True
@@ -194,34 +281,34 @@ class Exchange:
             self._held = False
             self.changed.notify_all()
             if self.ending:
-                raise NotRunningError("The job ends, so it is not rescaled.")
+                raise NotRunningError("The job ends, so it cannot be rescaled.")
             raise DrainTimeoutError(
-                f"{self.working} actors did not end what they work on within {timeout_s:g} s, so "
-                "nothing has changed."
+                f"{self.working} actors did not finish their rows within {timeout_s:g} s, so "
+                "nothing has changed. Raise drain_timeout_s, or make the handler faster."
             )
 
-    def go_on(self, seats: Sequence[Seat]) -> None:
-        """After :meth:`hold`: these share the ring from now on."""
+    def go_on(self, actor_slots: Sequence[ActorSlot]) -> None:
+        """After :meth:`hold`, divide the ring among these actors and give them rows."""
         with self.changed:
-            for seat in set(self.seats) - set(seats):
-                seat.retired = True
-            self.seats = list(seats)
-            self.waiting = self.waiting.split_anew(len(seats), time.monotonic())
+            for actor_slot in set(self.actor_slots) - set(actor_slots):
+                actor_slot.retired = True
+            self.actor_slots = list(actor_slots)
+            self.waiting = self.waiting.split_anew(len(actor_slots), time.monotonic())
             self._held = False
             self.changed.notify_all()
 
     @property
     def working(self) -> int:
-        """Actors that have rows."""
-        return sum(1 for seat in self.seats if seat.pieces)
+        """Number of actors that have rows."""
+        return sum(1 for actor_slot in self.actor_slots if actor_slot.pieces)
 
     # -- results -----------------------------------------------------------------------------------
 
     def next_done(self) -> Done | None:
-        """Results that came first; ``None`` when there will be no more.
+        """Wait for the oldest results; return ``None`` when there will be no more.
 
         Raises:
-            DrainTimeoutError: Actors did not end what they work on before the deadline of a drain.
+            DrainTimeoutError: Actors did not finish before the deadline of a drain.
         """
         with self.changed:
             while not self.stopping:
@@ -234,22 +321,22 @@ class Exchange:
                         return None
                     if time.monotonic() > self.drain_until_s:
                         raise DrainTimeoutError(
-                            f"{self.working} actors did not end what they work on before the "
-                            "deadline of the drain. It is not acknowledged, and comes again."
+                            f"{self.working} actors did not finish their rows within the drain "
+                            "timeout. Their rows are not acknowledged, and are delivered again."
                         )
                 self.changed.wait(LOOK_S)
             return None
 
     def taken(self, done: Done, pieces: Sequence[Piece]) -> None:
-        """The caller took the results of a call, or of its first rows and will take no others."""
+        """Mark the pieces whose results the caller took as done; it takes no others of the call."""
         with self.changed:
-            done.seat.untaken -= 1
+            done.actor_slot.untaken -= 1
             for where, ids in entries_done(pieces).items():
                 self._to_commit.setdefault(where, []).extend(ids)
             self.changed.notify_all()
 
     def next_to_commit(self) -> Entries:
-        """Entries whose results were taken; none when the job stops and there are no more."""
+        """Wait for entries whose results were taken; return none when the job stops."""
         with self.changed:
             while not (self._to_commit or self.stopping):
                 self.changed.wait(LOOK_S)

@@ -1,4 +1,4 @@
-"""Feeds one actor: rows, retries in their place, and the same rows again after a death."""
+"""Feeds one actor: gives it rows, retries failures in place, repeats rows after a death."""
 
 from __future__ import annotations
 
@@ -7,69 +7,78 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from keyshard.arrow.messages import messages_of
+from keyshard.columns.messages import messages_of
 from keyshard.core.lanes.failure import Failure, FailureKind, times
 from keyshard.core.message import Message
 from keyshard.errors import HandlerFailedError, HandlerProcessError
-from keyshard.handlers.outcome_log import OutcomeLog
+from keyshard.handlers.outcomes import OutcomeLog
 from keyshard.handlers.processes import Reply
-from ray_adapter.crew import Crew, Unsendable
-from ray_adapter.exchange import Done, Exchange, Seat
+from ray_adapter.actor import arrow_rows, message_rows
+from ray_adapter.actor_pool import ActorPool, Unsendable
+from ray_adapter.exchange import ActorSlot, Done, Exchange
 from ray_adapter.options import JobOptions
 from ray_adapter.portions import Piece, rows_of, whole_pieces
-from ray_adapter.wire import arrow_rows, message_rows
 
 
-class Feeder:
-    """The work of one thread, for one actor.
+class ActorFeeder:
+    """The thread of one actor.
 
     Args:
-        exchange: Where rows come from and results go.
-        seat: Of the actor.
-        crew: Calls it.
-        options: Of the job.
-        outcomes: Where first failures are logged; that of all feeders.
+        exchange: Source of rows and destination of results.
+        actor_slot: Slot of the actor.
+        actor_pool: Calls and restarts the actor.
+        options: Options of the job.
+        outcomes: Log of first failures; all feeders share it.
     """
 
     def __init__(
-        self, exchange: Exchange, seat: Seat, crew: Crew, options: JobOptions, outcomes: OutcomeLog
+        self,
+        exchange: Exchange,
+        actor_slot: ActorSlot,
+        actor_pool: ActorPool,
+        options: JobOptions,
+        outcomes: OutcomeLog,
     ) -> None:
         self._exchange = exchange
-        self._seat = seat
-        self._crew = crew
+        self._actor_slot = actor_slot
+        self._actor_pool = actor_pool
         self._options = options
         self._outcomes = outcomes
 
     def run(self) -> None:
-        """Until the job ends, or the actor is retired.
+        """Feed the actor until the job ends or the actor is retired.
 
         Raises:
             HandlerFailedError: A message failed at its last attempt.
-            KeyShardError: The actor cannot be had again, or its answer.
+            KeyShardError: The actor cannot be restarted, or its answer cannot be had.
             GivenUp: The job has stopped.
         """
         while self._fed():
             pass
 
     def _fed(self) -> bool:
-        """One call, of which nothing stays here: its rows leave the window when they are taken."""
-        pieces = self._exchange.next_rows(self._seat)
+        """Make one call. Keep no references to its rows, so that they can leave the window."""
+        pieces = self._exchange.next_rows(self._actor_slot)
         if not pieces:
             return False
-        rows, results = self._handled(pieces)
+        rows, results, begun = self._handled(pieces)
         whole = whole_pieces(pieces, rows)
         done = pieces[:whole]
         self._exchange.deliver(
-            self._seat, Done(self._seat, done, results[: rows_of(done)]), pieces[whole:]
-        )
+            self._actor_slot, Done(self._actor_slot, done, results[: rows_of(done)]),
+            pieces[whole:], rows_of(pieces) - begun,
+        )  # fmt: skip
         return True
 
-    def _handled(self, pieces: Sequence[Piece]) -> tuple[int, list[Any]]:
-        """How many rows were handled, from the first on, and their results."""
+    def _handled(self, pieces: Sequence[Piece]) -> tuple[int, list[Any], int]:
+        """Return how many rows were handled, from the first on, their results, and how many began.
+
+        A row that began has used its token of the rate limit, also if its attempt failed.
+        """
         arrow = self._options.takes == "arrow"
         rows = arrow_rows(pieces) if arrow else message_rows(pieces)
         results: list[Any] = []
-        done = attempts = 0
+        done = attempts = begun = 0
         began_s = 0.0
         lost = False
         while True:
@@ -77,17 +86,17 @@ class Feeder:
                 began_s = time.monotonic()
             try:
                 if lost:
-                    # Also where the rest is left to another actor: what this one was in has ended.
-                    self._seat.actor = self._crew.again(self._seat.actor)
+                    # Restart also if the rows go to another actor: the old process has ended.
+                    self._actor_slot.actor = self._actor_pool.again(self._actor_slot.actor)
                     lost = False
-                    if self._exchange.interrupted():
-                        return done, results
-                outcome = self._crew.call(self._seat.actor, rows, done)
+                    if begun > done or self._exchange.interrupted():
+                        return done, results, begun
+                outcome = self._actor_pool.call(self._actor_slot.actor, rows, done)
             except HandlerProcessError as exc:
                 if self._exchange.ending:
-                    return done, results
+                    return done, results, rows_of(pieces)
                 lost = True
-                self._seat.deaths += 1
+                self._actor_slot.deaths += 1
                 failure = Failure.of(exc)
             except Unsendable as exc:
                 failure = Failure(FailureKind.UNFIT, exc.reason, exc)
@@ -95,7 +104,7 @@ class Feeder:
             else:
                 results += outcome.results
                 if outcome.failed is None:
-                    return outcome.done, results
+                    return outcome.done, results, outcome.done
                 if outcome.done > done:
                     done, attempts, began_s = outcome.done, 0, time.monotonic()
                 failure = _failure_of(outcome.failed)
@@ -106,14 +115,16 @@ class Feeder:
                 raise self._failed(pieces, done, attempts, failure, lost) from failure.error
             self._warn(attempts, _message(pieces, done), failure, decision.delay_s)
             self._exchange.pause(decision.delay_s)
-            if self._exchange.interrupted() and not lost:
-                return done, results
+            again = rows_of(pieces) - done if lost or arrow else 1
+            begun = done if self._exchange.begin_again(self._actor_slot, again) else done + again
+            if not lost and (begun > done or self._exchange.interrupted()):
+                return done, results, begun
 
     def _warn(self, attempts: int, message: Message, failure: Failure, delay_s: float) -> None:
-        """Log a first failure: the retries may take long, and then end the job."""
+        """Log a first failure, because retries may take long and then end the job."""
         if attempts > 1:
             return
-        with self._exchange.changed:  # guards the log, too
+        with self._exchange.changed:  # also guards the log
             self._outcomes.retried_message(
                 message, message.routing_key, failure.error, failure.reason, delay_s
             )
@@ -121,23 +132,23 @@ class Feeder:
     def _failed(
         self, pieces: Sequence[Piece], done: int, attempts: int, failure: Failure, lost: bool
     ) -> HandlerFailedError:
-        """The error that ends the job."""
+        """Return the error that ends the job."""
         after = (
-            "Nothing of it, or behind it in its key, is acknowledged; it comes again. Mend the "
-            "handler, or let it return a result for such a message."
+            "Unacknowledged messages are delivered again. Correct the handler, or return a result "
+            "for such a message."
         )
         if not lost and self._options.takes == "messages":
             message = _message(pieces, done)
             key = message.routing_key
             return HandlerFailedError(
-                f"The handler {self._crew.handler_name} failed {times(attempts)} with message "
-                f"{message.message_id} of {message.topic}, partition {message.partition}, key "
-                f"{key!r}: {failure.reason}. {after}",
+                f"The handler {self._actor_pool.handler_name} failed {times(attempts)} with "
+                f"message {message.message_id} of {message.topic}, partition {message.partition}, "
+                f"key {key!r}: {failure.reason}. {after}",
                 topic=message.topic, key=key, message_id=str(message.message_id),
             )  # fmt: skip
         first, last = _message(pieces, done), _message(pieces, rows_of(pieces) - 1)
         return HandlerFailedError(
-            f"The handler {self._crew.handler_name} failed {times(attempts)} with "
+            f"The handler {self._actor_pool.handler_name} failed {times(attempts)} with "
             f"{rows_of(pieces) - done} rows, from message {first.message_id} of {first.topic}, "
             f"partition {first.partition}, key {first.routing_key!r}, to {last.message_id} of "
             f"{last.topic}, partition {last.partition}, key {last.routing_key!r}: "
@@ -147,7 +158,7 @@ class Feeder:
 
 
 def _failure_of(reply: Reply) -> Failure:
-    """The error that a handler raised in its actor, with file and line."""
+    """Return the error that a handler raised in its actor, with file and line."""
     failure = Failure.of(reply.to_error())
     if not reply.where:
         return failure

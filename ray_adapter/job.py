@@ -1,4 +1,4 @@
-"""A job: this process receives and acknowledges, actors compute, the caller takes the results.
+"""A Ray job: this process receives and acknowledges, actors compute, the caller takes results.
 
 ::
 
@@ -19,59 +19,75 @@ from types import TracebackType
 from typing import Any
 
 from keyshard import KeyShardSource, RetryPolicy
+from keyshard.config.sink import SinkConfig, check_sink_of
+from keyshard.core.lanes.rate_limit import RateLimit
 from keyshard.core.metadata_columns import refuse_for_handlers
 from keyshard.core.option_checks import check_integer, check_seconds, suggesting
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.handlers.entry_run import EntryRun
-from keyshard.handlers.outcome_log import OutcomeLog
+from keyshard.handlers.outcomes import OutcomeLog
 from keyshard.handlers.stop_signals import stopping_signals
 from keyshard.reading.message_data import MessageData
 from keyshard.redaction import shown
 from keyshard.threads import begin
 from ray_adapter import cluster
-from ray_adapter.actor import check_handler
-from ray_adapter.cluster import START_TIMEOUT_S
-from ray_adapter.crew import Crew
-from ray_adapter.exchange import LOOK_S, Done, Exchange, Seat
-from ray_adapter.feeding import Feeder
+from ray_adapter.actor import Traced, check_handler
+from ray_adapter.actor_pool import ActorPool
+from ray_adapter.cluster import START_TIMEOUT_S, GivenUp
+from ray_adapter.exchange import LOOK_S, ActorSlot, Done, Exchange
+from ray_adapter.feeding import ActorFeeder
 from ray_adapter.options import ACTORS_MAX, JobOptions, Takes
 from ray_adapter.portions import rows_of, whole_pieces
-from ray_adapter.session import GivenUp
+from ray_adapter.results import Results, take_of
 
 END_S = 10.0
-"""Longest wait at the end for the thread of an actor that was killed, seconds."""
+"""Longest wait at the end for the thread of a killed actor, seconds."""
 
 
 class Job:
-    """A running job; iterate over it once, or :meth:`wait`. A context manager that ends it.
+    """A running job. Iterate over it once, or call :meth:`wait`. A context manager that ends it.
 
-    The iteration gives what the handler returned, where that is not ``None``, in order per key.
-    Results count as taken when the caller asks for the next one: then what they were computed from
-    is acknowledged, in the background, and with a checkpoint stored there before. What the caller
-    has in hand when it leaves the loop is not acknowledged, and comes again.
+    The iteration yields the results of the handler that are not ``None``, in order per key. A
+    result counts as taken when the caller asks for the next one. Then its entries are stored in the
+    checkpoint, if there is one, and acknowledged in the background. If the caller leaves the loop,
+    the result that it has just received is not acknowledged, and its message is delivered again.
 
     Made by :func:`ray_adapter.run`.
     """
 
-    def __init__(self, source: KeyShardSource, handler: object, options: JobOptions) -> None:
+    def __init__(
+        self,
+        source: KeyShardSource,
+        handler: object,
+        options: JobOptions,
+        sink: SinkConfig | None = None,
+    ) -> None:
         self._source = source
         self._options = options
         self._iterated = self._ended = False
         self._ending, self._rescaling = threading.Lock(), threading.Lock()
         self._started, self._committed = threading.Event(), threading.Event()
-        seats = [Seat(index, None) for index in range(options.parallelism)]
+        actor_slots = [ActorSlot(index, None) for index in range(options.parallelism)]
         limits = options.max_rows, options.max_wait_s, source.window_bytes_max
-        self._exchange = Exchange(seats, *limits)
-        self._crew = Crew(handler, options, lambda: self._exchange.stopping, MessageData.of(source))
+        rate = options.rate_limit
+        self._exchange = Exchange(
+            actor_slots, *limits, None if rate is None else RateLimit(rate, options.rate_burst)
+        )
+        self._published = None if sink is None else Results(self._exchange, sink)
+        self._actor_pool = ActorPool(
+            handler, options, lambda: self._exchange.stopping, MessageData.of(source),
+            take_of(options, sink), traced=_traced(source, options, sink),
+        )  # fmt: skip
         self._run = EntryRun(
             source.coordinator(), source, options.checkpoint,
-            executor="ray", workers=lambda: len(self._exchange.seats),
+            executor="ray", workers=lambda: len(self._exchange.actor_slots),
+            sink=sink, rate_limit=self._exchange.rate_limit,
         )  # fmt: skip
         self._outcomes = OutcomeLog()
         self._feeders: list[threading.Thread] = []
         self._others: list[threading.Thread] = []
-        # Runs before what Ray does at the end of the interpreter, which was registered before.
+        # atexit runs this before Ray's own hook, because that was registered earlier.
         atexit.register(self._end)
         try:
             self._begin()
@@ -80,48 +96,48 @@ class Job:
             raise
 
     def __iter__(self) -> Iterator[Any]:
-        """Results until :meth:`stop` or :meth:`drain`; the job ends with the iteration.
+        """Yield results until :meth:`stop` or :meth:`drain`. The job ends with the iteration.
 
         Raises:
-            NotRunningError: It was iterated over before, or has ended.
-            HandlerFailedError: A message failed at its last attempt. Neither it nor what lies
-                behind it in its key is acknowledged.
-            DrainTimeoutError: Actors did not end in time at a drain.
-            KeyShardError: What else ended the job.
+            NotRunningError: The job was iterated over before, or has ended.
+            HandlerFailedError: A message failed at its last attempt. Neither it nor later messages
+                of its key are acknowledged.
+            DrainTimeoutError: Actors did not finish before the deadline of a drain.
+            KeyShardError: Another error ended the job.
         """
         with self._exchange.changed:
             if self._iterated or self._ended:
                 raise NotRunningError(
-                    "A job gives its results once, and this one was iterated over or has ended. "
-                    "Keep its iterator, or run another job."
+                    "The results of a job can be read once, and this job was already iterated "
+                    "or has ended. Keep its iterator, or run another job."
                 )
             self._iterated = True
         return self._results()
 
     def wait(self) -> None:
-        """Drop results until :meth:`stop` or :meth:`drain`; for handlers that store theirs.
+        """Discard results until :meth:`stop` or :meth:`drain`; for handlers that store their own.
 
-        In the main thread, SIGTERM and Ctrl-C drain; a second one interrupts.
+        In the main thread, SIGTERM or Ctrl-C drains the job, and a second one interrupts it.
 
         Raises:
-            KeyShardError: As the iteration.
+            KeyShardError: As in the iteration.
         """
         with stopping_signals(self.drain):
             for _ in self:
                 pass
 
     def stop(self) -> None:
-        """End the iteration, and give up what was not taken; returns at once, from any thread."""
+        """End the iteration and drop results not taken. Returns at once, from any thread."""
         self._exchange.stop()
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Let actors end what they work on, and give them nothing more.
+        """Let actors finish their rows, and give them no more.
 
-        Returns at once, from any thread. The iteration ends with the last of these results, or
-        with a :class:`keyshard.errors.DrainTimeoutError`.
+        Returns at once; callable from any thread. The iteration ends with the last of these
+        results, or with a :class:`keyshard.errors.DrainTimeoutError`.
 
         Args:
-            timeout_s: Longest time for that, seconds; ``None``: ``drain_timeout_s`` of the job.
+            timeout_s: Longest time to finish, seconds; ``None`` for ``drain_timeout_s`` of the job.
         """
         if timeout_s is None:
             timeout_s = self._options.drain_timeout_s
@@ -129,56 +145,65 @@ class Job:
         self._exchange.drain(timeout_s)
 
     def rescale(self, actors: int) -> None:
-        """Go on with another number of actors; from any thread.
+        """Change the number of actors; callable from any thread.
 
-        New ones start first. Then all end what they work on, because parts of the ring move
-        between them. What a handler keeps in memory does not move with a key.
+        New actors start first. Then all actors finish their rows, because parts of the ring move
+        between them. State that a handler keeps in memory does not move with a key.
 
         Args:
             actors: 1 to 10,000.
 
         Raises:
-            NotRunningError: The job ends, or another thread rescales it.
-            DrainTimeoutError: Actors did not end within ``drain_timeout_s``; nothing has changed.
-            KeyShardError: New actors cannot be had; nothing has changed.
+            NotRunningError: The job is ending, or another thread rescales it.
+            DrainTimeoutError: Actors did not finish within ``drain_timeout_s``; nothing has
+                changed.
+            KeyShardError: New actors could not start; nothing has changed.
         """
         check_integer("actors", actors, 1, ACTORS_MAX)
         if not self._rescaling.acquire(blocking=False):
-            raise NotRunningError("Another thread rescales this job. Try again when it is done.")
+            raise NotRunningError("Another thread already rescales this job. Try again later.")
         try:
             self._rescale(actors)
         except GivenUp:
-            raise NotRunningError("The job ends, so it is not rescaled.") from None
+            raise NotRunningError("The job ends, so it cannot be rescaled.") from None
         finally:
             self._rescaling.release()
 
     def status(self) -> dict[str, Any]:
-        """What goes on, as plain JSON values: of the source, and of each actor."""
+        """Return the status of the source and of each actor, as plain JSON values."""
         exchange = self._exchange
         with exchange.changed:
             now_s = time.monotonic()
             actors = [
                 {
                     "slots": str(hash_range),
-                    "rows": seat.rows,
-                    "waitingRows": exchange.waiting.rows[seat.index],
-                    "workingRows": rows_of(seat.pieces),
-                    "workingS": round(now_s - seat.since_s, 3) if seat.pieces else 0.0,
-                    "untakenCalls": seat.untaken,
-                    "deaths": seat.deaths,
+                    "rows": actor_slot.rows,
+                    "waitingRows": exchange.waiting.rows[actor_slot.index],
+                    "workingRows": rows_of(actor_slot.pieces),
+                    "workingS": round(now_s - actor_slot.since_s, 3) if actor_slot.pieces else 0.0,
+                    "untakenCalls": actor_slot.untaken,
+                    "deaths": actor_slot.deaths,
                 }
-                for seat, hash_range in zip(
-                    exchange.seats, split_ring(len(exchange.seats)), strict=True
+                for actor_slot, hash_range in zip(
+                    exchange.actor_slots, split_ring(len(exchange.actor_slots)), strict=True
                 )
             ]
             state = self._state
-        return {"state": state, "actors": actors, "source": self._run.status()}
+        found: dict[str, Any] = {
+            "state": state,
+            "actors": actors,
+            "rateLimit": exchange.rate_limit(time.monotonic()),
+            "source": self._run.status(),
+        }
+        if self._published is not None:
+            found["sink"] = self._published.status()
+        return found
 
     def __repr__(self) -> str:
         topics = self._source.topics_pattern or ", ".join(self._source.topics)
         return (
             f"<Job of {shown(self._source.subscription)} on {shown(topics)}: {self._state}, "
-            f"{len(self._exchange.seats)} actors>"
+            f"{len(self._exchange.actor_slots)} actors>"
         )
 
     @property
@@ -186,13 +211,14 @@ class Job:
         return "ended" if self._ended else "ending" if self._exchange.ending else "running"
 
     def close(self) -> None:
-        """End the job: what was taken is acknowledged, actors and consumers go. Idempotent.
+        """End the job: acknowledge what was taken, end actors and consumers. Idempotent.
 
         Raises:
-            KeyShardError: What ended the job, or kept it from acknowledging, where nobody was told.
+            KeyShardError: An error ended the job, or prevented acknowledgement, and was not raised
+                before.
         """
         self._end()
-        self._exchange.tell()
+        self._exchange.raise_error()
 
     def __enter__(self) -> Job:
         return self
@@ -205,13 +231,17 @@ class Job:
     ) -> None:
         self._end()
         if kind is None:
-            self._exchange.tell()
+            self._exchange.raise_error()
 
     def _results(self) -> Iterator[Any]:
         done: Done | None = None
         taken = 0
         try:
             while (done := self._exchange.next_done()) is not None:
+                if self._published is not None:
+                    self._published.add(done)
+                    done = None
+                    continue
                 taken = 0
                 for result in done.results:
                     if result is not None:
@@ -221,45 +251,51 @@ class Job:
                         return
                 self._exchange.taken(done, done.pieces)
                 done = None
+            if self._published is not None:
+                self._published.wait()
         finally:
             if done is not None and self._options.takes == "messages":
-                # The caller left in the middle; what lies before is taken.
+                # The caller left within these results; whole entries before that point are taken.
                 whole = whole_pieces(done.pieces, taken)
                 self._exchange.taken(done, done.pieces[:whole])
             self._end()
-        self._exchange.tell()
+        self._exchange.raise_error()
 
     def _rescale(self, actors: int) -> None:
-        old = self._exchange.seats
-        new = self._crew.start(max(0, actors - len(old)))
+        old = self._exchange.actor_slots
+        new = self._actor_pool.start(max(0, actors - len(old)))
         try:
             self._exchange.hold(self._options.drain_timeout_s)
         except BaseException:
-            self._crew.end(new)
+            self._actor_pool.end(new)
             raise
-        added = [Seat(len(old) + number, actor) for number, actor in enumerate(new)]
+        added = [ActorSlot(len(old) + number, actor) for number, actor in enumerate(new)]
         self._exchange.go_on([*old[:actors], *added])
-        self._crew.end([seat.actor for seat in old[actors:]])
-        for seat in added:
-            self._feed(seat)
+        self._actor_pool.end([actor_slot.actor for actor_slot in old[actors:]])
+        for actor_slot in added:
+            self._feed(actor_slot)
 
-    # -- begin and end -----------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        seats = self._exchange.seats
-        for seat, actor in zip(seats, self._crew.start(len(seats)), strict=True):
-            seat.actor = actor
+        actor_slots = self._exchange.actor_slots
+        for actor_slot, actor in zip(
+            actor_slots, self._actor_pool.start(len(actor_slots)), strict=True
+        ):
+            actor_slot.actor = actor
         self._others.append(self._thread("receive", self._receive))
         while not self._started.wait(LOOK_S):
             if self._exchange.error is not None:
-                self._exchange.tell()
+                self._exchange.raise_error()
         self._others.append(self._thread("commit", self._commit))
-        for seat in seats:
-            self._feed(seat)
+        for actor_slot in actor_slots:
+            self._feed(actor_slot)
 
-    def _feed(self, seat: Seat) -> None:
-        feeder = Feeder(self._exchange, seat, self._crew, self._options, self._outcomes)
-        self._feeders.append(self._thread(str(seat.index), feeder.run))
+    def _feed(self, actor_slot: ActorSlot) -> None:
+        feeder = ActorFeeder(
+            self._exchange, actor_slot, self._actor_pool, self._options, self._outcomes
+        )
+        self._feeders.append(self._thread(str(actor_slot.index), feeder.run))
 
     def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
@@ -268,19 +304,23 @@ class Job:
             except GivenUp:
                 pass
             except BaseException as exc:  # noqa: BLE001 - raised where the caller waits
-                self._exchange.fail(self._crew.session.named(exc))
+                self._exchange.fail(self._actor_pool.session.named(exc))
 
         return begin(f"keyshard-ray-{name}", guarded)
 
     def _end(self) -> None:
-        """In this order: nothing more is handled, what was taken is committed, the source ends."""
+        """Stop the handlers, commit what was taken, then end the source, in this order."""
         with self._ending:
             if self._ended:
                 return
             self._exchange.stop()
-            actors = [seat.actor for seat in self._exchange.seats if seat.actor is not None]
-            # In a thread: where the cluster is gone, Ray waits for it.
-            self._thread("end", lambda: self._crew.end(actors)).join(END_S)
+            actors = [
+                actor_slot.actor
+                for actor_slot in self._exchange.actor_slots
+                if actor_slot.actor is not None
+            ]
+            # In a thread: if the cluster is gone, Ray waits for it.
+            self._thread("end", lambda: self._actor_pool.end(actors)).join(END_S)
             commit_s = self._source.operation_timeout_ms / 1000
             for threads, timeout_s in (
                 (self._feeders, END_S), (self._others[1:], commit_s), (self._others[:1], None)
@@ -306,12 +346,22 @@ class Job:
                         self.drain()
             except BaseException as exc:  # noqa: BLE001 - raised where the caller waits
                 exchange.fail(exc)
-            # What was taken until now is committed before the source ends.
+            # Results taken so far are committed before the source ends.
             self._committed.wait()
 
     def _commit(self) -> None:
+        if self._published is not None:
+            self._published.commit_all(self._run)
+            return
         while entries := self._exchange.next_to_commit():
             self._run.commit(entries)
+
+
+def _traced(source: KeyShardSource, options: JobOptions, sink: SinkConfig | None) -> Traced | None:
+    """Return how actors make spans; ``None`` if they make none."""
+    if not source.telemetry:
+        return None
+    return Traced(source.subscription, None if sink is None else sink.topic, options.takes)
 
 
 @suggesting
@@ -324,6 +374,7 @@ def run(
     max_rows: int = 1_000,
     max_wait_s: float = 0.02,
     checkpoint: str | os.PathLike[str] | None = None,
+    sink: SinkConfig | None = None,
     retry: RetryPolicy | None = None,
     num_cpus: float | None = None,
     num_gpus: float | None = None,
@@ -332,8 +383,10 @@ def run(
     runtime_env: Mapping[str, Any] | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
     drain_timeout_s: float = 30.0,
+    rate_limit: float | None = None,
+    rate_burst: int | None = None,
 ) -> Job:
-    """Have the messages of a source handled by actors of Ray, in order per key.
+    """Run a handler over the messages of a source, in actors of Ray, in order per key.
 
     ::
 
@@ -341,49 +394,63 @@ def run(
             for score in job:
                 store(score)
 
-    This process receives and acknowledges; each actor computes for an equal part of the ring, one
-    message after the other. An actor or node that dies costs no message and no order: what it
-    worked on is handled again before anything behind it, so handlers see messages again that their
-    results do not show. Without a checkpoint, a death of this process repeats what was not
-    acknowledged; with one, nothing that was acknowledged comes again.
+    This process receives and acknowledges. Each actor owns an equal part of the ring and handles
+    one message at a time. If an actor or a node dies, no message and no order is lost: its messages
+    are handled again before later ones. So a handler may see a message twice, although its result
+    appears once. If this process dies without a checkpoint, messages that were not acknowledged are
+    handled again, and the last acknowledged ones too. With a checkpoint, no acknowledged message is
+    handled again.
 
-    Where the program is not connected to Ray, it is as by ``ray.init()``, and remains so.
+    If the program is not connected to Ray, this connects as ``ray.init()`` does, and stays
+    connected.
 
     Args:
         source: What to consume.
-        handler: A function, or a class whose objects are called like one and that is made once in
-            each actor; ``functools.partial`` gives it arguments. Actors import it by its module and
-            name; from ``__main__``, notebooks and closures it travels by value, as in Ray. It is
-            called with what ``takes`` says, may be ``async def``, and may raise
-            :class:`keyshard.RetryLater`. :class:`keyshard.Reject` ends the job, which has no
-            dead-letter topic. A returned exception counts as raised.
-        parallelism: Actors; ``None``: as many as the source has ranges.
-        takes: ``messages``: each :class:`keyshard.Message`; what it returns is a result. ``arrow``:
-            a ``pyarrow.RecordBatch`` with all columns of :data:`keyshard.arrow.columns.SCHEMA`.
-        max_rows: Most rows that an actor is given at once, unless one entry has more.
+        handler: A function, or a class with ``__call__`` of which each actor makes one object;
+            ``functools.partial`` gives it arguments. Actors import it by module and name. From
+            ``__main__``, notebooks and closures it is sent by value, as in Ray. It is called with
+            what ``takes`` says, may be ``async def``, and may raise :class:`keyshard.RetryLater`.
+            :class:`keyshard.Reject` ends the job, because it has no dead-letter topic. A returned
+            exception counts as raised.
+        parallelism: Number of actors; ``None`` for the number of ranges of the source.
+        takes: ``messages``: the handler gets one :class:`keyshard.Message` and returns a result.
+            ``arrow``: it gets a ``pyarrow.RecordBatch`` of
+            :data:`keyshard.columns.record_batches.SCHEMA`.
+        max_rows: Most rows of one call of an actor, unless one entry has more.
         max_wait_s: Longest wait of an idle actor for more rows after the first, seconds.
         checkpoint: Path or fsspec URL of a checkpoint.
-        retry: When a failed message, or Arrow batch, is tried again in its place, and when no more,
-            which ends the job; ``None``: the default :class:`keyshard.RetryPolicy`. A death of the
-            actor counts as a failure of what it worked on.
-        num_cpus: Ray's option for each actor, as those that follow; ``None``: Ray's default.
+        sink: A :class:`keyshard.KeyShardSink`, which publishes what the handler returns: a
+            :class:`keyshard.Produce` or a list of them, or what it yields. With ``takes="arrow"``,
+            it may also return Arrow rows with the columns of ``write_batch``. The iteration then
+            has no results: call :meth:`Job.wait`. A message is acknowledged after its outputs are
+            confirmed. With a checkpoint, each output is stored exactly once, and the sink needs a
+            ``sink_id``; without one, at least once.
+        retry: When to retry a failed message or Arrow batch in place, and when to give up, which
+            ends the job; ``None`` for the default :class:`keyshard.RetryPolicy`. The death of an
+            actor counts as a failure of the rows that it had.
+        num_cpus: Ray's option for each actor; ``None`` for Ray's default.
         num_gpus: See Ray.
         resources: See Ray.
         scheduling_strategy: See Ray.
         runtime_env: See Ray.
-        start_timeout_s: Longest wait until actors have found a place and loaded the handler,
-            seconds. Unless it is above the default, 5 s where no node has what an actor asks for.
-        drain_timeout_s: Longest wait for what actors work on, at a drain or rescale, seconds.
+        start_timeout_s: Longest wait until actors are placed and have loaded the handler, seconds.
+            If it is not above the default and no node has the resources of an actor, 5 s.
+        drain_timeout_s: Longest wait for actors to finish their rows at a drain or rescale,
+            seconds.
+        rate_limit: Most messages per second that actors get, over all of them; 0.001 to 1,000,000.
+            Retries count. ``None``: no limit.
+        rate_burst: Most messages that they get at once after a pause; ``None``: those of 0.1 s, at
+            least 1.
 
     Raises:
-        ConfigError: An option is wrong, the handler cannot be one, or the source runs already.
-        ClusterError: There is no cluster, or it has no place for the actors.
+        ConfigError: An option is wrong, the handler is not usable, or the source runs already.
+        ClusterError: There is no cluster, or it cannot place the actors.
         WorkerEnvironmentError: Nodes lack keyshard, or have another version of it.
         UnfitHandlerError: Actors cannot import the handler, or its class raises there.
         KeyShardError: The source does not start.
     """
     if not isinstance(source, KeyShardSource):
-        raise ConfigError(f"source is {shown(source)}; give a keyshard.KeyShardSource.")
+        raise ConfigError(f"source is {shown(source)}; it must be a keyshard.KeyShardSource.")
     source.check_subscribed()
     refuse_for_handlers(source.metadata_columns)
     options = JobOptions(
@@ -393,7 +460,9 @@ def run(
         num_cpus=num_cpus, num_gpus=num_gpus, resources=resources,
         scheduling_strategy=scheduling_strategy, runtime_env=runtime_env,
         start_timeout_s=start_timeout_s, drain_timeout_s=drain_timeout_s,
+        rate_limit=rate_limit, rate_burst=rate_burst,
     )  # fmt: skip
-    check_handler(handler)
+    check_sink_of("job", sink, checkpoint)
+    check_handler(handler, take_of(options, sink))
     cluster.connect()
-    return Job(source, handler, options)
+    return Job(source, handler, options, sink)

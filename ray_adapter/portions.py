@@ -1,8 +1,8 @@
-"""Which actor gets which rows, in which order, and which entries are done with them.
+"""Assigns rows to actors, in order, and tracks which entries are done.
 
-An actor owns one contiguous range of the ring. An entry goes to the actor of its key; one whose
-producer does not batch by key is shared, and done when all who share it are. Entries without a key
-have no order: they go where the least waits.
+An actor owns one contiguous range of the ring. An entry goes to the actor of its key. If a producer
+does not batch by key, actors share the entry; it is done when all of them are done. Entries
+without a key have no order, so they go to the actor with the fewest waiting rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from keyshard.arrow.content import only
+from keyshard.columns.content import divided, only
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import range_index
 from keyshard.core.window.layout import Located
@@ -20,7 +20,7 @@ Entries = dict[TopicPartition, list[EntryId]]
 
 
 class Shares:
-    """How many pieces of an entry are not done yet."""
+    """Counts the pieces of an entry that are not done yet."""
 
     __slots__ = ("left",)
 
@@ -38,12 +38,12 @@ class Piece(NamedTuple):
 
 
 def rows_of(pieces: Iterable[Piece]) -> int:
-    """Messages in some pieces."""
+    """Return the number of messages in pieces."""
     return sum(piece.block.rows for piece in pieces)
 
 
 def whole_pieces(pieces: Sequence[Piece], rows: int) -> int:
-    """How many of the first pieces lie within so many rows."""
+    """Return how many of the first pieces fit completely into ``rows``."""
     count = 0
     for piece in pieces:
         rows -= piece.block.rows
@@ -54,7 +54,7 @@ def whole_pieces(pieces: Sequence[Piece], rows: int) -> int:
 
 
 def entries_done(pieces: Iterable[Piece]) -> Entries:
-    """Entries that are done when these pieces are; each piece is given once."""
+    """Return the entries that are done when these pieces are. Pass each piece once."""
     done: Entries = {}
     for piece in pieces:
         if piece.shares is not None:
@@ -66,27 +66,44 @@ def entries_done(pieces: Iterable[Piece]) -> Entries:
 
 
 class Waiting:
-    """Rows that no actor has yet, per actor and in order of receipt. For one thread at a time.
+    """Rows that no actor has yet, by actor and in order of receipt. Not thread-safe.
 
     Args:
-        actors: How many share the ring.
+        actors: Number of actors that share the ring.
     """
 
     def __init__(self, actors: int) -> None:
         self._queues: list[deque[Piece]] = [deque() for _ in range(actors)]
         self.rows = [0] * actors
-        """Messages waiting for each actor."""
+        """Number of waiting messages, by actor."""
         self.since_s = [0.0] * actors
-        """When the first of them came, where there are any; seconds."""
+        """When the oldest waiting row of each actor came, if there is one; monotonic seconds."""
 
     def push(self, located: Iterable[Located], now_s: float) -> None:
         """Add received entries, in order of receipt."""
         for where, block in located:
             self._add(Piece(where, block, None), now_s)
 
-    def pop(self, actor: int, rows_max: int, bytes_max: int) -> list[Piece]:
-        """The next rows of an actor, up to both limits unless one piece has more."""
+    def pop(
+        self, actor: int, rows_max: int, bytes_max: int, *, divides: bool = False
+    ) -> list[Piece]:
+        """Remove and return the next rows of an actor, within both limits; at least one piece.
+
+        Args:
+            actor: Index of the actor.
+            rows_max: Most rows.
+            bytes_max: Most content, bytes.
+            divides: Whether a first piece with more rows is divided.
+        """
         queue = self._queues[actor]
+        if divides and queue and queue[0].block.rows > rows_max:
+            where, block, shares = queue.popleft()
+            first, rest = divided(block, rows_max)
+            if shares is None:
+                shares = Shares()
+                shares.left = 1
+            shares.left += 1
+            queue.extendleft((Piece(where, rest, shares), Piece(where, first, shares)))
         popped: list[Piece] = []
         rows = size = 0
         while queue:
@@ -99,14 +116,14 @@ class Waiting:
         return popped
 
     def give_back(self, actor: int, pieces: Sequence[Piece]) -> None:
-        """Put the rows that were popped last before the others again."""
+        """Put rows that were popped last back at the front."""
         self._queues[actor].extendleft(reversed(pieces))
         self.rows[actor] += rows_of(pieces)
 
     def split_anew(self, actors: int, now_s: float) -> Waiting:
-        """The same rows for another number of actors, none of which works on anything."""
+        """Divide the rows among another number of actors, while no actor has rows."""
         anew = Waiting(actors)
-        # The rows of a key wait in one queue, so queues may follow each other in any order.
+        # All rows of a key are in one queue, so the order of the queues does not matter.
         for queue in self._queues:
             for piece in queue:
                 anew._add(piece, now_s)
@@ -121,7 +138,7 @@ class Waiting:
         rows: dict[int, list[int]] = {}
         for index, owner in zip(piece.block.indices, owners, strict=True):
             rows.setdefault(owner, []).append(index)
-        # A piece that is divided counted as one.
+        # A piece that is divided again was already counted once.
         shares.left += len(rows) - (piece.shares is not None)
         for owner, indices in rows.items():
             part = only(piece.block, frozenset(indices))
@@ -134,13 +151,13 @@ class Waiting:
         self.rows[actor] += piece.block.rows
 
     def _owners(self, block: EntryBlock) -> int | list[int]:
-        """The actor of an entry; of each message where they differ."""
+        """Return the actor of an entry, or of each message if they differ."""
         count = len(self._queues)
         if block.mixed_slots is None and not block.keys_of_bytes:
             if block.slot is None:
                 return self._least()
             return range_index(block.slot, count)
-        # By the text of the key, which no change of ranges changes.
+        # By the text of the key, so that a change of the source's ranges does not move a key.
         slots = block.text_slots
         known = [range_index(slot, count) for slot in slots if slot is not None]
         if not known:

@@ -1,4 +1,4 @@
-"""Topics of a bounded length as a Ray dataset."""
+"""Bounded reads of topics as Ray datasets."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from keyshard.arrow.columns import COLUMNS, columns_of
+from keyshard.columns.record_batches import COLUMNS, columns_of
 from keyshard.config.connection import CLIENT
+from keyshard.config.segments import Segments
 from keyshard.config.source import SourceConfig
-from keyshard.coordinator.bounded import plan_read
 from keyshard.core.metadata_columns import check_known, check_transport
 from keyshard.core.option_checks import check_integer, did_you_mean
 from keyshard.errors import ConfigError
+from keyshard.reading.splits import plan_read
 from keyshard.redaction import shown
+from ray_adapter.read_reports import ReadReports
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 BLOCKS_MAX = 1_000_000
 """Most blocks and read tasks of a dataset."""
 _COUNTS = ("override_num_blocks", "concurrency", "parallelism")
-"""Options of Ray that are numbers of blocks or tasks."""
-_OWN = ("start", "end", "columns", "disorder_max_s")
+"""Options of Ray that count blocks or tasks."""
+_OWN = ("start", "end", "columns", "disorder_max_s", "segments", "reports")
 
 
 def read(
@@ -35,9 +37,11 @@ def read(
     end: str | int | datetime | Mapping[Any, Any] = "latest",
     columns: Sequence[str] | None = None,
     disorder_max_s: float | None = None,
+    segments: Segments | None = None,
+    reports: ReadReports | None = None,
     **options: Any,
 ) -> Dataset:
-    """A Ray dataset of what topics hold between two bounds.
+    """Return a Ray dataset of the messages between two bounds.
 
     ::
 
@@ -45,42 +49,49 @@ def read(
             source, start="2026-11-20T00:00+01:00", end="2026-11-21T00:00+01:00"
         )
 
-    What is read is fixed at the call: later runs of the dataset read the same. Rows are read when
-    the dataset runs, by read tasks whose number does not depend on that of topic partitions; those
-    of one task come in the order of their topic partition. Nothing is acknowledged, no subscription
-    is used or left behind, and a task that Ray runs again gives the same rows.
+    The call fixes what the dataset contains; later runs read the same. The rows are read when the
+    dataset runs. The number of read tasks does not depend on the number of topic partitions. The
+    rows of one task are in the order of their topic partition. The read acknowledges nothing, uses
+    no subscription and leaves none behind. A task that Ray runs again reads the same rows.
 
-    A bound is ``"earliest"``, ``"latest"`` (behind the last entry now), a time, a position
-    ``"ledger:entry"`` or ``"ledger:entry:index"`` as column ``__messageId`` has it, or a dict with
-    one of these for each topic partition by its name. The end is exclusive: the end of one read is
-    the start of the next. A time is a ``datetime``, a text such as ``"2026-11-21T08:00+01:00"`` or
-    an ``int`` of milliseconds since 1970; without a zone it is UTC. It is compared with publish
-    times, column ``__publishTime``: what the producer's clock said, for a producer batch one time.
+    A bound is one of these, or a dict with one of these for each topic partition by name:
 
-    Times select rows exactly, and by default everything that is stored is looked at for that:
-    publish times are not in the order of entries, since clocks differ and what is sent again, or
-    replicated from another cluster, keeps its time. With ``disorder_max_s`` only what may lie in
-    the bounds is read, found by the broker; messages whose publish time is off by more than you
-    said may then be missed.
+    - ``"earliest"``, or ``"latest"`` (after the last entry now);
+    - a position ``"ledger:entry"`` or ``"ledger:entry:index"``, as in the column ``__messageId``;
+    - a time: a ``datetime``, a text such as ``"2026-11-21T08:00+01:00"``, or an ``int`` of
+      milliseconds since 1970. Without a zone it is UTC.
+
+    The end is exclusive: the end of one read is the start of the next. Times are compared with
+    publish times (column ``__publishTime``), which come from the producer's clock. A producer batch
+    has one publish time.
+
+    Times select rows exactly. Publish times are not in the order of entries: clocks differ, and
+    messages that are sent again or replicated keep their time. So by default a read with times
+    looks at every stored entry. With ``disorder_max_s`` it reads only what may lie in the bounds,
+    which the broker finds. It may then miss messages whose publish time is off by more.
 
     Args:
-        source: Topics and connection; ``admin_url`` is needed. Of its other options
-            ``fail_on_data_loss`` holds: whether entries that are trimmed before they are read fail
-            the dataset, or are left out with a warning.
-        start: Where the rows begin, inclusive.
-        end: Where they end, exclusive.
-        columns: Names of the columns wanted, in their order, of
-            ``keyshard.arrow.columns.COLUMNS``; by default all of its ``SCHEMA``, then the source's
-            ``metadata_columns``. ``Dataset.select_columns`` prunes as well.
-        disorder_max_s: How far publish times go back at most in a topic partition, seconds; with
-            some allowance for what is sent again after an outage, such as 3600.
-        **options: Those of :func:`ray.data.read_datasource`, such as ``override_num_blocks``,
-            ``concurrency`` and ``ray_remote_args``; no other names.
+        source: Topics and connection; ``admin_url`` is required. Of the other options
+            ``fail_on_data_loss`` applies: whether entries that are trimmed before they are read
+            fail the dataset, or are skipped with a warning.
+        start: Start of the read, inclusive.
+        end: End of the read, exclusive.
+        columns: Columns to read, in this order, of ``keyshard.columns.record_batches.COLUMNS``. The
+            default is its ``SCHEMA`` and the ``metadata_columns`` of the source.
+            ``Dataset.select_columns`` prunes as well.
+        disorder_max_s: How far publish times go back at most in a topic partition, seconds. Allow
+            for messages that are sent again after an outage, for example 3600.
+        segments: Where closed ledgers are read: ``Segments("auto")`` reads them from bookies,
+            without the broker. Default: by the broker. The name of the read in Ray's progress then
+            counts the ledgers that are planned to be read from bookies.
+        reports: Collects what the tasks got from bookies, what from the broker, and why.
+        **options: Options of :func:`ray.data.read_datasource`, such as ``override_num_blocks``,
+            ``concurrency`` and ``ray_remote_args``. Other names are refused.
 
     Raises:
         ConfigError: A bound, a column or an option is wrong, or there is no ``admin_url``.
         TopicNotFoundError: A topic does not exist.
-        DataLossTrimmedError: What a position names is no longer stored.
+        DataLossTrimmedError: The entry of a position is no longer stored.
         BrokerError: The broker cannot be reached, or refuses.
     """
     from ray.data import read_datasource  # noqa: PLC0415 - takes seconds
@@ -88,24 +99,33 @@ def read(
     from ray_adapter.datasource import KeyShardDatasource  # noqa: PLC0415 - imports ray.data
 
     if not isinstance(source, SourceConfig):
-        raise ConfigError(f"read() was given {shown(source)}; give it a KeyShardSource.")
+        raise ConfigError(f"read() got {shown(source)}. Pass a KeyShardSource.")
     if source.in_memory:
         raise ConfigError(
-            f"{source.service_url} is a cluster of this process, which Ray's workers cannot reach. "
-            "Give the URL of a broker."
+            f"{source.service_url} is an in-memory cluster of this process, which Ray's workers "
+            "cannot reach. Use the URL of a broker."
         )
     _check_options(options, read_datasource)
+    if not isinstance(segments, Segments | None):
+        raise ConfigError(f"segments is {shown(segments)}; give Segments('auto') or None.")
+    if not isinstance(reports, ReadReports | None):
+        raise ConfigError(f"reports is {shown(reports)}; give a ray_adapter.ReadReports or None.")
     names = _columns(columns, source)
-    stretches = plan_read(source, start, end, disorder_max_s=disorder_max_s)
+    stretches = plan_read(source, start, end, disorder_max_s=disorder_max_s, segments=segments)
     datasource = KeyShardDatasource(
-        source.how_to_connect(), stretches, names, fail_on_data_loss=source.fail_on_data_loss
+        source.how_to_connect(),
+        stretches,
+        names,
+        fail_on_data_loss=source.fail_on_data_loss,
+        segments=segments,
+        reports=reports,
     )
     dataset: Dataset = read_datasource(datasource, **options)
     return dataset
 
 
 def _check_options(given: Mapping[str, Any], read_datasource: Callable[..., Any]) -> None:
-    """Refuse options that Ray would pass on unread, and numbers that it fails at later."""
+    """Refuse options that Ray would pass on unchecked, and numbers at which it would fail later."""
     of_ray = inspect.signature(read_datasource).parameters.values()
     passed_on = {one.name for one in of_ray if one.kind is one.KEYWORD_ONLY}
     for name in given:
@@ -114,7 +134,7 @@ def _check_options(given: Mapping[str, Any], read_datasource: Callable[..., Any]
             hint = f"{hint} " if hint else ""
             raise ConfigError(
                 f"read() has no option {shown(name)}. {hint}Its own options are "
-                f"{', '.join(_OWN)}; it passes those of ray.data.read_datasource on."
+                f"{', '.join(_OWN)}. It also passes the options of ray.data.read_datasource."
             )
     for name in _COUNTS:
         value = given.get(name)

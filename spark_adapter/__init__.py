@@ -1,4 +1,4 @@
-"""Spark Structured Streaming on keyshard.
+"""The Spark adapter: streams, batch reads, tables and writes over Pulsar topics.
 
 Usage::
 
@@ -17,44 +17,73 @@ Usage::
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from spark_adapter import pyspark_version
+from spark_adapter import preflight
 
-pyspark_version.check(pyspark_version.installed())  # else the next line fails in words of PySpark
+preflight.check_pyspark()  # before PySpark fails less clearly
 
 from pyspark.errors import AnalysisException  # noqa: E402
 
 from spark_adapter.data_source import KeyShardDataSource  # noqa: E402
-from spark_adapter.executors import ExecutorWorkers, start_workers  # noqa: E402
-from spark_adapter.options import to_options  # noqa: E402
+from spark_adapter.option_parsing import to_options  # noqa: E402
 from spark_adapter.positions import positions  # noqa: E402
-from spark_adapter.preflight import check_workers  # noqa: E402
-from spark_adapter.pulsar_source import PulsarDataSource  # noqa: E402
+from spark_adapter.preflight import STREAMS, check_has, check_workers  # noqa: E402
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.datasource import DataSource
 
     from keyshard import KeyShardSource
+    from spark_adapter.pulsar.source import PulsarDataSource
+    from spark_adapter.read_reports import ReadReports, read_plan
+    from spark_adapter.workers.executors import ExecutorWorkers, start_workers
+    from spark_adapter.writing import write_batch
 
 _log = logging.getLogger(__name__)
 
 __all__ = [
-    "ExecutorWorkers", "KeyShardDataSource", "PulsarDataSource", "positions", "read_stream",
-    "register", "start_workers",
+    "ExecutorWorkers", "KeyShardDataSource", "PulsarDataSource", "ReadReports", "positions",
+    "read_plan", "read_stream", "register", "start_workers", "write_batch",
 ]  # fmt: skip
+_LATER = {
+    "ExecutorWorkers": "spark_adapter.workers.executors",
+    "PulsarDataSource": "spark_adapter.pulsar.source",
+    "ReadReports": "spark_adapter.read_reports",
+    "read_plan": "spark_adapter.read_reports",
+    "start_workers": "spark_adapter.workers.executors",
+    "write_batch": "spark_adapter.writing",
+}
+"""Modules of names that no reading task needs. Their first use imports them."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of :data:`_LATER` at its first use."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return all names of the module, imported or not."""
+    return sorted({*globals(), *__all__})
 
 
 def register(spark: SparkSession) -> None:
-    """Make ``format("keyshard")`` known to a session, and ``format("pulsar")``.
+    """Register ``format("keyshard")`` and ``format("pulsar")`` in a session.
 
-    The second is the first under the names of the JVM connector; see ``docs/migrating.md``.
+    ``format("pulsar")`` is the same source with the option names of the JVM connector; see
+    ``docs/migrating.md``.
 
     Raises:
         WorkerEnvironmentError: The interpreter of Spark's Python workers lacks keyshard or pyarrow.
     """
+    from spark_adapter.pulsar.source import PulsarDataSource  # noqa: PLC0415 - see _LATER
+
     check_workers(spark)
+    if warning := preflight.warning_of_lacking():
+        _log.warning("%s", warning)
     if not _is_known(spark, KeyShardDataSource):
         spark.dataSource.register(KeyShardDataSource)
     try:
@@ -64,13 +93,13 @@ def register(spark: SparkSession) -> None:
         if exc.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
             raise
         _log.warning(
-            "format('pulsar') stays that of the JVM connector, because its jar is on the class "
-            "path; take the jar away to have keyshard under this name."
+            "The JVM connector keeps format('pulsar'), because its jar is on the class path. To "
+            "use keyshard under this name, remove the jar."
         )
 
 
 def _is_known(spark: SparkSession, source: type[DataSource]) -> bool:
-    """Whether a session knows a source already; Spark warns if it is registered again."""
+    """Whether the session knows the source. A second registration makes Spark print a warning."""
     session, jvm = getattr(spark, "_jsparkSession", None), getattr(spark, "_jvm", None)
     if session is None or jvm is None:  # Spark Connect
         return False
@@ -78,18 +107,19 @@ def _is_known(spark: SparkSession, source: type[DataSource]) -> bool:
         found = jvm.org.apache.spark.sql.execution.datasources.DataSource.lookupDataSource(
             source.name(), session.sessionState().conf()
         )
-    except Exception as exc:  # noqa: BLE001 - of Py4J, or of PySpark for what it knows
-        _log.debug("Spark does not find format(%r) by itself: %s", source.name(), exc)
+    except Exception as exc:  # noqa: BLE001 - Py4J and PySpark raise different classes here
+        _log.debug("Spark does not find format(%r) automatically: %s", source.name(), exc)
         return False
     return str(found.getName()).endswith(".PythonDataSourceV2")
 
 
 def read_stream(spark: SparkSession, source: KeyShardSource) -> DataFrame:
-    """A streaming DataFrame over ``source``; the same as setting its options one by one.
+    """Return a streaming DataFrame over ``source``, with the options of :func:`to_options`.
 
     Raises:
-        WorkerEnvironmentError: See :func:`register`, which this calls.
-        ConfigError: The source has a setting that Spark has no option for.
+        WorkerEnvironmentError: As in :func:`register`, which this function calls.
+        ConfigError: The source has a setting that has no Spark option, or PySpark has no streams.
     """
+    check_has(STREAMS)
     register(spark)
     return spark.readStream.format("keyshard").options(**to_options(source)).load()

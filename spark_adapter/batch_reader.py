@@ -1,43 +1,49 @@
-"""The batch reader: what topics hold between two bounds, as Spark partitions.
+"""The batch reader: reads topics between two bounds, as Spark partitions.
 
-Spark plans once for each ``load()``, at the first action on it, and keeps the partitions: so what
-is read is fixed then, also for ``latest``. No subscription is used, and no cursor is left behind.
+Spark plans once for each ``load()``, at the first action on it, and keeps the partitions. That
+fixes what the read contains, also for ``latest``. The read uses no subscription and leaves no
+cursor.
 
-Filters are taken from Spark where the option ``pushFilters`` says so, by a reader of its own: Spark
-4.3 keeps what it planned for one filter beside the loaded table, and reads that for every other
-filter of the same DataFrame, and without one. See ``docs/adr/0030``.
+If the option ``pushFilters`` is set, a separate reader takes filters from Spark. Spark 4.3 keeps
+the plan for one filter with the loaded table, and reads that plan for every other filter of the
+same DataFrame, and also without a filter. See ``docs/adr/0030``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql import datasource
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from keyshard.coordinator.bounded import plan_read
 from keyshard.core.position.bounds import bound_text
 from keyshard.core.position.split import Split, cut
+from keyshard.reading.report import ReadReport
 from keyshard.reading.split_reader import read_splits
-from spark_adapter.bounded_options import BoundedRead
-from spark_adapter.pushed_filters import Pushed
+from keyshard.reading.splits import plan_read
+from spark_adapter.option_parsing import BoundedRead
+from spark_adapter.python_worker import exempt_imports
 from spark_adapter.structure import Rows
-from spark_adapter.wording import told_to_spark
+from spark_adapter.wording import as_spark_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark.sql.datasource import Filter
 
 PARTITION_BYTES = 32 * 1024 * 1024
-"""Stored bytes for which there is a Spark partition of its own."""
+"""Stored bytes per Spark partition."""
 
 
 class KeyShardSplit(InputPartition):
-    """What one task reads; ``None``: nothing, because nothing is read at all."""
+    """The split that one task reads; ``None`` if the whole read is empty."""
 
     def __init__(self, split: Split | None, ends: Mapping[str, str]) -> None:
         super().__init__(split)
         self.ends = dict(ends)
-        """Of the first partition: where the whole read ends, by topic partition."""
+        """End of the read by topic partition. Only the first partition has it."""
 
     @property
     def split(self) -> Split | None:
@@ -47,11 +53,11 @@ class KeyShardSplit(InputPartition):
 
 
 class KeyShardBatchReader(DataSourceReader):
-    """Reader of one loaded table; Spark pickles it into its Python workers.
+    """Reads one loaded table. Spark pickles it into its Python workers.
 
     Args:
-        read: What is read.
-        rows: Columns of the table's schema, and how they are made.
+        read: What to read.
+        rows: Columns of the table, and how to make them.
     """
 
     def __init__(self, read: BoundedRead, rows: Rows) -> None:
@@ -59,10 +65,10 @@ class KeyShardBatchReader(DataSourceReader):
         self._rows = rows
         self._pushed = Pushed(keys=read.keys)
 
-    def partitions(self) -> list[InputPartition]:
-        """Splits by the ledger lists, one each; at least one partition, which knows the ends."""
+    def partitions(self) -> list[KeyShardSplit]:
+        """Plan one partition for each split, and at least one, because the first holds the ends."""
         read, pushed = self._read, self._pushed
-        with told_to_spark(**dict(read.names)):
+        with as_spark_error(**dict(read.names)):
             self._rows.check()
             stretches = plan_read(
                 read.source,
@@ -70,6 +76,7 @@ class KeyShardBatchReader(DataSourceReader):
                 read.end,
                 disorder_max_s=read.disorder_max_s,
                 published=(pushed.start_ms, pushed.end_ms),
+                segments=read.segments,
             )
         ends = {
             one.topic_partition.name: bound_text(one.end)
@@ -83,14 +90,15 @@ class KeyShardBatchReader(DataSourceReader):
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Rows of a partition, in a Python worker; the same ones however often it runs."""
+        """Yield the rows of a partition, in a Python worker; every run yields the same rows."""
         assert isinstance(partition, KeyShardSplit)
+        exempt_imports()
         if partition.split is not None:
-            with told_to_spark():
+            with as_spark_error():
                 yield from self._record_batches(partition.split)
 
     def _record_batches(self, split: Split) -> Iterator[pa.RecordBatch]:
-        """All that is read goes out through here, with the columns of the table's schema."""
+        """Read a split and convert its rows to the columns of the table."""
         source = self._read.source
         raw = read_splits(
             source.how_to_connect(),
@@ -98,16 +106,27 @@ class KeyShardBatchReader(DataSourceReader):
             self._rows.columns,
             keys=self._pushed.keys,
             fail_on_data_loss=source.fail_on_data_loss,
+            segments=self._read.segments,
+            report=None if self._read.report_to is None else self._report,
         )
         yield from self._rows.of(raw)
 
+    def _report(self, report: ReadReport) -> None:
+        from spark_adapter.read_reports import report_to  # noqa: PLC0415 - few reads need it
+
+        assert self._read.report_to is not None
+        report_to(self._read.report_to, report)
+
 
 class FilteringBatchReader(KeyShardBatchReader):
-    """The reader of a query whose filters are taken: Spark refuses every read where it pushes none
-    to a reader that takes them, so this is another class."""
+    """Reads a query and takes its filters from Spark.
+
+    This is a separate class, because Spark refuses a reader with ``pushFilters`` where filter
+    pushdown is off.
+    """
 
     def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # noqa: N802 - Spark's name
-        """Take those that are decided before rows are made; gives back the others."""
+        """Take the filters that can be decided before rows are made; yield the others back."""
         for one in filters:
             taken = self._pushed.take(one)
             if taken is None:
@@ -117,7 +136,7 @@ class FilteringBatchReader(KeyShardBatchReader):
 
 
 def cut_for_tasks(stretches: Sequence[Split], read: BoundedRead) -> list[Split]:
-    """As many parts as are wanted, whatever the number of topic partitions."""
+    """Cut stretches into the wanted number of splits, whatever the number of topic partitions."""
     size_bytes = sum(one.size_bytes for one in stretches)
     splits = cut(stretches, max(read.partitions_min, -(-size_bytes // PARTITION_BYTES)))
     if read.rows_max is None:
@@ -126,9 +145,94 @@ def cut_for_tasks(stretches: Sequence[Split], read: BoundedRead) -> list[Split]:
 
 
 def _at_most(split: Split, entries: int) -> Iterator[Split]:
-    """Parts of a split with at most so many entries; :meth:`Split.cut` goes by bytes."""
+    """Cut a split into parts of at most ``entries``; :meth:`Split.cut` alone cuts by bytes."""
     if split.entries <= entries:
         yield split
         return
     for part in split.cut(-(-split.entries // entries)):
         yield from _at_most(part, entries)
+
+
+# -- Filters (``pushFilters``) ---------------------------------------------------------------------
+# A filter is taken only if it can be decided exactly before a message becomes a row, because Spark
+# does not apply a taken filter again. All other filters stay with Spark. PySpark 4.0 has no classes
+# of filters, so they are looked up at their use.
+
+PUBLISH_TIME = "__publishTime"
+_CHOSEN = {"__topic": ("topics", str), "__partition": ("partitions", int), "__key": ("keys", str)}
+"""Field of :class:`Pushed` and value type of each column that can be compared."""
+_NEVER_NULL = ("__topic", "__partition")
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MS = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """The rows that the filters keep; ``None`` in a field means no limit."""
+
+    topics: frozenset[str] | None = None
+    partitions: frozenset[int] | None = None
+    keys: frozenset[str] | None = None
+    start_ms: int | None = None
+    """First publish time to keep, inclusive, milliseconds since the epoch."""
+    end_ms: int | None = None
+    """End of the publish times, exclusive, milliseconds since the epoch."""
+
+    def take(self, one: Filter) -> Pushed | None:
+        """Return this with one more filter, or ``None`` if the filter cannot be taken."""
+        column = ".".join(getattr(one, "attribute", ()))
+        if isinstance(one, datasource.IsNotNull):
+            return self if column in _NEVER_NULL else None
+        if isinstance(one, datasource.In) and column in _CHOSEN:
+            return self._one_of(column, one.value)
+        if isinstance(one, datasource.EqualTo) and column in _CHOSEN:
+            return self._one_of(column, [one.value])
+        if column == PUBLISH_TIME:
+            return self._published(one)
+        return None
+
+    def _one_of(self, column: str, values: Collection[object]) -> Pushed | None:
+        name, kind = _CHOSEN[column]
+        # In SQL, nothing equals null.
+        wanted = frozenset(value for value in values if value is not None)
+        if not all(type(value) is kind for value in wanted):
+            return None
+        before = getattr(self, name)
+        left: dict[str, Any] = {name: wanted if before is None else before & wanted}
+        return replace(self, **left)
+
+    def _published(self, one: Filter) -> Pushed | None:
+        value = getattr(one, "value", None)
+        if not isinstance(value, datetime) or value.tzinfo is None:
+            return None
+        since = value - _EPOCH
+        # Publish times are whole milliseconds: the first one at or after the value, and the first
+        # after it.
+        not_before, behind = -(-since // _MS), since // _MS + 1
+        if isinstance(one, datasource.GreaterThanOrEqual):
+            return self._between(not_before, None)
+        if isinstance(one, datasource.GreaterThan):
+            return self._between(behind, None)
+        if isinstance(one, datasource.LessThan):
+            return self._between(None, not_before)
+        if isinstance(one, datasource.LessThanOrEqual):
+            return self._between(None, behind)
+        return self._between(not_before, behind) if isinstance(one, datasource.EqualTo) else None
+
+    def _between(self, start_ms: int | None, end_ms: int | None) -> Pushed:
+        starts = [ms for ms in (self.start_ms, start_ms) if ms is not None]
+        ends = [ms for ms in (self.end_ms, end_ms) if ms is not None]
+        return replace(self, start_ms=max(starts, default=None), end_ms=min(ends, default=None))
+
+    def of(self, stretches: Iterable[Split]) -> list[Split]:
+        """Return the stretches that may contain messages to keep."""
+        if self.keys is not None and not self.keys:
+            return []
+        if self.start_ms is not None and self.end_ms is not None and self.start_ms >= self.end_ms:
+            return []
+        return [
+            one
+            for one in stretches
+            if (self.topics is None or one.topic_partition.topic in self.topics)
+            and (self.partitions is None or one.topic_partition.partition in self.partitions)
+        ]

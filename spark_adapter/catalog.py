@@ -1,4 +1,4 @@
-"""Topics as tables: of a namespace a database, of a topic a table ``USING keyshard``.
+"""Topics as tables: a namespace becomes a database, a topic a table ``USING keyshard``.
 
 ::
 
@@ -8,8 +8,8 @@
     spark.sql("SELECT * FROM `public/default`.orders")
     spark.readStream.option("subscription", "billing").table("`public/default`.orders")
 
-Tables have the columns that their topics have at the sync; what is new, changed or gone since is
-seen at the next one.
+A table has the columns that its topic had at the last sync. The next sync finds new, changed and
+deleted topics.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from typing import TYPE_CHECKING
 from pyspark.errors import PySparkTypeError
 
 from keyshard import KeyShardSource
-from keyshard.broker.port import Admin
+from keyshard.broker.admin.port import Admin
 from keyshard.broker.schemas import asked_first
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import is_system_topic
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.redaction import Secret, shown
-from spark_adapter.bounded_options import parse_bounded
-from spark_adapter.catalog_plan import TableName, columns_alike, named, steps
-from spark_adapter.options import parse_options
-from spark_adapter.session_catalog import SessionCatalog
+from spark_adapter.option_parsing import parse_bounded, parse_options
+from spark_adapter.session_catalog import SessionCatalog, TableName, columns_alike, named, steps
 from spark_adapter.structure import plan_of, schema_of
 from spark_adapter.table_options import (
     check_takes_no_filters,
@@ -41,7 +39,7 @@ from spark_adapter.table_options import (
     of_streams,
     with_options,
 )
-from spark_adapter.wording import told_to_spark
+from spark_adapter.wording import as_spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -50,21 +48,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _TOPICS = {"topic", "topics", "topicspattern"}
 _one_at_a_time = threading.Lock()
-"""Of this process, which has the only driver of its JVM: what one sync makes another would, too."""
+"""Runs one sync at a time. This process is the only driver of its JVM, so a lock is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What a sync did. Tables are named as SQL does."""
+    """The result of a sync. Tables are named as in SQL."""
 
     created: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
-    """Other columns or options than before."""
+    """Tables whose columns or options have changed."""
     dropped: tuple[str, ...] = ()
     raw: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Tables of bytes, because the schema of their topic cannot be columns: and why."""
+    """Reasons by table whose ``value`` is bytes, because its schema cannot become columns."""
     left: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Topics and namespaces that have no table: and why."""
+    """Reasons by topic or namespace that has no table."""
 
 
 def sync(
@@ -74,59 +72,62 @@ def sync(
     *,
     options: Mapping[str, str] | None = None,
 ) -> Synced:
-    """Make the tables of a session's catalog those of the topics there are now.
+    """Create, change and drop tables so that the session's catalog matches the topics.
 
-    Every topic is looked at before a table is touched. Tables that a sync with the same
-    ``service.url`` did not make are left alone. System topics (``__...``) have none.
+    The sync reads every topic before it changes a table. It leaves tables alone that no sync with
+    the same ``service.url`` made. System topics (``__...``) get no table.
 
     Args:
-        spark: A session; all of its application have the same catalog.
-        tenants: Whose namespaces, each a database ``tenant/namespace``.
-        namespaces: Instead of all: these, as ``tenant/namespace``.
-        options: How tables are read, as ``format("keyshard")`` has them: ``admin.url``, which is
-            needed, and others; those of streams count for streams, those of batch reads for batch
-            reads, and both before what a query says itself. Columns of tables show them.
+        spark: A session. All sessions of its application share the catalog.
+        tenants: Tenants whose namespaces become databases ``tenant/namespace``.
+        namespaces: Only these namespaces, as ``tenant/namespace``, instead of ``tenants``.
+        options: Options of the tables, as for ``format("keyshard")``; ``admin.url`` is required.
+            Streams ignore options of batch reads, and batch reads ignore options of streams.
+            Options of a query override them. The columns of the tables show them.
 
     Raises:
-        ConfigError: An option or a name is wrong, an option is a secret itself, or the session's
+        ConfigError: An option or a name is wrong, an option contains a secret, or the session's
             catalog cannot have such tables.
-        BrokerError: The admin interface does not answer, or refuses: nothing was changed.
+        BrokerError: The admin interface does not answer, or refuses. Nothing has changed.
     """
-    with told_to_spark():
+    with as_spark_error():
         if getattr(spark, "_jvm", None) is None:
             raise ConfigError(
-                "catalog.sync() needs the process that has the SparkContext; this session is one "
-                "of Spark Connect. Run it on the server, or read topics with format('keyshard')."
+                "catalog.sync() needs the process of the SparkContext, but this session uses "
+                "Spark Connect. Run it on the server, or read topics with format('keyshard')."
             )
         given = {str(name): str(text) for name, text in (options or {}).items()}
         source = _checked(given)
         catalog = SessionCatalog(spark, source.service_url)
-        scope = _Scope.of(tenants, namespaces)
+        scope = _Namespaces.of(tenants, namespaces)
         with _one_at_a_time:
             topics = _topics(source.how_to_connect(), scope)
             return _Sync(catalog, source, given).run(scope, topics)
 
 
 @dataclass(frozen=True)
-class _Scope:
-    """Which databases a sync is about."""
+class _Namespaces:
+    """The databases of a sync."""
 
     tenants: Sequence[str]
     namespaces: Sequence[str] | None
 
     @classmethod
-    def of(cls, tenants: Sequence[str], namespaces: Sequence[str] | None) -> _Scope:
+    def of(cls, tenants: Sequence[str], namespaces: Sequence[str] | None) -> _Namespaces:
         scope = cls(_several(tenants), None if namespaces is None else _several(namespaces))
         for tenant in scope.tenants:
             if not tenant or "/" in tenant:
-                raise ConfigError(f"tenants has {shown(tenant)}, which is no name of a tenant.")
+                raise ConfigError(
+                    f"tenants contains {shown(tenant)}, which is not the name of a tenant. "
+                    "Correct it."
+                )
         for one in scope.namespaces or ():
             if one.count("/") != 1 or not all(one.split("/")):
-                raise ConfigError(f"namespaces has {shown(one)}. Write 'tenant/namespace'.")
+                raise ConfigError(f"namespaces contains {shown(one)}. Write 'tenant/namespace'.")
         return scope
 
     def has(self, namespace: str | None) -> bool:
-        """Whether it is about a namespace, also one that is gone."""
+        """Whether the sync covers a namespace, which may be deleted."""
         if namespace is None:
             return False
         if self.namespaces is not None:
@@ -139,10 +140,13 @@ def _several(names: Sequence[str]) -> Sequence[str]:
 
 
 def _checked(options: Mapping[str, str]) -> KeyShardSource:
-    """What the options of tables say, of a topic that stands for all."""
+    """Check the options of the tables with a topic name that stands for all topics."""
     for name in options:
         if name.lower() in _TOPICS:
-            raise ConfigError(f"Option {name!r} is not one of all tables: each has its topic.")
+            raise ConfigError(
+                f"Option {name!r} cannot be set for all tables, because each table has its own "
+                "topic. Remove it."
+            )
     check_takes_no_filters(
         parse_bounded({"topic": "any"} | {n: text for n, text in options.items() if of_batches(n)})
     )
@@ -152,13 +156,16 @@ def _checked(options: Mapping[str, str]) -> KeyShardSource:
     )
     connection = source.how_to_connect()
     if connection.admin_url is None:
-        raise ConfigError("The admin interface lists the topics. Set admin_url in options.")
+        raise ConfigError(
+            "catalog.sync() needs the admin interface, which lists the topics. Set admin_url in "
+            "options."
+        )
     said = connection.authentication
     values = [getattr(said, one.name) for one in dataclasses.fields(said)] if said else []
     if any(isinstance(value, Secret) for value in values) or "@" in connection.admin_url:
         raise ConfigError(
-            "options has a secret itself, which the columns of tables would show, and files that "
-            "are written from them. Name a file or an environment variable: authParams "
+            "options contains a secret, which would be visible in the tables and in files that "
+            "are written from them. Use a file or an environment variable instead: authParams "
             "'file:///path', 'env:NAME', or oauth2 with privateKey."
         )
     return source
@@ -169,8 +176,8 @@ def _subscribed(options: Mapping[str, str]) -> dict[str, str]:
     return {} if has else {"subscription": "any"}
 
 
-def _topics(connection: Connection, scope: _Scope) -> dict[str, list[str]]:
-    """Full names of topics by namespace; no change of the catalog is based on half of them."""
+def _topics(connection: Connection, scope: _Namespaces) -> dict[str, list[str]]:
+    """List full topic names by namespace; any failed request fails the sync."""
 
     def listed(admin: Admin) -> dict[str, list[str]]:
         names = scope.namespaces
@@ -182,7 +189,7 @@ def _topics(connection: Connection, scope: _Scope) -> dict[str, list[str]]:
 
 
 class _Sync:
-    """One run."""
+    """One run of a sync."""
 
     def __init__(
         self, catalog: SessionCatalog, source: KeyShardSource, options: Mapping[str, str]
@@ -194,7 +201,7 @@ class _Sync:
         self._raw: dict[str, str] = {}
         self._left: dict[str, str] = {}
 
-    def run(self, scope: _Scope, topics: Mapping[str, Sequence[str]]) -> Synced:
+    def run(self, scope: _Namespaces, topics: Mapping[str, Sequence[str]]) -> Synced:
         before = self._catalog.databases()
         databases = self._named(topics)
         for database, namespace in tuple(databases.items()):
@@ -236,16 +243,16 @@ class _Sync:
 
     def _taken(self, what: str) -> str:
         return (
-            f"a {what} is there that no sync with {self._source.service_url} made of it. Drop it, "
-            "or give it another name"
+            f"a {what} exists that no sync with {self._source.service_url} created. Drop it, or "
+            "rename it"
         )
 
     def _named(self, originals: Iterable[str]) -> dict[str, str]:
-        """Originals by the name they have; those without one are noted."""
+        """Return originals by their name in the catalog; note those without a name."""
         found, left = named(originals, case_sensitive=self._catalog.case_sensitive)
         for one in left:
             self._left[one] = (
-                "another one differs from it in case only, which Spark does not tell apart. Set "
+                "another name differs only in case, and Spark ignores case. Set "
                 "spark.sql.caseSensitive to true"
             )
         return found
@@ -259,7 +266,7 @@ class _Sync:
             options = {**self._options, "topic": by_name[own]}
             try:
                 source = dataclasses.replace(self._source, topics=[by_name[own]])
-            except ConfigError as exc:  # one that Pulsar takes must not cost all others
+            except ConfigError as exc:  # one bad topic name must not fail the sync
                 self._left[by_name[own]] = exc.message
                 continue
             columns, why = self._columns(source)
@@ -270,7 +277,7 @@ class _Sync:
             self._schemas[name] = with_options(columns, options)
 
     def _columns(self, source: KeyShardSource) -> tuple[StructType, str]:
-        """The columns of a topic, and why they are its bytes where it has a schema."""
+        """Return the columns of a topic and, if its schema cannot be columns, the reason."""
         try:
             columns = schema_of(plan_of(source), source.metadata_columns)
         except (SchemaError, PySparkTypeError) as exc:
@@ -278,7 +285,7 @@ class _Sync:
         twice = columns_alike(columns.names, case_sensitive=self._catalog.case_sensitive)
         if twice is not None:
             raw = schema_of(None, source.metadata_columns)
-            return raw, f"column {twice!r} differs from another one in case only"
+            return raw, f"column {twice!r} differs from another column only in case"
         return columns, ""
 
 

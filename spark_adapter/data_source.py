@@ -1,33 +1,38 @@
-"""``format("keyshard")``: the data source that Spark looks up by name."""
+"""``format("keyshard")``: the data source that Spark finds by its name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from pyspark.sql.datasource import DataSource
+from pyspark.sql.datasource import DataSource, DataSourceArrowWriter
 from pyspark.sql.types import StructType
 
 from keyshard import KeyShardSource
 from keyshard.errors import ConfigError
 from keyshard.reading.decoding_plan import Decoding
 from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader
-from spark_adapter.bounded_options import is_of_streams, parse_bounded
-from spark_adapter.options import parse_options
-from spark_adapter.stream_reader import KeyShardStreamReader
+from spark_adapter.option_parsing import is_of_streams, parse_bounded, parse_options
+from spark_adapter.preflight import FILTERS, STREAM_WRITES, STREAMS, check_has
 from spark_adapter.structure import Rows, needs_no_schema, plan_of, rows_of, schema_of
 from spark_adapter.table_options import check_takes_no_filters, is_table, options_of
-from spark_adapter.wording import told_in_short, told_to_spark
+from spark_adapter.wording import as_spark_error, concise_errors
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import DataSourceStreamArrowWriter
+
+    from spark_adapter.stream_reader import KeyShardStreamReader
+    from spark_adapter.topic_writer import TopicWrite
 
 
 class KeyShardDataSource(DataSource):
-    """Pulsar topics: as a stream over hash ranges, or what they hold as a batch."""
+    """Pulsar topics as a stream over hash ranges or as a bounded batch, and a topic to write to."""
 
     _plan: Decoding | None = None
-    """What :meth:`schema` found: Spark takes this object along to where readers are made."""
+    """Result of :meth:`schema`. Spark pickles this object to the processes that make readers."""
     _planned = False
-    """Whether the schemas of the topics were asked for."""
+    """Whether ``_plan`` is set."""
 
     @classmethod
     def name(cls) -> str:
@@ -35,16 +40,18 @@ class KeyShardDataSource(DataSource):
         return "keyshard"
 
     def schema(self) -> StructType:
-        """What a query has that names no columns; wrong options are refused at once."""
-        with told_in_short():
+        """Return the columns of a query that names none, and refuse wrong options at once."""
+        with concise_errors():
             source = _source_of(self.options)
-        with told_to_spark():
+        with as_spark_error():
             return schema_of(self._planned_for(source), source.metadata_columns)
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
-        """The reader of one batch; plans when Spark asks for partitions."""
-        with told_in_short():
+        """Return the reader of a batch. It plans when Spark asks for partitions."""
+        with concise_errors():
             read = parse_bounded(options_of(schema, self.options))
+            if read.pushes_filters:
+                check_has(FILTERS)
             if is_table(schema, self.options):
                 check_takes_no_filters(read)
         rows = self._rows(read.source, schema)
@@ -52,55 +59,82 @@ class KeyShardDataSource(DataSource):
         return kind(replace(read, source=rows.source_of(read.source)), rows)
 
     def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
-        """The reader of one query; connects when Spark asks for the first offset."""
-        with told_in_short():
+        """Return the reader of a stream. It connects when Spark asks for the first offset."""
+        with concise_errors():
+            check_has(STREAMS)
             source = parse_options(options_of(schema, self.options, stream=True))
+        from spark_adapter.stream_reader import KeyShardStreamReader  # noqa: PLC0415 - see above
+
         rows = self._rows(source, schema)
         return KeyShardStreamReader(rows.source_of(source), rows)
 
-    def writer(self, schema: StructType, overwrite: bool) -> NoReturn:  # noqa: ARG002
-        """Refuses to write."""
-        raise self._reads_only()
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        """Return the writer of a DataFrame. Its tasks connect."""
+        from spark_adapter.topic_writer import KeyShardBatchWriter  # noqa: PLC0415 - for writes
 
-    def streamWriter(self, schema: StructType, overwrite: bool) -> NoReturn:  # noqa: ARG002, N802
-        """Refuses to write."""
-        raise self._reads_only()
+        with as_spark_error():
+            if overwrite:
+                raise ConfigError(
+                    "keyshard cannot write with mode('overwrite'), because it does not "
+                    "delete messages of a topic. Use mode('append')."
+                )
+            return KeyShardBatchWriter(self._write(schema))
 
-    def _reads_only(self) -> ConfigError:
-        return ConfigError(
-            f"format({self.name()!r}) of keyshard is a source for reading only; no save mode or "
-            "option makes it write. To write to a topic, send the rows with a producer of "
-            "pulsar-client: of a DataFrame in foreachPartition, of a stream in foreachBatch."
-        )
+    def streamWriter(  # noqa: N802 - Spark's name
+        self, schema: StructType, overwrite: bool
+    ) -> DataSourceStreamArrowWriter:
+        """Return the writer of a micro-batch. Its tasks connect."""
+        with as_spark_error():
+            check_has(STREAM_WRITES)
+            from spark_adapter.stream_writer import KeyShardStreamWriter  # noqa: PLC0415 - see above
+
+            if overwrite:
+                raise ConfigError(
+                    "keyshard cannot write with outputMode('complete'), because it does "
+                    "not delete messages of a topic. Use outputMode('append') or 'update'."
+                )
+            return KeyShardStreamWriter(self._write(schema))
+
+    def _write(self, schema: StructType) -> TopicWrite:
+        """Parse the options of a write."""
+        from spark_adapter.topic_writer import TopicWrite  # noqa: PLC0415 - for writes
+        from spark_adapter.write_options import parse_write  # noqa: PLC0415
+
+        return TopicWrite(parse_write(self.options, schema))
 
     def _rows(self, source: KeyShardSource, schema: StructType) -> Rows:
-        """The conversion of rows to the columns of a query."""
-        with told_to_spark():
+        """Return the conversion of rows to the columns of a query."""
+        with as_spark_error():
             if needs_no_schema(schema, source.malformed):
                 return rows_of(schema, None)
             return rows_of(schema, self._planned_for(source))
 
     def _planned_for(self, source: KeyShardSource) -> Decoding | None:
-        """The plan of a query, by the schemas that its topics declare; they are asked for once."""
+        """Return the decoding plan for the declared schemas; the first call asks the broker."""
         if not self._planned:
             self._plan, self._planned = plan_of(source), True
         return self._plan
 
 
 def _source_of(options: Mapping[str, str]) -> KeyShardSource:
-    """What is read. Spark does not tell how: a stream has options that no batch read has."""
+    """Parse options to a source. Spark does not say whether the query is a stream.
+
+    Options that only a stream has mark a stream.
+    """
     if {"owner", "provider"} <= {name.lower() for name in options}:
         raise ConfigError(
-            "Spark gives the options of a table to nobody who reads it: CREATE TABLE ... USING "
-            "keyshard cannot work. Let spark_adapter.catalog.sync make tables."
+            "CREATE TABLE ... USING keyshard is not supported, because Spark hides the options "
+            "of a table from its data source. Create tables with spark_adapter.catalog.sync."
         )
     of_streams = [name for name in options if is_of_streams(name)]
     if of_streams and "subscription" not in {name.lower() for name in options}:
         raise ConfigError(
-            f"Option 'subscription' is missing: option {of_streams[0]!r} is one of a stream "
-            "(spark.readStream), which has to name the Pulsar subscription that holds its backlog. "
-            "A batch read has neither of them. Add 'subscription', or remove what is of streams."
+            f"Option 'subscription' is missing, but option {of_streams[0]!r} belongs to streams "
+            "(spark.readStream). A stream needs the subscription that holds its backlog; a "
+            "batch read has neither option. Set 'subscription', or remove the options of "
+            "streams."
         )
     if of_streams:
+        check_has(STREAMS)
         return parse_options(options)
     return parse_bounded(options).source

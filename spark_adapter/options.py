@@ -1,228 +1,473 @@
-"""Options of ``format("keyshard")``: from Spark's texts to a source, and back."""
+"""The options of ``format("keyshard")``. ``docs/options.md`` is generated from this table."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
-from keyshard import Connection, KeyShardSource
-from keyshard.config.connection_names import fields_of, names_of
-from keyshard.config.field_types import of_type
-from keyshard.config.source import SHORTHANDS
-from keyshard.core.option_checks import did_you_mean
-from keyshard.core.position.bounds import (
-    Edge,
-    bound_text,
-    parse_offsets,
-    parse_start,
-    parse_time,
+from keyshard.core.metadata_columns import METADATA_COLUMNS
+
+_METADATA = ", ".join(f"`{name}`" for name in METADATA_COLUMNS)
+
+
+class Option(NamedTuple):
+    """One option: its Spark name, its field of KeyShardSource, and its meaning."""
+
+    name: str
+    field: str
+    meaning: str
+
+
+OPTIONS = (
+    Option(
+        "service.url",
+        "service_url",
+        "URL of the broker. It may name several hosts: `pulsar://a:6650,b:6650`.",
+    ),
+    Option(
+        "admin.url",
+        "admin_url",
+        "URL of the admin REST interface, `http://host:port`. Optional. With it, keyshard checks "
+        "that topics exist, stores the cluster name in the checkpoint, reads the limits of the "
+        "broker, and names the other client in a conflict.",
+    ),
+    Option(
+        "topic",
+        "topics",
+        "One topic. Give exactly one of `topic`, `topics` and `topicsPattern`.",
+    ),
+    Option("topics", "topics", "Several topics, separated by commas."),
+    Option(
+        "topicsPattern",
+        "topics_pattern",
+        "Topics whose whole name matches a Python regular expression: `regex` (in "
+        "`public/default`), `tenant/namespace/regex` or `persistent://tenant/namespace/regex`. "
+        "The name excludes the partition suffix. System topics (`__...`) never match. Needs "
+        "`admin.url`.",
+    ),
+    Option(
+        "partitionDiscoveryIntervalMillis",
+        "discovery_interval_ms",
+        "Interval of the discovery of topics and topic partitions, milliseconds. Topics found "
+        "while the query runs are read from their beginning.",
+    ),
+    Option(
+        "subscription",
+        "subscription",
+        "Subscription of the query; it holds the backlog. **Required.** Only one query at a time "
+        "may use it.",
+    ),
+    Option(
+        "queryName",
+        "name",
+        "Name of the query in `keyshard status` and its other commands. Default: the "
+        "subscription. Spark does not pass on the `queryName` of `writeStream`.",
+    ),
+    Option(
+        "transport",
+        "transport",
+        "Implementation that connects to brokers. `wire`: keyshard's own implementation of "
+        "Pulsar's binary protocol, which costs less. `client`: pulsar-client. `auto`: `wire`.",
+    ),
+    Option(
+        "parallelism",
+        "parallelism",
+        "Number of hash ranges, and so most Spark tasks of a batch, for any number of topic "
+        "partitions. You may change it between runs.",
+    ),
+    Option(
+        "startingOffsets",
+        "starting_position",
+        "Start of a subscription that does not exist yet: `earliest`, `latest`, or, with "
+        '`admin.url`, JSON with a position for each topic partition: `{"orders-partition-0": '
+        '"7:120"}`. A checkpoint takes precedence, then an existing subscription. For batch '
+        "reads, see below.",
+    ),
+    Option(
+        "startingTime",
+        "starting_position",
+        "Alternative to `startingOffsets`, with `admin.url`: a publish time, ISO 8601 with its "
+        "zone (`2026-11-21T08:00:00+01:00`) or milliseconds since 1970. The stream begins at the "
+        "entry that the broker finds for this time.",
+    ),
+    Option(
+        "maxOffsetsPerTrigger",
+        "batch_rows_max",
+        "Most rows of a micro-batch. They are divided among topic partitions by their available "
+        "rows. Default: all received rows, up to half of the window.",
+    ),
+    Option(
+        "maxBytesPerTrigger",
+        "batch_bytes_max",
+        "Most payload bytes of a micro-batch. A single larger entry forms a batch alone.",
+    ),
+    Option(
+        "minOffsetsPerTrigger",
+        "batch_rows_min",
+        "Fewest rows of a micro-batch. With fewer rows, the query waits until `maxTriggerDelay` "
+        "or until the window is full.",
+    ),
+    Option(
+        "maxTriggerDelay",
+        "batch_delay_max_ms",
+        "Longest wait for `minOffsetsPerTrigger`: a number with a unit (`500ms`, `30s`, `15m`, "
+        "`1h`), or milliseconds.",
+    ),
+    Option(
+        "tasksPerBatch",
+        "batch_tasks",
+        "Tasks of each micro-batch, at most `parallelism`. Default: as few as the rows are worth. "
+        "The first batch has one task for 50,000 rows or 8 MiB; later ones follow the time that "
+        "the previous batch took. The wait for the next trigger does not count if the "
+        "trigger interval is a second or longer.",
+    ),
+    Option(
+        "onMisrouted",
+        "on_misrouted",
+        "`warn` or `fail`, if a message is outside the range that received it. Then its producer "
+        "batches by default instead of by key, and the order per key is lost.",
+    ),
+    Option(
+        "onCorrupt",
+        "on_corrupt",
+        "Action if an entry cannot be read. `fail`: the query ends before the entry. `skip`: "
+        "keyshard acknowledges the entry, leaves it out and counts it in `corruptSkipped`. "
+        "`transport` `client` refuses `skip`, because pulsar-client skips such entries silently.",
+    ),
+    Option(
+        "onEncrypted",
+        "on_encrypted",
+        "Action if a message is encrypted. `fail`: the query ends before it with "
+        "`KEYSHARD_ENCRYPTED_MESSAGE`. `skip`: keyshard acknowledges its entry, leaves it out and "
+        "counts it in `encryptedSkipped`. `transport` `client` refuses `skip`, because its "
+        "consumers stall behind encrypted batches.",
+    ),
+    Option(
+        "valueFormat",
+        "value_format",
+        "`auto`: the fields of the topic's schema are columns; a primitive type is the column "
+        "`value`; without a schema, `value` is the bytes. `raw`: `value` is always the bytes. See "
+        "[Structured values](#structured-values).",
+    ),
+    Option(
+        "mode",
+        "malformed",
+        "Action if a value does not fit the schema. `FAILFAST`: the query ends, and the error "
+        "names topic, message, field and reason. `PERMISSIVE`: the columns are null, and column "
+        "`_corrupt_record` has the bytes. `DROPMALFORMED`: the row is left out; to find such "
+        "rows, keyshard decodes every value. With `valueFormat` `raw`, every value fits.",
+    ),
+    Option(
+        "metadataColumns",
+        "metadata_columns",
+        f"Further columns, separated by commas: {_METADATA}. They cost nothing unless "
+        "you name them, here or in `.schema(...)`. See [Columns](#columns).",
+    ),
+    Option(
+        "windowMaxRows",
+        "window_rows_max",
+        "Most rows that are received and not committed, over all ranges. By default "
+        "`windowMaxBytes` and the broker's limits on unacknowledged messages are reached first: "
+        "keyshard holds at most nine tenths of 200,000 rows of a topic partition.",
+    ),
+    Option("windowMaxBytes", "window_bytes_max", "Most memory of these rows, bytes."),
+    Option(
+        "workers",
+        "workers",
+        "Processes that host the consumers. `embedded`: the driver process of the query. "
+        "`processes:4`: four processes on the driver's machine. `spark:4`: four executors, "
+        "started with `spark_adapter.start_workers(spark, 4)`; tasks fetch rows from them. "
+        "`ray:4` or `ray:4?num_cpus=1`: four actors of a Ray cluster. Packages may add other "
+        "backends.",
+    ),
+    Option(
+        "workerHost",
+        "worker_host",
+        "Address of the driver's machine that executors can reach. The default serves local mode "
+        "only.",
+    ),
+    Option(
+        "metrics.port",
+        "metrics_port",
+        "Port on the driver that serves [metrics](metrics.md) of the query for Prometheus, with "
+        "`/livez` and `/readyz`. 0 takes a free one, which the log names. Default: no server.",
+    ),
+    Option(
+        "metrics.host",
+        "metrics_host",
+        "Address that this server binds. `0.0.0.0` if other machines must reach it.",
+    ),
+    Option(
+        "ui.port",
+        "ui_port",
+        "Port on the driver that serves the [page](page.md) of the query. 0 takes a free one, "
+        "which the log names. Needs `keyshard[ui]` on the driver. Default: no page.",
+    ),
+    Option(
+        "ui.host",
+        "ui_host",
+        "Address that the page binds. If other machines can reach it, `ui.token` is required.",
+    ),
+    Option(
+        "ui.token",
+        "ui_token",
+        "Token that a browser has to give, at least 16 characters.",
+    ),
+    Option(
+        "telemetry",
+        "telemetry",
+        "Whether each micro-batch is a [span of OpenTelemetry](operating.md#traces-with-"
+        "opentelemetry), made in the stream process on the driver. Needs `keyshard[otel]` there.",
+    ),
+    Option(
+        "subscribeTimeoutMillis",
+        "subscribe_timeout_ms",
+        "Longest wait for ranges that another client still holds, such as a crashed run.",
+    ),
+    Option(
+        "operationTimeoutMillis",
+        "operation_timeout_ms",
+        "Longest time of a request to the broker, and of connecting when a query continues from "
+        "its checkpoint; whole seconds. A first start gives up within 5 s.",
+    ),
+    Option(
+        "availableNowTimeoutMillis",
+        "available_now_timeout_ms",
+        "With `trigger(availableNow=True)`: longest wait for a row, or for the proof that no more "
+        "rows come.",
+    ),
+    Option(
+        "settleAfterMillis",
+        "settle_after_ms",
+        "If the broker reports an entry as acknowledged that this query never received: the time "
+        "after which keyshard resolves this ack gap. Needs `admin.url`.",
+    ),
+    Option(
+        "maxCheckpointBytes",
+        "checkpoint_bytes_max",
+        "Size of a checkpoint at which the fast ranges of a topic partition wait for the slow "
+        "ones.",
+    ),
+    Option(
+        "failOnDataLoss",
+        "fail_on_data_loss",
+        "`true`: the query fails if entries of a planned batch are no longer stored, or if "
+        "another client acknowledged entries that no batch contains. `false`: it logs a warning, "
+        "counts them in `entriesLost`, and continues.",
+    ),
 )
-from keyshard.errors import ConfigError
-from keyshard.redaction import shown
-from spark_adapter.option_table import BATCH_OPTIONS, CLIENT, CONNECTION_OPTIONS, OPTIONS, Option
 
-_UNITS_MS = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000}
-_DURATION = re.compile(r"(?P<number>[0-9]{1,18})\s*(?P<unit>ms|s|m|min|h|)")
-_BY_NAME = {option.name.lower(): option for option in OPTIONS}
-_OF_BATCHES = {option.name.lower(): option for option in BATCH_OPTIONS}
-_INTEGERS, _BOOLEANS = of_type(KeyShardSource, int), of_type(KeyShardSource, bool)
+OF_BATCHES_TOO = frozenset({
+    "service.url", "admin.url", "topic", "topics", "topicsPattern", "transport",
+    "startingOffsets", "startingTime", "operationTimeoutMillis", "failOnDataLoss", "valueFormat",
+    "mode", "metadataColumns",
+})  # fmt: skip
+"""Options above that a batch read also has, besides :data:`CONNECTION_OPTIONS`."""
+_OFFSETS = (
+    "`earliest`, `latest`, or JSON with a position for each topic partition: "
+    '`{"orders-partition-0": "7:120", "orders-partition-1": "8:3:17"}`. A position is '
+    "`ledger:entry`, `ledger:entry:index`, or one of the two words. "
+)
+BATCH_OPTIONS = (
+    Option(
+        "startingOffsets",
+        "start",
+        f"First message that is read: {_OFFSETS}Default `earliest`.",
+    ),
+    Option(
+        "endingOffsets",
+        "end",
+        f"First message that is not read any more: {_OFFSETS}"
+        "Default `latest`: behind the messages that are stored when the read is planned, once for "
+        "each `load()`.",
+    ),
+    Option(
+        "startingTime",
+        "start",
+        "Alternative to `startingOffsets`: first publish time, ISO 8601 with its zone "
+        "(`2026-11-21T08:00:00+01:00`) or milliseconds since 1970.",
+    ),
+    Option(
+        "endingTime",
+        "end",
+        "Alternative to `endingOffsets`: first publish time that is not read any more.",
+    ),
+    Option(
+        "maxTimeDisorder",
+        "disorder_max_s",
+        "How far publish times go back within a topic partition at most, such as `1h`. With it, "
+        "keyshard reads only entries that may match the times. Without it, keyshard scans all "
+        "stored entries, because publish times are not in the order of entries. If the real "
+        "disorder is larger, rows are missing.",
+    ),
+    Option(
+        "minPartitions",
+        "partitions_min",
+        "Fewest Spark partitions, for any number of topic partitions. They are cut between "
+        "entries, with about equal bytes. Default: one for each 32 MiB, and at least one for each "
+        "topic partition.",
+    ),
+    Option(
+        "maxRowsPerPartition",
+        "rows_max",
+        "Most rows of a Spark partition. It counts entries: a producer batch counts as one row.",
+    ),
+    Option(
+        "keys",
+        "keys",
+        'Only messages with one of these keys, a JSON list: `["k1", "k2"]`. Others are dropped '
+        "before columns are built.",
+    ),
+    Option(
+        "segments",
+        "segments",
+        "Where closed ledgers are read. `broker`: by the broker, the default. `auto`: straight "
+        "from bookies, and by the broker what bookies cannot return. `bookies`: as `auto`, but "
+        "the read fails if no bookie returns an entry. See below.",
+    ),
+    Option(
+        "bookies.map",
+        "bookies_map",
+        'Addresses of bookies that are not reached under their names, JSON: `{"bookie-0:3181": '
+        '"10.0.0.1:3181"}`.',
+    ),
+    Option(
+        "bookies.trustCertsFilePath",
+        "bookies_trust_certs_file_path",
+        "PEM file of the authorities of bookies. With it, bookies are read over TLS.",
+    ),
+    Option(
+        "bookies.certificateFilePath",
+        "bookies_certificate_file_path",
+        "PEM file of the client certificate for bookies.",
+    ),
+    Option(
+        "bookies.keyFilePath",
+        "bookies_key_file_path",
+        "PEM file of its key, without a passphrase.",
+    ),
+    Option(
+        "bookies.hostnameVerification",
+        "bookies_hostname_verification",
+        "Whether the certificate of a bookie must name the host of its address. Default `true`.",
+    ),
+    Option(
+        "readReports",
+        "report_to",
+        "Id of a `spark_adapter.ReadReports`, which collects what tasks got from bookies and what "
+        "from the broker. See below.",
+    ),
+    Option(
+        "pushFilters",
+        "pushes_filters",
+        "Whether filters of the query on `__topic`, `__partition`, `__key` (`=`, `IN`) and "
+        "`__publishTime` reduce the read. Default `false`. **Use each `load()` for one query "
+        "only.** Needs `spark.sql.python.filterPushdown.enabled`; see below.",
+    ),
+)
+"""Options of batch reads: those that only a batch read has, and where it starts."""
 
+SINK_OPTIONS = (
+    Option("topic", "topic", "The topic to write to, unless column `__topic` names it."),
+    Option(
+        "service.url",
+        "service_url",
+        "URL of the broker. The options `pulsar.client.*` are those of a read.",
+    ),
+    Option(
+        "admin.url",
+        "admin_url",
+        "URL of the admin REST interface. With it, keyshard checks before the first row that the "
+        "broker deduplicates the topic.",
+    ),
+    Option(
+        "valueFormat",
+        "value_format",
+        "`auto`, `raw`, `json`, `avro` or `protobuf`: encoding of the columns of the value.",
+    ),
+    Option(
+        "registerSchema",
+        "register_schema",
+        "Whether a schema, made of the columns, is registered for a topic without one.",
+    ),
+    Option("deliveryGuarantee", "delivery_guarantee", "`exactly-once` or `at-least-once`."),
+    Option(
+        "sinkId",
+        "sink_id",
+        "First part of the producer names; the ids of the query (or of the write) and of the Spark "
+        "partition follow. A value that you give belongs to one streaming query of a topic.",
+    ),
+    Option(
+        "orderBy",
+        "order_by",
+        "Columns, separated by commas, that order the rows of each key. Those that are neither of "
+        "a message nor in the schema are not written.",
+    ),
+    Option("compression", "compression", "`none`, `lz4`, `zlib`, `zstd` or `snappy`."),
+    Option("entryMaxMessages", "entry_messages_max", "Most messages of an entry."),
+    Option("entryMaxBytes", "entry_bytes_max", "Most bytes of an entry before compression."),
+    Option(
+        "maxPendingBytes",
+        "pending_bytes_max",
+        "Most bytes of a task without a confirmation.",
+    ),
+    Option(
+        "sendTimeoutMillis",
+        "send_timeout_ms",
+        "Longest time until a message is confirmed, milliseconds.",
+    ),
+    Option("hashingScheme", "hashing_scheme", "Choice of the topic partition of a key."),
+    Option(
+        "staging",
+        "staging",
+        "fsspec URL of a folder where the rows of a batch are kept before they are published, so "
+        "that a repeated batch may have other rows.",
+    ),
+)
+"""Options of a write, besides :data:`CONNECTION_OPTIONS`."""
 
-def parse_options(options: Mapping[str, str], *, stream: bool = True) -> KeyShardSource:
-    """Make a source of Spark's options; names are case-insensitive.
-
-    Args:
-        options: Texts by name.
-        stream: Whether messages are acknowledged, for which a subscription has to be named.
-
-    Raises:
-        ConfigError: An option is unknown, missing, given twice or wrong; names the option.
-    """
-    fields: dict[str, Any] = {}
-    given: dict[str, str] = {}
-    client: dict[str, str] = {}
-    for name, text in options.items():
-        if name.lower().startswith(CLIENT):
-            client[name[len(CLIENT) :]] = text
-            continue
-        option = _BY_NAME.get(name.lower())
-        if option is None:
-            raise ConfigError(unknown(name))
-        if option.field in given:
-            raise ConfigError(f"Give only one of {given[option.field]!r} and {option.name!r}.")
-        given[option.field] = option.name
-        fields[option.field] = _parse(option, text)
-    if "topics" in given and "topics_pattern" in given:
-        raise ConfigError(f"Give only one of {given['topics']!r} and 'topicsPattern'.")
-    if not given.keys() & {"topics", "topics_pattern"}:
-        raise ConfigError("No topic is given. Set option 'topic', 'topics' or 'topicsPattern'.")
-    if stream and "subscription" not in fields:
-        raise ConfigError(
-            "Option 'subscription' is missing. Name the Pulsar subscription that holds the "
-            "backlog of this query."
-        )
-    try:
-        source = KeyShardSource(**_connected(fields, client))
-    except ConfigError as exc:
-        # Only the field's name at the start: what follows may be the user's own text.
-        # Spark prints causes before the error, with names that are not those of options.
-        field, space, rest = exc.message.partition(" ")
-        given |= {one.field: CLIENT + one.name for one in CONNECTION_OPTIONS}
-        raise ConfigError(given.get(field, field) + space + rest) from None
-    if source.in_memory:
-        raise ConfigError(
-            f"service.url is {shown(source.service_url)}, which lives in one process; Spark reads "
-            "in others. Give the URL of a broker: 'keyshard broker start' starts one."
-        )
-    return source
-
-
-def _connected(fields: dict[str, Any], client: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of a source; the connection is one of them where URLs do not say it."""
-    if not client:
-        return fields
-    said = fields_of(client)
-    for name in said.keys() & SHORTHANDS:
-        if fields.get(name, said[name]) != said[name]:
-            raise ConfigError(f"{name} is given together with another one in {CLIENT}*. Give one.")
-    kept = {name: value for name, value in fields.items() if name not in SHORTHANDS}
-    shorthands = {name: value for name, value in fields.items() if name in SHORTHANDS}
-    return {**kept, "connection": Connection(**shorthands, **{
-        name: value for name, value in said.items() if name not in shorthands
-    })}  # fmt: skip
-
-
-def to_options(source: KeyShardSource) -> dict[str, str]:
-    """The options that say what ``source`` says; the inverse of :func:`parse_options`.
-
-    A secret that the source holds itself, in no file or variable, is among them.
-
-    Raises:
-        ConfigError: A field without an option differs from its default, or one of several topics
-            has a comma in its name.
-    """
-    fields = {field.name: field for field in dataclasses.fields(source)}
-    if source.topics_pattern is not None:
-        options = {}
-    elif len(source.topics) == 1:
-        options = {"topic": source.topics[0]}
-    elif any("," in topic for topic in source.topics):
-        raise ConfigError(
-            "Several topics cannot be set for Spark when one has a comma in its name."
-        )
-    else:
-        options = {"topics": ",".join(source.topics)}
-    known = {option.field: option.name for option in reversed(OPTIONS)}
-    if isinstance(parse_start("starting_position", source.starting_position), int):
-        known["starting_position"] = "startingTime"
-    if source.connection is not None:
-        said = {option.name for option in CONNECTION_OPTIONS}
-        options |= {
-            CLIENT + name: text
-            for name, text in names_of(source.connection).items()
-            if name in said
-        }
-    for name, field in fields.items():
-        value = getattr(source, name)
-        if name in ("topics", "connection") or value == field.default:
-            continue
-        if name not in known:
-            raise ConfigError(f"{name} cannot be set for Spark; leave it at {field.default!r}.")
-        options[known[name]] = _text(name, value)
-    return options
-
-
-def _text(name: str, value: Any) -> str:
-    """How a field is written as an option."""
-    if name == "metadata_columns":
-        return ",".join(value)
-    return str(value).lower() if name in _BOOLEANS else str(value)
-
-
-def options_table() -> str:
-    """The table of ``docs/options.md``, in Markdown."""
-    defaults = {field.name: field.default for field in dataclasses.fields(KeyShardSource)}
-    lines = ["| option | default | meaning |", "|---|---|---|"]
-    for option in OPTIONS:
-        default = defaults[option.field]
-        none = default in (None, ()) or option.name == "startingTime"
-        shown = "" if none else f"`{default}`"
-        shown = shown.lower() if option.field in _BOOLEANS else shown
-        lines.append(f"| `{option.name}` | {shown} | {option.meaning} |")
-    plain = Connection()
-    for option in CONNECTION_OPTIONS:
-        value = getattr(plain, option.field)
-        shown = "" if value is None else f"`{str(value).lower()}`"
-        lines.append(f"| `{CLIENT}{option.name}` | {shown} | {option.meaning} |")
-    return "\n".join(lines)
-
-
-def batch_options_table() -> str:
-    """The table of what a batch read has of its own, in Markdown."""
-    lines = ["| option | meaning |", "|---|---|"]
-    lines += [f"| `{option.name}` | {option.meaning} |" for option in BATCH_OPTIONS]
-    return "\n".join(lines)
-
-
-def _parse(option: Option, text: str) -> Any:
-    if option.name in ("topics", "metadataColumns"):
-        return [part for part in (piece.strip() for piece in text.split(",")) if part]
-    if option.name in ("startingTime", "startingOffsets"):
-        return _start(option.name, text)
-    if option.field in _BOOLEANS:
-        return truth(option.name, text)
-    if option.field == "batch_delay_max_ms":
-        return milliseconds(option.name, text)
-    if option.field not in _INTEGERS:
-        return text.upper() if option.name == "mode" else text
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(
-            f"Option {option.name!r} is {shown(text)}; it must be an integer."
-        ) from None
-
-
-def _start(name: str, text: str) -> str:
-    if name == "startingTime":
-        return bound_text(parse_time(name, text))
-    start = parse_offsets(name, text)
-    return start.value if isinstance(start, Edge) else text
-
-
-def truth(name: str, text: str) -> bool:
-    """What an option says that is ``true`` or ``false``, in any case.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    if text.lower() not in ("true", "false"):
-        raise ConfigError(f"Option {name!r} is {shown(text)}; it must be true or false.")
-    return text.lower() == "true"
-
-
-def milliseconds(name: str, text: str) -> int:
-    """A length of time with its unit.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    match = _DURATION.fullmatch(text.strip().lower())
-    if match is None:
-        raise ConfigError(f"Option {name!r} is {shown(text)}; write for example '30s' or '15m'.")
-    return int(match["number"]) * _UNITS_MS[match["unit"]]
-
-
-def unknown(name: str) -> str:
-    """What is wrong with an option that a stream does not have."""
-    batch = _OF_BATCHES.get(name.lower())
-    if batch is not None:
-        return (
-            f"Option {batch.name!r} is one of a batch read (spark.read), and a stream does not "
-            "have it. Remove it."
-        )
-    hint = did_you_mean(name, [option.name for option in (*OPTIONS, *BATCH_OPTIONS)])
-    hint = f"{hint} " if hint else ""
-    return f"Option {shown(name)} is unknown. {hint}All options stand in docs/options.md."
+CLIENT = "pulsar.client."
+"""Prefix of the options that Pulsar's Java client also has."""
+CONNECTION_OPTIONS = (
+    Option(
+        "authPluginClassName",
+        "authentication",
+        "Authentication: `token`, `tls`, `oauth2` or `basic`, or the Java class name.",
+    ),
+    Option(
+        "authParams",
+        "authentication",
+        "Parameters of the authentication. token: `file:///path` (read again at every connection, "
+        "so you can renew it), `env:NAME` or `token:...`. oauth2: JSON with `issuerUrl`, "
+        "`privateKey` (a file with `client_id` and `client_secret`), `audience`, `scope`. basic: "
+        "JSON with `userId`, `password`. tls: `tlsCertFile:/path,tlsKeyFile:/path`.",
+    ),
+    Option(
+        "tlsTrustCertsFilePath",
+        "tls_trust_certs_file_path",
+        "PEM file of the trusted authorities. Default: those of the package certifi.",
+    ),
+    Option(
+        "tlsCertificateFilePath",
+        "tls_certificate_file_path",
+        "PEM file of the client certificate. Without other authentication, the certificate "
+        "identifies the query.",
+    ),
+    Option("tlsKeyFilePath", "tls_key_file_path", "PEM file of its key, without a passphrase."),
+    Option(
+        "tlsHostnameVerificationEnable",
+        "tls_hostname_verification",
+        "Whether the certificate must match the host in the URL. The Java client's default is "
+        "`false`.",
+    ),
+    Option(
+        "listenerName",
+        "listener_name",
+        "Name of the advertised listener to use (`advertisedListeners` of the broker).",
+    ),
+    Option(
+        "connectionTimeoutMs",
+        "connection_timeout_ms",
+        "Longest time to establish a connection, milliseconds.",
+    ),
+)
+"""Options of the connection; each name follows the prefix :data:`CLIENT`."""

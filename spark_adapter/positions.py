@@ -1,4 +1,4 @@
-"""Where a batch read ends and where a query is, as text for ``startingOffsets``."""
+"""Positions of batch reads and of queries, as text for ``startingOffsets``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.types import StructType
 
 from keyshard import Checkpoint
-from keyshard.coordinator.reached import positions_of
+from keyshard.coordinator.positions import positions_of
 from keyshard.core.position.bounds import parse_bound
 from keyshard.errors import CheckpointError, ConfigError, NotRunningError
 from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplit
-from spark_adapter.options import parse_options
-from spark_adapter.pulsar_options import translated
+from spark_adapter.option_parsing import parse_options
+from spark_adapter.pulsar.options import translated
 from spark_adapter.table_options import options_of
-from spark_adapter.wording import told_to_spark
+from spark_adapter.wording import as_spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -29,38 +29,38 @@ PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
 def positions(of: DataFrame | StreamingQuery) -> str:
-    """The positions at which a batch read ends, or that a query has reached, by topic partition.
+    """Return where a batch read ends, or what a query has reached, by topic partition.
 
     ::
 
         history = spark.read.format("keyshard").options(**options).load()
-        behind = spark_adapter.positions(history)  # from now on it is fixed
+        behind = spark_adapter.positions(history)  # fixes the end of the read
         ...
         spark.readStream.format("keyshard").options(**options, startingOffsets=behind, ...)
 
     Args:
-        of: A ``DataFrame`` over one batch read, whatever is computed from it; what it reads is
-            planned by this call, if it is not yet. Or a streaming query over one keyshard source,
-            running or not: everything before the positions is in its committed batches.
+        of: A ``DataFrame`` over one batch read, with any transformations; this call plans the read
+            if it is not planned yet. Or a streaming query over one keyshard source, running or
+            stopped; its committed batches contain everything before the positions.
 
     Returns:
         JSON for the options ``startingOffsets`` and ``endingOffsets``.
 
     Raises:
-        ConfigError: It is neither of them; the read ends at a time, or is not fixed.
-        NotRunningError: The query has no batch yet, or there are gaps in what it has.
+        ConfigError: The argument is neither of them, or the read ends at a time or is not fixed.
+        NotRunningError: The query has no batch yet, or its delivered entries have ack gaps.
         BrokerError: The broker cannot be reached, or refuses.
     """
     given: Any = of
-    with told_to_spark():
-        # Of Spark Connect, whose DataFrames have a column of any name that is asked for.
+    with as_spark_error():
+        # DataFrames of Spark Connect return a column for any attribute name.
         remote = type(given).__module__.startswith("pyspark.sql.connect")
         if not remote and hasattr(given, "_jsq"):
             return _text(_of_query(given))
         if remote or getattr(given, "_jdf", None) is None or given.isStreaming:
             raise ConfigError(
-                f"positions() was given {shown(of)}; give it the DataFrame of a batch read, or a "
-                "streaming query, of a session that is not Spark Connect."
+                f"positions() got {shown(of)}. Pass the DataFrame of a batch read or a streaming "
+                "query, from a session without Spark Connect."
             )
         return _text(_of_batch(given))
 
@@ -69,8 +69,8 @@ def _text(found: dict[str, str]) -> str:
     return json.dumps(found, sort_keys=True)
 
 
-def _tables(plan: Any) -> Iterator[Any]:
-    """Relations of these formats in a plan of the JVM."""
+def tables(plan: Any) -> Iterator[Any]:
+    """Yield the relations of :data:`FORMATS` in a plan of the JVM."""
     leaves = plan.collectLeaves()
     for number in range(leaves.size()):
         leaf = leaves.apply(number)
@@ -85,14 +85,14 @@ _KINDS = ("DataSourceV2Relation", "StreamingDataSourceV2ScanRelation")
 
 def _of_batch(rows: DataFrame) -> dict[str, str]:
     ends: dict[str, str] = {}
-    for relation in _tables(rows._jdf.queryExecution().analyzed()):
+    for relation in tables(rows._jdf.queryExecution().analyzed()):
         pushes = rows.sparkSession.conf.get(PUSHDOWN, "false") == "true"
         if pushes and "latest" in (relation.options().get("endingOffsets") or "latest"):
             raise ConfigError(
-                f"{PUSHDOWN} is on: Spark plans each query with a filter anew, and so 'latest' "
-                "again. Set it to false, or give endingOffsets."
+                f"{PUSHDOWN} is true, so Spark plans each query with a filter again, and "
+                "'latest' changes. Set it to false, or set endingOffsets."
             )
-        # Spark keeps this plan with the loaded table, for all that is computed from it.
+        # Spark keeps this plan with the loaded table, for every DataFrame made from it.
         scan = relation.table().newScanBuilder(relation.options()).build()
         first, *_ = scan.toBatch().planInputPartitions()
         part = pickle.loads(bytes(first.pickedPartition()))
@@ -100,26 +100,28 @@ def _of_batch(rows: DataFrame) -> dict[str, str]:
         for name, end in part.ends.items():
             if ends.setdefault(name, end) != end:
                 raise ConfigError(
-                    f"The DataFrame has two reads of {name}, which end at {ends[name]} and at "
-                    f"{end}. Ask for the positions of one of them."
+                    f"The DataFrame has two reads of {name}, with the ends {ends[name]} and "
+                    f"{end}. Get the positions of each read separately."
                 )
     if not ends:
-        raise ConfigError("The DataFrame has no batch read of format('keyshard').")
+        raise ConfigError(
+            "The DataFrame has no batch read of format('keyshard'). Pass one that has."
+        )
     for name, end in ends.items():
         if isinstance(parse_bound(f"The end of {name}", end), int):
             raise ConfigError(
-                f"The end of {name} is {end!r}, a publish time, which is no position: messages of "
-                "earlier times may lie behind it. Give the read endingOffsets, not endingTime."
+                f"The end of {name} is {end!r}, a publish time, which is not a position: earlier "
+                "messages may be stored after it. Use endingOffsets instead of endingTime."
             )
     return ends
 
 
 def _of_query(query: Any) -> dict[str, str]:
-    relations = list(_tables(query._jsq.streamingQuery().logicalPlan()))
+    relations = list(tables(query._jsq.streamingQuery().logicalPlan()))
     if len(relations) != 1:
         raise ConfigError(
-            f"The query has {len(relations)} sources of format('keyshard') that were started; "
-            "positions are those of one."
+            f"The query has {len(relations)} sources of format('keyshard'), but positions() "
+            "supports exactly one. Use a query with one source."
         )
     (relation,) = relations
     given, made_up = dict(relation.options().asCaseSensitiveMap()), False
@@ -137,4 +139,4 @@ def _of_query(query: Any) -> dict[str, str]:
             continue
         if (made_up or checkpoint.subscription == source.subscription) and checkpoint.partitions:
             return {name: str(at) for name, at in positions_of(source, checkpoint).items()}
-    raise NotRunningError("The query has no batch yet. Ask again when it has.")
+    raise NotRunningError("The query has no batch yet. Try again later.")

@@ -1,18 +1,18 @@
-"""The stream reader: where Spark's micro-batch loop meets the runtime.
+"""The stream reader: connects Spark's micro-batch loop to the coordinator.
 
-It lives in one long-lived process per query, on the driver. Spark's steps, and what is done here::
+The reader lives on the driver, in one long-lived process per query. Steps of a micro-batch::
 
-    1. latestOffset(start, limit)   start is in Spark's commit log: release it, acknowledge it in
-                                    the background; then cut the next batch, from memory only
+    1. latestOffset(start, limit)   start is in Spark's commit log: release it and acknowledge it
+                                    in the background; then cut the next batch, from memory only
     2. (Spark writes the offset log)
-    3. partitions(start, end)       plan the batch that ends at end: idempotent
-    4. read(partition)              in Python workers: a pure replay from the window
+    3. partitions(start, end)       plan the batch that ends at end; idempotent
+    4. read(partition)              in Python workers: read the planned entries from the window
     5. (Spark writes the commit log)
-    6. commit(end)                  the same release as in 1, idempotent
+    6. commit(end)                  release end; idempotent
 
-Step 1 is the acknowledgement point: ``commit`` comes a batch late, and never for the last batch.
-Until the first ``commit`` proves that the host commits each batch before it plans the next, step 1
-releases only when there is nothing to cut; see :class:`_Runtime`.
+Step 1 acknowledges, because Spark calls ``commit`` one batch late, and never for the last batch.
+The first ``commit`` proves that Spark commits each batch before it plans the next. Before it, step
+1 releases only if there is no batch to cut; see :class:`_Runtime`.
 """
 
 from __future__ import annotations
@@ -31,51 +31,59 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from keyshard import Checkpoint, KeyShardSource
+from keyshard.coordinator.batch_server import BatchServer, BatchTicket, read_batch, report_left_out
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
-from keyshard.own_process import collect_rarely
+from keyshard.handlers.range_owners import observe_stream
 from keyshard.reading.decoding_plan import Ledgers
 from keyshard.threads import owned_by
-from keyshard.worker.flight import BatchServer, BatchTicket, read_batch, tell_left_out
-from spark_adapter.hosting import keep_content
+from keyshard.workers.process import collect_rarely
 from spark_adapter.lifecycle import end_with_host
+from spark_adapter.python_worker import exempt_imports
 from spark_adapter.structure import Rows
-from spark_adapter.wording import told_to_spark
+from spark_adapter.wording import as_spark_error
+from spark_adapter.workers.launcher import keep_content
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from keyshard.coordinator.coordinator import Coordinator
+    from keyshard.observe.monitor import Monitor
+    from keyshard.observe.telemetry import PlannedSpans
+
 
 _log = logging.getLogger(__name__)
+FLUSH_S = 1.0
+"""Longest time to export spans when the query ends, seconds."""
 
 
 class KeyShardPartition(InputPartition):
-    """One hash range of one micro-batch, and where a task reads it."""
+    """One hash range of one micro-batch."""
 
     def __init__(self, ticket: BatchTicket, ledgers: int = 0) -> None:
         super().__init__(ticket)
         self.ledgers = ledgers
-        """See :meth:`Rows.after`."""
+        """Number of ledgers that the stream has moved on to; see :meth:`Rows.after`."""
 
     @property
     def ticket(self) -> BatchTicket:
-        """What the task needs."""
+        """The ticket with which a task fetches the rows."""
         ticket: BatchTicket = self.value
         return ticket
 
 
 class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reader of one query; Spark calls it from one thread, strictly one call after the other.
+    """Reads one query. Spark calls it from one thread, one call at a time.
 
     Args:
         source: What to consume.
-        rows: Columns of the query's schema, and how they are made.
+        rows: Columns of the query, and how to make them.
     """
 
     def __init__(self, source: KeyShardSource, rows: Rows) -> None:
         self._source = source
         self._rows = rows
         self._runtime: _Runtime | None = None
+        self._monitor: Monitor | None = None
         self._available_now = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,64 +92,70 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             "_source": self._source,
             "_rows": self._rows,
             "_runtime": None,
+            "_monitor": None,
             "_available_now": self._available_now,
         }
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """The run is bounded. Its targets are taken when it connects, at the next call.
+        """Make the run bounded. Its targets are set at the next call, which connects.
 
-        Only a subscribed consumer can ask for the last entry, and only the next call brings the
+        Only a subscribed consumer can ask for the last entry. Only the next call brings the
         checkpoint that decides how to subscribe.
         """
         self._available_now = True
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """The checkpoint before the first batch. Called twice, the first time before the start.
+        """Return the empty checkpoint of a new query, without a connection.
 
-        Nothing is received yet: when the first batch runs again after a restart, Spark calls this
-        and then ``partitions``, whose end must be known before its entries are delivered again.
+        Spark calls this twice; the first time is before the stream starts. After a restart Spark
+        calls ``partitions`` next, to run the first batch again. The end of that batch must be known
+        before the broker redelivers its entries, so nothing may be received here.
         """
         return Checkpoint("", self._source.subscription, self._source.parallelism).to_dict()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """Rows per batch; never "all", which therefore means Trigger.Once."""
+        """Limit the rows per batch. With this limit, "all" can only mean Trigger.Once."""
         source = self._source
         return ReadMaxRows(source.batch_rows_max or max(1, source.window_rows_max // 2))
 
-    @told_to_spark()
+    @as_spark_error()
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        """Release everything up to ``start``, then cut; ``start`` itself when there are no rows.
+        """Release everything up to ``start``, then cut the next batch.
 
-        In a bounded run it waits for rows; ``start`` ends the run.
+        In a bounded run, wait for rows.
+
+        Returns:
+            The end of the batch, or ``start`` if there are no rows. In a bounded run, ``start``
+            ends the run.
         """
         if isinstance(limit, ReadAllAvailable):
             raise UnsupportedTriggerError(
-                "Trigger.Once is not supported: it never tells a source that its only batch was "
-                "committed. Use trigger(availableNow=True)."
+                "Trigger.Once is not supported, because it never commits its only batch at the "
+                "source. Use trigger(availableNow=True)."
             )
         runtime = self._runtime or self._start(Checkpoint.from_dict(start))
         rows_max = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         return runtime.latest(start, rows_max) or start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """What ``StreamingQueryProgress`` shows as the source's latest offset."""
+        """Return the source's entry in ``StreamingQueryProgress``."""
         if self._runtime is None:
             return None
         left_out = self._runtime.server.left_out
         return {**self._runtime.coordinator.status(), "malformedDropped": left_out}
 
-    @told_to_spark()
+    @as_spark_error()
     def partitions(
         self,
-        start: dict[str, Any],  # noqa: ARG002 - the end says all: it names its batch
+        start: dict[str, Any],  # noqa: ARG002 - end names the entries of its batch
         end: dict[str, Any],
     ) -> Sequence[InputPartition]:
-        """One partition per hash range with data in the batch that ends at ``end``."""
+        """Return one partition per hash range with data in the batch that ends at ``end``."""
         runtime = self._runtime or self._start(Checkpoint.from_dict(end), planned=True)
         runtime.check_committed_before(end)
         checkpoint = runtime.checkpoint(end)
         self._rows.check(runtime.topics_anew(checkpoint))
-        indices, batch_id = runtime.coordinator.batches.plan(checkpoint), checkpoint.batch_id
+        indices, batch_id = runtime.planned(checkpoint), checkpoint.batch_id
         return [
             KeyShardPartition(
                 runtime.server.ticket(batch_id, index, self._rows.columns),
@@ -151,71 +165,104 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Rows of a partition, in a Python worker; may run several times per batch."""
+        """Yield the rows of a partition, in a Python worker. May run several times per batch."""
         assert isinstance(partition, KeyShardPartition)
-        with told_to_spark():
+        exempt_imports()
+        with as_spark_error():
             ticket = partition.ticket
             rows = self._rows.after(partition.ledgers)
-            yield from rows.of(read_batch(ticket), partial(tell_left_out, ticket))
+            yield from rows.of(read_batch(ticket), partial(report_left_out, ticket))
 
-    @told_to_spark()
+    @as_spark_error()
     def commit(self, end: dict[str, Any]) -> None:
-        """``end`` is in Spark's commit log; never raises for a transient failure."""
+        """Release the batch that ends at ``end``, which is in Spark's commit log.
+
+        Never raises for a transient failure.
+        """
         if self._runtime:
             self._runtime.commit(end)
 
     def stop(self) -> None:
-        """Give the ranges back; called after an error only."""
+        """Stop the source. Spark calls this only after an error."""
+        if self._monitor:
+            self._monitor.close()
         if self._runtime:
-            self._runtime.coordinator.stop()
+            self._runtime.stop()
 
     def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> _Runtime:
         keep_content()
         collect_rarely()
+        spans = None
+        if self._source.telemetry:
+            from keyshard.observe.telemetry import PlannedSpans  # noqa: PLC0415 - an extra
+
+            spans = PlannedSpans(self._source.subscription)
         coordinator = self._source.coordinator()
+        with owned_by(coordinator.fail):
+            self._monitor = observe_stream(coordinator, self._source, "spark")
+        try:
+            return self._started(coordinator, checkpoint, spans, planned=planned)
+        except BaseException:
+            self._monitor.close()
+            raise
+
+    def _started(
+        self,
+        coordinator: Coordinator,
+        checkpoint: Checkpoint,
+        spans: PlannedSpans | None,
+        *,
+        planned: bool,
+    ) -> _Runtime:
         coordinator.start(
-            # The initial offset names no topic partition: it is the first start of the query.
+            # The initial offset names no topic partition: it means the first start of the query.
             checkpoint if checkpoint.partitions else None,
             planned=planned,
             available_now=self._available_now,
         )
         with owned_by(coordinator.fail):
             server = BatchServer(coordinator.batches, self._source.worker_host)
-        self._runtime = _Runtime(coordinator, server, available_now=self._available_now)
-        end_with_host(coordinator.stop)
+        self._runtime = _Runtime(coordinator, server, spans, available_now=self._available_now)
+        end_with_host(self.stop)
         return self._runtime
 
 
 class _Runtime:
-    """What exists only in the query's stream process.
+    """State of the query that exists only in the stream process.
 
-    Spark commits each batch before it plans the next. Async progress tracking does not: its source
-    sees a second ``partitions`` without a ``commit`` between. Then nothing must be acknowledged
-    yet, so before the first ``commit`` a batch is released only when no other follows it at once.
+    Spark commits each batch before it plans the next. With async progress tracking it does not: a
+    second ``partitions`` arrives without a ``commit`` in between, and nothing may be acknowledged.
+    So before the first ``commit``, a batch is released only if no other batch follows it at once.
     """
 
     def __init__(
-        self, coordinator: Coordinator, server: BatchServer, *, available_now: bool
+        self,
+        coordinator: Coordinator,
+        server: BatchServer,
+        spans: PlannedSpans | None,
+        *,
+        available_now: bool,
     ) -> None:
         self.coordinator = coordinator
         self.server = server
+        self._spans = spans
         self._available_now = available_now
-        # Spark allows async progress with a processing-time trigger only.
+        # Spark allows async progress tracking with a processing-time trigger only.
         self._commits_in_time = available_now
         self._released: dict[str, Any] | None = None
         self._planned: dict[str, Any] | None = None
         self._cut_from: dict[str, Any] | None = None
         self._cut: dict[str, Any] | None = None
         self._end: Checkpoint | None = None
-        """What ``_cut`` says."""
+        """``_cut`` as a checkpoint."""
         self.ledgers = Ledgers()
 
     def topics_anew(self, checkpoint: Checkpoint) -> set[str]:
-        """Topics of the batch that may be others than before."""
+        """Return the topics whose entries are in new ledgers: they may have been created again."""
         return self.ledgers.new({tp: one.batch for tp, one in checkpoint.partitions.items()})
 
     def latest(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
-        """Step 1: release what ends at ``start``, and the next batch's end."""
+        """Do step 1: release the batch that ends at ``start``, return the end of the next."""
         if self._commits_in_time:
             self._release(start)
         end = self._next_end(start, rows_max)
@@ -224,42 +271,67 @@ class _Runtime:
         return end
 
     def checkpoint(self, end: dict[str, Any]) -> Checkpoint:
-        """Where a batch ends; nothing is parsed for the one that was just cut."""
+        """Return the checkpoint at ``end``. The checkpoint of the last cut needs no parsing."""
         if self._end is not None and end == self._cut:
             return self._end
         return Checkpoint.from_dict(end)
 
     def check_committed_before(self, end: dict[str, Any]) -> None:
-        """Refuse to plan a batch while the one before is not committed.
+        """Refuse to plan a batch before the previous batch is committed.
 
         Raises:
-            AsyncProgressError: Spark has not called ``commit`` for it.
+            AsyncProgressError: Spark has not called ``commit`` for the previous batch.
         """
         if self._planned is not None and self._planned != end:
             raise AsyncProgressError(
-                "Spark plans a batch before it committed the one before: async progress tracking "
-                "is on. It tells a source nothing about what is durable, so keyshard could not "
+                "Async progress tracking is on: Spark plans a batch before it commits the "
+                "previous one. It does not report durable batches, so keyshard could not "
                 "acknowledge safely. Remove option 'asyncProgressTrackingEnabled'."
             )
         self._planned = end
 
+    def planned(self, checkpoint: Checkpoint) -> list[int]:
+        """Do step 3: plan the batch that ends at a checkpoint, and return its partitions."""
+        batches = self.coordinator.batches
+        if self._spans is None:
+            return batches.plan(checkpoint)
+        span = self._spans.begin(checkpoint)
+        try:
+            indices = batches.plan(checkpoint)
+            span.counted(batches.rows(checkpoint.batch_id))
+        except BaseException as exc:
+            span.end(exc)
+            raise
+        return indices
+
+    def stop(self) -> None:
+        """Stop the source, then export the newest spans."""
+        if self._spans is not None:
+            self._spans.close()
+        self.coordinator.stop()
+        if self._spans is not None:
+            self._spans.telemetry.flush(FLUSH_S)
+
     def commit(self, end: dict[str, Any]) -> None:
-        """Step 6: ``end`` is in the commit log."""
+        """Do step 6: release ``end``, which is in the commit log."""
         if self._planned is None or self._planned == end:
             self._planned = None
             self._commits_in_time = True
         self._release(end)
 
     def _release(self, start: dict[str, Any]) -> None:
-        """Release what ends at ``start``, once: Spark asks every 10 ms with the same one."""
+        """Release the batch that ends at ``start``, once: Spark repeats it every 10 ms."""
         if start != self._released:
-            self.coordinator.batches.release(self.checkpoint(start))
+            checkpoint = self.checkpoint(start)
+            self.coordinator.batches.release(checkpoint)
+            if self._spans is not None:
+                self._spans.committed(checkpoint.batch_id)
             self._released = start
 
     def _next_end(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
-        """The next batch's end after ``start``; the same until another is asked for.
+        """Return the end of the next batch after ``start``; the same for the same ``start``.
 
-        Spark may ask again before it plans, as with several sources in one query.
+        If a query has several sources, Spark may ask again before it plans.
         """
         if self._cut is not None and self._cut_from == start:
             return self._cut

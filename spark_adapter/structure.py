@@ -1,6 +1,6 @@
-"""Which columns the rows of a query have, and how they become them, in tasks.
+"""The columns of a query, and the conversion of rows to them in tasks.
 
-The plan is made when the query is: :class:`Rows` goes with the reader to the tasks.
+The decoding plan is made with the query. :class:`Rows` carries it to the tasks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,9 @@ from pyspark.sql.types import (
 )
 
 from keyshard.broker.schemas import first_tries_s, topics_of
-from keyshard.core.metadata_columns import (
-    BROKER_PUBLISH_TIME,
-    KEY_BYTES,
-    MESSAGE_ID_BYTES,
-    METADATA_COLUMNS,
-    ORDERING_KEY,
-    PRODUCER,
-    SEQUENCE_ID,
-    check_known,
-)
+from keyshard.columns.projection import cast_values, null_in, without_time_of_day
+from keyshard.core import metadata_columns
+from keyshard.core.metadata_columns import METADATA_COLUMNS, Kind, check_known
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.reading.decoding_plan import (
     CORRUPT,
@@ -45,8 +38,7 @@ from keyshard.reading.decoding_plan import (
     plan_decoding,
 )
 from keyshard.reading.structured import Decoder
-from keyshard.schemas.casting import cast, null_in
-from keyshard.schemas.projection import without_time_of_day
+from spark_adapter.preflight import is_before
 
 if TYPE_CHECKING:
     from keyshard import KeyShardSource
@@ -65,96 +57,94 @@ COLUMNS: dict[str, DataType] = {
     "__slot": IntegerType(),
     "__schemaVersion": LongType(),
 }
-"""Column names and Spark types; what they hold stands in :mod:`keyshard.arrow.columns`."""
-SELECTABLE: dict[str, DataType] = {
-    **COLUMNS,
-    MESSAGE_ID_BYTES: BinaryType(),
-    ORDERING_KEY: StringType(),
-    KEY_BYTES: BinaryType(),
-    SEQUENCE_ID: LongType(),
-    PRODUCER: StringType(),
-    BROKER_PUBLISH_TIME: TimestampType(),
-}
-"""The same with those that there are where a schema or ``metadataColumns`` names them."""
+"""Names and Spark types of the columns; see :mod:`keyshard.columns.record_batches`."""
+_TYPES: dict[Kind, DataType] = {
+    Kind.BYTES: BinaryType(), Kind.TEXT: StringType(), Kind.NUMBER: LongType(),
+    Kind.TIME: TimestampType(),
+}  # fmt: skip
+SELECTABLE = {**COLUMNS, **{one.name: _TYPES[one.kind] for one in metadata_columns.COLUMNS}}
+"""Also the columns that exist only if a schema or ``metadataColumns`` names them."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The columns of a query; picklable."""
+    """The columns of a query and how to make them. Picklable."""
 
     columns: Sequence[str]
-    """Columns that the runtime has to give."""
-    wanted: pa.Schema | None = None
-    """What they become; ``None``: they are the query's."""
+    """Columns that the runtime returns."""
+    output: pa.Schema | None = None
+    """Columns of the query; ``None`` if they are :attr:`columns`."""
     plan: Decoding | None = None
     strict: pa.Schema | None = None
-    """The query's columns, where it says of some that they are never null."""
+    """Columns of the query, if some of them are never null."""
 
     def source_of(self, source: KeyShardSource) -> KeyShardSource:
-        """A source that has what these rows need, and decodes nothing else.
+        """Return the source with exactly the metadata columns that these rows need.
 
         Raises:
-            ConfigError: A column cannot be had of it.
+            ConfigError: The source cannot have a column.
         """
         metadata = [name for name in METADATA_COLUMNS if name in self.columns]
         return replace(source, metadata_columns=metadata)
 
     def check(self, topics: Iterable[str] | None = None) -> None:
-        """Check that what values are decoded with still is the schema of their topics.
+        """Check that the topics still have the schemas that the plan decodes.
 
         Args:
-            topics: Which are asked for; ``None``: all.
+            topics: Topics to check; ``None`` for all.
 
         Raises:
-            SchemaError: A topic was created anew, with another one.
+            SchemaError: A topic was created again with another schema.
         """
         if self.plan is not None:
             check_same(self.plan, topics)
 
     def after(self, ledgers: int) -> Rows:
-        """The same, which takes no schema that was asked for when there were fewer ledgers: of a
-        topic that was created anew, a version may be another one."""
+        """Return rows that share no cached schema with rows of fewer ledgers.
+
+        A schema version of a topic that was created again may be another schema.
+        """
         if self.plan is None or not ledgers:
             return self
         return replace(self, plan=replace(self.plan, name=f"{self.plan.name} {ledgers}"))
 
     def of(
-        self, raw: Iterable[pa.RecordBatch], tell: Callable[[int], None] | None = None
+        self, raw: Iterable[pa.RecordBatch], report: Callable[[int], None] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Rows of the query, of rows of :attr:`columns`: in a task.
+        """Convert rows of :attr:`columns` to rows of the query, in a task.
 
         Args:
-            raw: What was read.
-            tell: Called with how many rows were left out, if any was.
+            raw: Rows to convert.
+            report: Called with the number of rows left out, if there are any.
 
         Raises:
-            SchemaError: A value is null that the query says never is.
+            SchemaError: A value is null in a column that is NOT NULL.
         """
-        made = self._made(raw, tell)
+        made = self._made(raw, report)
         yield from made if self.strict is None else (never_null(one, self.strict) for one in made)
 
     def _made(
-        self, raw: Iterable[pa.RecordBatch], tell: Callable[[int], None] | None
+        self, raw: Iterable[pa.RecordBatch], report: Callable[[int], None] | None
     ) -> Iterator[pa.RecordBatch]:
-        """The same, with columns that may all be null."""
+        """Convert rows without the check for null values."""
         if self.plan is None:
             yield from raw
             return
-        decoder = Decoder(self.plan, self.wanted)
+        decoder = Decoder(self.plan, self.output)
         yield from decoder.decoded(raw)
         if decoder.dropped:
-            (tell or _log_left_out)(decoder.dropped)
+            (report or _log_left_out)(decoder.dropped)
 
 
 def _log_left_out(rows: int) -> None:
-    _log.warning("%d rows were left out: the schema of their topic does not fit", rows)
+    _log.warning("left out %d rows, because the schema of their topic does not fit the query", rows)
 
 
 def plan_of(source: KeyShardSource) -> Decoding | None:
-    """What the values of a source are decoded with; ``None``: they stay bytes.
+    """Plan how to decode the values of a source; ``None`` if they stay bytes.
 
     Raises:
-        KeyShardError: The schemas cannot be asked for.
+        KeyShardError: The schemas cannot be read from the broker.
     """
     if source.value_format == "raw":
         return None
@@ -168,11 +158,11 @@ def plan_of(source: KeyShardSource) -> Decoding | None:
 
 
 def schema_of(plan: Decoding | None, metadata: Sequence[str]) -> StructType:
-    """The columns that a query has by itself.
+    """Return the columns of a query that names none.
 
     Args:
-        plan: What values are decoded with.
-        metadata: Columns that are wanted beside the default ones.
+        plan: How to decode values; ``None`` for bytes.
+        metadata: Metadata columns to add to the default ones.
     """
     if plan is None:
         return StructType([StructField(name, SELECTABLE[name]) for name in (*COLUMNS, *metadata)])
@@ -184,12 +174,12 @@ def _spark_type(column: pa.Field) -> DataType:
         return SELECTABLE[column.name]
     from pyspark.sql.pandas.types import from_arrow_type  # noqa: PLC0415 - it loads pandas
 
-    kind: DataType = from_arrow_type(without_time_of_day(column.type))
+    kind: DataType = from_arrow_type(without_time_of_day(column.type), prefer_timestamp_ntz=True)
     return kind
 
 
 def needs_no_schema(columns: StructType, mode: str) -> bool:
-    """Whether rows of these columns are the same whatever the schemas of their topics are."""
+    """Whether rows of these columns do not depend on the schemas of the topics."""
     return mode != DROPMALFORMED and all(
         field.name != "value" and SELECTABLE.get(field.name) == field.dataType
         for field in columns.toNullable().fields
@@ -197,11 +187,11 @@ def needs_no_schema(columns: StructType, mode: str) -> bool:
 
 
 def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
-    """How rows get the columns of a schema.
+    """Return the conversion of rows to the columns of a schema.
 
     Raises:
-        ConfigError: A column is not there, or of another type.
-        SchemaError: It would lose something of what it is cast of.
+        ConfigError: A column does not exist, or has another type.
+        SchemaError: A cast to a column would lose data.
     """
     _check_names(schema.names)
     strict = strict_of(schema)
@@ -212,56 +202,62 @@ def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
         own = plan is None or (field.name in kinds and field.name != "value")
         if own and kinds.get(field.name) != field.dataType:
             known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in kinds.items())
-            why = "" if plan else " (no topic has a schema now, or valueFormat is raw: no fields)"
+            why = "" if plan else " (no topic has a schema, or valueFormat is raw)"
             raise ConfigError(
-                f"Column {field.name!r} of type {field.dataType.simpleString()} is not one of "
-                f"keyshard's{why}. A schema selects some of: {known}."
+                f"Column {field.name!r} of type {field.dataType.simpleString()} does not "
+                f"exist{why}. The columns are: {known}."
             )
     if plan is None:
         return Rows(schema.names, strict=strict)
-    from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415 - it loads pandas
-
-    wanted = to_arrow_schema(schema, timezone="UTC")
-    decoder = Decoder(plan, wanted)
+    output = arrow_schema_of(schema)
+    decoder = Decoder(plan, output)
     if not decoder.decodes and CORRUPT not in schema.names:
         return Rows(schema.names, strict=strict)
-    return Rows(decoder.raw_columns, wanted, plan, strict)
+    return Rows(decoder.raw_columns, output, plan, strict)
 
 
 def strict_of(schema: StructType) -> pa.Schema | None:
-    """The columns of a schema that has some that are never null."""
+    """Return the columns of a schema if some of them are never null, else ``None``."""
     if schema == schema.toNullable():
         return None
+    return arrow_schema_of(schema)
+
+
+def arrow_schema_of(schema: StructType) -> pa.Schema:
+    """Return the Arrow schema of a schema of Spark, with timestamps in UTC."""
     from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415 - it loads pandas
 
-    return to_arrow_schema(schema, timezone="UTC")
+    # Before 4.2, UTC has another name, and is the default.
+    return to_arrow_schema(schema) if is_before(4, 2) else to_arrow_schema(schema, timezone="UTC")
 
 
 def never_null(batch: pa.RecordBatch, strict: pa.Schema) -> pa.RecordBatch:
-    """Rows as columns of which some are never null: Spark fails over one, in words of its own.
+    """Check NOT NULL columns and return the batch with them, before Spark fails less clearly.
 
     Raises:
-        SchemaError: A value is.
+        SchemaError: A value is null.
     """
     for field, values in zip(strict, batch.columns, strict=True):
         missing = null_in(field, values)
         if missing:
             raise SchemaError(
-                f"Column {missing!r} is NOT NULL in schema(...), and a message has no value for "
-                "it. Leave NOT NULL out (nullable=True)."
+                f"Column {missing!r} is NOT NULL in schema(...), but a message has no value for "
+                "it. Remove NOT NULL (nullable=True)."
             )
-    columns = [cast(*pair) for pair in zip(batch.columns, strict.types, strict=True)]
+    columns = [cast_values(*pair) for pair in zip(batch.columns, strict.types, strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=strict)
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Check that rows can have columns of these names: Spark lets any list pass.
+    """Refuse empty and duplicate column names, which Spark accepts.
 
     Raises:
-        ConfigError: There is none, or one twice.
+        ConfigError: There is no column, or one twice.
     """
     if not names:
-        raise ConfigError("schema(...) has no column. Name some, or leave it out to have all.")
+        raise ConfigError(
+            "schema(...) has no columns. Name some, or leave schema(...) out to get all."
+        )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ConfigError(f"schema(...) has column {twice[0]!r} twice. Name each once.")
+        raise ConfigError(f"schema(...) has column {twice[0]!r} twice. Name each column once.")

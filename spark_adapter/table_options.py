@@ -1,8 +1,8 @@
-"""The options of a table of the catalog, which are kept beside its columns.
+"""The options of a catalog table, stored in the metadata of its columns.
 
-Spark keeps the options of a table of a Python data source, and shows them to nobody who reads it
-(docs/adr/0027): its columns with their metadata are all that a reader is given. Whatever is written
-from such a column may keep its metadata, so no secret may be among the options.
+Spark stores the options of a table of a Python data source, but does not pass them to the reader
+(docs/adr/0027). A reader gets only the columns with their metadata. Data written from such a column
+may keep the metadata, so the options must not contain secrets.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pyspark.sql.types import StructField, StructType
 
 from keyshard.errors import ConfigError
-from spark_adapter.bounded_options import BoundedRead, is_of_streams
-from spark_adapter.option_table import BATCH_OPTIONS, OPTIONS
+from spark_adapter.option_parsing import BoundedRead, is_of_streams
+from spark_adapter.options import BATCH_OPTIONS, OPTIONS
 
 _KEY = "keyshard"
 _TOPICS = {"topics", "topics_pattern"}
@@ -23,7 +23,7 @@ _BATCH = {option.name.lower(): option.field for option in BATCH_OPTIONS}
 
 
 def with_options(schema: StructType, options: Mapping[str, str]) -> StructType:
-    """The columns of a table that is read with options."""
+    """Return the columns of a table, with its options in the last column's metadata."""
     *others, last = schema.fields
     said = {_KEY: json.dumps(dict(options), sort_keys=True)}
     return StructType([*others, StructField(last.name, last.dataType, last.nullable, said)])
@@ -32,12 +32,12 @@ def with_options(schema: StructType, options: Mapping[str, str]) -> StructType:
 def options_of(
     schema: StructType, given: Mapping[str, str], *, stream: bool = False
 ) -> Mapping[str, str]:
-    """The options of a query: its own, before those of the table whose columns it has.
+    """Return the options of a query, merged with those of its table; the query's own win.
 
     Args:
         schema: Columns of the query.
-        given: Its own options. Where they name topics, it reads no table.
-        stream: Whether it is one; each kind has options that the other does not take.
+        given: Options of the query. If they name topics, the query reads no table.
+        stream: Whether the query is a stream; options of the other kind are dropped.
     """
     if not is_table(schema, given):
         return given
@@ -54,34 +54,34 @@ def options_of(
 
 
 def is_table(schema: StructType, given: Mapping[str, str]) -> bool:
-    """Whether a query reads a table: it has the columns of one, and names no topics itself."""
+    """Whether a query reads a table: its columns carry options, and it names no topics."""
     own = {_STREAM.get(name.lower()) for name in given}
     return not own & _TOPICS and any(_KEY in one.metadata for one in schema.fields)
 
 
 def check_takes_no_filters(read: BoundedRead) -> None:
-    """Check that a table keeps its filters with Spark.
+    """Refuse the option ``pushFilters`` for a table.
 
-    A statement may use a table several times, and Spark plans such uses once, by the filters of one
-    of them (docs/adr/0030).
+    A statement may use a table several times. Spark plans all uses once, with the filters of one of
+    them (docs/adr/0030).
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The option is set.
     """
     if read.pushes_filters:
         raise ConfigError(
-            "Option 'pushFilters' is not one of tables: a statement that uses a table twice, as a "
-            "union, a join with itself or a subquery does, would lack rows. Remove it, and choose "
-            "what is read by topic, positions, times or keys; or use "
+            "Option 'pushFilters' is not supported for tables. A statement that uses a table "
+            "twice, such as a union or a self-join, would lose rows. Remove it, and limit the "
+            "read by topic, positions, times or keys. Or use "
             "spark.read.format('keyshard').load() once for each query."
         )
 
 
 def of_streams(name: str) -> bool:
-    """Whether an option is not one of batch reads alone."""
+    """Whether a stream accepts the option; true also for unknown options."""
     return name.lower() in _STREAM or name.lower() not in _BATCH
 
 
 def of_batches(name: str) -> bool:
-    """Whether an option is not one of streams alone."""
+    """Whether a batch read accepts the option; true also for unknown options."""
     return not is_of_streams(name)

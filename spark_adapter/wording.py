@@ -1,4 +1,4 @@
-"""Errors in the words of Spark's options, as the last line that Spark shows of them."""
+"""Errors with option names, in the one line that Spark shows last."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 
 from keyshard.errors import KeyShardError
-from spark_adapter.option_table import CLIENT, CONNECTION_OPTIONS, OPTIONS
+from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, OPTIONS
 
 _NAMES = {option.field: option.name for option in reversed(OPTIONS) if "_" in option.field} | {
     option.field: CLIENT + option.name for option in CONNECTION_OPTIONS if "_" in option.field
@@ -15,14 +15,15 @@ _NAMES = {option.field: option.name for option in reversed(OPTIONS) if "_" in op
 _FIELD = re.compile(rf"\b({'|'.join(_NAMES)})\b")
 
 
-class told_in_short(ContextDecorator):  # noqa: N801 - used as a function is
-    """Errors of keyshard without causes and inner frames.
+class concise_errors(ContextDecorator):  # noqa: N801 - used as a function is
+    """Raise errors of keyshard without causes and inner frames.
 
-    Spark prints the traceback of every cause before the error, whose sentence says what they said.
+    Spark prints the traceback of every cause before the error. The error's text already includes
+    them.
     """
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(
         self,
@@ -31,24 +32,25 @@ class told_in_short(ContextDecorator):  # noqa: N801 - used as a function is
         _: TracebackType | None,
     ) -> None:
         if isinstance(error, KeyShardError):
-            raise self.told(error).with_traceback(None) from None
+            raise self.translate(error).with_traceback(None) from None
 
-    def told(self, error: KeyShardError) -> KeyShardError:
-        """The error to raise in place of another."""
+    def translate(self, error: KeyShardError) -> KeyShardError:
+        """Return the error to raise instead."""
         return error
 
 
-class told_to_spark(told_in_short):  # noqa: N801
-    """The same, and errors name options, not fields of ``KeyShardSource``.
+class as_spark_error(concise_errors):  # noqa: N801
+    """Also replace fields of ``KeyShardSource`` in the text with option names.
 
     Args:
-        **first: What the user calls things whose names are words; they may be an error's first.
+        **first: The user's names for arguments that are plain words. They are replaced only as the
+            first word of an error.
     """
 
     def __init__(self, **first: str) -> None:
         self._first = first
 
-    def told(self, error: KeyShardError) -> KeyShardError:
+    def translate(self, error: KeyShardError) -> KeyShardError:
         text = _FIELD.sub(lambda found: _NAMES[found[1]], error.message)
         word, space, rest = text.partition(" ")
         text = self._first.get(word, word) + space + rest

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from keyshard.arrow.content import entry_block, gather
+from keyshard.broker.admin.port import Admin
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
-from keyshard.broker.port import Admin
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.columns.content import entry_block, gather
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.subscription_state import BrokerState
 
 DEADLINE_S = float(os.environ.get("KEYSHARD_TEST_DEADLINE_S", "30"))
 """After this a wait has failed, seconds."""
 _LISTENING = "0A"
+
+Value = TypeVar("Value")
 
 P0 = TopicPartition("persistent://public/default/t", 0)
 P1 = TopicPartition("persistent://public/default/t", 1)
@@ -76,6 +80,11 @@ def block(
     )
 
 
+def part(entry: int, *indices: int, of: int) -> EntryBlock:
+    """Some messages of an entry of ledger 1 that has ``of`` messages."""
+    return block(1, entry, *("k" for _ in indices), of=of, indices=indices)
+
+
 def event_ms(blocks: Sequence[EntryBlock]) -> list[int | None]:
     """Event time of each message of some blocks, milliseconds; ``None`` when unset."""
     times = gather(blocks, ["__eventTime"])["__eventTime"].cast(pa.int64()).to_pylist()
@@ -98,6 +107,12 @@ def keys_of(ranges: int) -> list[str]:
     return [key_in(hash_range) for hash_range in split_ring(ranges)]
 
 
+def present(value: Value | None) -> Value:
+    """Return a value that a test expects to be set; fails on ``None``."""
+    assert value is not None
+    return value
+
+
 def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     """Poll until ``condition`` holds; fails at the deadline."""
     end = time.monotonic() + deadline_s
@@ -105,6 +120,19 @@ def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) 
     while not condition():
         assert time.monotonic() < end, "the condition did not come true before the deadline"
         never.wait(0.002)
+
+
+def run_coroutine(main: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine; fail if it takes too long."""
+    asyncio.run(asyncio.wait_for(main, DEADLINE_S))
+
+
+async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+    """Do the same as :func:`wait_until` in an event loop."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true before the deadline"
+        await asyncio.sleep(0.005)
 
 
 def exactly(stream: socket.socket, size: int) -> bytes:
@@ -192,6 +220,9 @@ class FakeConsumer:
             raise self.errors.popleft()
         self.acknowledged.extend(entries)
 
+    def last_entry(self) -> EntryId | None:
+        return None
+
     def is_connected(self) -> bool:
         self.asked_connected += 1
         return self.connected
@@ -207,18 +238,15 @@ class FakeConsumer:
         self.connected = False
 
 
-class FakeAdmin:
-    """The admin interface, as far as the runtime asks it."""
+class FakeAdmin(MemoryAdmin):
+    """The admin interface; the test answers the requests of the runtime's start."""
 
     def __init__(self, cluster: str = "standalone", topics: Sequence[str] | None = None) -> None:
-        self.name = cluster
+        super().__init__(MemoryCluster(), cluster)
         self.known = topics
         self.stats: dict[str, Any] | None = None
         self.state: BrokerState | None = None
         self.closed = False
-
-    def cluster(self) -> str:
-        return self.name
 
     def partition_count(self, topic: str) -> int | None:
         return 2 if self.known is None or topic in self.known else None
@@ -234,6 +262,12 @@ class FakeAdmin:
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
         return 50_000, 200_000
+
+    def deduplicates(self, topic: str) -> bool:  # noqa: ARG002
+        return False
+
+    def deduplicates_by_topic(self, topic: str) -> bool:  # noqa: ARG002
+        return False
 
     def subscription(self, *_: object) -> dict[str, Any] | None:
         return self.stats
@@ -288,7 +322,9 @@ def rows_of(coordinator: Coordinator, end: Checkpoint) -> dict[int, list[dict[st
     """All rows of a batch, by layout partition."""
     return {
         index: [
-            row for part in coordinator.worker.read(end.batch_id, index) for row in part.to_pylist()
+            row
+            for part in coordinator.batches.read(end.batch_id, index)
+            for row in part.to_pylist()
         ]
         for index in coordinator.batches.plan(end)
     }

@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keyshard.arrow.messages import messages_of
-from keyshard.broker.port import Broker, StartPosition
-from keyshard.broker.wire import bulk
+from keyshard.broker.port import Broker, StartPosition, SubscriptionSpec
+from keyshard.broker.wire import compiled
 from keyshard.broker.wire.broker import WireBroker
+from keyshard.columns.messages import messages_of
 from keyshard.config.connection import Connection
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.testing.devbroker import DevBroker
-from tests.java_client import JavaClient
 from tests.stored_entries import reference_only
-from tests.tested_pulsar import PULSAR
+from tests.support.java_client import JavaClient
+from tests.support.tested_pulsar import PULSAR
 
 RANGES = 3
 DEADLINE_S = 60.0
@@ -68,14 +68,14 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one producer publishes."""
+    """The messages of one producer."""
 
     seed: int
     compression: str
     batching: str | None
     batch_max: int
     pairs: bool
-    """Whether the values are pairs of key and value, which Java's own schema takes apart."""
+    """Whether the values are pairs of key and value that Java's own schema splits."""
     sent: Sequence[Sent]
 
 
@@ -192,7 +192,7 @@ def same(number: int, one: Sent, got: Message, began_ms: int) -> None:
     }
     event_ms = 0 if got.event_time is None else round(got.event_time.timestamp() * 1_000)
     published_ms = got.publish_time.timestamp() * 1_000
-    told = {
+    output = {
         "value": got.value,
         "key": got.key,
         "ordering_key": got.ordering_key,
@@ -202,12 +202,14 @@ def same(number: int, one: Sent, got: Message, began_ms: int) -> None:
         "redelivered": got.redelivered,
         "in time": began_ms - CLOCK_MS <= published_ms <= time.time() * 1_000 + CLOCK_MS,
     }
-    differ = {name: (expected[name], told[name]) for name in told if expected[name] != told[name]}
+    differ = {
+        name: (expected[name], output[name]) for name in output if expected[name] != output[name]
+    }
     assert not differ, f"message {number}: published and read differ: {differ}"
 
 
 def read(broker: Broker, where: TopicPartition, messages: int) -> list[EntryBlock]:
-    """What a Reader reads of a topic."""
+    """Return the messages that a Reader reads."""
     reader = broker.reader(where, EntryId(0, 0))
     found: list[EntryBlock] = []
     deadline = time.monotonic() + DEADLINE_S
@@ -219,14 +221,16 @@ def read(broker: Broker, where: TopicPartition, messages: int) -> list[EntryBloc
 
 
 def consume(broker: Broker, where: TopicPartition, messages: int) -> list[EntryBlock]:
-    """What the consumers of a few ranges get, each of it what is routed into its range."""
+    """Return the messages of the consumers of a few ranges."""
     consumers = [
         broker.subscribe(
-            where, "read", hash_range, start=StartPosition.EARLIEST, consumer_name=str(hash_range),
-            receiver_queue_size=1_000,
+            SubscriptionSpec(
+                where, "read", hash_range, consumer_name=str(hash_range), receiver_queue_size=1_000
+            ),
+            StartPosition.EARLIEST,
         )
         for hash_range in split_ring(RANGES)
-    ]  # fmt: skip
+    ]
     found: list[EntryBlock] = []
     deadline = time.monotonic() + DEADLINE_S
     while sum(block.rows for block in found) < messages:
@@ -282,7 +286,7 @@ def main() -> int:
             java.close()
     print(
         f"{seed - options.seed} rounds from seed {options.seed} hold, {messages:,} messages; "
-        f"compiled: {bulk.is_there()}"
+        f"compiled: {compiled.is_available()}"
     )
     return 0
 

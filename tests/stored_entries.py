@@ -21,11 +21,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from keyshard.arrow.content import CONTENT, METADATA
-from keyshard.arrow.messages import messages_of
-from keyshard.broker.wire import bulk, decoding
+from keyshard.broker.wire import compiled as bulk
+from keyshard.broker.wire import decoding
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.entries import Decoded, RawEntry
+from keyshard.columns.content import CONTENT, METADATA
+from keyshard.columns.messages import messages_of
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.protobuf import Value, message
 
@@ -74,7 +75,7 @@ def packed(payload: bytes, compression: int) -> bytes:
 
 
 def stored(metadata: bytes, payload: bytes, *, checked: bool = True, broker: bytes = b"") -> bytes:
-    """What is stored of an entry: checksum, metadata, payload."""
+    """Return the stored bytes of an entry: checksum, metadata, payload."""
     body = struct.pack(">I", len(metadata)) + metadata + payload
     if checked:
         body = b"\x0e\x01" + struct.pack(">I", google_crc32c.value(body)) + body
@@ -82,7 +83,7 @@ def stored(metadata: bytes, payload: bytes, *, checked: bool = True, broker: byt
 
 
 def with_broker(broker: bytes, body: bytes) -> bytes:
-    """What a broker says of an entry, before what is stored of it."""
+    """Return the broker's metadata that precedes the stored bytes of an entry."""
     return b"\x0e\x02" + struct.pack(">I", len(broker)) + broker + body
 
 
@@ -105,19 +106,27 @@ def batch_payload(messages: list[dict[str, Any]]) -> bytes:
 BASE: dict[int, Value] = {1: b"producer", 2: 3, 3: 1_700_000_000_000}
 
 
-def versioned(schema_version: bytes | None) -> dict[int, Value]:
-    """``BASE``, and what is said of the version of the schema."""
-    return BASE if schema_version is None else BASE | {16: schema_version}
+def versioned(
+    schema_version: bytes | None, replicated_from: bytes | None = None
+) -> dict[int, Value]:
+    """``BASE``, with the version of the schema and the name of the cluster."""
+    fields = BASE if schema_version is None else BASE | {16: schema_version}
+    return fields if replicated_from is None else fields | {5: replicated_from}
 
 
 def batch(
     messages: list[dict[str, Any]],
     compression: int = NONE,
     schema_version: bytes | None = None,
+    replicated_from: bytes | None = None,
     **how: Any,
 ) -> bytes:
     payload = batch_payload(messages)
-    fields = versioned(schema_version) | {8: compression, 9: len(payload), 11: len(messages)}
+    fields = versioned(schema_version, replicated_from) | {
+        8: compression,
+        9: len(payload),
+        11: len(messages),
+    }
     return stored(message(fields), packed(payload, compression), **how)
 
 
@@ -125,10 +134,11 @@ def single(
     one: dict[str, Any],
     compression: int = NONE,
     schema_version: bytes | None = None,
+    replicated_from: bytes | None = None,
     **how: Any,
 ) -> bytes:
     keys, value = keys_of(one, 6, 17, 18), one["value"] or b""
-    fields = versioned(schema_version) | keys | {8: compression, 9: len(value)}
+    fields = versioned(schema_version, replicated_from) | keys | {8: compression, 9: len(value)}
     if one["event_ms"]:
         fields[12] = one["event_ms"]
     if one["value"] is None:
@@ -292,10 +302,11 @@ def _random_entry(draw: random.Random) -> bytes:
     ]
     compression = draw.choice([NONE, NONE, NONE, LZ4, ZLIB, ZSTD, SNAPPY])
     version = draw.choice([None, None, draw.randbytes(8), bytes(8), draw.randbytes(3)])
+    replicated = draw.choice([None, None, b"", b"eu-west", draw.randbytes(3)])
     if draw.randrange(4):
-        whole = batch(messages, compression, version)
+        whole = batch(messages, compression, version, replicated)
     else:
-        whole = single(messages[0], compression, version)
+        whole = single(messages[0], compression, version, replicated)
     damage = [
         (
             draw.choice(["cut", "flip", "flip", "insert"]),
@@ -327,7 +338,8 @@ def main() -> None:
         if not (number + 1) % 50_000:
             print(f"{number + 1:,} inputs, {whole:,} of them messages", flush=True)
     print(
-        f"{options.inputs:,} inputs hold, {whole:,} of them messages; compiled: {bulk.is_there()}"
+        f"{options.inputs:,} inputs hold, {whole:,} of them messages; "
+        f"compiled: {bulk.is_available()}"
     )
 
 

@@ -18,10 +18,10 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from keyshard import KeyShardSource, SourceStream
-from keyshard.broker.connect import connect
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import SourceWorker
 from keyshard.core.position.entry import full_topic_name
@@ -30,6 +30,7 @@ from keyshard.testing.verify.checkers import check
 from keyshard.testing.verify.history import HistoryWriter, read_history
 from keyshard.testing.verify.recorder import Recorder
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from keyshard.workers.backends import connect_source
 
 PARTITIONS = 3
 STOPPED_S = 6.0
@@ -52,7 +53,8 @@ def run(
     with HistoryWriter(history) as writer:
         recorder = Recorder(writer, "source")
         coordinator = Coordinator(
-            source, lambda: recorder.broker(connect(source.how_to_connect(), source.hosting()))
+            source,
+            lambda: recorder.broker(connect_source(source.how_to_connect(), source.hosting())),
         )
         coordinator.start()
         struck = Struck(lambda: coordinator.status()["sourceWorkers"], every_s)
@@ -70,15 +72,15 @@ def run(
         finally:
             struck.end()
             publishing.join()
-        told = coordinator.status()
+        output = coordinator.status()
         coordinator.stop()
     verdicts = check(list(read_history(history)))
     broken = [verdict for verdict in verdicts if not verdict.holds]
-    restarts = sum(one["restarts"] for one in told["sourceWorkers"])
+    restarts = sum(one["restarts"] for one in output["sourceWorkers"])
     report = (
         f"{workers}: {load.messages:,} messages in {took_s:.0f} s, {struck.counts['SIGKILL']} "
         f"workers killed, {struck.counts['SIGSTOP']} stopped for {STOPPED_S:.0f} s, {restarts} "
-        f"restarts, {told['duplicatesDropped']:,} redeliveries dropped.\n"
+        f"restarts, {output['duplicatesDropped']:,} redeliveries dropped.\n"
         + "\n".join(map(str, verdicts))
     )
     return report, not broken
@@ -136,7 +138,7 @@ class Struck:
             os.kill(pid, how)
             self.counts[how.name] += 1
             if how is signal.SIGSTOP:
-                self._spawn(lambda pid=pid: self._let_go_on(pid))
+                self._spawn(partial(self._let_go_on, pid))
 
     def _let_go_on(self, pid: int) -> None:
         self._ended.wait(STOPPED_S)

@@ -1,1 +1,1 @@
-"""The only place that knows Pulsar: the port, and what stands behind it."""
+"""The broker port and its implementations. Only this package knows Pulsar."""

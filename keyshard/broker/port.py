@@ -1,8 +1,8 @@
-"""What keyshard needs of a broker; the only interface the runtime talks to.
+"""The interface between keyshard and a broker. The rest of keyshard talks only to this interface.
 
-Implementations: :mod:`keyshard.broker.pulsar.broker` (pulsar-client),
-:mod:`keyshard.broker.wire.broker` (entries by Pulsar's protocol) and
-:mod:`keyshard.broker.memory`. ``tests/contract`` runs the same cases on all.
+Implementations: :mod:`keyshard.broker.client.broker` (pulsar-client),
+:mod:`keyshard.broker.wire.broker` (Pulsar's binary protocol) and
+:mod:`keyshard.broker.memory`. ``tests/contract`` runs the same cases on all of them.
 Implementations translate every exception of their library into :mod:`keyshard.errors`, with
 ``raise ... from``.
 """
@@ -10,23 +10,40 @@ Implementations translate every exception of their library into :mod:`keyshard.e
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
-from keyshard.core.holes.broker_state import BrokerState
-from keyshard.core.message import MessageId
+from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.position.ledger import Ledger
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
 
 
 class StartPosition(str, Enum):
-    """Where a subscription that does not exist yet begins."""
+    """Where a new subscription begins."""
 
     EARLIEST = "earliest"
     LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriptionSpec:
+    """Range, name and limits of a consumer. The same spec subscribes it again."""
+
+    topic_partition: TopicPartition
+    subscription: str
+    hash_range: HashRange
+    consumer_name: str
+    """Shown in the broker's statistics."""
+    receiver_queue_size: int
+    """Maximum number of messages that the client requests ahead of ``receive``."""
+    receiver_queue_bytes: int | None = None
+    """Memory for these messages, in bytes; one entry may exceed it. A client that cannot measure it
+    ignores it. ``None``: all clients ignore it."""
+    columns: Collection[str] | None = None
+    """As :attr:`ReadOptions.columns`."""
 
 
 class Consumer(Protocol):
@@ -34,122 +51,122 @@ class Consumer(Protocol):
 
     @property
     def topic_partition(self) -> TopicPartition:
-        """The topic partition it consumes."""
+        """The topic partition that the consumer reads."""
 
     @property
     def hash_range(self) -> HashRange:
-        """The range it owns."""
+        """The hash range that the consumer owns."""
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
-        """Take what was delivered, in delivery order; ``[]`` when nothing came in time.
+        """Take delivered messages, in delivery order. Return ``[]`` if none arrive in time.
 
         Args:
             timeout_ms: Longest wait for the first message, in milliseconds. An implementation may
-                round it to a fixed receive time of its own.
+                round it to a fixed receive time.
 
         Returns:
-            Blocks in delivery order. Neighbouring messages of one entry are one block; an entry may
-            be spread over several blocks or calls. A reconnect lies between calls; between blocks
-            of one call only where the queue holds at most ``POLLED_MAX`` messages.
+            Blocks in delivery order. Adjacent messages of one entry form one block. An entry may
+            span several blocks or calls. A reconnect falls between calls. It falls between blocks
+            of one call only if the queue holds at most ``POLLED_MAX`` messages.
 
         Raises:
-            ChunkedMessageError: A chunked message came; nothing of it is acknowledged.
-            CorruptEntryError: An entry cannot be read; nothing of it is acknowledged. The next call
-                goes on behind it. Not every client tells.
+            ChunkedMessageError: A chunked message arrived. None of it is acknowledged.
+            CorruptEntryError: An entry cannot be read. None of it is acknowledged. The next call
+                continues after it. Some clients do not report this.
             BrokerError: The consumer is closed or broken.
         """
 
     def when_ready(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, from any thread, when :meth:`receive` has something.
+        """Call ``callback`` once, from any thread, when :meth:`receive` has messages.
 
-        An idle consumer costs its owner no time this way. Until the call came, neither ask again
-        nor receive: the client may hold the first message meanwhile. After :meth:`close` it does
-        not come.
+        An idle consumer then costs its owner no time. Until the callback runs, do not call this
+        method or :meth:`receive`: the client may hold the first message meanwhile. After
+        :meth:`close` the callback does not run.
         """
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
-        """Acknowledge whole entries of this topic partition, whoever received them.
+        """Acknowledge whole entries of this topic partition, whichever consumer received them.
 
-        Returns as soon as the client took them; the broker may forget them in a crash. A client
-        that is told by the broker that it has taken them sends again what a connection left open
-        that was lost for a moment.
+        Returns as soon as the client accepts them. The broker may lose them in a crash. If the
+        broker confirms acknowledgements to the client, the client resends unconfirmed ones after
+        a short loss of the connection.
 
         Raises:
-            BrokerError: The client did not take them.
+            BrokerError: The client did not accept them.
         """
 
     def last_entry(self) -> EntryId | None:
-        """The last entry published to the topic partition; ``None`` when nothing is stored.
+        """Return the last entry published to the topic partition; ``None`` if nothing is stored.
 
-        A broker may forget it with its ledger, once everybody acknowledged it. It may be an entry
-        that nobody receives, such as a transaction marker.
+        If every subscription acknowledged the entry, a broker may delete it with its ledger. The
+        entry may be one that no consumer receives, such as a transaction marker.
 
         Raises:
             BrokerUnavailableError: No answer before the operation timeout (retriable).
         """
 
     def is_connected(self) -> bool:
-        """Whether the broker holds this consumer now; a reconnect makes this false for a while."""
+        """Return whether the broker holds this consumer now. A reconnect makes this false."""
 
     def has_given_all(self) -> bool:
-        """Whether it is connected, and who idles has all that came to its client until now.
+        """Return whether it is connected and, while it is idle, has handed out all that arrived.
 
-        Where the client is in another process, silence alone does not show that: what came may wait
-        there, while that process stands still.
+        If the client is in another process, silence alone does not show that: messages may wait
+        in that process while it is suspended.
         """
 
     def trouble(self) -> str:
-        """One sentence on a broker that refuses this consumer or does not answer it.
+        """Return one sentence about a broker that refuses this consumer or does not answer it.
 
-        Empty while nothing is wrong, and where the client does not tell. A refusal that does not
-        pass is raised by :meth:`receive` in the end.
+        Empty while nothing is wrong, and if the client does not report it. :meth:`receive` raises
+        a permanent refusal in the end.
         """
 
     def close(self, *, for_another: bool = False) -> None:
         """Flush acknowledgements and give the range back. Idempotent.
 
-        Where the broker tells the client that it has taken acknowledgements, that is waited for,
-        for a short time; what it has not confirmed by then is named in the log.
+        If the broker confirms acknowledgements, this method waits for them for a short time. The
+        log names those that are still unconfirmed.
 
-        What was delivered and not acknowledged is delivered again to the next owner.
+        The broker redelivers unacknowledged messages to the next owner of the range.
 
         Args:
-            for_another: Whether its owner subscribes the range again at once: then it goes on
-                owning it, as it does while a connection is lost.
+            for_another: Whether the owner subscribes the range again at once. The owner then
+                keeps the range, as it does while a connection is lost.
         """
 
 
 class Reader(Protocol):
     """Bounded read of one topic partition from a position; no subscription, no acknowledgement.
 
-    A Reader that lost its connection gets it back by itself, and reads on behind what it handed
-    out or begins that entry again. Its silence, then and afterwards, is no sign of anything, nor is
-    what it says of the end: only one that stayed connected shows that an entry is not there.
+    A Reader reconnects by itself. It then continues after the last entry that it handed out, or
+    begins that entry again. After a lost connection, neither its silence nor :meth:`at_end` proves
+    anything. Only a Reader that stayed connected shows that an entry does not exist.
     """
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
-        """Next whole or partial entries in position order; ``[]`` when nothing came in time.
+        """Return the next whole or partial entries, by position; ``[]`` if none arrive in time.
 
         Raises:
-            ChunkedMessageError: A chunked message came; not before what lies before it was read.
-            UnreadableEntryError: An entry cannot be read; not before what lies before it was read.
-                The next call goes on behind it.
+            ChunkedMessageError: A chunked message arrived, and everything before it was read.
+            UnreadableEntryError: An entry cannot be read, and everything before it was read. The
+                next call continues after it.
             BrokerError: The reader is closed or broken.
         """
 
     def at_end(self) -> bool:
-        """Whether everything stored at the time of the call has been read.
+        """Return whether everything stored at the time of the call has been read.
 
-        Worth nothing unless :meth:`stayed_connected` holds afterwards.
+        The answer is valid only if :meth:`stayed_connected` holds afterwards.
 
         Raises:
             BrokerUnavailableError: No answer before the operation timeout (retriable).
         """
 
     def stayed_connected(self) -> bool:
-        """Whether its connection has stood since it was opened, as far as the client tells.
+        """Return whether the connection has never been lost, as far as the client reports it.
 
-        Once false, it stays so.
+        Once false, it stays false.
         """
 
     def close(self) -> None:
@@ -157,30 +174,30 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HowToRead:
-    """What a Reader may leave out, and what it may not."""
+class ReadOptions:
+    """Limits of a Reader, and the content that it must return."""
 
     receiver_queue_size: int = 1_000
-    """Most messages the client asks for ahead of ``read``."""
+    """Maximum number of messages that the client requests ahead of ``read``."""
     receiver_queue_bytes: int = 8 * 1024 * 1024
-    """Memory that they may take, where the client can tell, bytes."""
+    """Memory for these messages, in bytes, if the client can measure it."""
     first: int = 10
-    """Messages that such a client asks for before it has seen one."""
+    """Messages that such a client requests before it knows the size of one."""
     columns: Collection[str] | None = None
-    """Columns of the content that are wanted, the others may be empty; ``None``: all are that every
-    entry's content has. What else it can have is there where it is named, and null where the client
-    does not hand it out; see :data:`keyshard.arrow.content.METADATA`."""
+    """Columns of the content to read; the others may be empty. ``None``: the columns that the
+    content of every entry has. Optional columns are present only if they are named, and null if the
+    client does not provide them; see :data:`keyshard.columns.content.METADATA`."""
     last: EntryId | None = None
-    """The last entry that is wanted; more may come. ``None``: all that is stored is."""
+    """Last entry to read; the Reader may return more. ``None``: read all that is stored."""
 
 
-ANYHOW = HowToRead()
+DEFAULT_READ_OPTIONS = ReadOptions()
 
 
 class Producer(Protocol):
-    """Publishes to one topic partition, one message at a time and each an entry of its own.
+    """Publishes to one topic partition, one message at a time. Each message is its own entry.
 
-    Any thread may send. What one thread sends is stored in the order of its calls.
+    Any thread may send. The messages of one thread are stored in the order of its calls.
     """
 
     def send(
@@ -192,22 +209,22 @@ class Producer(Protocol):
         properties: Mapping[str, str] | None = None,
         event_ms: int = 0,
     ) -> EntryId:
-        """Publish a message; returns when the broker has confirmed that it is stored.
+        """Publish a message. Return when the broker has confirmed that it is stored.
 
         Args:
             value: Payload; ``None`` for a null value.
-            key: Partition key; ``None`` for none, which is not the empty one.
-            ordering_key: Ordering key; as ``key``.
+            key: Partition key; ``None`` for no key, which differs from the empty key.
+            ordering_key: Ordering key; ``None`` as for ``key``.
             properties: Properties; default none.
             event_ms: Event time, milliseconds since the epoch; 0 when unset.
 
         Returns:
-            Where it is stored.
+            The id of the stored entry.
 
         Raises:
             BrokerUnavailableError: No confirmation before the deadline (retriable). The message
-                may be stored all the same, so another attempt may store it twice.
-            MessageTooLargeError: The broker takes no message as large, its properties included.
+                may be stored nevertheless, so another attempt may store it twice.
+            MessageTooLargeError: The message with its properties exceeds the broker's limit.
             BrokerError: The broker refused it, or the producer is closed.
         """
 
@@ -215,42 +232,163 @@ class Producer(Protocol):
         """Free the handle. Idempotent."""
 
 
+Compression = Literal["none", "lz4", "zlib", "zstd", "snappy"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOptions:
+    """Name, limits and format of an entry producer."""
+
+    name: str | None = None
+    """Name by which the broker finds duplicates. ``None``: the broker chooses a new one."""
+    send_timeout_s: float = 30.0
+    """Longest time until an entry is confirmed, seconds; also the longest wait for room."""
+    pending_messages_max: int = 100_000
+    """Most messages without a confirmation; one entry may exceed it."""
+    pending_bytes_max: int = 64 * 1024 * 1024
+    """Most memory of entries without a confirmation, bytes; one entry may exceed it."""
+    compression: Compression = "none"
+    schema: TopicSchema | None = None
+    """Schema of the messages; the broker adds it to the topic, or refuses it."""
+
+
+class EntryProducer(Protocol):
+    """Publishes entries to one topic partition, in order, and reconnects by itself.
+
+    With a name, the broker stores each sequence id once. Ids ascend from call to call. Such a
+    producer ends with its first error, because a later entry must not be stored before an earlier
+    one. Without a name, an error concerns its own entry.
+    """
+
+    topic_partition: TopicPartition
+
+    @property
+    def last_sequence_id(self) -> int:
+        """Last sequence id that the broker knows of the name; -1 if it knows none.
+
+        The messages up to there may still be lost, until :meth:`publish` of one of them succeeds.
+        """
+
+    @property
+    def message_bytes_max(self) -> int:
+        """Largest entry that the broker takes, with its metadata, bytes."""
+
+    def has_ended(self) -> bool:
+        """Return whether an error has ended it for good, so that it takes no more messages."""
+
+    def last_entry(self) -> EntryId | None:
+        """Return the last entry of the topic partition, of any producer; ``None`` if it is empty.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+        """
+
+    def check(self, message: OutgoingMessage) -> None:
+        """Check the size of a message as an entry, and send nothing.
+
+        Raises:
+            MessageTooLargeError: The entry exceeds ``message_bytes_max``.
+        """
+
+    def publish(self, rows: Sequence[OutgoingMessage], sequence_id: int) -> Future[EntryId | None]:
+        """Publish messages as one entry. Wait while too much is unconfirmed.
+
+        Args:
+            rows: At least one message. All have one routing key.
+            sequence_id: Sequence id of the first message; the others follow. If the broker knows
+                some of these ids, only the other messages are stored.
+
+        Returns:
+            The id of the stored entry; ``None`` if all its messages were stored before. Errors are
+            those below, and:
+
+            - ``DeduplicationError``: the producer has a name, and the broker does not deduplicate.
+              The first entry may be stored.
+            - ``ProducerFencedError``: another program publishes under the name.
+
+        Raises:
+            MessageTooLargeError: The entry exceeds ``message_bytes_max``.
+            BrokerUnavailableError: No room or no confirmation in time (retriable).
+            BrokerError: The broker refused it, or the producer has ended.
+        """
+
+    def publish_all(
+        self, columns: Outgoing, ends: Sequence[int], sequence_id: int
+    ) -> list[Future[EntryId | None]]:
+        """Publish messages as several entries, as :meth:`publish` does with each.
+
+        It raises no error of an entry. If an entry cannot be published, its future and those of
+        the entries after it fail.
+
+        Args:
+            columns: The messages.
+            ends: End of each entry, exclusive, ascending up to the length of the columns.
+            sequence_id: Sequence id of the first message; the others follow.
+        """
+
+    def flush(self) -> None:
+        """Wait until everything is confirmed, or has failed.
+
+        Raises:
+            BrokerError: The producer has ended.
+        """
+
+    def close(self) -> None:
+        """Give the name back. Unconfirmed messages fail. Idempotent.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
     """A worker that has consumers of a connection."""
 
     kind: str
-    """What it is: ``worker process``."""
+    """Kind of worker, such as ``worker process``."""
     pid: int | None
-    """Its process; ``None`` while there is none."""
+    """Process id; ``None`` while there is no process."""
     host: str | None
-    """The machine of that process."""
+    """Host of the process."""
     consumers: int
     since_s: float
-    """Monotonic time since when it is there, or away."""
+    """Monotonic time since when the worker has been present or absent, in seconds."""
     restarts: int
-    """How many were started in its place before."""
+    """Number of workers that were started in its place before."""
 
 
-BEGINS = "keyshard.begins"
-"""Property of a subscription that begins inside a producer batch: ``ledger:entry:index``."""
+class OpensReaders(Protocol):
+    """A broker as far as it opens Readers."""
+
+    def reader(
+        self,
+        topic_partition: TopicPartition,
+        start: EntryId,
+        how: ReadOptions = DEFAULT_READ_OPTIONS,
+    ) -> Reader:
+        """Read from ``start``, inclusive. If that entry is gone, begin at the next stored entry.
+
+        Raises:
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
+        """
 
 
-class Broker(Protocol):
+class Broker(OpensReaders, Protocol):
     """A connection to one cluster. Not shared between processes: create it after a fork."""
 
     def workers(self) -> Sequence[WorkerFacts]:
-        """Who has the consumers; nobody: this process has them."""
+        """Return the workers that host the consumers; empty if this process hosts them."""
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
-        """Those of some full topic names that do not exist, where the broker can tell.
+        """Return the full topic names that do not exist, if the broker can tell.
 
-        Creates nothing. Also without topics it finds out, within seconds, whether the broker is
-        there and takes connections.
+        Creates no topic. Without topics, it only checks, within seconds, that the broker is
+        reachable and accepts connections.
 
         Raises:
-            BrokerUnavailableError: It is not there; says why (retriable).
-            BrokerError: It refuses.
+            BrokerUnavailableError: The broker is not reachable; the text says why (retriable).
+            BrokerError: The broker refuses the connection.
         """
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
@@ -258,47 +396,23 @@ class Broker(Protocol):
 
         Raises:
             BrokerUnavailableError: No answer before the operation timeout.
-            TopicNotFoundError: The topic does not exist, where the broker says so.
+            TopicNotFoundError: The topic does not exist, if the broker says so.
         """
 
-    def subscribe(
-        self,
-        topic_partition: TopicPartition,
-        subscription: str,
-        hash_range: HashRange,
-        *,
-        start: StartPosition,
-        consumer_name: str,
-        receiver_queue_size: int,
-        receiver_queue_bytes: int | None = None,
-        columns: Collection[str] | None = None,
-    ) -> Consumer:
-        """Own ``hash_range`` of ``topic_partition``, creating the subscription if it is missing.
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
+        """Own a hash range of a topic partition. Create the subscription if it is missing.
 
         Args:
-            start: Where a subscription that does not exist yet begins.
-            consumer_name: Shown in the broker's statistics.
-            receiver_queue_size: Most messages the client asks for ahead of ``receive``.
-            receiver_queue_bytes: Memory that they may take, bytes; one entry may take more. A
-                client that cannot tell asks for as many messages as it is given; ``None``: all do.
-            columns: As :attr:`HowToRead.columns`.
+            spec: Range, name and limits of the consumer.
+            start: Where a new subscription begins.
 
         Raises:
             RangeConflictError: Another consumer holds a part of the range (retriable).
             BrokerUnavailableError: No answer before the operation timeout (retriable).
         """
 
-    def reader(
-        self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
-    ) -> Reader:
-        """Read from ``start``, inclusive; if it is gone, from the next entry that is stored.
-
-        Raises:
-            BrokerUnavailableError: No answer before the operation timeout (retriable).
-        """
-
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
-        """Publish to ``topic_partition``; Pulsar creates a topic that is missing.
+        """Publish to ``topic_partition``; Pulsar creates a missing topic.
 
         Args:
             send_timeout_ms: Longest wait of one send for its confirmation, milliseconds.
@@ -307,86 +421,19 @@ class Broker(Protocol):
             BrokerUnavailableError: No answer before the operation timeout (retriable).
         """
 
-    def close(self) -> None:
-        """Close every handle and the connection. Idempotent."""
-
-
-class Admin(Protocol):
-    """What the runtime asks the admin interface."""
-
-    def version(self) -> str: ...
-
-    def settings(self) -> Mapping[str, str]: ...
-
-    def cluster(self) -> str: ...
-
-    def partition_count(self, topic: str) -> int | None: ...
-
-    def namespaces(self, tenant: str) -> set[str]: ...
-
-    def topics(self, tenant: str, namespace: str) -> set[str]: ...
-
-    def created(self, topic_partition: TopicPartition) -> str: ...
-
-    def remove_leftover(
-        self, topic_partition: TopicPartition, subscription: str
-    ) -> bool | None: ...
-
-    def subscription(
-        self, topic_partition: TopicPartition, subscription: str
-    ) -> Mapping[str, Any] | None: ...
-
-    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]: ...
-
-    def broker_state(
-        self, topic_partition: TopicPartition, subscription: str
-    ) -> BrokerState | None: ...
-
-    def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
-        """What is stored, ascending, the ledger that is written to last; ``None`` for no topic."""
-
-    def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
-        """The last entry that was written, stored or not; ``None`` for no topic.
-
-        Where all is trimmed, the broker forgets it when it loads the topic anew: then it is the
-        place before the first entry of the ledger that is written to.
-        """
-
-    def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
-        """The last entry that is shown to anybody, where an open transaction holds back the rest.
-
-        ``None`` where none does, and where that is not told.
+    def entry_producer(self, topic_partition: TopicPartition, how: PublishOptions) -> EntryProducer:
+        """Publish entries to ``topic_partition``; Pulsar creates a missing topic if it may.
 
         Raises:
-            BrokerUnavailableError: The broker does not know it, because it is still loading the
-                topic; or has not begun to, which :meth:`ledgers` makes it do (retriable).
+            ConfigError: This transport does not publish entries.
+            ProducerBusyError: Another connection had the name until the operation timeout
+                (retriable).
+            QuotaExceededError: The backlog quota was exceeded until then (retriable).
+            AuthorizationError: The permission to produce is missing.
+            SchemaError: The schema of the topic does not admit that of ``how``.
+            TopicNotFoundError: The topic does not exist, and the broker does not create it.
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
         """
 
-    def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
-        """A position at which times pass a moment; ``None`` for no topic.
-
-        The entry before it, if there is one, is of an earlier time, and the entry at it, if it
-        exists yet, is not. Where times are not in the order of entries, that holds at several
-        positions, and this is any of them. The time is the broker's where it adds one to entries,
-        else the publish time.
-        """
-
-    def begin(
-        self, topic_partition: TopicPartition, subscription: str, position: MessageId
-    ) -> bool:
-        """Create a subscription that begins at an entry; ``False`` where it exists already.
-
-        Where nothing is stored at the position it begins at what comes next. A position inside a
-        producer batch becomes its property :data:`BEGINS`, which lasts as long as it does: by
-        itself the broker delivers the entry from its first message on.
-        """
-
-    def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
-        """Take the property :data:`BEGINS` from a subscription; it keeps its others."""
-
-    def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
-
-    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
-        """A version of the schema of a topic, by default the newest; ``None`` where none is."""
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close every handle and the connection. Idempotent."""

@@ -1,4 +1,4 @@
-"""Entries that keyshard refuses, by name: one wording for every implementation of the port."""
+"""Errors for entries that keyshard refuses, with one wording for all broker implementations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import (
+    ChunkedMessageError,
     CorruptEntryError,
     EncryptedMessageError,
     KeyShardError,
@@ -16,26 +17,26 @@ Refused = TypeVar("Refused", bound=KeyShardError)
 
 
 def of_entry(kind: type[Refused], text: str, where: TopicPartition, entry_id: EntryId) -> Refused:
-    """An error that has the facts of the entry that it is about."""
+    """Create an error that carries the position of its entry."""
     return kind(text, topic_partition=where.name, ledger=entry_id.ledger, entry=entry_id.entry)
 
 
 def corrupt_entry(
     where: TopicPartition, entry_id: EntryId, why: str, stored: bytes = b""
 ) -> CorruptEntryError:
-    """An entry cannot be read.
+    """Create the error for an entry that cannot be read.
 
     Args:
-        where: Where it lies.
-        entry_id: It.
-        why: What is wrong with it.
-        stored: The bytes of it.
+        where: Its topic partition.
+        entry_id: Its id.
+        why: The defect.
+        stored: Its stored bytes.
     """
     error = of_entry(
         CorruptEntryError,
-        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of it "
-        "was acknowledged. Look for the producer that wrote it; on_corrupt=skip acknowledges such "
-        "entries, counts them and leaves them out.",
+        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of "
+        "it was acknowledged. Correct the producer that wrote it. To acknowledge, count and "
+        "skip such entries, set on_corrupt to skip.",
         where,
         entry_id,
     )
@@ -43,8 +44,8 @@ def corrupt_entry(
     return error
 
 
-def entry_of(refused: UnreadableEntryError) -> EntryId:
-    """The entry that an error is about."""
+def entry_of(refused: UnreadableEntryError | ChunkedMessageError) -> EntryId:
+    """Return the id of the entry that an error names."""
     ledger, entry = refused.facts["ledger"], refused.facts["entry"]
     assert isinstance(ledger, int)
     assert isinstance(entry, int)
@@ -54,19 +55,18 @@ def entry_of(refused: UnreadableEntryError) -> EntryId:
 def encrypted_entry(
     where: TopicPartition, entry_id: EntryId, stored: bytes = b""
 ) -> EncryptedMessageError:
-    """An entry is encrypted.
+    """Create the error for an encrypted entry.
 
     Args:
-        where: Where it lies.
-        entry_id: It.
-        stored: The bytes of it.
+        where: Its topic partition.
+        entry_id: Its id.
+        stored: Its stored bytes.
     """
     error = of_entry(
         EncryptedMessageError,
-        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has no "
-        "keys. Nothing of it was acknowledged. Consume the topic with a client that has the keys, "
-        "or read up to the message and from behind it; on_encrypted=skip acknowledges encrypted "
-        "messages, counts them and leaves them out.",
+        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has "
+        "no keys. Nothing of it was acknowledged. Consume the topic with a client that has the "
+        "keys. To acknowledge, count and skip encrypted messages, set on_encrypted to skip.",
         where,
         entry_id,
     )

@@ -1,4 +1,4 @@
-"""What the broker keeps as the schema of a topic, by whichever interface there is."""
+"""Requests for topic schemas and topic names, by the admin interface or by the broker."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TypeVar
 
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.connect import connect_admin
-from keyshard.broker.port import Admin
-from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.pulsar.first_question import ANSWER_S, missing_topics
+from keyshard.broker.preflight import ANSWER_S, missing_topics
 from keyshard.broker.retry import FIRST_TRIES_S, retry_until
 from keyshard.config.connection import Connection
 from keyshard.config.source import SourceConfig
@@ -26,18 +26,18 @@ _log = logging.getLogger(__name__)
 def schema_of(
     connection: Connection, topic: str, version: int | None = None, *, tries_s: float | None = None
 ) -> TopicSchema | None:
-    """A version of the schema of a topic; ``None`` where there is none.
+    """Return a version of the schema of a topic; ``None`` if there is none.
 
     Args:
-        connection: With ``admin_url`` that interface is asked, else the broker; and the broker for
-            a version where the interface fails, for who asks that is on its way.
+        connection: If it has an ``admin_url``, the admin interface is asked, else the broker. If
+            the admin interface fails for a specific version, the broker is asked.
         topic: Full name, without the partition suffix.
         version: ``None`` for the newest.
-        tries_s: Longest time to ask again, seconds; ``None`` for ``operation_timeout_ms``.
+        tries_s: Longest time of the retries, seconds; ``None`` for ``operation_timeout_ms``.
 
     Raises:
-        BrokerUnavailableError: There was no answer, however often it was asked.
-        BrokerError: It refuses.
+        BrokerUnavailableError: No attempt was answered.
+        BrokerError: The broker refuses.
     """
     operation_s = connection.operation_timeout_ms / 1000
     timeout_s = operation_s if tries_s is None else min(operation_s, tries_s)
@@ -54,10 +54,12 @@ def schema_of(
             except BrokerError as exc:
                 if connection.in_memory or version is None:
                     raise
-                _log.debug("the broker is asked for a schema, since its interface fails: %s", exc)
+                _log.debug(
+                    "the admin interface fails, so the broker is asked for a schema: %s", exc
+                )
         from keyshard.broker.wire.schema import ask_schema  # noqa: PLC0415
 
-        if tries_s is not None:  # its error names the mistake in a URL
+        if tries_s is not None:  # Its error names the mistake in a URL.
             missing_topics(connection, Credentials(connection), ())
         return ask_schema(connection, topic, version, answer_s)
 
@@ -65,18 +67,18 @@ def schema_of(
 
 
 def first_tries_s(connection: Connection) -> float:
-    """Time for which a query retries while it is built, seconds: a wrong URL fails soon."""
+    """Time for which requests are retried while a query is built, seconds; short for wrong URLs."""
     return min(connection.operation_timeout_ms / 1000, FIRST_TRIES_S)
 
 
 def topics_of(config: SourceConfig) -> Sequence[str]:
-    """Topics of a source, those that are named or that match now, by the names that rows have.
+    """Return the topics of a source, named or matching now, by the names that rows contain.
 
-    A partition that is named as a topic has rows, and the schema, of its topic.
+    If a partition is named as a topic, its rows and its schema are those of the whole topic.
 
     Raises:
         BrokerUnavailableError: The admin interface, which a pattern needs, does not answer.
-        BrokerError: It refuses.
+        BrokerError: The broker refuses.
     """
     if config.topics_pattern is None:
         return tuple(dict.fromkeys(TopicPartition.parse(name).topic for name in config.topics))
@@ -88,15 +90,15 @@ def topics_of(config: SourceConfig) -> Sequence[str]:
 
 
 def asked_first(connection: Connection, ask: Callable[[Admin], T]) -> T:
-    """Ask the admin interface while a query is built. If it is away, the error comes soon.
+    """Ask the admin interface while a query is built. If it is unreachable, fail soon.
 
     Args:
-        connection: It has an ``admin_url``.
-        ask: Asks; the answer may take long.
+        connection: A connection with an ``admin_url``.
+        ask: Sends the request; its answer may take long.
 
     Raises:
-        BrokerUnavailableError: It does not answer.
-        BrokerError: It refuses.
+        BrokerUnavailableError: The admin interface does not answer.
+        BrokerError: The admin interface refuses.
     """
 
     def asked() -> T:
@@ -108,12 +110,12 @@ def asked_first(connection: Connection, ask: Callable[[Admin], T]) -> T:
 
 @contextmanager
 def _answering(connection: Connection) -> Iterator[Admin]:
-    """An admin interface that has answered soon; what else it is asked may take longer."""
+    """Open an admin interface that answers a short probe first; later answers may take longer."""
     with closing(connect_admin(connection, ANSWER_S)) as admin:
         try:
             admin.cluster()
         except BrokerError as exc:
             if exc.retriable:
                 raise
-            _log.debug("the admin interface answers, but not which clusters there are: %s", exc)
+            _log.debug("the admin interface answers, but does not list the clusters: %s", exc)
         yield admin

@@ -1,6 +1,6 @@
 """The command line: ``keyshard``.
 
-Nothing heavy is imported here; each command imports what it needs when it runs.
+No heavy module is imported here; each command imports its modules when it runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import typer
 
 from keyshard.cli.broker import broker_app
 from keyshard.cli.check import check
+from keyshard.cli.config import config_app
+from keyshard.cli.dead_letters import dead_letters_app
 from keyshard.cli.doctor import doctor
 from keyshard.cli.explain import explain
-from keyshard.cli.operate import discard, unpark
+from keyshard.cli.pause import pause, resume
 from keyshard.cli.produce import produce
 from keyshard.cli.rescale import rescale
+from keyshard.cli.stacks import stacks
 from keyshard.cli.status import ps, status
+from keyshard.cli.ui import ui
 from keyshard.errors import ConfigError, KeyShardError
 
 _BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
@@ -46,7 +50,7 @@ class _App(typer.Typer):
 
 app = _App(
     name="keyshard",
-    help="Consume Apache Pulsar with more parallelism than partitions: look at it, and operate it.",
+    help="Operate keyshard, which consumes Apache Pulsar with more parallelism than partitions.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -57,17 +61,21 @@ app.command("check")(check)
 app.command("ps")(ps)
 app.command("status")(status)
 app.command("explain")(explain)
-app.command("unpark")(unpark)
-app.command("discard")(discard)
+app.command("stacks")(stacks)
+app.add_typer(dead_letters_app, name="dead-letters")
 app.command("rescale")(rescale)
+app.command("pause")(pause)
+app.command("resume")(resume)
 app.command("doctor")(doctor)
+app.command("ui")(ui)
+app.add_typer(config_app, name="config")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Args:
-        arguments: What follows the program's name; by default that of this process.
+        arguments: Arguments after the program's name; default: those of this process.
     """
     app(arguments)
 

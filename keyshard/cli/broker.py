@@ -1,6 +1,6 @@
 """``keyshard broker``: a real Pulsar broker on this machine, for development."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
+# ruff: noqa: PLC0415 - each command imports its modules when it runs, so that --help is fast.
 from __future__ import annotations
 
 import shlex
@@ -18,46 +18,57 @@ if TYPE_CHECKING:
     from keyshard.testing.devbroker.registry import BrokerRecord
 
 _POLL_S = 0.2
-_VERSION = "4.0.8"  # As keyshard.testing.devbroker says, which would load httpx for --help.
+_VERSION = "4.0.8"  # Copied from keyshard.testing.devbroker, which would load httpx for --help.
 _PORT = 6650
 _ADMIN_PORT = 8080
 _CLIENT_CONF = "client.conf"
-"""Says in the data directory how a broker with TLS or tokens is reached."""
+"""File in the data directory with the connection of a broker with TLS or tokens."""
 
 broker_app = typer.Typer(
-    help="Start and stop a real Pulsar broker on this machine, reachable from this machine only.",
+    help="Run a Pulsar broker for development, which only this machine can reach.",
     no_args_is_help=True,
 )
 
+_DATA = "Data directory of the broker. Default: "
 DataOption = Annotated[
+    Path | None, typer.Option("--data", help=f"{_DATA}a directory in the user's cache.")
+]
+AnyDataOption = Annotated[
+    Path | None, typer.Option("--data", help=f"{_DATA}that of every running broker of the user.")
+]
+LogDataOption = Annotated[
     Path | None,
     typer.Option(
         "--data",
-        help="The broker's data directory; default: one in the cache, or of the one that runs.",
+        help=f"{_DATA}that of the only running broker, or else a directory in the user's cache.",
     ),
 ]
 
 
 @broker_app.command()
 def start(  # noqa: PLR0917 - one argument per option
-    version: Annotated[str, typer.Option(help="Pulsar version; fetched once.")] = _VERSION,
-    port: Annotated[int, typer.Option(help="Port for clients.")] = _PORT,
+    version: Annotated[
+        str, typer.Option(help="Pulsar version, downloaded on first use.")
+    ] = _VERSION,
+    port: Annotated[int, typer.Option(help="Port of the broker.")] = _PORT,
     admin_port: Annotated[int, typer.Option(help="Port of the admin interface.")] = _ADMIN_PORT,
     data: DataOption = None,
     tls: Annotated[
-        bool, typer.Option("--tls", help="TLS on both ports, by an authority of its own.")
+        bool, typer.Option("--tls", help="Enable TLS on both ports, with an authority of its own.")
     ] = False,
     tokens: Annotated[
         bool,
         typer.Option(
-            "--tokens", help="Ask everybody for a token; the client.conf has that of role admin."
+            "--tokens",
+            help="Require a token from every client. The client.conf in the data directory "
+            "contains the token of role admin.",
         ),
     ] = False,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Stay until Ctrl-C, then stop the broker.")
+        bool, typer.Option("--foreground", help="Run until Ctrl-C, then stop the broker.")
     ] = False,
 ) -> None:
-    """Start a broker and return when it is ready; with --tls or --tokens, name a client.conf."""
+    """Start a broker, and return when it is ready."""
     from rich.console import Console
 
     from keyshard.errors import DevBrokerError
@@ -68,7 +79,7 @@ def start(  # noqa: PLR0917 - one argument per option
     running = registry.find(folder)
     if running is not None:
         if foreground:
-            raise DevBrokerError(f"A broker runs on {folder} already. Stop it first.")
+            raise DevBrokerError(f"A broker already runs on {folder}. Stop it first.")
         typer.echo(f"Already running. {_describe(running)}")
         return
     broker = DevBroker(
@@ -88,7 +99,7 @@ def start(  # noqa: PLR0917 - one argument per option
         try:
             _wait_until_interrupted(broker.is_running)
             if not broker.is_running():
-                raise DevBrokerError(f"The broker ended by itself. Its log is {broker.log_path}.")
+                raise DevBrokerError(f"The broker ended by itself. See its log {broker.log_path}.")
         finally:
             broker.stop()
             registry.forget(folder)
@@ -96,7 +107,7 @@ def start(  # noqa: PLR0917 - one argument per option
 
 @broker_app.command()
 def stop(data: DataOption = None) -> None:
-    """Stop the broker on --data, or on the directory that start has by default; data stays."""
+    """Stop a broker, and keep its data."""
     from keyshard.errors import DevBrokerError
     from keyshard.testing.devbroker import registry
 
@@ -110,8 +121,8 @@ def stop(data: DataOption = None) -> None:
                 for one in others
             )
             raise DevBrokerError(
-                f"No broker runs on {registry.data_dir(None)}. Brokers on other data directories "
-                f"are not stopped unless --data names them: {ways}."
+                f"No broker runs on {registry.data_dir(None)}, but brokers run on other data "
+                f"directories. To stop one of them, name its directory: {ways}."
             )
         typer.echo(f"No broker runs on {registry.data_dir(data)}.")
         return
@@ -120,8 +131,8 @@ def stop(data: DataOption = None) -> None:
 
 
 @broker_app.command()
-def status(data: DataOption = None) -> None:
-    """Say which brokers run, and where; exit status 1 when none does."""
+def status(data: AnyDataOption = None) -> None:
+    """List the running brokers; exit status 1 if none runs."""
     found = _running(data)
     for record in found:
         typer.echo(f"Running. {_describe(record)}")
@@ -133,10 +144,12 @@ def status(data: DataOption = None) -> None:
 @broker_app.command()
 def logs(
     lines: Annotated[
-        int, typer.Option("-n", "--lines", min=0, max=1_000_000, help="Last lines to print.")
+        int, typer.Option("-n", "--lines", min=0, max=1_000_000, help="Number of lines to print.")
     ] = 50,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
-    data: DataOption = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")
+    ] = False,
+    data: LogDataOption = None,
 ) -> None:
     """Print the end of the broker's log."""
     from keyshard.errors import DevBrokerError
@@ -148,9 +161,14 @@ def logs(
     try:
         opened = path.open(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
-        raise DevBrokerError(f"There is no log at {path}: no broker was started there.") from None
+        raise DevBrokerError(
+            f"The log {path} does not exist, because no broker was started there. Start one, or "
+            "correct --data."
+        ) from None
     except OSError as exc:
-        raise DevBrokerError(f"The log {path} cannot be read: {exc.strerror}.") from None
+        raise DevBrokerError(
+            f"The log {path} cannot be read: {exc.strerror}. Check its permissions."
+        ) from None
     with opened as log:
         for line in deque(log, maxlen=lines):
             typer.echo(line, nl=False)
@@ -163,7 +181,7 @@ def logs(
 
 
 def _running(data: Path | None) -> list[BrokerRecord]:
-    """The broker on the folder that is named, else every one that was started by this user."""
+    """Return the broker of a named folder, or else every one that this user started."""
     from keyshard.testing.devbroker import registry
 
     if data is None:
@@ -187,7 +205,7 @@ def _describe(record: BrokerRecord) -> str:
         f"  data     {record.data_dir}",
     ]
     if record.tls or record.tokens:
-        lines.append(f"  reach it --client-conf {Path(record.data_dir) / _CLIENT_CONF}")
+        lines.append(f"  connect  --client-conf {Path(record.data_dir) / _CLIENT_CONF}")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
-"""``keyshard check``: judge a history, or make one on a broker and judge it."""
+"""``keyshard check``: judge a history, or record one on a broker and judge it."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
+# ruff: noqa: PLC0415 - each command imports its modules when it runs, so that --help is fast.
 from __future__ import annotations
 
 import json
@@ -13,39 +13,74 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keyshard.cli.connecting import with_connection
+from keyshard.cli.output import JsonOption
 from keyshard.config.connection import Connection
 from keyshard.errors import ConfigError, KeyShardError
 
 if TYPE_CHECKING:
     from keyshard.testing.verify.checkers import Verdict
-    from keyshard.testing.verify.live_run import Progress
+    from keyshard.testing.verify.live import Progress
 
 _PARTITIONS = 5
 _BROKEN, _NO_VERDICT = 1, 2
 _LIVE = "With --live"
+_TopicOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Topic to publish to. It is created if it does not exist.", rich_help_panel=_LIVE
+    ),
+]
+_PartitionsOption = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Number of partitions, if the topic is created. Default: {_PARTITIONS}.",
+        rich_help_panel=_LIVE,
+    ),
+]
+_HistoryOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--history", help="New file that stores the recorded history.", rich_help_panel=_LIVE
+    ),
+]
+_DeliveriesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=1_000_000,
+        help="Most deliveries of one message. Default: 1, plus 1 for each fault before it.",
+    ),
+]
+_LivenessOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=86_400,
+        help="Longest time from the last fault until every message is done, seconds.",
+    ),
+]
 
 
 @with_connection
 def check(  # noqa: PLR0917 - one argument per option
     history: Annotated[
-        Path | None, typer.Argument(help="File of JSON lines; docs/history.md describes it.")
+        Path | None,
+        typer.Argument(
+            help="History to check, a file of JSON lines. docs/history.md describes its format."
+        ),
     ] = None,
     live: Annotated[
         bool,
         typer.Option(
-            "--live", help="Publish to a broker, consume through keyshard, check what happened."
+            "--live",
+            help="Publish to a broker, consume with keyshard, and check the recorded history.",
         ),
     ] = False,
-    topic: Annotated[
-        str | None,
-        typer.Option(
-            help="Topic to publish to; created when it is missing.", rich_help_panel=_LIVE
-        ),
-    ] = None,
+    topic: _TopicOption = None,
     append: Annotated[
         bool,
         typer.Option(
-            "--append", help="Publish although the topic holds data.", rich_help_panel=_LIVE
+            "--append", help="Publish even if the topic contains messages.", rich_help_panel=_LIVE
         ),
     ] = False,
     messages: Annotated[
@@ -54,49 +89,31 @@ def check(  # noqa: PLR0917 - one argument per option
     keys: Annotated[
         int, typer.Option(help="Number of different keys.", rich_help_panel=_LIVE)
     ] = 100,
-    partitions: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Partitions of a topic that is created; default {_PARTITIONS}.",
-            rich_help_panel=_LIVE,
-        ),
-    ] = None,
+    partitions: _PartitionsOption = None,
     parallelism: Annotated[
         int, typer.Option(help="Number of hash ranges.", rich_help_panel=_LIVE)
     ] = 10,
-    out: Annotated[
-        Path | None,
-        typer.Option("--history", help="New file to keep the history in.", rich_help_panel=_LIVE),
-    ] = None,
+    out: _HistoryOption = None,
     timeout_s: Annotated[
-        float, typer.Option(help="Deadline for everything, seconds.", rich_help_panel=_LIVE)
+        float, typer.Option(help="Deadline of the whole check, seconds.", rich_help_panel=_LIVE)
     ] = 120,
-    deliveries_max: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1_000_000,
-            help="Most deliveries of a message; default: 1, and 1 for each fault before.",
-        ),
-    ] = None,
-    liveness_s: Annotated[
-        float,
-        typer.Option(
-            min=0, max=86_400, help="Time in which all is done after the last fault, seconds."
-        ),
-    ] = 60,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    deliveries_max: _DeliveriesOption = None,
+    liveness_s: _LivenessOption = 60,
+    as_json: JsonOption = False,
     *,
     connection: Connection,
 ) -> None:
     """Check a history of events for loss, order, duplicates, overlap and early acknowledgement.
 
-    Exit status 0: every promise holds; 1: one is broken; 2: there is no verdict.
+    Exit status 0: every promise holds; 1: a promise is broken; 2: there is no verdict.
     """
     if live == (history is not None):
-        raise ConfigError("Name a history file, or give --live with --topic to make one.")
+        raise ConfigError("Name a history file, or record one with --live and --topic.")
     if not live and out is not None:
-        raise ConfigError("--history keeps what --live makes. To check a file, name it alone.")
+        raise ConfigError(
+            "--history needs --live, which records a history. To check a file, name it without "
+            "--history."
+        )
     try:
         with _history_file(history or out) as path:
             facts = {}
@@ -124,7 +141,7 @@ def _judge(path: Path, deliveries_max: int | None, liveness_s: float) -> list[Ve
 
 @contextmanager
 def _history_file(named: Path | None) -> Iterator[Path]:
-    """The file that was named, or one that is removed at the end."""
+    """Yield the named file, or a temporary one that is removed at the end."""
     if named is not None:
         yield named
         return
@@ -144,18 +161,22 @@ def _run_live(
     parallelism: int,
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Make the history; returns what was done."""
+    """Record the history; return the figures of the check."""
     from keyshard.testing.verify.history import HistoryWriter
     from keyshard.testing.verify.live import LiveCheck
 
     if topic is None:
-        raise ConfigError("--live needs --topic: the topic to publish to, best a new one.")
+        raise ConfigError(
+            "--live needs a topic to publish to. Add --topic, preferably with a new topic."
+        )
     try:
         exists = path.exists()
     except OSError as exc:
         raise ConfigError(f"{path} cannot be written: {exc.strerror}. Name a new file.") from None
     if exists:
-        raise ConfigError(f"{path} exists. Name a new file, or check it without --live.")
+        raise ConfigError(
+            f"{path} already exists. Name a new file. To check this file, leave out --live."
+        )
     plan = LiveCheck(
         topic=topic,
         connection=connection,
@@ -210,16 +231,16 @@ def _print(verdicts: Sequence[Verdict], facts: dict[str, Any], *, as_json: bool)
     table.add_column("Checked", overflow="fold")
     for verdict in verdicts:
         word, style = ("holds", "green") if verdict.checked else ("not checked", "yellow")
-        told = verdict.message
+        text = verdict.message
         if not verdict.holds:
             word, style = "BROKEN", "bold red"
-            told = "See below."
-        table.add_row(verdict.name, f"[{style}]{word}[/{style}]", escape(told))
+            text = "See below."
+        table.add_row(verdict.name, f"[{style}]{word}[/{style}]", escape(text))
     console = Console(highlight=False)
     console.print(table)
     for verdict in broken:
-        told = escape(verdict.message)
-        console.print(f"[bold]{verdict.name}[/bold]: {told}", soft_wrap=True)
+        text = escape(verdict.message)
+        console.print(f"[bold]{verdict.name}[/bold]: {text}", soft_wrap=True)
         for event in verdict.offending:
             console.print(f"  {escape(event.to_json())}", soft_wrap=True)
     if facts:
@@ -227,7 +248,7 @@ def _print(verdicts: Sequence[Verdict], facts: dict[str, Any], *, as_json: bool)
 
 
 def _sentence(facts: dict[str, Any]) -> str:
-    late = "" if facts["in_time"] else " The deadline passed before every row had come."
+    late = "" if facts["in_time"] else " The deadline passed before all rows arrived."
     return (
         f"{facts['rows']:,} rows of {facts['sent']:,} messages in {facts['batches']} batches, "
         f"{facts['restarts']} restarts, {facts['duplicates_dropped']:,} redeliveries dropped, in "

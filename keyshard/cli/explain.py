@@ -1,6 +1,6 @@
-"""``keyshard explain``: where a key lies, and what happens to it."""
+"""``keyshard explain``: the range of a key, and its state in a running source."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
+# ruff: noqa: PLC0415 - each command imports its modules when it runs, so that --help is fast.
 from __future__ import annotations
 
 import json
@@ -15,19 +15,22 @@ from keyshard.cli.output import (
     PidOption,
     ServiceUrlOption,
     SubscriptionOption,
+    age,
     plain,
     plural,
 )
 
 if TYPE_CHECKING:
-    from keyshard.observe.status_types import Explanation, Located, ParkedBy, Place
+    from keyshard.observe.status_types import Explanation, KeyAssignment, ParkedBy, SlotAssignment
 
 
 def explain(  # noqa: PLR0917 - one argument per option
-    key: Annotated[str, typer.Argument(help="Routing key: the ordering key, else the key.")],
+    key: Annotated[
+        str, typer.Argument(help="Routing key of the message: its ordering key, or else its key.")
+    ],
     parallelism: Annotated[
         int | None,
-        typer.Option(help="Number of equal ranges: answer without asking a running source."),
+        typer.Option(help="Number of equal ranges. With it, no running source is needed."),
     ] = None,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,
@@ -35,39 +38,40 @@ def explain(  # noqa: PLR0917 - one argument per option
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say the slot, range and owner of a key, and what waits, runs or is parked."""
+    """Show the slot, range and owner of a key, and the state of its messages."""
 
     if parallelism is not None:
         found = _offline(key, parallelism)
         typer.echo(json.dumps(found, indent=2) if as_json else _where(found))
         return
     source = source_of(subscription, service_url, client_conf, pid)
-    told: Explanation = source.ask("explain", key=key)
+    explained: Explanation = source.ask("explain", key=key)
     with source.read():
-        typer.echo(json.dumps(told, indent=2) if as_json else f"{_where(told)}\n{_what(told)}")
+        text = f"{_where(explained)}\n{_what(explained)}"
+        typer.echo(json.dumps(explained, indent=2) if as_json else text)
 
 
-def _offline(key: str, parallelism: int) -> Located:
+def _offline(key: str, parallelism: int) -> KeyAssignment:
     from keyshard.core.ring.hash_range import range_index, split_ring
     from keyshard.core.ring.key_slot import broker_text, possible_slots
 
     key = broker_text(key)
     ring = split_ring(parallelism)
-    places: list[Place] = [
+    assigned: list[SlotAssignment] = [
         {"slot": slot, "range": index, "hashRange": str(ring[index])}
         for slot in possible_slots(key)
         for index in [range_index(slot, parallelism)]
     ]
-    return {"key": key, **places[0], "ifBytes": places[1] if len(places) > 1 else None}
+    return {"key": key, **assigned[0], "ifBytes": assigned[1] if len(assigned) > 1 else None}
 
 
-def _where(told: Located) -> str:
+def _where(found: KeyAssignment) -> str:
     lines = [
-        f"key     {told['key']!r}",
-        f"slot    {told['slot']}",
-        f"range   {told['range']} (slots {told['hashRange']})",
+        f"key     {found['key']!r}",
+        f"slot    {found['slot']}",
+        f"range   {found['range']} (slots {found['hashRange']})",
     ]
-    as_bytes = told.get("ifBytes")
+    as_bytes = found.get("ifBytes")
     if as_bytes is not None:
         lines.append(
             f"        if its producer set it as bytes: slot {as_bytes['slot']}, range "
@@ -76,19 +80,21 @@ def _where(told: Located) -> str:
     return "\n".join(lines)
 
 
-def _what(told: Explanation) -> str:
-    lane = told["lane"]
+def _what(found: Explanation) -> str:
+    lane = found["lane"]
     state = lane["state"]
     if lane["messageId"] is not None:
         state += f", message {lane['messageId']}, attempt {lane['attempts'] + 1}"
     if lane["reason"]:
         state += f": {plain(lane['reason'])}"
+    replay = f"keyshard dead-letters replay --key {shlex.quote(found['key'])}"
+    parked = f"yes: {replay}" if found["parked"] else "no"
     lines = [
-        f"owner   {told['owner']}",
+        f"owner   {found['owner']}",
         f"lane    {state}",
-        f"waiting {plural(told['waiting'], 'message')}",
-        f"parked  {'yes: keyshard unpark ' + shlex.quote(told['key']) if told['parked'] else 'no'}",
-        *_why_parked(told.get("parkedBy")),
+        f"waiting {plural(found['waiting'], 'message')}",
+        f"parked  {parked}",
+        *_why_parked(found.get("parkedBy")),
     ]
     return "\n".join(lines)
 
@@ -98,11 +104,11 @@ def _why_parked(by: ParkedBy | None) -> list[str]:
 
     if by is None:
         return []
-    age = "" if by["forSeconds"] is None else f", the first {_age(by['forSeconds'])} old"
-    lines = [f"        {plural(by['letters'], 'dead letter')}{age}"]
+    old = "" if by["forSeconds"] is None else f", the first {age(by['forSeconds'])} old"
+    lines = [f"        {plural(by['deadLetters'], 'dead letter')}{old}"]
     message = by["message"]
     if message is None:
-        return [*lines, f"        why is not known: {plain(by['unknown'])}"]
+        return [*lines, f"        cause unknown: {plain(by['unknown'])}"]
     failed = f" failed {times(message['attempts'])}" if message["attempts"] else ""
     lines.append(
         f"because message {message['messageId']} of {message['topic']}, partition "
@@ -114,16 +120,9 @@ def _why_parked(by: ParkedBy | None) -> list[str]:
     elif message["valueBytes"]:
         lines.append(f"content {value!r}{_rest(value, message['valueBytes'])}")
     else:
-        lines.append("content empty, or too large for one dead letter")
+        lines.append("content empty, or too large for a single dead letter")
     return lines
 
 
 def _rest(value: str, length: int) -> str:
     return f"... ({length:,} bytes)" if length > len(value.encode()) else ""
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"

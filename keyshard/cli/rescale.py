@@ -1,9 +1,10 @@
-"""``keyshard rescale``: another number of ranges, or what it would change with ``--dry-run``."""
+"""``keyshard rescale``: change the number of ranges; ``--dry-run`` shows what would move."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs, so that --help is fast.
+# ruff: noqa: PLC0415 - each command imports its modules when it runs, so that --help is fast.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,25 +23,51 @@ from keyshard.cli.output import (
 from keyshard.errors import ConfigError
 
 if TYPE_CHECKING:
-    from keyshard.core.ring.assignment import Assignment
-    from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
+    from keyshard.control import RunningSource
+    from keyshard.core.ring.assignment import Assignment, Ceiling, RescalePlan
     from keyshard.observe.status_types import Status
 
 _LANES = 16
 _MOVES_MAX = 20
+_HandlerMsOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=86_400_000,
+        help="With --dry-run: mean time of a handler, milliseconds. Default: as measured by "
+        "the source.",
+    ),
+]
+_LanesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=10_000,
+        help=f"With --dry-run: lanes in each range. Default: as in the source, or {_LANES}.",
+    ),
+]
+_WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=10_000,
+        help="With --dry-run: most concurrent handlers. Default: as in the source, or no limit.",
+    ),
+]
 
 
 def rescale(  # noqa: PLR0917 - one argument per option
     ranges: Annotated[
-        int | None, typer.Argument(min=1, max=65_536, help="Number of ranges.")
+        int | None, typer.Argument(min=1, max=65_536, help="New number of ranges.")
     ] = None,
     balance: Annotated[
-        bool, typer.Option("--balance", help="Keep the number; weigh the ranges by their load.")
+        bool, typer.Option("--balance", help="Keep the number of ranges, and balance their load.")
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Move nothing; show what would move, and what handlers could do then."
+            "--dry-run",
+            help="Show the moves and the limits of the handlers, without moving anything.",
         ),
     ] = False,
     start: Annotated[
@@ -49,63 +76,43 @@ def rescale(  # noqa: PLR0917 - one argument per option
             "--from",
             min=1,
             max=65_536,
-            help="With --dry-run: equal ranges now; default: those of a running source.",
+            help="With --dry-run: number of equal ranges before. Default: the ranges of a "
+            "running source.",
         ),
     ] = None,
-    handler_ms: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=86_400_000,
-            help="With --dry-run: mean time of the handler; default: as measured by the source.",
-        ),
-    ] = None,
-    lanes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=10_000,
-            help=f"With --dry-run: lanes in each range; default: of the source, or {_LANES}.",
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=10_000,
-            help="With --dry-run: handlers at the same time; default: of the source, or no limit.",
-        ),
-    ] = None,
+    handler_ms: _HandlerMsOption = None,
+    lanes: _LanesOption = None,
+    workers: _WorkersOption = None,
     subscription: SubscriptionOption = None,
     service_url: ServiceUrlOption = None,
     client_conf: ClientConfOption = None,
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Cut the ring of a running source anew, while it runs."""
+    """Change the number of ranges of a running source, or balance their load."""
 
     from keyshard.core.ring.assignment import assign
 
     if (ranges is None) != balance:
-        raise ConfigError("Give the number of ranges, or --balance to keep it.")
+        raise ConfigError("Name the new number of ranges, or keep it with --balance.")
     of_dry_run = {
         "--from": start,
         "--handler-ms": handler_ms,
         "--lanes": lanes,
         "--workers": workers,
     }
+    source = partial(source_of, subscription, service_url, client_conf, pid)
     if not dry_run:
         if useless := [name for name, value in of_dry_run.items() if value is not None]:
-            raise ConfigError(f"{useless[0]} goes with --dry-run only.")
-        source = source_of(subscription, service_url, client_conf, pid)
-        told = source.ask("rescale", ranges=ranges, balance=balance, timeout_s=ASK_TIMEOUT_S)
-        with source.read():
-            typer.echo(json.dumps(told, indent=2) if as_json else _moved(told))
+            raise ConfigError(
+                f"{useless[0]} needs --dry-run. Add --dry-run, or leave out {useless[0]}."
+            )
+        _rescale(source(), ranges, balance=balance, as_json=as_json)
         return
     if ranges is None:
         raise ConfigError(
-            "--dry-run shows what another number of ranges moves. What --balance moves is decided "
-            "by the load when it is done."
+            "--dry-run needs a number of ranges. The moves of --balance depend on the load at "
+            "that moment, so they cannot be shown before."
         )
     show = partial(
         _show, ranges=ranges, handler_ms=handler_ms, lanes=lanes, workers=workers,
@@ -113,8 +120,17 @@ def rescale(  # noqa: PLR0917 - one argument per option
     )  # fmt: skip
     if start is not None:
         show(assign(start), None)
-        return
-    source = source_of(subscription, service_url, client_conf, pid)
+    else:
+        _show_running(source(), show)
+
+
+def _rescale(source: RunningSource, ranges: int | None, *, balance: bool, as_json: bool) -> None:
+    report = source.ask("rescale", ranges=ranges, balance=balance, timeout_s=ASK_TIMEOUT_S)
+    with source.read():
+        typer.echo(json.dumps(report, indent=2) if as_json else _moved(report))
+
+
+def _show_running(source: RunningSource, show: Callable[[Assignment, Status], None]) -> None:
     status: Status = source.ask("status")
     with source.read():
         show(_assignment_of(status), status)
@@ -130,8 +146,8 @@ def _show(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """What would move, and the most that handlers could do before and after it."""
-    from keyshard.core.ring.rescale_plan import Ceiling, RescalePlan
+    """Show what would move, and the limits of handlers before and after it."""
+    from keyshard.core.ring.assignment import Ceiling, RescalePlan
 
     made = RescalePlan.make(before, ranges)
     lanes = lanes or (status and status["lanes"]) or _LANES
@@ -144,15 +160,15 @@ def _show(
         _print(made, ceilings, lanes, handler_s)
 
 
-def _moved(told: dict[str, Any]) -> str:
-    pauses = [each["pause_ms"] for each in told["pauses"]]
-    least = told["optimum_fraction"]
+def _moved(report: dict[str, Any]) -> str:
+    pauses = [each["pause_ms"] for each in report["pauses"]]
+    least = report["optimum_fraction"]
     text = (
-        f"{told['ranges_before']} ranges to {told['ranges_after']}: {told['moved_fraction']:.1%} "
-        "of the ring moved"
+        f"{report['ranges_before']} ranges to {report['ranges_after']}: "
+        f"{report['moved_fraction']:.1%} of the ring moved"
     )
-    text += "" if least is None else f", and at least {least:.1%} had to"
-    text += f"; epoch {told['epoch']}"
+    text += "" if least is None else f", at least {least:.1%} were necessary"
+    text += f"; epoch {report['epoch']}"
     return f"{text}; longest pause of a range {max(pauses):.0f} ms." if pauses else f"{text}."
 
 
@@ -166,7 +182,7 @@ def _assignment_of(status: Status) -> Assignment:
 
 
 def _mean_s(status: Status | None) -> float | None:
-    """Mean time of an attempt, as a running source measured it."""
+    """Return the mean time of an attempt, as a running source measured it."""
     if status is None or not status["handlerSeconds"]["count"]:
         return None
     return status["handlerSeconds"]["sum"] / status["handlerSeconds"]["count"]
@@ -205,8 +221,7 @@ def _print(made: RescalePlan, ceilings: list[Ceiling], lanes: int, handler_s: fl
     out = console()
     out.print(
         f"{plural(from_, 'range')} to {to}: {made.moved_fraction:.1%} of the ring moves in "
-        f"{plural(len(made.moves), 'piece')}; no plan moves less than "
-        f"{made.optimum_fraction:.1%}.",
+        f"{plural(len(made.moves), 'piece')}; the optimum is {made.optimum_fraction:.1%}.",
         highlight=False,
     )
     if made.moves:
@@ -223,6 +238,6 @@ def _print(made: RescalePlan, ceilings: list[Ceiling], lanes: int, handler_s: fl
         table.add_row(str(count), str(lanes), f"{ceiling.keys:,}", rate, ceiling.limited_by)
     out.print(table)
     if handler_s is None:
-        out.print("Give --handler-ms to see messages per second.")
+        out.print("To see messages per second, add --handler-ms.")
     else:
-        out.print(f"With handlers of {handler_s * 1000:.2f} ms.", highlight=False)
+        out.print(f"Handler time: {handler_s * 1000:.2f} ms.", highlight=False)

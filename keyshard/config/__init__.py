@@ -1,1 +1,1 @@
-"""What users set: the source, its handlers, the connection."""
+"""User options: the source, its handlers, the connection."""

@@ -1,4 +1,4 @@
-"""How a cluster is reached: URLs, TLS, authentication, time limits. Says no secret."""
+"""The connection to a cluster: URLs, TLS, authentication, time limits. Shows no secret."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from keyshard.errors import ConfigError
 from keyshard.redaction import Secret, shown
 
 SERVICE_URL = "pulsar://127.0.0.1:6650"
-"""Where a broker is by default."""
+"""Default URL of the broker."""
 MEMORY = "memory://"
-"""Beginning of the URL of an in-memory cluster of this process; its name follows."""
+"""Prefix of the URL of an in-memory cluster of this process; the name follows."""
 AUTO: Final = "auto"
 CLIENT: Final = "client"
 WIRE: Final = "wire"
 Transport = Literal["auto", "wire", "client"]
-"""Transports."""
 _SERVICE = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
 _MEMORY = re.compile(r"memory://[^/\s,]+")
 _HTTP = re.compile(r"https?://[^/\s]+/?")
@@ -40,49 +39,57 @@ _SERVICE_WANTED = "write pulsar://host:port or pulsar+ssl://host:port"
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token (JWT): itself, or the file or environment variable that holds it.
+    """A token (JWT), given as text, file or environment variable.
 
-    A file is read again whenever somebody is to be convinced: who renews it keeps a source going.
+    A file is read again for each authentication, so a renewed token takes effect without a restart.
     """
 
     value: Secret | str | None = None
-    """The token."""
     file: str | os.PathLike[str] | None = field(default=None, kw_only=True)
-    """Path of the file that holds it."""
+    """Path of the file that holds the token."""
     environment: str | None = field(default=None, kw_only=True)
-    """Name of the environment variable that holds it."""
+    """Name of the environment variable that holds the token."""
 
     def __post_init__(self) -> None:
         if [self.value, self.file, self.environment].count(None) != 2:
-            raise ConfigError("A token has one source: give a value, a file or an environment.")
+            raise ConfigError(
+                "A token has one source. Give a value, a file or an environment variable."
+            )
         if self.value is not None:
             object.__setattr__(self, "value", check_secret("token", self.value))
         if self.file is not None:
             object.__setattr__(self, "file", check_file("token file", self.file))
         if self.environment is not None:
-            name = check_text("environment", self.environment, "name the variable with the token")
+            name = check_text(
+                "environment",
+                self.environment,
+                "name the environment variable that contains the token",
+            )
             if not os.environ.get(name):
                 raise ConfigError(
-                    f"The environment variable {shown(name)} of the token is not set."
+                    f"The environment variable {shown(name)} of the token is not set. Set it, or "
+                    "name another one."
                 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OAuth2:
-    """Client credentials of OAuth 2.0, for which an issuer gives tokens."""
+    """Client credentials for OAuth 2.0. The issuer exchanges them for tokens."""
 
     issuer_url: str
-    """Who gives tokens, ``https://host/path``; it says where by OpenID's discovery document."""
+    """Issuer of tokens, ``https://host/path``. Its OpenID discovery document names the token
+    endpoint."""
     audience: str | None = None
     """Name of the cluster at the issuer."""
     scope: str | None = None
     """Scopes, separated by spaces."""
     credentials_file: str | os.PathLike[str] | None = None
-    """JSON file with ``client_id`` and ``client_secret``, as Pulsar's other clients read it."""
+    """JSON file with ``client_id`` and ``client_secret``, in the format of Pulsar's other
+    clients."""
     client_id: str | None = None
-    """Instead of a file."""
+    """Instead of ``credentials_file``."""
     client_secret: Secret | str | None = None
-    """Instead of a file."""
+    """Instead of ``credentials_file``."""
 
     def __post_init__(self) -> None:
         wanted = "write https://host/path"
@@ -91,11 +98,12 @@ class OAuth2:
             raise ConfigError(f"issuer_url is {shown(url)}; {wanted}.")
         for name in ("audience", "scope", "client_id"):
             if getattr(self, name) is not None:
-                check_text(name, getattr(self, name), "write what the issuer expects")
+                check_text(name, getattr(self, name), "write the text that the issuer expects")
         own = (self.client_id is not None, self.client_secret is not None)
         if (own != (True, True)) if self.credentials_file is None else any(own):
             raise ConfigError(
-                "OAuth 2.0 needs either credentials_file, or client_id and client_secret."
+                "OAuth 2.0 needs one source of credentials. Give credentials_file, or client_id "
+                "and client_secret."
             )
         if self.credentials_file is None:
             secret = check_secret("client_secret", self.client_secret)
@@ -115,7 +123,7 @@ class Basic:
     def __post_init__(self) -> None:
         check_text("user", self.user, "name the user")
         if ":" in self.user:
-            raise ConfigError(f"user is {shown(self.user)}; a name has no colon.")
+            raise ConfigError(f"user is {shown(self.user)}; it must not contain a colon.")
         password = check_secret("password", self.password).reveal()
         object.__setattr__(self, "password", Secret(password, self.user))
 
@@ -123,7 +131,7 @@ class Basic:
 @suggesting_options
 @dataclass(frozen=True, slots=True, repr=False)
 class Connection:
-    """How a cluster is reached; the same for everything that asks it something.
+    """Connection settings, used for the broker and its admin interface.
 
     ::
 
@@ -132,38 +140,38 @@ class Connection:
             tls_trust_certs_file_path="ca.pem", authentication=Token(file="/run/secrets/token"),
         )
 
-    A client certificate without other authentication is who the source is (mTLS).
+    A client certificate without other authentication identifies the source (mTLS).
 
     Raises:
-        ConfigError: A value is wrong, a file is missing, or two do not go together.
+        ConfigError: A value is wrong, a file is missing, or two values contradict each other.
     """
 
     service_url: str = SERVICE_URL
-    """Where the broker is, ``pulsar://host:port``, with TLS ``pulsar+ssl://host:port``;
+    """URL of the broker: ``pulsar://host:port``, or with TLS ``pulsar+ssl://host:port``.
     ``memory://name`` is an in-memory cluster of this process, for tests."""
     admin_url: str | None = None
-    """Admin REST interface, ``http://host:port`` or ``https://host:port``; enables checks that the
-    client cannot make. That of an in-memory cluster has the same URL as the cluster."""
+    """Admin REST interface, ``http://host:port`` or ``https://host:port``. Enables checks that
+    the client cannot make. For an in-memory cluster, use the URL of the cluster."""
     authentication: Token | OAuth2 | Basic | None = field(default=None, kw_only=True)
-    """Who this is, at the broker and at its admin interface."""
+    """Credentials for the broker and its admin interface."""
     tls_trust_certs_file_path: str | os.PathLike[str] | None = field(default=None, kw_only=True)
-    """PEM file of the authorities that are trusted; ``None``: those of the package certifi."""
+    """PEM file of trusted certificate authorities; ``None``: those of the package certifi."""
     tls_certificate_file_path: str | os.PathLike[str] | None = field(default=None, kw_only=True)
-    """PEM file of this side's certificate; needs its key."""
+    """PEM file of the client certificate. Needs ``tls_key_file_path``."""
     tls_key_file_path: str | os.PathLike[str] | None = field(default=None, kw_only=True)
-    """PEM file of its key, without a passphrase."""
+    """PEM file of the private key of the client certificate, without a passphrase."""
     tls_hostname_verification: bool = field(default=True, kw_only=True)
-    """Whether the certificate has to be that of the host in the URL."""
+    """Whether the certificate must match the host in the URL."""
     listener_name: str | None = field(default=None, kw_only=True)
-    """Which of the addresses that a broker advertises is used (``advertisedListeners``)."""
+    """Listener whose advertised address is used (``advertisedListeners`` of the broker)."""
     operation_timeout_ms: int = field(default=30_000, kw_only=True)
-    """Longest time of one request to the broker, milliseconds."""
+    """Time limit of one request to the broker, milliseconds."""
     connection_timeout_ms: int = field(default=10_000, kw_only=True)
-    """Longest time until a connection of the client is there, milliseconds."""
+    """Time limit of establishing a connection, milliseconds."""
     transport: Transport = field(default=AUTO, kw_only=True)
-    """What consumes and reads: ``wire``, which speaks the protocol itself and takes whole entries,
-    ``client``, which is pulsar-client, or ``auto``: ``wire``, which can do whatever a connection
-    says. What is produced goes through pulsar-client always."""
+    """Transport that consumes and reads. ``wire`` implements Pulsar's protocol and takes whole
+    entries. ``client`` is pulsar-client. ``auto`` is ``wire``. Dead letters and
+    loads are always produced through pulsar-client; sinks need ``wire``."""
 
     def __repr__(self) -> str:
         return short_repr(self, always=("service_url",))
@@ -193,8 +201,8 @@ class Connection:
         if self.in_memory:
             if admin not in (None, url):
                 raise ConfigError(
-                    f"admin_url is {shown(admin)}; the in-memory cluster {shown(url)} has its "
-                    "admin interface at the same URL."
+                    f"admin_url is {shown(admin)}, but the admin interface of the in-memory "
+                    f"cluster {shown(url)} has the same URL. Leave admin_url out."
                 )
             return
         if not _SERVICE.fullmatch(url) or not _ports_fit(url):
@@ -202,8 +210,8 @@ class Connection:
         _check_hosts("service_url", url, self.hosts)
         if "@" in url:
             raise ConfigError(
-                f"service_url is {shown(url)}; Pulsar's client takes no user or password from a "
-                f"URL: {_SERVICE_WANTED}."
+                f"service_url is {shown(url)}, but a service URL cannot contain a user or a "
+                f"password; {_SERVICE_WANTED}."
             )
         if admin is not None and not (
             _HTTP.fullmatch(admin) and _ports_fit(admin) and _host(admin)
@@ -218,12 +226,12 @@ class Connection:
         }
         if len(missing) == 1:
             (name,) = missing
-            raise ConfigError(f"{name} is missing: a certificate and its key are given together.")
+            raise ConfigError(f"{name} is missing. A certificate needs its key. Give both.")
         given = [name for name in _FILES if getattr(self, name) is not None]
         if given and not self.tls and not (self.admin_url or "").startswith("https://"):
             raise ConfigError(
-                f"{given[0]} is given, and service_url is {shown(self.service_url)}, without TLS: "
-                "write pulsar+ssl://host:port (by default 6651), or leave it out."
+                f"{given[0]} is given, but service_url is {shown(self.service_url)}, without "
+                f"TLS. Write pulsar+ssl://host:port (default port 6651), or leave {given[0]} out."
             )
         if self.in_memory and (
             self.authentication is not None
@@ -231,12 +239,13 @@ class Connection:
             or self.transport != AUTO
         ):
             raise ConfigError(
-                f"service_url is {shown(self.service_url)}: an in-memory cluster knows neither "
-                "authentication nor listener_name nor transport."
+                f"service_url is {shown(self.service_url)}, and an in-memory cluster supports "
+                "neither authentication nor listener_name nor transport. Leave them out."
             )
         if self.authentication is not None and "@" in (self.admin_url or ""):
             raise ConfigError(
-                "admin_url has a user, and authentication is given as well. Give only one."
+                "admin_url contains a user, and authentication is given as well. Give only one "
+                "of them."
             )
 
     @property
@@ -251,12 +260,12 @@ class Connection:
 
     @property
     def tls(self) -> bool:
-        """Whether the broker is spoken to with TLS."""
+        """Whether connections to the broker use TLS."""
         return self.service_url.startswith("pulsar+ssl://")
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Hosts of the service URL, each with its port where it has one."""
+        """Hosts of the service URL, each with its port if it has one."""
         return self.service_url.partition("://")[2].rstrip("/").split(",")
 
     @property
@@ -275,7 +284,7 @@ _FILES = ("tls_trust_certs_file_path", "tls_certificate_file_path", "tls_key_fil
 
 
 def check_file(name: str, path: object) -> str:
-    """The path of a file that can be read."""
+    """Check that a file can be read, and return its path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise ConfigError(f"{name} is {shown(path)}; name a file.")
     text = check_text(name, os.fspath(path), "name a file")
@@ -284,20 +293,21 @@ def check_file(name: str, path: object) -> str:
             return text
     except OSError as exc:
         raise ConfigError(
-            f"{name} is {shown(text)}, which cannot be read: {exc.strerror}."
+            f"{name} is {shown(text)}, which cannot be read: {exc.strerror}. Correct the path or "
+            "its permissions."
         ) from exc
 
 
 def check_secret(name: str, value: object) -> Secret:
-    """A secret that a header can hold; the error does not say it."""
+    """Check that a secret fits a header. The error does not contain the secret."""
     text = value.reveal() if isinstance(value, Secret) else value
     if not isinstance(text, str) or not text.strip() or not (text.isascii() and text.isprintable()):
-        raise ConfigError(f"{name} cannot be used: it is a text of printable ASCII characters.")
+        raise ConfigError(f"{name} is not valid. It must be printable ASCII text.")
     return Secret(text.strip())
 
 
 def _host(url: str) -> str:
-    """The host of a URL; empty where it has none."""
+    """Return the host of a URL; empty if it has none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -305,14 +315,14 @@ def _host(url: str) -> str:
 
 
 def _check_hosts(option: str, url: str, hosts: Sequence[str]) -> None:
-    """Refuse a URL with a host that no name service and no address can be."""
+    """Refuse a URL whose host is neither a valid name nor an IP address."""
     for text in hosts:
         host = _host(f"//{text}")
         if not _is_host(host, in_brackets=text.rpartition("@")[2].startswith("[")):
             named = shown(host or text.rpartition("@")[2])
             raise ConfigError(
-                f"{option} is {shown(url)}, and {named} is no host: the parts of a "
-                "name have 1 to 63 characters, and an IPv6 address stands in brackets. Correct it."
+                f"{option} is {shown(url)}, and {named} is not a valid host. Each label of a "
+                "name has 1 to 63 characters, and an IPv6 address has brackets. Correct the URL."
             )
 
 
@@ -329,7 +339,7 @@ def _is_host(host: str, *, in_brackets: bool) -> bool:
 
 
 def _ports_fit(url: str) -> bool:
-    """Whether each port that a URL names is one."""
+    """Return whether all ports in a URL are valid."""
     hosts = url.partition("://")[2].rstrip("/").rpartition("@")[2].split(",")
     ports = [port for host in hosts for _, colon, port in [host.rpartition(":")] if colon]
     return all(port.endswith("]") or _is_port(port) for port in ports)

@@ -1,4 +1,4 @@
-"""A connection by the names that people know: ``pulsar.client.*`` options and ``client.conf``."""
+"""A connection by the usual names: ``pulsar.client.*`` options and ``client.conf``."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ NAMES: Mapping[str, str] = {
     "connectionTimeoutMs": "connection_timeout_ms",
     "transport": "transport",
 }
-"""Names of Pulsar's Java client, and one of ours, and the fields of :class:`Connection` behind."""
+"""Option names (of Pulsar's Java client; ``transport`` is keyshard's) and the fields of
+:class:`Connection`."""
 _ALIASES = {
     "brokerServiceUrl": "serviceUrl",
     "authPlugin": "authPluginClassName",
     "tlsEnableHostnameVerification": "tlsHostnameVerificationEnable",
     "tlsHostnameVerificationEnabled": "tlsHostnameVerificationEnable",
 }
-_PEM = "the client reads PEM files; name them in tlsTrustCertsFilePath, tlsCertificateFilePath"
+_PEM = "keyshard reads PEM files; name them in tlsTrustCertsFilePath and tlsCertificateFilePath"
 _CANNOT = {
-    "useTls": "whether TLS is used says the URL: pulsar+ssl:// or https://",
+    "useTls": "the URL decides about TLS; write pulsar+ssl:// or https://",
     "tlsAllowInsecureConnection": (
-        "a certificate that nobody vouches for is not accepted; name its authority in "
-        "tlsTrustCertsFilePath"
+        "keyshard accepts no untrusted certificate; name its authority in tlsTrustCertsFilePath"
     ),
     "useKeyStoreTls": _PEM,
     "tlsTrustStorePath": _PEM,
     "tlsTrustStorePassword": _PEM,
     "tlsKeyStorePath": _PEM,
     "tlsKeyStorePassword": _PEM,
-    "proxyServiceUrl": "the client reaches no broker through an SNI proxy",
-    "proxyProtocol": "the client reaches no broker through an SNI proxy",
-    "memoryLimitBytes": "the client has no memory limit; window_bytes_max bounds what is received",
+    "proxyServiceUrl": "keyshard does not support SNI proxies",
+    "proxyProtocol": "keyshard does not support SNI proxies",
+    "memoryLimitBytes": "the client has no memory limit; window_bytes_max limits the received data",
 }
-"""What the client of Python cannot do, and what to do instead."""
+"""Options that the Python client does not support, and the alternative."""
 _NOTHING = {"tlsTrustStoreType", "tlsKeyStoreType", "webserviceTlsProvider"}
-"""What means nothing by itself, and stands in every ``client.conf``."""
+"""Options without an effect of their own that every ``client.conf`` contains."""
 _BY_NAME = {name.lower(): name for name in [*NAMES, *_ALIASES, *_CANNOT, *_NOTHING]}
 _BOOLEANS, _NUMBERS = of_type(Connection, bool), of_type(Connection, int)
 _PLUGINS = {
@@ -64,67 +64,97 @@ _PLUGINS = {
     "authenticationbasic": "basic",
 }
 CLIENT_CONF_BYTES_MAX = 1024 * 1024
-"""Largest file that is read for a ``client.conf``."""
+"""Most bytes of a ``client.conf``."""
 
 
 def fields_of(given: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of :class:`Connection` by names of Pulsar's Java client; empty values count as none.
+    """Return fields of :class:`Connection` from option names of Pulsar's Java client.
+
+    Empty values are ignored.
 
     Raises:
-        ConfigError: A name is unknown, given twice, or means what the client cannot do; or a value
-            is wrong. A secret is not said.
+        ConfigError: A name is unknown, given twice or unsupported, or a value is wrong. The text
+            contains no secret.
     """
-    values: dict[str, str] = {}
-    for name, text in given.items():
-        known = _BY_NAME.get(name.lower())
-        if known is None:
-            hint = did_you_mean(name, _BY_NAME.values(), f"It has: {', '.join(NAMES)}.")
-            raise ConfigError(f"{shown(name)} is no option of a connection. {hint}")
-        if not text or known in _NOTHING:
-            continue
-        if known in _CANNOT:
-            if text.lower() != "false":
-                raise ConfigError(f"{known} cannot be had: {_CANNOT[known]}.")
-            continue
-        canonical = _ALIASES.get(known, known)
-        if values.setdefault(canonical, text) != text:
-            raise ConfigError(f"{canonical} is given twice, as {name!r} as well. Give only one.")
+    values = canonical_names(given)
     plugin = values.pop("authPluginClassName", None)
     params = values.pop("authParams", None)
     fields: dict[str, Any] = {NAMES[name]: _value(name, text) for name, text in values.items()}
     return fields | _authentication(plugin, params, fields)
 
 
-def read_client_conf(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Fields of :class:`Connection` as a ``client.conf`` of Pulsar says them.
+def canonical_names(given: Mapping[str, str]) -> dict[str, str]:
+    """Return options by the names in ``NAMES``, without those that are empty or mean nothing.
 
     Raises:
-        ConfigError: It cannot be read, or says something that cannot be.
+        ConfigError: A name is unknown, given twice or unsupported.
+    """
+    values: dict[str, str] = {}
+    for name, text in given.items():
+        known = _BY_NAME.get(name.lower())
+        if known is None:
+            hint = did_you_mean(name, _BY_NAME.values(), f"The options are: {', '.join(NAMES)}.")
+            raise ConfigError(f"{shown(name)} is not an option of a connection. {hint}")
+        if not text or known in _NOTHING:
+            continue
+        if known in _CANNOT:
+            if text.lower() != "false":
+                raise ConfigError(f"{known} is not supported: {_CANNOT[known]}.")
+            continue
+        canonical = _ALIASES.get(known, known)
+        if values.setdefault(canonical, text) != text:
+            raise ConfigError(
+                f"{canonical} is given twice, also as {name!r}. Give only one of them."
+            )
+    return values
+
+
+def read_client_conf(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return fields of :class:`Connection` from a ``client.conf`` of Pulsar.
+
+    Raises:
+        ConfigError: The file cannot be read, or an option is wrong.
+    """
+    names = client_conf_names(path)
+    try:
+        return fields_of(names)
+    except ConfigError as exc:
+        raise ConfigError(f"{os.fspath(path)}: {exc.message}") from exc
+
+
+def client_conf_names(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the options of a ``client.conf`` by the names in ``NAMES``.
+
+    Raises:
+        ConfigError: The file cannot be read, or a name is unknown, given twice or unsupported.
     """
     try:
         with Path(path).open("rb") as file:
             text = file.read(CLIENT_CONF_BYTES_MAX).decode()
     except (OSError, UnicodeDecodeError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "it is no text"
-        raise ConfigError(f"client_conf is {shown(os.fspath(path))}, unreadable: {why}.") from exc
+        why = exc.strerror if isinstance(exc, OSError) else "it is not a text file"
+        raise ConfigError(
+            f"client_conf is {shown(os.fspath(path))}, which cannot be read: {why}. Name a "
+            "client.conf of Pulsar."
+        ) from exc
     given: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
         name, equals, value = line.strip().partition("=")
         if not name or name.startswith(("#", "!")):
             continue
         if not equals:
-            raise ConfigError(f"Line {number} of {os.fspath(path)} has no '='.")
+            raise ConfigError(f"Line {number} of {os.fspath(path)} has no '='. Write name=value.")
         given[name.strip()] = value.strip()
     try:
-        return fields_of(given)
+        return canonical_names(given)
     except ConfigError as exc:
         raise ConfigError(f"{os.fspath(path)}: {exc.message}") from exc
 
 
 def names_of(connection: Connection) -> dict[str, str]:
-    """What a connection differs in from the default one, by name: the inverse of ``fields_of``.
+    """Return the options that differ from the defaults, by name: the inverse of ``fields_of``.
 
-    Secrets are in it.
+    The result contains secrets.
     """
     plain = Connection()
     fields = {field: name for name, field in NAMES.items() if field != "authentication"}
@@ -156,8 +186,8 @@ def _authentication(
     if plugin is None:
         if params is not None:
             raise ConfigError(
-                "authParams is given without authPluginClassName. Give both: token, tls, oauth2 or "
-                "basic, or the class of the Java client."
+                "authParams is given without authPluginClassName. Set authPluginClassName to "
+                "token, tls, oauth2 or basic, or to the class of the Java client."
             )
         return {}
     last = plugin.rpartition(".")[2].lower()
@@ -166,14 +196,16 @@ def _authentication(
         return _certificate(params or "", fields)
     if kind not in _PLUGINS.values():
         raise ConfigError(
-            f"authPluginClassName is {shown(plugin)}; keyshard knows token, tls, oauth2 and basic."
+            f"authPluginClassName is {shown(plugin)}; write token, tls, oauth2 or basic."
         )
     if params is None:
-        raise ConfigError(f"authParams is missing: authPluginClassName {kind} needs it.")
+        raise ConfigError(
+            f"authParams is missing, which authPluginClassName {kind} needs. Set both."
+        )
     if kind == "token":
         return {"authentication": _token(params)}
-    told = _json(kind, params)
-    return {"authentication": _basic(told) if kind == "basic" else _oauth2(told)}
+    parameters = _json(kind, params)
+    return {"authentication": _basic(parameters) if kind == "basic" else _oauth2(parameters)}
 
 
 def _token(params: str) -> Token:
@@ -186,17 +218,20 @@ def _token(params: str) -> Token:
 
 
 def _certificate(params: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Certificate and key, here or in options of their own."""
-    told = _json("tls", params) if params.startswith("{") else _pairs(params)
+    """Return certificate and key, from the parameters or from options of their own."""
+    parameters = _json("tls", params) if params.startswith("{") else _pairs(params)
     names = {"tlsCertFile": "tls_certificate_file_path", "tlsKeyFile": "tls_key_file_path"}
-    if unknown := told.keys() - names.keys():
+    if unknown := parameters.keys() - names.keys():
         raise ConfigError(
-            f"authParams of tls has no {shown(min(unknown))}; it has: {_CERTIFICATE}."
+            f"authParams of tls has no parameter {shown(min(unknown))}. Its parameters: "
+            f"{_CERTIFICATE}."
         )
-    found = {names[name]: _path(value) for name, value in told.items()}
+    found = {names[name]: _path(value) for name, value in parameters.items()}
     for field, value in found.items():
         if fields.get(field, value) != value:
-            raise ConfigError(f"{field} is given, and authParams names another file. Give one.")
+            raise ConfigError(
+                f"{field} is given, but authParams names another file. Give only one of them."
+            )
     if not {**fields, **found}.keys() >= set(names.values()):
         raise ConfigError(f"authPluginClassName tls needs authParams: {_CERTIFICATE}.")
     return found
@@ -210,21 +245,26 @@ def _pairs(params: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in parts}
 
 
-def _basic(told: Mapping[str, str]) -> Basic:
-    user = told.get("userId", told.get("username"))
-    password = told.get("password")
+def _basic(parameters: Mapping[str, str]) -> Basic:
+    user = parameters.get("userId", parameters.get("username"))
+    password = parameters.get("password")
     if not user or not password:
-        raise ConfigError("authParams of basic is JSON with userId and password.")
+        raise ConfigError(
+            "authParams of basic cannot be read. Write JSON with userId and password."
+        )
     return Basic(user, password)
 
 
-def _oauth2(told: Mapping[str, str]) -> OAuth2:
+def _oauth2(parameters: Mapping[str, str]) -> OAuth2:
     def one(*names: str) -> str | None:
-        return next((told[name] for name in names if told.get(name)), None)
+        return next((parameters[name] for name in names if parameters.get(name)), None)
 
     issuer, key = one("issuerUrl", "issuer_url"), one("privateKey", "private_key")
     if issuer is None:
-        raise ConfigError("authParams of oauth2 is JSON with issuerUrl, privateKey and audience.")
+        raise ConfigError(
+            "authParams of oauth2 cannot be read. Write JSON with issuerUrl, privateKey and "
+            "audience."
+        )
     more: dict[str, Any] = {
         "client_id": one("clientId", "client_id"),
         "client_secret": one("clientSecret", "client_secret"),
@@ -235,7 +275,8 @@ def _oauth2(told: Mapping[str, str]) -> OAuth2:
             more = {name: str(held[name]) for name in more}
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                "privateKey of oauth2 does not hold client_id and client_secret as base64 of JSON."
+                "privateKey of oauth2 cannot be read. Write base64 of JSON with client_id and "
+                "client_secret."
             ) from None
     elif key is not None:
         more["credentials_file"] = _path(key)
@@ -244,21 +285,25 @@ def _oauth2(told: Mapping[str, str]) -> OAuth2:
 
 def _json(kind: str, params: str) -> dict[str, str]:
     try:
-        told = json.loads(params)
-        if isinstance(told, dict) and all(isinstance(value, str) for value in told.values()):
-            return told
+        parameters = json.loads(params)
+        if isinstance(parameters, dict) and all(
+            isinstance(value, str) for value in parameters.values()
+        ):
+            return parameters
     except (ValueError, RecursionError):
         pass
-    raise ConfigError(f"authParams of {kind} cannot be read: it is a JSON object of texts.")
+    raise ConfigError(
+        f"authParams of {kind} cannot be read. Write a JSON object whose values are texts."
+    )
 
 
 def _path(text: str) -> str:
-    """``/path``, ``file:/path`` or ``file:///path``."""
+    """Return the path in ``/path``, ``file:/path`` or ``file:///path``."""
     return text.removeprefix("file:").removeprefix("//")
 
 
 def _said(authentication: Token | OAuth2 | Basic | None) -> tuple[str, str]:
-    """Plugin and parameters that say an authentication; with the secret."""
+    """Return plugin and parameters of an authentication, including the secret."""
     own = authentication
     if isinstance(own, Token):
         if isinstance(own.value, Secret):
@@ -266,8 +311,8 @@ def _said(authentication: Token | OAuth2 | Basic | None) -> tuple[str, str]:
         return "token", f"file:{own.file}" if own.file else f"env:{own.environment}"
     if isinstance(own, Basic):
         assert isinstance(own.password, Secret)
-        told = {"userId": own.user, "password": own.password.reveal()}
-        return "basic", json.dumps(told)
+        parameters = {"userId": own.user, "password": own.password.reveal()}
+        return "basic", json.dumps(parameters)
     if isinstance(own, OAuth2):
         secret = own.client_secret.reveal() if isinstance(own.client_secret, Secret) else None
         said = {

@@ -1,4 +1,4 @@
-"""Everything that can be configured, validated on construction, with the unit in the name."""
+"""Options of a source, validated on construction. Units are in the names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import InitVar, dataclass, field, fields
 from typing import Literal
 
 from keyshard.config.connection import AUTO, SERVICE_URL, WIRE, Connection, Transport
-from keyshard.config.field_types import in_both, short_repr
+from keyshard.config.field_types import given_fields, in_both, short_repr
 from keyshard.config.workers import EMBEDDED, Workers
 from keyshard.core.metadata_columns import check_metadata_columns
 from keyshard.core.option_checks import (
@@ -16,6 +16,7 @@ from keyshard.core.option_checks import (
     check_choice,
     check_integer,
     check_text,
+    check_token,
     suggesting_options,
 )
 from keyshard.core.position.bounds import Edge, parse_start
@@ -28,6 +29,7 @@ from keyshard.errors import (
     EncryptedMessageError,
     UnreadableEntryError,
 )
+from keyshard.notebook import table
 from keyshard.redaction import shown
 
 MIB = 1024 * 1024
@@ -39,111 +41,138 @@ class SourceConfig:
     """Configuration of one source; see ``docs/options.md`` for the Spark names."""
 
     topics: Sequence[str] = ()
-    """Topic names, one or several; a single string is one topic."""
+    """Names of topics. A single string is one topic."""
     topics_pattern: str | None = field(default=None, kw_only=True)
-    """Instead of names: ``persistent://tenant/namespace/regex``; needs ``admin_url``."""
+    """Instead of names: ``persistent://tenant/namespace/regex``. Needs ``admin_url``."""
     subscription: str = field(default=None, kw_only=True)  # type: ignore[assignment]
-    """Subscription that holds the backlog; one source at a time may use it. Required where messages
-    are acknowledged (then it is a text); bounded reads use none."""
+    """Subscription that holds the backlog. Only one source at a time may use it. Required
+    wherever messages are acknowledged; bounded reads use none."""
+    name: str | None = field(default=None, kw_only=True)
+    """Name in the status, on the page and for the commands; ``None``: the subscription."""
     connection: Connection | None = field(default=None, kw_only=True)
-    """How the cluster is reached, where two URLs do not say it: TLS, authentication, listener; then
-    it says ``service_url``, ``admin_url``, ``operation_timeout_ms`` and ``transport`` as well."""
+    """Connection to the cluster, if two URLs are not enough: TLS, authentication, listener. It
+    also sets ``service_url``, ``admin_url``, ``operation_timeout_ms`` and ``transport``."""
     service_url: str = field(default=SERVICE_URL, kw_only=True)
-    """Where the broker is; ``memory://name`` is an in-memory cluster of this process, for tests."""
+    """URL of the broker. ``memory://name`` is an in-memory cluster of this process, for tests."""
     admin_url: str | None = field(default=None, kw_only=True)
-    """Admin REST interface, ``http://host:port``; enables checks that the client cannot make. That
-    of an in-memory cluster has the same URL as the cluster."""
+    """Admin REST interface, ``http://host:port``. Enables checks that the client cannot make.
+    For an in-memory cluster, use the URL of the cluster."""
     transport: Transport = field(default=AUTO, kw_only=True)
-    """``auto``, ``wire`` or ``client``: whether keyshard itself consumes and reads, which ``auto``
-    is, or pulsar-client."""
+    """Transport that consumes and reads: ``wire`` (keyshard's own), ``client`` (pulsar-client),
+    or ``auto``, which is ``wire``."""
     parallelism: int = field(default=10, kw_only=True)
-    """Number of hash ranges, whatever the number of topic partitions; 1 to 65,536."""
+    """Number of hash ranges, independent of the number of topic partitions; 1 to 65,536."""
     starting_position: str = field(default="latest", kw_only=True)
-    """``earliest`` or ``latest``; or, with ``admin_url``, a position for each topic partition as
-    JSON, ``{"orders-partition-0": "7:120"}``, or a publish time with its zone,
-    ``2026-11-21T08:00:00+01:00``. Concerns only subscriptions that do not exist at first start."""
+    """Position at which a new subscription begins: ``earliest`` or ``latest``. With
+    ``admin_url`` also a position per topic partition as JSON, ``{"orders-partition-0":
+    "7:120"}``, or a publish time with a zone, ``2026-11-21T08:00:00+01:00``. Ignored if the
+    subscription exists at the first start."""
     batch_rows_max: int | None = field(default=None, kw_only=True)
-    """Most rows of one batch; ``None``: half of ``window_rows_max``."""
+    """Most rows of one batch; ``None``: what was received, up to half of the window."""
     batch_bytes_max: int | None = field(default=None, kw_only=True)
-    """Most payload of one batch, bytes; ``None``: no limit of its own."""
+    """Most payload of one batch, bytes; ``None``: no limit."""
     batch_rows_min: int | None = field(default=None, kw_only=True)
-    """Fewest rows of one batch, unless ``batch_delay_max_ms`` has passed or the window is full."""
+    """Fewest rows of one batch. Ignored if ``batch_delay_max_ms`` has passed or the window is
+    full."""
     batch_delay_max_ms: int = field(default=900_000, kw_only=True)
-    """Longest wait for ``batch_rows_min`` since the batch before, milliseconds."""
+    """Longest wait for ``batch_rows_min`` since the previous batch, milliseconds."""
+    batch_tasks: int | None = field(default=None, kw_only=True)
+    """Number of layout partitions of a batch, and so of the host's tasks, up to the number of
+    ranges; ``None``: as few as the rows are worth, by the time that the previous batch took."""
     on_misrouted: Literal["warn", "fail"] = field(default="warn", kw_only=True)
-    """``warn`` or ``fail`` on messages outside the range that received them: their producer batches
-    by default instead of by key, so the order of their keys is not kept."""
+    """``warn`` or ``fail`` if a message is outside the range that received it. Then its producer
+    does not batch by key, and the order of its keys is not kept."""
     on_corrupt: Literal["fail", "skip", "park"] = field(default="fail", kw_only=True)
-    """Handling of entries that cannot be read. ``fail``: the source ends with an error.
-    ``skip``: they are acknowledged, counted and left out. ``park`` (``source.run`` only): what is
-    stored of each becomes a rejected dead letter, then the entry is acknowledged. ``skip`` and
-    ``park`` need ``transport`` ``wire``: pulsar-client acknowledges such entries and tells
-    nobody."""
+    """Action for entries that cannot be read. ``fail``: the source ends with an error. ``skip``:
+    acknowledge and count the entry, and leave it out. ``park`` (``source.run`` only): store the
+    bytes of the entry as a rejected dead letter, then acknowledge it. ``skip`` and ``park`` need
+    ``transport`` ``wire``: pulsar-client acknowledges such entries without reporting them."""
     on_encrypted: Literal["fail", "skip", "park"] = field(default="fail", kw_only=True)
-    """The same of encrypted messages: ``fail``, ``skip`` or ``park``. ``skip`` and ``park`` need
-    ``transport`` ``wire``: consumers of pulsar-client stop receiving behind encrypted batches."""
-    window_rows_max: int = field(default=200_000, kw_only=True)
-    """Most rows received and not yet committed, over all ranges and topic partitions."""
+    """Action for encrypted messages: ``fail``, ``skip`` or ``park``, as for ``on_corrupt``.
+    ``skip`` and ``park`` need ``transport`` ``wire``: consumers of pulsar-client stop receiving
+    after an encrypted batch."""
+    window_rows_max: int = field(default=10_000_000, kw_only=True)
+    """Most rows received and not committed, over all ranges and topic partitions. By default
+    ``window_bytes_max`` and the broker's limits on unacknowledged messages are reached first."""
     window_bytes_max: int = field(default=256 * MIB, kw_only=True)
-    """Most memory of those rows, bytes: values, keys, properties, and what each message, entry and
-    delivery takes beside them."""
+    """Most memory of those rows, bytes: values, keys, properties, and the overhead of each
+    message, entry and delivery."""
     discovery_interval_ms: int = field(default=10_000, kw_only=True)
-    """Time between two looks for new topics and topic partitions, milliseconds."""
+    """Interval between two checks for new topics and topic partitions, milliseconds."""
     workers: str = field(default="embedded", kw_only=True)
-    """What has the consumers: ``embedded``, this process; ``processes:4``, so many processes of
-    this machine, each a core for receiving, and started again when one dies; ``ray:4``, so many
-    actors of a Ray cluster (``ray_adapter.workers``); or another place that is installed. How many
-    handlers run at the same time is ``workers`` of :meth:`KeyShardSource.run`."""
+    """Place of the consumers. ``embedded``: this process. ``processes:4``: four processes of
+    this machine, each receiving on its own core and replaced if it dies. ``ray:4``: four actors
+    of a Ray cluster (``ray_adapter.workers``). Installed packages may add other backends. The
+    number of concurrent handlers is ``workers`` of :meth:`KeyShardSource.run`."""
     worker_host: str = field(default="127.0.0.1", kw_only=True)
-    """Address under which the host's tasks reach the process that holds the window."""
+    """Address at which the host's tasks reach the process that holds the window."""
+    metrics_port: int | None = field(default=None, kw_only=True)
+    """Port that serves ``/metrics`` for Prometheus, ``/livez`` and ``/readyz`` while the source
+    is consumed; ``None``: no server."""
+    metrics_host: str = field(default="127.0.0.1", kw_only=True)
+    """Address that this server binds. Use ``0.0.0.0`` or ``::`` if other machines must reach
+    it."""
+    ui_port: int | None = field(default=None, kw_only=True)
+    """Port that serves the page of this source while it is consumed; ``None``: no page. Needs
+    ``keyshard[ui]``."""
+    ui_host: str = field(default="127.0.0.1", kw_only=True)
+    """Address that the page binds. If other machines can reach it, ``ui_token`` is required."""
+    ui_token: str | None = field(default=None, kw_only=True)
+    """Token that a browser has to give, at least 16 characters; ``None``: none."""
+    telemetry: bool = field(default=False, kw_only=True)
+    """Whether handlers, batches, streams, Spark queries and Ray jobs make spans of OpenTelemetry.
+    Needs ``keyshard[otel]``."""
     subscribe_timeout_ms: int = field(default=20_000, kw_only=True)
-    """Longest wait for ranges that somebody else still holds, milliseconds."""
+    """Longest wait for ranges that another consumer still holds, milliseconds."""
     operation_timeout_ms: int = field(default=30_000, kw_only=True)
-    """Longest time of one request to the broker, milliseconds."""
+    """Time limit of one request to the broker, milliseconds."""
     replay_timeout_ms: int = field(default=120_000, kw_only=True)
-    """Longest time to read a planned batch again after a restart, milliseconds."""
+    """Longest time to replay a planned batch after a restart, milliseconds."""
     receiver_queue_size: int = field(default=1_000, kw_only=True)
-    """Most messages the client asks for ahead, per range and topic partition; fewer where all of
-    them together would take more than half of ``window_bytes_max``, but at least one."""
+    """Most messages that the client prefetches per range and topic partition. Reduced, to 1 at
+    least, if all queues together would exceed half of ``window_bytes_max``."""
     receive_threads: int = field(default=4, kw_only=True)
     """Threads that receive, over all ranges and topic partitions."""
     acknowledge_timeout_ms: int = field(default=600_000, kw_only=True)
-    """Longest time without a connected consumer to acknowledge through, or until a dead letter is
-    confirmed, milliseconds."""
+    """Longest time without a connected consumer to acknowledge through, or until a dead letter
+    is confirmed, milliseconds."""
     settle_after_ms: int = field(default=300_000, kw_only=True)
-    """How long the broker must call an entry acknowledged that was never delivered here before it
-    counts as settled, milliseconds. The broker writes cursors every 60 s, and a crash undoes the
-    rest."""
+    """Time after which an entry that was never delivered here counts as resolved, milliseconds.
+    The broker must call it acknowledged for all that time. The broker writes cursors every 60 s,
+    and a crash undoes later acknowledgements."""
     checkpoint_bytes_max: int = field(default=256 * 1024, kw_only=True)
-    """Size of a checkpoint at which fast ranges wait for slow ones, bytes."""
+    """Size of a checkpoint at which fast ranges pause for slow ones, bytes."""
     fail_on_data_loss: bool = field(default=True, kw_only=True)
-    """Whether data that is gone, or was acknowledged by somebody else, ends the source."""
+    """Whether the source ends if data is gone, or was acknowledged by another application."""
     value_format: Literal["auto", "raw"] = field(default="auto", kw_only=True)
-    """``auto`` or ``raw``: whether rows have the fields of the schema of their topic as columns,
-    where it has one, or the bytes. Of Spark's rows; messages and record batches of Python have the
-    bytes."""
+    """``auto``: if a topic has a schema, its fields are columns. ``raw``: rows have the bytes.
+    Applies to Spark's rows; messages and record batches of Python always have the bytes."""
     metadata_columns: Sequence[str] = field(default=(), kw_only=True)
-    """Columns that rows have beside the default ones, one or several: ``__orderingKey``,
-    ``__keyBytes``, ``__sequenceId``, ``__producer``, ``__brokerPublishTime`` or
-    ``__messageIdBytes``; see ``docs/options.md``. Handlers have messages, and of these
-    ``__keyBytes``, as ``message.key_bytes``."""
+    """Additional columns of rows, by name; see ``docs/options.md``.
+    Handlers get messages instead; for them only ``__keyBytes`` counts, as ``message.key_bytes``."""
     malformed: Literal["FAILFAST", "PERMISSIVE", "DROPMALFORMED"] = field(
         default="FAILFAST", kw_only=True
     )
-    """``FAILFAST``, ``PERMISSIVE`` or ``DROPMALFORMED`` on values that the schema of their topic
-    does not fit: an error, nulls beside the bytes, or no row."""
+    """Action for values that do not fit the schema of their topic. ``FAILFAST``: an error.
+    ``PERMISSIVE``: nulls beside the bytes. ``DROPMALFORMED``: no row."""
     available_now_timeout_ms: int = field(default=600_000, kw_only=True)
-    """Longest wait of a bounded run for a row, or for the proof that none comes, milliseconds."""
+    """Longest wait of a bounded run for a row, or for proof that none comes, milliseconds."""
     available_now_quiet_ms: int = field(default=5_000, kw_only=True)
-    """Silence after which, without admin_url, what a bounded run misses counts as acknowledged
-    before it began, milliseconds."""
+    """Without ``admin_url``: silence after which entries that a bounded run misses count as
+    acknowledged before it began, milliseconds."""
     shorthands_of: InitVar[Connection | None] = field(default=None, kw_only=True)
-    """Not to be given: whose shorthands these are, which ``dataclasses.replace`` hands on."""
+    """Internal: the connection that set the shorthands, passed on by ``dataclasses.replace``."""
 
     def __repr__(self) -> str:
-        # The connection has a ``repr`` of its own.
-        never = () if self.connection is None else SHORTHANDS
-        return short_repr(self, never=never)
+        return short_repr(self, never=self._unshown)
+
+    def _repr_html_(self) -> str:
+        return table(type(self).__name__, given_fields(self, never=self._unshown))
+
+    @property
+    def _unshown(self) -> tuple[str, ...]:
+        # The repr of the connection shows the shorthands already.
+        return (*(() if self.connection is None else SHORTHANDS), "ui_token")
 
     def __post_init__(self, shorthands_of: Connection | None) -> None:
         object.__setattr__(self, "topics", _topic_names(self.topics))
@@ -153,8 +182,8 @@ class SourceConfig:
         start = parse_start("starting_position", self.starting_position)
         if not isinstance(start, Edge) and self.admin_url is None:
             raise ConfigError(
-                f"starting_position is {shown(self.starting_position)}, and only the admin REST "
-                "interface begins a subscription there. Set admin_url, or begin at 'earliest'."
+                f"starting_position is {shown(self.starting_position)}, which needs the admin "
+                "interface. Set admin_url, or begin at 'earliest'."
             )
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
         check_choice("value_format", self.value_format, "auto", "raw")
@@ -164,8 +193,15 @@ class SourceConfig:
         )
         object.__setattr__(self, "metadata_columns", metadata)
         self._check_unreadable()
-        check_text("worker_host", self.worker_host, "name the address the tasks can reach")
+        check_text("ui_host", self.ui_host, "write an address, such as '0.0.0.0'")
+        if self.ui_token is not None:
+            check_token("ui_token", self.ui_token)
+        if self.name is not None:
+            check_text("name", self.name, "write a name, or None for the subscription")
+        check_text("worker_host", self.worker_host, "write an address that the executors can reach")
+        check_text("metrics_host", self.metrics_host, "write an address, such as '0.0.0.0'")
         check_bool("fail_on_data_loss", self.fail_on_data_loss)
+        check_bool("telemetry", self.telemetry)
         self._check_numbers()
         self._check_workers()
         if (
@@ -174,16 +210,16 @@ class SourceConfig:
             and self.batch_rows_min > self.batch_rows_max
         ):
             raise ConfigError(
-                f"batch_rows_min is {self.batch_rows_min}, above the most rows of a batch: "
-                f"{self.batch_rows_max}."
+                f"batch_rows_min is {self.batch_rows_min}, more than the limit of a batch, "
+                f"{self.batch_rows_max}. Lower batch_rows_min."
             )
 
     def _connect(self, before: Connection | None) -> None:
-        """The shorthands make a connection, or a connection says them.
+        """Make a connection of the shorthands, or set the shorthands from the connection.
 
         Args:
-            before: The connection that said them in the source that this one is made of. Such a
-                shorthand was not written by anybody, so it contradicts no other connection.
+            before: The connection that set the shorthands of the original, if this source is a
+                copy. No user wrote these values, so they do not contradict another connection.
         """
         made = self.connection
         object.__setattr__(self, "shorthands_of", made)
@@ -199,8 +235,8 @@ class SourceConfig:
                 unsaid.append(getattr(before, name))
             if own not in (said, *unsaid):
                 raise ConfigError(
-                    f"{name} is given together with a connection that says another one. Give it in "
-                    "the connection."
+                    f"{name} is given, but the connection has another value. Set it in the "
+                    "connection only."
                 )
             object.__setattr__(self, name, said)
 
@@ -215,17 +251,18 @@ class SourceConfig:
         """Check that a subscription is named.
 
         Raises:
-            ConfigError: None is.
+            ConfigError: No subscription is named.
         """
         if self.subscription is None:
             raise ConfigError(
-                "subscription is missing: messages are acknowledged on it, and it holds the "
-                "backlog. Name one that no other application uses, as in "
-                "KeyShardSource(..., subscription='billing'). Only bounded reads need none."
+                "subscription is missing. It holds the backlog, and messages are acknowledged "
+                "on it. Name a subscription that no other application uses, such as "
+                "KeyShardSource(..., subscription='billing'). Only bounded reads need no "
+                "subscription."
             )
 
     def how_to_connect(self) -> Connection:
-        """The connection, or what the shorthands make of it."""
+        """Return the connection, or one made of the shorthands."""
         if self.connection is not None:
             return self.connection
         return Connection(
@@ -237,8 +274,11 @@ class SourceConfig:
 
     @property
     def default_dead_letter_topics(self) -> tuple[str, ...]:
-        """Where letters go unless another topic is named: to the first, or where some rest."""
-        # A subscription may have a name that a topic may not.
+        """Default dead-letter topics: one per topic, or one for a pattern.
+
+        New dead letters go to the first, unless another one has dead letters already.
+        """
+        # A subscription's name may have characters that a topic's name may not.
         own = re.sub(r"[^\w.=-]", "-", self.subscription)
         if self.topics_pattern is None:
             return tuple(f"{topic}-{own}{DEAD_LETTERS}" for topic in self.topics)
@@ -251,21 +291,18 @@ class SourceConfig:
         return self.how_to_connect().in_memory
 
     def _check_pattern(self) -> None:
-        """Exactly one of topics and topics_pattern; the pattern is completed."""
+        """Check that either topics or a pattern is given, and complete the pattern."""
         if self.topics_pattern is None:
             if not self.topics:
-                raise ConfigError(
-                    "No topic is given. Name at least one in 'topic' or 'topics', or give a "
-                    "pattern of topics."
-                )
+                raise ConfigError("No topic is given. Set topic, topics or topics_pattern.")
             return
         if self.topics:
-            raise ConfigError("topics_pattern is given together with topics. Give only one.")
+            raise ConfigError("topics_pattern and topics are both given. Give only one of them.")
         pattern = check_text("topics_pattern", self.topics_pattern, "write tenant/namespace/regex")
         object.__setattr__(self, "topics_pattern", TopicPattern.parse(pattern).text)
         if self.admin_url is None:
             raise ConfigError(
-                "topics_pattern needs the admin REST interface, which lists topics. Set admin_url, "
+                "topics_pattern needs the admin interface, which lists topics. Set admin_url, "
                 "or name the topics."
             )
 
@@ -288,20 +325,20 @@ class SourceConfig:
             check_choice(name, choice, "fail", "skip", "park")
             if choice != "fail" and self.how_to_connect().by_client:
                 raise ConfigError(
-                    f"{name} is {choice!r}, and transport is 'client': {_BY_CLIENT[name]}. Use "
-                    f"transport={WIRE!r}, or leave {name} out."
+                    f"{name} is {choice!r}, but transport is 'client': {_BY_CLIENT[name]}. Set "
+                    f"transport to {WIRE!r}, or leave {name} out."
                 )
 
     def _check_workers(self) -> None:
-        """Workers are of a kind that there is, and can reach the broker."""
+        """Check that the kind of workers exists, and that they can reach the broker."""
         if self.hosting() is not None and self.in_memory:
             raise ConfigError(
-                f"workers is {shown(self.workers)}, and the broker is an in-memory cluster of this "
-                f"process, which no other process reaches. Use workers={EMBEDDED!r}."
+                f"workers is {shown(self.workers)}, but only this process can reach the "
+                f"in-memory cluster. Set workers to {EMBEDDED!r}."
             )
 
     def hosting(self) -> Workers | None:
-        """Where the consumers are; ``None``: in this process."""
+        """The workers that host the consumers; ``None``: this process."""
         return Workers.parse(self.workers)
 
     def _check_numbers(self) -> None:
@@ -313,12 +350,14 @@ class SourceConfig:
 
 
 def _topic_names(topics: object) -> tuple[str, ...]:
-    """Full names of topics, each once: of one name or of several."""
+    """Return the full names of topics, without duplicates."""
     if isinstance(topics, str):
         topics = [topics]
     if isinstance(topics, (bytes, bytearray, Mapping)) or not isinstance(topics, Iterable):
-        raise ConfigError(f"topics is {shown(topics)}; give the name of a topic or a list of them.")
-    names = [check_text("topics", name, "give names of topics") for name in topics]
+        raise ConfigError(
+            f"topics is {shown(topics)}; write the name of a topic, or a list of names."
+        )
+    names = [check_text("topics", name, "write names of topics") for name in topics]
     return tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
 
 
@@ -326,24 +365,27 @@ UNREADABLE: Mapping[str, type[UnreadableEntryError]] = {
     "on_corrupt": CorruptEntryError,
     "on_encrypted": EncryptedMessageError,
 }
-"""Options for unreadable entries, and the kind of entry that each is about."""
+"""Options for unreadable entries, and the kind of entry of each."""
 _BY_CLIENT = {
-    "on_corrupt": "pulsar-client acknowledges entries that it cannot read, and tells nobody",
+    "on_corrupt": "pulsar-client acknowledges unreadable entries without an error",
     "on_encrypted": (
-        "pulsar-client returns one permit for an encrypted batch of many messages, so that its "
-        "consumers would stop receiving"
+        "pulsar-client returns one permit for an encrypted batch of many messages, so its "
+        "consumers would stall"
     ),
 }
 SHORTHANDS = in_both(Connection, SourceConfig)
-"""Fields of a source that its connection has, too."""
+"""Fields that a source shares with its connection."""
 _SUBSCRIPTION = "name the Pulsar subscription that holds the backlog of this source"
 _OPTIONAL = {one.name for one in fields(SourceConfig) if one.default is None}
 _LIMITS = (
     ("parallelism", 1, RING_SIZE),
     ("batch_rows_max", 1, 10**9),
+    ("metrics_port", 0, 65_535),
+    ("ui_port", 0, 65_535),
     ("batch_bytes_max", 1, 2**50),
     ("batch_rows_min", 1, 10**9),
     ("batch_delay_max_ms", 0, 86_400_000),
+    ("batch_tasks", 1, RING_SIZE),
     ("window_rows_max", 2, 10**9),
     ("window_bytes_max", MIB, 2**50),
     ("discovery_interval_ms", 10, 86_400_000),

@@ -1,1 +1,1 @@
-"""Loops that move data, and call core for every decision."""
+"""The coordinator: assigns ranges, cuts batches, commits, and resolves ack gaps."""

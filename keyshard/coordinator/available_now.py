@@ -1,20 +1,20 @@
-"""A bounded run: everything that was published before it began, and nothing else.
+"""A bounded run: consumes exactly what was published before the run began.
 
-Its targets are the last entries of the topic partitions at the start. Positions inside a range are
-not monotonic and ranges lag, so a target is reached only when every entry up to it is delivered, or
-is certain never to come. What is missing lies in gaps of the delivered set; in this order they are
+The targets of a run are the last entries of the topic partitions at its start. Positions inside a
+range are not monotonic, and ranges lag. So a target is reached only when each entry up to it is
+delivered, or is certain never to come. Missing entries lie in gaps of the delivered set. The run
+checks, in this order, whether they are
 
-    1. acknowledged at the broker      what the cursor says, with admin_url
+    1. acknowledged at the broker      from the cursor, with admin_url
     2. empty                           a plain Reader finds no entry: markers, the ends of ledgers
-    3. still to come                   a Reader finds an entry; without admin_url only until nothing
-                                       has arrived for ``available_now_quiet_ms``: then somebody
-                                       acknowledged it before the run
+    3. still to come                   a Reader finds an entry. Without admin_url, if nothing
+                                       arrives for ``available_now_quiet_ms``, the entry counts
+                                       as acknowledged before the run
 
-Entries behind a target never enter the window: they would use its budget up, and nothing could be
-cut. When a range sees one, the broker has read everything up to the target, and what is missing
-waits for its owner in the broker's replay queue. So a range that took ``ROWS_BEHIND_MAX`` such rows
-rests, while its client queue fills, and later subscribes again: then the lowest positions come
-first.
+Entries behind a target never enter the window: they would fill it, and nothing could be cut. If a
+range receives one, the broker has read everything up to the target. Missing entries then wait for
+their owner in the broker's replay queue. So a range that received ``ROWS_BEHIND_MAX`` such rows
+rests, while its client queue fills. Later it subscribes again, and the lowest positions come first.
 """
 
 from __future__ import annotations
@@ -24,14 +24,20 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
-from keyshard.broker.port import Admin, Broker
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.port import Broker
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
-from keyshard.core.holes.broker_state import BrokerState
+from keyshard.consumers.acknowledger import Acknowledger
+from keyshard.consumers.intake import Admitted
+from keyshard.consumers.receiver import RangeConsumer, Receiver
+from keyshard.consumers.shared_window import SharedWindow
+from keyshard.consumers.subscribe import close_range_consumers
+from keyshard.core.fingerprint import check_ledgers
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.position.fingerprint import check_ledgers
-from keyshard.core.position.target import Gap, Target
 from keyshard.core.reception import Rest
+from keyshard.core.subscription_state import BrokerState
+from keyshard.core.target import Gap, Target
 from keyshard.errors import (
     AvailableNowTimeoutError,
     BrokerError,
@@ -40,30 +46,27 @@ from keyshard.errors import (
 )
 from keyshard.reading.scan import Scan
 from keyshard.threads import Pool
-from keyshard.worker.acknowledger import Acknowledger
-from keyshard.worker.intake import Admitted
-from keyshard.worker.receiver import RangeConsumer, Receiver
-from keyshard.worker.shared_window import SharedWindow
-from keyshard.worker.subscribe import close_range_consumers
 
 ROWS_BEHIND_MAX = 2_000
-"""Rows behind the target that a range takes and drops before it rests."""
+"""Rows behind the target that a range drops before it rests."""
 REST_S = (1.0, 60.0)
-"""First and longest rest of a range; each is twice the one before, seconds."""
+"""First and longest rest of a range, seconds; each rest doubles."""
 GATHER_S = (0.1, 1.0)
-"""A cut waits until nothing arrived for the first time, and at most the second, seconds."""
+"""Quiet time before a cut, and the longest wait for it, seconds."""
+BATCH_FILL = 0.5
+"""Fill of the window from which a cut does not wait: a batch takes half of it at most."""
 PROBE_AFTER_S = 0.3
-"""Silence before the broker is asked what is missing, seconds."""
+"""Quiet time before the broker is asked for missing entries, seconds."""
 PROBE_EVERY_S = (0.5, 5.0)
-"""Shortest and longest time between two such questions, seconds."""
+"""Shortest and longest time between two such requests, seconds."""
 READER_TIMEOUT_S = 5.0
-"""Time after which a Reader's answer is given up, seconds."""
+"""Longest wait for a Reader, seconds."""
 ACKNOWLEDGE_WAIT_S = 0.2
-"""Time that acknowledgements get before the cursors are looked at, seconds."""
+"""Wait for acknowledgements before the cursors are read, seconds."""
 LOG_EVERY_S = 10.0
 """Time between two log lines of a wait, seconds."""
 THREADS_MAX = 8
-"""Topic partitions asked for their last entry at the same time."""
+"""Topic partitions that are asked for their last entry in parallel."""
 
 _log = logging.getLogger(__name__)
 
@@ -71,10 +74,10 @@ _log = logging.getLogger(__name__)
 def last_entries(
     range_consumers: Iterable[RangeConsumer], timeout_s: float
 ) -> dict[TopicPartition, EntryId | None]:
-    """The last entry of each topic partition now.
+    """Return the last entry of each topic partition.
 
     Raises:
-        BrokerError: The broker did not tell.
+        BrokerError: The broker does not answer within ``timeout_s`` seconds, or refuses.
     """
     one_each = {
         range_consumer.owned_range.topic_partition: range_consumer.consumer
@@ -92,12 +95,12 @@ class AvailableNow:
     """The targets of a bounded run, and the wait for them.
 
     Args:
-        last: Last entry of each topic partition that belongs to the run.
-        range consumers: All ranges of them.
+        last: Last entry of each topic partition of the run.
+        range_consumers: All consumers of those topic partitions.
         config: The source.
         broker: Connection for Readers.
-        admin: Admin REST interface, where there is one.
-        shared: What is received, planned and delivered.
+        admin: Admin REST interface; ``None`` without ``admin_url``.
+        shared: The window.
     """
 
     def __init__(
@@ -121,12 +124,12 @@ class AvailableNow:
         self._behind: dict[tuple[TopicPartition, int], tuple[int, float]] = {}
         self._logged_s = -math.inf
         self.finished = False
-        """Whether everything was reached and acknowledged."""
+        """Whether every target was reached and every entry acknowledged."""
 
-    # -- called by the receive threads ------------------------------------------------------------
+    # -- Called by the receive threads ------------------------------------------------------------
 
     def admit(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Admitted:
-        """Those entries that belong to the run; who is behind its target comes to rest."""
+        """Return the entries that belong to the run; a range behind its target may rest."""
         where = range_consumer.owned_range.topic_partition
         target = self._targets.get(where, Target(None))
         taken = [block for block in entries if target.includes(block.id)]
@@ -144,10 +147,10 @@ class AvailableNow:
             self._behind[owned_range] = rows, rest_s
         return Admitted(taken, rest)
 
-    # -- called by the host -----------------------------------------------------------------------
+    # -- Called by the host -----------------------------------------------------------------------
 
     def wait_for_rows(self, rows_max: int | None) -> bool:
-        """Wait until a batch should be cut; ``False`` when every target is reached.
+        """Wait until a batch should be cut; ``False`` if every target is reached.
 
         Args:
             rows_max: Most rows of the batch; default ``batch_rows_max``.
@@ -155,17 +158,17 @@ class AvailableNow:
         Raises:
             AvailableNowTimeoutError: Neither came in time.
         """
-        enough = rows_max or self._config.batch_rows_max or self._config.window_rows_max // 2
+        enough = rows_max or self._config.batch_rows_max or math.inf
         began = arrived_s = time.monotonic()
         arrived, probe_s, probe_every_s = -1, began, PROBE_EVERY_S[0]
-        missing = "nothing was asked yet"
+        missing = "the broker was not asked yet"
         while not self.finished:
             with self._lock:
                 self._lock.wait(GATHER_S[0] / 4)
                 self._shared.check()
                 counters = self._window.counters
                 now_arrived = counters.rows_received + counters.duplicates_dropped
-                rows, full = self._window.received_rows, self._window.pauses.fill() >= 1
+                rows, full = self._window.received_rows, self._window.pauses.fill() >= BATCH_FILL
             now = time.monotonic()
             if now_arrived != arrived:
                 arrived, arrived_s, probe_every_s = now_arrived, now, PROBE_EVERY_S[0]
@@ -190,14 +193,15 @@ class AvailableNow:
         return False
 
     def finish(self, acknowledger: Acknowledger, receivers: Sequence[Receiver]) -> None:
-        """Hand over all acknowledgements and give the ranges back. Idempotent.
+        """Hand over all acknowledgements and close the consumers. Idempotent.
 
-        With admin_url it waits until the cursors show the acknowledgements, and repeats those that
-        a broker forgot in a crash.
+        With ``admin_url`` it waits until the cursors show the acknowledgements. It repeats those
+        that a broker lost in a crash.
 
         Raises:
-            AvailableNowTimeoutError: The broker did not take them in time.
-            TopicRecreatedError: The broker has never made what was delivered: it was wiped.
+            AvailableNowTimeoutError: The broker did not take the acknowledgements in time.
+            TopicRecreatedError: The broker never created the delivered entries: its storage was
+                wiped.
         """
         if self.finished:
             return
@@ -205,7 +209,7 @@ class AvailableNow:
         while not (acknowledger.flush(ACKNOWLEDGE_WAIT_S) and self._is_acknowledged(acknowledger)):
             with self._lock:
                 self._shared.check()
-            self._check_deadline(began, time.monotonic(), "acknowledgements are not taken yet")
+            self._check_deadline(began, time.monotonic(), "acknowledgements are not confirmed yet")
         for receiver in receivers:
             receiver.stop()
         for receiver in receivers:
@@ -213,17 +217,17 @@ class AvailableNow:
         close_range_consumers(self._range_consumers)
         self.finished = True
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- Missing entries and acknowledgements -----------------------------------------------------
 
     def _probe(self, quiet_s: float) -> str:
-        """Ask the broker what is missing; the first of it in words, or ``""`` when nothing is."""
+        """Ask the broker for missing entries; return the first one in words, or ``""``."""
         for where, target in self._targets.items():
             if not target.reached:
                 missing = self._probe_partition(where, target, quiet_s)
                 if missing:
                     return missing
                 target.reached = True
-                _log.info("%s is read up to %s", where, target.last)
+                _log.info("read %s up to %s", where, target.last)
         with self._lock:
             return "a planned batch is not committed" if self._window.batches else ""
 
@@ -246,24 +250,24 @@ class AvailableNow:
                 name = f"entry {found.ledger}:{found.entry} of {where}"
                 if sure or quiet_s * 1000 < self._config.available_now_quiet_ms:
                     return name
-                _log.info("%s and what follows count as acknowledged before the run", name)
+                _log.info("%s and the entries after it count as acknowledged before the run", name)
                 return ""
             target.nothing_in(gap)
         return ""
 
     def _broker_state(self, where: TopicPartition) -> BrokerState | None:
-        """What the cursor calls acknowledged; ``None`` when nobody can tell it."""
+        """Return what the cursor has acknowledged; ``None`` if that is unknown."""
         if self._admin is None:
             return None
         found = self._admin.broker_state(where, self._config.subscription)
         return found if found is not None and found.mark_delete is not None else None
 
     def _is_acknowledged(self, acknowledger: Acknowledger) -> bool:
-        """Whether no cursor lacks a delivered entry; what it lacks is acknowledged again."""
+        """Whether the cursors have every delivered entry; acknowledge missing ones again."""
         if self._admin is None:
             return True
         with self._lock:
-            # The client groups acknowledgements; it needs a moment, not a notification.
+            # The client groups acknowledgements, so only a wait helps here.
             self._lock.wait_for(lambda: False, ACKNOWLEDGE_WAIT_S)
         complete = True
         for where in self._targets:
@@ -285,16 +289,17 @@ class AvailableNow:
     def _check_deadline(self, began: float, now: float, missing: str) -> None:
         if now - began > self._config.available_now_timeout_ms / 1000:
             raise AvailableNowTimeoutError(
-                f"The run is not complete after {self._config.available_now_timeout_ms} ms without "
-                f"a row: {missing}. Check the broker, or raise availableNowTimeoutMillis. What is "
-                "committed is acknowledged; a restart goes on from there.",
+                "The run is not complete, and received no row for "
+                f"{self._config.available_now_timeout_ms} ms: {missing}. Check the broker, or "
+                "raise availableNowTimeoutMillis. Committed rows are acknowledged. A restart "
+                "continues after them.",
                 missing=missing,
             )
         if now - max(began, self._logged_s) >= LOG_EVERY_S:
             self._logged_s = now
             reached = sum(target.reached for target in self._targets.values())
             _log.info(
-                "available now: %d of %d topic partitions are read; waiting %.0f s, %s",
+                "available now: read %d of %d topic partitions; waiting for %.0f s, %s",
                 reached, len(self._targets), now - began, missing,
             )  # fmt: skip
 
@@ -305,9 +310,10 @@ def _first_entry(
     gap: Gap,
     skipped: tuple[type[UnreadableEntryError], ...],
 ) -> EntryId | None:
-    """The first entry that is stored in a gap and can be received, or ``None``.
+    """Return the first stored entry of a gap that can be received, or ``None``.
 
     Raises:
+        ReplayTimeoutError: The Reader did not reach the end in time.
         UnreadableEntryError: An entry cannot be read, and its kind is not skipped.
     """
     deadline = time.monotonic() + READER_TIMEOUT_S
@@ -317,7 +323,10 @@ def _first_entry(
         while not scan.done:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise ReplayTimeoutError(f"A Reader of {where} gave nothing from {gap.start} on.")
+                raise ReplayTimeoutError(
+                    f"A reader of {where} received nothing from {gap.start} on. Check the load "
+                    "of the broker."
+                )
             blocks = retry_until(scan.read, left_s)
             for error in unreadable.values():
                 if not isinstance(error, skipped):

@@ -1,11 +1,11 @@
-"""Batches of a source whose host has a checkpoint of its own.
+"""Batches of a source whose host has a checkpoint.
 
-Steps of a batch, whatever the host::
+Steps of a batch, for every host::
 
     1. cut       entries received so far -> end checkpoint; the batch is planned
     2. plan      layout of the batch; after a restart its entries are read again first
-    3. read      rows of one layout partition, as often as the host likes; where workers keep their
-                 content, tasks are told what is where
+    3. read      rows of one layout partition, any number of times; if workers keep the content,
+                 tasks learn where it is
     4. release   the host's checkpoint is durable: forget the rows, acknowledge the entries
 """
 
@@ -14,71 +14,102 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import pyarrow as pa
 
-from keyshard.arrow.columns import described
-from keyshard.arrow.content import content_columns, runs_of
 from keyshard.broker.port import Broker
+from keyshard.columns.content import content_columns, runs_of
+from keyshard.columns.record_batches import columns_of, described, record_batches
 from keyshard.config.source import SourceConfig
+from keyshard.consumers.consumers import Consumers
 from keyshard.coordinator.available_now import AvailableNow
-from keyshard.coordinator.partitions import Partitions
-from keyshard.coordinator.watch import Watch
+from keyshard.coordinator.discovery import Partitions
+from keyshard.coordinator.progress import Watch
 from keyshard.core.position.checkpoint import Checkpoint
-from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
 from keyshard.core.window.admission import waits_for_more
 from keyshard.core.window.layout import Located
 from keyshard.errors import BatchUnknownError
 from keyshard.reading.replay import replay
-from keyshard.worker.elsewhere import Elsewhere
-from keyshard.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
 
 
+ContentEndpoint = tuple[str, str]
+"""Address of a worker that serves content, and its token."""
+Run = tuple[int, int, int]
+"""Number under which a worker keeps content, the first row in it, and the number of rows."""
+
+
+class ContentLocation(NamedTuple):
+    """Location of the content of some rows, as plain JSON values."""
+
+    endpoints: Sequence[ContentEndpoint]
+    runs: Sequence[tuple[int, Run]]
+    """In the order of the rows; each begins with the index of its endpoint."""
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> ContentLocation:
+        """Return the location of the content of some parts; workers keep all of it."""
+        endpoints: dict[ContentEndpoint, int] = {}
+        runs = [
+            (
+                endpoints.setdefault(part.remote.endpoint, len(endpoints)),
+                (part.remote.number, part.start, part.rows),
+            )
+            for part in parts
+        ]
+        return cls(list(endpoints), runs)
+
+
 class Batches:
-    """Plans batches, has them read, and releases them.
+    """Plans, reads and releases batches.
 
     Args:
-        worker: Has the window.
-        broker: Connection to read a batch again through.
+        consumers: Has the window.
+        broker: Connection for replays.
         config: The source.
         partitions: Knows which topic partitions are gone.
-        watch: Told of every cut.
-        bounded: The targets of a bounded run; ``None``: it goes on for ever.
+        watch: Notified of every cut.
+        bounded: The targets of a bounded run; ``None`` for an unbounded one.
     """
 
     def __init__(
-        self, worker: Worker, broker: Broker, config: SourceConfig, *, partitions: Partitions,
+        self, consumers: Consumers, broker: Broker, config: SourceConfig, *, partitions: Partitions,
         watch: Watch, bounded: AvailableNow | None,
     ) -> None:  # fmt: skip
-        self._worker = worker
-        self._shared = worker.shared
-        self._window = worker.shared.window
+        self._consumers = consumers
+        self._shared = consumers.shared
+        self._window = consumers.shared.window
         self._broker = broker
         self._config = config
         self._partitions = partitions
         self._watch = watch
         self._bounded = bounded
         self._restoring = threading.Lock()
+        self._began_s: dict[str, dict[int, float]] = {}
+        """Monotonic time of the first read of each layout partition, by planned batch."""
+        self._cut_ms: dict[str, int] = {}
+        """Time at which each batch was cut that has not ended, milliseconds since the epoch."""
 
     def cut(self, rows_max: int | None = None) -> Checkpoint | None:
-        """Plan a batch of the entries received so far; ``None`` without rows. Memory only.
+        """Plan a batch of the entries received so far; ``None`` without rows. Uses memory only.
 
         Args:
             rows_max: Most rows; default ``batch_rows_max``.
 
         Raises:
-            KeyShardError: The error that ended receiving or acknowledging, if there was one.
+            KeyShardError: The error that ended receiving or acknowledging.
         """
         config = self._config
         with self._shared.lock:
             self._shared.check()
             rows = self._window.received_rows
             if not rows:
-                # Hosts ask every few milliseconds: an idle cut must cost next to nothing.
+                # Hosts call this every few milliseconds, so an idle cut must be cheap.
                 return None
             waited_s = self._watch.since_cut_s()
             if not self._window.pauses.any_full and waits_for_more(
@@ -87,38 +118,40 @@ class Batches:
                 return None
             checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
             if checkpoint is not None:
+                self._cut_ms[checkpoint.batch_id] = int(time.time() * 1000)
                 full = self._window.pauses.any_full
                 self._watch.cut(full_since_s=self._shared.full_since_s if full else None)
             return checkpoint
 
     def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
-        """As :meth:`cut` in a bounded run, but waits for rows.
+        """Wait for rows in a bounded run, then plan a batch of them as :meth:`cut` does.
 
-        ``None`` means that everything up to the targets is delivered and acknowledged; the ranges
-        are given back then.
+        Returns:
+            The end checkpoint. ``None``: all entries up to the targets are delivered and
+            acknowledged, and the consumers are closed.
 
         Raises:
-            AvailableNowTimeoutError: There was neither a row nor the end in time.
+            AvailableNowTimeoutError: Neither a row nor the end came in time.
         """
         bounded = self._bounded
         assert bounded is not None
         if bounded.wait_for_rows(rows_max):
             return self.cut(rows_max)
-        bounded.finish(self._worker.acknowledger, self._worker.range_consumers.receivers)
+        bounded.finish(self._consumers.acknowledger, self._consumers.range_consumers.receivers)
         return None
 
     def wait_for_rows(self, timeout_s: float) -> bool:
-        """Wait until something can be cut; whether it can."""
+        """Wait at most ``timeout_s`` seconds for rows to cut; return whether there are any."""
         with self._shared.lock:
             return self._shared.wait_for_rows(timeout_s)
 
     def plan(self, checkpoint: Checkpoint) -> list[int]:
-        """Layout partitions of the batch that ends at ``checkpoint``, ascending. Idempotent.
+        """Return the layout partitions of the batch that ends at ``checkpoint``, ascending.
 
-        A batch that was planned before a restart is read again first.
+        Idempotent. A batch that was planned before a restart is read again first.
 
         Raises:
-            BatchReleasedError: It was released.
+            BatchReleasedError: The batch was released.
             DataLossTrimmedError: The broker no longer stores all of it.
         """
         batch_id = checkpoint.batch_id
@@ -130,6 +163,16 @@ class Batches:
         with self._shared.lock:
             self._window.plan(checkpoint, entries)
             return list(self._window.batches[batch_id].layout)
+
+    def rows(self, batch_id: str) -> int:
+        """Return the number of rows of a planned batch.
+
+        Raises:
+            BatchReleasedError: The batch was released.
+            BatchUnknownError: The batch was never planned here.
+        """
+        with self._shared.lock:
+            return self._window.batches[batch_id].rows
 
     def _replayed(self, checkpoint: Checkpoint) -> dict[TopicPartition, list[EntryBlock]]:
         began, config = time.monotonic(), self._config
@@ -146,56 +189,92 @@ class Batches:
 
     def direct(
         self, batch_id: str, index: int, columns: Sequence[str]
-    ) -> Iterator[tuple[pa.RecordBatch, Elsewhere]] | None:
-        """As :meth:`read`, where workers keep all of the content: the other columns, and what is
-        where. ``None``: not all of it is kept, or a worker that did is gone.
+    ) -> Iterator[tuple[pa.RecordBatch, ContentLocation]] | None:
+        """Return the rows of a layout partition without content, and where their content is.
+
+        Works only if workers keep all of the content.
+
+        Returns:
+            Pairs of the other columns and the location; ``None`` if some content is not kept, or
+            the worker that kept it is gone.
 
         Raises:
             BatchReleasedError: The batch was released.
-            BatchUnknownError: It was never planned here, or has no such partition.
+            BatchUnknownError: The batch was never planned here, or has no such partition.
         """
         located = self._partition(batch_id, index)
-        kept = [run.kept for run in runs_of([block for _, block in located])]
-        if not kept or any(one is None or one.lost for one in kept):
+        remote = [run.remote for run in runs_of([block for _, block in located])]
+        if not remote or any(one is None or one.lost for one in remote):
             return None
-        return ((others, Elsewhere.of(runs)) for others, runs in described(located, columns))
+        return ((others, ContentLocation.of(runs)) for others, runs in described(located, columns))
 
-    def read(self, batch_id: str, index: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Rows of one layout partition of a planned batch: the same at every call.
+    def read(
+        self, batch_id: str, index: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Return the rows of one layout partition of a planned batch: the same at every call.
 
-        Content that workers keep is read again first: whoever asks could not get it from them.
+        If workers keep content of the batch, it is read again from the broker first: tasks ask here
+        when they cannot get the content from a worker.
+
+        Args:
+            batch_id: The batch.
+            index: The layout partition.
+            columns: Columns wanted, in their order; default: those of the source.
 
         Raises:
             BatchReleasedError: The batch was released.
-            BatchUnknownError: It was never planned here, or has no such partition.
+            BatchUnknownError: The batch was never planned here, or has no such partition.
             DataLossTrimmedError: The broker no longer stores all of it.
         """
-        if _keeps_any(self._partition(batch_id, index)):
-            with self._restoring:  # for all tasks that ask
-                if _keeps_any(self._partition(batch_id, index)):
+        located = self._partition(batch_id, index)
+        if _keeps_any(located):
+            with self._restoring:  # once for all tasks that ask
+                located = self._partition(batch_id, index)
+                if _keeps_any(located):
                     self._restore(batch_id)
-        return self._worker.read(batch_id, index, columns)
+                    located = self._partition(batch_id, index)
+        return record_batches(located, columns or columns_of(self._config.metadata_columns))
 
     def _restore(self, batch_id: str) -> None:
         with self._shared.lock:
             self._shared.check()
             checkpoint = self._window.batches[batch_id].checkpoint
-        _log.warning("batch %s is read again: a worker that kept its rows is away", batch_id)
+        _log.warning(
+            "reading batch %s again, because a worker that held its rows is unavailable", batch_id
+        )
         entries = self._replayed(checkpoint)
         with self._shared.lock:
             self._window.batches.restore(batch_id, entries)
 
     def _partition(self, batch_id: str, index: int) -> list[Located]:
         with self._shared.lock:
-            return self._window.batches.partition(batch_id, index)
+            located = self._window.batches.partition(batch_id, index)
+            self._began_s.setdefault(batch_id, {}).setdefault(index, time.monotonic())
+            return located
 
     def release(self, checkpoint: Checkpoint) -> None:
-        """Everything up to ``checkpoint`` is durable at the host: acknowledge it. Idempotent."""
+        """Acknowledge everything up to ``checkpoint``, which is durable at the host. Idempotent."""
         with self._shared.lock:
+            self._learn(checkpoint.batch_id)
             released = self._window.release(checkpoint)
-        self._worker.acknowledge(released)
+            self._shared.history.committed(time.monotonic(), sum(map(len, released.values())))
+        self._consumers.acknowledge(released)
+
+    def _learn(self, batch_id: str) -> None:
+        """Measure the tasks of a batch that ends now; forget those of older batches."""
+        began, cut_ms = self._began_s.pop(batch_id, None), self._cut_ms.pop(batch_id, None)
+        if began is None or cut_ms is None:
+            return
+        self._began_s.clear()
+        first_s, batch = min(began.values()), self._window.batches[batch_id]
+        self._window.task_costs.learn(
+            batch.rows,
+            [at - first_s for at in began.values()],
+            time.monotonic() - first_s,
+            (cut_ms, int(time.time() * 1000)),
+        )
 
 
 def _keeps_any(located: Sequence[Located]) -> bool:
-    """Whether content of some entries is kept elsewhere."""
-    return any(run.kept is not None for run in runs_of([block for _, block in located]))
+    """Whether a worker keeps content of some of the entries."""
+    return any(run.remote is not None for run in runs_of([block for _, block in located]))

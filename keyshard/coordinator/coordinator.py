@@ -1,62 +1,61 @@
-"""The embedded runtime: one source in one process, from its start to its end."""
+"""Runs one source in one process, from start to stop."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 
-from keyshard.broker.port import Admin, Broker, WorkerFacts
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.port import Broker, WorkerFacts
+from keyshard.broker.topics import Catalog, Found, look
 from keyshard.config.source import UNREADABLE, SourceConfig
+from keyshard.consumers.consumers import Consumers
+from keyshard.consumers.intake import Unreadable
+from keyshard.consumers.receiver import RangeConsumer
+from keyshard.consumers.shared_window import SharedWindow
 from keyshard.coordinator.available_now import AvailableNow, last_entries
 from keyshard.coordinator.batches import Batches
-from keyshard.coordinator.discovery import Discovery
-from keyshard.coordinator.evidence import Evidence
-from keyshard.coordinator.handed_out import HandedOut
+from keyshard.coordinator.discovery import Discovery, Partitions
+from keyshard.coordinator.gap_resolver import GapResolver
 from keyshard.coordinator.opening import cluster_of, open_window, start_position
-from keyshard.coordinator.partitions import Partitions
-from keyshard.coordinator.progress import Progress, SourceWorker
+from keyshard.coordinator.positions import create_subscriptions, read_first_messages
+from keyshard.coordinator.progress import Progress, SourceWorker, Watch
 from keyshard.coordinator.rescale import Drainable, Rescaler
-from keyshard.coordinator.settler import Settler
-from keyshard.coordinator.starting import begin_subscriptions, begun_inside
-from keyshard.coordinator.topics import Catalog, Found, look
-from keyshard.coordinator.watch import Watch
-from keyshard.core.position.checkpoint import Checkpoint
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.history import HistoryStatus
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.assignment import Assignment, Rescaled, assign
 from keyshard.errors import (
     BrokerError,
     ConfigError,
     KeyShardError,
+    NotRunningError,
     RuntimeStoppedError,
     TopicNotFoundError,
 )
 from keyshard.threads import owned_by, unexpected
-from keyshard.worker.intake import Unreadable
-from keyshard.worker.receiver import RangeConsumer
-from keyshard.worker.shared_window import SharedWindow
-from keyshard.worker.worker import Worker
 
 ATTEMPTS = 5
-"""Times that topics are looked up at a start, where one goes after it was found."""
+"""Most look-ups of topics at a start: a topic may be deleted after it was found."""
 LET_GO_S = 1.0
-"""Longest wait for the threads that the client's end lets go, seconds."""
+"""Longest wait for threads that end only when the client closes, seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """Starts and stops one source, and has its parts. Methods may be called from any thread.
+    """Starts and stops one source, and owns its parts. Methods may be called from any thread.
 
-    Once it is started: ``worker`` hosts the ranges, ``batches`` plans batches for hosts with a
-    checkpoint of their own, ``handed_out`` serves handlers, ``discovery`` looks for topics.
+    After :meth:`start`, ``consumers`` receive the ranges, ``batches`` plans batches for hosts that
+    have a checkpoint, ``in_flight`` serves handlers, and ``discovery`` looks for topics.
 
     Args:
         config: The source.
-        connect: Makes the connection to the broker, in the process that uses it.
-        admin: Admin REST interface, where there is one.
+        connect: Connects to the broker. The process that uses the connection calls it.
+        admin: Admin REST interface; ``None`` without ``admin_url``.
     """
 
     def __init__(
@@ -68,14 +67,15 @@ class Coordinator:
         self._stopping = threading.Event()
         self._remembered: tuple[Assignment, Rescaled | None] | None = None
         self._watch = Watch()
-        self._abandoned = False
+        self._abandoned = self._bounded = False
         self._failure: KeyShardError | None = None
         """The first error that a thread of the source raised."""
         self.ahead_rows_max: int | None = None
-        """Rows received and not yet taken at which receiving pauses; ``None``: never. To be set
-        before the start."""
+        """Receiving pauses at this number of rows received and not yet taken; ``None``: never. Set
+        it before the start."""
         self.unreadable: Unreadable | None = None
-        """Is told of entries that cannot be read, where those are handed out; before the start."""
+        """Called with unreadable entries, if the source delivers them. Set it before the
+        start."""
         self.started = False
 
     def start(
@@ -90,16 +90,16 @@ class Coordinator:
 
         Args:
             checkpoint: Where to continue; ``None`` for the first start of a source.
-            planned: Whether the checkpoint's batch is not committed yet; then ``batches`` reads
-                it again.
-            available_now: Whether only what is published before this call is consumed; then
-                ``batches.cut_available`` takes the place of ``cut``.
-            assignment: Who owns which ranges; default: one range for each of ``parallelism``.
+            planned: Whether the checkpoint's batch is not committed yet. ``batches`` then reads it
+                again.
+            available_now: Whether the source consumes only what was published before this call.
+                Then use ``batches.cut_available`` instead of ``cut``.
+            assignment: The owner of each range; default: ``parallelism`` ranges.
 
         Raises:
-            ConfigError: An option does not go with this use of the source.
-            CheckpointMismatchError: It belongs to another subscription or cluster.
-            SubscriptionInUseError: Somebody else held a range until the deadline.
+            ConfigError: An option does not fit this use of the source.
+            CheckpointMismatchError: The checkpoint belongs to another subscription or cluster.
+            SubscriptionInUseError: Another consumer held a range until the deadline.
             BrokerError: The broker cannot be reached, or a topic does not exist.
         """
         assert not self.started, "a coordinator is started once"
@@ -111,7 +111,7 @@ class Coordinator:
         except Exception as exc:
             raise unexpected("The start of the source", exc) from exc
         if self._failure is not None:
-            self.worker.shared.fail(self._failure)
+            self.consumers.shared.fail(self._failure)
 
     def _start(
         self, checkpoint: Checkpoint | None, assignment: Assignment | None, *, planned: bool,
@@ -121,7 +121,7 @@ class Coordinator:
         if config.parked and self.unreadable is None:
             name = next(name for name, kind in UNREADABLE.items() if kind in config.parked)
             raise ConfigError(
-                f"{name} is 'park', and only source.run keeps dead letters. Write 'fail' or 'skip'."
+                f"{name} is 'park', which only source.run() supports. Write 'fail' or 'skip'."
             )
         assignment = assignment or assign(config.parallelism)
         with ExitStack() as on_failure:
@@ -131,7 +131,7 @@ class Coordinator:
             self._broker = self._connect()
             on_failure.callback(self._broker.close)
             if self._abandoned:
-                raise RuntimeStoppedError("The source was stopped while it started.")
+                raise RuntimeStoppedError("The source was stopped during its start.")
             catalog = Catalog(self._broker, self._admin, config)
             for attempt in range(1, ATTEMPTS + 1):
                 try:
@@ -140,32 +140,33 @@ class Coordinator:
                     )
                     break
                 except TopicNotFoundError as exc:
-                    # Of those that match a pattern one may go while the others are subscribed to.
+                    # A topic that matches a pattern may be deleted while the others are subscribed.
                     if not catalog.by_pattern or attempt == ATTEMPTS:
                         raise
-                    _log.info("topics are looked up again: %s", exc)
+                    _log.info("looking up the topics again: %s", exc)
             bounded: AvailableNow | None = None
             if available_now:
                 bounded = AvailableNow(
                     last_entries(opened, config.operation_timeout_ms / 1000), opened,
                     config=config, broker=self._broker, admin=self._admin,
-                    shared=self.worker.shared,
+                    shared=self.consumers.shared,
                 )  # fmt: skip
+                self._bounded = True
             if self._failure is not None:
                 raise self._failure
             on_failure.pop_all()
-        partitions = Partitions(self.worker, checkpoint, planned=planned, gone=found.gone)
+        partitions = Partitions(self.consumers, checkpoint, planned=planned, gone=found.gone)
         self.batches = Batches(
-            self.worker, self._broker, config,
+            self.consumers, self._broker, config,
             partitions=partitions, watch=self._watch, bounded=bounded,
         )  # fmt: skip
-        self.handed_out = HandedOut(self.worker)
+        self.in_flight = InFlightEntries(self.consumers)
         self.discovery = Discovery(
             catalog, self._admin, partitions, config.subscription,
             config.discovery_interval_ms / 1000,
         )  # fmt: skip
-        self._settler = Settler(self._broker, self._admin, config, Evidence(self.worker, config))
-        self.worker.begin(
+        self._gap_resolver = GapResolver(self._broker, self._admin, config, self.consumers)
+        self.consumers.start(
             opened, bounded.admit if bounded else None, self.ahead_rows_max, self.unreadable
         )
         if not available_now:
@@ -181,20 +182,22 @@ class Coordinator:
         self, catalog: Catalog, checkpoint: Checkpoint | None, cluster: str,
         *, planned: bool, assignment: Assignment,
     ) -> tuple[Found, list[RangeConsumer]]:  # fmt: skip
-        """Look topics up, and own every range of them."""
+        """Look topics up, and subscribe every range of them."""
         config = self._config
         found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
         if checkpoint is None:
-            begin_subscriptions(self._admin, config, found.consumed)
-        begins = begun_inside(self._admin, config, found.consumed, starts=True)
+            create_subscriptions(self._admin, config, found.consumed)
+        first_messages = read_first_messages(self._admin, config, found.consumed, starts=True)
         window = open_window(
             self._broker, self._admin, config, checkpoint, found,
-            cluster=cluster, planned=planned, assignment=assignment, begins=begins,
+            cluster=cluster, planned=planned, assignment=assignment, first_messages=first_messages,
         )  # fmt: skip
         shared = SharedWindow(window, self._stopping, self._failed)
         ending = _batch_of(checkpoint) if checkpoint and planned else frozenset()
-        self.worker = Worker(self._broker, self._admin, config, shared, assignment, begins=begins)
-        opened = self.worker.open(
+        self.consumers = Consumers(
+            self._broker, self._admin, config, shared, assignment, first_messages=first_messages
+        )
+        opened = self.consumers.open(
             found.consumed,
             start_position(self._admin, config, checkpoint, found),
             found.kept & ending,
@@ -202,43 +205,53 @@ class Coordinator:
         return found, opened
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Hand over waiting acknowledgements, give the ranges back and disconnect. Idempotent."""
+        """Hand over waiting acknowledgements, close the consumers and disconnect. Idempotent.
+
+        Args:
+            timeout_s: Longest wait for acknowledgements and threads, seconds.
+        """
         if self._stopping.is_set():
             return
         deadline = time.monotonic() + timeout_s
         if not self.started:
             self._stopping.set()
             return
-        # Acknowledgements need consumers, and a rescale may just have none.
-        changing, lock = self.worker.changing, self.worker.shared.lock
+        # Acknowledgements need consumers, and a running rescale may have closed them.
+        changing, lock = self.consumers.changing, self.consumers.shared.lock
         if changing.acquire(timeout=timeout_s / 2):
             changing.release()
         self._stopping.set()
-        # Wakes who waits for rows. A signal may have interrupted a call that holds the lock.
+        # Wakes threads that wait for rows. A signal may have interrupted a call that holds the
+        # lock.
         if lock.acquire(timeout=0.1):
             lock.notify_all()
             lock.release()
         self.discovery.stop()
-        self._settler.stop()
-        self.worker.stop(deadline)
+        self._gap_resolver.stop()
+        self.consumers.stop(deadline)
         self._join(deadline)
         try:
             self._broker.close()
         except BrokerError as exc:
-            # All that was to be handed over is; an outage at the end is no error of this run.
-            _log.warning("the end was not in order: %s", exc)
-        # The client's end lets go who still waited in it.
+            # All acknowledgements are handed over, so an outage now is no error of this run.
+            _log.warning("the source did not end cleanly: %s", exc)
+        # Closing the client ends calls that still waited in it.
         self._join(time.monotonic() + LET_GO_S)
         if self._admin:
             self._admin.close()
 
     def _join(self, deadline_s: float) -> None:
-        self.worker.join(deadline_s)
-        for thread in (self.discovery, self._settler):
+        self.consumers.join(deadline_s)
+        for thread in (self.discovery, self._gap_resolver):
             thread.join(max(0.1, deadline_s - time.monotonic()))
 
+    @property
+    def stopping(self) -> bool:
+        """Whether :meth:`stop` was called."""
+        return self._stopping.is_set()
+
     def abandon_start(self) -> None:
-        """Make a start that is under way fail soon: it loses its connection. Idempotent."""
+        """Make a running start fail soon by closing its connection. Idempotent."""
         self._abandoned = True
         broker: Broker | None = getattr(self, "_broker", None)
         with suppress(BrokerError):
@@ -246,19 +259,19 @@ class Coordinator:
                 broker.close()
 
     def fail(self, error: KeyShardError) -> None:
-        """End the source by an error, from any thread. A start that goes on raises it."""
+        """End the source with an error. A start that still runs raises it."""
         self._failure = self._failure or error
         if self.started:
-            self.worker.shared.fail(error)
+            self.consumers.shared.fail(error)
 
     def _failed(self) -> None:
-        """The source ended with an error: nothing more is received or looked for."""
-        self.worker.range_consumers.pause()
+        """Stop receiving and discovery, after the source ended with an error."""
+        self.consumers.range_consumers.pause()
         self.discovery.stop()
 
     def check(self) -> None:
         """Raise the error that ended the source, if there was one."""
-        self.worker.shared.check()
+        self.consumers.shared.check()
 
     @property
     def broker(self) -> Broker:
@@ -267,56 +280,110 @@ class Coordinator:
 
     @property
     def admin(self) -> Admin | None:
-        """The admin interface, where there is one."""
+        """The admin interface; ``None`` without ``admin_url``."""
         return self._admin
 
     @property
     def newest(self) -> Checkpoint:
-        """The newest checkpoint: of the last cut or commit, else of the start."""
-        with self.worker.shared.lock:
-            return self.worker.shared.window.newest
+        """The checkpoint of the last cut or commit, or of the start."""
+        with self.consumers.shared.lock:
+            return self.consumers.shared.window.newest
 
     @property
     def epoch(self) -> int:
-        """Number of the assignment generation; grows with every rescale."""
-        return self.worker.range_consumers.epoch
+        """Number of the assignment; each rescale increases it."""
+        return self.consumers.range_consumers.epoch
 
     @property
     def rescaled(self) -> Rescaled | None:
-        """What the next start has to know of the ranges, to begin with these."""
-        assignment = self.worker.range_consumers.assignment
+        """The assignment that the next start needs to begin with the same ranges."""
+        assignment = self.consumers.range_consumers.assignment
         if self._remembered is None or self._remembered[0] is not assignment:
             rescaled = Rescaled.of(self._config.parallelism, assignment)
             self._remembered = assignment, rescaled
         return self._remembered[1]
 
     def rescaler(self, work: Drainable, drain_timeout_s: float) -> Rescaler:
-        """Who moves ranges while the source runs; from now on the load is measured."""
-        self.worker.measure_load()
+        """Create a rescaler, and begin to measure the load.
+
+        Args:
+            work: Runs the handlers of the keys that move.
+            drain_timeout_s: Longest wait for handlers, seconds.
+        """
+        self.consumers.measure_load()
         return Rescaler(
-            self.worker, self._config, self._admin, work=work, drain_timeout_s=drain_timeout_s
+            self.consumers, self._config, self._admin, work=work, drain_timeout_s=drain_timeout_s
         )
 
+    @property
+    def paused(self) -> bool:
+        """Whether the started source receives nothing until :meth:`resume`."""
+        return self.started and self.consumers.intake.paused
+
+    def pause(self) -> None:
+        """Receive nothing more; consumers stay connected. Idempotent, and returns at once.
+
+        Raises:
+            NotRunningError: The source is still starting.
+            ConfigError: The run is bounded.
+        """
+        self._set_paused(paused=True)
+
+    def resume(self) -> None:
+        """Receive again after :meth:`pause`. Idempotent.
+
+        Raises:
+            NotRunningError: The source is still starting.
+        """
+        self._set_paused(paused=False)
+
+    def _set_paused(self, *, paused: bool) -> None:
+        if not self.started:
+            raise NotRunningError("The source is still starting. Try again later.")
+        if paused and self._bounded:
+            raise ConfigError(
+                "A bounded run (availableNow) ends by itself, so it cannot be paused. Stop it; the "
+                "next run continues after its last checkpoint."
+            )
+        if paused != self.paused:
+            self.consumers.intake.paused = paused
+            _log.info("receiving is %s", "paused" if paused else "resumed")
+
+    def saved(self, checkpoint_bytes: int) -> None:
+        """Note that a checkpoint of some bytes was stored."""
+        with self.consumers.shared.lock:
+            self.consumers.shared.history.saved(time.monotonic(), checkpoint_bytes)
+
+    def history(self) -> HistoryStatus:
+        """Return commits and rescales of the last minutes."""
+        with self.consumers.shared.lock:
+            return self.consumers.shared.history.status(time.monotonic())
+
+    def oldest_ms(self) -> dict[TopicPartition, int]:
+        """Return the age of the oldest row that each topic partition holds, milliseconds."""
+        with self.consumers.shared.lock:
+            return self._watch.oldest_ms(self.consumers.shared.window)
+
     def status(self) -> Progress:
-        """What goes on, from memory: plain JSON values. All counts are since the start."""
-        worker = self.worker
-        troubles = worker.troubles()
-        with worker.shared.lock:
+        """Return the status as plain JSON values, from memory. Counts are since the start."""
+        consumers = self.consumers
+        troubles = consumers.troubles()
+        with consumers.shared.lock:
             return {
-                "ranges": len(worker.range_consumers.assignment),
-                **self._watch.status(worker.shared.window),
-                "rangesPaused": worker.shared.window.pauses.for_checkpoint,
+                "ranges": len(consumers.range_consumers.assignment),
+                **self._watch.status(consumers.shared.window),
+                "rangesPaused": consumers.shared.window.pauses.for_checkpoint,
                 "connectionError": min(troubles.items())[1] if troubles else "",
-                "settlingError": self._settler.error,
-                "entriesAcknowledged": worker.acknowledger.acknowledged,
-                "entriesToAcknowledge": worker.acknowledger.waiting,
+                "gapResolverError": self._gap_resolver.error,
+                "entriesAcknowledged": consumers.acknowledger.acknowledged,
+                "entriesToAcknowledge": consumers.acknowledger.waiting,
                 **self.discovery.status(),
-                "sourceWorkers": list(map(_told, self._broker.workers())),
+                "sourceWorkers": list(map(_worker_status, self._broker.workers())),
             }
 
 
-def _told(facts: WorkerFacts) -> SourceWorker:
-    """What the status says of a worker."""
+def _worker_status(facts: WorkerFacts) -> SourceWorker:
+    """Return the status of a worker."""
     return {
         "kind": facts.kind,
         "pid": facts.pid,
@@ -328,5 +395,73 @@ def _told(facts: WorkerFacts) -> SourceWorker:
 
 
 def _batch_of(checkpoint: Checkpoint) -> frozenset[TopicPartition]:
-    """Topic partitions that have a part in the batch of a checkpoint."""
+    """Return the topic partitions that have entries in the batch of a checkpoint."""
     return frozenset(tp for tp, state in checkpoint.partitions.items() if state.batch)
+
+
+class InFlightEntries:
+    """Hands out received entries, and puts completed ones into the newest checkpoint.
+
+    Args:
+        consumers: Has the window.
+    """
+
+    def __init__(self, consumers: Consumers) -> None:
+        self._consumers = consumers
+        self._shared = consumers.shared
+        self._window = consumers.shared.window
+
+    @property
+    def full(self) -> bool:
+        """Whether a topic partition has no room in the window."""
+        return self._window.pauses.any_full
+
+    def take(
+        self, timeout_s: float, rows_max: int | None = None
+    ) -> list[tuple[TopicPartition, int, EntryBlock]]:
+        """Hand out received entries; ``[]`` if none came in time.
+
+        Args:
+            timeout_s: Longest wait for rows, seconds.
+            rows_max: About how many rows, split equally over topic partitions; default: all.
+
+        Returns:
+            (topic partition, index of the range that received it, entry), in order of receipt per
+            topic partition. They count against the window until their release.
+
+        Raises:
+            KeyShardError: The error that ended the source.
+        """
+        with self._shared.lock:
+            self._shared.wait_for_rows(timeout_s)
+            return self._window.take(rows_max)
+
+    def plan_completed(
+        self, completed: Mapping[TopicPartition, Collection[EntryId]]
+    ) -> dict[TopicPartition, list[EntryId]]:
+        """Put completed entries, which :meth:`take` handed out, into the newest checkpoint.
+
+        Raises:
+            KeyShardError: The error that ended the source.
+        """
+        with self._shared.lock:
+            self._shared.check()
+            return self._window.plan_completed(completed)
+
+    @property
+    def positions(self) -> Mapping[TopicPartition, PartitionCheckpoint]:
+        """The newest checkpoint's state of each topic partition that exists; may be empty."""
+        with self._shared.lock:
+            return {at: one.state for at, one in self._window.known.items() if not one.gone}
+
+    @property
+    def completed(self) -> bool:
+        """Whether the newest checkpoint has entries that are not acknowledged yet."""
+        return bool(self._window.completed)
+
+    def release_completed(self) -> None:
+        """Acknowledge the entries of the newest checkpoint: it is durable, or none is kept."""
+        with self._shared.lock:
+            released = self._window.release_completed()
+            self._shared.history.committed(time.monotonic(), sum(map(len, released.values())))
+        self._consumers.acknowledge(released)

@@ -1,18 +1,21 @@
-"""Looks for topics and topic partitions that come and go while a source runs.
+"""Finds topics and topic partitions that appear and disappear while a source runs.
 
 A round::
 
-    1. which topics are named, or match now, and which topic partitions they have
+    1. look up   topics that are named or match now, and their topic partitions
     2. gone      known, and no longer in the metadata: close their consumers, drop what they
-                 received, delete what a reconnect of ours brought back, forget what was delivered
+                 received, delete what our own reconnects created, forget what was delivered
     3. new       not known: own every range of them, from their beginning
 
-Our own consumers reconnect within a second after their topic was deleted, and Pulsar creates it
-again for them, unless a policy forbids that. A partitioned topic is then missing from the metadata
-all the same. One without partitions looks as before, but its storage is new and empty: that tells
-it. A topic that others created again between two rounds is told by its storage too. It is let go
-and owned anew, because consumers that found no topic do not come back. Those that did may have
-received from it before the round: what was delivered stays known, for it may come once more.
+If a topic is deleted, our own consumers reconnect within a second, and Pulsar creates the topic
+again for them, unless a policy forbids it. A partitioned topic is then still missing from the
+metadata. A topic without partitions looks unchanged, but its storage is new and empty, which shows
+the deletion.
+
+If another client created a topic again between two rounds, its new storage shows that too. The
+topic is dropped and owned again, because consumers that found no topic do not come back. Consumers
+that came back may have received from it before the round. So its delivered set stays, because those
+entries may come once more.
 """
 
 from __future__ import annotations
@@ -20,100 +23,162 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
 
-from keyshard.broker.port import Admin
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.port import Consumer, StartPosition
+from keyshard.broker.topics import Catalog
+from keyshard.consumers.consumers import Consumers
+from keyshard.consumers.receiver import RangeConsumer
 from keyshard.coordinator.progress import DiscoveryProgress
-from keyshard.coordinator.topics import Catalog
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.ring.hash_range import HashRange, gaps
+from keyshard.core.ring.hash_range import HashRange, gaps, overlap
 from keyshard.core.subscription_state import SubscriptionState
 from keyshard.errors import AdminError, BrokerError, KeyShardError
 from keyshard.threads import begin
 
 LEFTOVER_ROUNDS = 3
-"""Fewest rounds in which a deleted topic partition is looked after: a consumer may come back."""
+"""Fewest rounds in which a deleted topic partition is checked, because a consumer may come back."""
 LEFTOVER_S = 5.0
-"""Shortest time for which it is, seconds."""
+"""Shortest time for these checks, seconds."""
 
 _log = logging.getLogger(__name__)
 
 
-class Owner(Protocol):
-    """Who runs the consumers; implemented by :mod:`~keyshard.coordinator.partitions`."""
+class Partitions:
+    """The topic partitions of a source: opens and closes their consumers.
+
+    Args:
+        consumers: Hosts their ranges.
+        checkpoint: The checkpoint of the start; only its batch may be read again.
+        planned: Whether that batch is planned. Then some of its topics may no longer be consumed.
+        gone: Topic partitions of the checkpoint that no longer exist.
+    """
+
+    def __init__(
+        self,
+        consumers: Consumers,
+        checkpoint: Checkpoint | None,
+        *,
+        planned: bool,
+        gone: Collection[TopicPartition],
+    ) -> None:
+        self._consumers = consumers
+        self._shared = consumers.shared
+        self._before = frozenset(() if checkpoint is None else checkpoint.partitions)
+        self._ending = checkpoint if planned else None
+        self.gone = set(gone)
+        """Topic partitions of the checkpoint of the start that are no longer stored."""
 
     def grow(self, found: Collection[TopicPartition]) -> None:
         """Own every range of new topic partitions, from their beginning."""
+        consumers, window = self._consumers.range_consumers, self._shared.window
+        with self._consumers.changing:
+            range_consumers = consumers.open(found, StartPosition.EARLIEST)
+            with self._shared.lock:
+                for topic_partition in found:
+                    window.add_partition(topic_partition)
+                window.pauses.shared_anew()
+                self.gone.difference_update(found)
+            consumers.serve(range_consumers)
 
     def shrink(self, gone: Collection[TopicPartition], *, again: bool) -> None:
-        """Close the consumers of topic partitions that exist no more.
+        """Close the consumers of deleted topic partitions.
 
         Args:
             gone: The topic partitions.
-            again: Whether others of the same names exist, and are to be owned at once.
+            again: Whether topic partitions of the same names exist, and will be owned at once.
         """
+        window = self._shared.window
+        with self._consumers.changing:
+            self._consumers.range_consumers.drop(gone, for_others=again)
+            with self._shared.lock:
+                for topic_partition in gone:
+                    window.drop_partition(topic_partition, gone=False)
+                window.pauses.shared_anew()
+                self.gone.update(self._before.intersection(gone))
 
     def forget(self, gone: TopicPartition) -> None:
-        """Nothing more comes of a topic partition of :meth:`shrink`. Idempotent."""
+        """Drop the delivered set of a topic partition after :meth:`shrink`. Idempotent."""
+        with self._shared.lock:
+            self._shared.window.drop_partition(gone, gone=True)
 
-    def standing(self, where: TopicPartition) -> Collection[Any]:
-        """The consumers of a topic partition that are connected now."""
+    def standing(self, where: TopicPartition) -> list[tuple[RangeConsumer, Consumer]]:
+        """Return the consumers of a topic partition that are connected now."""
+        return self._consumers.range_consumers.standing(where)
 
-    def compare(self, standing: Collection[Any], gaps: Sequence[HashRange]) -> None:
-        """Subscribe anew whom the broker does not know.
+    def compare(
+        self, standing: Collection[tuple[RangeConsumer, Consumer]], gaps: Sequence[HashRange]
+    ) -> None:
+        """Subscribe consumers again that the broker does not know.
 
         Args:
-            standing: Who was connected before the broker was asked.
-            gaps: Parts of the ring that had no owner then.
+            standing: Consumers that were connected before the broker was asked.
+            gaps: Parts of the ring that had no consumer at the broker then.
         """
+        for one, consumer in standing:
+            if overlap((one.owned_range.hash_range,), gaps):
+                one.replace_at_s = time.monotonic()
+                one.forgotten = consumer
 
     def tidy(self) -> None:
-        """Let go of what was only needed to end earlier batches."""
+        """Close consumers that only served to acknowledge earlier batches."""
+        if self._ending is None:
+            return
+        with self._shared.lock:
+            ended = self._shared.window.batches.is_released(self._ending.batch_id)
+        if ended and not self._consumers.acknowledger.waiting:
+            self._consumers.range_consumers.let_go(
+                self._ending.partitions.keys() - set(self._shared.window.partitions)
+            )
+            self._ending = None
 
     def fail(self, error: KeyShardError) -> None:
-        """Remember the error that ends the source."""
+        """End the source with an error."""
+        self._shared.fail(error)
 
 
 class _Errors:
-    """Errors of the steps of a round."""
+    """Collects errors of the steps of a round."""
 
     def __init__(self) -> None:
         self._all: list[KeyShardError] = []
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep an error of the block for later."""
+    def collected(self) -> Iterator[None]:
+        """Keep an error of the block for :meth:`raise_first`."""
         try:
             yield
         except KeyShardError as exc:
             self._all.append(exc)
 
     def raise_first(self) -> None:
-        """Raise the first error that was kept, if any."""
+        """Raise the first error, if there is one."""
         if self._all:
             raise self._all[0]
 
 
 class Discovery:
-    """One daemon thread; its errors are those of a round, which is made again.
+    """One daemon thread. If a round fails, the next one tries again.
 
     Args:
-        catalog: Where topics are looked up.
-        admin: Admin REST interface, where there is one.
-        owner: Told what came and what is gone.
+        catalog: Looks topics up.
+        admin: Admin REST interface; ``None`` without ``admin_url``.
+        owned: The topic partitions of the source.
         subscription: Subscription of the source.
         interval_s: Time between two rounds, seconds.
     """
 
     def __init__(
-        self, catalog: Catalog, admin: Admin | None, owner: Owner, subscription: str,
+        self, catalog: Catalog, admin: Admin | None, owned: Partitions, subscription: str,
         interval_s: float,
     ) -> None:  # fmt: skip
         self._catalog = catalog
         self._admin = admin
-        self._owner = owner
+        self._owned = owned
         self._subscription = subscription
         self._interval_s = interval_s
         self._known: set[TopicPartition] = set()
@@ -128,20 +193,24 @@ class Discovery:
         self.gone = 0
         """Topic partitions that were deleted since the start."""
         self.backlog: int | None = None
-        """Entries that the broker held for the subscription at the newest round, over all topic
-        partitions; ``None`` when nothing tells."""
+        """Backlog of all topic partitions in the newest round, entries; ``None`` if unknown."""
         self.error = ""
-        """What failed in the newest round."""
+        """Error of the newest round, or ``""``."""
 
     def start(self, known: Iterable[TopicPartition], gone: Iterable[TopicPartition] = ()) -> None:
-        """Begin, with what is consumed already and what was found deleted at the start."""
+        """Start the thread.
+
+        Args:
+            known: Topic partitions that the source consumes.
+            gone: Topic partitions that were deleted before the start.
+        """
         self._known.update(known)
         self._leftovers.update(dict.fromkeys(gone, self._leftover_rounds))
         self._partitioned.update(
             tp.topic for tp in (*self._known, *self._leftovers) if tp.partition >= 0
         )
         self._recreated(self._known)
-        self._thread = begin("keyshard-discovery", self._run, fail=self._owner.fail)
+        self._thread = begin("keyshard-discovery", self._run, fail=self._owned.fail)
 
     def stop(self) -> None:
         """End the thread after its round; returns without waiting."""
@@ -162,7 +231,7 @@ class Discovery:
         }
 
     def round(self) -> None:
-        """Look once; what failed for one topic does not keep another from being looked at.
+        """Run one round. An error of one topic does not stop the check of the others.
 
         Raises:
             KeyShardError: The first error.
@@ -171,29 +240,29 @@ class Discovery:
         existing: dict[str, tuple[TopicPartition, ...]] = {}
         errors = _Errors()
         for topic in dict.fromkeys([*topics, *(tp.topic for tp in sorted(self._known))]):
-            with errors.kept():
+            with errors.collected():
                 existing[topic] = self._partitions(topic)
         gone = {tp for tp in self._known if tp not in existing.get(tp.topic, (tp,))}
-        with errors.kept():
+        with errors.collected():
             self._drop(gone, again=False)
-        with errors.kept():
+        with errors.collected():
             self._drop(self._recreated(self._known), again=True)
         leftovers = set(self._leftovers)
-        with errors.kept():
-            # The list of existing ones is older: it has the leftovers that this deletes.
+        with errors.collected():
+            # ``existing`` is older, so it contains the leftovers that this deletes.
             leftovers -= self._clean()
         for topic in topics:
-            with errors.kept():
+            with errors.collected():
                 self._add(tp for tp in existing.get(topic, ()) if tp not in leftovers)
-        self._owner.tidy()
-        with errors.kept():
+        self._owned.tidy()
+        with errors.collected():
             self._look_at_subscriptions()
         errors.raise_first()
 
     def _look_at_subscriptions(self) -> None:
-        """Count the backlog, and see whether the broker has forgotten consumers in silence.
+        """Count the backlog, and find consumers that the broker no longer has.
 
-        A topic that is being deleted while somebody subscribes to it may do that.
+        A broker may lose a consumer that subscribes while the topic is deleted.
         """
         if self._admin is None:
             return
@@ -203,20 +272,20 @@ class Discovery:
             backlog += 0 if state is None else state.backlog
             if state is not None and not state.gaps:
                 continue
-            standing = self._owner.standing(topic_partition)
+            standing = self._owned.standing(topic_partition)
             if standing and (state := self._state_of(topic_partition)) is not None:
-                # Asked after they stood.
-                self._owner.compare(standing, state.gaps)
+                # The first answer may be older than these consumers.
+                self._owned.compare(standing, state.gaps)
             elif standing and self._creation_of(topic_partition):
-                # The topic is there without the subscription.
-                self._owner.compare(standing, gaps(()))
+                # The topic exists without the subscription.
+                self._owned.compare(standing, gaps(()))
         self.backlog = backlog
 
     def _state_of(self, topic_partition: TopicPartition) -> SubscriptionState | None:
-        """What the broker says of the subscription; ``None`` when it has none.
+        """Return the broker's state of the subscription; ``None`` if it does not exist.
 
         Raises:
-            AdminError: It says something unexpected.
+            AdminError: The answer is not understood.
         """
         assert self._admin is not None
         stats = self._admin.subscription(topic_partition, self._subscription)
@@ -224,7 +293,8 @@ class Discovery:
             return None if stats is None else SubscriptionState.from_stats(stats)
         except ValueError as exc:
             raise AdminError(
-                f"The subscription in {topic_partition} is not understood: {exc}."
+                f"The cursor of the subscription in {topic_partition} cannot be understood: "
+                f"{exc}. Check admin_url."
             ) from exc
 
     def _run(self) -> None:
@@ -232,7 +302,7 @@ class Discovery:
             self._attempt()
 
     def _attempt(self) -> None:
-        """One round of the thread."""
+        """Run one round, and report its error."""
         try:
             self.round()
         except KeyShardError as exc:
@@ -243,7 +313,7 @@ class Discovery:
 
     def _report(self, error: KeyShardError) -> None:
         if str(error) != self.error:
-            _log.warning("looking for topics failed, and is done again: %s", error)
+            _log.warning("could not look for topics, trying again: %s", error)
         self.error = str(error)
 
     def _partitions(self, topic: str) -> tuple[TopicPartition, ...]:
@@ -255,19 +325,19 @@ class Discovery:
     def _drop(self, gone: set[TopicPartition], *, again: bool) -> None:
         if not gone:
             return
-        self._owner.shrink(gone, again=again)
+        self._owned.shrink(gone, again=again)
         self._known -= gone
         self.gone += len(gone)
         self._leftovers.update(dict.fromkeys(gone, self._leftover_rounds))
         for topic_partition in sorted(gone):
             self._created.pop(topic_partition, None)
             _log.warning(
-                "%s is not consumed any more: it was deleted%s",
+                "stopped consuming %s: it was deleted%s",
                 topic_partition, " and created again" if again else "",
             )  # fmt: skip
 
     def _recreated(self, among: Collection[TopicPartition]) -> set[TopicPartition]:
-        """Topic partitions of topics whose storage is another one than before."""
+        """Return topic partitions of topics whose storage was created again."""
         if self._admin is None:
             return set()
         found: set[str] = set()
@@ -283,31 +353,33 @@ class Discovery:
         try:
             return self._admin.created(topic_partition)
         except BrokerError as exc:
-            # Deleted this moment, or the interface is away: the next round tells.
-            _log.debug("no creation time of %s: %s", topic_partition, exc)
+            # Deleted just now, or the interface does not answer: the next round shows which.
+            _log.debug("the creation time of %s is unknown: %s", topic_partition, exc)
             return ""
 
     def _clean(self) -> set[TopicPartition]:
-        """Delete what reconnects of ours created, for as long as one may be under way.
+        """Delete what our own reconnects created, for as long as one may be running.
 
         Returns:
-            Topic partitions that belong to others, who created them again.
+            Topic partitions that other clients created again.
         """
         stay: set[TopicPartition] = set()
         for topic_partition in sorted(self._leftovers):
             self._leftovers[topic_partition] -= 1
-            if self._stays(topic_partition):
+            if self._belongs_to_others(topic_partition):
                 self._leftovers[topic_partition] = 0
                 stay.add(topic_partition)
-                _log.warning("%s exists again and belongs to others: it stays", topic_partition)
+                _log.warning(
+                    "%s was created again by another client, so it is not deleted", topic_partition
+                )
             else:
-                self._owner.forget(topic_partition)
+                self._owned.forget(topic_partition)
             if self._leftovers[topic_partition] <= 0:
                 del self._leftovers[topic_partition]
         return stay
 
-    def _stays(self, topic_partition: TopicPartition) -> bool:
-        """Whether somebody else has a deleted topic partition again; else deletes what is left."""
+    def _belongs_to_others(self, topic_partition: TopicPartition) -> bool:
+        """Whether another client created a topic partition again; if not, delete its leftover."""
         if topic_partition.partition >= 0 and topic_partition in self._partitions(
             topic_partition.topic
         ):
@@ -315,14 +387,14 @@ class Discovery:
         if self._admin is None:
             return False
         is_gone = self._admin.remove_leftover(topic_partition, self._subscription)
-        # A consumer of the subscription may be one of ours that came back late and is to be closed.
+        # A consumer of the subscription may be our own: it came back late and will be closed.
         return is_gone is False or (is_gone is None and self._leftovers[topic_partition] <= 0)
 
     def _add(self, existing: Iterable[TopicPartition]) -> None:
         new = sorted(tp for tp in existing if tp not in self._known)
         if not new:
             return
-        self._owner.grow(new)
+        self._owned.grow(new)
         self._known.update(new)
         self.discovered += len(new)
         self._recreated(new)

@@ -1,15 +1,21 @@
-"""What a source has received and not acknowledged, field by field; see ``docs/options.md``."""
+"""Progress of a source, field by field; see ``docs/options.md``."""
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TypedDict
+
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.window.window import Window
 
 
 class WindowProgress(TypedDict):
-    """What the window holds and has counted."""
+    """Contents and counts of the window."""
 
     topicPartitions: int
     rowsReceived: int
+    entriesReceived: int
     windowRows: int
     windowFill: float
     keepsUpTriggerMillis: int | None
@@ -20,14 +26,14 @@ class WindowProgress(TypedDict):
     unreadable: int
     corruptSkipped: int
     encryptedSkipped: int
-    ackHoles: int
-    holesSettled: int
+    ackGaps: int
+    ackGapsResolved: int
     entriesLost: int
     plannedBatches: int
 
 
 class DiscoveryProgress(TypedDict):
-    """What came and went while it ran."""
+    """Counts of topic partitions found and deleted since the start."""
 
     partitionsDiscovered: int
     partitionsGone: int
@@ -36,8 +42,7 @@ class DiscoveryProgress(TypedDict):
 
 
 class SourceWorker(TypedDict):
-    """What has consumers of the source outside its process; ``pid`` and ``host`` are ``None`` while
-    it is gone."""
+    """A worker outside the source's process. If it is gone, ``pid`` and ``host`` are ``None``."""
 
     kind: str
     pid: int | None
@@ -48,12 +53,104 @@ class SourceWorker(TypedDict):
 
 
 class Progress(WindowProgress, DiscoveryProgress):
-    """All of it, of one source; counts are since its start."""
+    """Progress of one source; counts are since its start."""
 
     ranges: int
     rangesPaused: int
     connectionError: str
-    settlingError: str
+    gapResolverError: str
     entriesAcknowledged: int
     entriesToAcknowledge: int
     sourceWorkers: list[SourceWorker]
+
+
+# -- Pace, and the age of rows ---------------------------------------------------------------------
+
+FULL_WAIT_S = 1.0
+"""Longest time that a window may be full before a cut without a warning, seconds."""
+WARN_INTERVAL_S = 60.0
+"""Shortest time between two warnings, seconds."""
+OLDEST_INTERVAL_S = 1.0
+"""Time between two look-ups of the oldest row, seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """Counts and times of one source. Called under the window's lock."""
+
+    def __init__(self) -> None:
+        self._last_cut_s = time.monotonic()
+        self._oldest_looked_s = 0.0
+        self._oldest_published_ms: dict[TopicPartition, int] = {}
+        self._warned_s = -WARN_INTERVAL_S
+        self.keeps_up_ms: int | None = None
+        """Trigger interval that would have kept up with the newest batch, milliseconds; ``None`` if
+        the current one keeps up."""
+
+    def since_cut_s(self) -> float:
+        """Return the time since the newest cut, seconds."""
+        return time.monotonic() - self._last_cut_s
+
+    def cut(self, *, full_since_s: float | None) -> None:
+        """Record a cut, and warn if the window was full for long.
+
+        Args:
+            full_since_s: Monotonic time at which the window became full; ``None`` if it was not
+                full.
+        """
+        now = time.monotonic()
+        self.keeps_up_ms = None
+        if full_since_s is not None:
+            self._check_pace(now, full_since_s)
+        self._last_cut_s = now
+
+    def _check_pace(self, now: float, full_since_s: float) -> None:
+        filled_s = full_since_s - self._last_cut_s
+        if now - full_since_s <= FULL_WAIT_S or filled_s <= 0:
+            return
+        self.keeps_up_ms = max(1, int(filled_s * 1000))
+        if now - self._warned_s >= WARN_INTERVAL_S:
+            self._warned_s = now
+            _log.warning(
+                "The window was full %.1f s after the previous batch, and the next batch came "
+                "after %.1f s. Set the trigger interval to %.1f s, or raise window_rows_max and "
+                "window_bytes_max.",
+                filled_s, now - self._last_cut_s, filled_s,
+            )  # fmt: skip
+
+    def status(self, window: Window) -> WindowProgress:
+        """Return contents and counts of a window as plain JSON values."""
+        counters = window.counters
+        return {
+            "topicPartitions": len(window.partitions),
+            "rowsReceived": counters.rows_received,
+            "entriesReceived": counters.entries_received,
+            "windowRows": window.rows,
+            "windowFill": round(window.pauses.fill(), 3),
+            "keepsUpTriggerMillis": self.keeps_up_ms,
+            "oldestUnacknowledgedMillis": max(self.oldest_ms(window).values(), default=None),
+            "duplicatesDropped": counters.duplicates_dropped,
+            "misrouted": counters.misrouted,
+            "keyless": counters.keyless,
+            "unreadable": counters.unreadable,
+            "corruptSkipped": counters.corrupt_skipped,
+            "encryptedSkipped": counters.encrypted_skipped,
+            "ackGaps": window.ack_gaps,
+            "ackGapsResolved": counters.ack_gaps_resolved,
+            "entriesLost": counters.entries_lost,
+            "plannedBatches": len(window.batches),
+        }
+
+    def oldest_ms(self, window: Window) -> dict[TopicPartition, int]:
+        """Return the age of the oldest row that each topic partition holds, milliseconds."""
+        now = time.monotonic()
+        if now - self._oldest_looked_s >= OLDEST_INTERVAL_S:
+            self._oldest_looked_s = now
+            self._oldest_published_ms = window.oldest_published_ms()
+        now_ms = int(time.time() * 1000)
+        return {
+            where: max(0, now_ms - published_ms)
+            for where, published_ms in self._oldest_published_ms.items()
+            if (held := window.known.get(where)) is not None and held.held
+        }

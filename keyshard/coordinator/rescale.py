@@ -1,25 +1,25 @@
-"""Another assignment of the ring, while a source runs: the drain protocol.
+"""Changes the assignment of a running source: the drain protocol.
 
 ::
 
-    1. intent     consumers whose hash range or owner changes receive nothing more
-    2. drain      nothing is begun of keys that get another owner, and what is worked on of them
-                  ends; then the same for the other keys of those consumers, which go on until
-                  then; at the deadline all stays as it was
+    1. intent     consumers whose hash range or owner changes stop receiving
+    2. drain      keys that get another owner begin no new message, and their running handlers
+                  end; then the same for the other keys of those consumers, which run until
+                  then; at the deadline the old assignment stays
     3. close      the receive threads close those consumers, which hands over acknowledgements
     4. epoch + 1
-    5. subscribe  the new hash ranges, for as long as the broker says conflict or does not answer
-    6. adopt      window and lanes follow, receiving and handlers go on
+    5. subscribe  the new hash ranges; retried while the broker reports a conflict or is silent
+    6. adopt      window and lanes follow; receiving and handlers continue
 
-What follows on each step, when it is done and when it fails, says :data:`TRANSITIONS`.
+:data:`TRANSITIONS` names the step that follows each step on success and on failure.
 
-Consumers whose hash range and owner stay are not touched, and their keys go on. No handler works on
-a key whose slot has no consumer here: somebody else could have it in that moment. What is received
-and not done stays with its key, and the new consumer's deliveries of it are dropped: nothing comes
-twice.
+If the hash range and the owner of a consumer stay, it is not touched and its keys continue. No
+handler works on a key whose slot has no consumer here, because another process could own it then.
+Messages that were received and are not done stay with their key. The new consumer's deliveries of
+them are dropped, so that no message comes twice.
 
-What a restart begins with is in the checkpoint, where handlers or ``batches()`` have one; else it
-is the ``parallelism`` that is configured.
+After a restart, the assignment comes from the checkpoint of handlers or ``batches()``. Without one,
+it comes from the configured ``parallelism``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from keyshard.broker.port import Admin
+from keyshard.broker.admin.port import Admin
 from keyshard.config.source import SourceConfig
-from keyshard.coordinator.budget import window_budget
+from keyshard.consumers.consumers import Consumers
+from keyshard.consumers.receiver import OwnedRange, RangeConsumer
+from keyshard.coordinator.opening import window_budget
+from keyshard.core.history import Rescale
 from keyshard.core.ring.assignment import (
     Assignment,
     fewest_moved,
@@ -45,33 +48,31 @@ from keyshard.core.ring.assignment import (
 from keyshard.core.ring.balance import Balance, balance
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.errors import DrainTimeoutError, KeyShardError, RescaleError
+from keyshard.notebook import table
 from keyshard.threads import owned_by
-from keyshard.worker.receiver import OwnedRange, RangeConsumer
-from keyshard.worker.worker import Worker
 
 
 class Step(Enum):
-    """Where a rescale is."""
+    """Steps of a rescale."""
 
     DRAIN = auto()
-    """1 and 2: nothing has changed hands."""
+    """1 and 2: no range has another owner yet."""
     EXCHANGE = auto()
     """3 to 5."""
     ADOPT = auto()
     """6."""
     RESTORE = auto()
-    """The hash ranges of the old assignment that have no consumer are subscribed again."""
+    """Hash ranges of the old assignment that have no consumer are subscribed again."""
     MOVED = auto()
-    """The end: the new assignment."""
+    """End: the new assignment holds."""
     KEPT = auto()
-    """The end: the old assignment."""
+    """End: the old assignment holds."""
     LOST = auto()
-    """The end: parts of the ring have no consumer, or the window does not fit them. The source
-    ends."""
+    """End: parts of the ring have no consumer, or the window does not fit them. The source ends."""
 
 
 class Follows(NamedTuple):
-    """What follows on a step."""
+    """The step that follows on success, and the one on failure."""
 
     done: Step
     failed: Step
@@ -83,7 +84,7 @@ TRANSITIONS: Mapping[Step, Follows] = {
     Step.ADOPT: Follows(done=Step.MOVED, failed=Step.LOST),
     Step.RESTORE: Follows(done=Step.KEPT, failed=Step.LOST),
 }
-"""Steps that are not here are ends."""
+"""A step without a row is an end."""
 
 DRAIN_LOOK_S = 0.1
 """Longest time until a drain notices that the source has ended, seconds."""
@@ -93,7 +94,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Blocking:
-    """What a drain waits for: a message that a handler has not returned from."""
+    """A message whose handler a drain waits for."""
 
     key: str | None
     message_id: str
@@ -101,24 +102,28 @@ class Blocking:
 
 
 class Drainable(Protocol):
-    """What works on keys; called by the thread that rescales."""
+    """Runs handlers on keys. The thread that rescales calls these methods."""
 
     def hold(self, slots: Sequence[HashRange]) -> None:
-        """Begin nothing more of keys that lie there, beside those that are held already."""
+        """Begin no more messages of keys in ``slots``; earlier holds remain."""
 
     def wait_idle(self, timeout_s: float) -> Blocking | None:
-        """Wait until nothing of held keys is worked on; else the longest that still is."""
+        """Wait at most ``timeout_s`` seconds until no handler works on a held key.
+
+        Returns:
+            ``None``, or the message whose handler has run longest.
+        """
 
     def reassign(self, owners: Sequence[int]) -> None:
-        """Take the owner of each slot; what waits goes with its key."""
+        """Take the new owner of each slot; waiting messages move with their key."""
 
     def resume(self) -> None:
-        """Begin everything again."""
+        """Release all held keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """How long nothing was received for one hash range of the new assignment."""
+    """How long a hash range of the new assignment received nothing."""
 
     range_index: int
     hash_range: HashRange
@@ -128,29 +133,47 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class RescaleReport:
-    """What a rescale did."""
+    """The result of a rescale."""
 
     epoch: int
-    """Generation of the assignment; as before when nothing had to change."""
+    """Number of the assignment; unchanged if nothing had to change."""
     ranges_before: int
     ranges_after: int
     moved_slots: int
     """Slots of the ring that have another owner now."""
     moved_fraction: float
-    """The same as a part of the ring."""
+    """``moved_slots`` as a fraction of the ring."""
     optimum_fraction: float | None
-    """The smallest part that could have moved; ``None`` for a balance, which moves load."""
+    """The smallest fraction that could have moved; ``None`` for a balance, which moves load."""
     consumers: int
-    """Hash ranges, each with a consumer in every topic partition."""
+    """Number of hash ranges; each has a consumer in every topic partition."""
     pauses: tuple[Pause, ...]
-    """Of each hash range that was subscribed anew."""
+    """One for each hash range that was subscribed again."""
     duration_ms: float
-    """All of it, milliseconds: the broker's limits are asked for first, then the ranges move."""
+    """Total time, milliseconds, with the request for the broker's limits."""
     balance: Balance | None = None
-    """What a balance found; ``None`` for a number of ranges."""
+    """Result of a balance; ``None`` for a rescale to a number of ranges."""
+
+    def _repr_html_(self) -> str:
+        least = self.optimum_fraction
+        return table(
+            "Rescale" if self.balance is None else "Balance",
+            (
+                ("ranges", f"{self.ranges_before:,} to {self.ranges_after:,}"),
+                ("epoch", self.epoch),
+                ("moved", f"{self.moved_fraction:.1%} of the ring"),
+                ("least possible", None if least is None else f"{least:.1%} of the ring"),
+                ("load", None if self.balance is None else self.balance),
+                (
+                    "longest pause",
+                    f"{max((one.pause_ms for one in self.pauses), default=0):.0f} ms",
+                ),
+                ("duration", f"{self.duration_ms:.0f} ms"),
+            ),
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without the assignment of a balance."""
+        """Return plain JSON values, without the assignment of a balance."""
         result = asdict(self)
         result["pauses"] = [asdict(pause) | {"hash_range": str(pause.hash_range)}
                             for pause in self.pauses]  # fmt: skip
@@ -160,45 +183,47 @@ class RescaleReport:
 
 
 class Rescaler:
-    """Moves ranges between owners; one change at a time, and none while discovery opens consumers.
+    """Moves ranges between owners.
+
+    Only one change runs at a time, and none while discovery opens consumers.
 
     Args:
-        worker: Hosts the ranges.
+        consumers: Hosts the ranges.
         config: The source.
-        admin: Admin REST interface, where there is one.
-        work: What works on keys.
-        drain_timeout_s: Longest wait for handlers that work on keys that move, seconds.
+        admin: Admin REST interface; ``None`` without ``admin_url``.
+        work: Runs the handlers.
+        drain_timeout_s: Longest wait for handlers of keys that move, seconds.
     """
 
     def __init__(
-        self, worker: Worker, config: SourceConfig, admin: Admin | None, *, work: Drainable,
+        self, consumers: Consumers, config: SourceConfig, admin: Admin | None, *, work: Drainable,
         drain_timeout_s: float,
     ) -> None:  # fmt: skip
-        self._worker = worker
-        self._range_consumers = worker.range_consumers
+        self._consumers = consumers
+        self._range_consumers = consumers.range_consumers
         self._config = config
         self._admin = admin
         self._work = work
         self._drain_timeout_s = drain_timeout_s
 
     def rescale(self, count: int) -> RescaleReport:
-        """Spread the ring over another number of ranges; as little as possible changes hands.
+        """Spread the ring over ``count`` ranges, and move as few slots as possible.
 
         Raises:
             ConfigError: ``count`` is not 1 to 65,536.
-            DrainTimeoutError: A handler did not end in time; everything is as it was.
-            RescaleError: The broker did not let the ranges change hands; the old owners have them,
-                or the source ends with this error.
+            DrainTimeoutError: A handler did not end in time. The old assignment holds.
+            RescaleError: The broker refused the new consumers. The old assignment holds, or the
+                source ends with this error.
         """
         return self._change(lambda now: (reassign(now, count), fewest_moved(now, count), None))
 
     def balance(self) -> RescaleReport:
-        """Give the ranges equal loads, as measured since the source runs.
+        """Give the ranges equal loads, as measured since the rescaler was created.
 
         Raises:
             DrainTimeoutError, RescaleError: As for :meth:`rescale`.
         """
-        load = self._worker.load()
+        load = self._consumers.load()
 
         def balanced(now: Assignment) -> tuple[Assignment, None, Balance]:
             found = balance(now, load)
@@ -210,24 +235,43 @@ class Rescaler:
         self,
         decide: Callable[[Assignment], tuple[Assignment, int | None, Balance | None]],
     ) -> RescaleReport:
-        with self._worker.changing, owned_by(self._worker.shared.fail):
+        with self._consumers.changing, owned_by(self._consumers.shared.fail):
             began_s = time.monotonic()
-            self._worker.shared.check()
+            self._consumers.shared.check()
             now = self._range_consumers.assignment
             new, fewest, balanced = decide(now)
-            pauses = self._move(new) if new != now else ()
+            try:
+                pauses = self._move(new) if new != now else ()
+            except KeyShardError as exc:
+                self._remember(now, new, 0, (), began_s=began_s, error=exc.message)
+                raise
             moved = moved_slots(now, new)
             report = RescaleReport(
                 self._range_consumers.epoch, len(now), len(new), moved, moved / RING_SIZE,
                 None if fewest is None else fewest / RING_SIZE, sum(map(len, new)), pauses,
                 round(1_000 * (time.monotonic() - began_s), 3), balanced,
             )  # fmt: skip
+            self._remember(now, new, moved, pauses, began_s=began_s)
         _log.info(
             "%d ranges -> %d in epoch %d: %.1f %% of the ring moved, longest pause %.0f ms",
             report.ranges_before, report.ranges_after, report.epoch, 100 * report.moved_fraction,
             max((pause.pause_ms for pause in pauses), default=0.0),
         )  # fmt: skip
         return report
+
+    def _remember(
+        self, before: Assignment, after: Assignment, moved: int, pauses: Sequence[Pause], *,
+        began_s: float, error: str = "",
+    ) -> None:  # fmt: skip
+        now_s = time.monotonic()
+        rescale = Rescale(
+            self._range_consumers.epoch, len(before), len(after), moved / RING_SIZE,
+            round(1_000 * (now_s - began_s), 3),
+            max((pause.pause_ms for pause in pauses), default=0.0), error,
+        )  # fmt: skip
+        shared = self._consumers.shared
+        with shared.lock:
+            shared.history.rescaled(now_s, rescale)
 
     def _move(self, new: Assignment) -> tuple[Pause, ...]:
         consumers, work = self._range_consumers, self._work
@@ -255,7 +299,7 @@ class Rescaler:
 
         def adopt() -> None:
             consumers.assignment = new
-            work.reassign(self._worker.adopt(new, budget))
+            work.reassign(self._consumers.adopt(new, budget))
             consumers.serve(opened)
 
         actions = {
@@ -277,56 +321,57 @@ class Rescaler:
     def _drain(self, began_s: float) -> None:
         deadline_s = began_s + self._drain_timeout_s
         while True:
-            self._worker.shared.check()
+            self._consumers.shared.check()
             left_s = deadline_s - time.monotonic()
             blocking = self._work.wait_idle(max(0.0, min(DRAIN_LOOK_S, left_s)))
             if blocking is None:
                 return
             if left_s <= 0:
                 raise DrainTimeoutError(
-                    f"No range changed hands: the handler of key {blocking.key!r} has worked on "
-                    f"message {blocking.message_id} for {blocking.running_s:.1f} s and did not end "
-                    f"within {self._drain_timeout_s:g} s. Everything goes on as before. Make the "
-                    "handler end, or raise drain_timeout_s.",
+                    f"No range moved: the handler of key {blocking.key!r} has worked on message "
+                    f"{blocking.message_id} for {blocking.running_s:.1f} s, and did not return "
+                    f"within {self._drain_timeout_s:g} s. The source continues as before. Raise "
+                    "drain_timeout_s, or make the handler faster.",
                     key=blocking.key,
                     message_id=blocking.message_id,
                     running_s=blocking.running_s,
                 )
 
     def _restore(self) -> None:
-        """Subscribe what the assignment of before lacks."""
+        """Subscribe the missing hash ranges of the old assignment."""
         consumers = self._range_consumers
         consumers.epoch += 1
         consumers.serve(consumers.subscribe(self._missing(consumers.assignment)))
 
     def _raise(self, end: Step, errors: Mapping[Step, BaseException]) -> NoReturn:
-        """Tell who rescales why the ranges are as before, or why the source ends.
+        """Raise the reason why the old assignment holds, or why the source ends.
 
         Args:
-            end: How it ended.
-            errors: What failed, by step.
+            end: The end that was reached.
+            errors: The errors, by step.
         """
         *_, newest = errors.values()
         why = errors.get(Step.EXCHANGE, newest)
         if end is Step.LOST:
             if Step.ADOPT in errors:
-                what = f"The ranges changed hands, and the window did not follow: {_text(newest)}"
+                what = f"The ranges moved, but the window does not match them: {_text(newest)}"
             else:
                 what = (
-                    f"The ranges did not change hands ({_text(why)}), and the previous "
-                    f"owners could not take them back: {_text(newest)}. Parts of the ring have no "
-                    "consumer"
+                    f"The ranges did not move ({_text(why)}), and the previous owners could not "
+                    f"subscribe again: {_text(newest)}. Parts of the ring have no consumer"
                 )
-            error = RescaleError(f"{what}, so the source ends. Nothing is lost; start it again.")
+            error = RescaleError(
+                f"{what}, so the source ends. Nothing is lost. Start the source again."
+            )
             if not isinstance(newest, KeyShardError):
                 _log.error("a rescale failed unexpectedly", exc_info=newest)
-            self._worker.shared.fail(error)
+            self._consumers.shared.fail(error)
             raise error from newest
         if Step.DRAIN in errors or not isinstance(why, KeyShardError):
             raise why
         raise RescaleError(
-            f"The ranges did not change hands: {why.message} The owners of before have them "
-            "again. Check the broker, then rescale once more."
+            f"The ranges did not move: {why.message} Their previous owners hold them again. "
+            "Check the broker, then rescale again."
         ) from why
 
     def _missing(self, assignment: Assignment) -> list[OwnedRange]:
@@ -341,14 +386,14 @@ class Rescaler:
 
 
 def _text(error: BaseException) -> str:
-    """An error as a part of a sentence."""
+    """Format an error as a part of a sentence."""
     if isinstance(error, KeyShardError):
         return error.message.rstrip(".")
     return f"unexpectedly, {error!r}"
 
 
 def _pauses(opened: Sequence[RangeConsumer], began_s: float) -> tuple[Pause, ...]:
-    """The pause of each hash range: it ends with its last topic partition."""
+    """Return the pause of each hash range; it ends with its last topic partition."""
     ends: dict[tuple[int, HashRange], float] = {}
     for one in opened:
         name = one.owned_range.range_index, one.owned_range.hash_range
@@ -361,13 +406,17 @@ def _pauses(opened: Sequence[RangeConsumer], began_s: float) -> tuple[Pause, ...
 def _walk(
     actions: Mapping[Step, Callable[[], None]],
 ) -> tuple[Step, dict[Step, BaseException]]:
-    """Go from step to step until an end; which, and what failed on the way."""
+    """Go from step to step until an end.
+
+    Returns:
+        The end, and the errors by step.
+    """
     step, errors = Step.DRAIN, dict[Step, BaseException]()
     while step in TRANSITIONS:
         follows = TRANSITIONS[step]
         try:
             actions[step]()
-        except BaseException as exc:  # noqa: BLE001 - told when the walk has ended
+        except BaseException as exc:  # noqa: BLE001 - raised when the walk has ended
             errors[step] = exc
             step = follows.failed
         else:

@@ -1,7 +1,7 @@
-"""What is wrong with a topic, a subscription or a load, before or while a source runs.
+"""Checks of a topic, a subscription or a load, before or while a source runs.
 
 Each check is a function from facts to findings. ``keyshard doctor`` gathers the facts
-(:mod:`keyshard.observe.doctor`) and shows the findings.
+(:mod:`keyshard.observe.doctor`) and prints the findings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry import ENTRY_BYTES, ROW_BYTES, EntryBlock, EntryId, TopicPartition
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 
 States = Mapping[TopicPartition, Mapping[str, SubscriptionState]]
@@ -20,12 +20,12 @@ States = Mapping[TopicPartition, Mapping[str, SubscriptionState]]
 OLDEST_VERSION = (4, 0)
 """Oldest release of the broker that keyshard is tested with."""
 NEAR = 0.5
-"""Part of a limit from which it is worth a warning."""
+"""Fraction of a limit that causes a warning."""
 _NAMES_MAX = 3
 
 
 class Level(str, Enum):
-    """How bad a finding is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -34,18 +34,18 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     level: Level
     about: str
-    """What was looked at, in a word or two."""
+    """Subject of the check, in a word or two."""
     text: str
     advice: str = ""
-    """What to do; empty when there is nothing to do."""
+    """Remedy; empty if none is needed."""
 
 
 class Sample:
-    """What some stored entries show of how a topic is produced."""
+    """Facts about the producers of a topic, from some stored entries."""
 
     def __init__(self) -> None:
         self.entries = 0
@@ -53,17 +53,17 @@ class Sample:
         self.batches = 0
         """Entries with several messages."""
         self.mixed = 0
-        """Entries whose messages have different slots: their producer batches by default."""
+        """Entries whose messages have different slots: their producer does not batch by key."""
         self.keyless = 0
         """Messages without a key."""
         self.message_bytes = 0
-        """Values, keys and properties of all messages, bytes."""
+        """Size of values, keys and properties of all messages, bytes."""
         self._last: tuple[TopicPartition, EntryId] | None = None
         self._last_mixed = False
         self._last_slot: int | None = None
 
     def add(self, where: TopicPartition, block: EntryBlock) -> None:
-        """Count a block; the blocks of one entry come one after the other."""
+        """Count a block. The blocks of one entry must follow one another."""
         again = self._last == (where, block.id)
         if not again:
             self.entries += 1
@@ -79,17 +79,20 @@ class Sample:
 
     @property
     def messages_per_entry(self) -> float:
-        """Mean; 1 when nothing was seen."""
+        """Mean number; 1 without entries."""
         return self.messages / self.entries if self.entries else 1.0
 
 
 def judge_version(version: str) -> Finding:
-    """The broker's release against what keyshard is tested with."""
+    """Check the broker's release."""
     about = "broker version"
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         return Finding(
-            Level.WARNING, about, f"The broker calls itself {version!r}.", "Check what it is."
+            Level.WARNING,
+            about,
+            f"The broker reports the unknown version {version!r}.",
+            "Check that service_url and admin_url belong to a Pulsar broker.",
         )
     if tuple(map(int, match.groups())) >= OLDEST_VERSION:
         return Finding(Level.OK, about, f"Pulsar {version}.")
@@ -97,23 +100,52 @@ def judge_version(version: str) -> Finding:
     return Finding(
         Level.WARNING,
         about,
-        f"Pulsar {version} is older than {oldest}: a range that joins may be held up by those that "
-        "joined before (apache/pulsar#23271), and keyshard is not tested with it.",
-        f"Use {oldest} or newer.",
+        f"Pulsar {version} is older than {oldest}, the oldest version that keyshard is tested "
+        "with. Ranges that joined earlier may delay a range that joins (apache/pulsar#23271).",
+        f"Use Pulsar {oldest} or newer.",
     )
 
 
+def judge_deduplication(topic: str, *, enabled: bool, by_topic: bool) -> Finding:
+    """Check that a broker stores the rows of a sink once.
+
+    Args:
+        topic: Full name of the topic.
+        enabled: Whether the broker deduplicates the topic.
+        by_topic: Whether a policy of the topic itself says so.
+    """
+    about = "deduplication"
+    namespace = "/".join(topic.partition("://")[2].split("/")[:2])
+    command = f"pulsar-admin namespaces set-deduplication {namespace} --enable"
+    if not enabled:
+        return Finding(
+            Level.PROBLEM,
+            about,
+            f"Deduplication is disabled for {topic}, so a sink refuses to write exactly once.",
+            f"Enable it: {command}. Or write with the guarantee at-least-once.",
+        )
+    if by_topic:
+        return Finding(
+            Level.WARNING,
+            about,
+            f"A policy of {topic} itself enables deduplication. Pulsar 4.0.8 may accept duplicates "
+            "after a restart in this case (apache/pulsar#25954).",
+            f"Enable it for the namespace: {command}",
+        )
+    return Finding(Level.OK, about, f"The broker deduplicates {topic}.")
+
+
 def judge_batching(sample: Sample) -> list[Finding]:
-    """How the sampled messages are batched, and whether they have keys."""
+    """Check how the sampled messages are batched, and whether they have keys."""
     about = "batching"
-    seen = f"{sample.messages} messages in {sample.entries} entries were looked at"
+    seen = f"{sample.messages} messages in {sample.entries} entries were sampled"
     if not sample.entries:
         return [
             Finding(
                 Level.WARNING,
                 about,
-                "Nothing is stored, so the batching of the producers was not seen.",
-                "Publish a few messages and run this again.",
+                "The topic is empty, so the batching of its producers is unknown.",
+                "Publish a few messages, and run this command again.",
             )
         ]
     findings = []
@@ -123,37 +155,35 @@ def judge_batching(sample: Sample) -> list[Finding]:
                 Level.PROBLEM,
                 about,
                 f"default: {sample.mixed} of {sample.batches} batches mix keys ({seen}). The "
-                "broker routes a batch by its first key, so the order of the others is lost.",
-                "Let every producer batch by key (BatchingType.KeyBased, in Java "
-                "BatcherBuilder.KEY_BASED), or not at all.",
+                "broker routes a batch by its first key, so the order of the other keys is lost.",
+                "Enable batching by key at every producer (BatchingType.KeyBased; in Java, "
+                "BatcherBuilder.KEY_BASED), or disable batching.",
             )
         )
     else:
-        kind = (
-            f"key based: {sample.batches} batches with one key each" if sample.batches else "none"
-        )
+        kind = f"by key: {sample.batches} batches with one key each" if sample.batches else "none"
         findings.append(Finding(Level.OK, about, f"{kind} ({seen})."))
     if sample.keyless:
         findings.append(
             Finding(
                 Level.WARNING,
                 "keys",
-                f"{sample.keyless} of {sample.messages} messages have no key. They have no order "
-                "and go to any range.",
-                "Give them a key where order matters, or choose null_keys.",
+                f"{sample.keyless} of {sample.messages} messages have no key. Such messages have "
+                "no order, and go to any range.",
+                "If their order matters, give them a key. Otherwise set null_keys.",
             )
         )
     return findings
 
 
 def judge_subscription(states: States, subscription: str) -> list[Finding]:
-    """Type and policy of a subscription against what keyshard needs, and its coverage."""
+    """Check type, policy and coverage of a subscription."""
     about = "subscription"
     found = {
         where: all_of[subscription] for where, all_of in states.items() if subscription in all_of
     }
     if not found:
-        text = f"{subscription!r} does not exist yet; the first start makes it."
+        text = f"{subscription!r} does not exist yet. The first start creates it."
         return [Finding(Level.OK, about, text)]
     findings = [
         *_clashes(found, subscription),
@@ -164,13 +194,13 @@ def judge_subscription(states: States, subscription: str) -> list[Finding]:
     backlog = sum(state.backlog for state in found.values())
     consumers = sum(len(state.consumers) for state in found.values())
     if all(finding.about != about for finding in findings):
-        text = f"{subscription!r} has {consumers} consumers and {backlog} entries of backlog."
+        text = f"{subscription!r} has {consumers} consumers and a backlog of {backlog} entries."
         findings.insert(0, Finding(Level.OK, about, text))
     return findings
 
 
 def judge_orphans(states: States, subscription: str) -> list[Finding]:
-    """Other subscriptions that hold data back and that nobody consumes."""
+    """Find other subscriptions that retain data and have no consumer."""
     backlogs: dict[str, int] = {}
     for all_of in states.values():
         for name, state in all_of.items():
@@ -178,20 +208,23 @@ def judge_orphans(states: States, subscription: str) -> list[Finding]:
                 backlogs[name] = backlogs.get(name, 0) + state.backlog
     orphans = {name: backlog for name, backlog in backlogs.items() if backlog}
     if not orphans:
-        return [Finding(Level.OK, "orphans", "No other subscription holds data unconsumed.")]
+        return [
+            Finding(Level.OK, "orphans", "No other subscription retains data without a consumer.")
+        ]
     listed = ", ".join(f"{name!r} ({count} entries)" for name, count in sorted(orphans.items()))
     return [
         Finding(
             Level.WARNING,
             "orphans",
-            f"Nobody consumes {listed}; the broker keeps everything they have not acknowledged.",
-            "Delete what is not needed: pulsar-admin topics unsubscribe.",
+            f"The subscriptions {listed} have no consumer. The broker retains every entry that "
+            "they have not acknowledged.",
+            "Delete the unused subscriptions: pulsar-admin topics unsubscribe.",
         )
     ]
 
 
 def judge_fill(states: States, subscription: str, limits: BrokerLimits) -> list[Finding]:
-    """Replay queue and holes of a subscription against the broker's limits, as they are now."""
+    """Check replay queue and ack gaps of a subscription against the broker's limits."""
     findings = []
     for where, all_of in states.items():
         state = all_of.get(subscription)
@@ -204,18 +237,18 @@ def judge_fill(states: States, subscription: str, limits: BrokerLimits) -> list[
                     Level.PROBLEM if state.in_replay >= replay_max else Level.WARNING,
                     "replay queue",
                     f"{state.in_replay} of {replay_max} entries of {where} wait for a range that "
-                    "does not take them; at the limit all ranges stop.",
-                    "Find the slow or missing range: keyshard status.",
+                    "does not receive them. At the limit, the broker stops all ranges.",
+                    "Find the slow or missing range with keyshard status.",
                 )
             )
-        if limits.ack_holes and state.ack_holes >= NEAR * limits.ack_holes:
+        if limits.ack_gaps and state.ack_gaps >= NEAR * limits.ack_gaps:
             findings.append(
                 Finding(
                     Level.WARNING,
-                    "ack holes",
-                    f"{where} has {state.ack_holes} of {limits.ack_holes} holes; what is beyond is "
-                    "delivered again after a restart of the broker.",
-                    "Find the slow range: keyshard status. Or raise "
+                    "ack gaps",
+                    f"{where} has {state.ack_gaps} of {limits.ack_gaps} ack gaps. After a "
+                    "restart of the broker, entries beyond the limit are delivered again.",
+                    "Find the slow range with keyshard status, or raise "
                     "managedLedgerMaxUnackedRangesToPersist.",
                 )
             )
@@ -231,7 +264,7 @@ def _clashes(found: Mapping[TopicPartition, SubscriptionState], subscription: st
         elif state.consumers and not state.sticky:
             reason = "splits the ring automatically (AUTO_SPLIT)"
         elif state.consumers and state.out_of_order:
-            reason = "allows messages of one key to overtake each other"
+            reason = "allows out-of-order delivery of a key"
         if reason:
             clashing.setdefault((reason, bool(state.consumers)), []).append(where)
     findings = []
@@ -242,9 +275,9 @@ def _clashes(found: Mapping[TopicPartition, SubscriptionState], subscription: st
                 Finding(
                     Level.PROBLEM,
                     "subscription",
-                    f"{on}, and consumers are connected: keyshard, which is Key_Shared with sticky "
-                    "ranges, is refused.",
-                    "Stop those consumers, or give keyshard a subscription of its own.",
+                    f"{on}, and has connected consumers. The broker rejects keyshard, whose type "
+                    "is Key_Shared with sticky ranges.",
+                    "Stop those consumers, or give keyshard its own subscription.",
                 )
             )
         else:
@@ -252,8 +285,8 @@ def _clashes(found: Mapping[TopicPartition, SubscriptionState], subscription: st
                 Finding(
                     Level.WARNING,
                     "subscription",
-                    f"{on}; nobody is connected. keyshard can take it over, with its backlog.",
-                    "Make sure that its old consumers do not come back.",
+                    f"{on}, and has no connected consumer. keyshard can use it, with its backlog.",
+                    "Make sure that its old consumers do not reconnect.",
                 )
             )
     return findings
@@ -269,8 +302,10 @@ def _partly_missing(
         Finding(
             Level.WARNING,
             "subscription",
-            f"{subscription!r} does not exist on {_listed(missing)}, but on the others.",
-            "Start the source: it makes the missing ones, at the beginning of what is stored.",
+            f"{subscription!r} does not exist on {_listed(missing)}, but exists on the other "
+            "topic partitions.",
+            "Start the source. It creates the missing subscriptions, which begin at the "
+            "earliest entry.",
         )
     ]
 
@@ -283,28 +318,29 @@ def _coverage(found: Mapping[TopicPartition, SubscriptionState]) -> list[Finding
     }
     if not sticky:
         return []
-    holes = {where: state.gaps for where, state in sticky.items() if state.gaps}
+    uncovered = {where: state.gaps for where, state in sticky.items() if state.gaps}
     unconsumed = [where for where, state in found.items() if not state.consumers]
     findings = [
         Finding(
             Level.PROBLEM,
             "coverage",
-            f"Nobody owns the slots {_listed(ranges)} of {where}. Their messages wait, and then "
-            "all ranges of the topic partition stop.",
-            "Start what owns them; one source owns the whole ring.",
+            f"The slots {_listed(ranges)} of {where} have no consumer. Their messages wait, "
+            "until the broker stops all ranges of the topic partition.",
+            "Start the source that owns them. One source owns the whole ring.",
         )
-        for where, ranges in holes.items()
+        for where, ranges in uncovered.items()
     ]
     if unconsumed:
         findings.append(
             Finding(
                 Level.PROBLEM,
                 "coverage",
-                f"{_listed(unconsumed)} has no consumer, but the others have.",
-                "Look at the log of the source; keyshard status shows its topic partitions.",
+                f"{_listed(unconsumed)} has no consumer, but the other topic partitions have "
+                "consumers.",
+                "Check the log of the source, and its topic partitions with keyshard status.",
             )
         )
-    return findings or [Finding(Level.OK, "coverage", "Every slot of the ring has an owner.")]
+    return findings or [Finding(Level.OK, "coverage", "Every slot of the ring has a consumer.")]
 
 
 def _frozen(found: Mapping[TopicPartition, SubscriptionState]) -> list[Finding]:
@@ -319,9 +355,9 @@ def _frozen(found: Mapping[TopicPartition, SubscriptionState]) -> list[Finding]:
         Finding(
             Level.PROBLEM,
             "unacknowledged",
-            f"{_listed(frozen)}: the broker delivers nothing more, because too many messages are "
-            "unacknowledged.",
-            "Find what does not acknowledge: keyshard status.",
+            f"{_listed(frozen)}: too many messages are unacknowledged, so the broker delivers "
+            "nothing.",
+            "Find the range that does not acknowledge with keyshard status.",
         )
     ]
 
@@ -330,3 +366,125 @@ def _listed(things: Iterable[object]) -> str:
     texts = list(map(str, things))
     more = f" and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
     return ", ".join(texts[:_NAMES_MAX]) + more
+
+
+# -- Limits of the broker and of the source under a load -------------------------------------------
+
+ENTRIES_PER_S_MAX = 10_000
+"""Entries per second that one topic partition delivers with a broker's default settings."""
+SHORT_S = 30.0
+"""Time to a limit, after something stops, below which it causes a warning, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The expected load of a source."""
+
+    rate_per_s: float
+    """Messages per second, over all topic partitions."""
+    message_bytes: float
+    """Payload of one message."""
+    messages_per_entry: float
+    partitions: int
+    parallelism: int
+    """Number of ranges."""
+    window_rows_max: int
+    window_bytes_max: int
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that the window counts for one message."""
+        return self.message_bytes + ROW_BYTES + ENTRY_BYTES / self.messages_per_entry
+
+
+def judge_load(load: Load, limits: BrokerLimits) -> list[Finding]:
+    """Check the limits that a load reaches, and how soon after something stops."""
+    findings = []
+    if limits.message_bytes and load.message_bytes > limits.message_bytes:
+        findings.append(
+            Finding(
+                Level.PROBLEM,
+                "message size",
+                f"Messages of {load.message_bytes:,.0f} bytes exceed the broker's limit of "
+                f"{limits.message_bytes:,}. keyshard rejects chunked messages.",
+                "Make the messages smaller, or raise maxMessageSize.",
+            )
+        )
+    entries_per_s = load.rate_per_s / load.messages_per_entry / load.partitions
+    if entries_per_s > ENTRIES_PER_S_MAX:
+        findings.append(
+            Finding(
+                Level.WARNING,
+                "entries per second",
+                f"The load is {entries_per_s:,.0f} entries per second in each topic partition. A "
+                f"broker with default settings delivers about {ENTRIES_PER_S_MAX:,}.",
+                "Batch by key, so that an entry contains more messages, or use more partitions.",
+            )
+        )
+    soon = [reach for reach in _reaches(load, limits) if reach.seconds < SHORT_S]
+    findings += [
+        Finding(Level.WARNING, reach.about, f"{reach.text} {reach.seconds:.1f} s.", reach.advice)
+        for reach in soon
+    ]
+    if not findings:
+        first = min(_reaches(load, limits), key=lambda reach: reach.seconds)
+        text = (
+            f"The first limit at {load.rate_per_s:,.0f} messages/s: {first.text} "
+            f"{first.seconds:,.0f} s."
+        )
+        findings.append(Finding(Level.OK, "limits", text))
+    return findings
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    about: str
+    seconds: float
+    text: str
+    advice: str
+
+
+def _reaches(load: Load, limits: BrokerLimits) -> list[_Reach]:
+    """Return how long each limit lasts."""
+    per_partition = load.rate_per_s / load.partitions
+    per_consumer = per_partition / load.parallelism
+    entries_per_consumer = per_consumer / load.messages_per_entry
+    stop = "If no batch is committed,"
+    lag = "If one range stops,"
+    wider = "Commit more often, raise the limit, or use more partitions."
+    reaches = [
+        _Reach(
+            "window", load.window_rows_max / load.rate_per_s,
+            f"{stop} the window of {load.window_rows_max:,} rows is full after",
+            "Raise window_rows_max.",
+        ),
+        _Reach(
+            "window", load.window_bytes_max / (load.rate_per_s * load.memory_bytes),
+            f"{stop} the window of {load.window_bytes_max:,} bytes is full after",
+            "Raise window_bytes_max.",
+        ),
+        _Reach(
+            "replay queue",
+            limits.replay(load.parallelism) / entries_per_consumer,
+            f"{lag} the broker stops all ranges of a topic partition, with "
+            f"{limits.replay(load.parallelism):,} entries waiting, after",
+            "Raise keySharedLookAheadMsgInReplayThresholdPerConsumer and ...PerSubscription.",
+        ),
+        _Reach(
+            "ack gaps", limits.ack_gaps / entries_per_consumer,
+            f"{lag} a topic partition exceeds {limits.ack_gaps:,} ack gaps after",
+            "Raise managedLedgerMaxUnackedRangesToPersist.",
+        ),
+    ]  # fmt: skip
+    if limits.unacked_per_consumer:
+        text = f"{stop} a range has {limits.unacked_per_consumer:,} unacknowledged messages after"
+        seconds = limits.unacked_per_consumer / per_consumer
+        reaches.append(_Reach("unacknowledged", seconds, text, wider))
+    if limits.unacked_per_subscription:
+        text = (
+            f"{stop} a topic partition has {limits.unacked_per_subscription:,} unacknowledged "
+            "messages after"
+        )
+        seconds = limits.unacked_per_subscription / per_partition
+        reaches.append(_Reach("unacknowledged", seconds, text, wider))
+    return reaches

@@ -1,84 +1,91 @@
-"""A message as a handler sees it."""
+"""Messages, as handlers receive them, and as they produce them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ConfigError
+from keyshard.redaction import shown
 
 
 class MessageId(NamedTuple):
     """Position of a message in its topic partition; not comparable across topic partitions."""
 
     ledger: int
+    """Number of the ledger."""
     entry: int
+    """Number of the entry in its ledger."""
     batch_index: int
-    """Index in a producer batch; 0 in an entry that is none."""
+    """Index in a producer batch; 0 if the entry is no producer batch."""
 
     def __str__(self) -> str:
         return f"{self.ledger}:{self.entry}:{self.batch_index}"
 
 
 READ_DATA: ContextVar[Callable[[Message], Any] | None] = ContextVar("READ_DATA", default=None)
-"""What decodes messages, where handlers are called."""
+"""Decoder of message values; set in the context that calls handlers."""
 
 
 class Message(NamedTuple):
     """One message; immutable and picklable."""
 
     value: bytes | None
-    """Payload; ``None`` for a null value, by which a producer says that a key has none any more."""
+    """Payload; ``None`` for a null value, which marks the value of the key as deleted."""
     key: str | None
-    """Partition key; ``None`` where it has none, ``""`` where it is empty."""
+    """Partition key; ``None`` without a key, ``""`` for an empty one."""
     ordering_key: str | None
-    """As ``key``."""
+    """Ordering key; ``None`` without one, ``""`` for an empty one."""
     message_id: MessageId
+    """Position in its topic partition."""
     topic: str
     """Full name, without the partition suffix."""
     partition: int
-    """Topic partition; -1 when the topic is not partitioned."""
+    """Topic partition; -1 if the topic is not partitioned."""
     publish_time: datetime
-    """When the producer sent it, with a time zone; 1970-01-01 for a number that is no time, which
-    then is property ``__publishTime``."""
+    """Publish time with a time zone. 1970-01-01 if the number is no valid time; property
+    ``__publishTime`` then has the number."""
     event_time: datetime | None
-    """What the producer says, with a time zone; ``None`` when unset, or for a number that is no
-    time, which then is property ``__eventTime``."""
+    """Event time with a time zone, as set by the producer. ``None`` if unset or if the number is
+    no valid time; property ``__eventTime`` then has the number."""
     properties: Mapping[str, str]
+    """Properties that the producer set."""
     slot: int | None
-    """Where it lies on the ring, 1 to 65,535; ``None`` without a key."""
+    """Slot of the key on the ring, 1 to 65,535; ``None`` without a key."""
     redelivered: bool
-    """Whether the broker counts a delivery before this one. It counts negative acknowledgements
-    and time-outs of others, not what comes again because a consumer went away."""
+    """Whether the broker counts an earlier delivery. It counts negative acknowledgements and
+    time-outs, but not redeliveries after a consumer closed."""
     schema_version: int | None = None
-    """Version of the topic's schema that it was written with; ``None`` where its producer says
-    none."""
+    """Version of the topic's schema that the message was written with; ``None`` if the producer
+    sets none."""
     key_bytes: bytes | None = None
-    """The bytes that the partition key was set as, of a text its UTF-8, where ``metadata_columns``
-    of the source name ``__keyBytes``; else, and without key, ``None``."""
+    """Partition key as bytes; for a text key, its UTF-8. ``None`` without a key, or if
+    ``metadata_columns`` of the source does not name ``__keyBytes``."""
 
     @property
     def data(self) -> Any:
-        """The value, decoded by the schema of its topic: a dict or a scalar; ``None`` for none.
+        """The value, decoded by the schema of its topic; ``None`` for a null value.
 
-        In a handler of ``source.run`` or ``ray_adapter.run``. The schema is asked for when the
-        first message of a topic is decoded, and decoding happens at each access. Without a schema
-        it is the bytes.
+        It is a dict or a scalar; without a schema, bytes. Works in a handler of ``source.run`` or
+        ``ray_adapter.run``. The schema is fetched when the first message of a topic is decoded.
+        Every access decodes again.
 
         Raises:
-            MalformedMessageError: The schema does not fit.
-            SchemaError: It cannot be used.
-            UnfitHandlerError: Its keys stand apart, and the source does not name ``__keyBytes``.
-            ConfigError: This is no handler of one of these.
+            MalformedMessageError: The value does not fit the schema.
+            SchemaError: The schema cannot be used.
+            UnfitHandlerError: Keys are stored apart from values, and the source does not name
+                ``__keyBytes``.
+            ConfigError: The message is not in such a handler.
         """
         read = READ_DATA.get()
         if read is None:
             raise ConfigError(
-                "message.data is there in handlers of a source only, in the thread or task that "
-                "was called; use message.value, or take message.data before."
+                "message.data exists only in handlers of a source, in the thread or task of the "
+                "call. Use message.value, or read message.data earlier."
             )
         return read(self)
 
@@ -92,16 +99,16 @@ class Message(NamedTuple):
         properties: Mapping[str, str] | None = None,
         event_time: datetime | None = None,
     ) -> Message:
-        """A message such as a handler gets, for the tests of a handler.
+        """Make a message for the test of a handler.
 
         ::
 
             handle(Message.for_test(b"content", key="order-17"))
 
-        What is not given is the same each time; ``message._replace(partition=3)`` changes it.
+        Fields that are not given have fixed values; ``message._replace(partition=3)`` changes them.
 
         Raises:
-            TypeError: The value is neither bytes nor ``None``, and in a source it always is.
+            TypeError: The value is neither bytes nor ``None``.
         """
         if not isinstance(value, bytes | None):
             raise TypeError(f"The value of a message is bytes or None, not {type(value).__name__}.")
@@ -115,5 +122,131 @@ class Message(NamedTuple):
 
     @property
     def routing_key(self) -> str | None:
-        """What keeps order: the ordering key, else the partition key, else ``None``."""
+        """The key that defines the order: the ordering key, else the partition key."""
         return self.ordering_key if self.ordering_key is not None else self.key
+
+
+class Attempt(Protocol):
+    """The owner of a message that a program has, until its outcome is known."""
+
+    @property
+    def read_data(self) -> Callable[[Message], Any]:
+        """Decoder of the value."""
+
+    def end(self, error: BaseException | None) -> None:
+        """Take the outcome; ``None``: the message is completed."""
+
+
+class TakenMessage(Message):
+    """A message that ``async for`` gave out; it is acknowledged only after :meth:`done`.
+
+    The next message of its key comes after that. A message without a reference to it can never be
+    done, so the source then ends with an error.
+    """
+
+    attempt: Attempt | None = None
+    """Internal: takes the outcome."""
+
+    async def done(self) -> None:
+        """Say that the message is completed. Idempotent; any thread or event loop may run it.
+
+        Raises:
+            RuntimeStoppedError: The source ended before. The message is delivered again.
+        """
+        self._own().end(None)
+
+    async def failed(self, error: BaseException) -> None:
+        """Say that the message failed, as if a handler had raised ``error``. Idempotent.
+
+        The retry policy decides: the message comes again, or becomes a dead letter. An error may be
+        a :class:`keyshard.RetryLater` or a :class:`keyshard.Reject`.
+
+        Raises:
+            ConfigError: ``error`` is no exception.
+            RuntimeStoppedError: As for :meth:`done`.
+        """
+        if not isinstance(error, BaseException):
+            raise ConfigError(f"error is {shown(error)}; give an exception.")
+        self._own().end(error)
+
+    @property
+    def data(self) -> Any:
+        """The value, decoded by the schema of its topic; see :attr:`keyshard.Message.data`."""
+        token = READ_DATA.set(self._own().read_data)
+        try:
+            return super().data
+        finally:
+            READ_DATA.reset(token)
+
+    def __reduce__(self) -> tuple[type[Message], tuple[Any, ...]]:
+        return Message, tuple(self)
+
+    def _own(self) -> Attempt:
+        if self.attempt is None:
+            raise ConfigError(
+                "This message is a copy. Call done() on the message that the iteration gave out."
+            )
+        return self.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Produce:
+    """A message to publish, which a handler returns or yields.
+
+    Raises:
+        ConfigError: A field has the wrong type.
+    """
+
+    value: bytes | None
+    """Payload; ``None`` for a null value."""
+    key: str | None = field(default=None, kw_only=True)
+    """Partition key; ``None`` for no key."""
+    ordering_key: str | None = field(default=None, kw_only=True)
+    """Ordering key; ``None`` for none."""
+    properties: Mapping[str, str] | None = field(default=None, kw_only=True)
+    """Properties; ``None`` for none."""
+    event_time: datetime | None = field(default=None, kw_only=True)
+    """Event time with a time zone."""
+    deliver_at: datetime | None = field(default=None, kw_only=True)
+    """Time with a time zone before which no shared subscription gets the message."""
+    topic: str | None = field(default=None, kw_only=True)
+    """Name of the topic; ``None`` for the topic of the sink."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, bytes | None):
+            raise ConfigError(f"value is {shown(self.value)}; give bytes or None.")
+        for name in ("key", "ordering_key", "topic"):
+            text = getattr(self, name)
+            if text is not None and not _is_text(text):
+                raise ConfigError(f"{name} is {shown(text)}; give a text or None.")
+        if self.properties is not None:
+            object.__setattr__(self, "properties", _texts(self.properties))
+        for name in ("event_time", "deliver_at"):
+            time = getattr(self, name)
+            if time is None:
+                continue
+            if not isinstance(time, datetime) or time.tzinfo is None:
+                raise ConfigError(
+                    f"{name} is {shown(time)}; it must be a datetime with a time zone."
+                )
+            if time.timestamp() < 0.001:
+                raise ConfigError(f"{name} is {shown(time)}; it must be after 1970-01-01.")
+
+
+def _texts(properties: object) -> dict[str, str]:
+    if not isinstance(properties, Mapping) or not all(
+        _is_text(text) for pair in properties.items() for text in pair
+    ):
+        raise ConfigError(f"properties is {shown(properties)}; give texts.")
+    return dict(properties)
+
+
+def _is_text(text: object) -> bool:
+    """Whether it is a text that UTF-8 can hold: half a surrogate pair is not."""
+    if not isinstance(text, str):
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

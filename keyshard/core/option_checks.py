@@ -1,10 +1,11 @@
-"""Checks of single options: each raises one sentence with the option, its value and a way out."""
+"""Checks of single options. An error names the option, its value and a remedy in one sentence."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -15,14 +16,18 @@ from keyshard.redaction import shown
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
+_DURATION = re.compile(r"([0-9]{1,18})\s*([a-z]*)")
+_UNITS_MS = {
+    "ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000,
+}  # fmt: skip
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A question that names the nearest known name, in any case.
+    """Return a question with the nearest known name, ignoring case.
 
     Args:
-        name: The name that was given.
-        known: The names there are.
+        name: The given name.
+        known: The existing names.
         otherwise: The text if none is near.
     """
     names = {one.lower(): one for one in known}
@@ -34,12 +39,12 @@ def check_names(what: str, given: Iterable[str], known: Collection[str]) -> None
     """Refuse unknown names of options."""
     for name in given:
         if name not in known:
-            hint = did_you_mean(name, known, f"It has: {', '.join(sorted(known))}.")
+            hint = did_you_mean(name, known, f"The options are: {', '.join(sorted(known))}.")
             raise ConfigError(f"{what} has no option {shown(name)}. {hint}")
 
 
 def suggesting(function: Callable[P, R], what: str = "") -> Callable[P, R]:
-    """A function with keyword arguments that names the nearest one where one is misspelt.
+    """Wrap a function so that a misspelt keyword argument raises an error with the nearest name.
 
     Its signature stays visible to editors and type checkers.
     """
@@ -59,48 +64,86 @@ def suggesting(function: Callable[P, R], what: str = "") -> Callable[P, R]:
 
 
 def suggesting_options(config: C) -> C:
-    """The same for the options of a dataclass."""
+    """Apply :func:`suggesting` to the constructor of a dataclass."""
     config.__init__ = suggesting(config.__init__, config.__name__)  # type: ignore[misc]
     return config
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
-    """An ``int``, and no ``bool``, within limits."""
+    """Check for an ``int`` within limits; ``bool`` is refused."""
     if type(value) is not int or not low <= value <= high:
         raise ConfigError(f"{name} is {shown(value)}; it must be an integer from {low} to {high}.")
 
 
 def check_seconds(name: str, value: object, high: float) -> None:
-    """A finite number that is not negative and at most ``high``."""
+    """Check for a finite number from 0 to ``high``."""
     number = value if type(value) in (int, float) else math.nan
     assert isinstance(number, (int, float))
     if not 0 <= number <= high:
-        raise ConfigError(f"{name} is {shown(value)}; it must be 0 to {high:,} seconds.")
+        raise ConfigError(
+            f"{name} is {shown(value)}; it must be a number of seconds from 0 to {high:,}."
+        )
+
+
+def duration_ms(text: str, *, unit: str = "") -> int | None:
+    """Parse a duration such as ``30s`` or ``15m`` to milliseconds; ``None`` if it is none.
+
+    Args:
+        text: An integer, and one of ``ms``, ``s``, ``m``, ``min``, ``h`` and ``d``.
+        unit: The unit of a number without one; empty: it needs one.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None or (match[2] or unit) not in _UNITS_MS:
+        return None
+    return int(match[1]) * _UNITS_MS[match[2] or unit]
 
 
 def check_bool(name: str, value: object) -> None:
-    """``True`` or ``False``."""
+    """Check for ``True`` or ``False``."""
     if type(value) is not bool:
         raise ConfigError(f"{name} is {shown(value)}; it must be true or false.")
 
 
 def check_choice(name: str, value: object, *choices: str) -> None:
-    """One of some words."""
+    """Check for one of several words."""
     if not isinstance(value, str) or value not in choices:
         wanted = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
         raise ConfigError(f"{name} is {shown(value)}; write {wanted}.")
 
 
 def check_text(name: str, value: object, wanted: str) -> str:
-    """A text that is not empty and that UTF-8 can hold, without control characters.
+    """Check for a text that is not empty, fits UTF-8 and has no control characters.
 
     Args:
         name: The option.
         value: Its value.
-        wanted: What to write, an imperative without a full stop.
+        wanted: Advice for the error: an imperative without a full stop.
     """
     if not isinstance(value, str) or not value or not _is_plain(value):
         raise ConfigError(f"{name} is {shown(value)}; {wanted}.")
+    return value
+
+
+TOKEN_CHARS_MIN = 16
+"""Fewest characters of a token that browsers give."""
+
+
+def check_token(name: str, value: object) -> str:
+    """Check for a token that a header can have and that nobody guesses; the error has no value.
+
+    Args:
+        name: The option.
+        value: Its value.
+    """
+    if (
+        not isinstance(value, str)
+        or len(value) < TOKEN_CHARS_MIN
+        or not (value.isascii() and value.isprintable())
+    ):
+        raise ConfigError(
+            f"{name} must be a text of at least {TOKEN_CHARS_MIN} printable ASCII characters. Make "
+            "one: python -c 'import secrets; print(secrets.token_urlsafe())'."
+        )
     return value
 
 

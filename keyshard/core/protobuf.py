@@ -1,13 +1,19 @@
-"""Messages of Pulsar's protocol, as far as integers and byte strings go, by field number."""
+"""Encodes and decodes the integers and byte strings of protobuf messages, by field number."""
 
 from __future__ import annotations
 
 Value = int | bytes
-"""What a field holds."""
+"""Value of a field."""
+_BITS_MAX = 70
+"""Most bits of a varint: ten bytes."""
+
+
+class NotProtobufError(ValueError):
+    """The bytes are no protobuf message."""
 
 
 def message(fields: dict[int, Value]) -> bytes:
-    """A protobuf message of integers and byte strings."""
+    """Encode a protobuf message of integers and byte strings."""
     data = b""
     for number, value in fields.items():
         if isinstance(value, int):
@@ -18,7 +24,7 @@ def message(fields: dict[int, Value]) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """An integer as protobuf writes it."""
+    """Encode an integer as a protobuf varint."""
     data = b""
     while value > 0x7F:
         data += bytes([value & 0x7F | 0x80])
@@ -27,11 +33,11 @@ def varint(value: int) -> bytes:
 
 
 def fields_of(data: bytes) -> dict[int, Value]:
-    """Integers and byte strings of a protobuf message; of repeated ones the last.
+    """Decode the integers and byte strings of a protobuf message; of repeated fields, the last.
 
     Raises:
-        ValueError: It is none.
-        IndexError: It ends too early.
+        NotProtobufError: The bytes are no protobuf message.
+        IndexError: The bytes end too early.
     """
     found: dict[int, Value] = {}
     position = 0
@@ -46,21 +52,23 @@ def fields_of(data: bytes) -> dict[int, Value]:
         elif tag & 7 in (1, 5):
             position += 8 if tag & 7 == 1 else 4
         else:
-            raise ValueError("not a message")
+            raise NotProtobufError("not a message")
     return found
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """An integer as protobuf writes it, and where the next field begins.
+    """Decode a protobuf varint; return it and the position after it.
 
     Raises:
-        IndexError: It ends too early.
+        NotProtobufError: The number does not end.
+        IndexError: The bytes end too early.
     """
     value = shift = 0
-    while True:
+    while shift < _BITS_MAX:
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, position
         shift += 7
+    raise NotProtobufError("an integer in it has no end")

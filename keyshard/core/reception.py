@@ -1,4 +1,4 @@
-"""When a range consumer is received from: its states, as the thread that serves it goes round.
+"""The states of a range consumer, in the thread that receives from it.
 
 ::
 
@@ -10,18 +10,17 @@
     |   v            REST v |      REST   | |
     | PAUSED            RESTING <---------+ |
     |   +--ROOM--> SERVED                   |
-    +----------------- RING, ANEW ----------+
+       +----------------- RING, ANEW ----------+
 
-    READY     lines up for its turn
-    SERVED    it is its turn: what is there is received and handed over
-    PAUSED    there is no room; looked at again and again
-    RESTING   what it had could not be taken: nothing until a time, and then all of that again,
-              from a new consumer
-    IDLE      nothing was there, and its client was asked to ring: until then it is not received
-              from, unless it has a new consumer
+    READY     waits for its turn
+    SERVED    it is its turn: the thread receives from it and hands the entries over
+    PAUSED    there is no room; the thread checks again and again
+    RESTING   its entries could not be taken; after a time, a new consumer receives
+              all of them again
+    IDLE      it had no message, and its client was asked to ring; until then the thread
+              does not receive from it, unless it has a new consumer
 
-From each of them it is CLOSED. Beside that, its consumer has a connection or not
-(:func:`link_of`)::
+CLOSED can follow any state. Independently, its consumer is connected or not (:func:`link_of`)::
 
     CONNECTED --lost--> AWAY --long--> DUE --subscribed--> SUCCEEDED
         ^                 |             |                      |
@@ -36,8 +35,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 
-class State(Enum):
-    """Of a range consumer in the thread that serves it."""
+class ReceptionState(Enum):
+    """State of a range consumer in the thread that receives from it."""
 
     READY = auto()
     SERVED = auto()
@@ -47,129 +46,147 @@ class State(Enum):
     CLOSED = auto()
 
 
-class Event(Enum):
-    """What happens to a range consumer."""
+class ReceptionEvent(Enum):
+    """Event of a range consumer."""
 
     ROOM = auto()
-    """It is looked at, and there is room for what it has."""
+    """It is its turn, and the window has room."""
     FULL = auto()
-    """It is looked at, and there is none."""
+    """It is its turn, and the window has no room."""
     RESTED = auto()
-    """It is looked at, its time is over, and there is room."""
+    """It is its turn, its rest is over, and the window has room."""
     DONE = auto()
-    """What it had is handed over; more may be there."""
+    """Its entries are delivered; there may be more."""
     NOTHING = auto()
-    """Nothing was there."""
+    """It had no message."""
     REST = auto()
-    """What it had could not be taken; of who is IDLE, or was, half an entry that stays half."""
+    """Its entries could not be taken; or, if it is or was IDLE, half of an entry stays
+    incomplete."""
     RING = auto()
-    """Its client has something, or it has a successor to take."""
+    """Its client has a message, or a successor is there."""
     ANEW = auto()
-    """It has a new consumer, to which everything unacknowledged comes again."""
+    """It has a new consumer, which receives everything unacknowledged again."""
     CLOSE = auto()
-    """Another one, or nobody, owns its range from now on."""
+    """Its range has another owner, or none."""
 
 
-TRANSITIONS: Mapping[Event, Mapping[State, State]] = {
-    Event.ROOM: {State.READY: State.SERVED, State.PAUSED: State.SERVED},
-    Event.FULL: {State.READY: State.PAUSED, State.PAUSED: State.PAUSED},
-    Event.RESTED: {State.RESTING: State.SERVED},
-    Event.DONE: {State.SERVED: State.READY},
-    Event.NOTHING: {State.SERVED: State.IDLE},
-    Event.REST: {
-        State.SERVED: State.RESTING,
-        State.IDLE: State.RESTING,
-        State.READY: State.RESTING,
+TRANSITIONS: Mapping[ReceptionEvent, Mapping[ReceptionState, ReceptionState]] = {
+    ReceptionEvent.ROOM: {
+        ReceptionState.READY: ReceptionState.SERVED,
+        ReceptionState.PAUSED: ReceptionState.SERVED,
     },
-    Event.RING: {State.IDLE: State.READY},
-    Event.ANEW: {
-        State.READY: State.READY,
-        State.SERVED: State.SERVED,
-        State.PAUSED: State.PAUSED,
-        State.RESTING: State.RESTING,
-        State.IDLE: State.READY,
+    ReceptionEvent.FULL: {
+        ReceptionState.READY: ReceptionState.PAUSED,
+        ReceptionState.PAUSED: ReceptionState.PAUSED,
     },
-    Event.CLOSE: {state: State.CLOSED for state in State if state is not State.CLOSED},
+    ReceptionEvent.RESTED: {ReceptionState.RESTING: ReceptionState.SERVED},
+    ReceptionEvent.DONE: {ReceptionState.SERVED: ReceptionState.READY},
+    ReceptionEvent.NOTHING: {ReceptionState.SERVED: ReceptionState.IDLE},
+    ReceptionEvent.REST: {
+        ReceptionState.SERVED: ReceptionState.RESTING,
+        ReceptionState.IDLE: ReceptionState.RESTING,
+        ReceptionState.READY: ReceptionState.RESTING,
+    },
+    ReceptionEvent.RING: {ReceptionState.IDLE: ReceptionState.READY},
+    ReceptionEvent.ANEW: {
+        ReceptionState.READY: ReceptionState.READY,
+        ReceptionState.SERVED: ReceptionState.SERVED,
+        ReceptionState.PAUSED: ReceptionState.PAUSED,
+        ReceptionState.RESTING: ReceptionState.RESTING,
+        ReceptionState.IDLE: ReceptionState.READY,
+    },
+    ReceptionEvent.CLOSE: {
+        state: ReceptionState.CLOSED
+        for state in ReceptionState
+        if state is not ReceptionState.CLOSED
+    },
 }
-"""From which state where. What is not here does not happen, but that somebody rings late."""
+"""Next state by state and event. Other pairs do not occur, except for a late RING."""
 
 
 class Turn(Enum):
-    """What the thread does with a range consumer that it looks at."""
+    """Action of the thread at the turn of a range consumer."""
 
     RECEIVE = auto()
     RECEIVE_ANEW = auto()
-    """Give it a new consumer first: everything unacknowledged comes again."""
+    """Subscribe a new consumer first: everything unacknowledged is redelivered."""
     LOOK_AGAIN = auto()
-    """After a pause."""
+    """Check again after a pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """An answer to what was handed over: some of it has to come again, later."""
+    """Answer to handed-over entries: some must be redelivered later."""
 
     until_s: float
-    """Time before which nothing is to be taken."""
+    """Time before which no entry can be taken."""
 
 
 class Reception:
-    """The state of one range consumer. Time comes in as an argument, in seconds of any clock."""
+    """The state of one range consumer. Time is an argument, in seconds of any clock."""
 
-    __slots__ = ("_heard_s", "_looked_s", "_rest_until_s", "_silent_from_s", "may_be_cut", "state")
+    __slots__ = (
+        "_looked_s",
+        "_received_s",
+        "_rest_until_s",
+        "_silent_from_s",
+        "may_be_cut",
+        "state",
+    )
 
     def __init__(self) -> None:
-        self.state = State.READY
+        self.state = ReceptionState.READY
         self._rest_until_s = 0.0
-        self._heard_s = 0.0
+        self._received_s = 0.0
         self._silent_from_s: float | None = None
         self._looked_s = 0.0
         self.may_be_cut = False
-        """Whether it may have reconnected since something came: it was seen without a connection,
-        or nobody looked for long."""
+        """Whether it may have reconnected since the last message: it was seen disconnected, or
+        was not checked for long."""
 
     def turn(self, now_s: float, *, room: bool) -> Turn:
-        """It is looked at."""
-        if self.state is State.RESTING:
+        """Choose the action at its turn."""
+        if self.state is ReceptionState.RESTING:
             if not room or now_s < self._rest_until_s:
                 return Turn.LOOK_AGAIN
-            self.tell(Event.RESTED)
+            self.apply(ReceptionEvent.RESTED)
             return Turn.RECEIVE_ANEW
-        self.tell(Event.ROOM if room else Event.FULL)
+        self.apply(ReceptionEvent.ROOM if room else ReceptionEvent.FULL)
         return Turn.RECEIVE if room else Turn.LOOK_AGAIN
 
     def rest(self, rest: Rest) -> bool:
-        """What it had could not be taken; whether it is to be looked at again from now on."""
+        """Record that its entries could not be taken; return whether to check it from now on."""
         self._rest_until_s = rest.until_s
-        lines_up = self.state is State.READY
-        self.tell(Event.REST)
+        lines_up = self.state is ReceptionState.READY
+        self.apply(ReceptionEvent.REST)
         return not lines_up
 
     def rings(self) -> bool:
-        """Its client rings; whether it lines up now, because it waited for that."""
-        if self.state not in TRANSITIONS[Event.RING]:
+        """Record that its client rings; return whether it is READY because of that."""
+        if self.state not in TRANSITIONS[ReceptionEvent.RING]:
             return False
-        self.tell(Event.RING)
+        self.apply(ReceptionEvent.RING)
         return True
 
-    def heard(self, now_s: float) -> None:
-        """Something came."""
-        self._heard_s = self._looked_s = now_s
+    def received(self, now_s: float) -> None:
+        """Record that a message came."""
+        self._received_s = self._looked_s = now_s
         self._silent_from_s = None
         self.may_be_cut = False
 
     def anew(self) -> bool:
-        """It has a new consumer, which was not seen connected yet; whether it lines up now."""
+        """Record a new consumer, not yet seen connected; return whether it is READY now."""
         self._silent_from_s = None
-        idle = self.state is State.IDLE
-        self.tell(Event.ANEW)
+        idle = self.state is ReceptionState.IDLE
+        self.apply(ReceptionEvent.ANEW)
         return idle
 
     def is_silent(self, now_s: float, quiet_s: float, *, connected: bool) -> bool:
-        """Whether nothing has come for a while in which it was seen connected; looked at often.
+        """Return whether no message has come for a while in which it was seen connected.
 
-        The silence counts from when the consumer is seen connected: before that, a reconnect may
-        have cut an entry off, and its redelivery is on the way. So it may be after a time in which
-        nobody looked (:attr:`may_be_cut`).
+        The thread calls this often. The silence counts from when the consumer is seen connected.
+        Before that, a reconnect may have cut an entry off, and its redelivery is under way. The
+        same holds after a time without checks (:attr:`may_be_cut`).
         """
         unseen = now_s - self._looked_s > quiet_s
         self._looked_s = now_s
@@ -179,35 +196,35 @@ class Reception:
             return False
         if self._silent_from_s is None or unseen:
             self._silent_from_s = now_s
-        return now_s - max(self._silent_from_s, self._heard_s) > quiet_s
+        return now_s - max(self._silent_from_s, self._received_s) > quiet_s
 
-    def tell(self, event: Event) -> None:
-        """Something happens."""
+    def apply(self, event: ReceptionEvent) -> None:
+        """Apply an event."""
         leads = TRANSITIONS[event]
         assert self.state in leads, f"{event} of a range consumer that is {self.state}"
         self.state = leads[self.state]
 
 
 class Link(Enum):
-    """Of the consumer of a range: whether it has a connection, and what is done without one."""
+    """Connection state of a range's consumer, and the reaction to a loss."""
 
     CONNECTED = auto()
     AWAY = auto()
     """Its client tries to reconnect."""
     DUE = auto()
-    """That takes long: another consumer is to be subscribed, as soon as the broker answers."""
+    """The reconnect takes long: subscribe another consumer as soon as the broker answers."""
     SUCCEEDED = auto()
-    """Another consumer is there and takes its place at its next turn."""
+    """Another consumer is subscribed, and takes over at the next turn."""
 
 
 def link_of(now_s: float, *, connected: bool, successor: bool, due_s: float) -> Link:
-    """How it stands with the connection of a range consumer.
+    """Return the connection state of a range consumer.
 
     Args:
         now_s: The time.
         connected: Whether its consumer is connected.
-        successor: Whether another consumer is there for it.
-        due_s: When another one is to be subscribed; 0: it was connected when last seen.
+        successor: Whether another consumer is subscribed for it.
+        due_s: Time at which to subscribe another one; 0: it was connected when last checked.
     """
     if successor:
         return Link.SUCCEEDED

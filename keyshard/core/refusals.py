@@ -1,4 +1,4 @@
-"""Time for which a refused request is retried, before the refusal ends the source."""
+"""Limits the retries of a refused request: a lasting refusal ends the source."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import re
 from keyshard.errors import AuthenticationError, KeyShardError, TopicNotFoundError
 
 REFUSED_S = 5.0
-"""Time for which the broker refuses, without a reason that passes by itself, seconds."""
+"""Time limit for refusals whose reason does not pass by itself, seconds."""
 UNAUTHENTICATED_S = 30.0
-"""The same where it does not accept the credentials, seconds: a token may be renewed meanwhile."""
+"""Time limit for refused credentials, seconds: a token may be renewed meanwhile."""
 
 
 _NUMBERS = re.compile(r"\d+")
 
 
 def words_of(text: str) -> str:
-    """A sentence without its numbers, which may change with each attempt."""
+    """Return a sentence without its numbers, which may change with each attempt."""
     return _NUMBERS.sub("", text)
 
 
 class Refusals:
     """Outcome of the attempts of one request.
 
-    Time is an argument, from any monotonic clock. An error that is retriable never ends anything,
-    nor does a topic that does not exist: discovery lets go of it.
+    Time is an argument, from any monotonic clock. Two errors never end the source: a retriable one,
+    and a topic that does not exist, which discovery removes.
     """
 
     def __init__(self) -> None:
         self.error: KeyShardError | None = None
-        """Why the last attempt failed; ``None`` after one that succeeded."""
+        """Error of the last attempt; ``None`` after a success."""
         self._since_s: float | None = None
 
     def failed(self, error: KeyShardError, now_s: float) -> bool:
-        """An attempt failed; whether that ends the source."""
+        """Record a failed attempt; return whether it ends the source."""
         self.error = error
         if error.retriable or isinstance(error, TopicNotFoundError):
             self._since_s = None
             return False
-        # Read once: another thread may tell of a success meanwhile.
+        # Read once: another thread may record a success meanwhile.
         since_s = self._since_s
         if since_s is None:
             since_s = self._since_s = now_s
@@ -46,5 +46,5 @@ class Refusals:
         return now_s - since_s >= patience_s
 
     def succeeded(self) -> None:
-        """An attempt succeeded."""
+        """Record a successful attempt."""
         self.error = self._since_s = None

@@ -1,47 +1,52 @@
-"""What the broker's statistics say of one subscription of one topic partition, and its limits."""
+"""The broker's statistics of one subscription of one topic partition, and the broker's limits."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote_plus
 
+from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_set import EntrySet, Runs
+from keyshard.core.position.ledger import ledgers_of
 from keyshard.core.ring.hash_range import HashRange, gaps
 
 KEY_SHARED = "Key_Shared"
-"""Type of a subscription that keyshard can use."""
+"""Type of subscription that keyshard requires."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerLimits:
-    """Limits of a broker, with the values of Pulsar 4.0; 0 means no limit."""
+    """Limits of a broker, with the defaults of Pulsar 4.0; 0 means no limit."""
 
     unacked_per_consumer: int = 50_000
-    """Messages that one consumer may leave unacknowledged before it gets no more."""
+    """Unacknowledged messages of one consumer from which it gets no more."""
     unacked_per_subscription: int = 200_000
-    """Messages of one topic partition before nobody gets anything new."""
+    """Unacknowledged messages of one topic partition from which no consumer gets new ones."""
     replay_per_consumer: int = 2_000
-    """Entries that may wait for their owner for each connected consumer, in one topic partition."""
+    """Entries of one topic partition that may wait for their owner, per connected consumer."""
     replay_per_subscription: int = 20_000
-    """Such entries at most, whatever the number of consumers."""
-    ack_holes: int = 10_000
-    """Stretches of acknowledged entries that a cursor keeps; what is beyond is forgotten when a
-    broker restarts, and comes again."""
+    """Limit of these entries for any number of consumers."""
+    ack_gaps: int = 10_000
+    """Runs of acknowledged entries that a cursor keeps. When a broker restarts, further ones are
+    forgotten, and their entries are redelivered."""
     message_bytes: int = 5 * 1024 * 1024
     """Largest message, bytes."""
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str]) -> BrokerLimits:
-        """Read the broker's configuration; what it does not tell has the default."""
-        told = {
+        """Read the broker's configuration; missing settings have the default."""
+        found = {
             field: int(settings[name])
             for field, name in _SETTINGS.items()
             if str(settings.get(name, "")).isdigit()
         }
-        return cls(**told)
+        return cls(**found)
 
     def with_unacknowledged(self, per_consumer: int, per_subscription: int) -> BrokerLimits:
-        """The same with the limits on unacknowledged messages that a topic has."""
+        """Return these limits with a topic's own limits of unacknowledged messages."""
         return replace(
             self,
             unacked_per_consumer=per_consumer,
@@ -49,7 +54,10 @@ class BrokerLimits:
         )
 
     def replay(self, consumers: int) -> int:
-        """Entries of one topic partition that may wait for their owner; then all ranges stop."""
+        """Return how many entries of one topic partition may wait for their owner.
+
+        Beyond that, all ranges stop.
+        """
         return min(self.replay_per_consumer * consumers, self.replay_per_subscription)
 
 
@@ -58,7 +66,7 @@ _SETTINGS = {
     "unacked_per_subscription": "maxUnackedMessagesPerSubscription",
     "replay_per_consumer": "keySharedLookAheadMsgInReplayThresholdPerConsumer",
     "replay_per_subscription": "keySharedLookAheadMsgInReplayThresholdPerSubscription",
-    "ack_holes": "managedLedgerMaxUnackedRangesToPersist",
+    "ack_gaps": "managedLedgerMaxUnackedRangesToPersist",
     "message_bytes": "maxMessageSize",
 }
 
@@ -71,56 +79,56 @@ class ConsumerState:
     address: str
     ranges: tuple[HashRange, ...]
     unacknowledged: int = 0
-    """Messages."""
+    """Number of unacknowledged messages."""
     blocked: bool = False
-    """Whether it has as many unacknowledged messages as it may have."""
+    """Whether it has reached its limit of unacknowledged messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionState:
-    """One subscription of one topic partition, as of one moment."""
+    """One subscription of one topic partition at one moment."""
 
     kind: str
-    """``Key_Shared``, ``Shared``, ``Exclusive``, ``Failover``, or what the broker says;
-    empty where it does not know: nobody was connected since it loaded the topic."""
+    """``Key_Shared``, ``Shared``, ``Exclusive``, ``Failover``, or another word of the broker.
+    Empty if the broker does not know: no consumer has connected since it loaded the topic."""
     sticky: bool
-    """Whether the consumers name their ranges themselves."""
+    """Whether the consumers choose their ranges themselves."""
     out_of_order: bool
-    """Whether its consumers allow messages of one key to overtake each other."""
+    """Whether its consumers allow messages of one key out of order."""
     durable: bool
-    """Whether it holds data back; that of a Reader does not."""
+    """Whether it retains data; the subscription of a Reader does not."""
     backlog: int
     """Entries that the broker holds unacknowledged."""
     in_replay: int
     """Entries that wait for their owner."""
-    ack_holes: int
-    """Stretches of acknowledged entries behind one that is not."""
+    ack_gaps: int
+    """Runs of acknowledged entries after an unacknowledged one."""
     blocked: bool
-    """Whether it has as many unacknowledged messages as it may have."""
+    """Whether it has reached its limit of unacknowledged messages."""
     consumers: tuple[ConsumerState, ...]
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> SubscriptionState:
-        """Read the admin interface's statistics of a subscription.
+        """Parse the admin interface's statistics of a subscription.
 
         Raises:
-            ValueError: The broker writes things otherwise.
+            ValueError: The broker's answer has another format.
         """
         try:
             return cls(
-                # A subscription without consumers since the broker loaded the topic is "None".
+                # The type is "None" if no consumer has connected since the broker loaded the topic.
                 kind="" if stats.get("type") in (None, "None") else str(stats["type"]),
                 sticky=stats.get("keySharedMode") == "STICKY",
                 out_of_order=bool(stats.get("allowOutOfOrderDelivery")),
                 durable=bool(stats.get("isDurable", True)),
                 backlog=int(stats["msgBacklog"]),
                 in_replay=int(stats.get("msgInReplay", 0)),
-                ack_holes=int(stats.get("nonContiguousDeletedMessagesRanges", 0)),
+                ack_gaps=int(stats.get("nonContiguousDeletedMessagesRanges", 0)),
                 blocked=bool(stats.get("blockedSubscriptionOnUnackedMsgs")),
                 consumers=tuple(map(_consumer, stats.get("consumers", ()))),
             )
         except (AttributeError, KeyError, OverflowError, TypeError) as exc:
-            raise ValueError(f"statistics of a subscription lack something: {exc!r}") from exc
+            raise ValueError(f"the statistics of the subscription are incomplete: {exc!r}") from exc
 
     @property
     def gaps(self) -> tuple[HashRange, ...]:
@@ -141,3 +149,88 @@ def _consumer(stats: Mapping[str, Any]) -> ConsumerState:
         int(stats.get("unackedMessages", 0)),
         bool(stats.get("blockedConsumerOnUnackedMsgs")),
     )
+
+
+# -- Ledgers of a topic partition, and the cursor of one subscription ------------------------------
+
+_RANGE = re.compile(r"\((-?\d+):(-?\d+)\.\.(-?\d+):(-?\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerState:
+    """Ledgers and cursor at one moment."""
+
+    ledgers: Mapping[int, int]
+    """Number of entries of every stored ledger, ascending by ledger; the last is being written."""
+    mark_delete: EntryId | None = None
+    """Every entry up to this one is acknowledged; its entry may be -1. ``None`` without a
+    cursor."""
+    individually: EntrySet = field(default_factory=EntrySet)
+    """Entries acknowledged after the mark-delete position."""
+
+    @classmethod
+    def from_internal_stats(cls, stats: Mapping[str, Any], subscription: str) -> BrokerState:
+        """Parse the admin interface's ``internalStats``.
+
+        Raises:
+            KeyError, TypeError, ValueError: The broker's answer has another format.
+        """
+        ledgers = {ledger.id: ledger.entries for ledger in ledgers_of(stats)}
+        cursor = stats.get("cursors", {}).get(_cursor_name(subscription))
+        if cursor is None:
+            return cls(ledgers)
+        ledger, _, entry = str(cursor["markDeletePosition"]).partition(":")
+        individually = _parse_ranges(str(cursor.get("individuallyDeletedMessages", "")), ledgers)
+        return cls(ledgers, EntryId(int(ledger), int(entry)), individually)
+
+    @property
+    def newest_ledger(self) -> int:
+        """The ledger that is being written; -1 if the broker has none."""
+        return max(self.ledgers, default=-1)
+
+    def acknowledged(self) -> EntrySet:
+        """Return all stored entries that are acknowledged."""
+        return self.marked() | self.individually
+
+    def marked(self) -> EntrySet:
+        """Return all stored entries up to the mark-delete position."""
+        if self.mark_delete is None:
+            return EntrySet()
+        marked, entry = self.mark_delete
+        runs: dict[int, Runs] = {}
+        for ledger, entries in self.ledgers.items():
+            last = entries - 1 if ledger < marked else min(entry, entries - 1)
+            if ledger <= marked and last >= 0:
+                runs[ledger] = ((0, last),)
+        return EntrySet(runs)
+
+    def is_acknowledged(self, entry_id: EntryId) -> bool:
+        """Whether an entry is acknowledged."""
+        return (
+            self.mark_delete is not None and entry_id <= self.mark_delete
+        ) or entry_id in self.individually
+
+    def lacks(self, entries: EntrySet) -> EntrySet:
+        """Return those of the entries that are not acknowledged, stored or not."""
+        above = entries if self.mark_delete is None else entries.above(self.mark_delete)
+        return above - self.individually
+
+
+def _cursor_name(subscription: str) -> str:
+    """Return the name of a subscription's cursor in the broker's answer: form-encoded."""
+    # The form encodings of Java and Python differ in two characters.
+    return quote_plus(subscription, safe="*").replace("~", "%7E")
+
+
+def _parse_ranges(text: str, ledgers: Mapping[int, int]) -> EntrySet:
+    """Parse ``[(12:3..12:5],(12:8..13:0]]``; a range begins after its first id."""
+    runs: list[tuple[int, int, int]] = []
+    for match in _RANGE.finditer(text):
+        from_ledger, from_entry, to_ledger, to_entry = map(int, match.groups())
+        for ledger in {from_ledger, to_ledger, *ledgers}:
+            if from_ledger <= ledger <= to_ledger:
+                first = from_entry + 1 if ledger == from_ledger else 0
+                last = to_entry if ledger == to_ledger else ledgers.get(ledger, 0) - 1
+                if first <= last:
+                    runs.append((ledger, first, last))
+    return EntrySet.of_runs(runs)

@@ -12,52 +12,53 @@ from keyshard.redaction import shown
 
 _NAME = re.compile(r"^[-=:.\w]+$")
 DEAD_LETTERS = "-DLQ"
-"""End of the name of a dead-letter topic, unless its user named it."""
+"""Suffix of the default names of dead-letter topics."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopicPattern:
-    """Topics of one namespace whose name matches as a whole.
+    """Topics of one namespace whose whole name matches.
 
-    The name is that of the topic, never of one of its partitions. System topics (``__...``),
-    non-persistent ones and dead-letter topics (``...-DLQ``, of any source) never match: sources
-    that consume each other's dead letters would never end.
+    The name is that of the topic, without a partition suffix. Three kinds never match: system
+    topics (``__...``), non-persistent topics, and dead-letter topics (``...-DLQ``) of any source.
+    Otherwise, sources could consume each other's dead letters in an endless loop.
     """
 
     tenant: str
     namespace: str
     regex: str
-    """Of the topic's own name, without tenant and namespace."""
+    """Matches the topic's own name, without tenant and namespace."""
     _compiled: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
             with warnings.catch_warnings():
-                # Python warns of syntax that it will read differently. Pulsar does so already.
+                # Python warns of syntax that will change; Pulsar already reads it so.
                 warnings.simplefilter("error", FutureWarning)
                 compiled = re.compile(self.regex)
         except (re.error, FutureWarning, OverflowError, RecursionError) as exc:
             raise ConfigError(
-                f"topics_pattern has {shown(self.regex)}, which is no regular expression: {exc}. "
-                "Escape characters that stand for themselves, such as \\[."
+                f"topics_pattern contains {shown(self.regex)}, which is not a regular "
+                f"expression: {exc}. Escape literal characters, such as \\[."
             ) from None
         object.__setattr__(self, "_compiled", compiled)
 
     @classmethod
     def parse(cls, text: str) -> TopicPattern:
-        """Read ``regex``, ``tenant/namespace/regex`` or ``persistent://tenant/namespace/regex``.
+        """Parse ``regex``, ``tenant/namespace/regex`` or ``persistent://tenant/namespace/regex``.
 
         Raises:
-            NonPersistentTopicError: It asks for non-persistent topics.
-            ConfigError: It has none of the forms, or is no regular expression.
+            NonPersistentTopicError: The pattern asks for non-persistent topics.
+            ConfigError: The text has none of these forms, or is no regular expression.
         """
         domain, scheme, rest = text.strip().partition("://")
         if not scheme:
             domain, rest = "persistent", text.strip()
         if domain == "non-persistent":
             raise NonPersistentTopicError(
-                f"Pattern {text!r} is of non-persistent topics: their messages have no position, "
-                "so they cannot be acknowledged on checkpoint. Use persistent topics.",
+                f"Pattern {text!r} matches non-persistent topics. Their messages have no "
+                "position of their own, so they cannot be acknowledged after a checkpoint. Use "
+                "persistent topics.",
                 topic=text,
             )
         if not scheme and "/" not in rest:
@@ -70,18 +71,19 @@ class TopicPattern:
             or not all(map(_NAME.fullmatch, parts[:2]))
         ):
             raise ConfigError(
-                f"topics_pattern is {shown(text)}. Write 'regex', 'tenant/namespace/regex' or "
-                "'persistent://tenant/namespace/regex'; tenant and namespace are plain names."
+                f"topics_pattern is {shown(text)}; write 'regex', 'tenant/namespace/regex' or "
+                "'persistent://tenant/namespace/regex', with plain names of tenant and "
+                "namespace."
             )
         return cls(*parts)
 
     @property
     def text(self) -> str:
-        """The full form; :meth:`parse` reads it."""
+        """The full form; :meth:`parse` accepts it."""
         return f"persistent://{self.tenant}/{self.namespace}/{self.regex}"
 
     def matches(self, topic: str) -> bool:
-        """Whether a full topic name is one of these topics."""
+        """Return whether a full topic name matches."""
         prefix = f"persistent://{self.tenant}/{self.namespace}/"
         name = topic.removeprefix(prefix)
         return (

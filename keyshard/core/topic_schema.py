@@ -11,14 +11,14 @@ class TopicSchema:
     """One version of the schema of a topic."""
 
     type: str
-    """``AVRO``, ``JSON``, ``INT64``, ...: Pulsar's name."""
+    """Pulsar's name: ``AVRO``, ``JSON``, ``INT64``, ..."""
     definition: bytes = b""
-    """What describes it, by its type; empty for a primitive."""
+    """Definition in the format of the type; empty for a primitive."""
     version: int = 0
     properties: Mapping[str, str] = field(default_factory=dict)
 
     def says_the_same(self, other: TopicSchema) -> bool:
-        """Whether values of both are decoded alike."""
+        """Return whether values of both schemas are decoded in the same way."""
         return (self.type, self.definition, dict(self.properties)) == (
             other.type,
             other.definition,

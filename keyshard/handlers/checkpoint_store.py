@@ -1,34 +1,37 @@
-"""Keeps the newest checkpoint durably behind an fsspec URL."""
+"""Stores the newest checkpoint durably at an fsspec URL."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
+import threading
 from pathlib import Path
+from typing import TextIO
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from keyshard.config.handlers import checkpoint_url
 from keyshard.core.position.checkpoint import Checkpoint
-from keyshard.errors import CheckpointError, ConfigError
-from keyshard.handlers.checkpoint_lock import CheckpointLock
+from keyshard.errors import CheckpointError, CheckpointInUseError, ConfigError
 from keyshard.redaction import redacted, scrubbed, shown
 
 _log = logging.getLogger(__name__)
 _USER_OF_LOCAL = re.compile(r"://[^/].*@", re.DOTALL)
-"""User and password of a URL. As part of a path they would no longer be recognised as secrets."""
+"""User and password of a URL. As part of a path they would not be recognised as secrets."""
 
 
 class CheckpointStore:
-    """The newest checkpoint of a source; a crash leaves either the old one or the new one.
+    """Stores the newest checkpoint of a source; a crash leaves either the old one or the new one.
+
+    On a local disk, symbolic links are followed to the file. A new checkpoint is written beside it,
+    synced and renamed. Object stores replace objects atomically.
 
     Args:
-        given: Path of a file, or its fsspec URL, such as ``s3://bucket/orders.json``. On a local
-            disk, symbolic links are followed to the file; a new checkpoint is written beside it,
-            synced and renamed. Its folder has to exist: a volume that is not mounted is an error.
-            Object stores replace objects atomically.
+        given: Path of a file, or its fsspec URL, such as ``s3://bucket/orders.json``. A local
+            folder must exist, so that a volume that is not mounted is an error.
 
     Raises:
         ConfigError: The URL names no known file system, no file, or a user of a local disk.
@@ -48,8 +51,8 @@ class CheckpointStore:
         if isinstance(self._files, LocalFileSystem):
             if _USER_OF_LOCAL.search(url):
                 raise ConfigError(
-                    f"checkpoint is {shown(url)}: a local file has no host and no user. Write its "
-                    "path, such as file:///var/lib/app/orders.json, or name the scheme of the "
+                    f"checkpoint is {shown(url)}: a local file has no host and no user. Write "
+                    "its path, such as file:///var/lib/app/orders.json, or the scheme of the "
                     "store, such as s3."
                 )
             # A rename onto a symbolic link would replace the link by a file on another volume.
@@ -58,13 +61,13 @@ class CheckpointStore:
         self._lock: CheckpointLock | None = None
 
     def open(self) -> Checkpoint | None:
-        """Hold it until :meth:`close`, see that it can be written, and load it.
+        """Take the checkpoint until :meth:`close`, check that it can be written, and load it.
 
         Files on a local disk are locked. Object stores have no locks: there only the broker keeps
         two sources of one subscription apart.
 
         Raises:
-            CheckpointInUseError: Another running source has it.
+            CheckpointInUseError: Another running source holds it.
             CheckpointError: It cannot be read or written.
         """
         if isinstance(self._files, LocalFileSystem):
@@ -78,7 +81,7 @@ class CheckpointStore:
             raise
 
     def close(self) -> None:
-        """Let others have it. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -89,16 +92,16 @@ class CheckpointStore:
         except Exception as exc:
             scrubbed(exc)
             raise CheckpointError(
-                f"The checkpoint {self._url} cannot be written: {exc}. Name a place that this "
+                f"The checkpoint {self._url} cannot be written: {exc}. Use a location that this "
                 "process may write to."
             ) from exc
         try:
             self._files.rm_file(path)
-        except Exception as exc:  # noqa: BLE001 - who may write there may not remove
-            _log.debug("%s stays, empty: %s", path, exc)
+        except Exception as exc:  # noqa: BLE001 - permission to write does not include removal
+            _log.debug("could not remove the empty file %s: %s", path, exc)
 
     def load(self) -> Checkpoint | None:
-        """The checkpoint stored last; ``None`` when there is none.
+        """Load the checkpoint stored last; ``None`` if there is none.
 
         Raises:
             CheckpointError: It cannot be read.
@@ -109,20 +112,23 @@ class CheckpointStore:
             return None
         except Exception as exc:
             scrubbed(exc)
-            raise CheckpointError(f"Could not read the checkpoint {self._url}: {exc}.") from exc
+            raise CheckpointError(
+                f"The checkpoint {self._url} cannot be read: {exc}. Check the location and its "
+                "permissions."
+            ) from exc
         try:
             return Checkpoint.from_json(text)
         except CheckpointError as exc:
             raise CheckpointError(
-                f"Could not read the checkpoint {self._url}: {exc.message} Restore it, or name "
-                "another file to begin from what the broker knows."
+                f"The checkpoint {self._url} cannot be read: {exc.message} To begin at the "
+                "cursor of the subscription, use another file."
             ) from exc
 
     def save(self, checkpoint: Checkpoint) -> int:
-        """Replace what is stored; it is durable when this returns. Its size, bytes.
+        """Replace the stored checkpoint durably, and return its size in bytes.
 
         Raises:
-            CheckpointError: It could not be written; the old one stands.
+            CheckpointError: It could not be written; the old one stays.
         """
         text = checkpoint.to_json()
         try:
@@ -133,14 +139,14 @@ class CheckpointStore:
         except Exception as exc:
             scrubbed(exc)
             raise CheckpointError(
-                f"Could not store the checkpoint {self._url}: {exc}. Nothing of it was "
-                "acknowledged; it comes again."
+                f"The checkpoint {self._url} cannot be stored: {exc}. Nothing of it was "
+                "acknowledged, so it is delivered again. Check the location and its permissions."
             ) from exc
         return len(text)
 
 
 def _replace(path: Path, text: str) -> None:
-    # The lock leaves one writer, so a file of one that crashed is written anew.
+    # The lock leaves one writer, so a file left by a crash is overwritten.
     new = path.with_name(f"{path.name}.new")
     try:
         with new.open("w", encoding="utf-8") as file:
@@ -155,3 +161,96 @@ def _replace(path: Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+# -- One running source for each checkpoint file: a lock of the operating system beside it ---------
+# The lock belongs to the process, not to the file: a crashed process holds none, and processes
+# started by a handler do not inherit it.
+
+_held: dict[tuple[int, int], int] = {}
+"""Lock files of this process by device and inode, with its process id. A POSIX lock never refuses
+the process that holds it, and a forked process holds none. Several paths may lead to one file."""
+_held_lock = threading.Lock()
+
+
+class CheckpointLock:
+    """A lock, held from construction until :meth:`close`.
+
+    Args:
+        path: The checkpoint's file, without symbolic links.
+
+    Raises:
+        CheckpointInUseError: Another source holds it.
+        CheckpointError: The folder or file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(f"{path.name}.lock")
+        self._file: TextIO | None = None
+        self._inode = (0, 0)
+        with _held_lock:
+            # Checked before the file is opened: closing any handle of it would release its lock.
+            if _held.get(self._found()) == os.getpid():
+                raise self._in_use(f"another source of this process, {os.getpid()}")
+            self._file = self._locked(path)
+            self._inode = self._found()
+            _held[self._inode] = os.getpid()
+
+    def close(self) -> None:
+        """Release the lock. Idempotent."""
+        with _held_lock:
+            if self._file is not None:
+                # The file stays: another process that waits for it must not lock a deleted file.
+                self._file.close()
+                self._file = None
+                _held.pop(self._inode, None)
+
+    def _found(self) -> tuple[int, int]:
+        """Return device and inode of the lock file; ``(0, 0)`` if it does not exist."""
+        try:
+            facts = self._path.stat() if self._file is None else os.fstat(self._file.fileno())
+        except OSError:
+            return (0, 0)
+        return (facts.st_dev, facts.st_ino)
+
+    def _locked(self, path: Path) -> TextIO:
+        try:
+            if not path.parent.exists():
+                raise CheckpointError(
+                    f"The checkpoint {path} cannot be written: the folder {path.parent} does not "
+                    "exist. Create the folder. If it is on a volume, mount the volume first."
+                )
+            if path.exists() and not path.is_file():
+                raise CheckpointError(
+                    f"The checkpoint {path} cannot be written: it is not a file. Name a file."
+                )
+            file = self._path.open("a+", encoding="utf-8", errors="replace")
+        except OSError as exc:
+            raise CheckpointError(
+                f"The checkpoint {path} cannot be written: {exc}. Use a file in a folder that "
+                "this process may write to."
+            ) from exc
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+        except BlockingIOError as exc:
+            file.seek(0)
+            holder = file.read().strip()
+            file.close()
+            raise self._in_use(f"process {holder}") from exc
+        except OSError as exc:
+            file.close()
+            raise CheckpointError(
+                f"The checkpoint {path} cannot be locked or written: {exc}. Use a file on a disk "
+                "with free space and file locks."
+            ) from exc
+        return file
+
+    def _in_use(self, holder: str) -> CheckpointInUseError:
+        return CheckpointInUseError(
+            f"The checkpoint of {self._path.name.removesuffix('.lock')} in {self._path.parent} "
+            f"is in use by {holder}. Two sources would overwrite each other's checkpoint. Stop "
+            "the other source, or give this one its own checkpoint."
+        )

@@ -1,26 +1,41 @@
-"""A run over one source whose owner takes entries, and commits them in any order."""
+"""A run over one source whose owner takes entries and commits them in any order."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 
+from keyshard.columns.content import only
+from keyshard.columns.outgoing import Outgoing
+from keyshard.config.sink import SinkConfig
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.opening import first_assignment
 from keyshard.coordinator.rescale import Rescaler
+from keyshard.core.lanes.rate_limit import RateLimitStatus
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.outputs import Handled, Outputs, check_owner
+from keyshard.dead_letters.store import DeadLetters
+from keyshard.errors import ConfigError, KeyShardError, RuntimeStoppedError
 from keyshard.handlers.checkpoint_store import CheckpointStore
-from keyshard.handlers.committer import Committer
+from keyshard.handlers.output_log import OutputLog
 from keyshard.handlers.range_owners import RangeOwners
 from keyshard.observe.monitor import Monitor
 from keyshard.observe.status import StatusView, Subject
 from keyshard.observe.status_types import Status
 from keyshard.threads import owned_by
 
+_logger = logging.getLogger(__name__)
 Entries = dict[TopicPartition, list[EntryId]]
+RowsByTopic = dict[str, list[Outgoing]]
+HandledMessages = list[tuple[TopicPartition, EntryId, int]]
+"""Topic partition, entry and batch index of messages."""
 
 
 class EntryRun:
@@ -28,10 +43,12 @@ class EntryRun:
 
     Args:
         coordinator: The source, not started.
-        config: The source.
+        config: Options of the source.
         checkpoint: Path or fsspec URL of the checkpoint; ``None``: none.
-        executor: What the status calls those who work on the entries.
-        workers: How many they are.
+        executor: Name of the executor in the status.
+        workers: Returns the number of its workers for the status.
+        sink: Publishes rows with the commits; ``None``: there are none.
+        rate_limit: Returns the rate limit of what handles the entries, at a monotonic time.
     """
 
     def __init__(
@@ -42,24 +59,37 @@ class EntryRun:
         *,
         executor: str,
         workers: Callable[[], int] = lambda: 1,
+        sink: SinkConfig | None = None,
+        rate_limit: Callable[[float], RateLimitStatus | None] = lambda _: None,
     ) -> None:
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._config = config
         self._end_timeout_s = config.operation_timeout_ms / 1000
         """Longest wait at the end for a commit in progress, seconds."""
         self._store = None if checkpoint is None else CheckpointStore(checkpoint)
-        # One thread takes it twice where an iteration that nobody holds ends inside an ack.
+        # Reentrant: an abandoned iteration can end inside an ack, in the same thread.
         self._lock = threading.RLock()
         self._left: Entries = {}
-        self._stopping = self._ended = False
+        self._stopping = self._ended = self._has_committer = False
         self._monitor: Monitor | None = None
         self.rescaler: Rescaler | None = None
         """Moves ranges, once the run has started."""
-        self._owners = RangeOwners()
+        self._log = None
+        if sink is not None:
+            if sink.value_format != "raw":
+                raise ConfigError(
+                    f"The sink has value_format {sink.value_format!r}, but rows of a source are "
+                    "published as they are. Encode the values, and leave value_format out."
+                )
+            self._log = OutputLog(sink, checkpointed=self._store is not None)
+        self._handled: Handled = {}
+        """Messages whose rows an earlier run has in the checkpoint: :meth:`take` omits them."""
+        self._owners = RangeOwners(self._log, rate_limit)
         self._subject = Subject(
             config, coordinator, self._owners,
             executor=executor, workers=workers, workers_max=None,
             stopping=lambda: self._stopping, rescaler=lambda: self.rescaler,
+            kind=executor,
         )  # fmt: skip
 
     def stop(self) -> None:
@@ -73,20 +103,27 @@ class EntryRun:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Inside, entries are received; the ranges are given back at the end.
+        """Receive entries inside the block; give the ranges back at its end.
 
         Raises:
             KeyShardError: The source does not start.
         """
         checkpoint = None if self._store is None else self._store.open()
         try:
-            with owned_by(self._coordinator.fail):
+            outputs = None if checkpoint is None else checkpoint.outputs
+            if self._log is None:
+                check_owner(outputs, None)
+            else:
+                self._log.open(outputs)
+                self._handled = deepcopy(self._log.handled)
+            with owned_by(self.coordinator.fail):
                 self._monitor = Monitor(self._subject)
             assignment = first_assignment(self._config, checkpoint)
             self._owners.begin(assignment)
-            self._coordinator.start(checkpoint, assignment=assignment)
-            self._committer = Committer(self._coordinator, self._store, checkpoint)
-            self.rescaler = self._coordinator.rescaler(self._owners, drain_timeout_s=0.0)
+            self.coordinator.start(checkpoint, assignment=assignment)
+            self._committer = Committer(self.coordinator, self._store, checkpoint)
+            self._has_committer = True
+            self.rescaler = self.coordinator.rescaler(self._owners, drain_timeout_s=0.0)
             yield
         finally:
             if self._monitor is not None:
@@ -94,68 +131,259 @@ class EntryRun:
             self._end()
 
     def take(self, timeout_s: float) -> list[tuple[TopicPartition, EntryBlock]]:
-        """What was received since the last call; ``[]`` when nothing came in time.
+        """Return the entries received since the last call; ``[]`` if none came in time.
 
-        It counts against the window until it is committed.
+        They count against the window until they are committed.
 
         Raises:
-            KeyShardError: What ended the source, or the checkpoint could not be stored.
+            KeyShardError: The error that ended the source, or the checkpoint could not be stored.
         """
         if self._committer.behind:
-            with self._lock:
-                self._committer.store()
-        taken = self._coordinator.handed_out.take(timeout_s)
-        return [(topic_partition, block) for topic_partition, _, block in taken]
+            self._save_behind()
+        taken = self.coordinator.in_flight.take(timeout_s)
+        if not taken and self._log is not None and self._log.unsaved:
+            self._save_behind()
+        located = [(topic_partition, block) for topic_partition, _, block in taken]
+        return self._unhandled(located) if self._handled else located
 
     @property
     def full(self) -> bool:
         """Whether a topic partition has no room in the window."""
-        return self._coordinator.handed_out.full
+        return self.coordinator.in_flight.full
 
     def status(self) -> Status:
-        """What goes on, as plain JSON values; no lane works on anything."""
+        """Return the status as plain JSON values; it shows no lane at work."""
         view = StatusView(self._subject, None) if self._monitor is None else self._monitor.view
         return view.status()
 
-    def commit(self, entries: Entries) -> None:
-        """Commit entries that were taken, and what was left of others before; from any thread.
+    def not_ready(self) -> str:
+        """Return why the source does not take messages; empty if it does."""
+        return (
+            "The source is starting." if self._monitor is None else self._monitor.view.not_ready()
+        )
+
+    def commit(
+        self,
+        entries: Entries,
+        rows: RowsByTopic | None = None,
+        handled: HandledMessages | None = None,
+    ) -> None:
+        """Commit taken entries, and entries that earlier commits had no room for; from any thread.
 
         Args:
-            entries: Emptied when they are in the next checkpoint, also when storing that fails:
-                then the next commit stores it.
+            entries: Emptied once they are in the next checkpoint. If storing that checkpoint
+                fails, the next commit stores it.
+            rows: Rows to publish with them, by full topic name; emptied like the entries.
+            handled: The messages of these rows, also those of other entries; emptied like the
+                entries. Without it, all messages of the entries are handled, and no others.
 
         Raises:
-            KeyShardError: The source ended, or the checkpoint could not be stored.
+            KeyShardError: The source ended, the checkpoint could not be stored, or the rows are not
+                confirmed.
         """
         try:
             with self._lock:
+                if self._log is not None and self._log.unconfirmed:
+                    if self._ended:
+                        # The checkpoint may be that of the next source, which has these rows.
+                        raise RuntimeStoppedError(
+                            "The source has ended. Rows that are not confirmed are in its "
+                            "checkpoint, and the next start publishes them."
+                        )
+                    self._publish(self._log)
                 completed = {where: list(ids) for where, ids in self._left.items()}
                 for topic_partition, ids in entries.items():
                     completed.setdefault(topic_partition, []).extend(ids)
+                joined = {name: Outgoing.joined(parts) for name, parts in (rows or {}).items()}
                 self._left = self._committer.plan(completed)
                 entries.clear()
-                self._committer.store()
+                if self._log is None:
+                    self._committer.store()
+                elif joined or handled or self._committer.pending:
+                    self._log.begin(joined, handled or ())
+                    self._log.forget(
+                        {
+                            at: set(ids) - set(self._left.get(at, ()))
+                            for at, ids in completed.items()
+                        }
+                    )
+                    for emptied in (rows, handled):
+                        if emptied:
+                            emptied.clear()
+                    self._publish(self._log)
         finally:
             if self._ended:
                 self._let_checkpoint_go()
 
-    def _end(self) -> None:
-        """A commit that another thread is in ends first; those that follow find the source ended.
+    def checked(self, topic: str, rows: Outgoing) -> None:
+        """Check rows for :meth:`commit`: their topic and sizes.
 
-        Else it would replace the checkpoint of whoever comes next with its own, or return when
-        nobody can acknowledge any more. One that hangs keeps the checkpoint from others.
+        Raises:
+            KeyShardError: The topic cannot be opened, or a row is too large.
+        """
+        assert self._log is not None
+        with self._lock:
+            opened = self._log.topic(topic)
+            for row, size in enumerate(rows.sizes()):
+                if size > opened.message_bytes_max:
+                    self._log.check(opened, rows.messages(row, row + 1)[0])
+
+    def _unhandled(
+        self, located: Sequence[tuple[TopicPartition, EntryBlock]]
+    ) -> list[tuple[TopicPartition, EntryBlock]]:
+        """Omit messages that an earlier run handled; commit entries that have no others."""
+        found: list[tuple[TopicPartition, EntryBlock]] = []
+        settled: Entries = {}
+        for where, block in located:
+            handled = self._handled.get(where, {}).get(block.id, ())
+            rest = frozenset(block.indices).difference(handled)
+            if not rest:
+                settled.setdefault(where, []).append(block.id)
+            else:
+                found.append((where, only(block, rest) if handled else block))
+        if settled:
+            self.commit(settled)
+        return found
+
+    def _publish(self, log: OutputLog) -> None:
+        """Publish the newest batch of rows after its checkpoint is durable, then acknowledge."""
+        self._committer.save(log.state())
+        log.publish()
+        self._committer.release()
+
+    def _save_behind(self) -> None:
+        with self._lock:
+            if self._log is None:
+                self._committer.store()
+            else:
+                self._committer.save(self._log.state())
+
+    def _end(self) -> None:
+        """Stop the source after a commit in progress; later commits find the source ended.
+
+        Otherwise that commit would overwrite the checkpoint of the next source, or return when
+        nothing can be acknowledged any more. If it hangs, it keeps the checkpoint locked.
         """
         alone = self._lock.acquire(timeout=self._end_timeout_s)
         try:
-            self._coordinator.stop()
+            if self._log is not None:
+                self._end_log(self._log, alone=alone)
+            self.coordinator.stop()
         finally:
+            self._ended = True
             if alone:
                 self._lock.release()
-            self._ended = True
             self._let_checkpoint_go()
 
+    def _end_log(self, log: OutputLog, *, alone: bool) -> None:
+        try:
+            if alone and self._has_committer and log.unsaved:
+                self._save_behind()
+        except KeyShardError as exc:
+            _logger.warning("the checkpoint keeps rows that are confirmed: %s", exc)
+        log.close()
+
     def _let_checkpoint_go(self) -> None:
-        """Unless a commit is in progress, which does it then."""
+        """Release the checkpoint, unless a commit in progress does so at its end."""
         if self._store is not None and self._lock.acquire(blocking=False):
             self._store.close()
             self._lock.release()
+
+
+# -- Commits: completed entries become durable, then they are acknowledged -------------------------
+
+
+class Committer:
+    """Commits entries of one source, one commit after the other, from one thread at a time.
+
+    A commit has three steps::
+
+        1. plan      completed entries -> checkpoint, with the facts that a restart needs
+        2. save      store the checkpoint, if the user configured one
+        3. release   forget the entries, acknowledge them
+
+    Args:
+        coordinator: The started source.
+        store: Store of checkpoints; ``None``: the source has none.
+        stored: The checkpoint that the source began with.
+        parked: Names the position of the parked keys for the checkpoint.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        store: CheckpointStore | None,
+        stored: Checkpoint | None,
+        parked: DeadLetters | None = None,
+    ) -> None:
+        self._parked = parked
+        self._coordinator = coordinator
+        self._store = store
+        self._rescaled = None if stored is None else stored.rescaled
+        """The rescale that the stored checkpoint contains."""
+        self.stored_bytes = 0
+        """Size of the checkpoint stored last; 0 without a store."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether the stored checkpoint lacks a rescale or completed dead letters."""
+        if self._store is None:
+            return False
+        unsaved = self._parked is not None and self._parked.unsaved
+        return unsaved or self._coordinator.rescaled != self._rescaled
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to store or to acknowledge."""
+        return self._coordinator.in_flight.completed or self.behind
+
+    def plan(
+        self, completed: Mapping[TopicPartition, Collection[EntryId]]
+    ) -> dict[TopicPartition, list[EntryId]]:
+        """Take completed entries into the next checkpoint; memory only.
+
+        Returns:
+            Entries that the checkpoint has no room for; pass them again later. The others belong to
+            :meth:`store` from now on, even if it fails.
+
+        Raises:
+            KeyShardError: The source ended; nothing was taken.
+        """
+        return self._coordinator.in_flight.plan_completed(completed)
+
+    def store(self) -> None:
+        """Store the planned checkpoint and acknowledge its entries, also those of a failed call.
+
+        Raises:
+            KeyShardError: The checkpoint could not be stored. Nothing of it is acknowledged.
+        """
+        if self.pending:
+            self.save()
+            self.release()
+
+    def save(self, outputs: Outputs | None = None) -> None:
+        """Store the planned checkpoint.
+
+        Args:
+            outputs: Outputs that the checkpoint has to hold; ``None`` without a sink.
+
+        Raises:
+            KeyShardError: The checkpoint could not be stored.
+        """
+        if self._store is None:
+            return
+        rescaled = self._coordinator.rescaled
+        parked = None
+        if self._parked is not None:
+            parked = self._parked.checkpoint(self._coordinator.in_flight.positions)
+        newest = self._coordinator.newest
+        checkpoint = replace(newest, parked=parked, rescaled=rescaled, outputs=outputs)
+        self.stored_bytes = self._store.save(checkpoint)
+        self._coordinator.saved(self.stored_bytes)
+        self._rescaled = rescaled
+        if self._parked is not None:
+            self._parked.saved()
+
+    def release(self) -> None:
+        """Acknowledge the entries of the checkpoint that was stored."""
+        self._coordinator.in_flight.release_completed()

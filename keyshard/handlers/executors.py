@@ -1,6 +1,6 @@
-"""Where handlers run: threads, an event loop, or (:mod:`keyshard.handlers.processes`) processes.
+"""Executors: threads, an event loop, or (:mod:`keyshard.handlers.processes`) processes.
 
-All ask one :class:`Desk` for the next message and tell it how the handler ended.
+All ask one :class:`WorkSource` for the next message, and report how each attempt ended.
 """
 
 from __future__ import annotations
@@ -10,38 +10,50 @@ import contextvars
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
+from keyshard.core.lanes.bulk import Bulk
 from keyshard.core.lanes.queues import Work
 from keyshard.core.lanes.retrying import Setback
-from keyshard.core.message import Message
+from keyshard.core.message import Message, Produce
 from keyshard.errors import KeyShardError
-from keyshard.handlers.calling import Handle
-from keyshard.handlers.event_loop import EventLoop
+from keyshard.handlers import stacks
+from keyshard.handlers.calling import CallersLoop, EventLoop, Handle
 from keyshard.threads import begin, ending_source
 
 ASYNC_NAME = "keyshard-work-async"
-"""Of the thread that runs coroutines."""
+"""Name of the thread that runs coroutines."""
 
 
-class Desk(Protocol):
-    """Hands out messages and takes results; see :mod:`keyshard.handlers.lane_desk`."""
+class WorkSource(Protocol):
+    """Hands out messages and takes results; see :mod:`keyshard.handlers.dispatcher`."""
 
     changed: threading.Condition
-    """Held by who calls :meth:`next` and :meth:`finish`; notified when there is work."""
+    """Held by callers of :meth:`next`, :meth:`next_bulk`, :meth:`end_bulk` and :meth:`finish`;
+    notified when there is work."""
 
     def next(self) -> Work | None:
-        """The message to handle now; ``None`` when there is none."""
+        """Return the message to handle now; ``None`` if there is none."""
+
+    def next_bulk(self) -> Bulk | None:
+        """Return messages to handle in turn, if there is no single one; ``None`` without any."""
+
+    def end_bulk(self, bulk: Bulk, *, failed: bool) -> Work | None:
+        """Report that a bulk has no message left, or that its last one failed.
+
+        Returns:
+            The message to finish by itself: it failed, or the bulk was taken apart meanwhile.
+        """
 
     def judge(self, work: Work, error: BaseException) -> Setback:
-        """What the handler raised means; called without the lock, because it asks user code."""
+        """Decide on a handler's exception; called without the lock, because it runs user code."""
 
-    def finish(self, work: Work, setback: Setback | None) -> None:
-        """An attempt ended; ``setback``: why it failed."""
+    def finish(self, work: Work, setback: Setback | None, produced: Sequence[Produce] = ()) -> None:
+        """Report the end of an attempt: its failure, or the messages to publish."""
 
     def wake(self) -> None:
-        """Let workers start what is runnable; called with ``changed`` held."""
+        """Let executors start runnable messages; called with ``changed`` held."""
 
     def fail(self, error: KeyShardError) -> None:
         """End the source."""
@@ -51,50 +63,69 @@ class Desk(Protocol):
         """Whether no work is handed out any more."""
 
 
-class Workers(Protocol):
-    """Runs handlers until the desk is closed."""
+class Executor(Protocol):
+    """An executor: runs handlers until the dispatcher is closed."""
 
     count: int
-    """Threads or processes; 1 for an event loop."""
+    """Number of threads or processes; 1 for an event loop."""
+    takes_bulks: bool
+    """Whether it handles bulks."""
 
     @property
     def resting(self) -> bool:
-        """Whether there is somebody to wake; the desk's lock is held."""
+        """Whether a wake-up would have an effect; the dispatcher's lock is held."""
 
     def wake(self, messages: int) -> None:
-        """There are so many messages to start; the desk's lock is held."""
+        """Announce messages to start; the dispatcher's lock is held."""
+
+    def look(self) -> bool:
+        """Return whether handlers can run; called in each turn of the run, without the lock."""
 
     def grow(self, count: int) -> None:
-        """There may be more lanes than before: run as many handlers at once, where threads do."""
+        """Run more handlers at once, if the executor uses threads: there may be more lanes now."""
+
+    def calls(self, work: Work) -> list[stacks.Call]:
+        """Return the stack of a running handler; the dispatcher's lock is held.
+
+        Raises:
+            ConfigError: Handlers run in other processes.
+        """
 
     def close(self, timeout_s: float) -> bool:
-        """The desk is closed: wait for running handlers; whether all have ended."""
+        """Wait for running handlers of a closed dispatcher; whether all have ended."""
 
 
-class ThreadWorkers:
-    """Daemon threads, never fewer than before.
+class ThreadExecutor:
+    """Runs handlers in daemon threads, whose number never shrinks.
 
-    One of them is called at a time, and calls the next before its handler begins: handlers that
-    wait all run soon, and those that take no time run in few threads. To wake a hundred of them for
-    a hundred messages would cost more than to handle those.
+    One thread is woken at a time, and wakes the next before its handler begins. So handlers that
+    block all run soon, and fast handlers run in few threads: to wake a hundred threads for a
+    hundred messages would cost more than to handle the messages.
 
     Args:
-        desk: Where work comes from.
+        dispatcher: Source of work.
         count: Number of threads to begin with.
         handles: Makes the function that a thread calls for each message.
     """
 
-    def __init__(self, desk: Desk, count: int, handles: Callable[[], Handle]) -> None:
+    takes_bulks = True
+
+    def __init__(self, dispatcher: WorkSource, count: int, handles: Callable[[], Handle]) -> None:
         self.count = 0
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._handles = handles
         self._idle = 0
         self._called = False
-        """Whether a thread was woken that has not gone on yet."""
+        """Whether a thread was notified and does not run yet."""
         self._left_behind = False
-        """Whether nobody waits any more for handlers that still run."""
+        """Whether :meth:`close` no longer waits for handlers that still run."""
         self._threads: list[threading.Thread] = []
+        self._taken: dict[int, Work | Bulk | None] = {}
+        """Work of each thread, by its ident; guarded by the dispatcher's lock."""
         self._start_threads(count)
+
+    def look(self) -> bool:
+        return True
 
     def grow(self, count: int) -> None:
         self._start_threads(count)
@@ -102,128 +133,201 @@ class ThreadWorkers:
     def _start_threads(self, count: int) -> None:
         for number in range(self.count, count):
             name = f"keyshard-work-{number}"
-            self._threads.append(begin(name, self._run, fail=self._desk.fail))
+            self._threads.append(begin(name, self._run, fail=self._dispatcher.fail))
         self.count = max(self.count, count)
 
     @property
     def resting(self) -> bool:
         return self._idle > 0 and not self._called
 
+    def calls(self, work: Work) -> list[stacks.Call]:
+        for ident, taken in self._taken.items():
+            if taken is work or (isinstance(taken, Bulk) and taken.work is work):
+                return stacks.of_thread(ident, __file__)
+        return []
+
     def wake(self, messages: int) -> None:
         if messages:
             self._called = True
-            self._desk.changed.notify()
+            self._dispatcher.changed.notify()
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        with self._desk.changed:
-            self._desk.changed.notify_all()
+        with self._dispatcher.changed:
+            self._dispatcher.changed.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._left_behind = True
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
-        desk, handle = self._desk, self._handles()
+        dispatcher, handle = self._dispatcher, self._handles()
+        ident = threading.get_ident()
         work: Work | None = None
         setback: Setback | None = None
+        produced: Sequence[Produce] = ()
+        bulk: Bulk | None = None
         while True:
-            with desk.changed:
+            with dispatcher.changed:
                 if work is not None:
-                    desk.finish(work, setback)
-                while (work := desk.next()) is None:
-                    if desk.closed:
+                    dispatcher.finish(work, setback, produced)
+                while not ((work := dispatcher.next()) or (bulk := dispatcher.next_bulk())):
+                    if dispatcher.closed:
                         return
+                    self._taken[ident] = None
                     self._idle += 1
-                    desk.changed.wait()
+                    dispatcher.changed.wait()
                     self._idle -= 1
                     self._called = False
-                if self.resting:
-                    desk.wake()
-            setback = None
+                self._taken[ident] = work or bulk
+                if work is not None and self.resting:
+                    dispatcher.wake()
+            setback, produced = None, ()
+            if work is None:
+                assert bulk is not None
+                work, setback = self._handle_bulk(bulk, handle)
+                if self._left_behind:
+                    return
+                continue
             try:
-                handle(work.message)
-            except BaseException as exc:  # noqa: BLE001 - whatever a handler raises is its failure
-                setback = desk.judge(work, exc)
+                produced = handle(work.message) or ()
+            except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
+                setback = dispatcher.judge(work, exc)
             if self._left_behind:
                 return
 
+    def _handle_bulk(self, bulk: Bulk, handle: Handle) -> tuple[Work | None, Setback | None]:
+        """Handle messages until none is left or one fails; return the one to finish by itself."""
+        todo, ends, now, error = bulk.todo, bulk.ends, time.monotonic, None
+        while todo:
+            try:
+                message = todo.popleft()
+            except IndexError:  # it was taken apart between the two lines
+                break
+            try:
+                handle(message)
+            except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
+                error = exc
+                break
+            ends.append(now())
+        if self._left_behind:
+            return None, None
+        with self._dispatcher.changed:
+            work = self._dispatcher.end_bulk(bulk, failed=error is not None)
+        if work is None or error is None:
+            return work, None
+        return work, self._dispatcher.judge(work, error)
 
-class AsyncWorkers:
-    """One event loop in a daemon thread; a task for each message, one for each lane at most.
+
+class AsyncExecutor:
+    """Runs handlers in one event loop; at most one task for each lane.
 
     Args:
-        desk: Where work comes from.
+        dispatcher: Source of work.
         handle: A coroutine function.
         running_max: Most coroutines at the same time; ``None``: one for each lane.
+        loop: The event loop of a caller; ``None``: one in a daemon thread.
     """
 
+    takes_bulks = False
+
     def __init__(
-        self, desk: Desk, handle: Callable[[Message], Awaitable[None]], running_max: int | None
+        self,
+        dispatcher: WorkSource,
+        handle: Callable[[Message], Awaitable[Any]],
+        running_max: int | None,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.count = 1
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._handle = handle
         self._running_max = math.inf if running_max is None else running_max
         self._running = 0
-        """Coroutines that handle messages; the desk's lock guards it."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        """Coroutines that handle messages; guarded by the dispatcher's lock."""
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._ident: int | None = None
+        """The thread of the event loop."""
         self._context = contextvars.copy_context()
         self._awake = False
         self._closing = False
-        self._loop = EventLoop(ASYNC_NAME)
+        self._loop = EventLoop(ASYNC_NAME) if loop is None else CallersLoop(loop)
 
     @property
     def resting(self) -> bool:
         return not self._awake
+
+    def calls(self, work: Work) -> list[stacks.Call]:
+        task = self._tasks.get(id(work))
+        coroutine: Any = None if task is None else task.get_coro()
+        if coroutine is not None and coroutine.cr_running:
+            # It does not wait: the event loop executes it now.
+            return stacks.of_thread(self._ident, __file__)
+        return stacks.of_coroutine(coroutine, __file__)
 
     def wake(self, messages: int) -> None:
         if messages:
             self._awake = True
             self._loop.call(self._start)
 
+    def look(self) -> bool:
+        return not self._loop.loop.is_closed()
+
     def grow(self, count: int) -> None:
-        """Coroutines need no threads."""
+        """Do nothing: coroutines need no threads."""
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while self._tasks and time.monotonic() < deadline:
+        while self._tasks and self.look() and time.monotonic() < deadline:
             time.sleep(0.005)
         ended = not self._tasks
         self._closing = True
+        if isinstance(self._loop, CallersLoop):
+            self._loop.call(self._cancel)
         self._loop.close()
         return ended
 
+    def _cancel(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+
     def _start(self) -> None:
-        with ending_source(ASYNC_NAME, self._desk.fail), self._desk.changed:
-            self._awake = False
-            while self._running < self._running_max and (work := self._desk.next()):
+        with ending_source(ASYNC_NAME, self._dispatcher.fail), self._dispatcher.changed:
+            self._awake, self._ident = False, threading.get_ident()
+            while self._running < self._running_max and (work := self._dispatcher.next()):
                 self._running += 1
                 self._spawn(work)
 
     def _spawn(self, work: Work) -> None:
-        """Handle a message in a task and a context of its own."""
+        """Handle a message in its own task and context."""
         task = self._context.run(self._loop.loop.create_task, self._serve(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        # An event loop keeps only weak references to its tasks.
+        self._tasks[id(work)] = task
 
     async def _serve(self, work: Work) -> None:
+        dispatcher = self._dispatcher
         setback: Setback | None = None
-        with ending_source(ASYNC_NAME, self._unless_closing):
+        produced: Sequence[Produce] = ()
+        try:
             try:
-                await self._handle(work.message)
-            except BaseException as exc:  # noqa: BLE001 - whatever a handler raises is its failure
+                produced = await self._handle(work.message) or ()
+            except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
                 if self._closing:
                     return
-                setback = self._desk.judge(work, exc)
-            with self._desk.changed:
-                self._desk.finish(work, setback)
-                following = self._desk.next()
+                setback = dispatcher.judge(work, exc)
+            with dispatcher.changed:
+                dispatcher.finish(work, setback, produced)
+                following = dispatcher.next()
                 if following is None:
                     self._running -= 1
                 else:
                     self._spawn(following)
+        except BaseException:
+            # Entered only after an exception, because entering it takes time for each message.
+            with ending_source(ASYNC_NAME, self._unless_closing):
+                raise
+        finally:
+            del self._tasks[id(work)]
 
     def _unless_closing(self, error: KeyShardError) -> None:
         if not self._closing:
-            self._desk.fail(error)
+            self._dispatcher.fail(error)

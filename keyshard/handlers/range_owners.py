@@ -1,32 +1,44 @@
-"""Which range owns a slot, in a run without lanes: what its status and a rescale need of it."""
+"""Owners of slots in a run without lanes, and what such a run shows of itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from keyshard.core.health import RangeFacts
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.health import Pause, RangeFacts
 from keyshard.core.lanes.circuit import Circuit
-from keyshard.core.lanes.facts import lane_of
-from keyshard.core.lanes.tally import Tally
-from keyshard.core.ring.assignment import Assignment, slot_owners
+from keyshard.core.lanes.facts import OutputsStatus, RunStatus, Tally, lane_of
+from keyshard.core.lanes.rate_limit import RateLimitStatus
+from keyshard.core.message import MessageId
+from keyshard.core.ring.assignment import Assignment, assign, slot_owners
 from keyshard.core.ring.hash_range import HashRange, overlap
-from keyshard.observe.handling import KeyPlace, Owned, Totals
+from keyshard.handlers.output_log import OutputLog
+from keyshard.observe.handling import KeyState, Owned, Totals
+from keyshard.observe.monitor import Monitor
+from keyshard.observe.status import Subject
 
 
 class RangeOwners:
-    """Nothing is worked on here, so nothing is counted, and a rescale waits for nobody.
+    """Owners of slots. Nothing is handled here, so nothing is counted, and a rescale never waits.
 
-    Who rescales changes it, and any thread may read it.
+    The rescaling thread changes it, and any thread may read it.
     """
 
     lanes = 1
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        log: OutputLog | None = None,
+        rate_limit: Callable[[float], RateLimitStatus | None] = lambda _: None,
+    ) -> None:
+        self._log = log
+        self._rate_limit = rate_limit
         self._owners: Sequence[int] = ()
         self._held: tuple[HashRange, ...] = ()
 
     def begin(self, assignment: Assignment) -> None:
-        """Take the assignment of the start; nobody asks before."""
+        """Take the assignment of the start; called before any read."""
         self.reassign(slot_owners(assignment))
 
     # -- as keyshard.coordinator.rescale.Drainable ------------------------------------------------
@@ -57,12 +69,47 @@ class RangeOwners:
             for index in range(max(self._owners) + 1)
         ]
 
-    def pace(self) -> tuple[float, str]:
-        return 0.0, ""
+    def pace(self) -> tuple[float, Pause | None]:
+        return 0.0, None
 
     def totals(self, now_s: float) -> Totals:
         tally = Tally()
         return Totals(tally.counters(), tally.timings.status(), Circuit().status(now_s))
 
-    def place(self, key: str, slots: Sequence[int], now_s: float) -> KeyPlace:  # noqa: ARG002
-        return KeyPlace([self._owners[slot] for slot in slots], lane_of(None, now_s), 0)
+    def rate_limit(self, now_s: float) -> RateLimitStatus | None:
+        return self._rate_limit(now_s)
+
+    def outputs(self) -> OutputsStatus | None:
+        return None if self._log is None else self._log.status()
+
+    def runs(self, now_s: float, count_max: int) -> list[RunStatus]:  # noqa: ARG002
+        return []
+
+    def stack(
+        self,
+        topic: str | None,
+        partition: int | None,
+        message_id: MessageId,
+    ) -> None:
+        """Return ``None``: no handler runs."""
+
+    def key_state(self, key: str, slots: Sequence[int], now_s: float) -> KeyState:  # noqa: ARG002
+        return KeyState([self._owners[slot] for slot in slots], lane_of(None, now_s), 0)
+
+
+def observe_stream(coordinator: Coordinator, config: SourceConfig, kind: str) -> Monitor:
+    """Expose a source whose batches a host or a program cuts, from before its start.
+
+    Args:
+        coordinator: The source. Its ranges stay as they are.
+        config: Its options.
+        kind: ``stream`` or ``spark``.
+    """
+    owners = RangeOwners()
+    owners.begin(assign(config.parallelism))
+    subject = Subject(
+        config, coordinator, owners,
+        executor="batches", workers=lambda: 1, workers_max=None,
+        stopping=lambda: coordinator.stopping, rescaler=lambda: None, kind=kind, fixed=True,
+    )  # fmt: skip
+    return Monitor(subject)

@@ -1,11 +1,11 @@
-"""Runs a handler over a source: receive, hand out by key, retry in place, commit, acknowledge.
+"""Runs a handler over a source: receives, dispatches by key, retries, commits, acknowledges.
 
 Steps of a message::
 
     1. take      the coordinator hands out received entries; their messages queue by key
-    2. next      a worker takes the oldest message of a key that no other works on
-    3. finish    completed, or tried again in its lane, or given up by the failure policy
-    4. commit    entries all of whose messages are done: checkpoint, then acknowledge
+    2. next      an executor takes the oldest message of a key that no lane works on
+    3. finish    completed, retried in its lane, or given up by the failure policy
+    4. commit    entries whose messages are all completed: checkpoint, then acknowledge
 """
 
 from __future__ import annotations
@@ -14,67 +14,77 @@ import logging
 import os
 import threading
 import time
+from asyncio import AbstractEventLoop
 from collections.abc import Sequence
 from contextlib import suppress
 
 from keyshard.config.handlers import WORKERS_MAX, HandlerConfig
+from keyshard.config.sink import SinkConfig
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.opening import first_assignment
 from keyshard.coordinator.rescale import Rescaler
-from keyshard.core.dead_letter.letters import Letter
-from keyshard.core.dead_letter.selection import Selection
-from keyshard.core.lanes.failure import text_of
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.message import MessageId
 from keyshard.core.metadata_columns import refuse_for_handlers
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.outputs import check_owner
 from keyshard.core.ring.assignment import slot_owners
 from keyshard.core.ring.hash_range import range_index
-from keyshard.dead_letter.opening import open_dead_letters
-from keyshard.dead_letter.topic import check_dead_letter_topic, find_dead_letter_topic
+from keyshard.dead_letters.opening import (
+    check_dead_letter_topic,
+    find_dead_letter_topic,
+    open_dead_letters,
+)
 from keyshard.errors import (
-    ConfigError,
     KeyShardError,
     NotRunningError,
     RuntimeStoppedError,
     ThreadStartError,
 )
-from keyshard.handlers.calling import Calling, Handle, calling_async, check_fits, is_async
+from keyshard.handlers.calling import (
+    Calling,
+    Handle,
+    calling_async,
+    executor_of,
+    published,
+    unpublished,
+)
 from keyshard.handlers.checkpoint_store import CheckpointStore
-from keyshard.handlers.committer import Committer
-from keyshard.handlers.executors import AsyncWorkers, ThreadWorkers, Workers
-from keyshard.handlers.feeder import Feeder
-from keyshard.handlers.lane_desk import LaneDesk
-from keyshard.handlers.lane_facts import LaneFacts
-from keyshard.handlers.lane_moves import LaneMoves
-from keyshard.handlers.observing import Observer, Observers
-from keyshard.handlers.outcome_log import OutcomeLog
+from keyshard.handlers.dispatcher import Dispatcher, LaneFacts, LaneMoves
+from keyshard.handlers.entry_run import Committer
+from keyshard.handlers.executors import AsyncExecutor, Executor, ThreadExecutor
+from keyshard.handlers.lane_feeder import LaneFeeder
+from keyshard.handlers.logged_outputs import LoggedOutputs
+from keyshard.handlers.outcomes import Observer, Observers, OutcomeLog
+from keyshard.handlers.outputs import SentOutputs
 from keyshard.handlers.parked_lanes import ParkedLanes
-from keyshard.handlers.processes import ProcessWorkers
+from keyshard.handlers.processes import ProcessExecutor
 from keyshard.handlers.stop_signals import stopping_signals, stopping_with_program
 from keyshard.observe.monitor import Monitor
+from keyshard.observe.page.options import PageOptions
 from keyshard.observe.status import StatusView, Subject
 from keyshard.observe.status_types import Status
+from keyshard.observe.telemetry import Telemetry
 from keyshard.reading.message_data import MessageData
 from keyshard.threads import begin, owned_by, unexpected
 
 COMMIT_INTERVAL_S = 0.05
 """Shortest time between two commits, seconds."""
 DRAIN_LOOK_S = 0.005
-"""Time between two looks whether all entries that have begun are whole, seconds."""
+"""Interval at which a drain checks whether all started entries are completed, seconds."""
 MOVES_S = 5.0
-"""Longest wait of a stop for ranges that move, seconds: the broker may be away, and what is held
-meanwhile can be handled only when that has come to an end."""
+"""Longest wait of a stop for ranges that move, seconds. If the broker is unreachable, a move can
+take long, and the messages of its keys are handled only after it."""
 START_S = 2.0
-"""Longest wait of a stop for a start that is under way; then that loses its connection, seconds."""
+"""Longest wait of a stop for a start in progress, seconds; then the start is disconnected."""
 STOP_S = 10.0
-"""Longest time between the end of handlers and the end of a run, seconds."""
+"""Longest time between the end of the handlers and the end of a run, seconds."""
 COMMIT_BYTES_PER_S = 16 * 1024 * 1024
-"""Most bytes of checkpoints that are written in a second: a large one makes the next come later."""
+"""Most bytes of checkpoints written per second: a large checkpoint delays the next commit."""
 COMMIT_SHARE_MAX = 0.25
-"""Most of a processor's time that commits may take: a costly one makes the next come later. Waiting
-for the disk does not count: what is not committed yet comes again after a crash."""
+"""Largest share of a processor's time for commits: an expensive commit delays the next one. Waiting
+for the disk does not count. Entries that are not committed come again after a crash."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,13 +94,15 @@ class HandlerRun:
 
     Args:
         coordinator: The source, not started.
-        config: The source.
-        handling: How the handler is run.
+        config: Options of the source.
+        handling: Options of the handler.
         handle: The handler, ``def`` or ``async def``.
-        observers: Who is told about every attempt.
+        observers: Called on every attempt.
+        sink: Publishes what the handler produces; ``None``: it produces nothing.
+        loop: Runs coroutines; ``None``: an event loop in a thread of its own.
 
     Raises:
-        ConfigError: The handler does not fit its executor, or the source wants columns.
+        ConfigError: The handler does not fit its executor, or the source selects columns.
     """
 
     def __init__(
@@ -100,16 +112,27 @@ class HandlerRun:
         handling: HandlerConfig,
         handle: Handle,
         observers: Sequence[Observer] = (),
+        *,
+        sink: SinkConfig | None = None,
+        loop: AbstractEventLoop | None = None,
     ) -> None:
         refuse_for_handlers(config.metadata_columns)
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._config = config
         self._handling = handling
         self._handle = handle
+        self._loop = loop
+        self.drain_timeout_s = handling.drain_timeout_s
+        """Longest wait for running handlers at a stop, seconds; 0 once it is abandoned."""
+        self.abandoned = False
+        """Whether nobody waits for running handlers any more."""
         self._observers = Observers(observers, self._observer_raised)
-        self._mode = _mode(handling.executor, handle)
+        self._telemetry = Telemetry() if handling.telemetry or config.telemetry else None
+        self._outputs_topic = None if sink is None else sink.topic
+        self._take = unpublished if sink is None else published
+        self._mode = executor_of(handle, handling.executor, self._take)
         self._read_data = MessageData.of(config)
-        self._calling = Calling(handle, self._read_data)
+        self._calling = Calling(handle, self._read_data, self._take)
         self._store = None if handling.checkpoint is None else CheckpointStore(handling.checkpoint)
         ranges = config.parallelism
         self.lanes = Lanes(
@@ -119,34 +142,37 @@ class HandlerRun:
             serialise_keyless=handling.null_keys == "serialise",
         )
         self._outcomes = OutcomeLog()
-        self._desk = LaneDesk(self.lanes, handling, self._outcomes)
-        self.changed = self._desk.changed
+        self._dispatcher = Dispatcher(self.lanes, handling, self._outcomes)
+        self._sent = self._logged = None
+        if sink is not None and handling.checkpoint is None:
+            self._dispatcher.outputs = self._sent = SentOutputs(self._dispatcher, sink)
+        elif sink is not None:
+            self._dispatcher.outputs = self._logged = LoggedOutputs(self._dispatcher, sink)
+        self.changed = self._dispatcher.changed
         self._unreadable: dict[tuple[TopicPartition, MessageId], str] = {}
         coordinator.unreadable = self._is_unreadable
-        self._feeder = Feeder(coordinator, self.lanes, self.changed, self._desk.wake)
+        self._feeder = LaneFeeder(coordinator, self._dispatcher)
         self._monitor: Monitor | None = None
         self._commit_at_s = 0.0
         self._turned_s = time.monotonic()
         check_dead_letter_topic(config, handling.dead_letter_topic)
         self._parked: ParkedLanes | None = None
-        self._made: Workers | None = None
+        self._executor: Executor | None = None
         self._start_ended = threading.Event()
         self._abandoning = False
         self.rescaler: Rescaler | None = None
-        """Moves ranges, once the run has started."""
+        """Moves ranges; set once the run has started."""
         self._subject = Subject(
             config, coordinator,
-            LaneFacts(self.lanes, self._desk.tally, self._desk.circuit, self.changed),
+            LaneFacts(self._dispatcher),
             executor=self._mode,
-            workers=lambda: 0 if self._made is None else self._made.count,
+            workers=lambda: 0 if self._executor is None else self._executor.count,
             workers_max=self._workers_max,
-            stopping=lambda: self._desk.stopping,
+            stopping=lambda: self._dispatcher.stopping,
             rescaler=lambda: self.rescaler,
             turned_s=lambda: self._turned_s,
             parked=lambda: None if self._parked is None else self._parked.keys,
-            unpark=self.unpark,
-            discard=self.discard,
-            first_letter=self.first_letter,
+            dead_letters=self.dead_letters,
         )  # fmt: skip
 
     # -- for the user's thread ------------------------------------------------------------------
@@ -155,10 +181,10 @@ class HandlerRun:
         """Handle messages until :meth:`stop`, SIGTERM, Ctrl-C, or an error.
 
         Raises:
-            KeyShardError: What ended the source.
+            KeyShardError: The error that ended the source.
         """
         with (
-            owned_by(self._coordinator.fail),
+            owned_by(self.coordinator.fail),
             stopping_with_program(self.stop, self._handling.drain_timeout_s + STOP_S),
             stopping_signals(self.stop),
         ):
@@ -169,192 +195,256 @@ class HandlerRun:
         port = handling.metrics_port
         try:
             self._monitor = Monitor(
-                self._subject, None if port is None else (handling.metrics_host, port)
+                self._subject,
+                None if port is None else (handling.metrics_host, port),
+                None
+                if handling.ui_port is None
+                else PageOptions(handling.ui_host, handling.ui_port, handling.ui_token),
             )
             if self._started():
                 self._work()
         finally:
-            self._end_workers(0.0)
+            self._end_executor(0.0)
+            if self._dispatcher.outputs is not None:
+                self._dispatcher.outputs.close()
             if self._monitor is not None:
                 self._monitor.close()
-            self._coordinator.stop()
+            self.coordinator.stop()
             if self._store is not None:
                 self._store.close()
-        if self._desk.error is not None:
-            raise self._desk.error
+        if self._dispatcher.error is not None:
+            raise self._dispatcher.error
 
     def _started(self) -> bool:
-        """Start, unless it is stopped meanwhile; whether it has started."""
+        """Start the source; ``False`` if it was stopped meanwhile."""
         try:
             self._start()
         except KeyShardError as exc:
-            if not self._desk.stopping:
+            if not self._dispatcher.stopping:
                 raise
-            _log.info("stopped while the source started: %s", exc)
+            _log.info("stopped during the start of the source: %s", exc)
             return False
         finally:
             self._start_ended.set()
         return True
 
     def _work(self) -> None:
-        """Handle messages until it is stopped or fails, then drain."""
+        """Handle messages until a stop or an error, then drain."""
         try:
-            while not self._desk.stopping:
+            while not self._dispatcher.stopping:
                 self._turn()
-        except Exception as exc:  # noqa: BLE001 - it ends the source by name
-            self._desk.fail(unexpected("Handling", exc))
+        except Exception as exc:  # noqa: BLE001 - the error ends the source
+            self._dispatcher.fail(unexpected("Handling", exc))
         finally:
             self._drain()
 
     def stop(self) -> None:
-        """Begin no entry any more; those that have begun are finished and committed.
+        """Begin no new entry; finish and commit the entries that have started.
 
-        A start that is under way is given up. Returns at once, may be called from any thread and
-        from a signal handler.
+        A start in progress is abandoned. Returns at once. Any thread or signal handler may call
+        it.
         """
-        self._desk.stopping = True
+        self._dispatcher.stopping = True
         if not self._start_ended.is_set() and not self._abandoning:
             self._abandoning = True
             with suppress(ThreadStartError):
                 begin("keyshard-abandon", self._abandon)
 
+    def abandon(self) -> None:
+        """Stop, without waiting for running handlers: their messages are delivered again."""
+        self.abandoned, self.drain_timeout_s = True, 0.0
+        self.stop()
+
     def _abandon(self) -> None:
         if not self._start_ended.wait(START_S):
-            self._coordinator.abandon_start()
+            if self._logged is not None:
+                self._logged.log.abandon()
+            self.coordinator.abandon_start()
 
-    def unpark(self, selection: Selection) -> int:
-        """Let parked keys out; how many are on their way. Returns at once."""
-        return self._started_letters.unpark(selection)
+    def dead_letters(self) -> ParkedLanes:
+        """Return the dead letters of the started run.
 
-    def discard(self, selection: Selection, *, rejected: bool, count_only: bool = False) -> int:
-        """Give dead letters up, or only count them; how many."""
-        letters = self._started_letters
-        return letters.discard(selection, rejected=rejected, count_only=count_only)
-
-    def first_letter(self, key: str, timeout_s: float) -> Letter | None:
-        """Read the first dead letter of a parked key."""
-        return self._started_letters.letters.peek(key, timeout_s)
-
-    @property
-    def _started_letters(self) -> ParkedLanes:
+        Raises:
+            NotRunningError: The source is starting.
+        """
         if self._parked is None:
-            raise NotRunningError("The source is starting; its parked keys are not known yet.")
+            raise NotRunningError(
+                "The source is starting, and its parked keys are not known yet. Try again later."
+            )
         return self._parked
 
     def status(self) -> Status:
-        """What goes on, as plain JSON values."""
+        """Return the status as plain JSON values."""
         view = StatusView(self._subject, None) if self._monitor is None else self._monitor.view
         return view.status()
 
+    def not_ready(self) -> str:
+        """Return why the source does not take messages; empty if it does."""
+        return (
+            "The source is starting." if self._monitor is None else self._monitor.view.not_ready()
+        )
+
     @property
-    def _letters(self) -> ParkedLanes:
+    def _dead_letters(self) -> ParkedLanes:
         assert self._parked is not None, "handlers run after the dead letters were read"
         return self._parked
 
     @property
-    def _workers(self) -> Workers:
-        assert self._made is not None, "what may ask for them comes after they are made"
-        return self._made
+    def _started_executor(self) -> Executor:
+        assert self._executor is not None, "what may ask for them comes after they are made"
+        return self._executor
 
-    # -- told by its parts -------------------------------------------------------------------------
+    # -- called by its parts -----------------------------------------------------------------------
 
     def _is_unreadable(self, where: TopicPartition, entry_id: EntryId, why: str) -> None:
         self._unreadable[where, MessageId(*entry_id, 0)] = why
 
     def _observer_raised(self) -> None:
         with self.changed:
-            self._desk.tally.observer_errors += 1
+            self._dispatcher.tally.observer_errors += 1
 
     def _moved(self) -> None:
-        """Ranges have moved, and there may be more of them; called with ``changed`` held."""
+        """Adapt to moved ranges, whose number may have grown; called with ``changed`` held."""
         if self._handling.workers is None:
-            self._workers.grow(self._places)
-        self._desk.wake()
+            self._started_executor.grow(self._lane_count)
+        self._dispatcher.wake()
 
     # -- the run's own thread ----------------------------------------------------------------------
 
     def _start(self) -> None:
         checkpoint = None if self._store is None else self._store.open()
         assignment = first_assignment(self._config, checkpoint)
+        if self._sent is not None:
+            self._sent.open()
+        if self._logged is not None:
+            self._logged.open(checkpoint)
+            self._feeder.handled = self._logged.log.handled
+        else:
+            check_owner(None if checkpoint is None else checkpoint.outputs, None)
         with self.changed:
             self.lanes.reassign(len(assignment), slot_owners(assignment).__getitem__)
-        self._made = self._desk.workers = self._make_workers()
-        self._coordinator.start(checkpoint, assignment=assignment)
-        coordinator, known = self._coordinator, None if checkpoint is None else checkpoint.parked
+        self._executor = self._dispatcher.executor = self._make_executor()
+        self.coordinator.start(checkpoint, assignment=assignment)
+        coordinator, known = self.coordinator, None if checkpoint is None else checkpoint.parked
         topic, known = find_dead_letter_topic(
             coordinator.broker, coordinator.admin, self._config,
             self._handling.dead_letter_topic, known,
         )  # fmt: skip
-        letters = open_dead_letters(
+        dead_letters = open_dead_letters(
             coordinator.broker,
             topic,
             self._config,
             known,
             checkpointed=self._store is not None,
-            fail=coordinator.worker.shared.fail,
+            admin=coordinator.admin,
+            fail=coordinator.consumers.shared.fail,
         )
-        self._committer = Committer(self._coordinator, self._store, checkpoint, letters)
-        self._parked = self._desk.parking = ParkedLanes(
-            self._desk, letters, self._handling, self._config.subscription, self._outcomes,
+        self._committer = Committer(self.coordinator, self._store, checkpoint, dead_letters)
+        self._parked = self._dispatcher.parking = ParkedLanes(
+            self._dispatcher,
+            dead_letters,
+            self._handling,
+            self._config.subscription,
+            self._outcomes,
             unreadable=self._unreadable,
-        )  # fmt: skip
-        self.rescaler = self._coordinator.rescaler(
-            LaneMoves(self.lanes, self.changed, self._moved), self._handling.drain_timeout_s
+        )
+        self.rescaler = self.coordinator.rescaler(
+            LaneMoves(self._dispatcher, self._moved), self._handling.drain_timeout_s
         )
         _log.info(
-            "handling: %d lanes in each range, %d workers (%s), %s checkpoint",
-            self.lanes.lanes, self._workers.count, self._mode,
+            "started: %d lanes in each range, %d concurrent handlers (%s), %s checkpoint",
+            self.lanes.lanes, self._started_executor.count, self._mode,
             "without a" if self._store is None else "with a",
         )  # fmt: skip
 
     @property
-    def _places(self) -> int:
-        """Most threads that handlers run in: one for each lane."""
+    def _lane_count(self) -> int:
+        """Most threads that can run handlers: one for each lane."""
         return min(WORKERS_MAX, self.lanes.ranges * self._handling.lanes)
 
     @property
     def _workers_max(self) -> int | None:
-        """Handlers at the same time, however many lanes there are; ``None``: no limit."""
+        """Most handlers at the same time, whatever the number of lanes; ``None``: no limit."""
         if self._mode == "async":
             return self._handling.workers
         return self._handling.workers or (
             os.cpu_count() or 1 if self._mode == "processes" else WORKERS_MAX
         )
 
-    def _make_workers(self) -> Workers:
-        handling, observers = self._handling, self._observers
+    def _make_executor(self) -> Executor:
+        handling = self._handling
         if self._mode == "async":
-            return AsyncWorkers(
-                self._desk, observers.observed_async(calling_async(self._handle, self._read_data)),
-                handling.workers,
-            )  # fmt: skip
+            call = calling_async(self._handle, self._read_data, self._take)
+            if self._telemetry is not None:
+                call = self._telemetry.processed_async(
+                    call, self._config.subscription, self._outputs_topic
+                )
+            call = self._observers.observed_async(call)
+            return AsyncExecutor(self._dispatcher, call, handling.workers, self._loop)
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
-            return ProcessWorkers(
-                self._desk, count, self._handle, observers.observed, self._read_data
+            return ProcessExecutor(
+                self._dispatcher, count, self._handle, self._observed, self._read_data,
+                take=self._take,
+            )  # fmt: skip
+        handle = self._observed(self._calling)
+        return ThreadExecutor(
+            self._dispatcher, handling.workers or self._lane_count, lambda: handle
+        )
+
+    def _observed(self, handle: Handle) -> Handle:
+        """Wrap a call of the handler in its span, and in the calls of observers."""
+        if self._telemetry is not None:
+            handle = self._telemetry.processed(
+                handle, self._config.subscription, self._outputs_topic
             )
-        handle = observers.observed(self._calling)
-        return ThreadWorkers(self._desk, handling.workers or self._places, lambda: handle)
+        return self._observers.observed(handle)
 
     def _turn(self) -> None:
         self._turned_s = time.monotonic()
+        if not self._started_executor.look():
+            raise RuntimeStoppedError(
+                "The event loop that runs the handlers was closed, so the source stops. Messages "
+                "that were not done are delivered again. Let the coroutine that consumes the "
+                "source end before the event loop."
+            )
         is_full = self._feeder.turn()
         with self.changed:
-            self._desk.look(is_full=is_full)
-            self._desk.wake()
-            waits = self.lanes.completed_entries or self._committer.behind
-        if waits and time.monotonic() >= self._commit_at_s:
+            self._dispatcher.look(is_full=is_full)
+            self._dispatcher.wake()
+        if self._waits and time.monotonic() >= self._commit_at_s:
             self._commit()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether something waits for a commit, which can begin or end now."""
+        logged = self._logged
+        if logged is not None and logged.settled():
+            self._committer.release()
+        with self.changed:
+            waits = bool(self.lanes.completed_entries) or self._committer.behind
+            if logged is None:
+                return waits
+            return not logged.busy and (waits or logged.waiting or logged.log.unsaved)
 
     def _commit(self) -> None:
         began_s = time.thread_time()
         with self.changed:
             completed = self.lanes.pop_completed()
+            if self._logged is not None:
+                self._logged.begin()
         left = self._committer.plan(completed)
         if left:
             with self.changed:
                 self.lanes.put_back(left)
-        self._committer.store()
+        if self._logged is None:
+            self._committer.store()
+        else:
+            planned = {
+                where: set(ids) - set(left.get(where, ())) for where, ids in completed.items()
+            }
+            self._committer.save(self._logged.prepared(planned))
+            self._logged.publish()
         spent_s = time.thread_time() - began_s
         self._commit_at_s = time.monotonic() + max(
             COMMIT_INTERVAL_S,
@@ -363,38 +453,42 @@ class HandlerRun:
         )
 
     def _drain(self) -> None:
-        """Let handlers finish the entries that have begun, and commit what they completed."""
-        self._desk.stopping = True
+        """Let handlers finish the entries that have started, and commit the completed ones."""
+        self._dispatcher.stopping = True
         began_s = time.monotonic()
-        deadline = began_s + self._handling.drain_timeout_s
         with self.changed:
+            self._dispatcher.drain()
             running = len(self.lanes.running)
         _log.info(
-            "stopping: %d messages are with handlers, which have %.0f s to finish",
-            running, self._handling.drain_timeout_s,
+            "stopping: %d handlers are running, and have %.0f s to finish",
+            running, self.drain_timeout_s,
         )  # fmt: skip
-        moved = min(deadline, began_s + MOVES_S)
-        while self._unfinished(deadline, moved) and time.monotonic() < deadline:
+        while True:
+            deadline = began_s + self.drain_timeout_s
+            moved = min(deadline, began_s + MOVES_S)
+            if time.monotonic() >= deadline or not self._unfinished(deadline, moved):
+                break
+            if self._logged is not None and self._waits:
+                self._commit()
             time.sleep(DRAIN_LOOK_S)
-        ended = self._end_workers(max(0.0, deadline - time.monotonic()))
-        self._letters.close(max(0.1, deadline - time.monotonic()))
+        ended = self._end_executor(max(0.0, deadline - time.monotonic()))
+        self._dead_letters.close(max(0.1, deadline - time.monotonic()))
         if not ended:
             with self.changed:
                 for work in self.lanes.running.values():
                     _log.warning(
-                        "the handler of message %s of %s, key %r, did not end within %.0f s: it is "
-                        "left behind, and the message comes again",
+                        "the handler of message %s of %s, key %r, did not return within %.0f s: "
+                        "keyshard abandons it, and the message is delivered again",
                         work.message.message_id, work.message.topic, work.queue.key,
-                        self._handling.drain_timeout_s,
+                        self.drain_timeout_s,
                     )  # fmt: skip
         try:
-            if self.lanes.completed_entries or self._committer.behind:
-                self._commit()
+            self._commit_rest(deadline)
         except RuntimeStoppedError:
             pass
         finally:
-            self._letters.letters.close()
-        counters = self._desk.tally.counters()
+            self._dead_letters.dead_letters.close()
+        counters = self._dispatcher.tally.counters()
         _log.info(
             "drained in %.1f s: %d messages completed since the start, %d attempts failed, %d "
             "messages dead-lettered",
@@ -402,38 +496,38 @@ class HandlerRun:
             counters["completed"], counters["failedAttempts"], counters["deadLettered"],
         )  # fmt: skip
 
+    def _commit_rest(self, deadline_s: float) -> None:
+        """Commit what is completed; wait for the confirmations of its outputs."""
+        while True:
+            if self._waits:
+                self._commit()
+            if self._logged is None or not (self._logged.busy or self._waits):
+                return
+            if self._dispatcher.error is not None or time.monotonic() >= deadline_s:
+                _log.warning("the last outputs are not confirmed; the next start publishes them")
+                return
+            time.sleep(DRAIN_LOOK_S)
+
     def _unfinished(self, deadline_s: float, moved_s: float) -> bool:
-        """Whether waiting may complete an entry that has begun; lets workers go on with them."""
+        """Whether waiting may complete a started entry; also wakes executors for such entries."""
+        if not self._started_executor.look():
+            return False
         with self.changed:
-            self.lanes.drain()
-            if not self._desk.circuit.closed:
-                # Nothing more can be handled: what has begun comes again.
+            self._dispatcher.drain()
+            if not self._dispatcher.circuit.closed:
+                # The circuit is open, so nothing more is handled: started entries come again.
                 return bool(self.lanes.running)
-            self._desk.wake()
-            # An error has no time for retries.
-            until_s = deadline_s if self._desk.error is None else 0.0
+            self._dispatcher.wake()
+            # After an error there is no time for retries.
+            until_s = deadline_s if self._dispatcher.error is None else 0.0
             return self.lanes.unfinished(until_s, held=time.monotonic() < moved_s)
 
-    def _end_workers(self, timeout_s: float) -> bool:
-        """Hand out nothing more; whether all handlers have ended in time. Idempotent."""
-        self._desk.stopping = True
-        if self._desk.closed or self._made is None:
+    def _end_executor(self, timeout_s: float) -> bool:
+        """Close the dispatcher; whether all handlers have ended in time. Idempotent."""
+        self._dispatcher.stopping = True
+        if self._dispatcher.closed or self._executor is None:
             return True
-        self._desk.closed = True
-        ended = self._workers.close(timeout_s)
+        self._dispatcher.closed = True
+        ended = self._started_executor.close(timeout_s)
         self._calling.close()
         return ended
-
-
-def _mode(executor: str, handle: Handle) -> str:
-    check_fits(handle)
-    coroutines = is_async(handle)
-    if executor == "auto":
-        return "async" if coroutines else "threads"
-    if coroutines != (executor == "async"):
-        kind = "an async function" if coroutines else "a plain function"
-        raise ConfigError(
-            f"The handler {text_of(handle)} is {kind}, and executor is {executor!r}. Leave "
-            "executor out, or give a handler that fits it."
-        )
-    return executor

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and the end of the program end a run in order."""
+"""Stops a run in order on SIGTERM, on Ctrl-C, and at the end of the program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from types import FrameType
 
 from keyshard.threads import begin
 
+LOOK_S = 0.2
+"""Interval at which the end of a run in another thread is checked, seconds."""
+
 
 @contextmanager
 def stopping_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Inside, SIGTERM and Ctrl-C call ``stop``, a second one interrupts; in the main thread."""
+    """Call ``stop`` on SIGTERM and Ctrl-C; a second signal interrupts. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -38,13 +41,13 @@ def stopping_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def stopping_with_program(stop: Callable[[], None], timeout_s: float) -> Iterator[None]:
-    """Inside, the end of the program calls ``stop`` and waits; for a run in another thread.
+    """Call ``stop`` at the end of the program and wait for the run; for a run in another thread.
 
-    A program whose main thread is at its end goes on while its other threads do. Ctrl-C, of which
-    only the main thread is told, is meant for all of it.
+    A program whose main thread has ended lives as long as its other threads. Only the main thread
+    gets Ctrl-C, which is meant for the whole program.
 
     Args:
-        stop: Begins the end.
+        stop: Starts the stop.
         timeout_s: Longest wait until the block has ended, seconds.
     """
     main = threading.main_thread()
@@ -54,7 +57,8 @@ def stopping_with_program(stop: Callable[[], None], timeout_s: float) -> Iterato
     ended = threading.Event()
 
     def watch() -> None:
-        main.join()
+        while main.is_alive() and not ended.is_set():
+            main.join(LOOK_S)
         if getattr(sys, "last_type", None) is KeyboardInterrupt and not ended.is_set():
             stop()
 

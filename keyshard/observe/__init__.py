@@ -1,1 +1,1 @@
-"""What people see of a source: status, commands that find it, metrics, the doctor."""
+"""Observability of a source: status, control socket, metrics, doctor."""

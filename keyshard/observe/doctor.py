@@ -1,4 +1,4 @@
-"""Gathers what :mod:`keyshard.core.diagnosis` judges. Nothing at the broker is changed."""
+"""Gathers the input of :mod:`keyshard.core.diagnosis`; changes nothing at the broker."""
 
 from __future__ import annotations
 
@@ -6,42 +6,46 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from keyshard.broker.port import Admin, Broker
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.connect import COMPILED_REMEDY, decoded_in_python, decoder_of
+from keyshard.broker.port import Broker, PublishOptions
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.core.diagnosis import (
     Finding,
     Level,
+    Load,
     Sample,
     States,
     judge_batching,
+    judge_deduplication,
     judge_fill,
+    judge_load,
     judge_orphans,
     judge_subscription,
     judge_version,
 )
-from keyshard.core.load_limits import Load, judge_load
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 from keyshard.errors import ChunkedMessageError, KeyShardError, TopicNotFoundError
 from keyshard.reading.scan import Scan
 
 SAMPLE_ENTRIES = 200
-"""Newest entries of a topic partition that are looked at, at most."""
+"""Most entries of a topic partition that are examined, the newest ones."""
 SAMPLE_PARTITIONS = 8
-"""Topic partitions that are looked into, at most."""
+"""Most topic partitions whose entries are examined."""
 SAMPLE_S = 10.0
-"""Longest time to look at entries, seconds."""
+"""Longest time to examine entries, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The load to check the limits against."""
+    """Load to compare the limits with."""
 
     rate_per_s: float
     """Messages per second, over all topic partitions."""
     message_bytes: float | None = None
-    """Payload of one message; ``None``: as in the sample."""
+    """Payload of one message, bytes; ``None``: the mean of the sample."""
 
 
 def examine(
@@ -50,19 +54,19 @@ def examine(
     admin: Admin,
     expected: Expected | None = None,
 ) -> list[Finding]:
-    """Look at a source's topics and subscription, without consuming anything.
+    """Examine the topic and the subscription of a source, without consuming anything.
 
     Args:
-        config: The source; its first topic is looked at.
+        config: Options of the source; only its first topic is examined.
         connect: Makes the connection to the broker.
         admin: Admin REST interface.
-        expected: The load, where the limits are to be checked against one.
+        expected: Load to compare the limits with; ``None``: no comparison.
 
     Returns:
-        Findings; what could not be looked at is a finding too.
+        Findings; a check that failed is a finding too.
     """
     topic = config.topics[0]
-    findings: list[Finding] = []
+    findings = _decoder(config)
     try:
         findings.append(judge_version(admin.version()))
         partitions = _partitions(admin, topic)
@@ -100,8 +104,56 @@ def examine(
     return findings
 
 
+def _decoder(config: SourceConfig) -> list[Finding]:
+    """Say what decodes entries, if it is keyshard in this process."""
+    decoder = decoder_of(config.how_to_connect())
+    if decoder is None:
+        return []
+    if decoder == "python":
+        return [Finding(Level.WARNING, "decoder", decoded_in_python(), COMPILED_REMEDY)]
+    return [Finding(Level.OK, "decoder", "Compiled code decodes entries.")]
+
+
+def examine_sink(topic: str, connect: Callable[[], Broker], admin: Admin) -> list[Finding]:
+    """Examine a topic that a sink writes to, without publishing anything.
+
+    Args:
+        topic: Full name of the topic.
+        connect: Makes the connection to the broker.
+        admin: Admin REST interface.
+
+    Returns:
+        Findings; a check that failed is a finding too.
+    """
+    findings: list[Finding] = []
+    try:
+        findings.append(judge_version(admin.version()))
+        broker = connect()
+        try:
+            if broker.missing([topic]):
+                raise TopicNotFoundError(
+                    f"{topic} does not exist. Create the topic, or correct its name."
+                )
+            partitions = broker.partitions(topic)
+            findings.append(
+                Finding(Level.OK, "topic", f"{topic} has {len(partitions)} topic partition(s).")
+            )
+            broker.entry_producer(partitions[0], PublishOptions()).close()
+            findings.append(Finding(Level.OK, "permission", "The broker accepts a producer."))
+        finally:
+            broker.close()
+    except KeyShardError as exc:
+        findings.append(Finding(Level.PROBLEM, "broker", exc.message))
+    try:
+        enabled, by_topic = admin.deduplicates(topic), admin.deduplicates_by_topic(topic)
+        findings.append(judge_deduplication(topic, enabled=enabled, by_topic=by_topic))
+    except KeyShardError as exc:
+        findings.append(Finding(Level.PROBLEM, "deduplication", exc.message))
+    return findings
+
+
 def _limits(admin: Admin, topic: str) -> BrokerLimits:
-    """The broker's limits; those on unacknowledged messages may be set for the topic."""
+    """Return the broker's limits; a topic may have its own limits on unacknowledged messages."""
     limits = BrokerLimits.from_settings(admin.settings())
     per_consumer, per_subscription = admin.unacknowledged_limits(topic)
     return limits.with_unacknowledged(per_consumer, per_subscription)
@@ -110,7 +162,7 @@ def _limits(admin: Admin, topic: str) -> BrokerLimits:
 def _partitions(admin: Admin, topic: str) -> list[TopicPartition]:
     count = admin.partition_count(topic)
     if count is None:
-        raise TopicNotFoundError(f"{topic} does not exist. Create it or correct its name.")
+        raise TopicNotFoundError(f"{topic} does not exist. Create the topic, or correct its name.")
     return [TopicPartition(topic, i) for i in range(count)] or [TopicPartition(topic)]
 
 

@@ -1,4 +1,4 @@
-"""What the status asks of a run about its messages, with lanes or without."""
+"""The facts about messages that the status takes from a run, with lanes or without."""
 
 from __future__ import annotations
 
@@ -6,32 +6,40 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from keyshard.core.health import RangeFacts
+from keyshard.consumers.receiver import OwnedRange
+from keyshard.core.health import Pause, RangeFacts
 from keyshard.core.lanes.circuit import CircuitStatus
-from keyshard.core.lanes.facts import LaneStatus
-from keyshard.core.lanes.tally import Counters
-from keyshard.core.lanes.timings import HandlerSeconds
+from keyshard.core.lanes.facts import (
+    HandlerSeconds,
+    LaneStatus,
+    NewestError,
+    OutcomeCounts,
+    OutputsStatus,
+    RunStatus,
+)
+from keyshard.core.lanes.rate_limit import RateLimitStatus
+from keyshard.core.message import MessageId
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange, gaps
-from keyshard.worker.receiver import OwnedRange
+from keyshard.observe.status_types import StackStatus
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Who owns what, and is connected."""
+    """Owners of hash ranges, and their connections."""
 
     owned: Mapping[int, list[HashRange]]
-    """Hash ranges of each range."""
+    """Hash ranges of each range, by its index."""
     disconnected: Mapping[int, list[str]]
     """Topic partitions to which a consumer of a range is not connected."""
     paused: set[int]
-    """Ranges that receive nothing, because there is no room."""
+    """Ranges that receive nothing: the window has no room, or the source is paused."""
     gaps: Mapping[TopicPartition, tuple[HashRange, ...]]
     """Slots without a connected consumer."""
 
     @classmethod
     def of(cls, owned_ranges: Iterable[tuple[OwnedRange, bool, bool]]) -> Owned:
-        """Gather what :meth:`Coordinator.owned_ranges` tells."""
+        """Build it from :meth:`Coordinator.owned_ranges`."""
         owned: dict[int, set[HashRange]] = {}
         disconnected: dict[int, list[str]] = {}
         covered: dict[TopicPartition, list[HashRange]] = {}
@@ -56,38 +64,62 @@ class Owned:
 
 
 class Totals(NamedTuple):
-    """What became of messages since the start."""
+    """Outcomes of messages since the start."""
 
-    counters: Counters
+    counters: OutcomeCounts
     timings: HandlerSeconds
     circuit: CircuitStatus
+    newest_error: NewestError | None = None
 
 
-class KeyPlace(NamedTuple):
-    """Where a key is."""
+class KeyState(NamedTuple):
+    """Range, lane and queue of a key."""
 
     owners: list[int]
-    """Index of the range that owns each slot that was asked for."""
+    """Index of the range that owns each requested slot."""
     lane: LaneStatus
     waiting: int
-    """Messages of it that wait."""
+    """Waiting messages of the key."""
 
 
 class Handling(Protocol):
-    """What a run does with messages; any thread may ask. Times are of the monotonic clock."""
+    """Facts about the messages of a run; any thread may call it. Times are monotonic seconds."""
 
     @property
     def lanes(self) -> int:
-        """Keys worked on at the same time in a range."""
+        """Keys that a range can handle at the same time."""
 
     def ranges(self, now_s: float, owned: Owned) -> list[RangeFacts]:
-        """What is known of every range now."""
+        """Return the facts about every range now."""
 
-    def pace(self) -> tuple[float, str]:
-        """What 99 of 100 attempts do not exceed, seconds; why all handlers pause, or nothing."""
+    def pace(self) -> tuple[float, Pause | None]:
+        """Return the 99th percentile of attempts, seconds, and why handlers pause, if so."""
 
     def totals(self, now_s: float) -> Totals:
-        """Everything since the start."""
+        """Return the totals since the start."""
 
-    def place(self, key: str, slots: Sequence[int], now_s: float) -> KeyPlace:
-        """Where a key is that lies in one of some slots."""
+    def rate_limit(self, now_s: float) -> RateLimitStatus | None:
+        """Return the rate limit of the handler; ``None`` without one."""
+
+    def outputs(self) -> OutputsStatus | None:
+        """Return what handlers produced; ``None`` without a sink."""
+
+    def runs(self, now_s: float, count_max: int) -> list[RunStatus]:
+        """Return the messages in handlers, longest first, then those that wait for a retry."""
+
+    def stack(
+        self, topic: str | None, partition: int | None, message_id: MessageId
+    ) -> StackStatus | None:
+        """Return the stack of the handler that runs a message; ``None`` if none does.
+
+        Args:
+            topic: Full name of the topic; ``None``: any.
+            partition: Number of the partition; ``None``: any.
+            message_id: The message.
+
+        Raises:
+            ConfigError: Handlers run in other processes.
+        """
+
+    def key_state(self, key: str, slots: Sequence[int], now_s: float) -> KeyState:
+        """Return the state of a key that lies in one of some slots."""

@@ -1,12 +1,13 @@
-"""Publishes the status of a running source: metrics for Prometheus, and whether it lives."""
+"""Serves metrics for Prometheus and health probes of a running source or an open sink."""
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from socketserver import ThreadingTCPServer
 from typing import Any
@@ -22,37 +23,40 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector
 
 from keyshard.errors import ConfigError
-from keyshard.observe.metrics import METRICS, MetricKind
+from keyshard.observe.metrics import METRICS, OWNER_FIELDS, MetricKind
 from keyshard.observe.metrics import Metric as Row
-from keyshard.observe.status_types import Status
 from keyshard.threads import begin
 
 REQUEST_S = 10.0
-"""Longest wait for a request to arrive or for an answer to be taken, seconds."""
+"""Longest time to receive a request or to send an answer, seconds."""
 REQUESTS_MAX = 16
-"""Requests answered at the same time; connections beyond that are closed."""
+"""Most requests answered at the same time; further connections are closed."""
 _JOIN_S = 2.0
 
 _log = logging.getLogger(__name__)
 
 
 class StatusCollector(Collector):
-    """Makes prometheus-client's objects from a status, each time it is asked.
+    """Converts the status into objects of prometheus-client at every scrape.
 
     Args:
-        status: The status of the source; called at every scrape.
+        status: Returns the status of the source or sink.
+        table: Its metrics.
     """
 
-    def __init__(self, status: Callable[[], Status]) -> None:
+    def __init__(
+        self, status: Callable[[], Mapping[str, Any]], table: Sequence[Row] = METRICS
+    ) -> None:
         self._status = status
+        self._table = table
 
     def collect(self) -> Iterable[Metric]:
-        """One family for each row of the table, also for those without a value now."""
+        """Return one family for each row of the table, also for rows without a value now."""
         status = self._status()
-        return [_family(row, status) for row in METRICS]
+        return [_family(row, status) for row in self._table]
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: else the registry would ask for the status before the source runs."""
+        """Return nothing: otherwise the registry would read the status before the source runs."""
         return []
 
 
@@ -62,38 +66,52 @@ class MetricsServer:
     Args:
         host: Address to listen on.
         port: Port; 0 for a free one, which is then :attr:`port`.
-        status: The status of the source.
-        live: What only a restart of the process would mend; empty when nothing is.
-        ready: Why the source does not take messages; empty when it does.
+        status: Returns the status of the source or sink.
+        live: Returns an error that only a restart of the process can fix, or ``""``.
+        ready: Returns why the source does not take messages, or ``""``.
+        table: Its metrics.
 
     Raises:
-        ConfigError: The address cannot be had.
+        ConfigError: The address cannot be used.
     """
 
     def __init__(
         self,
         host: str,
         port: int,
-        status: Callable[[], Status],
+        status: Callable[[], Mapping[str, Any]],
         live: Callable[[], str],
         ready: Callable[[], str],
+        *,
+        table: Sequence[Row] = METRICS,
     ) -> None:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(StatusCollector(status))
+        registry.register(StatusCollector(status, table))
         handler = _Handler.factory(registry)
         handler.probes = {"/livez": live, "/readyz": ready}  # type: ignore[attr-defined]
         try:
             self._server = _server(host, port, handler)
         except (OSError, OverflowError, UnicodeError) as exc:
             raise ConfigError(
-                f"Metrics cannot be served on {host}, port {port}: {exc}. Give another "
+                f"Metrics cannot be served on {host}, port {port}: {exc}. Set another "
                 "metrics_port or metrics_host."
             ) from exc
         self.port: int = self._server.server_address[1]
-        self._thread = begin("keyshard-metrics", self._server.serve_forever, 0.1)
+        self._pid = os.getpid()
+        try:
+            self._thread = begin("keyshard-metrics", self._server.serve_forever, 0.1)
+        except BaseException:
+            self._server.server_close()
+            raise
 
     def close(self) -> None:
-        """Stop serving and free the port. Idempotent."""
+        """Stop serving and free the port. Idempotent.
+
+        A forked child only closes its copy of the socket: its parent serves.
+        """
+        if self._pid != os.getpid():
+            self._server.socket.close()
+            return
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_JOIN_S)
@@ -115,7 +133,7 @@ class _Handler(MetricsHandler):
                 self._say(HTTPStatus.OK, "ok")
         else:
             known = ", ".join(("/metrics", *self.probes))
-            self._say(HTTPStatus.NOT_FOUND, f"There is nothing here; there is {known}.")
+            self._say(HTTPStatus.NOT_FOUND, f"This path does not exist. The paths are {known}.")
 
     def _say(self, status: HTTPStatus, text: str) -> None:
         body = f"{text}\n".encode()
@@ -126,8 +144,8 @@ class _Handler(MetricsHandler):
         self.wfile.write(body)
 
 
-class _Server(ThreadingTCPServer):
-    # Not http.server's: that one asks the name service who it is, which may take seconds.
+class _MetricsServer(ThreadingTCPServer):
+    # Not http.server's class: it looks up its own host name, which may take seconds.
     allow_reuse_address = True
     block_on_close = False
 
@@ -149,30 +167,32 @@ class _Server(ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
         error = sys.exc_info()[1]
-        if not isinstance(error, OSError):  # that is a client which went away
+        if not isinstance(error, OSError):  # OSError: the client has disconnected
             _log.error("a request of %s failed", client_address, exc_info=error)
 
 
-def _server(host: str, port: int, handler: Any) -> _Server:
+def _server(host: str, port: int, handler: Any) -> _MetricsServer:
     family, *_, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    kind = type("_Server", (_Server,), {"address_family": family})
-    made: _Server = kind(address, handler)
+    kind = type("_Server", (_MetricsServer,), {"address_family": family})
+    made: _MetricsServer = kind(address, handler)
     return made
 
 
-def _family(row: Row, status: Status) -> Metric:
+def _family(row: Row, status: Mapping[str, Any]) -> Metric:
+    owner = status[OWNER_FIELDS[row.owner]]
+    names = (row.owner, *row.labels)
     if row.kind is MetricKind.HISTOGRAM:
-        histogram = HistogramMetricFamily(row.name, row.help)
+        histogram = HistogramMetricFamily(row.name, row.help, labels=[row.owner])
         seconds = status["handlerSeconds"]
         buckets = [(str(bound), count) for bound, count in seconds["buckets"]]
-        histogram.add_metric([], [*buckets, ("+Inf", seconds["count"])], seconds["sum"])
+        histogram.add_metric([owner], [*buckets, ("+Inf", seconds["count"])], seconds["sum"])
         return histogram
     if row.kind is MetricKind.COUNTER:
-        family: Metric = CounterMetricFamily(row.name, row.help, labels=row.labels)
+        family: Metric = CounterMetricFamily(row.name, row.help, labels=names)
     else:
-        family = GaugeMetricFamily(row.name, row.help, labels=row.labels)
+        family = GaugeMetricFamily(row.name, row.help, labels=names)
     for labels, value in row.read(status):
-        family.add_metric(labels, value)  # type: ignore[attr-defined]
+        family.add_metric((owner, *labels), value)  # type: ignore[attr-defined]
     return family

@@ -1,96 +1,143 @@
-"""Everything that shows a run to others: watchdog, broker facts, control socket, metrics."""
+"""Starts the parts that expose a run: watchdog, broker facts, control socket, metrics."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keyshard.broker.connect import connect_admin
-from keyshard.core.dead_letter.selection import Selection
+from keyshard.control import ControlServer, Handler
 from keyshard.core.health import Stall
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.assignment import RescalePlan
 from keyshard.core.ring.key_slot import broker_text
 from keyshard.errors import ConfigError, ControlError, NotRunningError
-from keyshard.observe.broker_facts import BrokerFacts
-from keyshard.observe.control import ControlServer, Handler
+from keyshard.observe.dead_letter_requests import DeadLetterRequests, message_of
 from keyshard.observe.metrics_server import MetricsServer
-from keyshard.observe.status import StatusView, Subject
+from keyshard.observe.page.options import PageOptions, serve_page
+from keyshard.observe.status import BrokerFacts, StatusView, Subject
 from keyshard.threads import begin
 
+if TYPE_CHECKING:
+    from keyshard.observe.page.server import PageServer
+
 LOOK_S = 1.0
-"""Time between two looks of the watchdog, seconds."""
+"""Interval of the watchdog, seconds."""
+RUNS_MAX = 200
+"""Most messages in the answer to ``runs``."""
 NAMED_MAX = 5
-"""Stalls that are named one by one; of more at once the rest is counted."""
+"""Most stalls that are logged one by one; further ones are only counted."""
 
 _log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Shows one run, from before it starts until :meth:`close`.
+    """Exposes one run, from before its start until :meth:`close`.
 
     Args:
         subject: The run.
-        metrics: Address and port for Prometheus and probes; ``None``: none.
+        metrics: Address and port for Prometheus and probes; ``None``: those of the source.
+        page: The page to serve; ``None``: that of the source.
 
     Raises:
-        ConfigError: The port for metrics cannot be had.
+        ConfigError: A port cannot be used, or the page needs a package or a control socket.
+        ThreadStartError: A thread cannot be started.
     """
 
-    def __init__(self, subject: Subject, metrics: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        metrics: tuple[str, int] | None = None,
+        page: PageOptions | None = None,
+    ) -> None:
         self._subject = subject
         self._stopping = threading.Event()
         config = subject.config
         self._metrics: MetricsServer | None = None
         self._broker_facts: BrokerFacts | None = None
         self._control: ControlServer | None = None
+        self._page: PageServer | None = None
         if config.admin_url is not None:
             connection = config.how_to_connect()
             self._broker_facts = BrokerFacts(
                 lambda: connect_admin(connection), config.subscription, self._partitions
             )
         self.view = StatusView(subject, self._broker_facts)
+        if metrics is None and config.metrics_port is not None:
+            metrics = config.metrics_host, config.metrics_port
+        if page is None and config.ui_port is not None:
+            page = PageOptions(config.ui_host, config.ui_port, config.ui_token)
+        try:
+            self._start(metrics, page)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, metrics: tuple[str, int] | None, page: PageOptions | None) -> None:
+        subject, config = self._subject, self._subject.config
         if metrics is not None:
-            try:
-                self._metrics = MetricsServer(
-                    *metrics, self.view.status, self.view.not_live, self.view.not_ready
-                )
-            except BaseException:
-                self.close()
-                raise
+            self._metrics = MetricsServer(
+                *metrics, self.view.status, self.view.not_live, self.view.not_ready
+            )
+            _log.info("metrics are served on %s, port %d", metrics[0], self._metrics.port)
         handlers: dict[str, Handler] = {
             "status": self._status,
             "explain": self._explain,
+            "runs": self._runs,
+            "stack": self._stack,
             "rescale": self._rescale,
+            "pause": self._pause,
+            "resume": self._resume,
         }
-        if subject.unpark is not None:
-            handlers["unpark"] = self._unpark
-            handlers["discard"] = self._discard
-            handlers["count_letters"] = self._count_letters
+        if subject.dead_letters is not None:
+            handlers |= DeadLetterRequests(subject.dead_letters, config.how_to_connect()).handlers()
         topics = config.topics_pattern or ", ".join(config.topics)
         try:
-            self._control = ControlServer(config.subscription, config.service_url, topics, handlers)
+            self._control = ControlServer(
+                config.subscription, config.service_url, topics, handlers,
+                kind=subject.kind, name=config.name or config.subscription,
+            )  # fmt: skip
         except ControlError as exc:
-            # Its handlers can do without being looked at from outside.
-            _log.warning("keyshard status and its like do not reach this source: %s", exc)
+            # Handlers run without a control socket too.
+            _log.warning("the keyshard commands cannot reach this source: %s", exc)
+        if page is not None:
+            self._page = self._serve(page)
         begin("keyshard-watchdog", self._watch)
 
     @property
     def metrics_port(self) -> int | None:
-        """Where metrics are served."""
+        """Port of the metrics; ``None`` if they are not served."""
         return None if self._metrics is None else self._metrics.port
 
+    def _serve(self, page: PageOptions) -> PageServer:
+        if self._control is None:
+            raise ConfigError(
+                "The page needs the control socket, which could not be created. The log has the "
+                "reason. Correct it, or leave ui_port out."
+            )
+        own = self._control.own
+        served = serve_page(page, lambda: ([own], []))
+        _log.info("the page of this source is at %s", served.url)
+        return served
+
+    @property
+    def page_port(self) -> int | None:
+        """Port of the page; ``None`` if it is not served."""
+        return None if self._page is None else self._page.port
+
     def close(self) -> None:
-        """End everything it started. Idempotent."""
+        """Stop all parts. Idempotent."""
         self._stopping.set()
-        for part in (self._control, self._metrics, self._broker_facts):
+        for part in (self._page, self._control, self._metrics, self._broker_facts):
             if part is not None:
                 part.close()
 
     def _partitions(self) -> Collection[TopicPartition]:
         coordinator = self._subject.coordinator
-        owned_ranges = coordinator.worker.owned_ranges() if coordinator.started else []
+        owned_ranges = coordinator.consumers.owned_ranges() if coordinator.started else []
         return {owned_range.topic_partition for owned_range, _, _ in owned_ranges}
 
     def _status(self, _request: Mapping[str, Any]) -> Any:
@@ -99,67 +146,77 @@ class Monitor:
     def _explain(self, request: Mapping[str, Any]) -> Any:
         return self.view.explain(_key_of(request))
 
-    def _unpark(self, request: Mapping[str, Any]) -> Any:
-        assert self._subject.unpark is not None
-        keys = self._subject.unpark(_selection_of(request))
-        return {"parked": keys > 0, "keys": keys}
+    def _runs(self, _request: Mapping[str, Any]) -> Any:
+        handling = self._subject.handling
+        return {"runs": handling.runs(time.monotonic(), RUNS_MAX)}
 
-    def _discard(self, request: Mapping[str, Any]) -> Any:
-        assert self._subject.discard is not None
-        selection, rejected = _discarded(request)
-        return {"letters": self._subject.discard(selection, rejected=rejected)}
-
-    def _count_letters(self, request: Mapping[str, Any]) -> Any:
-        """Count the dead letters that a discard gives up. An older source refuses this request."""
-        assert self._subject.discard is not None
-        selection, rejected = _discarded(request)
-        return {"letters": self._subject.discard(selection, rejected=rejected, count_only=True)}
+    def _stack(self, request: Mapping[str, Any]) -> Any:
+        topic, partition, message_id = message_of(request)
+        found = self._subject.handling.stack(topic, partition, message_id)
+        if found is None:
+            raise ConfigError(
+                f"No handler runs message {message_id} now: it has returned or not begun. The "
+                "request runs lists those that run."
+            )
+        return found
 
     def _rescale(self, request: Mapping[str, Any]) -> Any:
         rescaler, ranges = self._subject.rescaler(), request.get("ranges")
+        if self._subject.fixed:
+            raise ConfigError(
+                "The ranges of this source are fixed while it runs. Stop it, and start it again "
+                "with another parallelism."
+            )
         if rescaler is None:
-            raise NotRunningError("The source is still starting. Try again in a moment.")
+            raise NotRunningError("The source is still starting. Try again later.")
+        if request.get("dry_run") is True:
+            return self._plan(ranges)
         if request.get("balance") is True and ranges is None:
             return rescaler.balance().to_dict()
         if type(ranges) is not int or request.get("balance"):
-            raise ConfigError("Give either a number of ranges or balance.")
+            raise ConfigError("Give either the number of ranges or balance.")
         return rescaler.rescale(ranges).to_dict()
+
+    def _pause(self, _request: Mapping[str, Any]) -> Any:
+        self._subject.coordinator.pause()
+        return {"paused": True}
+
+    def _resume(self, _request: Mapping[str, Any]) -> Any:
+        self._subject.coordinator.resume()
+        return {"paused": False}
+
+    def _plan(self, ranges: object) -> Any:
+        """Return what a rescale to a number of ranges would move."""
+        if type(ranges) is not int:
+            raise ConfigError(
+                "dry_run needs the number of ranges. The moves of a balance depend on the load at "
+                "that moment, so they cannot be shown before."
+            )
+        assignment = self._subject.coordinator.consumers.range_consumers.assignment
+        plan = RescalePlan.make(assignment, ranges)
+        return {
+            "before": len(plan.before),
+            "after": len(plan.after),
+            "movedFraction": plan.moved_fraction,
+            "moves": len(plan.moves),
+        }
 
     def _watch(self) -> None:
         while not self._stopping.wait(LOOK_S):
             _name(self.view.watch())
 
 
-def _selection_of(request: Mapping[str, Any]) -> Selection:
-    return Selection(*_selected(request))
-
-
-def _discarded(request: Mapping[str, Any]) -> tuple[Selection, bool]:
-    """The selection of a request, and whether it is of rejected dead letters."""
-    rejected = request.get("rejected") is True
-    return Selection.for_discard(*_selected(request), rejected=rejected), rejected
-
-
-def _selected(request: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Arguments of a selection; the key as the broker reads it."""
-    key = request.get("key")
-    return (
-        broker_text(key) if isinstance(key, str) else key,
-        request.get("all", False),
-        request.get("topic"),
-        request.get("older_than_s"),
-    )
-
-
 def _key_of(request: Mapping[str, Any]) -> str:
     key = request.get("key")
     if not isinstance(key, str):
-        raise ConfigError(f"The key is {key!r}; give a text.")
+        raise ConfigError(f"The key is {key!r}; it must be a text.")
     return broker_text(key)
 
 
 def _name(stalls: list[Stall]) -> None:
     for stall in stalls[:NAMED_MAX]:
-        _log.warning("range %d stalls: %s", stall.index, stall.reason)
+        _log.warning("range %d is stalled: %s (%s)", stall.index, stall.reason, stall.kind.runbook)
     if len(stalls) > NAMED_MAX:
-        _log.warning("%d more ranges stall; see keyshard status", len(stalls) - NAMED_MAX)
+        _log.warning(
+            "%d more ranges are stalled; keyshard status shows them", len(stalls) - NAMED_MAX
+        )

@@ -1,94 +1,127 @@
-"""The status of a running source, as plain JSON values, and where a key of it stands."""
+"""The status of a running source, as plain JSON values, and the explanation of a key."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+from keyshard.broker.admin.port import Admin
 from keyshard.broker.connect import decoder_of, transport_of
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.progress import Progress
 from keyshard.coordinator.rescale import Rescaler
-from keyshard.core.dead_letter.letters import Letter
-from keyshard.core.dead_letter.selection import Selection
-from keyshard.core.health import KeyFacts, RangeFacts, Stall, Watchdog, state_of
+from keyshard.core.dead_letter import DeadLetter
+from keyshard.core.health import (
+    KeyFacts,
+    Load,
+    Pause,
+    RangeFacts,
+    Stall,
+    Watchdog,
+    reason_of,
+    shown_key,
+    state_of,
+)
+from keyshard.core.lanes.rate_limit import RateLimitStatus
+from keyshard.core.pace import Loads, Pace, Trend
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import possible_slots
-from keyshard.dead_letter.parked_keys import ParkedKeys
+from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
+from keyshard.dead_letters.parking import ParkedKeys
 from keyshard.errors import KeyShardError, NotRunningError
-from keyshard.observe.broker_facts import BrokerFacts, PartitionFacts
-from keyshard.observe.handling import Handling, Owned
+from keyshard.observe.dead_letter_requests import RunningDeadLetters
+from keyshard.observe.handling import Handling, Owned, Totals
 from keyshard.observe.status_types import (
     BlockingKey,
     Explanation,
+    HotKeyStatus,
+    Lag,
+    NewestErrorStatus,
     ParkedBy,
     ParkedMessage,
     PartitionStatus,
-    Place,
     RangeStatus,
+    Rates,
+    SlotAssignment,
     Status,
 )
 from keyshard.redaction import redacted
+from keyshard.threads import begin
 
 LIVE_S = 60.0
-"""Time without a turn of its loop after which a run is taken for dead, seconds."""
-LETTER_S = 5.0
-"""Longest wait for the dead letter that tells why a key is parked, seconds."""
+"""Time without a turn of its loop after which a run counts as dead, seconds."""
+DEAD_LETTER_S = 5.0
+"""Longest wait for the dead letter that shows why a key is parked, seconds."""
 VALUE_MAX = 200
-"""Most bytes that are told of the content of a parked message."""
+"""Most bytes of the content of a parked message that are shown."""
 PARKED_MAX = 100
-"""Parked keys that a status names, those parked longest; how many there are it always tells."""
+"""Most parked keys in a status, those parked longest; their number is always there."""
+HOT_KEYS_MAX = 5
+"""Most hot keys in a status."""
+HOT_SHARE = 0.01
+"""Share of the messages from which a key is hot."""
+VERSION = 1
+"""Version of the status. A field that is renamed, removed or changes its meaning raises it."""
+TRENDS_MAX = 1_000
+"""Most topic partitions whose trend is judged, in the order of their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What the status is about: the parts of a run that know something."""
+    """The run that the status shows."""
 
     config: SourceConfig
     coordinator: Coordinator
     handling: Handling
-    """What it does with messages."""
+    """Facts about its messages."""
     executor: str
     workers: Callable[[], int]
-    """Handlers that may run at the same time now: threads or processes, or 1 for an event loop."""
+    """Returns how many handlers can run now: threads or processes, or 1 for an event loop."""
     workers_max: int | None
     """The same for any number of ranges; ``None``: only lanes limit."""
     stopping: Callable[[], bool]
     rescaler: Callable[[], Rescaler | None]
-    """``None`` while it starts."""
+    """Returns ``None`` during the start, and if the ranges are fixed."""
+    kind: str = "handlers"
+    """``handlers``, ``batches``, ``ray``, ``stream`` or ``spark``."""
+    fixed: bool = False
+    """Whether the ranges cannot move while it runs."""
     turned_s: Callable[[], float] = time.monotonic
-    """When the loop of the run went round last."""
+    """Returns the time of the last turn of the run's loop, monotonic seconds."""
     parked: Callable[[], ParkedKeys | None] = lambda: None
-    """``None`` where nothing is parked, and while it starts."""
-    unpark: Callable[[Selection], int] | None = None
-    """Lets parked keys out; ``None`` where nothing is parked."""
-    discard: Callable[..., int] | None = None
-    """Gives letters of a :class:`Selection` up, or only counts them (``count_only``): ``rejected``
-    ones, or those of parked keys."""
-    first_letter: Callable[[str, float], Letter | None] | None = None
-    """Reads the first dead letter of a parked key within so many seconds; ``None`` where nothing is
-    parked."""
+    """Returns ``None`` during the start, and if the run parks nothing."""
+    dead_letters: Callable[[], RunningDeadLetters] | None = None
+    """Returns the dead letters of the run, once it has started; ``None`` if the run parks
+    nothing."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether it receives nothing until it is resumed."""
+        return self.coordinator.paused
 
     @property
     def phase(self) -> str:
         """``starting``, ``running`` or ``stopping``."""
         if self.stopping():
             return "stopping"
-        return "starting" if self.rescaler() is None else "running"
+        started = self.coordinator.started if self.fixed else self.rescaler() is not None
+        return "running" if started else "starting"
 
 
 class StatusView:
-    """Builds the status of one run. Methods may be called from any thread, and never wait long.
+    """Builds the status of one run. Any thread may call its methods, which never wait long.
 
     Args:
         subject: The run.
-        broker_facts: What the broker says; ``None`` without an admin interface.
+        broker_facts: Facts from the broker; ``None`` without an admin interface.
     """
 
     def __init__(self, subject: Subject, broker_facts: BrokerFacts | None) -> None:
@@ -97,32 +130,73 @@ class StatusView:
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._lock = threading.Lock()
         self._watchdog = Watchdog()
+        self._pace, self._loads = Pace(), Loads()
+        self._began_s = time.monotonic()
 
     def watch(self) -> list[Stall]:
-        """Look for ranges that stall; those that are to be named now."""
+        """Look for stalled ranges, and take a sample; return the stalls to log now."""
         if not self._subject.coordinator.started:
             return []
         now_s = time.monotonic()
         handling = self._subject.handling
-        facts = handling.ranges(now_s, self._owned())
+        owned = self._owned()
+        facts = handling.ranges(now_s, owned)
         usual_s, pause = handling.pace()
+        held_back = _held_back(handling.rate_limit(now_s))
+        counters = handling.totals(now_s).counters
+        progress = self._subject.coordinator.status()
+        lags = self._lags(owned, progress)
+        values: dict[Hashable, float | None] = {
+            "received": progress["rowsReceived"],
+            "completed": counters["completed"],
+            "failedAttempts": counters["failedAttempts"],
+            "lag": _extent(_joined(lags.values())),
+        }
+        values |= {where: _extent(lags[where]) for where in sorted(lags)[:TRENDS_MAX]}
         with self._lock:
-            return self._watchdog.look(now_s, facts, usual_s=usual_s, pause=pause)
+            self._pace.look(now_s, values)
+            self._loads.look(now_s, facts)
+            return self._watchdog.look(
+                now_s, facts, usual_s=usual_s, pause=pause, held_back=held_back
+            )
 
     def status(self) -> Status:
-        """Everything; see ``docs/status.md``."""
+        """Return the whole status; see ``docs/status.md``."""
         subject = self._subject
         now_s = time.monotonic()
         started = subject.coordinator.started
         owned = self._owned() if started else Owned({}, {}, set(), {})
         facts = subject.handling.ranges(now_s, owned) if started else []
         totals = subject.handling.totals(now_s)
-        troubles = subject.coordinator.worker.troubles() if started else {}
+        troubles = subject.coordinator.consumers.troubles() if started else {}
+        progress = subject.coordinator.status() if started else None
+        lags = {} if progress is None else self._lags(owned, progress)
+        lag = _joined(lags.values())
+        _, pause = subject.handling.pace()
+        rate = subject.handling.rate_limit(now_s)
+        held_back = _held_back(rate)
         with self._lock:
             stalls = dict(self._watchdog.stalls)
+            shares = [self._loads.shares(each.index) for each in facts]
+            trends = {where: self._pace.trend(where) for where in lags}
+            lag["trend"] = _value(self._pace.trend("lag"))
+            rates: Rates = {
+                "received": _rounded(self._pace.rate("received")),
+                "completed": _rounded(self._pace.rate("completed")),
+                "failedAttempts": _rounded(self._pace.rate("failedAttempts")),
+            }
+        for where, trend in trends.items():
+            lags[where]["trend"] = _value(trend)
         config, parked = subject.config, subject.parked()
         return {
-            "state": subject.phase,
+            "version": VERSION,
+            "kind": subject.kind,
+            "name": config.name or config.subscription,
+            "state": "paused" if subject.paused and subject.phase == "running" else subject.phase,
+            "uptimeSeconds": round(now_s - self._began_s, 1),
+            "newestError": self._newest_error(totals, progress, now_s),
+            "lag": lag,
+            "rates": rates,
             "subscription": config.subscription,
             "topics": list(config.topics),
             "topicsPattern": config.topics_pattern,
@@ -136,103 +210,168 @@ class StatusView:
             "workers": subject.workers(),
             "workersMax": subject.workers_max,
             "executor": subject.executor,
-            "ranges": [self._range(each, owned, stalls.get(each.index), now_s) for each in facts],
+            "ranges": [
+                self._range(
+                    each,
+                    owned,
+                    stalls.get(each.index),
+                    now_s,
+                    pause=pause,
+                    shares=load,
+                    held_back=held_back,
+                )
+                for each, load in zip(facts, shares, strict=True)
+            ],
             "partitions": [
-                self._partition(where, missing, troubles.get(where, ""))
+                self._partition(where, missing, troubles.get(where, ""), lags.get(where) or _lag())
                 for where, missing in sorted(owned.gaps.items())
             ],
             "parkedKeys": 0 if parked is None else len(parked),
             "parked": [
-                {"key": key, "letters": letters}
-                for key, letters in (() if parked is None else parked.some(PARKED_MAX))
+                {"key": key, "deadLetters": dead_letters}
+                for key, dead_letters in (() if parked is None else parked.some(PARKED_MAX))
             ],
-            "malformedLetters": 0 if parked is None else parked.malformed,
+            "malformedDeadLetters": 0 if parked is None else parked.malformed,
             "counters": totals.counters,
             "handlerSeconds": totals.timings,
             "circuit": totals.circuit,
-            "window": subject.coordinator.status() if started else None,
+            "rateLimit": rate,
+            "outputs": subject.handling.outputs(),
+            "hotKeys": self._hot_keys(owned) if started else [],
+            "window": progress,
+            "history": subject.coordinator.history() if started else None,
             "brokerError": "" if self._broker_facts is None else self._broker_facts.error,
         }
 
     def not_live(self) -> str:
-        """What only a restart of the process may mend; empty when nothing is known."""
+        """Return an error that only a restart of the process may fix; empty if there is none."""
         idle_s = time.monotonic() - self._subject.turned_s()
         if self._subject.phase != "running" or idle_s < LIVE_S:
             return ""
-        return f"The loop of the run has not gone round for {idle_s:.0f} s."
+        return f"The main loop of the source has been stuck for {idle_s:.0f} s."
 
     def not_ready(self) -> str:
-        """Why the source does not take messages; empty when it does."""
+        """Return why the source does not take messages; empty if it does."""
         phase = self._subject.phase
         if phase != "running":
             return f"The source is {phase}."
-        troubles = self._subject.coordinator.worker.troubles()
+        troubles = self._subject.coordinator.consumers.troubles()
         if troubles:
             where, text = min(troubles.items())
             others = len(troubles) - 1
-            more = f" Nor are {others} other topic partitions." if others else ""
-            return f"{where} is not received from: {text}{more}"
+            more = f" {others} other topic partitions receive nothing either." if others else ""
+            return f"{where} receives nothing: {text}{more}"
         away = sorted({name for names in self._owned().disconnected.values() for name in names})
         if not away:
             return ""
         more = f" and {len(away) - 1} more" if len(away) > 1 else ""
-        return f"Not every consumer is connected to {away[0]}{more}."
+        return f"Some consumers are not connected to {away[0]}{more}."
 
     def explain(self, key: str) -> Explanation:
-        """Where a key lies, and what happens to it, as plain JSON values.
+        """Return the range and the state of a key, as plain JSON values.
 
-        For a parked key, its first dead letter is read, which may take ``LETTER_S``.
+        For a parked key, its first dead letter is read, which may take ``DEAD_LETTER_S``.
 
         Raises:
             NotRunningError: The source is starting.
         """
         if not self._subject.coordinator.started:
-            raise NotRunningError("The source is still starting. Ask again in a moment.")
+            raise NotRunningError("The source is still starting. Try again later.")
         slot, *others = possible_slots(key)
         parked = self._subject.parked()
-        place = self._subject.handling.place(key, [slot, *others], time.monotonic())
+        key_state = self._subject.handling.key_state(key, [slot, *others], time.monotonic())
         owned = self._owned().owned
         at, *of_bytes = [
-            _place(each, by, owned.get(by, []))
-            for each, by in zip([slot, *others], place.owners, strict=True)
+            _slot_assignment(each, by, owned.get(by, []))
+            for each, by in zip([slot, *others], key_state.owners, strict=True)
         ]
         return {
             "key": key,
             **at,
             "ifBytes": of_bytes[0] if of_bytes else None,
             "owner": self._owner,
-            "lane": place.lane,
-            "waiting": place.waiting,
+            "lane": key_state.lane,
+            "waiting": key_state.waiting,
             "parked": parked is not None and parked.state(key) is not None,
             "parkedBy": self._parked_by(key),
         }
 
     def _parked_by(self, key: str) -> ParkedBy | None:
-        """Why a key is parked; ``None`` when it is not, or its dead letter is still on its way."""
-        parked, first_letter = self._subject.parked(), self._subject.first_letter
+        """Why a key is parked; ``None`` if it is not, or its dead letter is not confirmed."""
+        parked, dead_letters = self._subject.parked(), self._subject.dead_letters
         since = None if parked is None else parked.since(key)
-        if since is None or first_letter is None:
+        if since is None or dead_letters is None:
             return None
         count, since_ms = since
-        told: ParkedBy = {
-            "letters": count,
+        parked_by: ParkedBy = {
+            "deadLetters": count,
             "forSeconds": round(max(0.0, time.time() - since_ms / 1000), 1) if since_ms else None,
             "message": None,
             "unknown": "",
         }
         try:
-            letter = first_letter(key, LETTER_S)
+            dead_letter = dead_letters().dead_letters.peek(key, DEAD_LETTER_S)
         except KeyShardError as exc:
-            told["unknown"] = exc.message
-            return told
-        if letter is None:
-            told["unknown"] = "its first dead letter is no longer stored"
+            parked_by["unknown"] = exc.message
+            return parked_by
+        if dead_letter is None:
+            parked_by["unknown"] = "its first dead letter is no longer stored"
         else:
-            told["message"] = _message(letter)
-        return told
+            parked_by["message"] = _message(dead_letter)
+        return parked_by
+
+    def _lags(self, owned: Owned, progress: Progress) -> dict[TopicPartition, Lag]:
+        """Return the lag of every topic partition, without trends."""
+        oldest_ms = self._subject.coordinator.oldest_ms()
+        known = {} if self._broker_facts is None else self._broker_facts.known
+        entries = progress["entriesReceived"]
+        per_entry = progress["rowsReceived"] / entries if entries else 1.0
+        lags: dict[TopicPartition, Lag] = {}
+        for where in owned.gaps:
+            facts, age_ms = known.get(where), oldest_ms.get(where)
+            backlog = None if facts is None else facts.backlog
+            # Without a row here, nothing is late, unless the broker holds entries back.
+            nothing_s = None if backlog else 0.0
+            lags[where] = {
+                "entries": backlog,
+                "rows": None if backlog is None else round(backlog * per_entry),
+                "seconds": nothing_s if age_ms is None else age_ms / 1000,
+                "trend": None,
+            }
+        return lags
+
+    def _newest_error(
+        self, totals: Totals, progress: Progress | None, now_s: float
+    ) -> NewestErrorStatus | None:
+        """Return an error that persists, else the newest failed attempt."""
+        lasting = [] if progress is None else [
+            progress["connectionError"], progress["gapResolverError"], progress["discoveryError"],
+        ]  # fmt: skip
+        if self._broker_facts is not None:
+            lasting.append(self._broker_facts.error)
+        if text := next(filter(None, lasting), ""):
+            return {"error": text, "secondsAgo": None}
+        if (newest := totals.newest_error) is None:
+            return None
+        return {"error": newest.text, "secondsAgo": round(max(0.0, now_s - newest.at_s), 1)}
+
+    def _hot_keys(self, owned: Owned) -> list[HotKeyStatus]:
+        consumers = self._subject.coordinator.consumers
+        return [
+            {
+                "key": shown_key(key),
+                "share": round(share, 4),
+                "ranges": [
+                    index
+                    for index, parts in owned.owned.items()
+                    if any(slot in part for slot in possible_slots(key) for part in parts)
+                ],
+            }
+            for key, share in consumers.hot_keys(HOT_KEYS_MAX, HOT_SHARE)
+        ]
 
     def _owned(self) -> Owned:
-        return Owned.of(self._subject.coordinator.worker.owned_ranges())
+        return Owned.of(self._subject.coordinator.consumers.owned_ranges())
 
     def _range(
         self,
@@ -240,6 +379,10 @@ class StatusView:
         owned: Owned,
         stall: Stall | None,
         now_s: float,
+        *,
+        pause: Pause | None,
+        held_back: bool,
+        shares: Mapping[Load, float] | None,
     ) -> RangeStatus:
         blocking = facts.blocking
         if blocking is not None and stall is None and not blocking.blocks:
@@ -259,11 +402,25 @@ class StatusView:
             "blockedBy": None if blocking is None else _key(blocking),
             "stalled": None
             if stall is None
-            else {"forSeconds": round(now_s - stall.since_s, 1), "reason": stall.reason},
+            else {
+                "forSeconds": round(now_s - stall.since_s, 1),
+                "kind": stall.kind.value,
+                "reason": stall.reason,
+            },
+            "reason": reason_of(
+                facts, stall, pause, held_back=held_back, source_paused=self._subject.paused
+            ),
+            "shares": None
+            if shares is None or self._subject.fixed
+            else {
+                "busy": round(shares[Load.BUSY], 3),
+                "waiting": round(shares[Load.WAITING], 3),
+                "heldBack": round(shares[Load.HELD_BACK], 3),
+            },
         }
 
     def _partition(
-        self, where: TopicPartition, missing: tuple[HashRange, ...], error: str
+        self, where: TopicPartition, missing: tuple[HashRange, ...], error: str, lag: Lag
     ) -> PartitionStatus:
         facts: PartitionFacts | None = None
         if self._broker_facts is not None:
@@ -274,12 +431,47 @@ class StatusView:
             "covered": not missing,
             "gaps": list(map(str, missing)),
             "error": error,
+            "lag": lag,
             "backlog": None if facts is None else facts.backlog,
-            "ackHoles": None if facts is None else facts.ack_holes,
-            "ackHolesMax": None if facts is None else facts.ack_holes_max,
+            "ackGaps": None if facts is None else facts.ack_gaps,
+            "ackGapsMax": None if facts is None else facts.ack_gaps_max,
             "replay": None if facts is None else facts.replay,
             "replayMax": None if facts is None else facts.replay_max,
         }
+
+
+def _held_back(rate: RateLimitStatus | None) -> bool:
+    return rate is not None and rate["holdsBack"]
+
+
+def _lag() -> Lag:
+    return {"entries": None, "rows": None, "seconds": None, "trend": None}
+
+
+def _joined(lags: Collection[Lag]) -> Lag:
+    """Return the lag of a source: the sum of known rows, and the oldest of them."""
+    entries = [each["entries"] for each in lags if each["entries"] is not None]
+    rows = [each["rows"] for each in lags if each["rows"] is not None]
+    seconds = [each["seconds"] for each in lags if each["seconds"] is not None]
+    return {
+        "entries": sum(entries) if entries else None,
+        "rows": sum(rows) if rows else None,
+        "seconds": max(seconds, default=None),
+        "trend": None,
+    }
+
+
+def _extent(lag: Lag) -> float | None:
+    """Return the number by which the trend of a lag is judged: rows if they are known."""
+    return lag["seconds"] if lag["rows"] is None else lag["rows"]
+
+
+def _value(trend: Trend | None) -> str | None:
+    return None if trend is None else trend.value
+
+
+def _rounded(rate: float | None) -> float | None:
+    return None if rate is None else round(rate, 2)
 
 
 def _key(facts: KeyFacts) -> BlockingKey:
@@ -291,20 +483,106 @@ def _key(facts: KeyFacts) -> BlockingKey:
     }
 
 
-def _message(letter: Letter) -> ParkedMessage:
-    message, value = letter.message, letter.message.value
+def _message(dead_letter: DeadLetter) -> ParkedMessage:
+    message, value = dead_letter.message, dead_letter.message.value
     return {
         "topic": message.topic,
         "partition": message.partition,
         "messageId": str(message.message_id),
-        "attempts": letter.attempts,
-        "error": letter.error,
+        "attempts": dead_letter.attempts,
+        "error": dead_letter.error,
         "value": None if value is None else value[:VALUE_MAX].decode(errors="replace"),
         "valueBytes": 0 if value is None else len(value),
     }
 
 
-def _place(slot: int, index: int, owned: Collection[HashRange]) -> Place:
-    """Where a slot lies."""
+def _slot_assignment(slot: int, index: int, owned: Collection[HashRange]) -> SlotAssignment:
+    """Return the assignment of a slot."""
     ranges = " ".join(str(one) for one in owned if slot in one)
     return {"slot": slot, "range": index, "hashRange": ranges}
+
+
+# -- Facts that the broker knows -------------------------------------------------------------------
+
+FACTS_ROUND_S = 2.0
+"""Shortest time between two rounds of requests, seconds."""
+REST_TIMES = 4.0
+"""Time between two rounds, at least this many times the duration of a round."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFacts:
+    """Backlog of a topic partition, and counts with the broker's limits for them."""
+
+    backlog: int
+    ack_gaps: int
+    ack_gaps_max: int
+    replay: int
+    replay_max: int
+
+
+class BrokerFacts:
+    """Fetches facts in one daemon thread; the newest ones are available without a request.
+
+    Args:
+        admin: Makes the admin interface, which this object closes.
+        subscription: Subscription of the source.
+        partitions: Returns the current topic partitions of the source.
+    """
+
+    def __init__(
+        self,
+        admin: Callable[[], Admin],
+        subscription: str,
+        partitions: Callable[[], Collection[TopicPartition]],
+    ) -> None:
+        self._admin = admin
+        self._subscription = subscription
+        self._partitions = partitions
+        self._stopping = threading.Event()
+        self.known: dict[TopicPartition, PartitionFacts] = {}
+        """Replaced as a whole after each round."""
+        self.error = ""
+        """Error of the newest round; empty if it succeeded."""
+        begin("keyshard-broker-facts", self._run)
+
+    def close(self) -> None:
+        """Send no more requests; returns without waiting for a request in progress."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        admin = self._admin()
+        limits: BrokerLimits | None = None
+        try:
+            while not self._stopping.is_set():
+                began_s = time.monotonic()
+                try:
+                    limits = limits or BrokerLimits.from_settings(admin.settings())
+                    self._round(admin, limits)
+                    self.error = ""
+                except (KeyShardError, ValueError) as exc:
+                    self.error = str(exc)
+                    _log.info("the broker facts are unknown, asking again: %s", exc)
+                self._stopping.wait(max(FACTS_ROUND_S, REST_TIMES * (time.monotonic() - began_s)))
+        finally:
+            admin.close()
+
+    def _round(self, admin: Admin, limits: BrokerLimits) -> None:
+        known: dict[TopicPartition, PartitionFacts] = {}
+        for where in self._partitions():
+            if self._stopping.is_set():
+                return
+            stats = admin.subscription(where, self._subscription)
+            if stats is None:
+                continue
+            state = SubscriptionState.from_stats(stats)
+            known[where] = PartitionFacts(
+                state.backlog,
+                state.ack_gaps,
+                limits.ack_gaps,
+                state.in_replay,
+                limits.replay(len(state.consumers)),
+            )
+        self.known = known

@@ -1,18 +1,18 @@
-"""The status as plain JSON values, field by field; see ``docs/status.md`` for what they mean."""
+"""The status as plain JSON values; ``docs/status.md`` describes every field."""
 
 from __future__ import annotations
 
 from typing import TypedDict
 
 from keyshard.coordinator.progress import Progress
+from keyshard.core.history import HistoryStatus
 from keyshard.core.lanes.circuit import CircuitStatus
-from keyshard.core.lanes.facts import LaneStatus
-from keyshard.core.lanes.tally import Counters
-from keyshard.core.lanes.timings import HandlerSeconds
+from keyshard.core.lanes.facts import HandlerSeconds, LaneStatus, OutcomeCounts, OutputsStatus
+from keyshard.core.lanes.rate_limit import RateLimitStatus
 
 
 class BlockingKey(TypedDict):
-    """The key that holds a range back most."""
+    """The key that delays a range most."""
 
     key: str | None
     messageId: str
@@ -21,10 +21,46 @@ class BlockingKey(TypedDict):
 
 
 class Stalled(TypedDict):
-    """Since when a range stalls, and why."""
+    """Duration and reason of a stalled range."""
 
     forSeconds: float
+    kind: str
+    """A :class:`keyshard.core.health.StallKind`."""
     reason: str
+
+
+class Lag(TypedDict):
+    """Messages that are not acknowledged yet; ``None`` where the number is unknown."""
+
+    entries: int | None
+    rows: int | None
+    """Estimate: entries times the rows that an entry has on average."""
+    seconds: float | None
+    """Age of the oldest row that was received and is not acknowledged."""
+    trend: str | None
+
+
+class Shares(TypedDict):
+    """Shares of time, which add up to 1."""
+
+    busy: float
+    waiting: float
+    heldBack: float
+
+
+class NewestErrorStatus(TypedDict):
+    """The newest error of a run."""
+
+    error: str
+    secondsAgo: float | None
+
+
+class Rates(TypedDict):
+    """Messages per second; ``None`` while they are unknown."""
+
+    received: float | None
+    completed: float | None
+    failedAttempts: float | None
 
 
 class RangeStatus(TypedDict):
@@ -40,6 +76,8 @@ class RangeStatus(TypedDict):
     oldestUnacknowledgedMillis: int | None
     blockedBy: BlockingKey | None
     stalled: Stalled | None
+    reason: str
+    shares: Shares | None
 
 
 class PartitionStatus(TypedDict):
@@ -50,9 +88,10 @@ class PartitionStatus(TypedDict):
     covered: bool
     gaps: list[str]
     error: str
+    lag: Lag
     backlog: int | None
-    ackHoles: int | None
-    ackHolesMax: int | None
+    ackGaps: int | None
+    ackGapsMax: int | None
     replay: int | None
     replayMax: int | None
 
@@ -61,13 +100,29 @@ class ParkedKeyStatus(TypedDict):
     """One parked key."""
 
     key: str
-    letters: int
+    deadLetters: int
+
+
+class HotKeyStatus(TypedDict):
+    """A key with many messages."""
+
+    key: str
+    share: float
+    ranges: list[int]
+    """The ranges that may handle it: two if text and bytes of the key have different slots."""
 
 
 class Status(TypedDict):
     """A running source."""
 
+    version: int
+    kind: str
+    name: str
     state: str
+    uptimeSeconds: float
+    newestError: NewestErrorStatus | None
+    lag: Lag
+    rates: Rates
     subscription: str
     topics: list[str]
     topicsPattern: str | None
@@ -85,29 +140,35 @@ class Status(TypedDict):
     partitions: list[PartitionStatus]
     parkedKeys: int
     parked: list[ParkedKeyStatus]
-    malformedLetters: int
-    counters: Counters
+    malformedDeadLetters: int
+    counters: OutcomeCounts
     handlerSeconds: HandlerSeconds
     circuit: CircuitStatus
+    rateLimit: RateLimitStatus | None
+    hotKeys: list[HotKeyStatus]
+    outputs: OutputsStatus | None
+    """``None`` without a sink."""
     window: Progress | None
-    """Counts of the coordinator; ``None`` while it starts."""
+    """Counts of the coordinator; ``None`` during the start."""
+    history: HistoryStatus | None
+    """Commits and rescales of the last minutes; ``None`` during the start."""
     brokerError: str
 
 
-class Place(TypedDict):
-    """Where a key lies in the ring."""
+class SlotAssignment(TypedDict):
+    """The range that a slot of the ring is assigned to."""
 
     slot: int
     range: int
     hashRange: str
 
 
-class Located(Place):
-    """The same of a key by name."""
+class KeyAssignment(SlotAssignment):
+    """The slot and range of a key."""
 
     key: str
-    ifBytes: Place | None
-    """Where it lies when its producer set it as bytes; ``None`` when that is the same."""
+    ifBytes: SlotAssignment | None
+    """Assignment if the producer set the key as bytes; ``None`` if that is the same."""
 
 
 class ParkedMessage(TypedDict):
@@ -117,31 +178,40 @@ class ParkedMessage(TypedDict):
     partition: int
     messageId: str
     attempts: int
-    """Failed attempts; 0 for one that no handler saw."""
+    """Failed attempts; 0 if no handler got the message."""
     error: str
     value: str | None
     """Beginning of its content; ``None`` for a message without content."""
     valueBytes: int
-    """Length of its content; 0 where that is too large for one dead letter."""
+    """Length of its content, bytes; 0 if the content is too large for one dead letter."""
 
 
 class ParkedBy(TypedDict):
-    """Why a key is parked."""
+    """Reason why a key is parked."""
 
-    letters: int
+    deadLetters: int
     forSeconds: float | None
-    """``None`` when unknown."""
+    """``None`` if unknown."""
     message: ParkedMessage | None
     unknown: str
-    """Why there is no message; else empty."""
+    """Why there is no message; otherwise empty."""
 
 
-class Explanation(Located):
-    """Where a key lies, and what a running source does with it."""
+class StackStatus(TypedDict):
+    """Calls that the handler of a message executes now."""
+
+    key: str | None
+    runningSeconds: float
+    stack: list[str]
+    """Lines of text, the newest call last; empty if the handler is beginning or returning."""
+
+
+class Explanation(KeyAssignment):
+    """Range of a key, and its state in a running source."""
 
     owner: str
     lane: LaneStatus
     waiting: int
     parked: bool
     parkedBy: ParkedBy | None
-    """``None`` while it is not parked, or its dead letter is not confirmed."""
+    """``None`` if the key is not parked, or its dead letter is not confirmed."""

@@ -1,1 +1,1 @@
-"""Reads stretches of topic partitions with Readers, and proves what is not there."""
+"""Bounded reads of topic partitions with Readers, and proofs of absence."""

@@ -1,7 +1,7 @@
 """The plan of decoding: the schema of each topic, the columns, and the mode of a query.
 
-A plan is fixed when a query is built. :func:`check_same` and :class:`Ledgers` tell when a topic was
-created anew meanwhile.
+A plan is fixed when a query is built. :func:`check_same` and :class:`Ledgers` detect a topic that
+was created again since.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from keyshard.arrow.columns import COLUMNS, SCHEMA
 from keyshard.broker.schemas import schema_of
+from keyshard.columns.codecs import codec_of, same
+from keyshard.columns.projection import check_described, columns_of
+from keyshard.columns.record_batches import COLUMNS, SCHEMA
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.redaction import shown
-from keyshard.schemas.codecs import codec_of, same
-from keyshard.schemas.projection import check_told, columns_of
 
 FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
-"""Handling of a value that cannot be decoded: an error, nulls beside its bytes, no row."""
+"""The result of a value that cannot be decoded: an error, nulls beside its bytes, or no row."""
 CORRUPT = "_corrupt_record"
-"""Column of the bytes that could not be decoded; null in other rows."""
+"""Column with the bytes that could not be decoded; null in other rows."""
 RAW = TopicSchema("BYTES")
-"""The schema of a topic that has none."""
+"""The schema of a topic without one."""
 WITHOUT_SCHEMA = (RAW.type, "NONE")
-"""Types that say of values only that they are bytes."""
+"""Types whose values are plain bytes."""
 
 METADATA = frozenset(COLUMNS.names) - {"value"}
-"""Columns that are keyshard's own."""
+"""keyshard's own columns."""
 SEEN_MAX = 100
-"""Ledgers of a topic partition that are remembered, the newest."""
+"""Ledgers of a topic partition that are remembered; the newest ones."""
 
 
 @dataclass(frozen=True)
@@ -44,36 +44,36 @@ class Decoding:
 
     connection: Connection
     schemas: Mapping[str, TopicSchema]
-    """Schema that the values of each topic are decoded to, by its full name as rows have it:
-    without the number of a partition."""
+    """Schema for the values of each topic. Keys are full topic names without partition number, as
+    in rows."""
     mode: str = FAILFAST
     metadata: Sequence[str] = ()
-    """Columns beside the default ones."""
+    """Columns in addition to the default ones."""
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def columns(self) -> pa.Schema:
-        """All columns there are, the decoded ones first.
+        """All columns, the decoded ones first.
 
         Raises:
-            SchemaError: Topics differ in them, one is called like one of keyshard's, or a schema
-                does not tell enough of one.
+            SchemaError: Topics have different columns, a column has the name of one of keyshard's,
+                or a schema does not describe a column completely.
         """
         return self._columns(None)
 
     def _columns(self, names: Sequence[str] | None) -> pa.Schema:
-        """The same, where some of them are wanted, or all."""
+        """Return all columns; check only those in ``names``, or all."""
         found: dict[str, pa.DataType] | None = None
         first = ""
         for topic, schema in self.schemas.items():
             codec = codec_of(schema, topic)
-            check_told(codec.untold, topic, names)
+            check_described(codec.undescribed, topic, names)
             columns = columns_of(codec.type)
             taken = sorted(columns.keys() & (METADATA | {CORRUPT}))
             if taken:
                 raise SchemaError(
-                    f"The schema of {topic} has a field {taken[0]!r}, which is a column of "
-                    "keyshard's own. Set valueFormat=raw to get the bytes.",
+                    f"The schema of {topic} has a field {taken[0]!r}, which is the name of a "
+                    "metadata column. Set valueFormat=raw to get the bytes.",
                     topic=topic,
                 )
             if found is None:
@@ -81,7 +81,7 @@ class Decoding:
             elif found != columns:
                 raise SchemaError(
                     f"Topics {first} and {topic} have different schemas: {_listed(found)}; "
-                    f"{_listed(columns)}. Give the columns that both have with schema(...), or set "
+                    f"{_listed(columns)}. Select the common columns with schema(...), or set "
                     "valueFormat=raw to get the bytes.",
                     topic=topic,
                 )
@@ -91,17 +91,18 @@ class Decoding:
         return pa.schema([*(pa.field(*one) for one in decoded.items()), *own, *corrupt])
 
     def only(self, names: Sequence[str]) -> pa.Schema:
-        """Some of the columns, in the order they are named.
+        """Return some of the columns, in the order of ``names``.
 
         Raises:
-            ConfigError: One of them is not there.
-            SchemaError: A schema does not tell enough of one.
+            ConfigError: A column does not exist.
+            SchemaError: A schema does not describe a column completely.
         """
         columns = self._columns(names)
         for name in names:
             if name not in columns.names:
                 raise ConfigError(
-                    f"Column {shown(name)} is not there. There are: {', '.join(columns.names)}."
+                    f"Column {shown(name)} does not exist. The columns are: "
+                    f"{', '.join(columns.names)}."
                 )
         return pa.schema([columns.field(name) for name in names])
 
@@ -118,14 +119,14 @@ def plan_decoding(
     *,
     tries_s: float | None = None,
 ) -> Decoding:
-    """Ask for the schemas of topics, as they are now.
+    """Read the present schemas of topics, and make a plan.
 
     Args:
-        connection: Of the cluster.
-        topics: Full names of topics, as rows have them.
+        connection: The cluster.
+        topics: Full names of topics, as in rows.
         mode: One of :data:`MODES`.
-        metadata: Columns beside the default ones.
-        tries_s: As of :func:`keyshard.broker.schemas.schema_of`.
+        metadata: Columns in addition to the default ones.
+        tries_s: As in :func:`keyshard.broker.schemas.schema_of`.
 
     Raises:
         BrokerUnavailableError: Neither interface answers.
@@ -136,18 +137,19 @@ def plan_decoding(
 
 
 def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
-    """Check that a plan's versions are what they were: a topic that is created anew counts anew.
+    """Check that the schema versions of a plan are unchanged.
 
-    One that was deleted is no error: what is read was fixed in the plan.
+    If a topic is created again, its versions start again. A deleted topic is no error, because the
+    plan has its schema.
 
     Args:
-        plan: Of the query.
-        topics: Those of its topics that are asked for; ``None``: all.
+        plan: The plan of the query.
+        topics: Topics to check; ``None``: all.
 
     Raises:
-        SchemaError: One is another schema now, by which the plan's values would be others.
-        BrokerUnavailableError: Nobody answers.
-        BrokerError: Who answers refuses.
+        SchemaError: A version is another schema now, so values would be decoded wrongly.
+        BrokerUnavailableError: Neither interface answers.
+        BrokerError: The broker refuses.
     """
     for topic in plan.schemas if topics is None else topics:
         schema = plan.schemas.get(topic, RAW)
@@ -155,25 +157,24 @@ def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
             continue
         now = schema_of(plan.connection, topic, schema.version)
         if now is None:
-            # What is registered behind a deleted version has a higher number.
+            # Schemas that are registered after a deletion have higher version numbers.
             newest = schema_of(plan.connection, topic)
             other = newest is not None and newest.version < schema.version
         else:
             other = not same(now, schema, topic)
         if other:
             raise SchemaError(
-                f"{topic} was created anew since the query was built: version {schema.version} of "
-                "its schema is not what it was, and values would be read wrong. Build the "
-                "query again.",
+                f"{topic} was created again after the query was built, and version "
+                f"{schema.version} of its schema has changed. Build the query again.",
                 topic=topic,
             )
 
 
 class Ledgers:
-    """The ledgers that entries of a stream came from.
+    """The ledgers of the entries of a stream.
 
-    A topic that is deleted and created again has other ledgers. Consumers may find it before a look
-    for topics does, and what they get is not to be read by the schemas that it had.
+    A topic that is deleted and created again has other ledgers. Consumers may receive from it
+    before discovery finds it. Those entries must not be decoded with the old schemas.
     """
 
     def __init__(self) -> None:
@@ -182,10 +183,10 @@ class Ledgers:
         """Ledgers that were not the first of their topic partition."""
 
     def new(self, batch: Mapping[TopicPartition, EntrySet]) -> set[str]:
-        """Topics of which a batch has an entry in a ledger that none before had.
+        """Return the topics that have an entry of a batch in a new ledger.
 
         Args:
-            batch: Its entries.
+            batch: Entries of the batch.
         """
         found: set[str] = set()
         for where, entries in batch.items():

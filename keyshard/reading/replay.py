@@ -1,6 +1,7 @@
 """Reads exactly the entries of a planned batch again, with plain Readers.
 
-They are unacknowledged, hence stored; nothing waits for redelivery.
+The entries are unacknowledged, so the broker still stores them. A replay does not wait for
+redelivery.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import time
 from collections.abc import Collection, Container, Iterator, Mapping
 from functools import partial
 
-from keyshard.arrow.content import only
-from keyshard.broker.port import Broker, HowToRead
+from keyshard.broker.port import Broker, ReadOptions
 from keyshard.broker.retry import retry_until
+from keyshard.columns.content import only
+from keyshard.core.fingerprint import check_delivered
 from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.position.fingerprint import check_delivered
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossTrimmedError,
@@ -29,11 +30,12 @@ from keyshard.reading.scan import Scan
 from keyshard.threads import Pool
 
 GAP_ENTRIES_MAX = 2_000
-"""A gap between runs that is read over; a longer one is jumped with a new Reader."""
+"""Longest gap between runs that a Reader reads; for a longer one, a new Reader is opened behind
+it."""
 LOOKS = 2
-"""Readers, one after the other, that must not show an entry before it counts as lost."""
+"""Readers in a row that must not return an entry before it counts as lost."""
 THREADS_MAX = 4
-"""Topic partitions read at the same time."""
+"""Topic partitions that are read in parallel."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,16 +49,16 @@ def replay(
     fail_on_data_loss: bool = True,
     columns: Collection[str] | None = None,
 ) -> dict[TopicPartition, list[EntryBlock]]:
-    """Read the batch of ``checkpoint``.
+    """Read the batch of ``checkpoint`` again.
 
     Args:
-        broker: Connection to read through.
+        broker: Connection for Readers.
         checkpoint: End checkpoint of the batch; its ``batch`` and ``partial`` name the entries.
-        timeout_s: Deadline for all of it, seconds.
-        fail_on_data_loss: Whether missing entries are an error; else they are left out, with a
+        timeout_s: Deadline of the replay, seconds.
+        gone: Topic partitions that no longer exist: a Reader would create them again.
+        fail_on_data_loss: Whether missing entries are an error. If not, they are omitted with a
             warning.
-        columns: As those of :class:`~keyshard.broker.port.HowToRead`.
-        gone: Topic partitions that exist no more: opening a Reader would create them again.
+        columns: As in :class:`~keyshard.broker.port.ReadOptions`.
 
     Returns:
         The entries of the batch per topic partition, ascending; partial ones with the indices that
@@ -64,8 +66,8 @@ def replay(
 
     Raises:
         DataLossTrimmedError: The broker no longer stores some of the entries.
-        UnreadableEntryError: One of them cannot be read any more.
-        TopicRecreatedError: It stores others under their ids.
+        UnreadableEntryError: An entry can no longer be read.
+        TopicRecreatedError: The broker stores other entries under their ids.
         ReplayTimeoutError: The deadline passed (retriable).
         BrokerUnavailableError: The connection was lost, and did not come back before the deadline
             (retriable).
@@ -75,7 +77,7 @@ def replay(
     unreadable: dict[TopicPartition, dict[EntryId, UnreadableEntryError]] = {}
     for tp in wanted:
         unreadable[tp] = {}
-    read_partition = partial(_replay_partition, how=HowToRead(columns=columns))
+    read_partition = partial(_replay_partition, how=ReadOptions(columns=columns))
     with Pool(THREADS_MAX, "keyshard-replay") as pool:
         futures = {
             tp: pool.submit(
@@ -98,7 +100,7 @@ def replay(
             loss: KeyShardError = next(unread, None) or _trimmed(tp, missing)
             if fail_on_data_loss:
                 raise loss
-            _log.warning("%s Left out, because fail_on_data_loss is false.", loss)
+            _log.warning("%s They are left out, because fail_on_data_loss is false.", loss)
     return found
 
 
@@ -109,9 +111,9 @@ def _replay_partition(
     deadline: float,
     unreadable: dict[EntryId, UnreadableEntryError],
     *,
-    how: HowToRead,
+    how: ReadOptions,
 ) -> list[EntryBlock]:
-    """Entries of one topic partition; ``unreadable`` gets those that cannot be read."""
+    """Read the entries of one topic partition; ``unreadable`` gets those that fail."""
     found: dict[EntryId, EntryBlock] = {}
     for _ in range(0 if broker is None else LOOKS):
         for stretch in stretches(state.batch - EntrySet.of(found)):
@@ -132,9 +134,9 @@ def _replay_partition(
 def _trimmed(topic_partition: TopicPartition, missing: EntrySet) -> DataLossTrimmedError:
     return DataLossTrimmedError(
         f"{len(missing)} entries of a planned batch are no longer stored in {topic_partition}, "
-        f"first {str(missing)[:80]}: retention, TTL or a deleted topic removed them before the "
-        "batch was committed. Restore the topic, or set fail_on_data_loss to false if the loss is "
-        "accepted.",
+        f"first {str(missing)[:80]}. Retention, TTL or a deleted topic removed them before the "
+        "batch was committed. Restore the topic. To accept the loss, set fail_on_data_loss to "
+        "false.",
         topic_partition=topic_partition.name,
         missing=str(missing),
     )
@@ -147,10 +149,10 @@ def _read_stretch(
     partial: Mapping[EntryId, Collection[int]],
     deadline: float,
     *,
-    how: HowToRead,
+    how: ReadOptions,
     unreadable: dict[EntryId, UnreadableEntryError],
 ) -> list[EntryBlock]:
-    """Entries of a stretch, with all indices that the checkpoint wants of them."""
+    """Read the entries of a stretch, with all indices that the checkpoint names."""
     start, last = stretch.first, stretch.last
     assert start is not None
     assert last is not None
@@ -169,13 +171,14 @@ def _read_stretch(
     if any(entry_id in stretch for entry_id in cut_off):
         first = min(cut_off)
         raise BrokerUnavailableError(
-            f"A Reader of {topic_partition} was cut off inside entry {first.ledger}:{first.entry}."
+            f"A reader of {topic_partition} lost its connection inside entry "
+            f"{first.ledger}:{first.entry}. Check that the broker is running."
         )
     return list(found.values())
 
 
 def stretches(entries: EntrySet) -> Iterator[EntrySet]:
-    """Parts of a set that one Reader each reads: runs with small gaps in one ledger."""
+    """Split a set into parts for one Reader each: runs with small gaps in one ledger."""
     part: list[tuple[int, int]] = []
     part_ledger = -1
     for ledger, first, last in entries.runs():
@@ -191,10 +194,10 @@ def stretches(entries: EntrySet) -> Iterator[EntrySet]:
 def _entries(
     scan: Scan, topic_partition: TopicPartition, deadline: float, cut_off: set[EntryId]
 ) -> Iterator[EntryBlock]:
-    """Entries of a stretch, and some behind it; an entry may come twice.
+    """Read the entries of a stretch, and some behind it; an entry may come twice.
 
-    What ended before its last index is put into ``cut_off``. A Reader that reconnected inside an
-    entry starts it again, so it may still come whole.
+    Entries that end before their last index are added to ``cut_off``. If a Reader reconnects inside
+    an entry, it starts the entry again, so it may still come complete.
     """
     assembly = EntryAssembly()
     while not scan.done:
@@ -202,8 +205,8 @@ def _entries(
         if left_s <= 0:
             raise ReplayTimeoutError(
                 f"Reading a planned batch of {topic_partition} again took too long (at "
-                f"{scan.position.ledger}:{scan.position.entry}). Check the broker's load, or raise "
-                "replay_timeout_ms."
+                f"{scan.position.ledger}:{scan.position.entry}). Check the load of the broker, "
+                "or raise replay_timeout_ms."
             )
         for block in retry_until(scan.read, left_s):
             yield from _completed_by(assembly, block, cut_off)

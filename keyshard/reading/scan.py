@@ -1,12 +1,13 @@
-"""Reads a stretch of a topic partition, and tells what is there from what is proved not to be.
+"""Reads a stretch of a topic partition, and proves which entries are absent.
 
-Everything that concludes from an entry's absence goes through here: a lost entry of a planned
-batch, a hole that is settled, the end of a bounded run, a dead letter. A Reader that lost its
-connection may be silent for ever, or say that it is at the end in the middle of a topic. So only a
-Reader whose connection has stood since it was opened proves anything: it handed out something
-behind a position, or had nothing more to hand out and then got the broker's answer that nothing
-more is stored. Whatever it did in a step in which it lost its connection is forgotten, and another
-Reader begins where the proof ends.
+All conclusions from the absence of an entry use a scan: a lost entry of a planned batch, an ack gap
+that is resolved, the end of a bounded run, a dead letter.
+
+A Reader that lost its connection may be silent for ever, or report its end in the middle of a
+topic. So only a Reader that has stayed connected since it was opened proves anything. It proves a
+position if it returned something behind it. It also does if it had nothing left to return, and the
+broker then answered that nothing more is stored. If a Reader loses its connection in a step, the
+result of the step is discarded, and another Reader begins where the proof ends.
 """
 
 from __future__ import annotations
@@ -16,54 +17,54 @@ import time
 from dataclasses import replace
 from types import TracebackType
 
-from keyshard.broker.port import ANYHOW, Broker, HowToRead, Reader
+from keyshard.broker.port import DEFAULT_READ_OPTIONS, OpensReaders, Reader, ReadOptions
 from keyshard.broker.refused_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import BrokerError, BrokerUnavailableError, UnreadableEntryError
 
 READ_WAIT_MS = 200
-"""One wait for the next messages of a Reader, milliseconds."""
+"""Longest wait of a Reader for its next messages, milliseconds."""
 SILENT_S = 5.0
-"""Time after which a Reader that owes something is replaced: a reconnect that nobody saw can make
-it wait for ever, seconds."""
+"""Time after which a silent Reader is replaced, seconds: an undetected reconnect can make it wait
+for ever."""
 
 _log = logging.getLogger(__name__)
 
 
 class Scan:
-    """A context manager; steps through a stretch as often as its owner has time.
+    """Steps through a stretch; a context manager.
 
     Args:
-        broker: Connection to read through.
-        topic_partition: What is read.
+        broker: Connection for Readers.
+        topic_partition: The topic partition.
         start: First position, inclusive.
         last: Last position, inclusive; ``None``: all that is stored.
-        how: What its Readers may leave out.
-        unreadable: Where entries go that cannot be read, which are passed then; ``None``: they are
+        how: Options of the Readers.
+        unreadable: Receives entries that cannot be read, which are then skipped; ``None``: they are
             errors.
     """
 
     def __init__(
         self,
-        broker: Broker,
+        broker: OpensReaders,
         topic_partition: TopicPartition,
         start: EntryId,
         last: EntryId | None,
-        how: HowToRead = ANYHOW,
+        how: ReadOptions = DEFAULT_READ_OPTIONS,
         *,
         unreadable: dict[EntryId, UnreadableEntryError] | None = None,
     ) -> None:
         self.position = start
-        """What lies before it was handed out, or nobody can read it."""
+        """All earlier entries were returned, or cannot be read."""
         self.done = False
-        """Whether that is so of the whole stretch."""
+        """Whether that holds for the whole stretch."""
         self._broker = broker
         self._topic_partition = topic_partition
         self._last = last
         self._how = replace(how, last=last)
         self._unreadable = unreadable
         self._reader: Reader | None = None
-        self._heard_s = 0.0
+        self._progress_s = 0.0
 
     def __enter__(self) -> Scan:
         return self
@@ -77,14 +78,14 @@ class Scan:
         self._close()
 
     def read(self) -> list[EntryBlock]:
-        """One step: what comes next, in position order; ``[]`` when nothing came.
+        """Do one step: return the next blocks in position order; ``[]`` if nothing came.
 
-        It may go beyond the stretch. An entry of several blocks may begin again.
+        Blocks may lie behind the stretch. An entry of several blocks may begin again.
 
         Raises:
-            UnreadableEntryError: An entry cannot be read, and is not to be passed.
-            BrokerUnavailableError: The connection was lost; the next step goes on with another
-                Reader (retriable).
+            UnreadableEntryError: An entry cannot be read, and ``unreadable`` is ``None``.
+            BrokerUnavailableError: The connection was lost; the next step uses another Reader
+                (retriable).
             BrokerError: The broker refused.
         """
         if self.done:
@@ -106,23 +107,23 @@ class Scan:
         blocks = [block for block in blocks if block.id >= self.position]
         now = time.monotonic()
         if blocks:
-            self._heard_s = now
-            (ledger, entry), newest = blocks[-1].id, blocks[-1]
-            whole = newest.indices[-1] == newest.batch_size - 1
-            self.position = EntryId(ledger, entry + whole)
+            self._progress_s = now
+            newest = blocks[-1]
+            ledger, entry = newest.id
+            self.position = EntryId(ledger, entry + newest.ends)
             at_end = self._last is not None and self.position > self._last
-        elif now - self._heard_s > SILENT_S:
+        elif now - self._progress_s > SILENT_S:
             self._close()
         self.done = at_end
         return blocks
 
     def _step(self) -> tuple[list[EntryBlock], bool]:
-        """What came; if nothing did, whether nothing is left. Both while the connection stood."""
+        """Return the next blocks, and whether nothing is left, as read on a held connection."""
         reader = self._reader
         if reader is None:
             reader = self._broker.reader(self._topic_partition, self.position, self._how)
             self._reader = reader
-            self._heard_s = time.monotonic()
+            self._progress_s = time.monotonic()
         refused: UnreadableEntryError | None = None
         blocks: list[EntryBlock] = []
         try:
@@ -133,8 +134,8 @@ class Scan:
         if not reader.stayed_connected():
             ledger, entry = self.position
             raise BrokerUnavailableError(
-                f"A Reader of {self._topic_partition} lost its connection at {ledger}:{entry}. "
-                "What is stored from there on is not known. Check that the broker is running."
+                f"A reader of {self._topic_partition} lost its connection at {ledger}:{entry}. "
+                "The entries from there on are unknown. Check that the broker is running."
             )
         if refused is not None:
             raise refused
@@ -145,7 +146,7 @@ class Scan:
         if entry_id < self.position:
             return
         self._unreadable[entry_id] = error
-        self._heard_s = time.monotonic()
+        self._progress_s = time.monotonic()
         self.position = EntryId(entry_id.ledger, entry_id.entry + 1)
         self.done = self._last is not None and self.position > self._last
 
@@ -155,5 +156,5 @@ class Scan:
             try:
                 reader.close()
             except BrokerError as exc:
-                # What it read is known; a connection that is gone has nothing left to close.
-                _log.debug("a Reader of %s: %s", self._topic_partition, exc)
+                # Its results are known, and a lost connection needs no close.
+                _log.debug("a reader of %s: %s", self._topic_partition, exc)

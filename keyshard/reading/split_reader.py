@@ -1,25 +1,33 @@
-"""Reads a split: exactly its messages, in order, as record batches, with a plain Reader.
+"""Reads the messages of a split, in order, as record batches, with a plain Reader.
 
-Another process reads it than planned it, perhaps later and more than once. It always gives the same
-rows in the same batches: which entries share a batch follows from the entries alone, not from how
-they came, because a host that runs a task again goes on where the first one ended.
+Another process may read the split than planned it, perhaps later and more than once. It always
+returns the same rows in the same batches: the entries alone decide which of them share a batch, not
+their arrival. A host that repeats a task continues where the first attempt ended.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, closing
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from pyarrow import compute
 
-from keyshard.arrow.columns import record_batches
-from keyshard.arrow.content import only
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.auth.tls import of_bookies
 from keyshard.broker.connect import connect, connect_admin
-from keyshard.broker.port import Admin, Broker, HowToRead
+from keyshard.broker.port import Broker, OpensReaders, ReadOptions
 from keyshard.broker.retry import retry_until
+from keyshard.columns.content import only
+from keyshard.columns.record_batches import record_batches
 from keyshard.config.connection import Connection
+from keyshard.config.segments import BOOKIES, BROKER, Segments
 from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.split import Split
@@ -30,16 +38,19 @@ from keyshard.errors import (
     ReplayTimeoutError,
     TopicRecreatedError,
 )
-from keyshard.reading.keys import KEY, OnlyKeys
+from keyshard.reading.report import ReadReport, was_read
 from keyshard.reading.scan import Scan
 from keyshard.reading.splits import created
 
+if TYPE_CHECKING:
+    from keyshard.bookkeeper.reader import BookieReads
+
 QUEUE_BYTES = 32 * 1024 * 1024
-"""What the client may hold ahead, by the mean size of entries, bytes."""
+"""Most that the client holds ahead, by the mean size of entries, bytes."""
 QUEUE_MIN, QUEUE_MAX = 10, 1_000
-"""Messages that it holds ahead at least and at most."""
+"""Fewest and most messages that the client holds ahead."""
 CUT_OFF_MAX = 10
-"""Times in a row that a Reader may end inside the same entry."""
+"""Times in a row that a Reader may be cut off inside the same entry."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,23 +62,80 @@ def read_splits(
     *,
     keys: Collection[str] | None = None,
     fail_on_data_loss: bool = True,
+    segments: Segments | None = None,
+    report: Callable[[ReadReport], None] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Connect, and read some splits one after the other; see :func:`read_split`."""
-    with closing(connect(connection)) as broker, closing(connect_admin(connection)) as admin:
+    """Connect, and read splits one after the other; see :func:`read_split`.
+
+    Args:
+        segments: Where closed ledgers are read, as the plan has it; ``None``: by the broker.
+        report: Called after each split with what bookies and the broker returned.
+
+    Raises:
+        BookieReadError: No bookie returned an entry, and the broker must not be asked for it.
+    """
+    with ExitStack() as opened:
+        broker = opened.enter_context(closing(connect(connection)))
+        admin = opened.enter_context(closing(connect_admin(connection)))
+        bookies = _bookies(segments, connection.service_url, opened)
         for split in splits:
+            reads = None if bookies is None else bookies(broker, split)
+            seen: Counter[int] = Counter()
             yield from read_split(
-                broker,
+                reads or broker,
                 admin,
                 split,
                 names,
                 connection.operation_timeout_ms / 1000,
                 keys=keys,
                 fail_on_data_loss=fail_on_data_loss,
+                seen=seen,
             )
+            if reads is not None:
+                found = was_read(split, seen, reads.from_bookies, reads.left)
+                _log.info("%s was read by ledger: %s.", split.topic_partition, found)
+            elif report is not None:
+                placed = {span.ledger: span.placement for span in split.spans}
+                left = {one: why for one, why in placed.items() if isinstance(why, str)}
+                found = was_read(split, seen, {}, left)
+            if report is not None:
+                report(found)
+
+
+def _bookies(
+    segments: Segments | None, cluster: str, opened: ExitStack
+) -> Callable[[Broker, Split], BookieReads | None] | None:
+    """Return what opens the Readers of a split; ``None`` if the broker opens all of them."""
+    if segments is None or segments.source == BROKER:
+        return None
+    from keyshard.bookkeeper.bookies import Bookies  # noqa: PLC0415 - few reads need it
+    from keyshard.bookkeeper.failures import OF_PROCESS, Failures  # noqa: PLC0415
+    from keyshard.bookkeeper.reader import BookieReads  # noqa: PLC0415
+
+    required = segments.source == BOOKIES
+    # If no other way is left, a host that runs a task again wants a bookie to be asked again.
+    failures = Failures() if required else OF_PROCESS
+    tls = of_bookies(segments)
+    bookies = opened.enter_context(closing(Bookies(segments.bookies_map, failures, tls)))
+
+    def of(broker: Broker, split: Split) -> BookieReads | None:
+        placements = {span.ledger: span.placement for span in split.spans}
+        if all(isinstance(one, str) for one in placements.values()):
+            return None
+        return BookieReads(
+            broker,
+            placements,
+            bookies,
+            required=required,
+            failures=failures,
+            cluster=(cluster, tls),
+        )
+
+    return of
 
 
 def read_split(
-    broker: Broker,
+    broker: OpensReaders,
     admin: Admin,
     split: Split,
     names: Sequence[str],
@@ -75,35 +143,40 @@ def read_split(
     *,
     keys: Collection[str] | None = None,
     fail_on_data_loss: bool = True,
+    seen: Counter[int] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Messages of a split, in the order of its topic partition.
+    """Read the messages of a split, in the order of its topic partition.
 
     Args:
-        broker: Connection to read through.
-        admin: Tells what is still stored.
-        split: What is read.
-        names: Columns of :data:`keyshard.arrow.columns.COLUMNS`, at least one.
-        timeout_s: Longest time in which nothing comes, seconds.
-        keys: Partition keys whose messages are wanted; ``None``: all are.
-        fail_on_data_loss: Whether entries that are no longer stored are an error; else they are
-            left out, with a warning.
+        broker: Opens Readers.
+        admin: Knows what is still stored.
+        split: The split.
+        names: Columns of :data:`keyshard.columns.record_batches.COLUMNS`, at least one.
+        timeout_s: Longest silence, seconds.
+        keys: Partition keys whose messages are wanted; ``None``: all.
+        fail_on_data_loss: Whether entries that are no longer stored are an error. If not, they are
+            omitted with a warning.
+        seen: Counts the entries that were read, by ledger.
 
     Yields:
         Record batches as large as those of a stream.
 
     Raises:
         DataLossTrimmedError: Entries of the split are no longer stored.
-        TopicRecreatedError: They are not, because the topic is another one by now.
+        TopicRecreatedError: They are not stored, because the topic was created again.
         ChunkedMessageError: A message is chunked.
         UnreadableEntryError: A message is encrypted, or an entry cannot be read.
         ReplayTimeoutError: Nothing came for too long (retriable).
         BrokerError: The broker cannot be reached, or refuses.
     """
     queue = QUEUE_BYTES * split.entries // max(1, split.size_bytes)
-    wanted = names if keys is None else {*names, KEY}
+    columns = names if keys is None else {*names, KEY}
     queue = min(max(queue, QUEUE_MIN), QUEUE_MAX)
-    how = HowToRead(queue, columns=wanted, receiver_queue_bytes=QUEUE_BYTES, first=queue)
-    blocks = _stored(broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss)
+    how = ReadOptions(queue, columns=columns, receiver_queue_bytes=QUEUE_BYTES, first=queue)
+    blocks = _stored(
+        broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss,
+        seen=Counter() if seen is None else seen,
+    )  # fmt: skip
     if keys is not None:
         chosen = map(OnlyKeys(keys).of, blocks)
         blocks = (block for block in chosen if block is not None)
@@ -111,38 +184,39 @@ def read_split(
 
 
 def _stored(
-    broker: Broker,
+    broker: OpensReaders,
     admin: Admin,
     split: Split,
-    how: HowToRead,
+    how: ReadOptions,
     timeout_s: float,
     *,
     fail_on_data_loss: bool,
+    seen: Counter[int],
 ) -> Iterator[EntryBlock]:
-    """What is read of a split; checks before and afterwards that all of it is stored."""
+    """Read a split. Check before and after the read that all of it is stored."""
     entries = {span.ledger: span for span in split.spans}
     if not entries or not _check_stored(
         admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss
     ):
         return
-    seen = dict.fromkeys(entries, 0)
-    for block in _entries(broker, split, how, timeout_s):
+    edges = split.first, split.last
+    for block in chain.from_iterable(_entries(broker, split, how, timeout_s)):
         ledger, entry = block.id
         span = entries.get(ledger)
         if span is None or not span.first <= entry < span.end:
             continue
         seen[ledger] += 1
         if split.matches(block.publish_ms):
-            kept = _within(split, block)
+            kept = _within(split, block) if block.id in edges else block
             if kept is not None:
                 yield kept
     if any(seen[ledger] < span.entries for ledger, span in entries.items()):
-        # Markers and aborted messages are stored, and no Reader shows them.
+        # Readers do not return markers and aborted messages, which are stored.
         _check_stored(admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
 
 
 def _within(split: Split, block: EntryBlock) -> EntryBlock | None:
-    """The messages of an entry that belong to a split; ``None`` where none does."""
+    """Return the messages of an entry that belong to a split, or ``None``."""
     first = split.first_index if block.id == split.first else 0
     end = split.end_index if block.id == split.last else None
     if not first and end is None:
@@ -154,7 +228,7 @@ def _within(split: Split, block: EntryBlock) -> EntryBlock | None:
 
 
 def _check_stored(admin: Admin, split: Split, timeout_s: float, *, fail_on_data_loss: bool) -> bool:
-    """Whether the topic partition exists; the ledgers of a split do, or that is told."""
+    """Check that the ledgers of a split are stored; return whether the topic partition exists."""
     ledgers = retry_until(lambda: admin.ledgers(split.topic_partition), timeout_s)
     sizes = {ledger.id: ledger.entries for ledger in ledgers or ()}
     gone = [span for span in split.spans if sizes.get(span.ledger, 0) < span.end]
@@ -165,70 +239,127 @@ def _check_stored(admin: Admin, split: Split, timeout_s: float, *, fail_on_data_
         why = "retention, TTL or a deleted topic removed them after"
         if now and now != split.created:
             kind = TopicRecreatedError
-            why = "the topic was deleted and created anew after"
+            why = "the topic was deleted and created again after"
         loss = kind(
             f"{sum(span.entries for span in gone)} entries of {split.topic_partition}, from "
-            f"{first.ledger}:{first.first} to {last.ledger}:{last.end - 1}, are no longer stored: "
-            f"{why} the read was planned. Read what is left anew, or set fail_on_data_loss to "
-            "false if the loss is accepted.",
+            f"{first.ledger}:{first.first} to {last.ledger}:{last.end - 1}, are no longer "
+            f"stored: {why} the read was planned. Plan the read again. To accept the loss, set "
+            "fail_on_data_loss to false.",
             topic_partition=split.topic_partition.name,
             missing=f"{first.ledger}:{first.first}-{last.ledger}:{last.end - 1}",
         )
         if fail_on_data_loss:
             raise loss
-        _log.warning("%s Left out, because fail_on_data_loss is false.", loss)
+        _log.warning("%s They are left out, because fail_on_data_loss is false.", loss)
     return ledgers is not None
 
 
 def _entries(
-    broker: Broker, split: Split, how: HowToRead, timeout_s: float
-) -> Iterator[EntryBlock]:
-    """Whole entries from the first of a split to its last, ascending, each once."""
+    broker: OpensReaders, split: Split, how: ReadOptions, timeout_s: float
+) -> Iterator[list[EntryBlock]]:
+    """Read whole entries from the first to the last of a split, ascending, each once."""
     start, cut_off = split.first, 0
     while True:
         last: EntryId | None = None
         try:
-            for block in _until_cut_off(broker, split, start, how, timeout_s):
-                last = block.id
-                yield block
+            for blocks in _until_cut_off(broker, split, start, how, timeout_s):
+                last = blocks[-1].id
+                yield blocks
             return
         except RedeliveryNeeded as need:
             cut_off = 1 if last is not None else cut_off + 1
             if cut_off > CUT_OFF_MAX:
                 raise BrokerUnavailableError(
-                    f"Readers of {split.topic_partition} are cut off inside entry "
-                    f"{need.entry_id.ledger}:{need.entry_id.entry} again and again. Check the "
-                    "broker's load and the network."
+                    f"Readers of {split.topic_partition} repeatedly lose their connection inside "
+                    f"entry {need.entry_id.ledger}:{need.entry_id.entry}. Check the load of the "
+                    "broker, and the network."
                 ) from need
             start = need.entry_id
 
 
 def _until_cut_off(
-    broker: Broker, split: Split, start: EntryId, how: HowToRead, timeout_s: float
-) -> Iterator[EntryBlock]:
-    """Whole entries from one on.
+    broker: OpensReaders, split: Split, start: EntryId, how: ReadOptions, timeout_s: float
+) -> Iterator[list[EntryBlock]]:
+    """Read whole entries, at least one at a time.
 
     Raises:
-        RedeliveryNeeded: One ended before its last index, because the connection was cut there;
-            what comes behind it has not been given out.
+        RedeliveryNeeded: The connection was lost inside an entry. No later entry was returned.
     """
-    assembly = EntryAssembly()
-    with Scan(broker, split.topic_partition, start, split.last, how) as scan:
-        heard_s = time.monotonic()
+    assembly, end = EntryAssembly(), split.last
+    with Scan(broker, split.topic_partition, start, end, how) as scan:
+        progress_s = time.monotonic()
         while not scan.done:
-            left_s = heard_s + timeout_s - time.monotonic()
+            left_s = progress_s + timeout_s - time.monotonic()
             if left_s <= 0:
                 raise ReplayTimeoutError(
-                    f"Nothing came of {split.topic_partition} from {scan.position.ledger}:"
-                    f"{scan.position.entry} on for {timeout_s:g} s, and that is not its end. Check "
-                    "the broker's load, or raise operation_timeout_ms."
+                    f"Reading {split.topic_partition} from "
+                    f"{scan.position.ledger}:{scan.position.entry} on returned nothing for "
+                    f"{timeout_s:g} s before its end. Check the load of the broker, or raise "
+                    "operation_timeout_ms."
                 )
             blocks = retry_until(scan.read, left_s)
-            for block in blocks:
-                yield from (one for one in assembly.add(block) if one.id <= split.last)
+            whole, need = _joined(assembly, blocks)
+            whole = [one for one in whole if one.id <= end]
+            if whole:
+                yield whole
+            if need is not None:
+                raise need
             if blocks:
-                # Whoever takes them may have taken his time.
-                heard_s = time.monotonic()
+                # The caller may have been slow to take them.
+                progress_s = time.monotonic()
     held = assembly.open
-    if held is not None and held.id <= split.last:
+    if held is not None and held.id <= end:
         raise RedeliveryNeeded(held.id)
+
+
+def _joined(
+    assembly: EntryAssembly, blocks: Sequence[EntryBlock]
+) -> tuple[list[EntryBlock], RedeliveryNeeded | None]:
+    """Return the whole entries of some blocks, and what ended their sequence early, if any."""
+    whole: list[EntryBlock] = []
+    try:
+        for block in blocks:
+            whole += assembly.add(block)
+    except RedeliveryNeeded as need:
+        return whole, need
+    return whole, None
+
+
+# -- Messages of some keys, chosen before columns are made of them --------------------------------
+
+KEY = "__key"
+
+
+class OnlyKeys:
+    """Chooses messages by partition key; checks all keys of one delivery together.
+
+    The slot does not decide, because an ordering key takes precedence in routing.
+
+    Args:
+        keys: Keys as in column ``__key``.
+    """
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._keys = pa.array(sorted(keys), pa.string())
+        self._content: Any = None
+        self._rows: list[int] = []
+        """Rows of the content that have one of the keys, ascending."""
+
+    def of(self, block: EntryBlock) -> EntryBlock | None:
+        """Return the messages of a block that have one of the keys, or ``None``."""
+        kept: list[int] = []
+        before = 0
+        for part in block.parts:
+            rows = self._rows_of(part.content)
+            first, end = (bisect_left(rows, part.start + row) for row in (0, part.rows))
+            kept.extend(block.indices[before + row - part.start] for row in rows[first:end])
+            before += part.rows
+        if len(kept) == block.rows:
+            return block
+        return only(block, frozenset(kept)) if kept else None
+
+    def _rows_of(self, content: pa.RecordBatch) -> list[int]:
+        if content is not self._content:
+            found = compute.is_in(content.column(KEY), value_set=self._keys)
+            self._content, self._rows = content, compute.indices_nonzero(found).to_pylist()
+        return self._rows

@@ -1,7 +1,7 @@
-"""Rows of raw columns -> rows of decoded ones, wherever rows are read.
+"""Decodes rows: raw columns in, decoded columns out.
 
 The plan of the query fixes the schema of each topic and the columns. Messages may be written with
-other versions of a schema. A process asks for each of these once: a version never changes.
+other versions of a schema. A process asks for each version once, because a version never changes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import pyarrow as pa
 from pyarrow import compute
 
 from keyshard.broker.schemas import schema_of
+from keyshard.columns.codec import Codec, decode_rows
+from keyshard.columns.codecs import KEY_VALUE, codec_of, keys_apart
+from keyshard.columns.projection import cast, check, columns_of
 from keyshard.config.connection import Connection
 from keyshard.core.metadata_columns import KEY_BYTES, NAME_KEY_BYTES
 from keyshard.core.topic_schema import TopicSchema
@@ -27,39 +30,36 @@ from keyshard.reading.decoding_plan import (
     WITHOUT_SCHEMA,
     Decoding,
 )
-from keyshard.schemas.codec import Codec, decode_rows
-from keyshard.schemas.codecs import KEY_VALUE, codec_of, keys_apart
-from keyshard.schemas.projection import cast, check, columns_of
 
 VERSIONS_MAX = 1_000
-"""Schemas of other versions that a process keeps: a stream has another plan with each ledger."""
+"""Schemas of other versions that a process keeps. A stream has a new plan for each new ledger."""
 _other_versions: dict[tuple[str, str, int], TopicSchema] = {}
-"""By plan, topic and version; of one process."""
+"""By plan name, topic and version; one table per process."""
 
 
 class Decoder:
-    """Makes decoded rows of raw ones, by a plan.
+    """Decodes rows by a plan.
 
     Args:
-        plan: What is decoded with.
-        wanted: Columns of the rows that are handed out, in their order.
+        plan: The plan of the query.
+        output: Columns of the decoded rows, in their order.
 
     Raises:
-        SchemaError: A column is not there, or a cast would lose something.
+        SchemaError: A column does not exist, or a cast would lose information.
     """
 
-    def __init__(self, plan: Decoding, wanted: pa.Schema) -> None:
+    def __init__(self, plan: Decoding, output: pa.Schema) -> None:
         self._plan = plan
-        self._wanted = wanted
+        self._output = output
         self._codecs: dict[str, tuple[TopicSchema, Codec, pa.Schema | None]] = {}
-        """With what values are cast to: ``None`` where bytes are wanted."""
+        """With the columns that values are cast to; ``None`` if bytes are wanted."""
         self._unfit: dict[str, str] = {}
-        """Topics that were found later and cannot have the columns, and why."""
-        self._payload = pa.schema([one for one in wanted if one.name not in {*METADATA, CORRUPT}])
-        tells_corrupt = plan.mode == PERMISSIVE and CORRUPT in wanted.names
-        # Columns must not decide which rows there are.
+        """Topics that were found later and do not have the columns, and why."""
+        self._payload = pa.schema([one for one in output if one.name not in {*METADATA, CORRUPT}])
+        shows_corrupt = plan.mode == PERMISSIVE and CORRUPT in output.names
+        # The choice of columns must not change the rows.
         drops = plan.mode == DROPMALFORMED
-        self._needs_values = bool(len(self._payload)) or tells_corrupt or drops
+        self._needs_values = bool(len(self._payload)) or shows_corrupt or drops
         for topic in plan.schemas:
             self._codec(topic)
         self.decodes = self._needs_values and any(
@@ -67,17 +67,18 @@ class Decoder:
         )
         """Whether any row depends on a schema."""
         self.dropped = 0
-        """Rows that were left out."""
+        """Rows that were dropped."""
 
     @property
     def raw_columns(self) -> tuple[str, ...]:
-        """Names of :data:`keyshard.arrow.columns.COLUMNS` that :meth:`decoded` has to be given."""
-        names = [name for name in self._wanted.names if name in METADATA]
-        if self.decodes or len(self._payload) or CORRUPT in self._wanted.names:
+        """Columns of :data:`keyshard.columns.record_batches.COLUMNS` that :meth:`decoded` needs."""
+        names = [name for name in self._output.names if name in METADATA]
+        if self.decodes or len(self._payload) or CORRUPT in self._output.names:
             names.append("value")
         if self.decodes:
             schemas = [schema for schema, _, _ in self._codecs.values()]
-            # Messages of another version may have theirs apart where the newest has not.
+            # Messages of another version may have separate keys, even if the newest version has
+            # not.
             pairs = any(schema.type == KEY_VALUE for schema in schemas)
             names += ["__topic", "__schemaVersion"]
             names += ["__messageId", "__partition"] if self._plan.mode == FAILFAST else []
@@ -85,11 +86,11 @@ class Decoder:
         return tuple(dict.fromkeys(names))
 
     def decoded(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Rows of the columns that are wanted, of rows of :attr:`raw_columns`.
+        """Decode rows of :attr:`raw_columns` into the wanted columns.
 
         Raises:
             MalformedMessageError: A value cannot be decoded, in mode ``FAILFAST``.
-            SchemaError: The version that a message was written with is not there.
+            SchemaError: The version that a message was written with does not exist.
         """
         for batch in batches:
             found, reasons = self._decode(batch) if self.decodes else ({}, {})
@@ -97,17 +98,17 @@ class Decoder:
                 raise self._malformed(batch, *min(reasons.items()))
             arrays = [
                 found[name] if name in found else self._own(name, batch, reasons)
-                for name in self._wanted.names
+                for name in self._output.names
             ]
-            made = pa.RecordBatch.from_arrays(arrays, schema=self._wanted)
+            made = pa.RecordBatch.from_arrays(arrays, schema=self._output)
             if reasons and self._plan.mode == DROPMALFORMED:
                 self.dropped += len(reasons)
-                kept = [row for row in range(len(made)) if row not in reasons]
-                made = made.take(pa.array(kept, pa.int32()))
+                rest = [row for row in range(len(made)) if row not in reasons]
+                made = made.take(pa.array(rest, pa.int32()))
             yield made
 
     def _own(self, name: str, batch: pa.RecordBatch, reasons: Mapping[int, str]) -> pa.Array:
-        """A column that is not decoded."""
+        """Return a column that is not decoded."""
         if name != CORRUPT:
             return batch.column(name)
         values = batch.column("value")
@@ -117,7 +118,10 @@ class Decoder:
         return compute.if_else(wrong, values, pa.scalar(None, values.type))
 
     def _decode(self, batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], dict[int, str]]:
-        """Decoded columns by name, and reasons by row: each topic and version together."""
+        """Return decoded columns by name, and reasons by row.
+
+        Rows of one topic and version are decoded together.
+        """
         groups = list(_groups(batch))
         if len(groups) == 1:
             ((topic, version, _),) = groups
@@ -130,9 +134,9 @@ class Decoder:
             reasons |= {rows[row].as_py(): why for row, why in wrong.items()}
         if not parts:
             return {one.name: pa.nulls(0, one.type) for one in self._payload}, {}
-        places = compute.sort_indices(pa.concat_arrays([rows for _, _, rows in groups]))
+        order = compute.sort_indices(pa.concat_arrays([rows for _, _, rows in groups]))
         return {
-            name: pa.concat_arrays([part[name] for part in parts]).take(places) for name in parts[0]
+            name: pa.concat_arrays([part[name] for part in parts]).take(order) for name in parts[0]
         }, reasons
 
     def _decode_alike(
@@ -145,28 +149,30 @@ class Decoder:
         if payload is None:
             return {one.name: batch.column("value") for one in self._payload}, {}
         writer = writer_of(self._plan, topic, schema, version)
-        # What was written as another type is malformed, wherever its keys are.
+        # A value of another schema type is malformed, wherever its keys are.
         if codec.kind != KEY_VALUE or not keys_apart(writer or schema):
             keys = pa.nulls(len(batch), pa.binary())
         elif KEY_BYTES in batch.schema.names:
             keys = batch.column(KEY_BYTES)
         else:
             raise SchemaError(
-                f"Keys of messages of {topic} stand apart from their values, and the bytes that "
-                "they were set as are not here: pulsar-client does not hand them out, and no other "
-                "transport was asked, since no topic had such a schema. Start anew without "
-                f"transport='client'; in Python {NAME_KEY_BYTES} Or set valueFormat=raw.",
+                f"The schema of {topic} stores keys separately, but the bytes of the keys were "
+                "not read. pulsar-client does not provide them, and no topic had such a schema "
+                "at the start. Start again without transport='client'. In Python, "
+                f"{NAME_KEY_BYTES} Or set valueFormat=raw.",
                 topic=topic,
             )
         values, reasons = decode_rows(codec, batch.column("value"), keys, writer)
         return cast(values, payload), reasons
 
     def _fits(self, topic: str) -> bool:
-        """Whether a topic can have the columns. One that was found later need not: its rows may be
-        in a batch that is planned, where no option leaves the topic out any more.
+        """Whether a topic has the wanted columns.
+
+        A topic that was found later may not have them. Its rows may be in a planned batch, from
+        which no option removes them.
 
         Raises:
-            SchemaError: It cannot, in mode ``FAILFAST``.
+            SchemaError: It does not, in mode ``FAILFAST``.
         """
         if topic in self._plan.schemas or topic in self._codecs:
             return True
@@ -177,10 +183,10 @@ class Decoder:
         except SchemaError as exc:
             if self._plan.mode == FAILFAST:
                 raise SchemaError(
-                    f"A topic that was found after the query was built does not fit it: "
-                    f"{exc.message} Leave the topic out of what the query reads; with "
-                    f"mode={DROPMALFORMED} (malformed in Python) rows of it in a batch that is "
-                    f"planned are left out, and with mode={PERMISSIVE} {CORRUPT} has their bytes.",
+                    f"A topic that was discovered later does not fit the query: {exc.message} "
+                    f"Exclude the topic from the query. In a planned batch, mode={DROPMALFORMED} "
+                    f"(malformed in Python) leaves its rows out, and mode={PERMISSIVE} puts "
+                    f"their bytes into {CORRUPT}.",
                     topic=topic,
                 ) from exc
             self._unfit[topic] = exc.message
@@ -188,7 +194,7 @@ class Decoder:
         return True
 
     def _codec(self, topic: str) -> tuple[TopicSchema, Codec, pa.Schema | None]:
-        """How values of a topic are decoded, and to which columns."""
+        """Return the schema, the codec and the columns of a topic."""
         found = self._codecs.get(topic)
         if found is None:
             schema = self._plan.schemas.get(topic)
@@ -198,7 +204,7 @@ class Decoder:
             payload = None if self._wants_bytes(schema, codec) else self._payload
             if self._needs_values and payload is not None and keys_apart(schema):
                 _check_transport(self._plan.connection, topic)
-            check(codec.type, codec.untold, payload or _NONE, topic)
+            check(codec.type, codec.undescribed, payload or _NONE, topic)
             found = self._codecs[topic] = schema, codec, payload
         return found
 
@@ -228,9 +234,9 @@ class Decoder:
 def _check_transport(connection: Connection, topic: str) -> None:
     if connection.by_client:
         raise SchemaError(
-            f"Keys of {topic} stand apart from its values, and pulsar-client does not tell whether "
-            "a key was set as bytes or as text that looks like them. Set transport='wire', or "
-            "valueFormat=raw to get the bytes.",
+            f"The schema of {topic} stores keys separately, but pulsar-client cannot tell keys "
+            "of bytes from keys of text. Set transport='wire', or valueFormat=raw to get the "
+            "bytes.",
             topic=topic,
         )
 
@@ -238,18 +244,21 @@ def _check_transport(connection: Connection, topic: str) -> None:
 def writer_of(
     plan: Decoding, topic: str, schema: TopicSchema, version: int | None
 ) -> TopicSchema | None:
-    """The schema that messages of a version were written with; ``None``: the one they are read by.
+    """Return the schema that messages of a version were written with.
 
     Args:
-        plan: Of the query.
+        plan: The plan of the query.
         topic: Full name.
-        schema: What its values are decoded to.
-        version: Of the messages.
+        schema: The schema that values are decoded to.
+        version: Version of the messages.
+
+    Returns:
+        ``None`` if ``schema`` can decode them alone.
 
     Raises:
-        SchemaError: It is not there any more.
+        SchemaError: The version no longer exists.
     """
-    if version is None or version == schema.version or schema.type in _TELL_THEMSELVES:
+    if version is None or version == schema.version or schema.type in _SELF_DESCRIBING:
         return None
     key = (plan.name, topic, version)
     found = _other_versions.get(key)
@@ -259,9 +268,8 @@ def writer_of(
             found = schema
         if found is None:
             raise SchemaError(
-                f"Version {version} of the schema of {topic} is not there (any more), and "
-                "messages were written with it. Register it again, or set valueFormat=raw to get "
-                "the bytes.",
+                f"Version {version} of the schema of {topic} no longer exists, but messages were "
+                "written with it. Register it again, or set valueFormat=raw to get the bytes.",
                 topic=topic,
             )
         _other_versions[key] = found
@@ -269,27 +277,24 @@ def writer_of(
     return found
 
 
-def keep_newest(kept: dict[Any, Any], most: int) -> None:
-    """Let go of the older half of what is kept, where that is too much; from any thread.
-
-    What is asked for again is made again.
-    """
-    if len(kept) > most:
-        for old in list(kept)[: len(kept) // 2]:
-            kept.pop(old, None)
+def keep_newest(entries: dict[Any, Any], most: int) -> None:
+    """Remove the older half of a cache that has more than ``most`` entries; from any thread."""
+    if len(entries) > most:
+        for old in list(entries)[: len(entries) // 2]:
+            entries.pop(old, None)
 
 
 _BYTES = pa.schema([pa.field("value", pa.binary())])
 _NONE = pa.schema([])
-_TELL_THEMSELVES = ("JSON", *WITHOUT_SCHEMA)
-"""Types whose values need no schema of the version that they were written with. All others may be
-of another type there, where the broker was told to let any follow, and look like these."""
+_SELF_DESCRIBING = ("JSON", *WITHOUT_SCHEMA)
+"""Types whose values can be decoded without the writer's version. For all others, a version may
+have another type, if the broker accepts any schema, and its values may look valid."""
 _BY_NUMBER = ("PROTOBUF_NATIVE", "PROTOBUF")
-"""Types whose fields are known without the schema of a version, which may be gone."""
+"""Types whose fields are known by number, so that a version may be missing."""
 
 
 def _groups(batch: pa.RecordBatch) -> Iterator[tuple[str, int | None, pa.Array]]:
-    """Topic, version, and the rows that have them."""
+    """Return each topic and version, and its rows."""
     topics = batch.column("__topic").dictionary_encode()
     versions = batch.column("__schemaVersion").dictionary_encode("encode")
     width = len(versions.dictionary)

@@ -1,6 +1,6 @@
-"""Where Spark finds ``format("pulsar")`` by itself; see :mod:`pyspark_keyshard`.
+"""Makes ``format("pulsar")`` known to Spark; see :mod:`pyspark_keyshard`.
 
-Where the jar of the JVM connector is on the class path, Spark takes that one.
+If the jar of the JVM connector is on the class path, Spark takes that one.
 """
 
 from __future__ import annotations
@@ -10,4 +10,4 @@ import warnings
 try:
     from spark_adapter import PulsarDataSource as DefaultSource  # noqa: F401 - Spark's name
 except ImportError as exc:
-    warnings.warn(f'Spark does not find format("pulsar") by itself: {exc}', stacklevel=1)
+    warnings.warn(f'Spark does not find format("pulsar") automatically: {exc}', stacklevel=1)

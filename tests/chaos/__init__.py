@@ -1,1 +1,1 @@
-"""Chaos on a real broker: faults by a seed, and the verdict of the checkers on what happened."""
+"""Chaos on a real broker: faults by a seed, and the verdict of the checkers."""

@@ -8,12 +8,18 @@ import random
 import shutil
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from keyshard.config.connection import AUTO, CLIENT, WIRE
+from tests.chaos.pipeline import MESSAGES_PER_MINUTE, PipelineChaos
 from tests.chaos.plan import WORKERS, Subject
 from tests.chaos.report import Report
 from tests.chaos.runner import Chaos
+
+PIPELINE = "pipeline"
+"""A query from topic to topic, beside the subjects of which a seed chooses one."""
+MESSAGES_MIN = 5_000
 
 
 def main() -> int:
@@ -23,7 +29,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="decides the faults; default: another each time")
     parser.add_argument(
         "--subject",
-        choices=[one.value for one in Subject],
+        choices=[*(one.value for one in Subject), PIPELINE],
         help="the program that they befall; default: decided by the seed",
     )
     parser.add_argument(
@@ -40,6 +46,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
+    if given.subject == PIPELINE:
+        return _pipeline(seed, given.minutes, given.json)
     subject = Subject(given.subject or random.Random(seed).choice([*Subject]).value)
     workers: str = given.workers or random.Random(f"{seed}: workers?").choice(WORKERS)
     directory = Path(tempfile.mkdtemp(prefix="keyshard-chaos-"))
@@ -66,6 +74,27 @@ def main() -> int:
     again = f"--minutes {given.minutes:g} --seed {seed} --subject {subject.value}"
     again += f" --workers {workers} --transport {transport} --brokers {given.brokers}"
     print(f"The same faults again: python -m tests.chaos {again}")
+    return 1
+
+
+def _pipeline(seed: int, minutes: float, figures: Path | None) -> int:
+    directory = Path(tempfile.mkdtemp(prefix="keyshard-chaos-"))
+    print(f"seed {seed}, {PIPELINE}, files in {directory}", flush=True)
+    messages = max(MESSAGES_MIN, int(minutes * MESSAGES_PER_MINUTE))
+    chaos = PipelineChaos(directory, seed, messages, lambda text: print(text, flush=True))
+    report = chaos.run(60 * minutes)
+    for verdict in report.verdicts:
+        print("ok " if verdict.holds else "BAD", verdict.name, "-", verdict.message)
+    print(report)
+    if figures is not None:
+        figures.write_text(json.dumps(asdict(report), indent=2) + "\n")
+    if report.holds:
+        shutil.rmtree(directory)
+        return 0
+    print(
+        f"The same faults again: python -m tests.chaos --minutes {minutes:g} --seed {seed}"
+        f" --subject {PIPELINE}"
+    )
     return 1
 
 

@@ -1,4 +1,4 @@
-"""An HTTP proxy before the admin interface, which answers wrongly, slowly or not at all."""
+"""An HTTP proxy before the admin interface. It answers wrongly, slowly or not at all."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ INSTEAD = {
     FOREIGN_404: (404, b"<html><body>404 Not Found</body></html>"), "no JSON": (200, b"<html>"),
     "no object": (200, b"[7]"), "empty": (200, b""),
 }  # fmt: skip
-"""What is answered, with nobody asked."""
+"""The body of an invented answer."""
 WRONG = (*INSTEAD, "cut", "late")
-"""What may become of an answer."""
+"""The faults of an answer."""
 HANGS, DRIPS = "hangs", "drips"
-"""What keeps who asked waiting; not among the others, because it takes so long."""
+"""The fault that lets a client wait; a separate one, because it takes so long."""
 _LATE_S = 1.5
 _HANG_S = 60.0
 _DRIP_S = 0.5
@@ -32,7 +32,7 @@ _PASSED_ON = ("Content-Type", "Accept")
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asked has given up."""
+        """The client has given up."""
 
 
 class AdminProxy:
@@ -55,7 +55,7 @@ class AdminProxy:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its URL."""
         return f"http://{LOOPBACK}:{self._server.server_address[1]}"
 
     def __enter__(self) -> AdminProxy:
@@ -74,7 +74,7 @@ class AdminProxy:
         self._client.close()
 
     def spoil(self, seed: object, rate: float, kinds: tuple[str, ...] = WRONG) -> None:
-        """From now on a part of all answers is spoilt; who waits for one that hangs gets it."""
+        """Spoil a part of all further answers; send those that hang."""
         with self._changed:
             self._chance, self._rate, self._kinds = random.Random(str(seed)), rate, kinds
             self._spoils += 1

@@ -1,4 +1,4 @@
-"""A real broker with a proxy before it, and one topic: what can be done to them."""
+"""A real broker with a proxy before it, one topic, and their faults."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 
 from keyshard.testing.devbroker import DevBroker
-from keyshard.testing.devbroker.ports import LOOPBACK, free_port
+from keyshard.testing.devbroker.process import LOOPBACK, free_port
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.chaos.plan import KEEP_ALIVE_S, PARTITIONS
 from tests.chaos.proxy import TcpProxy
-from tests.tested_pulsar import PULSAR
+from tests.support.tested_pulsar import PULSAR
 
 TOPIC = "persistent://public/default/chaos"
 SUBSCRIPTION = "chaos"
@@ -55,7 +55,7 @@ class Cluster:
             port=self._direct,
             data_dir=directory,
             settings={
-                # Who comes in through the proxy is told the proxy's address by every lookup.
+                # Every look-up through the proxy returns the proxy's address.
                 "advertisedAddress": "",
                 "advertisedListeners": (
                     f"direct:{_url(self._direct)},proxied:{_url(self._proxied)}"
@@ -127,7 +127,7 @@ class Cluster:
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on (SIGCONT)."""
+        """Continue it (SIGCONT)."""
         self._signal(signal.SIGCONT)
 
     def unload(self, deadline: float) -> None:
@@ -148,7 +148,7 @@ class Cluster:
         self.ask("POST", f"{_PATH}/partitions", deadline, json=self._partitions)
 
     def backlog(self, deadline: float) -> int:
-        """Messages that are not acknowledged; at least 1 where nobody has subscribed yet.
+        """Return the unacknowledged messages; at least 1 without a subscription.
 
         Raises:
             TimeoutError: The broker did not tell until the deadline.

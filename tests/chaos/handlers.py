@@ -18,16 +18,15 @@ from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import tenacity
 
 from keyshard import Message, RetryPolicy
-from keyshard.arrow.messages import messages_of
 from keyshard.broker.connect import connect
-from keyshard.broker.port import Broker, Reader
-from keyshard.core.dead_letter.letters import Letter, parse
+from keyshard.broker.port import DEFAULT_READ_OPTIONS, Broker, Reader, ReadOptions
+from keyshard.columns.messages import messages_of
+from keyshard.core.dead_letter import DeadLetter, parse
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import KeyShardError, NotRunningError
 from keyshard.testing.verify.history import Event, HistoryWriter
@@ -43,7 +42,8 @@ from tests.chaos.stream import (
     replace_file,
     with_workers,
 )
-from tests.recorded_source import RecordedSource
+from tests.helpers import present
+from tests.support.recorded_source import RecordedSource
 
 _LOOK_S = 0.2
 _ATTEMPTS = 3
@@ -52,7 +52,7 @@ _EPOCHS = 10_000
 
 
 class Step(Enum):
-    """Where a message is."""
+    """The position of a message."""
 
     HANDLING = "a handler has begun"
     HANDLED = "a handler is done, nothing is durable"
@@ -62,10 +62,10 @@ class Step(Enum):
 
 
 class DyingHistory:
-    """A history whose process may end after a line of it.
+    """A history; its process may end after any line.
 
     Args:
-        history: Where events go.
+        history: The file of events.
         steps: The step that a kind of event stands for.
     """
 
@@ -86,16 +86,19 @@ class DyingHistory:
 
 
 def telling(broker: Broker, history: HistoryWriter) -> Broker:
-    """Also writes down letters that are read back: who stored one may have died before it knew."""
+    """Also writes down dead letters that are read back: who stored one may have died before it
+    knew."""
     open_reader = broker.reader
 
-    def reader(topic_partition: TopicPartition, start: EntryId, *how: Any) -> Reader:
-        reader = open_reader(topic_partition, start, *how)
+    def reader(
+        topic_partition: TopicPartition, start: EntryId, how: ReadOptions = DEFAULT_READ_OPTIONS
+    ) -> Reader:
+        reader = open_reader(topic_partition, start, how)
         read = reader.read
 
         def read_and_tell(timeout_ms: int) -> list[EntryBlock]:
             blocks = read(timeout_ms)
-            history.write_all(letter_events(topic_partition, blocks))
+            history.write_all(dead_letter_events(topic_partition, blocks))
             return blocks
 
         if topic_partition.topic.endswith("-DLQ"):
@@ -106,11 +109,11 @@ def telling(broker: Broker, history: HistoryWriter) -> Broker:
     return broker
 
 
-def letter_events(where: TopicPartition, blocks: Sequence[EntryBlock]) -> Iterator[Event]:
-    """Each original of stored letters is done, as far as the source is concerned."""
+def dead_letter_events(where: TopicPartition, blocks: Sequence[EntryBlock]) -> Iterator[Event]:
+    """Record each original of stored dead letters as done."""
     for block in blocks:
         for found in map(parse, messages_of(where, block)):
-            if isinstance(found, Letter):
+            if isinstance(found, DeadLetter):
                 original = found.message
                 ledger, entry, index = original.message_id
                 key, seq = message_name(original.value, original.routing_key)
@@ -121,7 +124,7 @@ def letter_events(where: TopicPartition, blocks: Sequence[EntryBlock]) -> Iterat
 
 
 class Trouble:
-    """A handler. Which messages fail is a function of key and number, and of what was healed."""
+    """A handler. Key, number and the healed keys decide whether a message fails."""
 
     def __init__(self, healed: Path) -> None:
         self._healed_all = healed
@@ -130,7 +133,7 @@ class Trouble:
         self._healed: dict[str, int] = {}
 
     def __call__(self, message: Message) -> None:
-        key, seq = parse_value(message.value)
+        key, seq = parse_value(present(message.value))
         kind = crc32(key.encode()) % 10
         if kind == 0 and seq % 25 == 9 and self._is_poison(key, seq):
             raise ValueError(f"{key}:{seq} fails until it is healed")
@@ -141,7 +144,7 @@ class Trouble:
             time.sleep(0.01)
 
     def heal(self, key: str) -> None:
-        """What failed of a key succeeds from now on; what follows may fail."""
+        """From now on, failed messages of a key succeed; later ones may fail."""
         if key in self._poison:
             self._healed[key] = self._poison[key]
 
@@ -153,7 +156,7 @@ class Trouble:
 
 
 class Handlers:
-    """Handlers that run until they are told to stop."""
+    """Handlers that run until a stop."""
 
     def __init__(self, settings: Settings, history: HistoryWriter) -> None:
         self._settings = settings
@@ -234,17 +237,17 @@ class Handlers:
         self._tell(running=False)
 
     def _tell(self, *, running: bool) -> None:
-        told = self._status
+        output = self._status
         with suppress(NotRunningError):
             status = self._source.status()
-            told.parked = status["parkedKeys"]
+            output.parked = status["parkedKeys"]
             if (window := status["window"]) is not None:
-                told.acknowledged = window["entriesAcknowledged"]
-                told.duplicates_dropped = window["duplicatesDropped"]
-                told.misrouted = window["misrouted"]
-        told.running = running
-        told.batches = self._passing.seen["acked"]
-        replace_file(self._settings.status, json.dumps(asdict(told)), durable=False)
+                output.acknowledged = window["entriesAcknowledged"]
+                output.duplicates_dropped = window["duplicatesDropped"]
+                output.misrouted = window["misrouted"]
+        output.running = running
+        output.batches = self._passing.seen["acked"]
+        replace_file(self._settings.status, json.dumps(asdict(output)), durable=False)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from py4j.protocol import Py4JError, Py4JJavaError
 
 from tests.chaos.publisher import BATCH_DELAY_MS, RUN, Publisher
-from tests.java_client import JavaClient
+from tests.support.java_client import JavaClient
 
 
 def keys_of_bytes(seed: int, count: int) -> dict[str, bytes]:
@@ -55,7 +55,7 @@ class JavaPublisher(Publisher):
         self._java: JavaClient | None = None
         self._producer: Any = None
         self._sent: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
-        """Messages under way, and what will say how each fared."""
+        """Messages without a confirmation, and their futures."""
 
     def start(self) -> None:
         self._java = JavaClient(self._service_url, self._log)

@@ -1,4 +1,4 @@
-"""Which fault comes when: a pure function of a seed."""
+"""The order and times of faults: a pure function of a seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from keyshard.broker.hosted.worker import LEASE_S
+from keyshard.workers.worker import LEASE_S
 from tests.chaos import handlers, stream
 
 PARTITIONS = 2
@@ -27,11 +27,11 @@ _WITHIN_THE_LEASE_S = (0.2 * LEASE_S, 0.8 * LEASE_S)
 _BEYOND_THE_LEASE_S = (1.2 * LEASE_S, 2 * LEASE_S)
 
 WORKERS = ("embedded", "processes:2")
-"""What may have the consumers of the program."""
+"""Places of the program's consumers."""
 
 
 class Kind(Enum):
-    """What is done, and to what."""
+    """Kinds of faults, and their targets."""
 
     STREAM_KILLED = "program killed"
     STREAM_STOPPED = "program stopped and continued"
@@ -60,14 +60,14 @@ _OF_CLUSTERS = frozenset(
 
 
 class Subject(Enum):
-    """The program that the faults befall."""
+    """The program under test."""
 
     STREAM = "stream"
     HANDLERS = "handlers"
 
     @property
     def module(self) -> str:
-        """What is started."""
+        """The command of the program."""
         return f"tests.chaos.{self.value}"
 
     def kinds(self, workers: str, brokers: int = 1) -> list[Kind]:
@@ -81,25 +81,25 @@ class Subject(Enum):
 
     @property
     def steps(self) -> list[Enum]:
-        """Where it may be killed."""
+        """Steps at which it may be killed."""
         return list(stream.Step if self is Subject.STREAM else handlers.Step)
 
     @property
     def first_step(self) -> Enum:
-        """Where it is killed first."""
+        """The step of the first kill."""
         return stream.Step.READING if self is Subject.STREAM else handlers.Step.HANDLED
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault, and what comes before it."""
+    """One fault, and the wait before it."""
 
     kind: Kind
     after_s: float | None
     """Pause before it, seconds; ``None``: when the program has committed again. A kill comes when
     both are over."""
     lasts_s: float = 0.0
-    """How long what is stopped or stalled stays so, seconds."""
+    """Duration of a stop or stall, seconds."""
     step: Enum | None = None
     """The program is killed at this step; ``None``: at any time."""
     ranges: int = RANGES[0]

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that cuts and stalls what goes through it."""
+"""A TCP proxy on loopback that cuts and stalls connections."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Proxies:
             proxy.stall()
 
     def resume(self) -> None:
-        """Pass on what was held back, in order, and all that follows."""
+        """Forward withheld bytes, in order, and all later ones."""
         for proxy in self._proxies:
             proxy.resume()
 
@@ -80,7 +80,7 @@ class TcpProxy:
         self._flows = threading.Event()
         self._flows.set()
         self._held = bytearray()
-        """What clients have sent since :meth:`stall`."""
+        """Bytes of clients since :meth:`stall`."""
         self._server = socket.create_server((LOOPBACK, port), backlog=64)
         self._closed = False
         self._left: int | None = None
@@ -105,7 +105,7 @@ class TcpProxy:
             return len(self._pairs)
 
     def cut(self) -> int:
-        """Close every connection at once, whatever is on the way; returns how many."""
+        """Close every connection at once; returns how many."""
         with self._lock:
             pairs = list(self._pairs)
         for pair in pairs:
@@ -129,7 +129,7 @@ class TcpProxy:
             return what in self._held
 
     def resume(self) -> None:
-        """Pass on what was held back, in order, and all that follows."""
+        """Forward withheld bytes, in order, and all later ones."""
         self._flows.set()
 
     def _accept(self) -> None:
@@ -156,7 +156,8 @@ class TcpProxy:
     def _pump(
         self, pair: tuple[socket.socket, socket.socket], source: socket.socket, sink: socket.socket
     ) -> None:
-        with suppress(OSError):
+        # A socket that `_end` closed meanwhile is an OSError for recv, a ValueError for select.
+        with suppress(OSError, ValueError):
             while data := source.recv(_CHUNK):
                 if source is pair[0]:
                     data += self._hold(source, data)

@@ -1,4 +1,4 @@
-"""Publishes keyed messages all the time, whatever happens to the broker: Python's client."""
+"""Publishes keyed messages with the Python client, also while the broker fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PENDING_MAX = 20_000
 
 
 class PublisherFailedError(Exception):
-    """A publisher cannot go on, and no fault explains it."""
+    """A publisher cannot continue, and no fault explains it."""
 
 
 class Publisher(ABC):
@@ -95,12 +95,12 @@ class Publisher(ABC):
             self._drain(deadline)
 
     def close(self) -> None:
-        """End at once, whatever is not confirmed."""
+        """End at once, without waiting for confirmations."""
         self._stopping.set()
 
     @abstractmethod
     def _connect(self) -> None:
-        """Make a producer under a name that nobody had."""
+        """Create a producer under a new name."""
 
     @abstractmethod
     def _disconnect(self) -> None:
@@ -113,7 +113,7 @@ class Publisher(ABC):
     def _run(self) -> None:
         try:
             self._publish()
-        except Exception as exc:  # noqa: BLE001 - told to whoever waits for it
+        except Exception as exc:  # noqa: BLE001 - the waiting caller gets it
             self._fail(exc)
 
     def _publish(self) -> None:
@@ -156,7 +156,7 @@ class Publisher(ABC):
 
 
 class PythonPublisher(Publisher):
-    """Python's client, whose core is that of C++.
+    """Python's client; its core is the C++ client.
 
     Args:
         service_url: URL of the broker.
@@ -164,7 +164,7 @@ class PythonPublisher(Publisher):
         keys: Names of the keys.
         rate_per_s: Messages per second.
         seed: Seed of the choice of keys.
-        log: File for what the client says.
+        log: Log file of the client.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ class PythonPublisher(Publisher):
         self._producer.close()
 
     def _send(self, key: str, seq: int) -> None:
-        told = partial(self._told, key, seq)
-        self._producer.send_async(f"{key}:{seq}:".encode(), told, partition_key=key)
+        output = partial(self._told, key, seq)
+        self._producer.send_async(f"{key}:{seq}:".encode(), output, partition_key=key)
 
     def _told(self, key: str, seq: int, result: Any, _message_id: Any) -> None:
         """On the client's thread."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from keyshard.testing.verify.checkers import Verdict, check
 from keyshard.testing.verify.history import Event, Name
-from keyshard.testing.verify.history_view import HistoryView, Host
+from keyshard.testing.verify.history_view import HistoryView, HostKind
 from tests.chaos.stream import WORKER
 
 BROKER = "broker"
@@ -18,8 +18,8 @@ LIVENESS_S = 120.0
 60 s before it tries to connect again."""
 
 _UNCHECKED = {
-    Host.BATCHES: {"one handler per key"},
-    Host.HANDLERS: {"exactly once into the checkpoint", "re-runs are equal"},
+    HostKind.BATCHES: {"one handler per key"},
+    HostKind.HANDLERS: {"exactly once into the checkpoint", "re-runs are equal"},
 }
 """Checkers that have nothing to check."""
 _ARRIVED_S = 0.5
@@ -28,14 +28,14 @@ _WRONGS_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was done and what came of it."""
+    """The faults of a run and their outcome."""
 
     seed: int
     subject: str
     workers: str
-    """What had the program's consumers."""
+    """The place of the program's consumers."""
     transport: str
-    """What consumed and read."""
+    """The transport."""
     brokers: int
     seconds: float
     faults: dict[str, int]
@@ -46,19 +46,19 @@ class Report:
     unconfirmed: int
     """Messages that it refused: nobody knows whether they are stored, so they count nowhere."""
     of_bytes: int
-    """Of the messages, those of the Java client whose keys are bytes."""
+    """Messages of the Java client with keys of bytes."""
     misrouted: int
     """Messages of which the source said that they came to a range that is not theirs."""
     rows: int
     """Rows in committed batches, or messages whose handler returned."""
     batches: int
     batches_run_again: int
-    letters: int
+    dead_letters: int
     """Messages of handlers that were parked, each once."""
     rescales: int
-    """Of those that were asked for, those that were done; others met another fault."""
+    """Number of injected faults among the planned ones; others coincided with a fault."""
     unparked: int
-    """Times that a key was let out."""
+    """Number of unparked keys."""
     starts: int
     """Starts of the program."""
     gave_up: int
@@ -66,9 +66,9 @@ class Report:
     redelivered: int
     """Messages that the broker delivered again."""
     redeliveries_dropped: int
-    """Of those, what lay in a batch already, as far as killed processes could still tell."""
+    """Those that were already in a batch, as far as killed processes could report."""
     problems: list[str]
-    """What is wrong beside the verdicts."""
+    """Errors beside the verdicts."""
 
     @property
     def violations(self) -> int:
@@ -90,7 +90,7 @@ class Report:
         }
 
 
-def unchecked(verdicts: Sequence[Verdict], host: Host = Host.BATCHES) -> list[str]:
+def unchecked(verdicts: Sequence[Verdict], host: HostKind = HostKind.BATCHES) -> list[str]:
     """Checkers that had nothing to check and should have."""
     return [one.name for one in verdicts if not one.checked and one.name not in _UNCHECKED[host]]
 
@@ -146,7 +146,7 @@ def handled_and_parked(events: Sequence[Event]) -> tuple[set[Name], set[Name]]:
 
 
 def wrongs_of_handlers(events: Sequence[Event], *, checkpoint: bool) -> list[str]:
-    """What no checker sees, because a dead letter is the end of a message to them.
+    """Check dead letters; for the checkers, a dead letter is the end of a message.
 
     Everything is handled in the end. With a checkpoint nothing comes again whose entry was
     acknowledged, unless it was parked; and the newest message of a key comes last of all.
@@ -183,11 +183,11 @@ def wrongs_of_handlers(events: Sequence[Event], *, checkpoint: bool) -> list[str
 def figures(events: Sequence[Event]) -> dict[str, int]:
     """Rows, batches and batches that ran again, over a whole history."""
     view = HistoryView(events)
-    handled, letters = handled_and_parked(events)
+    handled, dead_letters = handled_and_parked(events)
     return {
         "messages": len(view.sent),
         "rows": sum(len(commit.rows) for commit in view.commits) or len(handled),
-        "letters": len(letters),
+        "dead_letters": len(dead_letters),
         "batches": len(view.commits),
         "batches_run_again": sum(len(runs) > 1 for runs in view.runs.values()),
         "redelivered": redelivered(events),

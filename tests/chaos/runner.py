@@ -22,7 +22,7 @@ import psutil
 from keyshard.config.connection import AUTO
 from keyshard.errors import DevBrokerError
 from keyshard.testing.verify.history import HistoryWriter, read_history
-from keyshard.testing.verify.history_view import Host
+from keyshard.testing.verify.history_view import HostKind
 from tests.chaos.cluster import SUBSCRIPTION, TOPIC, Cluster
 from tests.chaos.java_publisher import JavaPublisher, keys_of_bytes, keys_of_text
 from tests.chaos.plan import RANGES, Fault, Kind, Subject, faults
@@ -52,10 +52,10 @@ _OUTLIVE_S = 10.0
 """Longest time that worker processes may live on after their program, seconds."""
 _KEYS = 60
 _CHECKPOINTS = 0.75
-"""Share of the seeds whose handlers keep a checkpoint."""
+"""Share of the seeds with a checkpoint for handlers."""
 _RATE_PER_S = 120.0
 _JAVA_KEYS = 15
-"""Of bytes, and as many of text."""
+"""Number of keys of bytes, and of keys of text."""
 _JAVA_RATE_PER_S = 45.0
 _PROGRESS_S = 120.0
 _STEP_S = 30.0
@@ -68,12 +68,12 @@ class Chaos:
     """One run.
 
     Args:
-        directory: Where its files are; ``history.jsonl`` among them.
+        directory: Folder of its files, such as ``history.jsonl``.
         subject: The program.
         seed: Decides the faults and the load.
-        say: Told what happens.
-        workers: What has the consumers of the program.
-        transport: What consumes and reads.
+        say: Called with a line about each event.
+        workers: Where the consumers of the program run.
+        transport: Client that consumes and reads.
         brokers: Number of brokers; with several there are two bookies, too.
     """
 
@@ -94,7 +94,7 @@ class Chaos:
         self._transport = transport
         self._strike = random.Random(f"{seed}: which worker?")
         self._seed = seed
-        # Without one, what the broker forgets is handled again.
+        # Without one, messages that the broker forgets are handled again.
         self._checkpoint = random.Random(f"{seed}: keep one?").random() < _CHECKPOINTS
         self._say = say
         self._began = time.monotonic()
@@ -191,8 +191,8 @@ class Chaos:
         end = time.monotonic() + LIVENESS_S
         self._until(lambda: not self._left(end), LIVENESS_S, "a backlog of 0")
         if self._subject is Subject.HANDLERS:
-            # A broker that died forgets that letters are done; the next start is told by their
-            # markers, or by its checkpoint.
+            # A broker that died forgets that dead letters are done. The next start learns it from
+            # their markers, or by its checkpoint.
             self._stream.restart(RANGES[0])
             end = time.monotonic() + LIVENESS_S
             self._until(lambda: not self._cluster.resting(end), LIVENESS_S, "letters that are done")
@@ -221,12 +221,12 @@ class Chaos:
         forgot = [entries for entries in forgotten(events) if entries]
         injected = {kind.value: self._injected[kind] for kind in self._kinds}
         injected[FORGOTTEN] = len(forgot)
-        total, host = self._stream.total(), Host.BATCHES
+        total, host = self._stream.total(), HostKind.BATCHES
         whole = not problems  # It was not broken off.
         if total.misrouted:
             problems.append(f"{total.misrouted} messages were said to be misrouted")
         if self._subject is Subject.HANDLERS:
-            host = Host.HANDLERS
+            host = HostKind.HANDLERS
             if whole:
                 problems += wrongs_of_handlers(events, checkpoint=self._checkpoint)
         if whole:
@@ -403,7 +403,7 @@ class Chaos:
             self._stream.tend()
             if self._cluster.tend():
                 write(self._history, "disconnected", BROKER)
-                self._tell("bookie started again, which had ended by itself")
+                self._tell("a bookie or a broker had ended by itself, and was started again")
             if time.monotonic() >= end:
                 raise TimeoutError(
                     f"not within {limit_s:.0f} s: {what}. The program: {self._stream.log_tail()}"

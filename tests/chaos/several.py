@@ -11,12 +11,12 @@ import httpx
 
 from keyshard.testing.devbroker import DevCluster
 from keyshard.testing.devbroker.members import ClusterBroker
-from keyshard.testing.devbroker.ports import LOOPBACK, free_port
+from keyshard.testing.devbroker.process import LOOPBACK, free_port
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.chaos.cluster import FORGETFUL, TOPIC, Cluster
 from tests.chaos.plan import PARTITIONS
 from tests.chaos.proxy import Proxies, TcpProxy
-from tests.tested_pulsar import PULSAR
+from tests.support.tested_pulsar import PULSAR
 
 _REQUEST_S = 20.0
 _START_S = 150.0
@@ -26,12 +26,12 @@ _LOOK_S = 15.0
 
 
 class SeveralBrokers(Cluster):
-    """As :class:`Cluster`; a fault befalls one broker, which serves a partition of the topic.
+    """As :class:`Cluster`; a fault affects one broker that serves a partition of the topic.
 
     Args:
-        directory: Where data and logs go.
+        directory: Folder for data and logs.
         brokers: Number of brokers.
-        seed: Chooses partitions, and with them the brokers that faults befall.
+        seed: Chooses partitions, and so the brokers that faults affect.
     """
 
     def __init__(self, directory: Path, brokers: int, seed: int) -> None:
@@ -63,7 +63,8 @@ class SeveralBrokers(Cluster):
             )
             proxies.append(TcpProxy(before, behind))
             self._urls.append(f"{LOOPBACK}:{before}")
-        self.proxy = Proxies(proxies)
+        # Only runs on one broker cut a connection behind a number of bytes.
+        self.proxy = Proxies(proxies)  # type: ignore[assignment]
         self._admin_port = free_port(taken)
         self._balancer = TcpProxy(self._admin_port, self._answering)
         self._admin = httpx.Client(
@@ -118,10 +119,11 @@ class SeveralBrokers(Cluster):
         self._is_down = False
 
     def tend(self) -> bool:
-        """Start a bookie again that ended by itself.
+        """Start a bookie or a broker again that ended by itself.
 
         A bookie that finds the registration of its former process may end a while after its start
-        (apache/pulsar#17759). Without it no ledger is created or recovered.
+        (apache/pulsar#17759). Without it no ledger is created or recovered. A broker that was
+        stopped for longer than its session with ZooKeeper lasts ends when it goes on.
         """
         if self._is_down or time.monotonic() < self._looks_at_s:
             return False
@@ -129,9 +131,10 @@ class SeveralBrokers(Cluster):
         ended = [one for one in self._dev.bookies if one.has_shut_down]
         for bookie in ended:
             bookie.kill()
-        if ended:
-            self.start()
-        return bool(ended)
+        if not ended and all(one.is_running() for one in self._dev.brokers):
+            return False
+        self.start()
+        return True
 
     def freeze(self) -> None:
         """Stop a broker (SIGSTOP)."""
@@ -139,10 +142,12 @@ class SeveralBrokers(Cluster):
         self._frozen.freeze()
 
     def thaw(self) -> None:
-        """Let it go on (SIGCONT)."""
-        if self._frozen is not None:
-            self._frozen.resume()
-            self._frozen = None
+        """Continue it (SIGCONT); it ends if its session with ZooKeeper has expired meanwhile."""
+        broker, self._frozen = self._frozen, None
+        if broker is None:
+            return
+        broker.resume()
+        self.start()
 
     def move(self) -> None:
         """Have another broker serve the bundle of a partition."""

@@ -1,6 +1,6 @@
-"""An embedded stream in a process of its own, which can be killed at every step of a batch.
+"""An embedded stream in a separate process that can be killed at every step of a batch.
 
-It keeps what a host engine keeps, in one file that is replaced as a whole: the checkpoint of the
+It keeps the state of a host engine in one file that is replaced as a whole: the checkpoint of the
 newest batch, and whether the batch is committed. Each line on its standard input names a step at
 which it kills itself; the end of the input asks it to stop.
 """
@@ -20,11 +20,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.broker.connect import connect
-from keyshard.broker.hosted.broker import HostedBroker
-from keyshard.broker.hosted.places import start_of
 from keyshard.broker.port import Broker
-from keyshard.broker.pulsar.admin import PulsarAdmin
 from keyshard.config.connection import AUTO
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
@@ -38,6 +36,8 @@ from keyshard.errors import (
 from keyshard.source import SourceBatch
 from keyshard.testing.verify.history import Event, HistoryWriter
 from keyshard.testing.verify.recorder import Recorder
+from keyshard.workers.backends import start_of
+from keyshard.workers.broker import HostedBroker
 
 WORKER = "program"
 """Its name in the history."""
@@ -49,7 +49,7 @@ CLIENT_TIMEOUT_S = 15
 
 
 class Step(Enum):
-    """Where a batch is."""
+    """The step of a batch."""
 
     PLANNED = "planned, nothing is read"
     READING = "some rows are read"
@@ -60,7 +60,7 @@ class Step(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the process is given, as JSON."""
+    """The options of the process, as JSON."""
 
     topic: str
     subscription: str
@@ -68,24 +68,24 @@ class Settings:
     admin_url: str
     ranges: int
     directory: str
-    """Where its files are."""
+    """Folder of its files."""
     number: int = 0
-    """Which start this is."""
+    """Number of this start."""
     checkpoint: bool = True
     """Whether handlers keep one; a stream always does."""
     workers: str = "embedded"
-    """What has the consumers."""
+    """Where the consumers run."""
     transport: str = AUTO
-    """What consumes and reads."""
+    """Client that consumes and reads."""
 
     @property
     def state(self) -> Path:
-        """What is durable: the newest checkpoint, and whether its batch is committed."""
+        """The durable state: the newest checkpoint, and whether its batch is committed."""
         return Path(self.directory) / "checkpoint.json"
 
     @property
     def status(self) -> Path:
-        """What this start did so far, see :class:`Status`."""
+        """The counts of this start, see :class:`Status`."""
         return Path(self.directory) / f"status-{self.number}.json"
 
     @property
@@ -95,11 +95,11 @@ class Settings:
 
     @property
     def history(self) -> Path:
-        """What happened."""
+        """The events."""
         return Path(self.directory) / "history.jsonl"
 
     def fields(self) -> dict[str, Any]:
-        """What is consumed: batches of about a quarter of a second, growth noticed at once."""
+        """Return the source: batches of about a quarter of a second, quick discovery."""
         return {
             "topics": self.topic,
             "subscription": self.subscription,
@@ -109,6 +109,7 @@ class Settings:
             "workers": self.workers,
             "transport": self.transport,
             "starting_position": "earliest",
+            "batch_tasks": self.ranges,
             "batch_rows_min": 50,
             "batch_rows_max": 500,
             "batch_delay_max_ms": 250,
@@ -123,7 +124,7 @@ class Status:
 
     running: bool = False
     batches: int = 0
-    """Of handlers: commits."""
+    """Number of commits of handlers."""
     acknowledged: int = 0
     duplicates_dropped: int = 0
     misrouted: int = 0
@@ -134,7 +135,7 @@ class Status:
 
 
 class Stream:
-    """Runs batches until it is told to stop."""
+    """Runs batches until a stop."""
 
     def __init__(self, settings: Settings, history: HistoryWriter) -> None:
         self._settings = settings
@@ -224,7 +225,7 @@ class Stream:
 
 
 def with_workers(local: Broker, config: SourceConfig) -> Broker:
-    """A connection whose consumers are where the source wants them."""
+    """A connection with its consumers in the workers of the source."""
     workers, connection = config.hosting(), config.how_to_connect()
     if workers is None:
         return local

@@ -18,6 +18,7 @@ import psutil
 
 from keyshard.testing.verify.history import Event, HistoryWriter
 from tests.chaos.stream import TRY_AGAIN, WORKER, Settings, Status
+from tests.support.observed import is_live_worker
 
 ROOT = Path(__file__).parents[2]
 _LOG_LINES = 25
@@ -74,12 +75,12 @@ class StreamProcess:
             )
 
     def status(self) -> Status:
-        """What the process of now did."""
+        """The counts of the current process."""
         path = self._settings.status
         return Status(**json.loads(path.read_text())) if path.exists() else Status()
 
     def total(self) -> Status:
-        """What all of them did; a killed one may have done a little more."""
+        """The counts of all processes; a killed one may have done a little more."""
         every = [*self._ended, self.status()]
         return Status(
             running=every[-1].running,
@@ -93,7 +94,7 @@ class StreamProcess:
         )
 
     def tend(self) -> None:
-        """Start it again when it ended because of a fault elsewhere.
+        """Start it again if another fault ended it.
 
         Raises:
             StreamFailedError: It ended for another reason.
@@ -137,7 +138,7 @@ class StreamProcess:
         self._child.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on (SIGCONT)."""
+        """Continue it (SIGCONT)."""
         self._child.send_signal(signal.SIGCONT)
 
     def workers(self) -> list[psutil.Process]:
@@ -146,7 +147,7 @@ class StreamProcess:
             children = psutil.Process(self._child.pid).children()
         except psutil.NoSuchProcess:
             return []
-        alive = [one for one in children if _is_worker(one)]
+        alive = [one for one in children if is_live_worker(one)]
         self.all_workers.update(alive)
         return alive
 
@@ -212,14 +213,6 @@ class StreamProcess:
         self._child.stdin.close()
         write(self._settings.history, "crashed", WORKER)
         self._ended.append(self.status())
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    try:
-        zombie = process.status() == psutil.STATUS_ZOMBIE
-        return not zombie and "hosted.process" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
 
 
 def write(history: Path, kind: str, worker: str | None = None) -> None:

@@ -16,7 +16,7 @@ LIMIT_S = 540
 
 @pytest.mark.broker
 @pytest.mark.timeout(LIMIT_S + 10)
-def test_a_bounded_read_gives_what_is_stored_or_fails_by_name() -> None:
+def test_a_bounded_read_gives_the_stored_messages_or_fails_by_name() -> None:
     command = [sys.executable, "-m", "tests.chaos.bounded", "--seed", str(SEED)]
     run = subprocess.run(
         [*command, "--rounds", str(ROUNDS), "--minutes", "8"],

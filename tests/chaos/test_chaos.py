@@ -34,7 +34,7 @@ def test_every_promise_holds_under_every_fault(tmp_path: Path) -> None:
 def test_handlers_keep_every_promise_under_every_fault(tmp_path: Path) -> None:
     result = chaos(tmp_path, Subject.HANDLERS)
     assert result["rows"] >= result["messages"]
-    assert result["letters"] > 50
+    assert result["dead_letters"] > 50
     assert result["unparked"] > 0
 
 

@@ -8,22 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from contract_harness import BreakableHarness, Harness
-from hosted_harness import HostedHarness
-from memory_harness import MemoryHarness
-from pulsar_harness import BreakablePulsarHarness, PulsarHarness
 
 from keyshard.testing.devbroker import DevBroker
-from tests.tested_pulsar import PULSAR
+from tests.contract.contract_harness import BreakableHarness, Harness
+from tests.contract.hosted_harness import HostedHarness
+from tests.contract.memory_harness import MemoryHarness
+from tests.contract.pulsar_harness import BreakablePulsarHarness, PulsarHarness
+from tests.support.tested_pulsar import PULSAR
 
 REAL = [pytest.param(transport, marks=pytest.mark.broker) for transport in ("pulsar", "wire")]
 ALL = ["memory", "hosted", *REAL]
 EXCUSED = {
-    "test_producer": "pulsar-client produces",
     "test_stored": "it asks the admin interface",
     "test_broker_state": "it asks the admin interface",
     "test_an_uncovered_range_stops_its_partition_until_it_is_covered": "the broker's own doing",
-    "test_acknowledging_what_waits_ends_a_stall_only_when_the_mark_delete_passes_it": "as well",
+    "test_acknowledging_waiting_entries_ends_a_stall_at_the_mark_delete": "as well",
     "test_a_wiped_cluster_hands_out_its_ledger_ids_again": "the broker's own doing",
 }
 """Modules and cases that say nothing of ``wire``, and why: the suite is long."""
@@ -32,10 +31,10 @@ _NO_LIMIT = "before 4.0 a replay queue has no such limit"
 _COUNTED = "before 4.0 a consumer at its limit waits on when it acknowledged, and may pass it"
 OLDER_BROKERS = {
     "test_unacknowledged_entries_go_to_the_next_owner_in_order_per_key": _HELD_UP,
-    "test_what_an_aborted_transaction_left_waits_for_the_owner_of_its_slot": _HELD_UP,
+    "test_markers_of_an_aborted_transaction_wait_for_the_owner_of_their_slot": _HELD_UP,
     "test_a_range_that_does_not_receive_stops_its_partition_until_it_does": _NO_LIMIT,
-    "test_acknowledging_what_waits_ends_a_stall_only_when_the_mark_delete_passes_it": _NO_LIMIT,
-    "test_it_tells_version_and_limits": _NO_LIMIT,
+    "test_acknowledging_waiting_entries_ends_a_stall_at_the_mark_delete": _NO_LIMIT,
+    "test_version_and_limits_are_reported": _NO_LIMIT,
     "test_consumers_bring_a_deleted_topic_back_and_the_rest_can_be_removed": _HELD_UP,
     "test_keyless_messages_all_arrive_and_spread_over_the_ranges": "before 4.0 they have one slot",
     "test_a_lone_consumer_at_its_limit_gets_more_only_from_the_half_on": _COUNTED,
@@ -55,7 +54,7 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     elif request.param == "hosted":
         made = HostedHarness()
     else:
-        from wire_harness import WireHarness  # noqa: PLC0415 - only who needs it
+        from tests.contract.wire_harness import WireHarness  # noqa: PLC0415 - only who needs it
 
         dev_broker = request.getfixturevalue("dev_broker")
         kind = WireHarness if request.param == "wire" else PulsarHarness
@@ -74,7 +73,7 @@ def breakable(request: pytest.FixtureRequest) -> Iterator[BreakableHarness]:
     elif request.param == "hosted":
         made = HostedHarness()
     else:
-        from wire_harness import BreakableWireHarness  # noqa: PLC0415 - only who needs it
+        from tests.contract.wire_harness import BreakableWireHarness  # noqa: PLC0415 - only who needs it
 
         own = BreakableWireHarness if request.param == "wire" else BreakablePulsarHarness
         made = own(request.getfixturevalue("breakable_broker"))
@@ -102,7 +101,7 @@ def breakable_broker() -> Iterator[DevBroker]:
             "org.apache.pulsar.common.intercept.AppendBrokerTimestampMetadataInterceptor"
         ),
         "exposingBrokerEntryMetadataToClientEnabled": "true",
-        # Cursors are written at once and then as good as never: what an acknowledgement finds
+        # Cursors are written at once and then as good as never: the state of an acknowledgement
         # written does not depend on how fast the test runs.
         "managedLedgerDefaultMarkDeleteRateLimit": "0.001",
         "managedLedgerCursorPositionFlushSeconds": "3600",

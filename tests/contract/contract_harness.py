@@ -1,14 +1,15 @@
-"""What a contract case needs of a broker beside the port."""
+"""The operations of a contract case that the broker port lacks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from keyshard.broker.admin.port import Admin
 from keyshard.broker.memory import Batching, Message
-from keyshard.broker.port import Admin, Broker, Consumer, Reader, StartPosition
+from keyshard.broker.port import Broker, Consumer, Reader, StartPosition, SubscriptionSpec
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.topic_schema import TopicSchema
@@ -30,20 +31,25 @@ class Harness(Protocol):
     idle_s: float
     """Time without a message after which no more is expected."""
     whole_entries: bool
-    """Whether entries come in one piece, and with what stands in their metadata: whether a key was
+    """Whether entries come in one piece with their metadata: whether a key was
     set as bytes, and that they are a part of a chunked message."""
     empty_keys: bool
-    """Whether a key that is empty is told from none."""
+    """Whether an empty key and a missing key are distinct."""
     not_handed_out: Collection[str]
     """Columns beside the content that are null here."""
     may_repeat: bool
     """Whether an entry may come twice though nothing failed (docs/semantics.md)."""
+    publishes_entries: bool
+    """Whether entries can be published whole, with sequence ids."""
 
     def broker(self) -> Broker:
         """Open a connection; it is closed at the end of the test."""
 
     def create_topic(self, partitions: int = 0) -> str:
-        """Create a topic nobody else uses, without partitions by default; its full name."""
+        """Create a new topic, without partitions by default; return its full name."""
+
+    def deduplicate(self) -> None:
+        """Topics that are created from now on store each sequence id once."""
 
     def publish(
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
@@ -77,7 +83,7 @@ class Harness(Protocol):
         """A version of the schema of a topic, asked as a reader of this kind does."""
 
     def close_producers(self) -> None:
-        """End what :meth:`publish` opened."""
+        """Close the producers of :meth:`publish`."""
 
     def roll_ledger(self, topic_partition: TopicPartition) -> None:
         """Make the next entry of a topic partition open another ledger."""
@@ -123,7 +129,7 @@ class OtherClient(Protocol):
         """Stop the process; the system keeps its connection open."""
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Continue a frozen client."""
 
 
 class BreakableHarness(Harness, Protocol):
@@ -154,22 +160,16 @@ def subscribe(
 ) -> Consumer:
     """Subscribe with the values most cases want."""
     return broker.subscribe(
-        topic_partition,
-        subscription,
-        hash_range,
-        start=start,
-        consumer_name=f"range-{hash_range}",
-        receiver_queue_size=receiver_queue_size,
-        columns=columns,
+        SubscriptionSpec(
+            topic_partition,
+            subscription,
+            hash_range,
+            consumer_name=f"range-{hash_range}",
+            receiver_queue_size=receiver_queue_size,
+            columns=columns,
+        ),
+        start,
     )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until a condition holds; fail at the deadline."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 class Received:
@@ -193,13 +193,13 @@ class Received:
         return ids
 
     @property
-    def values(self) -> list[bytes]:
+    def values(self) -> list[bytes | None]:
         """Value of each message."""
         return [value for block in self.blocks for value in block.values]
 
-    def by_key(self) -> dict[str | None, list[bytes]]:
+    def by_key(self) -> dict[str | None, list[bytes | None]]:
         """Values of each partition key, in the order they came."""
-        values: dict[str | None, list[bytes]] = {}
+        values: dict[str | None, list[bytes | None]] = {}
         for block in self.blocks:
             for key, value in zip(block.partition_keys, block.values, strict=True):
                 values.setdefault(key, []).append(value)
@@ -216,12 +216,13 @@ class Received:
 
 
 def receive(consumers: Sequence[Consumer], messages: int) -> Received:
-    """Receive until ``messages`` messages came, and then whatever still comes."""
+    """Receive ``messages`` messages, each before a deadline, and then any further ones."""
     received, rows = Received(), 0
     deadline = time.monotonic() + DEADLINE_S
     while rows < messages:
         assert time.monotonic() < deadline, f"{rows} of {messages} messages came in time"
-        rows += received.take(consumers)
+        if came := received.take(consumers):
+            rows, deadline = rows + came, time.monotonic() + DEADLINE_S
     while received.take(consumers):
         pass
     return received
@@ -235,7 +236,8 @@ def receive_until_idle(
     rows = len(received.values)
     while rows < at_least:
         assert time.monotonic() < deadline, f"{rows} of {at_least} messages came in time"
-        rows += received.take(consumers)
+        if came := received.take(consumers):
+            rows, deadline = rows + came, time.monotonic() + DEADLINE_S
     quiet_since = time.monotonic()
     while time.monotonic() - quiet_since < idle_s:
         if received.take(consumers):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from memory_harness import MemoryHarness
-
-from keyshard.broker.hosted.broker import HostedBroker
 from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.port import Broker
-from worker_servers import LocalWorker
+from keyshard.workers.broker import HostedBroker
+from tests.contract.memory_harness import MemoryHarness
+from tests.support.worker_servers import LocalWorker
 
 WORKERS = 2
 TIMEOUT_S = 10.0
@@ -37,7 +36,7 @@ class HostedHarness(MemoryHarness):
         self._timer.start()
 
     def _tick(self) -> None:
-        """The client's timer: nobody receives from a consumer that has nothing."""
+        """The client's timer: no thread receives from an empty consumer."""
         while not self._ended.wait(TICK_S):
             self._cluster.catch_up()
 

@@ -7,8 +7,7 @@ import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from contract_harness import SUBSCRIPTION, OtherClient, receive, subscribe
-
+from keyshard.broker.admin.port import Admin
 from keyshard.broker.memory import (
     Batching,
     LookAhead,
@@ -18,11 +17,11 @@ from keyshard.broker.memory import (
     UnackedLimits,
 )
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.broker.port import Admin, Broker
-from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME
+from keyshard.broker.port import Broker
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
+from tests.contract.contract_harness import SUBSCRIPTION, OtherClient, receive, subscribe
 
 
 class MemoryHarness:
@@ -32,8 +31,9 @@ class MemoryHarness:
     idle_s = 0.25
     whole_entries = False
     empty_keys = True
-    not_handed_out: Collection[str] = (BROKER_PUBLISH_TIME,)
+    not_handed_out: Collection[str] = ("__brokerPublishTime",)
     may_repeat = False
+    publishes_entries = True
 
     def __init__(self) -> None:
         self._cluster = MemoryCluster(
@@ -42,13 +42,20 @@ class MemoryHarness:
             now_ms=lambda: time.time_ns() // 1_000_000,
         )
         self._brokers: list[MemoryBroker] = []
+        self._deduplicates = False
 
     def broker(self) -> Broker:
         self._brokers.append(MemoryBroker(self._cluster))
         return self._brokers[-1]
 
     def create_topic(self, partitions: int = 0) -> str:
-        return self._cluster.create_topic(f"contract-{uuid.uuid4().hex}", partitions)
+        topic = self._cluster.create_topic(f"contract-{uuid.uuid4().hex}", partitions)
+        if self._deduplicates:
+            self._cluster.deduplicate(topic)
+        return topic
+
+    def deduplicate(self) -> None:
+        self._deduplicates = True
 
     def publish(
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE

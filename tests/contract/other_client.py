@@ -1,4 +1,4 @@
-"""A client in a process of its own, told what to do by lines of JSON; see ``PulsarOtherClient``."""
+"""A client in its own process, controlled by lines of JSON; see ``PulsarOtherClient``."""
 
 from __future__ import annotations
 

@@ -17,22 +17,23 @@ from urllib.parse import urlsplit
 import _pulsar
 import httpx
 import pulsar
-from contract_harness import SUBSCRIPTION, OtherClient
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from raw_protocol import RawConnection, RawEntry, entry_of
 
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.admin.rest import PulsarAdmin
+from keyshard.broker.client.broker import PulsarBroker
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.memory.log import batches
-from keyshard.broker.port import Admin, Broker
-from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.broker.port import Broker
 from keyshard.config.connection import Connection
 from keyshard.core.metadata_columns import NOT_BY_CLIENT
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.testing.devbroker import DevBroker
+from tests.contract.contract_harness import SUBSCRIPTION, OtherClient
+from tests.contract.raw_protocol import RawConnection, RawEntry, entry_of
 
 OTHER_CLIENT = Path(__file__).with_name("other_client.py")
 
@@ -46,6 +47,7 @@ class PulsarHarness:
     empty_keys = False
     not_handed_out: Collection[str] = NOT_BY_CLIENT
     may_repeat = True
+    publishes_entries = False
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url
@@ -70,6 +72,11 @@ class PulsarHarness:
         else:
             self._put(_path(topic))
         return topic
+
+    def deduplicate(self) -> None:
+        # Without a subscription, a ledger of a restarted broker is deleted at once.
+        path = self.keep_all()
+        self._admin.post(f"{path}/deduplication", json=True).raise_for_status()
 
     def publish(
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
@@ -165,11 +172,15 @@ class PulsarHarness:
     def unload(self, topic_partition: TopicPartition) -> None:
         self._put(f"{_path(topic_partition.name)}/unload")
 
-    def keep_all(self) -> None:
-        """Topics that are created from now on keep their messages, though nobody subscribes."""
+    def keep_all(self) -> str:
+        """New topics keep their messages without a subscription.
+
+        Returns the path of their namespace.
+        """
         path = self._new_namespace()
         kept = {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}
         self._admin.post(f"{path}/retention", json=kept).raise_for_status()
+        return path
 
     def _new_namespace(self) -> str:
         """Topics that are created from now on are in a namespace of their own; its path."""
@@ -209,8 +220,8 @@ class PulsarHarness:
                 all_of_it.callback(other.kill)
 
     def publish_raw(self, topic: str, entries: Sequence[RawEntry]) -> None:
-        """Publish entries with whatever metadata."""
-        # A topic belongs to a broker where somebody looked for it.
+        """Publish entries with given metadata."""
+        # A topic belongs to a broker after the first look-up.
         path = topic.replace("://", "/")
         self._admin.get(f"/lookup/v2/topic/{path}").raise_for_status()
         found = self._admin.get(f"/lookup/v2/topic/{topic.replace('://', '/')}").raise_for_status()
@@ -243,7 +254,7 @@ _MIXED = pulsar.BatchingType.Default
 
 @contextmanager
 def keeping(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    """A harness for what is read without a subscription.
+    """A harness for reads without a subscription.
 
     Every two minutes the broker deletes ledgers that no subscription needs.
     """
@@ -294,7 +305,7 @@ def _path(topic: str) -> str:
 
 
 class BreakablePulsarHarness(PulsarHarness):
-    """The same with a broker that nobody else uses."""
+    """The same with a broker of its own."""
 
     def __init__(self, dev_broker: DevBroker) -> None:
         super().__init__(dev_broker.service_url, dev_broker.admin_url)
@@ -316,7 +327,7 @@ class BreakablePulsarHarness(PulsarHarness):
         self._dev_broker.start()
 
     def transaction(self, topic_partition: TopicPartition, keys: Sequence[str]) -> None:
-        # A coordinator begins where somebody looked for it.
+        # A coordinator starts after the first look-up.
         coordinator = "persistent/pulsar/system/transaction_coordinator_assign-partition-0"
         self._admin.get(f"/lookup/v2/topic/{coordinator}").raise_for_status()
         with RawConnection("127.0.0.1", self._dev_broker.port) as connection:
@@ -366,7 +377,7 @@ class PulsarOtherClient:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait(20)
         for pipe in (self._process.stdin, self._process.stdout):

@@ -1,6 +1,6 @@
-"""Just enough of Pulsar's binary protocol for what the Python client has not.
+"""The parts of Pulsar's binary protocol that the Python client lacks.
 
-Transactions, keys set as bytes as the Java client sends them, and metadata that nobody should send.
+Transactions, keys set as bytes as the Java client sends them, and invalid metadata.
 
 Frames and field numbers are those of ``PulsarApi.proto``; a command's type is also the number of
 its field in ``BaseCommand``.
@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from keyshard.broker.memory import Message
 from keyshard.core.position.entry import EntryId
 from keyshard.core.protobuf import Value, fields_of, message
+from tests.helpers import exactly
+from tests.support.frame_broker import framed_fields
 
 CONNECT, CONNECTED, PRODUCER, SEND, RECEIPT, PRODUCER_SUCCESS = 2, 3, 5, 6, 7, 17
 CLOSE_PRODUCER = 15
@@ -52,7 +54,8 @@ class RawConnection:
         self._request(PRODUCER, PRODUCER_SUCCESS, {1: topic.encode(), 2: 1, 3: 4})
         for number, (metadata, payload) in enumerate(entries):
             now_ms = time.time_ns() // 1_000_000
-            data = message({1: b"raw", 2: number, 3: now_ms} | metadata)
+            own: dict[int, int | bytes] = {1: b"raw", 2: number, 3: now_ms}
+            data = message(own | metadata)
             framed = struct.pack(">I", len(data)) + data + payload
             self._request(SEND, RECEIPT, {1: 1, 2: number, 3: metadata.get(11, 1)}, framed)
 
@@ -66,7 +69,7 @@ class RawConnection:
         self._request(END_TXN, END_TXN + 1, {1: 5, 2: least, 3: most, 4: how})
 
     def coordinate(self) -> None:
-        """Reach the first coordinator; to end what another connection began."""
+        """Connect to the first coordinator, to end a transaction of another connection."""
         self._request(COORDINATOR_CONNECT, COORDINATOR_CONNECT + 1, {1: 1, 2: 0})
 
     def begin(self, topic: str, keys: Sequence[str]) -> tuple[Value, Value]:
@@ -117,13 +120,11 @@ class RawConnection:
         self.stored.append(EntryId(ledger, entry))
 
     def _send(self, kind: int, fields: dict[int, Value], payload: bytes = b"") -> None:
-        command = message({1: kind, kind: message(fields)})
-        head = struct.pack(">II", 4 + len(command) + len(payload), len(command))
-        self._socket.sendall(head + command + payload)
+        self._socket.sendall(framed_fields(kind, fields, payload))
 
     def _receive(self) -> tuple[int, dict[int, Value]]:
-        (size,) = struct.unpack(">I", self._exactly(4))
-        frame = self._exactly(size)
+        (size,) = struct.unpack(">I", exactly(self._socket, 4))
+        frame = exactly(self._socket, size)
         (length,) = struct.unpack_from(">I", frame)
         command = fields_of(frame[4 : 4 + length])
         kind = command[1]
@@ -131,14 +132,6 @@ class RawConnection:
         content = command.get(kind, b"")
         assert isinstance(content, bytes)
         return kind, fields_of(content)
-
-    def _exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            more = self._socket.recv(size - len(data))
-            assert more, "the broker closed the connection"
-            data += more
-        return data
 
 
 def entry_of(messages: Sequence[Message], *, batched: bool) -> RawEntry:

@@ -1,12 +1,12 @@
-"""Contract: acknowledgement, and what comes again after a close or a reconnect."""
+"""Contract: acknowledgement, and redelivery after a close or a reconnect."""
 
 from __future__ import annotations
-
-from contract_harness import Harness, Received, receive, subscribe, wait_until
 
 from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
+from tests.contract.contract_harness import Harness, Received, receive, subscribe
+from tests.helpers import present, wait_until
 
 KEYS = [f"key-{number}" for number in range(20)]
 
@@ -20,7 +20,7 @@ def numbered(count: int, first: int = 0) -> list[Message]:
 
 
 def numbers_by_key(count: int) -> dict[str | None, list[bytes]]:
-    """What ``numbered(count)`` holds of each key."""
+    """The values of ``numbered(count)``, by key."""
     return {
         key: [b"%d" % number for number in range(index, count, len(KEYS))]
         for index, key in enumerate(KEYS)
@@ -72,7 +72,7 @@ def test_acknowledged_entries_do_not_come_again_after_close(harness: Harness) ->
     consumer.close()
     consumer = subscribe(broker, where)
     again = receive([consumer], 34)
-    assert sorted(map(int, again.values)) == list(range(0, 100, 3))
+    assert sorted(int(present(value)) for value in again.values) == list(range(0, 100, 3))
     assert again.ids == sorted(again.ids)
     consumer.acknowledge(again.ids)
     wait_until(lambda: harness.backlog(where) == 0)
@@ -92,7 +92,7 @@ def test_acknowledged_entries_do_not_come_again_at_another_range(harness: Harnes
     assert receive([next_owner, high], len(low_ids) // 2).ids == sorted(low_ids[1::2])
 
 
-def test_a_consumer_may_acknowledge_what_another_range_received(harness: Harness) -> None:
+def test_a_consumer_may_acknowledge_entries_of_another_range(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     receiver_broker, acknowledger_broker = harness.broker(), harness.broker()
     ranges = split_ring(2)
@@ -120,7 +120,7 @@ def test_an_id_built_by_hand_acknowledges_its_whole_batch(harness: Harness) -> N
     assert receive([subscribe(broker, where)], 1).values == [b"single"]
 
 
-def test_acknowledging_twice_or_what_nobody_published_does_no_harm(harness: Harness) -> None:
+def test_acknowledging_twice_or_an_unpublished_id_does_no_harm(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     consumer = subscribe(harness.broker(), where)
     harness.publish(where.name, numbered(3))
@@ -179,7 +179,7 @@ def test_after_a_reconnect_a_batch_starts_again_at_its_first_index(harness: Harn
     indices: list[int] = []
 
     def whole_again() -> bool:
-        # Until it notices, the client may hand out what it holds of the first delivery.
+        # Until it notices, the client may return entries of the first delivery.
         for block in consumer.receive(20):
             indices.extend(block.indices)
         return indices[-10:] == list(range(10))
@@ -189,4 +189,4 @@ def test_after_a_reconnect_a_batch_starts_again_at_its_first_index(harness: Harn
 
 def _numbers_by_id(received: Received) -> dict[EntryId, int]:
     """Number of each entry, for entries of one message."""
-    return {block.id: int(block.values[0]) for block in received.blocks}
+    return {block.id: int(present(block.values[0])) for block in received.blocks}

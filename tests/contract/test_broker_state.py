@@ -1,16 +1,17 @@
-"""What the admin interface tells of ledgers and cursors, in memory and on a real broker."""
+"""Ledgers and cursors in the admin interface, in memory and on a real broker."""
 
 from __future__ import annotations
 
 import pytest
-from contract_harness import SUBSCRIPTION, Harness, subscribe, wait_until
 
 from keyshard.broker.memory import Message
-from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.subscription_state import BrokerState
+from tests.contract.contract_harness import SUBSCRIPTION, Harness, subscribe
+from tests.helpers import wait_until
 
 
-def test_it_tells_ledgers_and_what_is_acknowledged(harness: Harness) -> None:
+def test_ledgers_and_acknowledged_entries_are_reported(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     consumer = subscribe(harness.broker(), where)
     admin = harness.admin()
@@ -29,7 +30,7 @@ def test_it_tells_ledgers_and_what_is_acknowledged(harness: Harness) -> None:
     assert str(state.acknowledged()) == f"{ledger}:0-2,5-6,8"
 
 
-def test_it_tells_ledgers_in_their_order_and_how_long_closed_ones_are(harness: Harness) -> None:
+def test_ledgers_are_reported_in_order_with_sizes_of_closed_ones(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     broker = harness.broker()
     subscribe(broker, where)

@@ -6,23 +6,22 @@ import time
 from contextlib import suppress
 
 import pytest
-from contract_harness import (
-    WHOLE_RING,
-    BreakableHarness,
-    Harness,
-    Received,
-    receive,
-    subscribe,
-    wait_until,
-)
 
-from helpers import DEADLINE_S
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import Consumer
 from keyshard.broker.retry import retry_until
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import BrokerUnavailableError, RangeConflictError
+from tests.contract.contract_harness import (
+    WHOLE_RING,
+    BreakableHarness,
+    Harness,
+    Received,
+    receive,
+    subscribe,
+)
+from tests.helpers import DEADLINE_S, wait_until
 
 LOW, HIGH = split_ring(2)
 
@@ -39,7 +38,7 @@ ROUNDS = 3
 def crashed(
     breakable: BreakableHarness,
 ) -> tuple[TopicPartition, Consumer, Consumer, list[EntryId], Received]:
-    """Acknowledge, crash, and receive again; what came within the deadline.
+    """Acknowledge, crash, and receive again; return the messages until the deadline.
 
     A broker writes a cursor at most once a second, or twice after a pause. So of several
     acknowledgements within a second it forgets the last, unless the machine rested between them.
@@ -56,7 +55,7 @@ def crashed(
         time.sleep(GROUPED_S)
     wait_until(lambda: breakable.backlog(where) == 10)
     breakable.crash()
-    # A client waits longer and longer before it tries again, so this one begins anew.
+    # A client waits longer before each attempt, so the test opens a new one.
     with suppress(BrokerUnavailableError):  # its end is in order only if it came back in time
         broker.close()
     broker = breakable.broker()
@@ -70,7 +69,7 @@ def crashed(
     return where, low, high, ids, again
 
 
-def test_a_killed_broker_forgets_what_was_acknowledged_since_it_wrote_the_cursor(
+def test_a_killed_broker_forgets_acknowledgements_since_it_wrote_the_cursor(
     breakable: BreakableHarness,
 ) -> None:
     for _ in range(ROUNDS):
@@ -88,7 +87,7 @@ def test_a_killed_broker_forgets_what_was_acknowledged_since_it_wrote_the_cursor
     wait_until(lambda: breakable.backlog(where) == 0)
 
 
-def test_an_unloaded_topic_forgets_nothing_and_delivers_again_what_is_unacknowledged(
+def test_an_unloaded_topic_redelivers_only_unacknowledged_entries(
     harness: Harness,
 ) -> None:
     where = TopicPartition(harness.create_topic())
@@ -131,7 +130,7 @@ def test_a_killed_client_loses_the_acknowledgements_it_grouped(harness: Harness)
     other = harness.other_client(where, WHOLE_RING)
     ids = other.receive(20)
     other.acknowledge_and_die(ids)
-    # The broker looks whether the holder is there, so that nobody waits for it.
+    # The broker checks that the holder is there, so that no consumer waits for it.
     consumer = subscribe(harness.broker(), where)
     assert set(receive([consumer], 20).ids) == set(ids)
     consumer.acknowledge(ids)
@@ -156,7 +155,7 @@ def test_a_stopped_client_loses_its_range_to_a_newcomer_and_waits_in_silence(
     with pytest.raises(RangeConflictError):
         subscribe(broker, where, LOW)
     other.freeze()
-    # To a broker, whatever it reads from the holder is life, also what was sent before the stop.
+    # For a broker, all bytes of the holder are a sign of life, also those sent before the stop.
     newcomer = retry_until(lambda: subscribe(broker, where, LOW), DEADLINE_S)
     high = subscribe(broker, where, HIGH)
     other.thaw()

@@ -1,4 +1,4 @@
-"""Contract: keys that were set as bytes, which the broker hashes without their base64."""
+"""Contract: the broker hashes keys that were set as bytes without their base64."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from base64 import b64encode
 from collections import Counter
 
 import pytest
-from contract_harness import Harness, receive, subscribe
 
 from keyshard.broker.memory import Batching, Message
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.ring.key_slot import bytes_slot, key_slot
+from tests.contract.contract_harness import Harness, receive, subscribe
+from tests.helpers import present
 
 RANGES = 16
 RANDOM = random.Random(21)
@@ -35,7 +36,7 @@ def test_a_key_of_bytes_goes_by_its_bytes(harness: Harness, batching: Batching) 
     known = 0
     for consumer, block in received.deliveries:
         assert consumer is not None
-        (number,) = {int(value) for value in block.values}
+        (number,) = {int(present(value)) for value in block.values}
         key = KEYS[number]
         text = b64encode(key).decode()
         assert set(block.partition_keys) == {text}
@@ -61,7 +62,7 @@ def test_a_text_that_is_base64_by_chance_goes_by_the_text(harness: Harness) -> N
     assert not any(block.keys_of_bytes for block in received.blocks)
     for consumer, block in received.deliveries:
         assert consumer is not None
-        assert block.slot == key_slot(block.values[0]) in consumer.hash_range
+        assert block.slot == key_slot(present(block.values[0])) in consumer.hash_range
 
 
 def test_an_ordering_key_is_never_base64(harness: Harness) -> None:
@@ -75,13 +76,13 @@ def test_an_ordering_key_is_never_base64(harness: Harness) -> None:
     assert not any(block.keys_of_bytes for block in received.blocks)
 
 
-def test_a_reader_tells_the_slot_of_the_text_or_of_the_bytes_if_it_knows_them(
+def test_a_reader_reports_the_slot_of_the_text_or_of_known_bytes(
     harness: Harness,
 ) -> None:
     where = TopicPartition(harness.create_topic())
     harness.publish(where.name, [set_as_bytes(key) for key in KEYS[:20]])
     reader = harness.broker().reader(where, EntryId(0, 0))
-    blocks = []
+    blocks: list[EntryBlock] = []
     while len(blocks) < 20:
         blocks += reader.read(1_000)
     texts = [key_slot(b64encode(key).decode()) for key in KEYS[:20]]

@@ -1,13 +1,13 @@
-"""Contract: what was published last to a topic partition."""
+"""Contract: the last entry of a topic partition."""
 
 from __future__ import annotations
 
 import pytest
-from contract_harness import Harness, read_to_end, receive, subscribe
 
 from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerError
+from tests.contract.contract_harness import Harness, read_to_end, receive, subscribe
 
 
 def test_an_empty_partition_has_no_last_entry(harness: Harness) -> None:
@@ -38,7 +38,7 @@ def test_it_does_not_depend_on_the_subscription_or_on_the_ledger(harness: Harnes
     assert consumer.last_entry() == receive([consumer], 2).ids[-1] > ids[-1]
 
 
-def test_what_nobody_needs_any_more_may_be_forgotten(harness: Harness) -> None:
+def test_unneeded_dead_letters_may_be_forgotten(harness: Harness) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     consumer = subscribe(broker, where)
     harness.publish(where.name, [Message(b"0", key="k")])
@@ -49,7 +49,7 @@ def test_what_nobody_needs_any_more_may_be_forgotten(harness: Harness) -> None:
     assert subscribe(broker, where).last_entry() in {None, ids[-1]}
 
 
-def test_a_closed_consumer_does_not_tell(harness: Harness) -> None:
+def test_a_closed_consumer_returns_no_last_entry(harness: Harness) -> None:
     consumer = subscribe(harness.broker(), TopicPartition(harness.create_topic()))
     consumer.close()
     with pytest.raises(BrokerError):

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 
-from contract_harness import (
-    Harness,
-    Received,
-    read_to_end,
-    receive_until_idle,
-    subscribe,
-    wait_until,
-)
-
 from keyshard.broker.memory import Message
 from keyshard.broker.port import Consumer
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
+from tests.contract.contract_harness import (
+    Harness,
+    Received,
+    read_to_end,
+    receive_until_idle,
+    subscribe,
+)
+from tests.helpers import wait_until
 
 
 def publish_many(harness: Harness, where: TopicPartition, limit: int) -> list[str]:
-    """Publish four times what may wait, each message with its own key."""
+    """Publish four times the look-ahead limit, each message with its own key."""
     keys = [f"key-{number}" for number in range(4 * limit)]
     harness.publish(where.name, [Message(key.encode(), key=key) for key in keys])
     return keys
@@ -37,7 +36,7 @@ def keys_in(keys: list[str], *ranges: HashRange) -> Counter[bytes]:
 def acknowledge_and_finish(
     harness: Harness, where: TopicPartition, consumers: list[Consumer], received: Received
 ) -> None:
-    """Acknowledge what came and what still comes until the broker holds nothing."""
+    """Acknowledge all messages until the backlog is empty."""
     consumers[0].acknowledge(received.ids)
 
     def done() -> bool:
@@ -84,7 +83,7 @@ def test_a_range_that_does_not_receive_stops_its_partition_until_it_does(harness
     assert Counter(received.values) == keys_in(keys, *ranges)
 
 
-def test_acknowledging_what_waits_ends_a_stall_only_when_the_mark_delete_passes_it(
+def test_acknowledging_waiting_entries_ends_a_stall_at_the_mark_delete(
     harness: Harness,
 ) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()

@@ -1,16 +1,15 @@
-"""Contract: what entries say beside their content, made where a consumer or Reader names it."""
+"""Contract: metadata columns, built if a consumer or Reader names them."""
 
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from contract_harness import BreakableHarness, read_to_end, receive, subscribe
-
-from keyshard.arrow.content import CONTENT, METADATA, content_columns
 from keyshard.broker.memory import Batching, Message
-from keyshard.broker.port import HowToRead
+from keyshard.broker.port import ReadOptions
+from keyshard.columns.content import CONTENT, METADATA, content_columns
 from keyshard.core.position.entry import EntryId, TopicPartition
+from tests.contract.contract_harness import BreakableHarness, read_to_end, receive, subscribe
 
 FIRST = EntryId(0, 0)
 CLOCK = timedelta(seconds=5)
@@ -22,7 +21,9 @@ KEYS: list[dict[str, Any]] = [
 ]
 
 
-def test_what_is_named_comes_the_same_from_consumer_and_reader(breakable: BreakableHarness) -> None:
+def test_metadata_columns_are_the_same_from_consumer_and_reader(
+    breakable: BreakableHarness,
+) -> None:
     where, broker = TopicPartition(breakable.create_topic()), breakable.broker()
     columns = content_columns(METADATA.names)
     began = datetime.now(timezone.utc)
@@ -32,7 +33,7 @@ def test_what_is_named_comes_the_same_from_consumer_and_reader(breakable: Breaka
         breakable.publish(where.name, [Message(b"key", **one)])
     rows = 5 + len(KEYS)
     received = receive([subscribe(broker, where, columns=columns)], rows)
-    read = read_to_end(broker.reader(where, FIRST, HowToRead(columns=columns)))
+    read = read_to_end(broker.reader(where, FIRST, ReadOptions(columns=columns)))
     found = {
         name: [value for block in read.blocks for value in block.column(name)]
         for name in METADATA.names
@@ -41,6 +42,7 @@ def test_what_is_named_comes_the_same_from_consumer_and_reader(breakable: Breaka
         assert [one for block in received.blocks for one in block.column(name)] == values, name
         if name in breakable.not_handed_out:
             assert values == [None] * rows, name
+    assert found["__replicatedFrom"] == [None] * rows, "they were published here"
     batch, alone, others = (found["__producer"][a:b] for a, b in ((0, 3), (3, 5), (5, rows)))
     assert all(found["__producer"])
     assert (len(set(batch)), len(set(alone)), len(others)) == (1, 1, len(KEYS))
@@ -59,7 +61,7 @@ def test_what_is_named_comes_the_same_from_consumer_and_reader(breakable: Breaka
         assert all(began - CLOCK < one < now + CLOCK for one in times)
 
 
-def test_without_it_the_content_is_as_ever(breakable: BreakableHarness) -> None:
+def test_content_without_metadata_columns_is_unchanged(breakable: BreakableHarness) -> None:
     where, broker = TopicPartition(breakable.create_topic()), breakable.broker()
     breakable.publish(where.name, [Message(b"v", key="k")])
     for block in (

@@ -6,7 +6,13 @@ import threading
 import time
 
 import pytest
-from contract_harness import (
+
+from keyshard.broker.port import Producer
+from keyshard.columns.content import gather
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.key_slot import key_slot
+from keyshard.errors import BrokerError, BrokerUnavailableError
+from tests.contract.contract_harness import (
     DEADLINE_S,
     BreakableHarness,
     Harness,
@@ -14,15 +20,8 @@ from contract_harness import (
     read_to_end,
     receive,
     subscribe,
-    wait_until,
 )
-
-from helpers import event_ms
-from keyshard.arrow.content import gather
-from keyshard.broker.port import Producer
-from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.ring.key_slot import key_slot
-from keyshard.errors import BrokerError, BrokerUnavailableError
+from tests.helpers import event_ms, present, wait_until
 
 FIRST = EntryId(0, 0)
 TIMEOUT_MS = 10_000
@@ -34,7 +33,7 @@ def properties(received: Received) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("partitions", [0, 2])
-def test_what_is_sent_is_stored_in_order_each_an_entry_where_the_producer_says(
+def test_sent_messages_are_stored_in_order_each_as_one_entry(
     harness: Harness, partitions: int
 ) -> None:
     where = TopicPartition(harness.create_topic(partitions), 1 if partitions else -1)
@@ -65,8 +64,9 @@ def test_keys_properties_and_event_time_arrive(harness: Harness) -> None:
     producer.send(b"", key="k", event_ms=1_700_000_000_123)
     producer.send(b"keyless")
     received = receive([consumer], 3)
-    assert sorted(received.values) == [b"", b"\x00\xff", b"keyless"]
-    by_value = sorted(zip(received.values, received.blocks, strict=True), key=lambda pair: pair[0])
+    values = [present(value) for value in received.values]
+    assert sorted(values) == [b"", b"\x00\xff", b"keyless"]
+    by_value = sorted(zip(values, received.blocks, strict=True), key=lambda pair: pair[0])
     received.deliveries = [(consumer, block) for _, block in by_value]
     assert [block.partition_keys for block in received.blocks] == [["k"], ["k"], [None]]
     assert [block.slot for block in received.blocks] == [key_slot("k"), key_slot("o"), None]
@@ -107,7 +107,7 @@ def test_a_send_without_a_broker_fails_at_the_deadline_and_the_next_ones_arrive(
         began = time.monotonic()
         with pytest.raises(BrokerUnavailableError, match=where.topic) as caught:
             producer.send(b"away", key="k")
-        assert 0.5 < time.monotonic() - began < 5
+        assert 0.5 < time.monotonic() - began < 20
         assert caught.value.retriable
     wait_until(lambda: sends(producer))
     values = read_to_end(breakable.broker().reader(where, FIRST)).values

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from contract_harness import Harness, Received, read_to_end, receive, subscribe, wait_until
 
-from keyshard.arrow.content import only
 from keyshard.broker.memory import Batching, Message
-from keyshard.broker.port import HowToRead
+from keyshard.broker.port import ReadOptions
+from keyshard.columns.content import only
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerError, ChunkedMessageError
+from tests.contract.contract_harness import Harness, Received, read_to_end, receive, subscribe
+from tests.helpers import wait_until
 
 FIRST = EntryId(0, 0)
 
@@ -84,7 +85,7 @@ def test_a_start_that_is_not_stored_gives_the_next_entry(harness: Harness) -> No
     assert read_to_end(broker.reader(where, EntryId(ids[0].ledger - 1, 5))).ids == ids
 
 
-def test_a_start_behind_everything_is_at_the_end_and_gets_what_comes(harness: Harness) -> None:
+def test_a_start_behind_everything_is_at_the_end_and_gets_later_entries(harness: Harness) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     harness.publish(where.name, [Message(b"0", key="k")])
     (last,) = read_to_end(broker.reader(where, FIRST)).ids
@@ -112,7 +113,7 @@ def test_without_values_all_else_is_the_same(harness: Harness) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     publish_mix(harness, where)
     everything = read_to_end(broker.reader(where, FIRST)).blocks
-    found = read_to_end(broker.reader(where, FIRST, HowToRead(2, columns=["__key"]))).blocks
+    found = read_to_end(broker.reader(where, FIRST, ReadOptions(2, columns=["__key"]))).blocks
     assert len(found) == len(everything)
     for one, other in zip(found, everything, strict=True):
         assert one.partition_keys == other.partition_keys
@@ -123,12 +124,12 @@ def test_without_values_all_else_is_the_same(harness: Harness) -> None:
         assert one.values in ([None] * one.rows, other.values)
 
 
-def test_what_lies_before_a_chunked_message_can_be_read(harness: Harness) -> None:
+def test_entries_before_a_chunked_message_can_be_read(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     harness.publish(where.name, [Message(b"0", key="k"), Message(b"1", key="k")])
     harness.publish_chunked(where.name, "k")
     reader = harness.broker().reader(where, FIRST)
-    read: list[bytes] = []
+    read: list[bytes | None] = []
 
     def refused() -> bool:
         try:

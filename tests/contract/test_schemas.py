@@ -1,11 +1,12 @@
-"""Contract: what is told of the schema of a topic, and the version that messages say."""
+"""Contract: the schema of a topic, and the schema version of messages."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from contract_harness import Harness
+
+from tests.contract.contract_harness import Harness
 
 FIRST = {"type": "record", "name": "R", "fields": [{"name": "a", "type": "int"}]}
 SECOND = {
@@ -16,7 +17,7 @@ SECOND = {
 
 
 @pytest.mark.parametrize("partitions", [0, 2])
-def test_each_version_of_a_schema_is_told_and_the_newest_where_none_is_named(
+def test_each_version_of_a_schema_is_reported_and_the_newest_where_none_is_named(
     harness: Harness, partitions: int
 ) -> None:
     topic = harness.create_topic(partitions)
@@ -36,7 +37,7 @@ def test_each_version_of_a_schema_is_told_and_the_newest_where_none_is_named(
 
 
 @pytest.mark.parametrize("kind", ["STRING", "INT64", "BOOLEAN", "LOCAL_DATE_TIME"])
-def test_a_primitive_is_told_by_its_name(harness: Harness, kind: str) -> None:
+def test_a_primitive_is_identified_by_its_name(harness: Harness, kind: str) -> None:
     topic = harness.create_topic()
     harness.add_schema(topic, kind)
     found = harness.schema(topic)

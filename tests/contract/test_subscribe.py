@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 
 import pytest
-from contract_harness import SUBSCRIPTION, Harness, receive, subscribe, wait_until
 
-from helpers import event_ms
-from keyshard.arrow.content import gather
 from keyshard.broker.memory import Message
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import StartPosition, SubscriptionSpec
+from keyshard.columns.content import gather
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import BrokerError, RangeConflictError
+from tests.contract.contract_harness import SUBSCRIPTION, Harness, receive, subscribe
+from tests.helpers import event_ms, wait_until
 
 
 def test_partitions_of_a_partitioned_topic_are_all_named(harness: Harness) -> None:
@@ -38,7 +38,7 @@ def test_a_topic_partition_is_found_under_its_name(harness: Harness) -> None:
     assert harness.backlog(where) == 1
 
 
-def test_a_new_subscription_at_earliest_gets_what_was_stored_before(harness: Harness) -> None:
+def test_a_new_subscription_at_earliest_gets_earlier_messages(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     harness.publish(where.name, [Message(b"before", key="k")])
     consumer = subscribe(harness.broker(), where, start=StartPosition.EARLIEST)
@@ -46,7 +46,7 @@ def test_a_new_subscription_at_earliest_gets_what_was_stored_before(harness: Har
     assert receive([consumer], 2).values == [b"before", b"after"]
 
 
-def test_a_new_subscription_at_latest_gets_only_what_comes_after(harness: Harness) -> None:
+def test_a_new_subscription_at_latest_gets_only_later_messages(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     harness.publish(where.name, [Message(b"before", key="k")])
     consumer = subscribe(harness.broker(), where, start=StartPosition.LATEST)
@@ -165,12 +165,10 @@ def test_subscriptions_of_one_topic_do_not_touch_each_other(harness: Harness) ->
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     first = subscribe(broker, where)
     second = broker.subscribe(
-        where,
-        "second",
-        first.hash_range,
-        start=StartPosition.EARLIEST,
-        consumer_name="second",
-        receiver_queue_size=10,
+        SubscriptionSpec(
+            where, "second", first.hash_range, consumer_name="second", receiver_queue_size=10
+        ),
+        StartPosition.EARLIEST,
     )
     harness.publish(where.name, [Message(b"value", key="k")])
     received = receive([first], 1)

@@ -1,22 +1,22 @@
-"""What the admin interface tells of subscriptions, in memory and on a real broker."""
+"""Subscriptions in the admin interface, in memory and on a real broker."""
 
 from __future__ import annotations
 
-from contract_harness import SUBSCRIPTION, Harness, receive, subscribe, wait_until
-
+from keyshard.broker.admin.port import Admin
 from keyshard.broker.memory import Message
-from keyshard.broker.port import Admin
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
+from tests.contract.contract_harness import SUBSCRIPTION, Harness, receive, subscribe
+from tests.helpers import wait_until
 
 
 def state_of(admin: Admin, where: TopicPartition) -> SubscriptionState:
     return SubscriptionState.from_stats(admin.subscriptions(where)[SUBSCRIPTION])
 
 
-def test_it_tells_type_consumers_and_gaps(harness: Harness) -> None:
+def test_type_consumers_and_gaps_are_reported(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     broker, admin = harness.broker(), harness.admin()
     subscribe(broker, where, HashRange(0, 99))
@@ -30,7 +30,9 @@ def test_it_tells_type_consumers_and_gaps(harness: Harness) -> None:
     assert state_of(admin, where).gaps == (HashRange(100, 65_535),)
 
 
-def test_it_tells_backlog_holes_and_what_waits_for_its_owner(harness: Harness) -> None:
+def test_the_doctor_reports_backlog_ack_gaps_and_entries_that_wait_for_their_owner(
+    harness: Harness,
+) -> None:
     where = TopicPartition(harness.create_topic())
     admin = harness.admin()
     slot = key_slot("covered")
@@ -41,7 +43,7 @@ def test_it_tells_backlog_holes_and_what_waits_for_its_owner(harness: Harness) -
     consumer.acknowledge([received.ids[1], received.ids[2], received.ids[4]])
     wait_until(lambda: state_of(admin, where).backlog == 4)
     state = state_of(admin, where)
-    assert state.ack_holes == 2
+    assert state.ack_gaps == 2
     assert state.in_replay == 1
     assert not state.blocked
     (owner,) = state.consumers
@@ -53,7 +55,7 @@ def test_a_topic_that_is_not_there_has_no_subscription(harness: Harness) -> None
     assert harness.admin().subscriptions(TopicPartition(f"{harness.create_topic()}-no")) == {}
 
 
-def test_it_tells_version_and_limits(harness: Harness) -> None:
+def test_version_and_limits_are_reported(harness: Harness) -> None:
     admin = harness.admin()
     assert admin.version().startswith("4.")
     limits = BrokerLimits.from_settings(admin.settings())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-from contract_harness import DEADLINE_S, Harness, Received, subscribe, wait_until
-
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import Consumer
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
+from tests.contract.contract_harness import DEADLINE_S, Harness, Received, subscribe
+from tests.helpers import wait_until
 
 KEYS = 40
 ROUNDS = 50
@@ -56,7 +56,7 @@ def test_ranges_in_threads_get_every_message_in_order_per_key(harness: Harness) 
 
 
 def first_deliveries(received: Received) -> Received:
-    """What came, without entries that had come before to the same consumer."""
+    """Received entries, each once for a consumer."""
     first, known = Received(), set[EntryId]()
     for consumer, block in received.deliveries:
         if block.id not in known:

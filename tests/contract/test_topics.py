@@ -1,14 +1,15 @@
-"""Contract: topics that grow and are deleted, and what the admin interface says of them."""
+"""Contract: topics that grow and are deleted, also in the admin interface."""
 
 from __future__ import annotations
 
 import pytest
-from contract_harness import SUBSCRIPTION, Harness, receive, subscribe, wait_until
 
 from keyshard.broker.memory import Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import AdminError, BrokerError
+from tests.contract.contract_harness import SUBSCRIPTION, Harness, receive, subscribe
+from tests.helpers import wait_until
 
 
 def namespace_of(topic: str) -> tuple[str, str]:
@@ -28,7 +29,9 @@ def test_new_partitions_have_the_subscription_from_their_beginning(harness: Harn
     assert receive([subscribe(broker, new)], 1).values == [b"early"]
 
 
-def test_partition_counts_tell_missing_plain_and_partitioned_apart(harness: Harness) -> None:
+def test_partition_counts_distinguish_missing_plain_and_partitioned_topics(
+    harness: Harness,
+) -> None:
     admin = harness.admin()
     topic = harness.create_topic(partitions=4)
     assert admin.partition_count(topic) == 4
@@ -99,6 +102,14 @@ def test_a_leftover_with_another_subscription_stays(harness: Harness) -> None:
     assert harness.admin().remove_leftover(where, SUBSCRIPTION) is True
 
 
+def test_a_topic_without_a_subscription_is_not_judged_yet(harness: Harness) -> None:
+    """The broker is deleting it, or a consumer that comes back is just creating it."""
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    assert harness.admin().remove_leftover(where, SUBSCRIPTION) is None
+    subscribe(broker, where).close()
+    assert harness.admin().remove_leftover(where, SUBSCRIPTION) is True
+
+
 def test_the_creation_time_outlives_a_change_of_the_broker(harness: Harness) -> None:
     topic, admin = harness.create_topic(), harness.admin()
     harness.publish(topic, [Message(b"x", key="k")])
@@ -120,7 +131,7 @@ def test_statistics_name_backlog_and_consumers(harness: Harness) -> None:
     assert (stats["msgBacklog"], len(stats["consumers"])) == (1, 1)
 
 
-def test_what_does_not_exist_is_told_and_asking_creates_nothing(harness: Harness) -> None:
+def test_a_missing_topic_is_reported_and_asking_creates_nothing(harness: Harness) -> None:
     plain, parted = harness.create_topic(), harness.create_topic(partitions=2)
     there = [plain, parted, f"{parted}-partition-1"]
     typing_error = [f"{plain}-typo", f"{parted}s"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contract_harness import Harness, Received, receive_until_idle, subscribe
-
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import Consumer
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.ring.key_slot import key_slot
+from tests.contract.contract_harness import Harness, Received, receive_until_idle, subscribe
 
 LOW, HIGH = split_ring(2)
 LOW_KEY = next(key for key in map(str, range(100)) if key_slot(key) in LOW)
@@ -21,7 +20,7 @@ def singles(key: str, count: int) -> list[Message]:
 
 
 def take(harness: Harness, consumers: list[Consumer], at_least: int) -> Received:
-    """What comes until nothing comes any more."""
+    """Messages until none arrives any more."""
     received = Received()
     # Twice the time that a client groups acknowledgements, and more.
     receive_until_idle(consumers, received, harness.idle_s / 2, at_least)
@@ -66,7 +65,7 @@ def test_the_limit_of_a_consumer_counts_messages_and_an_entry_may_pass_it(harnes
     assert len(received.values) == 2 * (LIMIT - 10)
 
 
-def test_at_the_limit_of_a_subscription_nobody_gets_anything_new_until_below_the_half(
+def test_at_the_limit_of_a_subscription_nothing_new_is_sent_until_below_the_half(
     harness: Harness,
 ) -> None:
     harness.limit_unacked(0, LIMIT)
@@ -82,7 +81,7 @@ def test_at_the_limit_of_a_subscription_nobody_gets_anything_new_until_below_the
     assert len(take(harness, [high], 5).ids) == 5
 
 
-def test_the_admin_interface_tells_the_limits(harness: Harness) -> None:
+def test_the_admin_interface_reports_the_limits(harness: Harness) -> None:
     assert harness.admin().unacknowledged_limits(harness.create_topic()) == (50_000, 200_000)
     harness.limit_unacked(LIMIT, 0)
     assert harness.admin().unacknowledged_limits(harness.create_topic()) == (LIMIT, 0)

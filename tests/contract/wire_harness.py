@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pulsar_harness import BreakablePulsarHarness, PulsarHarness
-
 from keyshard.broker.port import Broker
 from keyshard.broker.schemas import schema_of
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
-from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME
 from keyshard.core.topic_schema import TopicSchema
+from tests.contract.pulsar_harness import BreakablePulsarHarness, PulsarHarness
 
 
 class WireHarness(PulsarHarness):
@@ -19,7 +17,8 @@ class WireHarness(PulsarHarness):
 
     whole_entries = True
     empty_keys = True
-    not_handed_out: Collection[str] = (BROKER_PUBLISH_TIME,)
+    publishes_entries = True
+    not_handed_out: Collection[str] = ("__brokerPublishTime",)
 
     def broker(self) -> Broker:
         self._brokers.append(WireBroker(Connection(self._service_url)))
@@ -30,6 +29,6 @@ class WireHarness(PulsarHarness):
 
 
 class BreakableWireHarness(WireHarness, BreakablePulsarHarness):
-    """The same with a broker that nobody else uses, and that hands out its times."""
+    """The same with its own broker."""
 
     not_handed_out = ()

@@ -88,8 +88,8 @@ def _stored(schema: Any, value: Any) -> bytes:
 
 
 def _read(data: bytes, written: Any, wanted: Any) -> Any:
-    schemas = [fastavro.parse_schema(_plain(one)) for one in (written, wanted)]
-    found = fastavro.schemaless_reader(io.BytesIO(data), *schemas, return_named_type=True)
+    writer, reader = (fastavro.parse_schema(_plain(one)) for one in (written, wanted))
+    found = fastavro.schemaless_reader(io.BytesIO(data), writer, reader, return_named_type=True)
     return comparable(as_column(found, wanted))
 
 
@@ -151,7 +151,7 @@ def name_of(kind: Any) -> str:
 
 
 def place_of(value: Any, kinds: list[Any]) -> int:
-    """Which type of a union a value is of: none that is drawn has two that look alike."""
+    """Return the type of a union for a value. No drawn union has two similar types."""
     if isinstance(value, tuple):
         name = value[0].rpartition(".")[2]
         found = [place for place, one in enumerate(kinds) if name == _called(one)]
@@ -250,7 +250,7 @@ class Drawn:
             other = random.choice(others)
             if "null" in kind and random.random() < 0.3:
                 return None
-            # Of two records, which one it is: fastavro would guess.
+            # The name of the record: fastavro would guess between two.
             of_many = len(others) > 1 and _is_record(other)
             name = f"{other['namespace']}.{other['name']}" if of_many else ""
             return (name, self.value(other)) if of_many else self.value(other)

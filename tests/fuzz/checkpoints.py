@@ -58,7 +58,7 @@ def _damage(random: Random, tree: Any) -> None:
 
 
 def _plain(one: Any) -> Any:
-    """What JSON can say of a value."""
+    """Return the JSON value nearest to a value."""
     try:
         json.dumps(one)
     except (TypeError, ValueError, RuntimeError):
@@ -81,7 +81,7 @@ def checkpoints(random: Random, name: str) -> None:
             replay_timeout_ms=2_000, admin_url=random.choice((None, cluster.url)),
         )  # fmt: skip
         with source.open() as stream:
-            batch = stream.next_batch(timeout_s=5, rows_max=random.randint(1, 12))
+            batch = stream.next_batch(timeout_s=30, rows_max=random.randint(1, 12))
             assert batch is not None
             good = batch.checkpoint
             if random.random() < 0.5:

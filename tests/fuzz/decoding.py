@@ -9,10 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from keyshard.columns.codec import Codec, decode_rows
+from keyshard.columns.codecs import codec_of
+from keyshard.columns.projection import cast_values
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.schemas.casting import cast
-from keyshard.schemas.codec import Codec, decode_rows
-from keyshard.schemas.codecs import codec_of
 
 TOPIC = "persistent://public/default/drawn"
 
@@ -40,7 +40,7 @@ def _rows(
     given = pa.array(values, pa.binary())
     found, reasons = decode_rows(codec, given, pa.nulls(len(given), pa.binary()), writer)
     found.validate(full=True)
-    numbers = cast(found, _without_times(found.type))
+    numbers = cast_values(found, _without_times(found.type))
     return comparable(numbers.to_pylist(maps_as_pydicts="lossy")), reasons
 
 

@@ -1,4 +1,4 @@
-"""Handlers, policies and observers that raise and return what nobody expects."""
+"""Handlers, policies and observers with unexpected errors and results."""
 
 from __future__ import annotations
 

@@ -54,11 +54,11 @@ def _damaged(random: Random, data: list[bytes]) -> bytes:
 
 
 def _stored(random: Random, row: dict[str, Any], schema: Any) -> bytes:
-    """As Pulsar's clients of Java or Python write it."""
-    told = _told(row, schema) | random.choice(({}, {"unknown": [{"f0": "\u00e9"}, None]}))
+    """Encode a value as Pulsar's Java or Python client does."""
+    output = _told(row, schema) | random.choice(({}, {"unknown": [{"f0": "\u00e9"}, None]}))
     if random.random() < 0.3:
-        told = {name: one for name, one in told.items() if one is not None}
-    return json.dumps(told, ensure_ascii=random.random() < 0.5).encode()
+        output = {name: one for name, one in output.items() if one is not None}
+    return json.dumps(output, ensure_ascii=random.random() < 0.5).encode()
 
 
 def _told(value: Any, kind: Any) -> Any:
@@ -78,21 +78,21 @@ def _told(value: Any, kind: Any) -> Any:
     return float(value) if isinstance(value, Decimal) else value
 
 
-def _read(told: Any, kind: Any) -> Any:
-    """What an object means, field by field."""
+def _read(output: Any, kind: Any) -> Any:
+    """Return the meaning of an object, field by field."""
     if isinstance(kind, list):
         kind = next(one for one in kind if one != "null")
     name = kind if isinstance(kind, str) else kind["type"]
-    if told is None:
+    if output is None:
         return None
     if name == "record":
-        return {one["name"]: _read(told.get(one["name"]), one["type"]) for one in kind["fields"]}
+        return {one["name"]: _read(output.get(one["name"]), one["type"]) for one in kind["fields"]}
     if name == "array":
-        return [_read(one, kind["items"]) for one in told]
+        return [_read(one, kind["items"]) for one in output]
     if name == "map":
-        return {key: _read(one, kind["values"]) for key, one in told.items()}
+        return {key: _read(one, kind["values"]) for key, one in output.items()}
     if isinstance(kind, dict) and kind.get("logicalType") == "decimal":
-        return Decimal(told)
+        return Decimal(output)
     if name in ("bytes", "fixed"):
-        told = b64decode(told, validate=True)
-    return float(told) if name in ("float", "double") else told
+        output = b64decode(output, validate=True)
+    return float(output) if name in ("float", "double") else output

@@ -34,7 +34,7 @@ def _drawn(random: Random, number: int) -> Message:
 
 
 def messages(random: Random, name: str) -> None:
-    """Whatever a producer stored is read, once, and in the order of its key."""
+    """Check that every stored message is read once, in the order of its key."""
     with Cluster(name, partitions=random.choice((0, 1, 3))) as cluster:
         sent: list[Message] = []
         for _ in range(random.randint(1, 6)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import fields
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,7 +22,7 @@ PARALLELISM_MAX = 64
 
 
 def shown(config: object, what: str) -> None:
-    """Whatever was accepted can be printed, and prints no secret."""
+    """Check that accepted values can be printed, and print no secret."""
     try:
         text = repr(config)
     except Exception as error:
@@ -47,7 +48,7 @@ def source_options(random: Random, name: str) -> None:
     given = _drawn(random, SourceConfig, random.randint(1, 2))
     says = f"KeyShardSource({_says(given)})"
     with Cluster(name, partitions=2) as cluster:
-        plain = {
+        plain: dict[str, Any] = {
             "topics": "orders", "subscription": "s", "service_url": cluster.url, "parallelism": 2,
             "starting_position": "earliest", "subscribe_timeout_ms": 5_000,
             "operation_timeout_ms": 5_000,
@@ -129,7 +130,7 @@ def run_options(random: Random, name: str) -> None:
 
 
 def calls(random: Random, name: str) -> None:
-    """Methods of a running source with hostile arguments; it goes on afterwards."""
+    """Call methods of a running source with hostile arguments; it must continue."""
     with Cluster(name, partitions=2) as cluster:
         source = KeyShardSource(
             "orders",
@@ -138,7 +139,7 @@ def calls(random: Random, name: str) -> None:
             parallelism=2,
             starting_position="earliest",
         )
-        handled: list[bytes] = []
+        handled: list[bytes | None] = []
         running = Ended(lambda: source.run(lambda message: handled.append(message.value)), "run")
         end = time.monotonic() + HANDLED_S
         cluster.memory.publish(cluster.topic, Message(b"first", key="a"))
@@ -151,11 +152,11 @@ def calls(random: Random, name: str) -> None:
             if which == "rescale":
                 if type(one) is int and one > PARALLELISM_MAX and one <= 65_536:
                     continue
-                refused(lambda one=one: source.rescale(one), says)
+                refused(partial(source.rescale, one), says)
             elif which == "unpark":
-                refused(lambda one=one: source.unpark(one), says)
+                refused(partial(source.unpark, one), says)
             else:
-                refused(lambda one=one: source.rescale(balance=one), says)
+                refused(partial(source.rescale, balance=one), says)
         cluster.memory.publish(cluster.topic, Message(b"last", key="a"))
         end = time.monotonic() + HANDLED_S
         while running.alive and b"last" not in handled and time.monotonic() < end:

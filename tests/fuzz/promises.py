@@ -1,4 +1,4 @@
-"""What must hold whatever is thrown at the public API."""
+"""Promises of the public API under any input."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from keyshard.broker.memory import MemoryCluster
-from keyshard.broker.memory import cluster as memory_cluster
+from keyshard.broker.memory import MemoryCluster, cluster
 from keyshard.errors import KeyShardError, NotRunningError
 from tests.fuzz.values import SECRET
 
@@ -55,7 +54,7 @@ def refused(call: Callable[[], Any], what: str) -> Any:
 
 
 class Ended:
-    """A call in a thread of its own, which must end."""
+    """Run a call in its own thread; it must end."""
 
     def __init__(self, call: Callable[[], Any], what: str) -> None:
         self.result: Any = None
@@ -82,7 +81,7 @@ class Ended:
             self._thread.join(0.01)
 
     def join(self) -> Any:
-        """What :func:`refused` returned."""
+        """The result of :func:`refused`."""
         self._thread.join(END_S)
         promise(not self.alive, f"{self._what}: not at its end after {END_S:.0f} s")
         if self._broken is not None:
@@ -119,4 +118,4 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        memory_cluster._NAMED.pop(self._name, None)
+        cluster._NAMED.pop(self._name, None)

@@ -31,15 +31,15 @@ _ENUM_NUMBERS = (0, 1, 5, -1)
 def protobuf_values(random: Random, _name: str) -> None:
     """Each message is read as protobuf reads it, or is malformed where protobuf refuses it."""
     if random.random() < 0.3:
-        (schema, made), told = _drawn_list(random), _as_java_gets_it
+        (schema, made), output = _drawn_list(random), _as_java_gets_it
     else:
-        (schema, made), told = _drawn_schema(random), _told
+        (schema, made), output = _drawn_schema(random), _told
     wholes = [_filled(made(), random) for _ in range(8)]
     data = [one.SerializeToString() for one in wholes]
     rows, reasons = decoded(schema, data)
     promise(not reasons, f"of whole messages: {reasons}")
     for one, row in zip(wholes, rows, strict=True):
-        promise(row == told(one), f"{one!r} is {row}")
+        promise(row == output(one), f"{one!r} is {row}")
     data += [damaged(random, data) for _ in range(30)]
     rows, reasons = decoded(schema, data)
     promise(not reasons.keys() & set(range(8)), "a damaged message took others with it")
@@ -48,11 +48,11 @@ def protobuf_values(random: Random, _name: str) -> None:
             found = made.FromString(data[place])
         except DecodeError:
             continue
-        # What ptars does not read alike: a field that stands there twice, which protobuf merges;
+        # ptars reads some messages differently: protobuf merges a field that stands there twice;
         # a number that an enumeration of proto2 lacks, and with it the whole pair of a map.
         found.DiscardUnknownFields()
         if place not in reasons and len(found.SerializePartialToString()) == len(data[place]):
-            wanted = told(found)
+            wanted = output(found)
             promise(rows[place] == wanted, f"{data[place]!r} is {rows[place]}, not {wanted}")
 
 
@@ -76,9 +76,9 @@ def _drawn_schema(random: Random) -> tuple[TopicSchema, Any]:
     pool.Add(file)
     root = f"d.M{count - 1}"
     files = descriptor_pb2.FileDescriptorSet(file=[file, time]).SerializeToString()
-    told = {"fileDescriptorSet": b64encode(files).decode(), "rootMessageTypeName": root}
+    output = {"fileDescriptorSet": b64encode(files).decode(), "rootMessageTypeName": root}
     made = message_factory.GetMessageClass(pool.FindMessageTypeByName(root))
-    return TopicSchema("PROTOBUF_NATIVE", json.dumps(told).encode()), made
+    return TopicSchema("PROTOBUF_NATIVE", json.dumps(output).encode()), made
 
 
 def _add_message(file: Any, level: int, random: Random) -> None:
@@ -112,7 +112,7 @@ def _add_message(file: Any, level: int, random: Random) -> None:
 
 
 def _drawn_list(random: Random) -> tuple[TopicSchema, Any]:
-    """A schema as Java's client writes it: what it lists of fields, and Avro's defaults of them."""
+    """A schema as Java's client writes it: its list of fields, and their defaults in Avro."""
     proto2 = random.random() < 0.5
     syntax = "proto2" if proto2 else "proto3"
     file = descriptor_pb2.FileDescriptorProto(name="listed.proto", package="d", syntax=syntax)
@@ -126,17 +126,17 @@ def _drawn_list(random: Random) -> tuple[TopicSchema, Any]:
         if proto2 and random.random() < 0.2:
             label = _Field.LABEL_REQUIRED
         field = message.field.add(name=name, number=number, label=label, type=kind)
-        told: dict[str, Any] = {"default": _ZEROS.get(kind, 0)}
+        output: dict[str, Any] = {"default": _ZEROS.get(kind, 0)}
         if label == _Field.LABEL_REPEATED:
-            told["default"] = []
+            output["default"] = []
             if kind not in (_Field.TYPE_STRING, _Field.TYPE_BYTES):
                 field.options.packed = random.random() < 0.5
         elif label == _Field.LABEL_REQUIRED:
-            told = {}
+            output = {}
         elif proto2 and kind in _DEFAULTS and random.random() < 0.5:
-            field.default_value, told["default"] = _DEFAULTS[kind]
+            field.default_value, output["default"] = _DEFAULTS[kind]
         type_name, label_name = _Field.Type.Name(kind), _Field.Label.Name(label)
-        avro.append({"name": name, "type": "not looked at", **told})
+        avro.append({"name": name, "type": "not looked at", **output})
         listed.append(
             {"number": number, "name": name, "type": type_name.removeprefix("TYPE_")}
             | {"label": label_name, "definition": None}

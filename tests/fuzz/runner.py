@@ -40,7 +40,7 @@ HANG_S = 120
 
 
 def run_seed(seed: int) -> tuple[int, str]:
-    """The seed, and what it broke: empty when nothing."""
+    """The seed, and the broken promise: empty if there is none."""
     target = TARGETS[seed % len(TARGETS)]
     logging.disable(logging.CRITICAL)
     faulthandler.dump_traceback_later(HANG_S, exit=True)

@@ -1,4 +1,4 @@
-"""The public API holds its promises whatever is thrown at it; ``make simulate`` runs many more."""
+"""The public API keeps its promises under hostile input; ``make simulate`` runs many more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that nobody expects, drawn from a seed."""
+"""Unexpected values, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 SECRET = "s3cr3t-of-the-user"
-"""What no error, repr or log line may show."""
+"""Secrets that no error, repr or log line may show."""
 
 
 class Hostile:

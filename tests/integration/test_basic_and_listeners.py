@@ -18,7 +18,7 @@ from keyshard.errors import (
     BrokerUnavailableError,
 )
 from keyshard.testing.devbroker import DevBroker
-from keyshard.testing.devbroker.ports import LOOPBACK, free_port
+from keyshard.testing.devbroker.process import LOOPBACK, free_port
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
 pytestmark = pytest.mark.broker
@@ -32,8 +32,8 @@ ADMIN, GUEST = "ann", "guest"
 class BasicBroker(DevBroker):
     """Knows two users by a file of htpasswd, and advertises two listeners.
 
-    A standalone broker sends everybody back to the URL that they came by, whatever it advertises:
-    which name is asked for can be tested here, not at which address one arrives.
+    A standalone broker sends each client back to the URL of its request, whatever it advertises.
+    So the name of the listener can be tested here, but not its address.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +72,8 @@ class BasicBroker(DevBroker):
 
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BasicBroker]:
-    with BasicBroker(tmp_path_factory.mktemp("users")) as broker:
+    broker = BasicBroker(tmp_path_factory.mktemp("users"))
+    with broker:
         yield broker
 
 
@@ -116,17 +117,17 @@ def test_the_right_password_gets_everything(broker: BasicBroker, topic: str) -> 
 
 
 def test_a_wrong_password_names_the_user(broker: BasicBroker, topic: str) -> None:
-    told = refusal(broker.of(ADMIN, "another"), topic, AuthenticationError)
-    assert f"user {ADMIN!r}" in told
+    output = refusal(broker.of(ADMIN, "another"), topic, AuthenticationError)
+    assert f"user {ADMIN!r}" in output
 
 
 def test_a_user_without_permission_is_named(broker: BasicBroker, topic: str) -> None:
     assert GUEST in refusal(broker.of(GUEST), topic, AuthorizationError)
 
 
-def test_nobody_is_refused(broker: BasicBroker, topic: str) -> None:
+def test_every_start_is_admitted(broker: BasicBroker, topic: str) -> None:
     nobody = replace(broker.connection, authentication=None)
-    assert "no authentication" in refusal(nobody, topic, AuthenticationError)
+    assert "without authentication" in refusal(nobody, topic, AuthenticationError)
 
 
 def test_commands_take_a_name_and_a_password(

@@ -9,24 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from command_line import run
 from keyshard.cli import broker
 from keyshard.testing.devbroker import DEFAULT_VERSION, registry
+from tests.helpers import DEADLINE_S
+from tests.support.command_line import run
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEYSHARD_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_bad_input_is_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, text in [
-        (("produce", "t", "--keys", "0"), "keys must be 1"),
-        (("produce", "t", "--batching", "no"), "batching must be one of"),
-        (("produce", "t", "--partitions", "0"), "partitions must be 1"),
+        (("produce", "t", "--keys", "0"), "keys is 0; it must be from 1"),
+        (("produce", "t", "--batching", "no"), "it must be one of"),
+        (("produce", "t", "--partitions", "0"), "partitions is 0; it must be from 1"),
         (("produce", "a/b", "--messages", "1"), "is not a topic name"),
         (("produce", "t", "--admin-url", "nowhere"), "write http://host:port"),
-        (("broker", "start", "--version", "new"), "is no Pulsar version"),
+        (("broker", "start", "--version", "new"), "is not a Pulsar version"),
         (("broker", "start", "--port", "70000"), "1 to 65535"),
     ]:
         code, out, err = run(capsys, *arguments)
@@ -59,7 +57,7 @@ def test_a_broker_that_does_not_run(capsys: pytest.CaptureFixture[str], tmp_path
     assert "No broker runs on" in out
     code, _, err = run(capsys, "broker", "logs", *data)
     assert code == 1
-    assert err.startswith("[KEYSHARD_DEVBROKER] There is no log")
+    assert err.startswith("[KEYSHARD_DEVBROKER] The log")
 
 
 def test_a_broker_is_found_where_its_data_is_not_named(
@@ -86,7 +84,7 @@ def test_a_broker_is_found_where_its_data_is_not_named(
     finally:
         for started, thread in zip(brokers, threads, strict=True):
             started.kill()
-            thread.join(10)
+            thread.join(DEADLINE_S)
 
 
 def test_the_broker_of_the_default_folder_is_stopped_without_naming_it(
@@ -106,7 +104,7 @@ def test_the_broker_of_the_default_folder_is_stopped_without_naming_it(
     finally:
         for started, thread in zip(brokers, threads, strict=True):
             started.kill()
-            thread.join(10)
+            thread.join(DEADLINE_S)
 
 
 def test_the_log_is_printed_from_its_end(
@@ -122,8 +120,7 @@ def test_the_default_version_is_that_of_the_broker() -> None:
 
 
 COMMANDS = (
-    "broker", "produce", "check", "ps", "status", "explain", "unpark", "discard", "rescale",
-    "doctor",
+    "broker", "produce", "check", "ps", "status", "explain", "dead-letters", "rescale", "doctor",
 )  # fmt: skip
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from helpers import wait_until
-from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import BrokerError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
+from tests.helpers import wait_until
 
 TOPIC = "persistent://public/default/orders"
 PARTITIONS, RANGES = 5, 8
@@ -39,11 +39,11 @@ PROGRAM = """
 
 
 @pytest.mark.broker
-def test_a_killed_broker_is_told_by_few_lines(tmp_path: Path) -> None:
+def test_a_killed_broker_makes_few_log_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
 
-    def told() -> list[str]:
+    def result() -> list[str]:
         return [line for line in log.read_text().splitlines() if " keyshard.client " in line]
 
     with DevBroker(data_dir=tmp_path / "data") as broker:
@@ -57,15 +57,15 @@ def test_a_killed_broker_is_told_by_few_lines(tmp_path: Path) -> None:
         )  # fmt: skip
         try:
             wait_until(lambda: subscribed(broker), deadline_s=60)
-            assert told() == [], "a client that works says nothing"
+            assert result() == [], "a client that works says nothing"
             broker.kill()
-            wait_until(lambda: any("refused" in line for line in told()), deadline_s=60)
+            wait_until(lambda: any("refused" in line for line in result()), deadline_s=60)
             broker.start()
             wait_until(lambda: subscribed(broker), deadline_s=60)
         finally:
             output, _ = program.communicate("stop\n", timeout=60)
     assert output == ""
-    lines = told()
+    lines = result()
     assert all(line.startswith("WARNING keyshard.client ") for line in lines)
     assert 1 <= len(lines) <= LINES_MAX, "\n".join(lines)
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from helpers import listening, wait_until
 from keyshard import KeyShardSource, Message
 from keyshard.testing.devbroker import DevCluster
 from keyshard.testing.devbroker.members import ClusterBroker
 from keyshard.testing.verify.workloads import Workload, produce
+from tests.helpers import listening, wait_until
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
@@ -22,7 +22,7 @@ PARTITIONS = 4
 START_S = 20.0
 """Longest start with a host in the URL that takes connections and never answers, seconds."""
 GOES_ON_S = 20.0
-"""Longest time until a broker hands out what was just published, whatever the other does."""
+"""Longest time until a broker delivers new messages while the other one fails."""
 END_S = 90.0
 LOOPBACK = "0100007F"
 LOAD = Workload(4_000, keys=100, entry_messages=2)
@@ -48,10 +48,10 @@ def topic(cluster: DevCluster, topic_name: str) -> str:
 
 
 class Run:
-    """Handlers that count what they get, in a thread."""
+    """Handlers in a thread that count their messages."""
 
     def __init__(self, cluster: DevCluster, topic: str) -> None:
-        self.seen: Counter[tuple[str | None, bytes]] = Counter()
+        self.seen: Counter[tuple[str | None, bytes | None]] = Counter()
         self.partitions: Counter[int] = Counter()
         self.error: BaseException | None = None
         self.source = KeyShardSource(
@@ -66,7 +66,7 @@ class Run:
     def _run(self) -> None:
         try:
             self.source.run(self._handle)
-        except BaseException as exc:  # noqa: BLE001 - told by the test
+        except BaseException as exc:  # noqa: BLE001 - the test reports it
             self.error = exc
 
     def _handle(self, message: Message) -> None:
@@ -122,7 +122,7 @@ def test_a_source_starts_beside_a_frozen_broker(
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze", "stop"])
-def test_what_one_broker_has_goes_on_whatever_the_other_does(
+def test_topics_of_one_broker_continue_whatever_the_other_does(
     cluster: DevCluster, topic: str, fault: str
 ) -> None:
     produce(LOAD, cluster.service_url, topic)

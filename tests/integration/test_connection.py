@@ -1,4 +1,4 @@
-"""Sources at a broker with TLS, tokens and permissions: who gets in, what others are told."""
+"""Sources at a broker with TLS, tokens and permissions: admitted and refused roles."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from urllib.parse import parse_qs
 
 import pytest
 
-from helpers import wait_until
 from keyshard import Connection, KeyShardSource, Message, OAuth2, Reject, SourceStream, Token
-from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.admin_http import AdminHttp
+from keyshard.broker.admin.http import AdminHttp
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.cli import main
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import (
@@ -30,6 +29,7 @@ from keyshard.errors import (
 )
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.helpers import wait_until
 
 pytestmark = pytest.mark.broker
 
@@ -38,7 +38,7 @@ KEEPER = "keeper-app"
 """Role that also keeps dead letters."""
 SECRET = "s3cr3t-of-nobody"
 SOON_S = 7.0
-"""Longest time until a mistake is told, seconds."""
+"""Longest time until a mistake is reported, seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def take(stream: SourceStream, wanted: int) -> int:
 
 
 def refused(
-    broker: DevBroker, connection: Connection, topic: str, kind: type[BrokerError], *told: str
+    broker: DevBroker, connection: Connection, topic: str, kind: type[BrokerError], *output: str
 ) -> str:
     """A source is refused soon by one sentence, through either way in, and takes nothing."""
     text = ""
@@ -102,7 +102,7 @@ def refused(
         assert type(caught.value) is kind, text
         assert text.startswith(f"[{kind.code}] ")
         assert "\n" not in text
-        assert all(part in text for part in told), text
+        assert all(part in text for part in output), text
         if isinstance(way.authentication, Token) and way.authentication.value is not None:
             assert way.authentication.value.reveal() not in text  # type: ignore[union-attr]
         assert took < SOON_S, f"only after {took:.1f} s"
@@ -136,7 +136,7 @@ def test_a_token_of_a_file_and_of_a_variable(
 def test_a_wrong_token(broker: DevBroker, topic: str) -> None:
     wrong = Token(f"{broker.signer.token(ROLE)[:-6]}AAAAAA")
     connection = replace(broker.connection, authentication=wrong)
-    refused(broker, connection, topic, AuthenticationError, ROLE, "does not accept")
+    refused(broker, connection, topic, AuthenticationError, ROLE, "rejects")
 
 
 def test_an_expired_token(broker: DevBroker, topic: str) -> None:
@@ -145,7 +145,7 @@ def test_an_expired_token(broker: DevBroker, topic: str) -> None:
 
 def test_no_token(broker: DevBroker, topic: str) -> None:
     connection = replace(broker.connection, authentication=None)
-    refused(broker, connection, topic, AuthenticationError, "no authentication")
+    refused(broker, connection, topic, AuthenticationError, "without authentication")
 
 
 def test_a_missing_permission(broker: DevBroker, topic_name: str) -> None:
@@ -182,7 +182,7 @@ def test_urls_without_tls_at_ports_with_tls(broker: DevBroker, topic: str) -> No
         source_at(admin, topic).open()
 
 
-def test_a_certificate_is_who_the_source_is(broker: DevBroker, topic: str) -> None:
+def test_a_client_certificate_identifies_the_source(broker: DevBroker, topic: str) -> None:
     certificate, key = broker.authority.certificate(ROLE)
     connection = replace(
         broker.connection, authentication=None,
@@ -242,7 +242,7 @@ def test_a_token_that_is_renewed_late_is_waited_for(
 ) -> None:
     """1. A token expires, and connections end. 2. Only then it is renewed. 3. The rest comes."""
     file = tmp_path / "token"
-    renew(broker, file, 4, ROLE)
+    renew(broker, file, 8, ROLE)
     connection = replace(as_role(broker), authentication=Token(file=file), admin_url=None)
     with source_at(connection, topic).open() as stream:
         rows = take(stream, 100)
@@ -258,7 +258,7 @@ def consumers(admin: PulsarAdmin, topic: str) -> int:
     return sum(len(one["consumers"]) for one in found if one)
 
 
-def test_a_restart_is_told_at_once_too(broker: DevBroker, topic: str) -> None:
+def test_a_restart_is_reported_at_once_too(broker: DevBroker, topic: str) -> None:
     with source_at(as_role(broker), topic).open() as stream:
         batch = stream.next_batch(timeout_s=20)
         assert batch
@@ -287,10 +287,10 @@ class Issuer(BaseHTTPRequestHandler):
             Issuer.given += 1
             self._answer(200, {"access_token": self.token, "expires_in": 3600})
 
-    def _answer(self, status: int, told: dict[str, object]) -> None:
+    def _answer(self, status: int, output: dict[str, object]) -> None:
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps(told).encode())
+        self.wfile.write(json.dumps(output).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -308,7 +308,7 @@ def test_client_credentials_of_an_issuer(broker: DevBroker, topic: str) -> None:
         connection = replace(as_role(broker), authentication=bad)
         refused(broker, connection, f"{topic}-x", AuthenticationError, "invalid_client")
         server.shutdown()
-    # Another client than before, whose token may still be there and good.
+    # A second client: the token of the first may still be valid.
     new = replace(good, scope="another")
     with pytest.raises(BrokerUnavailableError, match="issuer_url"):
         source_at(replace(as_role(broker), authentication=new), topic).open()
@@ -330,8 +330,8 @@ def client_conf(broker: DevBroker, tmp_path: Path) -> Path:
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str]:
     with pytest.raises(SystemExit) as caught:
         main([*arguments])
-    told = capsys.readouterr()
-    return caught.value.code, told.out + told.err
+    output = capsys.readouterr()
+    return caught.value.code, output.out + output.err
 
 
 def test_commands_take_a_client_conf(
@@ -339,21 +339,21 @@ def test_commands_take_a_client_conf(
 ) -> None:
     conf = ("--client-conf", str(client_conf))
     asked = ("produce", topic_name, "--messages", "100", "--keys", "5", "--partitions", "2")
-    code, told = command(capsys, *asked, *conf)
-    assert code == 0, told
-    code, told = command(capsys, "doctor", "--topic", topic_name, "--subscription", "s", *conf)
-    assert code == 0, told
+    code, output = command(capsys, *asked, *conf)
+    assert code == 0, output
+    code, output = command(capsys, "doctor", "--topic", topic_name, "--subscription", "s", *conf)
+    assert code == 0, output
     live = ("check", "--live", "--topic", f"{topic_name}-live", "--messages", "200", "--keys", "5")
-    code, told = command(capsys, *live, *conf)
-    assert code == 0, told
+    code, output = command(capsys, *live, *conf)
+    assert code == 0, output
     expired = broker.signer.token(ROLE, -60)
     own = ("--auth-plugin", "token", "--auth-params", f"token:{expired}")
-    code, told = command(
+    code, output = command(
         capsys, "doctor", "--topic", topic_name, "--subscription", "s", *conf, *own
     )
     assert code == 1
-    assert "does not accept role 'billing-app'" in " ".join(told.split())
-    assert expired not in told
+    assert "rejects role 'billing-app'" in " ".join(output.split())
+    assert expired not in output
 
 
 def test_a_running_source_is_found_by_its_client_conf(
@@ -365,15 +365,15 @@ def test_a_running_source_is_found_by_its_client_conf(
     thread.start()
     try:
         wait_until(lambda: len(seen) == 100, deadline_s=30)
-        code, told = command(capsys, "status", "billing", "--client-conf", str(client_conf))
+        code, output = command(capsys, "status", "billing", "--client-conf", str(client_conf))
         assert code == 0
-        assert topic in told
+        assert topic in output
     finally:
         source.stop()
         thread.join(30)
 
 
-def test_who_may_not_park_keeps_the_message(broker: DevBroker, topic: str) -> None:
+def test_a_role_that_may_not_park_keeps_the_message(broker: DevBroker, topic: str) -> None:
     reader = "reader-app"
     with closing(AdminHttp(broker.connection)) as admin:
         path = f"/admin/v2/namespaces/public/default/permissions/{reader}"
@@ -389,8 +389,8 @@ def test_who_may_not_park_keeps_the_message(broker: DevBroker, topic: str) -> No
     text = str(caught.value)
     assert f"Role {reader!r} lacks the permission 'produce'" in text, text
     assert f"{topic}-billing-DLQ" in text
-    with closing(PulsarAdmin(broker.connection)) as admin:
-        found = [admin.subscription(TopicPartition(FULL + topic, i), "billing") for i in range(2)]
+    with closing(PulsarAdmin(broker.connection)) as asked:
+        found = [asked.subscription(TopicPartition(FULL + topic, i), "billing") for i in range(2)]
     assert sum(one["msgBacklog"] for one in found if one) == messages(broker, topic)
 
 
@@ -398,5 +398,5 @@ def messages(broker: DevBroker, topic: str) -> int:
     """Entries that are stored of a topic."""
     with closing(AdminHttp(broker.connection)) as admin:
         paths = [f"/admin/v2/persistent/public/default/{topic}-partition-{i}" for i in range(2)]
-        told = [admin.request("GET", f"{path}/internalStats").json() for path in paths]
-    return sum(int(one["entriesAddedCounter"]) for one in told)
+        output = [admin.request("GET", f"{path}/internalStats").json() for path in paths]
+    return sum(int(one["entriesAddedCounter"]) for one in output)

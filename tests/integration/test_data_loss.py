@@ -1,4 +1,4 @@
-"""Floor, holes, fingerprint, audit and partial entries, on a real broker."""
+"""Floor, ack gaps, fingerprint, audit and partial entries, on a real broker."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import httpx
 import pulsar
 import pytest
 
-from contract.pulsar_harness import PulsarHarness
-from helpers import commit, key_in, received, rows_of, wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import StartPosition, SubscriptionSpec
+from keyshard.broker.wire.broker import WireBroker
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.errors import DataLossAckedElsewhereError, DataLossTrimmedError, TopicRecreatedError
 from keyshard.testing.devbroker import DevBroker
+from tests.contract.pulsar_harness import PulsarHarness
+from tests.helpers import commit, key_in, received, rows_of, wait_until
 
 pytestmark = [pytest.mark.broker]
 
@@ -94,18 +95,16 @@ def stored_entries(harness: PulsarHarness, where: TopicPartition, count: int) ->
     return list(found)
 
 
-def acknowledge_elsewhere(
+def acknowledge_by_another_client(
     harness: PulsarHarness, where: TopicPartition, entries: list[EntryId]
 ) -> None:
-    """As a sticky consumer of the same subscription that then leaves."""
+    """Acknowledge entries by a sticky consumer of the same subscription; it leaves then."""
     broker = harness.broker()
     consumer = broker.subscribe(
-        where,
-        SUBSCRIPTION,
-        RING,
-        start=StartPosition.EARLIEST,
-        consumer_name="somebody-else",
-        receiver_queue_size=10,
+        SubscriptionSpec(
+            where, SUBSCRIPTION, RING, consumer_name="somebody-else", receiver_queue_size=10
+        ),
+        StartPosition.EARLIEST,
     )
     before = harness.backlog(where, SUBSCRIPTION)
     consumer.acknowledge(entries)
@@ -119,52 +118,6 @@ def put(broker: DevBroker, where: TopicPartition, call: str, method: str = "PUT"
     httpx.request(
         method, f"{broker.admin_url}/admin/v2/{path}/{call}", timeout=20
     ).raise_for_status()
-
-
-def test_ten_thousand_entries_acknowledged_before_leave_a_small_checkpoint(
-    broker: DevBroker, harness: PulsarHarness
-) -> None:
-    topic = harness.create_topic()
-    where = TopicPartition(topic)
-    harness.publish(topic, messages(20_000))
-    entries = stored_entries(harness, where, 20_000)
-    acknowledge_elsewhere(harness, where, entries[::2])
-    with Running(broker, topic) as coordinator:
-        received(coordinator, 10_000)
-        first = commit(coordinator)
-        harness.publish(topic, messages(4))
-        received(coordinator, 10_004)
-        second = commit(coordinator)
-        assert coordinator.status()["ackHoles"] == 0
-        wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
-    print(f"checkpoint bytes: {len(first.to_json())}, then {len(second.to_json())}")
-    assert len(second.to_json()) < 4_096
-    with Running(broker, topic, second) as coordinator:
-        harness.publish(topic, messages(1))
-        received(coordinator, 1)
-
-
-@pytest.mark.parametrize("admin", [True, False])
-def test_the_floor_moves_over_ledgers(
-    broker: DevBroker, harness: PulsarHarness, *, admin: bool
-) -> None:
-    topic = harness.create_topic()
-    where = TopicPartition(topic)
-    with Running(broker, topic, admin=admin, settle_after_ms=500) as coordinator:
-        for number in range(3):
-            harness.publish(topic, messages(20))
-            received(coordinator, 20 * (number + 1))
-            commit(coordinator)
-            harness.roll_ledger(where)
-
-        def settled() -> bool:
-            harness.publish(topic, messages(1))
-            wait_until(lambda: coordinator.batches.wait_for_rows(1.0))
-            state = commit(coordinator).partitions[where]
-            return state.floor is not None and state.delivered.run_count == 1
-
-        wait_until(settled)
-        assert coordinator.status()["settlingError"] == ""
 
 
 def test_a_restored_older_checkpoint_is_named_with_count_and_first_ids(
@@ -201,7 +154,7 @@ def test_a_trimmed_planned_batch_is_named_or_left_out(
         planned = coordinator.batches.cut()
         assert planned is not None
     gone = planned.partitions[where].batch
-    acknowledge_elsewhere(harness, where, list(gone))
+    acknowledge_by_another_client(harness, where, list(gone))
     harness.roll_ledger(where)
     harness.publish(topic, messages(4))
 
@@ -227,8 +180,8 @@ def test_a_trimmed_planned_batch_is_named_or_left_out(
         wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
 
 
-def test_what_is_left_of_a_batch_is_delivered_once_and_runs_again_the_same(
-    broker: DevBroker, harness: PulsarHarness
+def test_the_rest_of_a_batch_is_delivered_once_and_replays_the_same(
+    broker: DevBroker, harness: PulsarHarness, subscriptions: list[HashRange]
 ) -> None:
     topic = harness.create_topic()
     where = TopicPartition(topic)
@@ -248,6 +201,7 @@ def test_what_is_left_of_a_batch_is_delivered_once_and_runs_again_the_same(
         assert planned is not None
         first = rows_of(coordinator, planned)
         assert values(first) == [*left, b"after"]
+        assert len(subscriptions) == 4, "no range was subscribed again"
     (indices,) = planned.partitions[where].partial.values()
     assert indices == {1, 2, 5, 6, 7, 8}
     with Running(broker, topic, planned, planned=True) as coordinator:
@@ -263,8 +217,23 @@ def test_what_is_left_of_a_batch_is_delivered_once_and_runs_again_the_same(
         assert values(rows_of(coordinator, end)) == [b"end"]
 
 
+@pytest.fixture
+def subscriptions(monkeypatch: pytest.MonkeyPatch) -> list[HashRange]:
+    """The ranges that the wire transport subscribed, in order."""
+    found: list[HashRange] = []
+    subscribe = WireBroker.subscribe
+
+    def counted(self: WireBroker, *spec: Any, **how: Any) -> Any:
+        consumer = subscribe(self, *spec, **how)
+        found.append(consumer.hash_range)
+        return consumer
+
+    monkeypatch.setattr(WireBroker, "subscribe", counted)
+    return found
+
+
 def acknowledge_indices(broker: DevBroker, topic: str, indices: set[int]) -> set[int]:
-    """As a sticky consumer that acknowledges single messages of batches, and then leaves."""
+    """Acknowledge single messages of a batch by a sticky consumer; it leaves then."""
     client = pulsar.Client(
         broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
     )
@@ -339,7 +308,7 @@ def test_a_broker_that_is_wiped_under_a_checkpoint_stops_the_source(*, admin: bo
 
 
 def test_a_broker_that_is_wiped_while_a_source_runs_stops_it() -> None:
-    """What was received before is durable only afterwards, and acknowledges nothing new."""
+    """Entries received earlier are durable only later, and acknowledge nothing new."""
     with DevBroker() as broker:
         topic = "persistent://public/default/wiped"
         where = TopicPartition(topic)

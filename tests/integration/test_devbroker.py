@@ -13,9 +13,9 @@ import httpx
 import pulsar
 import pytest
 
-from helpers import listening
 from keyshard.errors import DevBrokerError
 from keyshard.testing.devbroker import DevBroker, install
+from tests.helpers import listening
 
 pytestmark = pytest.mark.broker
 
@@ -100,7 +100,7 @@ def test_messages_survive_kill_and_stop(tmp_path: Path) -> None:
     assert (tmp_path / "broker.log").exists()
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_failed_start_names_its_reason(tmp_path: Path) -> None:
     broken = DevBroker(data_dir=tmp_path, settings={"brokerServicePort": "not-a-port"})
     with pytest.raises(DevBrokerError, match=r"its process ended.*\n.*") as caught:
         broken.start()
@@ -163,8 +163,8 @@ def test_the_command_line_starts_one_with_tls_and_tokens(tmp_path: Path, keyshar
     try:
         started = keyshard("broker", "start", "--tls", "--tokens", *ports, *data)
         assert started.returncode == 0, started.stderr
-        for told in (plan.service_url, plan.admin_url, str(conf)):
-            assert told in started.stdout
+        for output in (plan.service_url, plan.admin_url, str(conf)):
+            assert output in started.stdout
         running = keyshard("broker", "status", *data).stdout
         assert running.partition("Pulsar")[2] == started.stdout.partition("Pulsar")[2]
         assert conf.stat().st_mode & 0o777 == 0o600

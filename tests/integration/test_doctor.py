@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pulsar
 import pytest
 
 from keyshard.broker.connect import connect
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.cli import main
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.hash_range import HashRange
@@ -23,7 +24,7 @@ SUBSCRIPTION = "doctored"
 
 
 class Doctor:
-    """Runs the command on one topic; what it found, by what was looked at."""
+    """Runs the command on one topic; returns the findings by subject."""
 
     def __init__(self, broker: DevBroker, topic: str, capsys: pytest.CaptureFixture[str]) -> None:
         self._broker, self._topic, self._capsys = broker, topic, capsys
@@ -51,6 +52,44 @@ def doctor(dev_broker: DevBroker, topic_name: str, capsys: pytest.CaptureFixture
     return Doctor(dev_broker, topic_name, capsys)
 
 
+@pytest.mark.parametrize("policy", ["none", "topic", "namespace"])
+def test_it_checks_the_topic_of_a_sink(
+    dev_broker: DevBroker, topic_name: str, capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    namespace = f"public/doctor-{topic_name}"
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as admin:
+        admin.put(f"/namespaces/{namespace}").raise_for_status()
+        admin.put(f"/persistent/{namespace}/t/partitions", json=2).raise_for_status()
+        if policy == "namespace":
+            path = f"/namespaces/{namespace}/deduplication"
+            admin.post(path, json=True).raise_for_status()
+        if policy == "topic":
+            path = f"/persistent/{namespace}/t/deduplicationEnabled"
+            admin.post(path, json=True).raise_for_status()
+
+    def found(topic: str) -> tuple[int, dict[str, tuple[str, str]]]:
+        command = [
+            "doctor", "--json", "--sink", topic,
+            "--service-url", dev_broker.service_url, "--admin-url", dev_broker.admin_url,
+        ]  # fmt: skip
+        with pytest.raises(SystemExit) as caught:
+            main(command)
+        findings = json.loads(capsys.readouterr().out)
+        levels = {each["about"]: (each["level"], each["text"]) for each in findings}
+        return int(caught.value.code or 0), levels
+
+    code, levels = found(f"{namespace}/t")
+    assert levels["topic"] == ("ok", f"persistent://{namespace}/t has 2 topic partition(s).")
+    assert levels["permission"][0] == "ok"
+    wanted = {"none": "problem", "topic": "warning", "namespace": "ok"}[policy]
+    assert levels["deduplication"][0] == wanted
+    assert code == (policy == "none")
+    if policy == "none":
+        code, levels = found(f"{namespace}/away")
+        assert (code, levels["broker"][0]) == (1, "problem")
+        assert "away does not exist" in levels["broker"][1]
+
+
 @pytest.fixture
 def client(dev_broker: DevBroker) -> Iterator[pulsar.Client]:
     made = pulsar.Client(
@@ -68,11 +107,11 @@ def publish(broker: DevBroker, topic: str, batching: Batching) -> None:
     ("batching", "level", "says"),
     [
         ("default", "problem", "default: "),
-        ("keyed", "ok", "key based: "),
+        ("keyed", "ok", "by key: "),
         ("none", "ok", "none ("),
     ],
 )
-def test_it_tells_the_batching_seen_on_the_topic(  # noqa: PLR0917
+def test_the_batching_of_the_topic_is_reported(  # noqa: PLR0917
     doctor: Doctor,
     dev_broker: DevBroker,
     topic_name: str,
@@ -88,7 +127,7 @@ def test_it_tells_the_batching_seen_on_the_topic(  # noqa: PLR0917
     assert found["broker version"] == ("ok", f"Pulsar {dev_broker.version}.")
 
 
-def test_it_tells_another_type_on_the_same_name(
+def test_another_type_of_the_subscription_is_reported(
     doctor: Doctor, client: pulsar.Client, topic_name: str
 ) -> None:
     consumer = client.subscribe(topic_name, SUBSCRIPTION, consumer_type=pulsar.ConsumerType.Shared)
@@ -101,7 +140,7 @@ def test_it_tells_another_type_on_the_same_name(
     assert (code, found["subscription"][0]) == (0, "warning")
 
 
-def test_it_tells_another_policy_on_the_same_name(
+def test_another_policy_of_the_subscription_is_reported(
     doctor: Doctor, client: pulsar.Client, topic_name: str
 ) -> None:
     client.subscribe(topic_name, SUBSCRIPTION, consumer_type=pulsar.ConsumerType.KeyShared)
@@ -110,19 +149,23 @@ def test_it_tells_another_policy_on_the_same_name(
     assert "AUTO_SPLIT" in found["subscription"][1]
 
 
-def test_it_tells_a_gap_in_the_ring(doctor: Doctor, dev_broker: DevBroker, topic_name: str) -> None:
+def test_a_gap_in_the_ring_is_reported(
+    doctor: Doctor, dev_broker: DevBroker, topic_name: str
+) -> None:
     publish(dev_broker, topic_name, "keyed")
     broker = connect(dev_broker.connection)
     where = [TopicPartition(full_topic_name(topic_name), i) for i in range(2)]
 
     def own(topic_partition: TopicPartition, start: int, end: int) -> None:
         broker.subscribe(
-            topic_partition,
-            SUBSCRIPTION,
-            HashRange(start, end),
-            start=StartPosition.EARLIEST,
-            consumer_name="c",
-            receiver_queue_size=10,
+            SubscriptionSpec(
+                topic_partition,
+                SUBSCRIPTION,
+                HashRange(start, end),
+                consumer_name="c",
+                receiver_queue_size=10,
+            ),
+            StartPosition.EARLIEST,
         )
 
     own(where[0], 0, 65_535)
@@ -140,7 +183,7 @@ def test_it_tells_a_gap_in_the_ring(doctor: Doctor, dev_broker: DevBroker, topic
         broker.close()
 
 
-def test_it_tells_orphans_and_limits_and_changes_nothing(
+def test_orphans_and_limits_are_reported_without_any_change(
     doctor: Doctor, dev_broker: DevBroker, client: pulsar.Client, topic_name: str
 ) -> None:
     client.subscribe(
@@ -151,8 +194,8 @@ def test_it_tells_orphans_and_limits_and_changes_nothing(
     assert code == 0
     assert "'forgotten' (400 entries)" in out
     assert "problem" not in out
-    assert "replay queue: When one range stops" in out
-    assert doctor.found()[1]["subscription"][1].endswith("the first start makes it.")
+    assert "replay queue: If one range stops" in out
+    assert doctor.found()[1]["subscription"][1].endswith("The first start creates it.")
 
 
 def test_a_topic_that_is_not_there_is_a_problem_and_is_not_made(

@@ -8,8 +8,8 @@ from contextlib import closing
 import pytest
 
 from keyshard import KeyShardSource, SourceStream
-from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.broker.admin.rest import PulsarAdmin
+from keyshard.core.position.entry import full_topic_name
 from keyshard.errors import MisroutedError, TopicNotFoundError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import (
@@ -18,6 +18,7 @@ from keyshard.testing.verify.workloads import (
     parse_value,
     produce,
 )
+from tests.support.observed import backlog
 
 pytestmark = pytest.mark.broker
 
@@ -43,15 +44,6 @@ def topic(dev_broker: DevBroker, topic_name: str) -> str:
     return topic_name
 
 
-def backlog(broker: DevBroker, topic: str) -> int:
-    name = full_topic_name(topic)
-    with closing(PulsarAdmin(broker.connection)) as admin:
-        stats = [
-            admin.subscription(TopicPartition(name, i), SUBSCRIPTION) for i in range(PARTITIONS)
-        ]
-    return sum(int(one["msgBacklog"]) for one in stats if one)
-
-
 def rows(stream: SourceStream, count: int) -> Iterator[tuple[str, int]]:
     """Key and sequence number of ``count`` rows, committed batch by batch."""
     while count > 0:
@@ -71,20 +63,20 @@ def test_every_row_comes_once_and_in_order_per_key(dev_broker: DevBroker, topic:
         for key, sequence in rows(stream, load.messages):
             seen.setdefault(key, []).append(sequence)
     assert seen == {key: list(range(count)) for key, count in sent.per_key.items()}
-    assert backlog(dev_broker, topic) == 0
+    assert backlog(dev_broker, topic, SUBSCRIPTION, PARTITIONS) == 0
 
 
-def test_default_batching_is_noticed_and_ends_the_source_when_it_should(
+def test_default_batching_is_noticed_and_ends_the_source_if_configured(
     dev_broker: DevBroker, topic: str
 ) -> None:
     load = Workload(500, keys=50, batching="default")
     produce(load, dev_broker.service_url, topic)
     with (
         source(dev_broker, topic, on_misrouted="fail").open() as stream,
-        pytest.raises(MisroutedError, match="batches by default"),
+        pytest.raises(MisroutedError, match="uses default batching"),
     ):
         list(rows(stream, load.messages))
-    before = backlog(dev_broker, topic)
+    before = backlog(dev_broker, topic, SUBSCRIPTION, PARTITIONS)
     assert before > 0, "nothing may be acknowledged"
     with source(dev_broker, topic).open() as stream:
         assert len(list(rows(stream, load.messages))) == load.messages

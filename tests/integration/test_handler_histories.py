@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,16 @@ import pulsar
 import pytest
 import tenacity
 
-from handler_world import RecordedRun
-from helpers import wait_until
 from keyshard import RetryPolicy
 from keyshard.broker.connect import connect
-from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.core.position.entry import TopicPartition, full_topic_name
+from keyshard.core.position.entry import full_topic_name
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.checkers import check
 from keyshard.testing.verify.workloads import create_partitioned_topic
-from troubled import Troubled
+from tests.helpers import wait_until
+from tests.support.failing_handler import FailingHandler
+from tests.support.observed import backlog
+from tests.support.recorded_handler import RecordedRun
 
 pytestmark = pytest.mark.broker
 
@@ -39,14 +40,14 @@ class Run(RecordedRun):
     def __init__(
         self, broker: DevBroker, topic: str, folder: Path, before: RecordedRun | None = None
     ) -> None:
-        self.handle = Troubled(folder)
+        self.handle = FailingHandler(folder)
         super().__init__(
             self.handle, lambda: connect(broker.connection), topic, OPTIONS,
             before=before, service_url=broker.service_url, admin_url=broker.admin_url,
         )  # fmt: skip
 
     def done(self) -> int:
-        """Messages that are completed, or stored as letters."""
+        """Messages that are completed, or stored as dead letters."""
         return len({event.stored for event in self.events if event.kind == "completed"})
 
 
@@ -83,11 +84,15 @@ def test_handlers_keep_their_promises_under_trouble(
     after.mkdir()
     with closing(Publisher(dev_broker, topic)) as publisher:
         first = Run(dev_broker, topic, tmp_path)
+
+        def is_behind(done: int) -> bool:
+            return first.error is not None or first.done() >= done
+
         try:
             for count in (7, 2):
                 before = publisher.per_key.total()
                 publisher.publish(*KEYS * 10)
-                wait_until(lambda before=before: first.error or first.done() >= before + 100)
+                wait_until(partial(is_behind, before + 100))
                 first.rescale(count)
             publisher.publish(*KEYS * 5)
             wait_until(lambda: first.error or first.done() == publisher.per_key.total())
@@ -106,7 +111,12 @@ def test_handlers_keep_their_promises_under_trouble(
             second.handle.heal()
             second.handle.let_go()
             second.recorder.faults_stopped()
-            wait_until(lambda: 4 in second.handled["stuck"] and not backlog(dev_broker, topic))
+            wait_until(
+                lambda: (
+                    4 in second.handled["stuck"]
+                    and not backlog(dev_broker, topic, "keyshard", PARTITIONS)
+                )
+            )
         finally:
             second.end()
     second.recorder.sent(topic, publisher.per_key)
@@ -120,13 +130,3 @@ def test_handlers_keep_their_promises_under_trouble(
         # Its entry was left behind after its first message: that comes again.
         assert second.handled[key][-len(wanted) :] == wanted
         assert len(second.handled[key]) == len(wanted) or key == "stuck"
-
-
-def backlog(broker: DevBroker, topic: str) -> int:
-    """Messages that are not acknowledged."""
-    with closing(PulsarAdmin(broker.connection)) as admin:
-        stats = [
-            admin.subscription(TopicPartition(topic, number), "keyshard")
-            for number in range(PARTITIONS)
-        ]
-    return sum(int(one["msgBacklog"]) for one in stats if one)

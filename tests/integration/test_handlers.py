@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers import wait_until
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.testing.devbroker import DevBroker
@@ -23,6 +22,7 @@ from keyshard.testing.verify.workloads import (
     parse_value,
     produce,
 )
+from tests.helpers import wait_until
 
 pytestmark = pytest.mark.broker
 
@@ -30,11 +30,11 @@ PARTITIONS = 5
 ROOT = Path(__file__).parents[2]
 END_S = 120.0
 NOTHING = PartitionCheckpoint()
-"""Of a topic partition that no checkpoint has yet."""
+"""The state of a topic partition without a checkpoint."""
 
 
 class Job:
-    """The example of handlers, in a process, and what it wrote."""
+    """The example of handlers, in a process, and its output."""
 
     def __init__(self, broker: DevBroker, topic: str, folder: Path, *, checkpoint: bool) -> None:
         self._broker, self._topic = broker, topic
@@ -73,7 +73,7 @@ class Job:
         return result
 
     def wait_for(self, count: int) -> None:
-        """Wait until so many lines are there, and fail with what the process said."""
+        """Wait for a number of lines; on failure, show the output of the process."""
         try:
             wait_until(lambda: len(self.lines()) >= count, END_S)
         except AssertionError as exc:
@@ -114,7 +114,7 @@ def test_a_signal_drains_so_that_nothing_comes_twice(
     assert len(job.lines()) == load.messages
 
 
-def test_nothing_in_the_checkpoint_comes_again_whoever_is_killed(
+def test_no_message_of_the_checkpoint_comes_again_whichever_process_is_killed(
     topic_name: str, tmp_path: Path
 ) -> None:
     with DevBroker() as broker:
@@ -141,7 +141,7 @@ def test_nothing_in_the_checkpoint_comes_again_whoever_is_killed(
     assert first_times(handled) == {key: list(range(n)) for key, n in sent.per_key.items()}
     for lines, checkpoint in durable:
         states = {where: checkpoint.partitions.get(where, NOTHING) for where, *_ in handled}
-        again = [one for one in handled[lines:] if states[one[0]].settled(one[1])]
+        again = [one for one in handled[lines:] if states[one[0]].covers(one[1])]
         assert not again, f"{len(again)} messages of the checkpoint were handled again"
     twice = sum(count - 1 for count in Counter(handled).values())
     print(f"{twice} of {load.messages} messages were handled twice over 3 kills")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-from helpers import wait_until
 from keyshard.testing.verify.history import Event, HistoryWriter, read_history
+from tests.helpers import wait_until
 
 WRITER = """
 import itertools, sys
@@ -20,14 +21,18 @@ for seq in itertools.count():
 """
 
 
-def test_a_killed_writer_leaves_whole_lines_and_its_successor_goes_on(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_whole_lines_and_its_successor_continues(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     lines = 0
+
+    def is_longer(size: int) -> bool:
+        return path.exists() and path.stat().st_size > size
+
     for _ in range(3):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
         try:
             size = path.stat().st_size if path.exists() else 0
-            wait_until(lambda size=size: path.exists() and path.stat().st_size > size + 100_000)
+            wait_until(partial(is_longer, size + 100_000))
         finally:
             writer.send_signal(signal.SIGKILL)
             writer.wait()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.java_client import JavaClient
+from tests.support.java_client import JavaClient
 
 pytestmark = pytest.mark.broker
 
 
-def test_handles_that_outlive_the_process_of_java_say_nothing(
+def test_handles_that_outlive_the_java_process_log_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     java = JavaClient("pulsar://127.0.0.1:1", tmp_path / "log")

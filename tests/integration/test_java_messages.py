@@ -1,4 +1,4 @@
-"""What the Java client publishes, field by field (longer: ``python -m tests.java_messages``)."""
+"""Messages of the Java client, field by field (longer: ``python -m tests.java_messages``)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
 from keyshard.testing.devbroker import DevBroker
-from tests.java_client import JavaClient
 from tests.java_messages import BATCHING, COMPRESSIONS, hold, round_of
+from tests.support.java_client import JavaClient
 
 pytestmark = pytest.mark.broker
 
 ROUNDS = [round_of(seed, messages=40) for seed in range(16)]
 
 
-def test_both_decoders_read_what_the_java_client_published(
+def test_both_decoders_read_messages_of_the_java_client(
     dev_broker: DevBroker, tmp_path: Path
 ) -> None:
     assert {made.compression for made in ROUNDS} == set(COMPRESSIONS)

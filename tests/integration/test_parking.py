@@ -11,27 +11,29 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tenacity
 
-from helpers import wait_until
 from keyshard import KeyShardSource, Message, RetryPolicy
-from keyshard.arrow.messages import messages_of
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.broker.connect import connect
 from keyshard.broker.port import Producer
-from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
-from keyshard.core.dead_letter.selection import Selection
+from keyshard.columns.messages import messages_of
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, parse
+from keyshard.core.dead_letter_filter import DeadLetterFilter
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
-from keyshard.dead_letter.dead_letters import DeadLetters
-from keyshard.dead_letter.opening import open_dead_letters
-from keyshard.errors import NotRunningError, SubscriptionInUseError
+from keyshard.dead_letters.opening import open_dead_letters
+from keyshard.dead_letters.store import DeadLetters
+from keyshard.errors import BrokerUnavailableError, NotRunningError, SubscriptionInUseError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
+from tests.helpers import present, wait_until
+from tests.support.parking_topic import numbers
 
 pytestmark = pytest.mark.broker
 
@@ -40,11 +42,11 @@ BAD = [f"bad-{number}" for number in range(4)]
 GOOD = [f"good-{number}" for number in range(6)]
 KNOWN_TIME = datetime(2024, 5, 1, 12, tzinfo=timezone.utc)
 KILLS = 4
-"""Kills while keys park, and as many while they are let out."""
+"""Number of kills while keys park, and while they are unparked."""
 
 
-class World:
-    """A topic on the real broker, what is published to it, and its dead-letter topic."""
+class ParkingProcess:
+    """A topic on the real broker, its messages, and its dead-letter topic."""
 
     def __init__(self, broker: DevBroker, name: str) -> None:
         self.service_url, self.admin_url = broker.service_url, broker.admin_url
@@ -67,8 +69,9 @@ class World:
             self.published[key] += 1
 
     def source(self, **changes: Any) -> KeyShardSource:
-        plain = {"subscription": "keyshard", "parallelism": 3, "starting_position": "earliest"}
-        given = plain | changes
+        given: dict[str, Any] = {
+            "subscription": "keyshard", "parallelism": 3, "starting_position": "earliest",
+        } | changes  # fmt: skip
         return KeyShardSource(
             self.topic, service_url=self.service_url, admin_url=self.admin_url, **given
         )
@@ -84,6 +87,15 @@ class World:
         stats = self.admin.subscription(self.where, "keyshard-parked")
         return int(stats["msgBacklog"]) if stats else 0
 
+    def resting_after_restart(self) -> int:
+        """Number of resting dead letters, once a broker that has restarted has loaded the topic."""
+        loaded = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(BrokerUnavailableError),
+            stop=tenacity.stop_after_delay(60),
+            reraise=True,
+        )
+        return loaded(self.resting)
+
     def stored(self) -> list[Message]:
         reader = self.client.reader(self.where, EntryId(0, 0))
         with closing(reader):
@@ -93,8 +105,8 @@ class World:
                     found += messages_of(self.where, block)
         return found
 
-    def letters(self) -> list[Letter]:
-        return [one for one in map(parse, self.stored()) if isinstance(one, Letter)]
+    def dead_letters(self) -> list[DeadLetter]:
+        return [one for one in map(parse, self.stored()) if isinstance(one, DeadLetter)]
 
     def open(self, **changes: Any) -> DeadLetters:
         return open_dead_letters(self.client, self.where.topic, self.source(**changes), fail=print)
@@ -105,52 +117,56 @@ class World:
 
 
 @pytest.fixture
-def world(dev_broker: DevBroker, topic_name: str) -> Iterator[World]:
-    made = World(dev_broker, topic_name)
+def parking(dev_broker: DevBroker, topic_name: str) -> Iterator[ParkingProcess]:
+    made = ParkingProcess(dev_broker, topic_name)
     yield made
     made.close()
 
 
-def letter(world: World, number: int, key: str = "k") -> Letter:
+def dead_letter(parking: ParkingProcess, number: int, key: str = "k") -> DeadLetter:
     message = Message(
-        b"%d" % number, key, None, MessageId(7, number, 0), world.topic, 0,
+        b"%d" % number, key, None, MessageId(7, number, 0), parking.topic, 0,
         publish_time=KNOWN_TIME, event_time=None, properties={"n": str(number)}, slot=None,
         redelivered=False,
     )  # fmt: skip
-    return Letter(message, "keyshard", LetterKind.PARKED, 3, "broken")
+    return DeadLetter(message, "keyshard", DeadLetterKind.PARKED, 3, "broken")
 
 
-def test_the_dead_letter_topic_is_created_for_the_first_letter(world: World) -> None:
-    first = world.open()
+def test_the_dead_letter_topic_is_created_for_the_first_dead_letter(
+    parking: ParkingProcess,
+) -> None:
+    first = parking.open()
     first.close()
-    with_none = world.open()
-    assert with_none.discard_rejected(Selection(all=True)) == 0
-    assert world.client.missing([world.where.topic]) == {world.where.topic}
-    assert world.admin.subscription(world.where, "keyshard-parked") is None
-    with_none.send(letter(world, 0))
-    assert world.client.missing([world.where.topic]) == frozenset()
+    with_none = parking.open()
+    assert with_none.discard_rejected(DeadLetterFilter(rejected=True)) == 0
+    assert parking.client.missing([parking.where.topic]) == {parking.where.topic}
+    assert parking.admin.subscription(parking.where, "keyshard-parked") is None
+    with_none.send(dead_letter(parking, 0))
+    assert parking.client.missing([parking.where.topic]) == frozenset()
     with pytest.raises(SubscriptionInUseError):
-        world.open(subscribe_timeout_ms=300)
+        parking.open(subscribe_timeout_ms=300)
     with_none.close()
-    again = world.open()
+    again = parking.open()
     assert list(again.keys.parking.states()) == ["k"]
-    assert world.resting() == 1
+    assert parking.resting() == 1
     again.close()
 
 
-def test_letters_are_kept_and_replayed_by_whoever_opens_them_next(world: World) -> None:
-    first = world.open()
+def test_dead_letters_are_kept_and_replayed_by_the_next_source(parking: ParkingProcess) -> None:
+    first = parking.open()
     for number in range(5):
-        first.send(letter(world, number))
+        first.send(dead_letter(parking, number))
     with pytest.raises(SubscriptionInUseError):
-        world.open(subscribe_timeout_ms=300)
+        parking.open(subscribe_timeout_ms=300)
     first.close()
 
-    # 1. The letters were confirmed, and who wrote them died before it acknowledged anything.
-    second = world.open()
+    # 1. The dead letters were confirmed, and their writer died before it acknowledged anything.
+    second = parking.open()
     for number in range(7):
-        second.send(letter(world, number))
-    assert [int(one.message.value) for one in world.letters()] == list(range(7)), "each once"
+        second.send(dead_letter(parking, number))
+    assert [int(present(one.message.value)) for one in parking.dead_letters()] == list(range(7)), (
+        "each once"
+    )
     # 2. Two are replayed; the broker may forget that they were acknowledged, but not the markers.
     assert second.keys.unpark("k")
     resting = second.first("k")
@@ -162,48 +178,48 @@ def test_letters_are_kept_and_replayed_by_whoever_opens_them_next(world: World) 
         resting = replay.next()
     second.close()
 
-    third = world.open()
+    third = parking.open()
     assert third.keys.unpark("k")
     resting = third.first("k")
     assert resting is not None
     replay, found = third.replay("k", resting), []
     while resting is not None:
-        found.append(int(resting.letter.message.value))
+        found.append(int(present(resting.dead_letter.message.value)))
         third.done("k", resting)
         resting = replay.next()
     assert found == [2, 3, 4, 5, 6]
     assert third.keys.parking.state("k") is None
     third.close()
-    wait_until(lambda: world.resting() == 0)
-    fourth = world.open()
+    wait_until(lambda: parking.resting() == 0)
+    fourth = parking.open()
     assert not fourth.keys.parking.states()
     fourth.close()
 
 
-def test_a_key_parks_and_is_let_out(world: World) -> None:
+def test_a_key_parks_and_is_unparked(parking: ParkingProcess) -> None:
     broken = {"bad-0"}
     handled: defaultdict[str | None, list[int]] = defaultdict(list)
 
     def handle(message: Message) -> None:
         if message.routing_key in broken:
             raise ValueError("cannot handle it")
-        handled[message.routing_key].append(int(message.value))
+        handled[message.routing_key].append(int(present(message.value)))
 
-    source = world.source()
+    source = parking.source()
     policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
     run = threading.Thread(target=lambda: source.run(handle, lanes=4, retry=policy))
     run.start()
     for _ in range(20):
-        world.publish("bad-0", "good-0")
-    wait_until(lambda: len(handled["good-0"]) == 20 and world.backlog() == 0)
+        parking.publish("bad-0", "good-0")
+    wait_until(lambda: len(handled["good-0"]) == 20 and parking.backlog() == 0)
     assert "bad-0" not in handled
-    assert [int(one.message.value) for one in world.letters()] == list(range(20))
+    assert numbers(parking.dead_letters()) == list(range(20))
     broken.clear()
     assert source.unpark("bad-0")
     for _ in range(20):
-        world.publish("bad-0", "good-0")
+        parking.publish("bad-0", "good-0")
     wait_until(lambda: all(len(values) == 40 for values in handled.values()))
-    wait_until(lambda: world.backlog() == 0 and world.resting() == 0)
+    wait_until(lambda: parking.backlog() == 0 and parking.resting() == 0)
     source.stop()
     run.join(30)
     assert not run.is_alive()
@@ -217,7 +233,9 @@ def started(source: KeyShardSource) -> bool:
         return False
 
 
-def test_a_message_that_a_letter_has_no_room_for_parks_and_comes_out(world: World) -> None:
+def test_a_message_too_large_for_one_dead_letter_parks_and_is_unparked(
+    parking: ParkingProcess,
+) -> None:
     broken, values = [True], []
     whole = b"x" * (5 * 1024 * 1024 - 400)
 
@@ -226,20 +244,20 @@ def test_a_message_that_a_letter_has_no_room_for_parks_and_comes_out(world: Worl
             raise ValueError("cannot handle it")
         values.append(message.value)
 
-    world.publish("bad-0")
-    where = TopicPartition(world.topic, sum(b"bad-0") % PARTITIONS)
-    world.client.producer(where, send_timeout_ms=20_000).send(whole, key="bad-0")
-    world.publish("bad-0")
+    parking.publish("bad-0")
+    where = TopicPartition(parking.topic, sum(b"bad-0") % PARTITIONS)
+    parking.client.producer(where, send_timeout_ms=20_000).send(whole, key="bad-0")
+    parking.publish("bad-0")
     policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
     for _ in range(2):
-        source = world.source()
+        source = parking.source()
         run = threading.Thread(target=lambda source=source: source.run(handle, retry=policy))
         run.start()
-        wait_until(lambda: len(world.letters()) >= 3 and world.backlog() == 0)
+        wait_until(lambda: len(parking.dead_letters()) >= 3 and parking.backlog() == 0)
         if not broken:
-            wait_until(lambda source=source: started(source))
+            wait_until(partial(started, source))
             assert source.unpark("bad-0")
-            wait_until(lambda: len(values) == 3 and world.resting() == 0)
+            wait_until(lambda: len(values) == 3 and parking.resting() == 0)
         source.stop()
         run.join(30)
         assert not run.is_alive()
@@ -280,15 +298,15 @@ source.run(handle, lanes=4, retry=RetryPolicy(
 
 
 class Host:
-    """Processes that run the source, one after the other, and what their handlers did."""
+    """Processes that run the source, one after the other, and the calls of their handlers."""
 
-    def __init__(self, world: World, folder: Path) -> None:
+    def __init__(self, parking: ParkingProcess, folder: Path) -> None:
         self._log = folder / "handled"
         self.broken = folder / "broken"
         self.broken.touch()
         self._settings = json.dumps({
-            "topic": world.topic, "service_url": world.service_url, "admin_url": world.admin_url,
-            "log": str(self._log), "broken": str(self.broken),
+            "topic": parking.topic, "service_url": parking.service_url,
+            "admin_url": parking.admin_url, "log": str(self._log), "broken": str(self.broken),
         })  # fmt: skip
         self._process: subprocess.Popen[str] | None = None
 
@@ -325,28 +343,35 @@ class Host:
 
 
 def test_killed_at_any_moment_of_parking_and_replaying_it_loses_nothing_and_keeps_order(
-    world: World, tmp_path: Path
+    parking: ParkingProcess, tmp_path: Path
 ) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     moments = random.Random(seed)
-    host = Host(world, tmp_path)
+    host = Host(parking, tmp_path)
+
+    def rest(messages: int) -> bool:
+        return parking.resting() >= messages
+
+    def are_handled(messages: int) -> bool:
+        return host.count() >= messages
+
     for _ in range(KILLS):
         for _ in range(15):
-            world.publish(*BAD, *GOOD)
-        before = len(world.letters()) if world.resting() else 0
+            parking.publish(*BAD, *GOOD)
+        before = len(parking.dead_letters()) if parking.resting() else 0
         host.start()
         more = moments.randrange(1, 40)
-        wait_until(lambda before=before, more=more: world.resting() >= before + more)
+        wait_until(partial(rest, before + more))
         host.kill()
     host.start()
-    wait_until(lambda: world.backlog() == 0)
+    wait_until(lambda: parking.backlog() == 0)
     assert not any(key in host.handled() for key in BAD), "a parked key was handled"
-    numbers: defaultdict[str | None, list[int]] = defaultdict(list)
-    for one in world.letters():
-        numbers[one.key].append(int(one.message.value))
-    firsts = {key: list(dict.fromkeys(values)) for key, values in numbers.items()}
-    assert firsts == {key: list(range(world.published[key])) for key in BAD}
+    parked: defaultdict[str | None, list[int]] = defaultdict(list)
+    for one in parking.dead_letters():
+        parked[one.key].append(int(present(one.message.value)))
+    firsts = {key: list(dict.fromkeys(values)) for key, values in parked.items()}
+    assert firsts == {key: list(range(parking.published[key])) for key in BAD}
 
     host.broken.unlink()
     left: list[int] = []
@@ -354,41 +379,41 @@ def test_killed_at_any_moment_of_parking_and_replaying_it_loses_nothing_and_keep
         host.unpark(*BAD)
         done = host.count()
         more = moments.randrange(1, 50)
-        wait_until(lambda done=done, more=more: host.count() >= done + more)
+        wait_until(partial(are_handled, done + more), 120)
         host.kill()
         left.append(
-            sum(world.published[key] - len(set(host.handled().get(key, ()))) for key in BAD)
+            sum(parking.published[key] - len(set(host.handled().get(key, ()))) for key in BAD)
         )
-        world.publish(*BAD, *GOOD)
+        parking.publish(*BAD, *GOOD)
         host.start()
     assert left[0], "it was killed when everything was replayed"
     host.unpark(*BAD)
-    wait_until(lambda: host.count() == sum(world.published.values()))
-    wait_until(lambda: world.backlog() == 0 and world.resting() == 0)
+    wait_until(lambda: host.count() == sum(parking.published.values()), 120)
+    wait_until(lambda: parking.backlog() == 0 and parking.resting() == 0)
     host.kill()
     handled = {key: list(dict.fromkeys(values)) for key, values in host.handled().items()}
-    assert handled == {key: list(range(count)) for key, count in world.published.items()}
+    assert handled == {key: list(range(count)) for key, count in parking.published.items()}
 
 
-def test_keys_park_and_come_out_while_the_broker_is_killed(topic_name: str) -> None:
+def test_keys_park_and_are_unparked_while_the_broker_is_killed(topic_name: str) -> None:
     broken = set(BAD)
     handled: defaultdict[str | None, list[int]] = defaultdict(list)
 
     def handle(message: Message) -> None:
         if message.routing_key in broken:
             raise ValueError("cannot handle it")
-        handled[message.routing_key].append(int(message.value))
+        handled[message.routing_key].append(int(present(message.value)))
 
     with DevBroker() as broker:
-        world = World(broker, topic_name)
-        source = world.source()
+        parking = ParkingProcess(broker, topic_name)
+        source = parking.source()
         policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
                 source.run(handle, lanes=4, retry=policy)
-            except BaseException as exc:  # noqa: BLE001 - told to the test
+            except BaseException as exc:  # noqa: BLE001 - the test reports it
                 errors.append(exc)
 
         thread = threading.Thread(target=run)
@@ -397,18 +422,18 @@ def test_keys_park_and_come_out_while_the_broker_is_killed(topic_name: str) -> N
 
         def publish() -> None:
             while not stopping.wait(0.02):
-                world.publish(*BAD, *GOOD)
+                parking.publish(*BAD, *GOOD)
 
         producer = threading.Thread(target=publish)
         producer.start()
-        wait_until(lambda: errors or world.resting() > 60)
+        wait_until(lambda: errors or parking.resting() > 60)
         # 1. Some keys come out while others park.
         out, still = BAD[:2], BAD[2:]
         broken.difference_update(out)
         for key in out:
             assert source.unpark(key)
         wait_until(lambda: errors or all(handled[key] for key in out))
-        # 2. The broker dies with letters and markers under way, and forgets acknowledgements.
+        # 2. The broker dies with dead letters and markers in flight, and forgets acknowledgements.
         broker.kill()
         broker.start()
         stopping.set()
@@ -417,18 +442,18 @@ def test_keys_park_and_come_out_while_the_broker_is_killed(topic_name: str) -> N
         broken.clear()
         for key in still:
             assert source.unpark(key)
-        total = sum(world.published.values())
+        total = sum(parking.published.values())
         wait_until(lambda: errors or sum(len(set(v)) for v in handled.values()) == total, 120)
         assert not errors
         source.stop()
         thread.join(60)
         assert not thread.is_alive()
-        world.close()
+        parking.close()
     firsts = {key: list(dict.fromkeys(values)) for key, values in handled.items()}
-    assert firsts == {key: list(range(count)) for key, count in world.published.items()}
+    assert firsts == {key: list(range(count)) for key, count in parking.published.items()}
 
 
-def test_letters_that_are_done_are_let_go_when_a_killed_broker_forgot_that(
+def test_done_dead_letters_are_acknowledged_again_after_a_broker_was_killed(
     topic_name: str, tmp_path: Path
 ) -> None:
     broken = set(BAD)
@@ -437,13 +462,13 @@ def test_letters_that_are_done_are_let_go_when_a_killed_broker_forgot_that(
     def handle(message: Message) -> None:
         if message.routing_key in broken:
             raise ValueError("cannot handle it")
-        handled[message.routing_key].append(int(message.value))
+        handled[message.routing_key].append(int(present(message.value)))
 
     with DevBroker() as broker:
-        world = World(broker, topic_name)
+        parking = ParkingProcess(broker, topic_name)
 
         def run() -> tuple[KeyShardSource, threading.Thread]:
-            source = world.source()
+            source = parking.source()
             policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
             options: Any = {"lanes": 4, "retry": policy, "checkpoint": str(tmp_path / "state.json")}
             thread = threading.Thread(target=lambda: source.run(handle, **options))
@@ -453,22 +478,22 @@ def test_letters_that_are_done_are_let_go_when_a_killed_broker_forgot_that(
 
         source, thread = run()
         for _ in range(20):
-            world.publish(*BAD)
-        wait_until(lambda: len(world.letters()) == 80 and world.backlog() == 0)
+            parking.publish(*BAD)
+        wait_until(lambda: len(parking.dead_letters()) == 80 and parking.backlog() == 0)
         broken.clear()
         assert source.unpark(all=True) == len(BAD)
-        # No message comes any more, and the checkpoint goes on all the same.
-        wait_until(lambda: world.resting() == 0)
+        # No message comes any more, but the checkpoint still advances.
+        wait_until(lambda: parking.resting() == 0)
         source.stop()
         thread.join(60)
         broker.kill()
         broker.start()
-        forgotten = world.resting()
+        forgotten = parking.resting_after_restart()
         assert forgotten, "the broker forgot nothing; it was not killed in time"
         source, thread = run()
-        wait_until(lambda: world.resting() == 0)
+        wait_until(lambda: parking.resting() == 0)
         source.stop()
         thread.join(60)
         assert not thread.is_alive()
-        world.close()
+        parking.close()
     assert handled == {key: list(range(20)) for key in BAD}

@@ -1,4 +1,4 @@
-"""What the producer publishes, read back from the real broker."""
+"""Messages of the producer, read back from the real broker."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def check_sequences(workload: Workload, found: Stored) -> None:
     ],
     ids=str,
 )
-def test_what_is_published_is_complete_and_in_order_per_key(
+def test_published_messages_are_complete_and_in_order_per_key(
     dev_broker: DevBroker, client: pulsar.Client, topic_name: str, workload: Workload
 ) -> None:
     assert create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
-    told: list[int] = []
-    report = produce(workload, dev_broker.service_url, topic_name, told.append)
-    assert report.sent == sum(told) == workload.messages
+    output: list[int] = []
+    report = produce(workload, dev_broker.service_url, topic_name, output.append)
+    assert report.sent == sum(output) == workload.messages
     assert report.per_key == Counter(key for key, _ in workload.sequence())
     found = stored(client, topic_name)
     check_sequences(workload, found)
@@ -138,7 +138,7 @@ def test_a_topic_is_created_once_with_its_partitions(
 ) -> None:
     assert create_partitioned_topic(dev_broker.admin_url, topic_name, 3)
     assert not create_partitioned_topic(dev_broker.admin_url, topic_name, 3)
-    with pytest.raises(AdminError, match="exists with 3 partitions, not with 4"):
+    with pytest.raises(AdminError, match="exists with 3 partitions, but 4"):
         create_partitioned_topic(dev_broker.admin_url, topic_name, 4)
     with pytest.raises(AdminError, match="status 404, Namespace not found"):
         create_partitioned_topic(dev_broker.admin_url, f"no-tenant/none/{topic_name}", 3)

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from handler_world import RecordedRun
-from helpers import wait_until
 from keyshard import Message
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.broker.connect import connect
-from keyshard.broker.pulsar.admin import PulsarAdmin
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.assignment import assign, moved_ranges, reassign
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.helpers import wait_until
+from tests.support.observed import backlog
+from tests.support.recorded_handler import RecordedRun
 
 pytestmark = pytest.mark.broker
 
@@ -52,7 +51,11 @@ def test_four_ranges_become_eight_and_three_under_load(
                 reports.append(run.rescale(count))
                 assert ring(dev_broker, topic) == RING_SIZE
             sent = producing.result(60)
-        wait_until(lambda: run.count == sent.sent and backlog(dev_broker, topic) == 0)
+        wait_until(
+            lambda: (
+                run.count == sent.sent and backlog(dev_broker, topic, "keyshard", PARTITIONS) == 0
+            )
+        )
         assert [report.ranges_after for report in reports] == [8, 3]
         assert [report.moved_fraction for report in reports] == [
             report.optimum_fraction for report in reports
@@ -96,40 +99,17 @@ def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) ->
                 broker.start()
                 report = rescaling.result(100)
             assert report.ranges_after == 8
-            wait_until(lambda: run.count == sent.sent and backlog(broker, topic) == 0, 60)
+            wait_until(
+                lambda: (
+                    run.count == sent.sent and backlog(broker, topic, "keyshard", PARTITIONS) == 0
+                ),
+                60,
+            )
             assert ring(broker, topic) == RING_SIZE
         finally:
             leave.set()
             run.end()
     run.judge(sent.per_key)
-
-
-def test_a_restart_goes_on_with_the_rescaled_ranges(
-    dev_broker: DevBroker, topic_name: str, tmp_path: Path
-) -> None:
-    load = Workload(2_000, keys=60, batching="none")
-    create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
-    topic = full_topic_name(topic_name)
-    per_key: Counter[str] = Counter()
-    before: RecordedRun | None = None
-    checkpoint = tmp_path / "orders.json"
-    try:
-        for ranges in (4, 7):
-            run = before = RecordedRun(
-                handle, lambda: connect(dev_broker.connection), topic,
-                {"checkpoint": checkpoint}, before=before,
-                service_url=dev_broker.service_url, admin_url=dev_broker.admin_url,
-            )  # fmt: skip
-            assert run.source.__dict__["_made"].worker.range_consumers.assignment == assign(ranges)
-            assert ring(dev_broker, topic) == RING_SIZE
-            if ranges == 4:
-                per_key.update(produce(load, dev_broker.service_url, topic_name).per_key)
-                wait_until(lambda run=run: run.count == 2_000)
-                run.rescale(7)
-                run.end()
-    finally:
-        run.end()
-    run.judge(per_key)
 
 
 def ring(broker: DevBroker, topic: str) -> int:
@@ -146,12 +126,3 @@ def ring(broker: DevBroker, topic: str) -> int:
             ]
             covered = min(covered, sum(map(len, ranges)))
     return covered
-
-
-def backlog(broker: DevBroker, topic: str) -> int:
-    with closing(PulsarAdmin(broker.connection)) as admin:
-        stats = [
-            admin.subscription(TopicPartition(topic, number), "keyshard")
-            for number in range(PARTITIONS)
-        ]
-    return sum(int(one["msgBacklog"]) for one in stats if one)

@@ -26,7 +26,7 @@ from keyshard.errors import BrokerUnavailableError, SchemaError
 from keyshard.reading.decoding_plan import check_same, plan_decoding
 from keyshard.reading.structured import writer_of
 from keyshard.testing.devbroker import DevBroker
-from written_data import write
+from tests.support.file_handler import write
 
 pytestmark = pytest.mark.broker
 
@@ -64,7 +64,7 @@ def source(dev_broker: DevBroker) -> KeyShardSource:
     )
 
 
-WANTED = [{"id": 1, "name": None}, {"id": 2, "name": "né"}]
+WANTED: list[dict[str, Any]] = [{"id": 1, "name": None}, {"id": 2, "name": "né"}]
 
 
 def test_a_decoder_and_a_handler_in_a_process_give_the_same(
@@ -136,8 +136,8 @@ def test_a_query_on_its_way_asks_the_broker_where_the_admin_interface_is_away(
     httpx.put(f"{url}/persistent/public/default/{pairs}").raise_for_status()
     properties = {"kv.encoding.type": "INLINE"}
     for part, kind in (("key", "STRING"), ("value", "AVRO")):
-        told = {"name": part, "type": kind, "properties": "{}"}
-        properties |= {f"{part}.schema.{name}": text for name, text in told.items()}
+        output = {"name": part, "type": kind, "properties": "{}"}
+        properties |= {f"{part}.schema.{name}": text for name, text in output.items()}
     record = {"type": "record", "name": "R", "fields": [{"name": "id", "type": "long"}]}
     definition = json.dumps({"key": "", "value": record})
     body = {"type": "KEY_VALUE", "schema": definition, "properties": properties}
@@ -151,8 +151,8 @@ def test_a_query_on_its_way_asks_the_broker_where_the_admin_interface_is_away(
     first = writer_of(plan, avro, plan.schemas[avro], 0)
     assert first == schema_of(there, avro, 0)
     assert schema_of(away, avro, 9) is None
-    with pytest.raises(SchemaError, match="was created anew"):
+    with pytest.raises(SchemaError, match="was created again"):
         check_same(replace(plan, schemas={of_pairs: replace(plan.schemas[avro], version=0)}))
-    # Whoever begins is told that a URL is wrong.
+    # A wrong URL is reported at the start.
     with pytest.raises(BrokerUnavailableError, match=r"127\.0\.0\.1:1"):
         plan_decoding(away, [avro])

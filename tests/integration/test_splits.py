@@ -1,4 +1,4 @@
-"""Bounded reads of a real broker that trims what it may, and of what nobody can read."""
+"""Bounded reads of a real broker that trims ledgers, and of unreadable messages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from contract.pulsar_harness import PulsarHarness
-from contract.raw_protocol import COMMIT, RawConnection
-from helpers import wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
-from keyshard.coordinator.bounded import plan_read
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.split import Split, cut
@@ -28,13 +24,17 @@ from keyshard.errors import (
     TopicRecreatedError,
 )
 from keyshard.reading.split_reader import read_splits
+from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevBroker
+from tests.contract.pulsar_harness import PulsarHarness
+from tests.contract.raw_protocol import COMMIT, RawConnection
+from tests.helpers import wait_until
 
 pytestmark = [pytest.mark.broker]
 
 T0 = 1_700_000_000_000
 UNLOADS = 10
-"""Of a topic that is asked about at once; in three of ten it is asked while it is loaded."""
+"""Number of topics that are looked up at once; the broker still loads three of ten."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def values(source: KeyShardSource, splits: Sequence[Split], **options: Any) -> l
 
 
 def trim(broker: DevBroker, harness: PulsarHarness, where: TopicPartition) -> None:
-    """Make the broker delete every ledger but that which is written to."""
+    """Make the broker delete every ledger except the open one."""
     harness.roll_ledger(where)
     harness.publish(where.name, [Message(b"newest", key="k")])
     path = where.name.replace("://", "/")
@@ -81,7 +81,7 @@ def trim(broker: DevBroker, harness: PulsarHarness, where: TopicPartition) -> No
     wait_until(trimmed)
 
 
-def test_what_is_trimmed_after_planning_is_named_or_left_out(
+def test_entries_trimmed_after_planning_are_named_or_left_out(
     broker: DevBroker, harness: PulsarHarness
 ) -> None:
     where = TopicPartition(harness.create_topic())
@@ -100,7 +100,7 @@ def test_what_is_trimmed_after_planning_is_named_or_left_out(
     assert values(lenient, plan_read(lenient, f"{first.ledger}:3")) == [b"newest"]
     assert values(source, plan_read(source)) == [b"newest"]
     assert plan_read(lenient, "999999:0")[0].entries == 0
-    with pytest.raises(PositionAheadError, match="nothing is stored there yet"):
+    with pytest.raises(PositionAheadError, match="this is after all stored entries"):
         plan_read(source, "999999:0")
 
 
@@ -141,7 +141,7 @@ def test_the_end_of_a_read_is_the_start_of_the_next_where_all_of_it_is_trimmed(
         assert values(source, plan_read(source, str(end))) == [b"new"]
 
 
-def test_a_topic_that_was_created_anew_is_not_read_for_the_old_one(
+def test_a_topic_that_was_created_again_is_not_read_for_the_old_one(
     broker: DevBroker, harness: PulsarHarness
 ) -> None:
     topic = harness.create_topic(2)
@@ -156,11 +156,11 @@ def test_a_topic_that_was_created_anew_is_not_read_for_the_old_one(
         f"{broker.admin_url}/admin/v2/{topic.replace('://', '/')}/partitions", json=2, timeout=20
     ).raise_for_status()
     harness.publish(topic, [Message(b"new", key="k")])
-    with pytest.raises(TopicRecreatedError, match="was deleted and created anew"):
+    with pytest.raises(TopicRecreatedError, match="was deleted and created again"):
         values(source, splits)
 
 
-def test_a_partition_that_the_broker_deleted_is_named_with_what_to_do(
+def test_a_partition_that_the_broker_deleted_is_named_with_a_remedy(
     broker: DevBroker, harness: PulsarHarness
 ) -> None:
     topic = harness.create_topic(2)
@@ -224,7 +224,7 @@ def test_large_and_batched_entries_are_read_whole_in_bounded_steps(
 def test_times_out_of_order_select_exactly_with_and_without_a_known_disorder(
     broker: DevBroker, harness: PulsarHarness, seed: int
 ) -> None:
-    """Without one nothing may be lost, wherever the broker's search by time ends."""
+    """Without a known disorder no message is lost, wherever the broker's search by time ends."""
     where, chance = TopicPartition(harness.create_topic()), random.Random(seed)
     wild = [T0 + chance.randrange(1_000) for _ in range(60)]
     harness.publish_at(where.name, wild)
@@ -238,7 +238,7 @@ def test_times_out_of_order_select_exactly_with_and_without_a_known_disorder(
         assert values(source, pruned) == expected
 
 
-def test_what_an_open_transaction_holds_back_is_in_the_read_behind_it(
+def test_messages_behind_an_open_transaction_are_in_the_next_read(
     broker: DevBroker, harness: PulsarHarness
 ) -> None:
     """1. before; 2. in a transaction, open; 3. behind it, without one; planned; 4. committed."""
@@ -246,14 +246,14 @@ def test_what_an_open_transaction_holds_back_is_in_the_read_behind_it(
     source = source_of(broker, where.topic)
     harness.publish(where.name, [Message(b"1", key="k")])
     coordinator = "persistent/pulsar/system/transaction_coordinator_assign-partition-0"
-    # A coordinator begins where somebody looked for it.
+    # A coordinator starts after the first look-up.
     httpx.get(f"{broker.admin_url}/lookup/v2/topic/{coordinator}").raise_for_status()
     with RawConnection("127.0.0.1", broker.port) as connection:
         transaction = connection.begin(where.name, ["k"])
         harness.publish(where.name, [Message(b"3", key="k")])
         (first,) = plan_read(source)
         assert values(source, [first]) == [b"1"]
-        with pytest.raises(PositionAheadError, match="an open transaction holds back"):
+        with pytest.raises(PositionAheadError, match="without those of open transactions"):
             plan_read(source, end=f"{first.first.ledger}:3")
         for _ in range(UNLOADS):
             # Until it has read the topic's transactions again, the broker tells of none.

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from contract.pulsar_harness import PulsarHarness, keeping
-from helpers import received, rows_of, wait_until
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.broker.memory import Batching, Message
-from keyshard.coordinator.bounded import plan_read
 from keyshard.core.position.entry import TopicPartition
 from keyshard.reading.split_reader import read_splits
+from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevBroker
+from tests.contract.pulsar_harness import PulsarHarness, keeping
+from tests.helpers import received, rows_of, wait_until
 
 pytestmark = [pytest.mark.broker]
 

@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
-from control_folder import own_control_folder
-from helpers import wait_until
 from keyshard import KeyShardSource, Message
+from keyshard.control import running_source
 from keyshard.errors import NotRunningError
-from keyshard.observe.control import running_source
+from keyshard.observe.status_types import Status
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.helpers import present, wait_until
+from tests.support.control_folder import own_control_folder
 
 pytestmark = [pytest.mark.broker]
 
@@ -56,14 +57,14 @@ class Job:
     def _run(self) -> None:
         try:
             self.source.run(self._handle, drain_timeout_s=1, metrics_port=0)
-        except BaseException as exc:  # noqa: BLE001 - told to the test
+        except BaseException as exc:  # noqa: BLE001 - the test reports it
             self.error = exc
 
     def _handle(self, _message: Message) -> None:
         assert self.hold.wait(100)
         self.handled += 1
 
-    def status(self) -> dict[str, Any] | None:
+    def status(self) -> Status | None:
         try:
             status = self.source.status()
         except NotRunningError:
@@ -76,7 +77,7 @@ class Job:
 
     def partitions(self, name: str) -> list[Any]:
         status = self.status()
-        return [] if status is None else [each[name] for each in status["partitions"]]
+        return [] if status is None else [dict(each)[name] for each in status["partitions"]]
 
     def states(self) -> list[str]:
         status = self.status()
@@ -95,7 +96,7 @@ class Job:
         assert not self.thread.is_alive()
 
 
-def test_it_shows_what_the_broker_holds_and_a_broker_that_is_away_is_named_in_time(
+def test_the_status_shows_the_backlog_and_names_an_absent_broker_in_time(
     broker: DevBroker, topic_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Job(broker, topic_name) as job:
@@ -106,10 +107,14 @@ def test_it_shows_what_the_broker_holds_and_a_broker_that_is_away_is_named_in_ti
             lambda: None not in job.partitions("backlog") and sum(job.partitions("backlog")) == 200
         )
         assert job.partitions("replayMax") == [RANGES * 2_000] * PARTITIONS
-        assert job.partitions("ackHolesMax") == [10_000] * PARTITIONS
+        assert job.partitions("ackGapsMax") == [10_000] * PARTITIONS
         assert job.partitions("covered") == [True] * PARTITIONS
-        asked = running_source("shown").ask("status")
-        assert sum(each["waiting"] + each["inFlight"] for each in asked["ranges"]) == 200
+
+        def held() -> int:
+            asked = running_source("shown").ask("status")
+            return sum(each["waiting"] + each["inFlight"] for each in asked["ranges"])
+
+        wait_until(lambda: held() == 200)
         job.hold.set()
         wait_until(lambda: sum(job.partitions("backlog")) == 0 and job.handled == 200)
         assert job.states() == ["idle"] * RANGES
@@ -122,13 +127,32 @@ def test_it_shows_what_the_broker_holds_and_a_broker_that_is_away_is_named_in_ti
         assert time.monotonic() - killed < 10
         assert job.partitions("covered") == [False] * PARTITIONS
         assert job.ready() == 503
-        status = job.status()
-        assert status is not None
-        assert "does not answer" in status["brokerError"]
+        assert "does not answer" in present(job.status())["brokerError"]
         broker.start()
         wait_until(lambda: job.states() == ["idle"] * RANGES, 90)
         wait_until(lambda: job.partitions("covered") == [True] * PARTITIONS)
-        status = job.status()
-        assert status is not None
-        wait_until(lambda: (job.status() or {})["brokerError"] == "")
+        wait_until(lambda: present(job.status())["brokerError"] == "")
     assert job.error is None
+
+
+def test_a_paused_source_receives_nothing_until_it_is_resumed(
+    broker: DevBroker, topic_name: str
+) -> None:
+    def backlog() -> int:
+        known = job.source.status()["lag"]["entries"]
+        return -1 if known is None else known
+
+    with Job(broker, topic_name) as job:
+        produce(Workload(messages=200, keys=40, batching="none"), broker.service_url, topic_name)
+        wait_until(lambda: job.handled == 200)
+        wait_until(lambda: backlog() == 0)
+        job.source.pause()
+        produce(Workload(messages=300, keys=40, batching="none"), broker.service_url, topic_name)
+        wait_until(lambda: backlog() == 300)
+        status = job.source.status()
+        assert (status["state"], job.handled) == ("paused", 200)
+        assert all(each["covered"] for each in status["partitions"])
+        assert job.ready() == 200
+        job.source.resume()
+        wait_until(lambda: job.handled == 500)
+        wait_until(lambda: backlog() == 0)

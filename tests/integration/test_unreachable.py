@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from keyshard import Connection, KeyShardSource
-from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.broker.schemas import asked_first
 from keyshard.errors import BrokerError, TopicNotFoundError
 from keyshard.testing.devbroker import DevBroker
@@ -22,12 +22,12 @@ from spark_adapter.data_source import KeyShardDataSource
 FIRST_S = 5.0
 """Longest time that a mistake at the first start may take, seconds."""
 MARGIN_S = 2.0
-"""What a busy machine may add, seconds."""
+"""Extra time of a busy machine, seconds."""
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that is taken, and on which nobody listens."""
+    """A bound port without a listener."""
     with closing(socket.socket()) as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
@@ -43,11 +43,11 @@ def silent() -> Iterator[int]:
 def refused(why: str, **urls: str) -> None:
     """A first start is refused soon, by one line that names the option and the URL."""
     source = KeyShardSource("orders", subscription="billing", **urls)  # type: ignore[arg-type]
-    told(source.open, why, **urls)
-    told(source.decoder, why, **urls)
+    check_named(source.open, why, **urls)
+    check_named(source.decoder, why, **urls)
     options = {KEYS[field]: url for field, url in urls.items()}
     query = KeyShardDataSource({"topic": "orders", "subscription": "billing", **options})
-    told(query.schema, why, **urls)
+    check_named(query.schema, why, **urls)
 
 
 KEYS = {"service_url": "service.url", "admin_url": "admin.url"}
@@ -55,7 +55,7 @@ FRAMES_MAX = 8
 """Most frames of a traceback, with that of the test."""
 
 
-def told(start: Callable[[], object], why: str, **urls: str) -> None:
+def check_named(start: Callable[[], object], why: str, **urls: str) -> None:
     """One way to start is."""
     (field,) = urls
     began = time.monotonic()
@@ -86,7 +86,7 @@ def test_a_wrong_host() -> None:
     refused("does not answer", admin_url="http://no-such-host.invalid:8080")
 
 
-def test_a_port_that_says_nothing(silent: int) -> None:
+def test_a_silent_port_is_named(silent: int) -> None:
     refused("does not answer", service_url=f"pulsar://127.0.0.1:{silent}")
     refused("does not answer", service_url=f"pulsar+ssl://127.0.0.1:{silent}")
     refused("does not answer", admin_url=f"http://127.0.0.1:{silent}")
@@ -96,8 +96,8 @@ def test_a_list_of_topics_is_asked_for_where_nothing_answers(silent: int) -> Non
     """A pattern of topics, and a catalog, waited for 10 s."""
     url = f"http://127.0.0.1:{silent}"
     query = KeyShardDataSource({"topicsPattern": "o.*", "subscription": "s", "admin.url": url})
-    told(query.schema, "does not answer", admin_url=url)
-    told(
+    check_named(query.schema, "does not answer", admin_url=url)
+    check_named(
         lambda: asked_first(Connection(admin_url=url), lambda admin: admin.namespaces("public")),
         "does not answer",
         admin_url=url,
@@ -118,7 +118,7 @@ def test_a_port_or_scheme_that_is_of_something_else(dev_broker: DevBroker) -> No
 
 @pytest.mark.broker
 @pytest.mark.parametrize("with_admin", [True, False])
-def test_a_typing_error_in_a_topic_is_told_and_creates_nothing(
+def test_a_typing_error_in_a_topic_is_reported_and_creates_nothing(
     dev_broker: DevBroker, with_admin: bool
 ) -> None:
     admin = PulsarAdmin(dev_broker.connection)

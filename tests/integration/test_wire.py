@@ -1,29 +1,31 @@
-"""The wire transport beside pulsar-client, on what real producers and nobody's producers write."""
+"""The wire transport compared with pulsar-client, on valid and invalid messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Literal
 
 import pulsar
 import pytest
-from contract_harness import read_to_end, receive, subscribe, wait_until
-from raw_protocol import RawEntry
-from wire_harness import WireHarness
 
 from keyshard import KeyShardSource
-from keyshard.arrow.messages import messages_of
+from keyshard.broker.client.broker import PulsarBroker
 from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Sent
 from keyshard.broker.port import Broker, Consumer
-from keyshard.broker.pulsar.broker import PulsarBroker
 from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.frames import api
+from keyshard.columns.messages import messages_of
 from keyshard.config.connection import Connection
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import CorruptEntryError, EncryptedMessageError
 from keyshard.testing.devbroker import DevBroker
+from tests.contract.contract_harness import read_to_end, receive, subscribe
+from tests.contract.raw_protocol import RawEntry
+from tests.contract.wire_harness import WireHarness
+from tests.helpers import wait_until
 
 pytestmark = pytest.mark.broker
 
@@ -82,7 +84,7 @@ def read_by(broker: Broker, where: TopicPartition) -> list[Message]:
 
 
 def test_an_entry_that_cannot_be_unpacked_is_named_and_stays(harness: WireHarness) -> None:
-    """pulsar-client acknowledges it, and nobody is told."""
+    """pulsar-client acknowledges it silently."""
     where = TopicPartition(harness.create_topic())
     consumer = subscribe(harness.broker(), where)
     good: RawEntry = ({6: b"k"}, b"good")
@@ -94,7 +96,7 @@ def test_an_entry_that_cannot_be_unpacked_is_named_and_stays(harness: WireHarnes
     assert harness.backlog(where) == 3
 
 
-def test_a_source_skips_what_cannot_be_read_where_its_user_says_so(
+def test_a_source_skips_unreadable_entries_if_configured(
     harness: WireHarness, dev_broker: DevBroker
 ) -> None:
     where = TopicPartition(harness.create_topic())
@@ -125,12 +127,12 @@ def test_a_range_that_the_broker_forgot_in_silence_gets_its_rows_again(
     )  # fmt: skip
     rows = 0
     with source.open() as stream:
-        ranges = stream._coordinator.worker.range_consumers
+        ranges = stream._coordinator.consumers.range_consumers
         before = [one.consumer for one in ranges.by_partition[where]]
         assert isinstance(before[0], WireConsumer)
         connection, consumer_id = before[0].standing()
         assert connection is not None
-        # The broker lets go of it, and answers a request that nobody made.
+        # The broker drops it, and answers a request that was never made.
         connection.send("close_consumer", api.CloseConsumer(consumer_id=consumer_id, request_id=0))
         harness.publish(where.name, [Sent(b"v", key=f"k{number}") for number in range(20)])
         while rows < 20 and (batch := stream.next_batch(timeout_s=30)):
@@ -144,7 +146,7 @@ def test_a_range_that_the_broker_forgot_in_silence_gets_its_rows_again(
 
 
 def receive_until_refused(consumer: Consumer) -> tuple[list[EntryId], EntryId]:
-    """What came, and what was refused after it."""
+    """Received entries, and the error after them."""
     found: list[EntryId] = []
     named: list[EntryId] = []
 
@@ -159,7 +161,7 @@ def receive_until_refused(consumer: Consumer) -> tuple[list[EntryId], EntryId]:
     return found, named[0]
 
 
-def test_a_source_reads_everything_once_and_writes_letters_through_the_client(
+def test_a_source_reads_everything_once_and_writes_dead_letters_through_the_client(
     harness: WireHarness, dev_broker: DevBroker
 ) -> None:
     topic = harness.create_topic(partitions=2)
@@ -182,7 +184,7 @@ def test_a_source_reads_everything_once_and_writes_letters_through_the_client(
     assert producer.send(b"letter", key="k") > FIRST
 
 
-def test_a_broker_says_that_it_has_taken_acknowledgements(harness: WireHarness) -> None:
+def test_a_broker_confirms_acknowledgements(harness: WireHarness) -> None:
     where = TopicPartition(harness.create_topic())
     consumer = subscribe(harness.broker(), where)
     harness.publish(where.name, [Sent(b"%d" % number, key="k") for number in range(3)])
@@ -195,7 +197,7 @@ def test_a_broker_says_that_it_has_taken_acknowledgements(harness: WireHarness) 
 
 @pytest.mark.parametrize("choice", ["fail", "skip"])
 def test_a_source_names_or_counts_encrypted_messages(
-    choice: str, harness: WireHarness, dev_broker: DevBroker
+    choice: Literal["fail", "skip"], harness: WireHarness, dev_broker: DevBroker
 ) -> None:
     where = TopicPartition(harness.create_topic())
     for number in range(3):
@@ -209,7 +211,7 @@ def test_a_source_names_or_counts_encrypted_messages(
     rows = 0
     with source.open() as stream:
         if choice == "fail":
-            with pytest.raises(EncryptedMessageError, match=r":1 of .*on_encrypted=skip"):
+            with pytest.raises(EncryptedMessageError, match=r":1 of .*set on_encrypted to skip"):
                 wait_until(lambda: not stream.next_batch(timeout_s=30))
             assert harness.backlog(where, "encrypted") == 6
             return
@@ -221,7 +223,7 @@ def test_a_source_names_or_counts_encrypted_messages(
 
 
 @pytest.mark.parametrize("declared", [-1, -(2**20), 2**31 - 1, 2**31, -(2**30)])
-def test_whatever_a_batch_declares_its_consumer_goes_on_and_others_notice_nothing(
+def test_a_batch_with_any_declared_size_stops_no_consumer(
     declared: int, harness: WireHarness
 ) -> None:
     where, elsewhere = (TopicPartition(harness.create_topic()) for _ in range(2))
@@ -239,7 +241,7 @@ def test_whatever_a_batch_declares_its_consumer_goes_on_and_others_notice_nothin
 
     def received() -> bool:
         nonlocal rows
-        # A new subscription may be sent once more what is not acknowledged yet.
+        # A new subscription may get unacknowledged entries once more.
         with suppress(CorruptEntryError):
             blocks = consumer.receive(20)
             consumer.acknowledge([block.id for block in blocks])

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from helpers import keyshard_threads, wait_until
 from keyshard import KeyShardSource
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import (
@@ -23,7 +22,9 @@ from keyshard.testing.verify.workloads import (
     create_partitioned_topic,
     produce,
 )
-from taken import Taken
+from tests.helpers import keyshard_threads, wait_until
+from tests.support.observed import is_live_worker
+from tests.support.stream_rows import StreamRows
 
 pytestmark = pytest.mark.broker
 
@@ -47,15 +48,7 @@ def source(broker: DevBroker, topic: str, workers: str = "processes:2") -> KeySh
 
 def worker_processes() -> list[psutil.Process]:
     """Those of this process that live."""
-    return [one for one in psutil.Process().children() if _is_live_worker(one)]
-
-
-def _is_live_worker(process: psutil.Process) -> bool:
-    try:
-        zombie = process.status() == psutil.STATUS_ZOMBIE
-        return not zombie and "hosted.process" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # it went between the listing and the look at it
-        return False
+    return [one for one in psutil.Process().children() if is_live_worker(one)]
 
 
 @contextmanager
@@ -87,13 +80,13 @@ def test_ranges_are_received_by_processes_which_end_with_the_source(
     load = Workload(messages=2_000, keys=50)
     before = keyshard_threads()
     produce(load, dev_broker.service_url, topic)
-    taken = Taken()
+    taken = StreamRows()
     with source(dev_broker, topic, "processes:3").open() as stream:
         children = worker_processes()
         assert len(children) == 3
-        told = stream.status()["sourceWorkers"]
-        assert {one["pid"] for one in told} == {one.pid for one in children}
-        assert sum(one["consumers"] for one in told) == 10 * PARTITIONS
+        output = stream.status()["sourceWorkers"]
+        assert {one["pid"] for one in output} == {one.pid for one in children}
+        assert sum(one["consumers"] for one in output) == 10 * PARTITIONS
         taken.take(stream, 2_000)
     assert not any(one.is_running() for one in children)
     assert not keyshard_threads() - before
@@ -103,7 +96,7 @@ def test_ranges_are_received_by_processes_which_end_with_the_source(
 def test_nothing_is_lost_twice_or_out_of_order_when_workers_die(
     dev_broker: DevBroker, topic: str, how: signal.Signals
 ) -> None:
-    messages, taken = 30_000, Taken()
+    messages, taken = 30_000, StreamRows()
     load = Workload(messages=messages, keys=200, rate_per_s=2_500.0)
     with source(dev_broker, topic).open() as stream:
         publisher = threading.Thread(target=produce, args=(load, dev_broker.service_url, topic))
@@ -117,7 +110,7 @@ def test_nothing_is_lost_twice_or_out_of_order_when_workers_die(
 
 
 def test_a_worker_that_wakes_after_its_lease_ends_itself(dev_broker: DevBroker, topic: str) -> None:
-    taken = Taken()
+    taken = StreamRows()
     with source(dev_broker, topic).open() as stream:
         first, other = worker_processes()
         began = time.monotonic()
@@ -137,8 +130,8 @@ def test_workers_end_without_their_source(dev_broker: DevBroker, topic: str) -> 
         "print('ready', flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         children = psutil.Process(process.pid).children()
         assert len(children) == 2

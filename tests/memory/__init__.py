@@ -1,7 +1,7 @@
-"""Memory as a property: whatever messages look like, a source with a slow sink stays below a limit.
+"""Memory as a property: for any messages, a source with a slow sink stays below a limit.
 
-The limit holds for each process of a source: ``window_bytes_max`` x 2 + 200 MB. Of the process that
-opens the source, what it takes before it does so is subtracted. Measured is the peak of the
+The limit holds for each process of a source: ``window_bytes_max`` x 2 + 200 MB. Memory
+that a process takes before it opens the source is subtracted. The tests measure the peak of the
 resident memory (``VmHWM``) since then; of a worker process, from its start. Each consumer
 holds one entry whatever the window is, so no shape has more consumers than fit below the limit.
 

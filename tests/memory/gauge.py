@@ -1,4 +1,4 @@
-"""What is told of a process: its memory, and when a source receives nothing more."""
+"""Facts about a process: its memory, and the moment when a source receives nothing more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def memory(name: str, pid: str) -> int:
 
 
 def wait(status: Callable[[], Mapping[str, Any]]) -> None:
-    """Until nothing more is received."""
+    """Wait until nothing more is received."""
     end_s = time.monotonic() + ENOUGH_S
     rows, since_s = -1, time.monotonic()
     while time.monotonic() < end_s and time.monotonic() - since_s < STILL_S:

@@ -26,14 +26,14 @@ from ray.data import DataContext, read_datasource
 
 import ray_adapter
 from keyshard import KeyShardSource, Message
-from keyshard.arrow.columns import SCHEMA
+from keyshard.columns.record_batches import SCHEMA
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.split import Span, Split
 from ray_adapter.datasource import KeyShardDatasource
 from ray_adapter.options import Takes
+from tests.memory.backlog_broker import LEDGER
 from tests.memory.gauge import ENOUGH_S, memory, wait
-from tests.memory.served import LEDGER
 from tests.memory.shape import Shape
 
 ACTORS = 2
@@ -79,7 +79,7 @@ def own_memory(pid: str = "self") -> int:
 
 
 def on_ray(source: KeyShardSource, shape: Shape) -> dict[str, Any]:
-    """A read, or a job whose handler is slow."""
+    """Run a read, or a job with a slow handler."""
     ray.init(
         address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
         object_store_memory=STORE_BYTES,
@@ -99,8 +99,8 @@ def job(source: KeyShardSource, shape: Shape) -> dict[str, Any]:
         for _ in range(2):
             wait(lambda: running.status()["source"]["window"] or {"rowsReceived": 0})
             end_s = time.monotonic() + ENOUGH_S
-            for told in results:
-                actor = max(actor, told)
+            for output in results:
+                actor = max(actor, output)
                 if time.monotonic() > end_s:
                     break
         rows = running.status()["source"]["window"]["rowsReceived"]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from tests.memory.served import Served
+from tests.memory.backlog_broker import BacklogBroker
 from tests.memory.shape import Shape
 
 TIMEOUT_S = 120.0
@@ -28,7 +28,7 @@ class Measured:
 
 def measure(shape: Shape) -> Measured:
     """Read a shape in a process of its own."""
-    broker = Served(shape)
+    broker = BacklogBroker(shape)
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tests.memory.subject", broker.url, json.dumps(shape.to_json())],
@@ -44,7 +44,7 @@ def measure(shape: Shape) -> Measured:
         broker.close()
     if done.returncode:
         return Measured(shape, 0, 0, done.stderr.strip()[-300:] or f"status {done.returncode}")
-    told = json.loads(done.stdout.splitlines()[-1])
-    peak = max(told["peak"], told["workers"])
+    output = json.loads(done.stdout.splitlines()[-1])
+    peak = max(output["peak"], output["workers"])
     over = f"{peak / 1e6:.0f} MB are above {shape.limit / 1e6:.0f}" if peak > shape.limit else ""
-    return Measured(shape, peak, told["rows"], over or ("" if told["rows"] else "nothing came"))
+    return Measured(shape, peak, output["rows"], over or ("" if output["rows"] else "nothing came"))

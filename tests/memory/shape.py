@@ -10,7 +10,7 @@ from tests.stored_entries import LZ4, NONE, ZSTD, batch, single
 
 MIB = 1 << 20
 ENTRY_BYTES_MAX = 4 * MIB
-"""Largest entry, unpacked: what brokers take by default is 5 MiB."""
+"""Largest entry, unpacked. Brokers take 5 MiB by default."""
 CONSUMERS_BYTES_MAX = 80 * MIB
 """Most bytes of one entry for each consumer of a drawn shape."""
 WAYS = ("embedded", "hosted", "spark", "batch", "ray")
@@ -68,7 +68,7 @@ class Shape:
         return batch([message] * count, self.compression), count
 
     def to_json(self) -> dict[str, Any]:
-        """As the measured process takes it."""
+        """Return it as an argument of the measured process."""
         return asdict(self)
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from keyshard import KeyShardSource
-from keyshard.arrow.columns import SCHEMA
-from keyshard.broker.port import Admin
+from keyshard.broker.admin.port import Admin
 from keyshard.broker.wire.broker import WireBroker
+from keyshard.columns.record_batches import SCHEMA
 from keyshard.config.connection import Connection
+from keyshard.coordinator.batch_server import read_batch
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import Span, Split
 from keyshard.reading.split_reader import read_split
-from keyshard.worker.flight import read_batch
+from tests.memory.backlog_broker import LEDGER
 from tests.memory.gauge import ENOUGH_S, memory, wait
-from tests.memory.served import LEDGER
 from tests.memory.shape import Shape
 
 ENTRIES = 100_000
@@ -31,12 +31,12 @@ def main() -> None:
     url, shape = sys.argv[1], Shape(**json.loads(sys.argv[2]))
     Path("/proc/self/clear_refs").write_text("5")
     base = memory("VmRSS", "self")
-    told = {"batch": batch, "spark": spark, "ray": on_ray}.get(shape.way, stream)(url, shape)
-    print(json.dumps({"peak": memory("VmHWM", "self") - base, "base": base} | told))
+    output = {"batch": batch, "spark": spark, "ray": on_ray}.get(shape.way, stream)(url, shape)
+    print(json.dumps({"peak": memory("VmHWM", "self") - base, "base": base} | output))
 
 
 def source_of(url: str, shape: Shape) -> KeyShardSource:
-    """A source whose budget in bytes is what counts."""
+    """A source that is limited by bytes."""
     return KeyShardSource(
         "t", service_url=url, subscription="s", parallelism=shape.ranges,
         starting_position="earliest", window_rows_max=10_000_000,
@@ -89,7 +89,7 @@ def spark(url: str, shape: Shape) -> dict[str, Any]:
 
 
 def on_ray(url: str, shape: Shape) -> dict[str, Any]:
-    """A job and a read on Ray, which is imported where it is needed."""
+    """Run a job and a read on Ray; Ray is imported on use."""
     from tests.memory.on_ray import on_ray  # noqa: PLC0415
 
     return on_ray(source_of(url, shape), shape)
@@ -106,7 +106,7 @@ class OneLedger:
 
 
 def batch(url: str, shape: Shape) -> dict[str, Any]:
-    """A bounded read of two splits, whose sizes say that entries are small; a slow sink."""
+    """Read two splits with sizes that suggest small entries, into a slow sink."""
     broker = WireBroker(Connection(url))
     rows = size = 0
     end_s = time.monotonic() + ENOUGH_S

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.memory.runner import measure
@@ -10,7 +12,7 @@ from tests.stored_entries import NONE, ZSTD
 
 
 def shape(way: str, **changes: int) -> Shape:
-    fields = {
+    fields: dict[str, Any] = {
         "window_bytes": 16 * MIB, "ranges": 4, "partitions": 1, "value_bytes": 100, "key_bytes": 0,
         "properties": 0, "property_bytes": 0, "entry_messages": 1, "compression": NONE,
         "small_first": 0,

@@ -1,7 +1,7 @@
-"""A pytest plugin for the runs on mutants: which tests failed, and which code they ran on.
+"""A pytest plugin for the runs on mutants: it records failed tests and the imported modules.
 
-It writes one JSON object into the file that ``KEYSHARD_KILL_RECORD`` names. Of a killer with
-several tests, those behind the first that failed are skipped.
+It writes one JSON object into the file that ``KEYSHARD_KILL_RECORD`` names. If a killer has several
+tests, those behind the first failed one are skipped.
 """
 
 from __future__ import annotations

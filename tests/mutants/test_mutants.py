@@ -1,4 +1,4 @@
-"""Each broken promise is noticed: the suite fails on keyshard with one change to the worse."""
+"""Named tests fail if one change of the code breaks a promise."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ from py_compile import PycInvalidationMode
 from typing import Any
 
 import pytest
-from found_by_simulation import FOUND_BY_SIMULATION
-from of_wire import OF_WIRE
-from of_workers import OF_WORKERS
-from table import MUTANTS, Edit, Mutant
 
-ALL = (*MUTANTS, *FOUND_BY_SIMULATION, *OF_WORKERS, *OF_WIRE)
+from tests.mutants.batch_mutants import OF_BATCHES
+from tests.mutants.checker_mutants import OF_CHECKERS
+from tests.mutants.handler_mutants import OF_HANDLERS
+from tests.mutants.mutant import Edit, Mutant
+from tests.mutants.output_mutants import OF_OUTPUTS
+from tests.mutants.sink_mutants import OF_SINK
+from tests.mutants.wire_mutants import OF_WIRE
+from tests.mutants.worker_mutants import OF_WORKERS
+
+ALL = (*OF_BATCHES, *OF_HANDLERS, *OF_CHECKERS, *OF_WORKERS, *OF_WIRE, *OF_SINK, *OF_OUTPUTS)
 ROOT = Path(__file__).parents[2]
 COPIED = ("keyshard", "spark_adapter", "tests")
 TIMEOUT_S = 240
 """Longest time that the tests of one mutant, or all on the code as it is, may take, seconds."""
+DEADLINE_S, MUTANT_DEADLINE_S = 60.0, 15.0
+"""Deadline of waits in tests, seconds; what a mutant never does is waited for to the deadline."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +48,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of the code and its tests, which mutants change one after the other."""
+    """A copy of the code and its tests; mutants change it one after the other."""
 
     root: Path
     warm: subprocess.Popen[str]
     """Runs tests on it."""
 
-    def run(self, tests: tuple[str, ...]) -> Outcome:
+    def run(self, tests: tuple[str, ...], deadline_s: float) -> Outcome:
         record, output = self.root / "record.json", self.root / "output.txt"
         for file in (record, output):
             file.unlink(missing_ok=True)
@@ -56,15 +63,16 @@ class Copy:
             "arguments": ["-q", *plugins, f"--timeout={TIMEOUT_S // 2}", *tests],
             "output": str(output),
             "seconds": TIMEOUT_S,
+            "deadline_s": deadline_s,
         }
         assert self.warm.stdin is not None
         assert self.warm.stdout is not None
         print(json.dumps(asked), file=self.warm.stdin, flush=True)
         exit_code = self.warm.stdout.readline()
-        told = output.read_text(errors="replace") if output.exists() else ""
-        assert record.exists(), f"the tests did not run to their end:\n{told}"
+        result = output.read_text(errors="replace") if output.exists() else ""
+        assert record.exists(), f"the tests did not run to their end:\n{result}"
         found: dict[str, Any] = json.loads(record.read_text())
-        return Outcome(int(exit_code), told, found["failed"], found["modules"])
+        return Outcome(int(exit_code), result, found["failed"], found["modules"])
 
     def imported(self, outcome: Outcome, file: str) -> bool:
         """Whether a file of this copy was what the tests ran on."""
@@ -86,8 +94,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests/mutants")]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "KEYSHARD_KILL_RECORD": str(root / "record.json"),
-        # What a mutant never does is waited for to the deadline.
-        "KEYSHARD_TEST_DEADLINE_S": "15",
     }
     with subprocess.Popen(
         [sys.executable, str(root / "tests/mutants/warm.py")], cwd=root, env=environment,
@@ -100,14 +106,16 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
 @pytest.fixture(scope="module")
 def unchanged(copy: Copy) -> Outcome:
     """All killers on the code as it is."""
-    return copy.run(tuple(dict.fromkeys(test for mutant in ALL for test in mutant.killers)))
+    return copy.run(
+        tuple(dict.fromkeys(test for mutant in ALL for test in mutant.killers)), DEADLINE_S
+    )
 
 
 def changed(text: str, edit: Edit) -> str:
     times = text.count(edit.old)
     assert times == 1, (
         f"{edit.file} has {times} times, not once:\n{edit.old}\n"
-        "The code has changed: bring the mutant in tests/mutants/table.py up to date."
+        "The code has changed: bring the mutant up to date."
     )
     return text.replace(edit.old, edit.new)
 
@@ -125,7 +133,7 @@ def test_the_suite_notices(
     try:
         for file, text in texts.items():
             (copy.root / file).write_text(text)
-        outcome = copy.run(mutant.killers)
+        outcome = copy.run(mutant.killers, MUTANT_DEADLINE_S)
     finally:
         for file, text in originals.items():
             (copy.root / file).write_text(text)

@@ -1,7 +1,8 @@
-"""Runs tests in forks of a process that has imported what they need beside keyshard.
+"""Runs tests in forks of a process that has imported all packages except keyshard.
 
 Each line of its input is a JSON object: ``arguments`` for pytest, ``output`` the file for what it
-prints, and ``seconds`` that it may take. The answer is a line with its exit code.
+prints, ``seconds`` that it may take, and ``deadline_s`` of the waits of tests. The answer is a line
+with its exit code.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NEEDED = (
 )  # fmt: skip
 
 
-def run(arguments: list[str], output: str, seconds: float) -> int:
+def run(arguments: list[str], output: str, seconds: float, deadline_s: float) -> int:
     """Run tests in a fork; its exit code."""
     child = os.fork()
     if child:
@@ -31,6 +32,7 @@ def run(arguments: list[str], output: str, seconds: float) -> int:
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(file, stream)
+        os.environ["KEYSHARD_TEST_DEADLINE_S"] = str(deadline_s)
         faulthandler.dump_traceback_later(seconds, exit=True)
         # Modules that are imported already cannot have their assertions rewritten.
         code = int(pytest.main(["--assert=plain", *arguments]))

@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import block
 from keyshard.core.position.entry import EntryBlock
 from keyshard.core.window.admission import share_out, take_aligned
+from tests.helpers import block
 
 BOUNDED = settings(max_examples=60, deadline=None)
 
@@ -18,7 +18,7 @@ demands = st.dictionaries(st.integers(0, 9), st.integers(1, 1_000), max_size=8)
 
 @BOUNDED
 @given(st.integers(1, 3_000), demands)
-def test_shares_use_the_limit_and_pass_over_nobody(limit: int, demand: dict[int, int]) -> None:
+def test_shares_use_the_limit_and_omit_no_demand(limit: int, demand: dict[int, int]) -> None:
     shares = share_out(limit, demand)
     assert list(shares) == list(demand)
     assert all(0 <= shares[key] <= wanted for key, wanted in demand.items())

@@ -32,10 +32,10 @@ def sizes(assignment: Assignment) -> list[int]:
 
 
 def fewest_moved(old: Assignment, count: int) -> int:
-    """The optimum, from what each owner has and no more: what core says of it is checked too.
+    """Compute the optimum only from the sizes of the owners; the value of core is checked too.
 
-    Who stays keeps at most the smaller size, and one slot more if it has that and is among those
-    who may have the larger size.
+    A remaining owner keeps at most the smaller size, and one slot more if it has that and is among
+    the owners with the larger size.
     """
     small, larger = divmod(RING_SIZE, count)
     stay = sizes(old)[:count]
@@ -97,7 +97,7 @@ def test_moved_slots_are_those_whose_owner_differs(before: int, after: int) -> N
         (100, 101, 1 / 101),
     ],
 )
-def test_growing_moves_what_the_new_owners_get_and_shrinking_what_the_old_ones_had(
+def test_growing_moves_slots_to_new_owners_and_shrinking_those_of_old_ones(
     before: int, after: int, share: float
 ) -> None:
     old = assign(before)
@@ -152,7 +152,7 @@ def assignments(draw: st.DrawFn) -> Assignment:
 
 @BOUNDED
 @given(assignments(), counts)
-def test_what_a_restart_begins_with_is_read_as_it_was_written(
+def test_the_checkpoint_after_a_restart_equals_the_written_one(
     now: Assignment, parallelism: int
 ) -> None:
     rescaled = Rescaled.of(parallelism, now)

@@ -1,4 +1,4 @@
-"""Whatever the load: the ring stays covered, nobody is left without a slot, nothing gets worse."""
+"""Whatever the load is, the ring stays covered, each range has a slot, no balance is worse."""
 
 from __future__ import annotations
 

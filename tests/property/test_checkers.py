@@ -11,17 +11,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from histories import batch_host, handlers
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.testing.verify.checkers import check, rerun_equality
 from keyshard.testing.verify.history import Event
+from tests.helpers import present
+from tests.support.histories import batch_host, handlers
 
 Events = list[Event]
 
 
 def places(events: Events, *kinds: str, message: bool = True) -> list[int]:
-    """Where events of some kinds are, with a message or without."""
+    """Return the indices of events of some kinds, with or without a message."""
     return [
         at
         for at, event in enumerate(events)
@@ -30,7 +31,7 @@ def places(events: Events, *kinds: str, message: bool = True) -> list[int]:
 
 
 def last_run(events: Events, batch: str) -> list[int]:
-    """Where the rows are that a batch had when it was committed."""
+    """Return the indices of the rows of committed batches."""
     start = max(at for at in places(events, "started", message=False) if events[at].batch == batch)
     return [at for at in places(events, "delivered") if at > start and events[at].batch == batch]
 
@@ -99,7 +100,7 @@ def row_of_a_broken_off_run_replaced(events: Events, chance: random.Random) -> E
     broken_off = [at for at in places(events, "delivered") if at not in committed]
     assume(broken_off)
     at = chance.choice(broken_off)
-    return with_one_more(without(events, at), at, replace(events[at], part=events[at].part + 1))
+    return with_one_more(without(events, at), at, in_next_part(events[at]))
 
 
 def without_what_ended(events: Events) -> Events:
@@ -119,9 +120,13 @@ def row_in_two_broken_off_runs(events: Events, chance: random.Random) -> tuple[E
     return events, chance.choice(twice)
 
 
+def in_next_part(event: Event) -> Event:
+    return replace(event, part=present(event.part) + 1)
+
+
 def row_of_one_of_two_broken_off_runs_moved(events: Events, chance: random.Random) -> Events:
     events, at = row_in_two_broken_off_runs(events, chance)
-    return with_one_more(without(events, at), at, replace(events[at], part=events[at].part + 1))
+    return with_one_more(without(events, at), at, in_next_part(events[at]))
 
 
 def row_of_one_of_two_broken_off_runs_renamed(events: Events, chance: random.Random) -> Events:
@@ -132,7 +137,7 @@ def row_of_one_of_two_broken_off_runs_renamed(events: Events, chance: random.Ran
 
 def other_range(events: Events, chance: random.Random) -> Events:
     at = chance.choice(places(events, "delivered"))
-    wrong = [str(one) for one in split_ring(3) if key_slot(events[at].key) not in one]
+    wrong = [str(one) for one in split_ring(3) if key_slot(present(events[at].key)) not in one]
     return with_one_more(without(events, at), at, replace(events[at], range=chance.choice(wrong)))
 
 
@@ -156,7 +161,7 @@ def handlers_in_another_order(events: Events, chance: random.Random) -> Events:
         (a, b)
         for a in starts
         for b in starts
-        if events[a].key == events[b].key and events[a].seq + 1 == events[b].seq
+        if events[a].key == events[b].key and present(events[a].seq) + 1 == events[b].seq
     ]
     a, b = chance.choice(pairs)
     first, second = events[a], events[b]
@@ -185,7 +190,7 @@ def two_owners(events: Events, chance: random.Random) -> Events:
 def older_epoch(events: Events, chance: random.Random) -> Events:
     gains = [at for at in places(events, "range_gained", message=False) if events[at].epoch]
     at = gains[-1]
-    return with_one_more(events, at + 1, replace(events[at], epoch=events[at].epoch - 1))
+    return with_one_more(events, at + 1, replace(events[at], epoch=present(events[at].epoch) - 1))
 
 
 MUTATIONS: list[tuple[Callable[[int], Events], Callable[[Events, random.Random], Events], str]] = [

@@ -77,7 +77,7 @@ def test_equal_checkpoints_have_equal_texts(checkpoint: Checkpoint, random: obje
         checkpoint.cluster,
         checkpoint.subscription,
         checkpoint.ranges,
-        dict(reversed(checkpoint.partitions.items())),
+        dict(reversed([*checkpoint.partitions.items()])),
         checkpoint.merged,
         rescaled=checkpoint.rescaled,
     )

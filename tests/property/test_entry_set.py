@@ -16,7 +16,7 @@ ids = st.builds(EntryId, st.integers(0, 1), st.integers(0, 9))
 plain_sets = st.frozensets(ids, max_size=20)
 wide_ids = st.builds(EntryId, st.sampled_from([7, 12]), st.integers(85, 130))
 wide_sets = st.frozensets(wide_ids, max_size=60) | plain_sets
-"""Also of many runs, with numbers of more than one length."""
+"""The set may have many runs, and numbers of different lengths."""
 
 
 @BOUNDED
@@ -94,7 +94,7 @@ def test_runs_are_as_long_as_possible(plain: frozenset[EntryId]) -> None:
 
 @BOUNDED
 @given(plain_sets, ids)
-def test_what_lies_above_a_position(plain: frozenset[EntryId], position: EntryId) -> None:
+def test_entries_above_a_position(plain: frozenset[EntryId], position: EntryId) -> None:
     expected = {entry_id for entry_id in plain if entry_id > position}
     above = EntrySet.of(plain).above(position)
     assert above == EntrySet.of(expected)
@@ -103,12 +103,12 @@ def test_what_lies_above_a_position(plain: frozenset[EntryId], position: EntryId
 
 @BOUNDED
 @given(plain_sets, ids)
-def test_pruning_below_a_floor_settles_the_same_entries_and_those_below_it(
+def test_pruning_below_a_floor_resolves_the_same_entries_and_those_below_it(
     plain: frozenset[EntryId], floor: EntryId
 ) -> None:
     pruned = PartitionCheckpoint(floor, EntrySet.of(plain).above(floor))
     for entry_id in universe():
-        assert pruned.settled(entry_id) == (entry_id in plain or entry_id <= floor)
+        assert pruned.covers(entry_id) == (entry_id in plain or entry_id <= floor)
 
 
 @BOUNDED
@@ -122,6 +122,20 @@ def test_the_end_of_a_run_is_where_its_neighbours_end(
         end = EntryId(ledger, entry)
         entry += 1
     assert EntrySet.of(plain).run_end(entry_id) == end
+
+
+@BOUNDED
+@given(plain_sets, ids)
+@example(frozenset({EntryId(1, 4), EntryId(1, 5)}), EntryId(1, 3))
+@example(frozenset({EntryId(1, 4), EntryId(1, 6)}), EntryId(1, 3))
+@example(frozenset({EntryId(1, 4), EntryId(2, 0)}), EntryId(1, 3))
+@example(frozenset({EntryId(1, 3), EntryId(1, 4)}), EntryId(1, 3))
+def test_a_floor_rises_over_the_run_after_it(plain: frozenset[EntryId], floor: EntryId) -> None:
+    entries = EntrySet.of(plain)
+    end, rest = entries.following(floor)
+    assert end == (entries.run_end(EntryId(floor.ledger, floor.entry + 1)) or floor)
+    assert set(rest) == {one for one in plain if one > end}
+    assert type(end) is EntryId
 
 
 @BOUNDED

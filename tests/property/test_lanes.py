@@ -1,4 +1,4 @@
-"""Lanes: whatever happens, one message of a key at a time, in order, and every entry once."""
+"""Lanes: always one message of a key at a time, in order, and every entry once."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, range_index
 from keyshard.core.ring.key_slot import key_slot
+from tests.helpers import present
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)
 KEYS = [f"key-{i}" for i in range(6)]
@@ -95,7 +96,8 @@ class LanesMachine(RuleBasedStateMachine):
         if work is not None:
             assert work.message.key in keys
             assert work.queue.first_failed_s is None
-            assert not any(work.message.slot in held for held in self.held), "a held key started"
+            slot = present(work.message.slot)
+            assert not any(slot in held for held in self.held), "a held key started"
             assert work.queue.not_before_s <= self.now_s, "a key started before its time"
             self.running.append(work)
 
@@ -139,12 +141,17 @@ class LanesMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        """What begins after this ends here: the machine checks it, and begins anew."""
-        begun = {work.entry.id for work in self.running}
-        begun |= {work.entry.id for q in self.lanes.queues() for work in q.work if work.entry.begun}
+        """End all lanes; the machine checks them and starts again."""
+        started = {present(work.entry).id for work in self.running}
+        started |= {
+            entry.id
+            for q in self.lanes.queues()
+            for work in q.work
+            if (entry := present(work.entry)).started
+        }
         self.lanes.drain()
         while (work := self.lanes.next(self.now_s)) is not None:
-            assert work.entry.id in begun, "an entry begins while the lanes drain"
+            assert present(work.entry).id in started, "an entry begins while the lanes drain"
             self.running.append(work)
         self.lanes._draining = False
         self.resume()
@@ -289,7 +296,7 @@ def test_keyless_messages_are_spread_or_in_order() -> None:
         assert len(started) == at_once
 
 
-def test_what_a_stop_sets_aside_goes_to_a_range_that_is_there() -> None:
+def test_entries_set_aside_by_a_stop_go_to_an_existing_range() -> None:
     lanes = Lanes(4, 1, lambda slot: range_index(slot, 4))
     lanes.add(WHERE, 3, EntryId(1, 0), [message(0, 0, None)])
     lanes.drain()

@@ -1,4 +1,4 @@
-"""Splits are disjoint and cover exactly what is asked, for any ledgers, bounds and number."""
+"""Splits are disjoint and cover exactly the bounds, for any ledgers and number."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import P0, P1, P2
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import Split, cut, grouped, stretch
+from tests.helpers import P0, P1, P2
 
 BOUNDED = settings(max_examples=300, deadline=None)
 COUNTS = st.integers(0, 12) | st.integers(0, 10**7)
@@ -27,7 +27,7 @@ BATCH = 3
 
 
 def runs(splits: list[Split]) -> list[tuple[int, int, int]]:
-    """Spans of splits; what joins is one."""
+    """Spans of splits; adjacent ones are joined."""
     joined: list[tuple[int, int, int]] = []
     for span in (span for split in splits for span in split.spans):
         if joined and joined[-1][0] == span.ledger and joined[-1][2] == span.first:

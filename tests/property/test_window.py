@@ -14,18 +14,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helpers import P0, P1
-from keyshard.core.holes.settling import Proofs
+from keyshard.core.ack_gaps import Proofs
 from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import range_index
-from keyshard.core.window.budget import Budget
+from keyshard.core.window.admission import Budget
 from keyshard.core.window.layout import lay_out
 from keyshard.core.window.partition_window import Receipt
 from keyshard.core.window.window import Window
-from window_world import Lane, Planned, Stored, known_at_the_end, shown_by_a_reader
+from tests.helpers import P0, P1
+from tests.property.window_model import Lane, Planned, Stored, known_at_the_end, shown_by_a_reader
 
 KEYS = ["a", "b", "c", "d", "e", "f"]
 ENTRIES_PER_LEDGER = 5
@@ -96,7 +96,7 @@ class WindowMachine(RuleBasedStateMachine):
 
     @rule(tp=st.sampled_from([P0, P1]), count=st.integers(1, 3))
     def mark(self, tp: TopicPartition, count: int) -> None:
-        """A transaction leaves markers, which nobody is shown."""
+        """A transaction leaves markers that no client sees."""
         for _ in range(count):
             self.logs[tp].append(Stored(self.next_id(tp), "marker", 1, marker=True))
 
@@ -108,17 +108,17 @@ class WindowMachine(RuleBasedStateMachine):
         self.window.prove(tp, proofs)
 
     @rule(tp=st.sampled_from([P0, P1]))
-    def somebody_acknowledges_all_and_time_passes(self, tp: TopicPartition) -> None:
-        """Acknowledged elsewhere for long; what was received before is delivered all the same."""
+    def another_client_acknowledges_all_and_time_passes(self, tp: TopicPartition) -> None:
+        """Another client acknowledged all entries long ago; received ones are still delivered."""
         log = self.logs[tp]
         open_entries = [stored for stored in log if stored.open_indices]
         if not open_entries:
             return
         lost = self.random.choice(open_entries)
         lost.foreign |= set(range(lost.size))
-        # As the settler does: what is published up to the time of the evidence is no news.
+        # As the gap resolver does: an entry published up to the time of the evidence is old.
         now_ms = log[-1].publish_ms
-        self.window.prove(tp, Proofs(settled=EntrySet.of([lost.id]), published_ms=now_ms))
+        self.window.prove(tp, Proofs(resolved=EntrySet.of([lost.id]), published_ms=now_ms))
 
     @rule(at=st.integers(0, 99), messages=st.integers(1, 8))
     def receive(self, at: int, messages: int) -> None:
@@ -207,8 +207,8 @@ class WindowMachine(RuleBasedStateMachine):
         ]
 
     @rule(tp=st.sampled_from([P0, P1]), gone=st.booleans())
-    def let_go_and_own_anew(self, tp: TopicPartition, gone: bool) -> None:
-        """What discovery does with a topic partition that it took for another one."""
+    def drop_and_own_again(self, tp: TopicPartition, gone: bool) -> None:
+        """Do as discovery does with a topic partition that it took for another one."""
         self.window.drop_partition(tp, gone=gone)
         self.left_out = {where for where in self.left_out if where[0] != tp}
         self.window.validate()
@@ -225,7 +225,7 @@ class WindowMachine(RuleBasedStateMachine):
             self.feed(tp, index, None)
 
     @rule(tp=st.sampled_from([P0, P1]), at=st.integers(0, 99), index=st.integers(0, 3))
-    def somebody_acknowledges_an_index(self, tp: TopicPartition, at: int, index: int) -> None:
+    def another_client_acknowledges_an_index(self, tp: TopicPartition, at: int, index: int) -> None:
         if self.logs[tp]:
             stored = self.logs[tp][at % len(self.logs[tp])]
             if index < stored.size and stored.size > 1 and not stored.marker:
@@ -359,7 +359,7 @@ class WindowMachine(RuleBasedStateMachine):
             self.window.validate()
 
     @invariant()
-    def what_a_batch_starts_from_and_what_it_holds_is_settled_at_its_end(self) -> None:
+    def a_checkpoint_covers_its_start_and_its_batch(self) -> None:
         """Pruning and settling forget nothing: the next start drops every redelivery of it."""
         if not hasattr(self, "window"):
             return
@@ -367,8 +367,8 @@ class WindowMachine(RuleBasedStateMachine):
             for tp, log in self.logs.items():
                 start = batch.start.partitions.get(tp, NONE)
                 end = batch.end.partitions.get(tp, NONE)
-                before = {stored.id for stored in log if start.settled(stored.id)}
-                after = {stored.id for stored in log if end.settled(stored.id)}
+                before = {stored.id for stored in log if start.covers(stored.id)}
+                after = {stored.id for stored in log if end.covers(stored.id)}
                 assert before >= set(start.delivered)
                 assert after >= before | set(end.batch), "a checkpoint forgets what is delivered"
                 assert not before & set(end.batch), "a batch holds what was delivered before"
@@ -451,7 +451,7 @@ def test_an_entry_that_connections_cut_off_twice_alike_is_whole() -> None:
     """Both times another entry is the first that comes after the reconnect.
 
     1. One message of ``long`` comes, then the connection breaks, and ``short`` comes first.
-    2. The consumer is opened anew; ``long`` comes first, and is cut off after the same message.
+    2. The consumer is opened again; ``long`` comes first, and is cut off after the same message.
     """
     machine = WindowMachine()
     machine.begin(ranges=1, seed=0, checkpoint_bytes=10**6)

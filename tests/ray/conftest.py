@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
+from tests.ray.ray_topic import RayTopic
+
 CPUS = 8
-"""Of the cluster of these tests; what actors ask for only decides whether they are placed."""
+"""CPUs of the cluster of these tests; requests of actors only decide their placement."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,3 +23,17 @@ def cluster() -> Iterator[None]:
     )  # fmt: skip
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> RayTopic:
+    return RayTopic(tmp_path)
+
+
+@pytest.fixture
+def quiet_data() -> Iterator[None]:
+    """Ray Data shows no progress bars."""
+    context = ray.data.DataContext.get_current()
+    before, context.enable_progress_bars = context.enable_progress_bars, False
+    yield
+    context.enable_progress_bars = before

@@ -1,4 +1,4 @@
-"""The program whose death is tested: ``python -m tests.ray.driver``.
+"""The program that the tests kill: ``python -m tests.ray.driver``.
 
 Each result becomes a line of a file before the next one is asked for: partition, entry, key and
 sequence number.
@@ -15,11 +15,11 @@ import ray
 
 import ray_adapter
 from keyshard import KeyShardSource, Message
-from tests.ray.ray_place import Recorded
+from tests.ray.ray_topic import Recorded
 
 
 class Located(Recorded):
-    """Also says where the message was stored."""
+    """Return the message with its position."""
 
     def __call__(self, message: Message) -> Any:
         ledger, entry, _ = message.message_id
@@ -27,7 +27,7 @@ class Located(Recorded):
 
 
 def main() -> None:
-    """Until it is killed, or told to end by SIGTERM."""
+    """Run until a kill or a SIGTERM."""
     parser = argparse.ArgumentParser()
     for name in ("address", "service-url", "topic", "history", "out", "checkpoint"):
         parser.add_argument(f"--{name}", required=True)

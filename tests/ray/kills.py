@@ -37,12 +37,12 @@ LOOK_S = 0.02
 
 @dataclass
 class Kills:
-    """One topic, drivers over it one after the other, and what they left.
+    """One topic, its drivers one after the other, and their results.
 
     Args:
         broker: A running broker.
-        folder: For files.
-        messages: How many.
+        folder: Folder for files.
+        messages: Number of messages.
         deadline_s: Longest time for everything, seconds.
     """
 
@@ -100,7 +100,7 @@ class Kills:
         return self.out.read_bytes().count(b"\n")
 
     def broken(self) -> list[str]:
-        """What does not hold; nothing, it is hoped."""
+        """Return the broken promises."""
         broken = [str(one) for one in check(list(read_history(self.history))) if not one.holds]
         results = [line.split() for line in self.out.read_text().splitlines()]
         first: dict[str, list[int]] = {}
@@ -115,7 +115,7 @@ class Kills:
             for result in results[lines:]:
                 where = TopicPartition(full_topic_name(self.topic), int(result[0]))
                 state = checkpoint.partitions.get(where)
-                if state and state.settled(EntryId(int(result[1]), int(result[2]))):
+                if state and state.covers(EntryId(int(result[1]), int(result[2]))):
                     broken.append(f"{result} was in the checkpoint and came again")
         return broken
 
@@ -143,7 +143,7 @@ class Kills:
             )  # fmt: skip
 
     def _wait(self, process: subprocess.Popen[bytes], count: int) -> None:
-        """Until so many different results are there."""
+        """Wait for a number of different results."""
         while True:
             lines = self.out.read_bytes().splitlines()
             if len(lines) >= count and len(set(lines)) >= count:
@@ -154,7 +154,7 @@ class Kills:
             time.sleep(LOOK_S)
 
     def _wait_for_end_of_actors(self) -> None:
-        """Ray ends them when their driver is gone; until then they go on with what they have."""
+        """Wait for the end of the actors. Ray ends them some time after their driver."""
         began_s = time.monotonic()
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in self._actors()))
         self.actors_outlived_s = max(self.actors_outlived_s, time.monotonic() - began_s)

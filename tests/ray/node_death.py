@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 import ray_adapter
 from keyshard.testing.verify.history import HistoryWriter
 from keyshard.testing.verify.recorder import Recorder
-from tests.ray.ray_place import RayPlace, Recorded
+from tests.ray.ray_topic import RayTopic, Recorded
 
 
 def main(folder: Path) -> None:
@@ -22,28 +22,28 @@ def main(folder: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     nodes = {node.node_id: node for node in (cluster.add_node(num_cpus=1) for _ in range(3))}
     ray.init(address=cluster.address, log_to_driver=False)
-    place = RayPlace("node-death", folder)
-    place.publish(keys=30, per_key=100)
-    recorded = partial(Recorded, str(place.history), seconds=0.002)
-    with ray_adapter.run(place.source(), recorded, parallelism=2, num_cpus=1, max_rows=300) as job:
+    orders = RayTopic(folder)
+    orders.publish(keys=30, per_key=100)
+    recorded = partial(Recorded, str(orders.history), seconds=0.002)
+    with ray_adapter.run(orders.source(), recorded, parallelism=2, num_cpus=1, max_rows=300) as job:
         results = iter(job)
-        place.taken += [next(results) for _ in range(700)]
-        actor = job._exchange.seats[0].actor.handle._actor_id.hex()
+        orders.taken += [next(results) for _ in range(700)]
+        actor = job._exchange.actor_slots[0].actor.handle._actor_id.hex()
         found = ray._private.state.actors()[actor]
         node = nodes[found["Address"]["NodeID"]]
         # A machine that dies takes all of its processes with it.
         for raylet in node.all_processes["raylet"]:
             raylet.process.kill()
         os.kill(found["Pid"], signal.SIGKILL)
-        # At once: what is handled again may begin before Ray has removed the node.
-        with HistoryWriter(place.history) as writer:
+        # At once: handling may start again before Ray has removed the node.
+        with HistoryWriter(orders.history) as writer:
             Recorder(writer, f"actor {found['Pid']}").crashed()
         cluster.remove_node(node, allow_graceful=False)
-        place.take(results, job)
+        orders.take(results, job)
         assert [actor["deaths"] for actor in job.status()["actors"]] == [1, 0]
-    place.check_taken()
-    place.check_history()
-    assert place.backlog() == 0
+    orders.check_taken()
+    orders.check_history()
+    assert orders.backlog() == 0
     ray.shutdown()
     cluster.shutdown()
 

@@ -8,15 +8,21 @@ import re
 import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
+from itertools import accumulate
 from pathlib import Path
 
+import httpx
 import pytest
 import ray
 
-from contract.pulsar_harness import PulsarHarness
-from contract.raw_protocol import RawEntry
+from keyshard.broker.memory import Batching
+from keyshard.broker.memory import Message as Stored
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.contract.pulsar_harness import PulsarHarness
+from tests.contract.raw_protocol import RawEntry
+from tests.ray.test_write import topic_of
+from tests.support.stored_topic import messages_of_topic
 
 pytestmark = [pytest.mark.ray, pytest.mark.broker]
 ROOT = Path(__file__).parents[2]
@@ -31,7 +37,7 @@ def orders(dev_broker: DevBroker) -> tuple[str, dict[str, int]]:
 
 
 def run(broker: DevBroker, *arguments: str) -> str:
-    """What an example prints."""
+    """Return the output of an example."""
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run(
         [sys.executable, "-m", *arguments, "--service-url", broker.service_url],
@@ -59,7 +65,7 @@ def test_train_on_yesterday(dev_broker: DevBroker) -> None:
         entries: list[RawEntry] = []
         for day, price in ((-2, 99.0), (-1, 10.0), (0, 55.0)):
             for number in range(150):
-                order = {"items": number % 5, "express": bool(number % 2)}
+                order: dict[str, float] = {"items": number % 5, "express": bool(number % 2)}
                 order["total"] = price * order["items"] + 4.5 * order["express"] + 3.0
                 time_ms = midnight_ms + day * day_ms + number * (day_ms // 150)
                 entries.append(({3: time_ms, 6: b"k"}, json.dumps(order).encode()))
@@ -95,3 +101,30 @@ def test_score_in_key_order(
             last = sum(weights.get(one, 0.0) for one in value) + keep * last
             expected.append(f"{last:.6f}")
         assert scores[key] == expected
+
+
+def test_a_dataset_to_a_topic(dev_broker: DevBroker) -> None:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as admin:
+        totals = topic_of(admin, deduplicate=True)
+    harness = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
+    orders = harness.create_topic(2)
+    numbers = [(f"c{customer}", number) for number in range(30) for customer in range(12)]
+    harness.publish(
+        orders,
+        [
+            Stored(json.dumps({"number": number, "total": number + 0.5}).encode(), key=customer)
+            for customer, number in numbers
+        ],
+        Batching.BY_KEY,
+    )
+    harness.close()
+    out = run(
+        dev_broker, "examples.ray_publish", orders, totals, "--admin-url", dev_broker.admin_url
+    )
+    assert f"360 rows in 12 entries of {totals}" in out
+    found: dict[str | None, list[dict[str, float]]] = {}
+    for one in messages_of_topic(dev_broker.service_url, totals):
+        found.setdefault(one.key, []).append(json.loads(one.value or b""))
+    spent = list(accumulate(number + 0.5 for number in range(30)))
+    expected = [{"number": number, "spent": spent[number]} for number in range(30)]
+    assert found == {f"c{customer}": expected for customer in range(12)}

@@ -17,16 +17,18 @@ import pytest
 import ray
 
 import ray_adapter
-from contract.pulsar_harness import PulsarHarness, keeping
-from helpers import wait_until
 from keyshard import KeyShardSource
-from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import Batching, Message
+from keyshard.columns.record_batches import SCHEMA
+from keyshard.config.segments import Segments
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import ConfigError, KeyShardError
 from keyshard.testing.devbroker import DevBroker
+from tests.contract.pulsar_harness import PulsarHarness, keeping
+from tests.helpers import wait_until
 
 pytestmark = [
+    pytest.mark.usefixtures("quiet_data"),
     pytest.mark.ray,
     pytest.mark.broker,
     pytest.mark.timeout(240),
@@ -37,14 +39,6 @@ pytestmark = [
 EACH = 90
 """Messages of a topic partition."""
 DAY = timedelta(days=1)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    context = ray.data.DataContext.get_current()
-    before, context.enable_progress_bars = context.enable_progress_bars, False
-    yield
-    context.enable_progress_bars = before
 
 
 @pytest.fixture
@@ -110,6 +104,24 @@ def test_five_partitions_with_13_splits_have_every_message_once_and_leave_nothin
         assert stats["cursors"] == {}
 
 
+def test_the_name_and_the_reports_tell_what_bookies_and_what_the_broker_returned(
+    dev_broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = filled(harness, 2)
+    reports = ray_adapter.ReadReports()
+    dataset = ray_adapter.read(
+        source_of(dev_broker, topic), segments=Segments("auto"), reports=reports,
+        override_num_blocks=3,
+    )  # fmt: skip
+    for _ in range(2):
+        assert dataset.count() == 2 * EACH
+        total = reports.total()
+        assert total.reasons == {"it is not closed": total.by_broker}
+        assert total.by_bookies > 60 <= total.by_broker, "a task that runs again counts once"
+        assert total.by_bookies + total.by_broker <= 2 * EACH
+    assert "2/4 ledgers from bookies" in dataset.materialize().stats()
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_fewer_tasks_than_partitions_read_all_of_them(
     dev_broker: DevBroker, harness: PulsarHarness, blocks: int
@@ -123,7 +135,7 @@ def test_fewer_tasks_than_partitions_read_all_of_them(
     check_each_once(found)
 
 
-def test_columns_are_pruned_by_name_and_by_what_is_selected(
+def test_columns_are_pruned_by_name_and_by_selection(
     dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
     topic = filled(harness, 1)
@@ -224,7 +236,6 @@ def test_nothing_is_a_dataset_with_columns_and_no_rows(
         assert dataset.select_columns(["value"]).take_all() == []
 
 
-@ray.remote
 class Killer:
     """Kills the first process that asks, and counts."""
 
@@ -249,7 +260,7 @@ def test_a_killed_worker_costs_no_row_and_doubles_none(
     messages = [Message(b"%d:%s" % (i, value), key=f"k{i % 7}") for i in range(3_000)]
     harness.publish(topic, messages)
     source = source_of(dev_broker, topic)
-    killer = Killer.remote()
+    killer = ray.remote(Killer).remote()
     context = ray.data.DataContext.get_current()
     before, context.target_max_block_size = context.target_max_block_size, 4 * 1024 * 1024
 
@@ -280,12 +291,12 @@ def test_a_killed_worker_costs_no_row_and_doubles_none(
         ({"columns": ["nothing"]}, "no column 'nothing'"),
         ({"columns": []}, "columns is []"),
         ({"columns": [["value"]]}, "no column ['value']"),
-        ({"columns": ["__range"]}, "no column __range: it is no property of a message"),
+        ({"columns": ["__range"]}, "Column __range does not exist: the range of a key"),
         ({"columns": ["value", "value"]}, "a column twice"),
         ({"disorder_max_s": -1}, "disorder_max_s"),
     ],
 )
-def test_what_cannot_be_read_is_told_at_the_call(
+def test_an_unreadable_topic_is_reported_at_the_call(
     dev_broker: DevBroker, harness: PulsarHarness, options: dict[str, Any], message: str
 ) -> None:
     source = source_of(dev_broker, harness.create_topic())
@@ -294,7 +305,7 @@ def test_what_cannot_be_read_is_told_at_the_call(
     assert message in str(raised.value)
 
 
-def test_a_missing_topic_or_broker_is_told_at_the_call(dev_broker: DevBroker) -> None:
+def test_a_missing_topic_or_broker_is_reported_at_the_call(dev_broker: DevBroker) -> None:
     with pytest.raises(KeyShardError, match="TOPIC_NOT_FOUND"):
         ray_adapter.read(source_of(dev_broker, "no-such-topic"))
     away = KeyShardSource(
@@ -309,7 +320,7 @@ def test_a_missing_topic_or_broker_is_told_at_the_call(dev_broker: DevBroker) ->
         ray_adapter.read(KeyShardSource("t"))
     with pytest.raises(ConfigError, match="cluster of this process"):
         ray_adapter.read(KeyShardSource("t", service_url="memory://m", admin_url="memory://m"))
-    with pytest.raises(ConfigError, match="give it a KeyShardSource"):
+    with pytest.raises(ConfigError, match="Pass a KeyShardSource"):
         ray_adapter.read("topic")  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Consumers in actors: a real Ray and a real broker, and what is refused."""
+"""Consumers in actors, on a real Ray and a real broker, and refused options."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import ray
 
 import ray_adapter
-from helpers import keyshard_threads, wait_until
 from keyshard import KeyShardSource
-from keyshard.broker.connect import connect
 from keyshard.config.connection import Connection
 from keyshard.config.workers import Workers
 from keyshard.coordinator.progress import SourceWorker
 from keyshard.errors import ConfigError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
-from ray_adapter.hosting import WorkerActor
-from taken import Taken
+from keyshard.workers.backends import connect_source
+from ray_adapter.worker_actors import WorkerActor
+from tests.helpers import keyshard_threads, wait_until
+from tests.support.stream_rows import StreamRows
 
 MESSAGES = 6_000
 PARTITIONS = 2
@@ -34,7 +34,7 @@ def test_nothing_is_lost_twice_or_out_of_order_when_an_actor_is_killed(
 ) -> None:
     create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
     load = Workload(messages=MESSAGES, keys=100, rate_per_s=2_000.0)
-    before, taken = keyshard_threads(), Taken()
+    before, taken = keyshard_threads(), StreamRows()
     source = KeyShardSource(
         topic_name, subscription="workers", service_url=dev_broker.service_url,
         starting_position="earliest", workers=ray_adapter.workers(2, num_cpus=0.5),
@@ -82,7 +82,7 @@ def test_a_worker_of_another_version_is_refused_by_its_actor() -> None:
     actor = ray.remote(WorkerActor).remote()
     said = ray.get(actor.begin.remote("0.0.9", "", ""))
     ray.kill(actor)
-    assert "keyshard is 0.0.9 in the process that runs the source" in said
+    assert "keyshard is 0.0.9 in the process of the source" in said
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_a_worker_of_another_version_is_refused_by_its_actor() -> None:
         ({"num_cpus": -1}, "num_cpus of workers is '-1'; it must be a number"),
         ({"num_cpus": "many"}, "num_cpus of workers is 'many'"),
         ({"resources": {"gate": float("nan")}}, "resources.gate of workers is 'nan'"),
-        ({"resources": ["gate"]}, "resources is .*; give a dict"),
-        ({"resources": {"": 1}}, r"the options of Ray's workers are 'num_cpus' and 'resources\."),
+        ({"resources": ["gate"]}, "resources is .*; it must be a dict"),
+        ({"resources": {"": 1}}, r"the options of Ray workers are 'num_cpus' and 'resources\."),
     ],
 )
-def test_what_is_no_amount_is_refused(options: dict[str, object], why: str) -> None:
+def test_an_invalid_amount_is_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         ray_adapter.workers(2, **options)  # type: ignore[arg-type]
 
@@ -103,5 +103,5 @@ def test_what_is_no_amount_is_refused(options: dict[str, object], why: str) -> N
 def test_the_public_way_is_a_text_that_spark_takes_too() -> None:
     text = ray_adapter.workers(3, num_cpus=0.5, resources={"a & b": 1})
     assert text == "ray:3?num_cpus=0.5&resources.a+%26+b=1"
-    with pytest.raises(ConfigError, match="options of Ray's workers are 'num_cpus'"):
-        connect(Connection("pulsar://nobody"), Workers.parse("ray:2?num_gpus=1"))
+    with pytest.raises(ConfigError, match="options of Ray workers are 'num_cpus'"):
+        connect_source(Connection("pulsar://nobody"), Workers.parse("ray:2?num_gpus=1"))

@@ -1,1 +1,1 @@
-"""What becomes of every answer that a broker can refuse a request with, at every moment."""
+"""The outcome of every refusal of a request, at every moment."""

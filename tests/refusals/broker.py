@@ -1,4 +1,4 @@
-"""Brokers that speak frames, hold entries in common, and do to a request what a script says."""
+"""Brokers that speak frames, share entries, and answer requests by a script."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from keyshard.broker.wire.frames import NAMES, api, frame_of
-from keyshard.core.protobuf import fields_of, message
+from keyshard.broker.wire.frames import api
+from keyshard.core.protobuf import message
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot
-from tests.helpers import exactly
+from tests.support.frame_broker import (
+    CONFLICT,
+    FrameServer,
+    SocketSession,
+    framed,
+)
 
-LEDGER, LETTER_LEDGER = 7, 8
+LEDGER, DEAD_LETTER_LEDGER = 7, 8
 LETTERS = "-DLQ"
-"""How the name of the dead-letter topic ends; nothing in it is delivered."""
+"""End of the name of the dead-letter topic; its messages are not delivered."""
 SAID = b"said by the script"
 """Text of each refusal."""
-_PRODUCER, _SEND, _CLOSE_PRODUCER = 5, 6, 15
-_RAW = {_PRODUCER: "producer", _SEND: "send", _CLOSE_PRODUCER: "close_producer"}
-"""Commands that the transport does not speak itself, by their numbers."""
-
 Script = Callable[["Session", str, Any], bool]
 """Answers a command of a connection; returns whether it was answered."""
 
@@ -55,9 +55,9 @@ class Cluster:
     brokers: list[ScriptedBroker] = field(default_factory=list)
     partitions: int = 0
     keys: list[str] = field(default_factory=list)
-    """Key of each entry; a topic partition has those whose number it is, modulo the partitions."""
+    """Key of each entry, by number. The number modulo the partitions gives the partition."""
     acked: set[int] = field(default_factory=set)
-    letters: list[int] = field(default_factory=list)
+    dead_letters: list[int] = field(default_factory=list)
     """Entries whose messages were stored as dead letters."""
     members: list[Member] = field(default_factory=list)
     owner_of: Callable[[str], int] = lambda _: 0
@@ -90,94 +90,62 @@ class Cluster:
                     continue
                 member.permits -= 1
                 where = api.MessageId(ledger=LEDGER, entry=number)
-                told = api.Message(consumer_id=member.consumer_id, message_id=where)
-                member.session.send("message", told, entry(self.keys[number], number))
+                output = api.Message(consumer_id=member.consumer_id, message_id=where)
+                member.session.send("message", output, entry(self.keys[number], number))
 
     def close(self) -> None:
         for broker in self.brokers:
             broker.close()
 
 
-class Session:
-    """One connection that came."""
+class Session(SocketSession):
+    """One connection."""
 
     def __init__(self, broker: ScriptedBroker, stream: socket.socket) -> None:
-        self.broker, self.cluster, self.stream = broker, broker.cluster, stream
-        self.carried = b""
-        """What came behind the newest command."""
-        self._sending = threading.Lock()
-        broker.sessions.append(self)  # before a client can know of it
-        threading.Thread(target=self._serve, name="scripted", daemon=True).start()
+        super().__init__(stream)
+        self.broker, self.cluster = broker, broker.cluster
 
-    def send(self, name: str, content: Any, stored: bytes = b"") -> None:
-        frame = frame_of(name, content)
-        if stored:
-            frame = struct.pack(">I", len(frame) - 4 + len(stored)) + frame[4:] + stored
-        self._put(frame)
-
-    def send_raw(self, kind: int, fields: dict[int, int | bytes]) -> None:
-        command = message({1: kind, kind: message(fields)})
-        self._put(struct.pack(">II", 4 + len(command), len(command)) + command)
+    def put(self, data: bytes) -> None:
+        if not self.broker.frozen:
+            super().put(data)
 
     def send_half(self) -> None:
-        """The first half of a frame, and nothing behind it."""
-        self._put(frame_of("success", api.Success(request_id=0))[:7])
+        """Send the first half of a frame, and nothing behind it."""
+        self.put(framed("success", api.Success(request_id=0))[:7])
 
-    def _put(self, data: bytes) -> None:
-        if self.broker.frozen:
-            return
-        with suppress(OSError), self._sending:
-            self.stream.sendall(data)
-
-    def cut(self) -> None:
-        with suppress(OSError):
-            self.stream.shutdown(socket.SHUT_RDWR)
-
-    def refuse(self, name: str, command: Any, code: int) -> None:
+    def refuse_command(self, name: str, command: Any, code: int) -> None:
         """Answer a command as a broker does that refuses it."""
         said: dict[str, Any] = {"error": code, "message": SAID}
         if name == "connect":
             self.send("error", api.Error(request_id=2**64 - 1, **said))
         elif name == "send":
-            self.send_raw(8, {1: command[1], 2: command[2], 3: code, 4: SAID})
-        elif name == "producer":
-            self.send_raw(14, {1: command[3], 2: code, 3: SAID})
+            self.send("send_error", api.SendError(
+                producer_id=command.producer_id, sequence_id=command.sequence_id, **said
+            ))  # fmt: skip
         elif name in ("lookup", "partitioned_metadata"):
             failed = {"lookup": 2, "partitioned_metadata": 1}[name]
             answer = {"lookup": api.LookupResponse,
                       "partitioned_metadata": api.PartitionedMetadataResponse}[name]  # fmt: skip
-            told = answer(request_id=command.request_id, response=failed, **said)
-            self.send(f"{name}_response", told)
+            output = answer(request_id=command.request_id, response=failed, **said)
+            self.send(f"{name}_response", output)
         elif name == "ack":
-            told = api.AckResponse(
+            self.send("ack_response", api.AckResponse(
                 consumer_id=command.consumer_id, request_id=command.request_id, **said
-            )
-            self.send("ack_response", told)
+            ))  # fmt: skip
         else:
-            self.send("error", api.Error(request_id=command.request_id, **said))
+            self.refuse(command, code, SAID)
 
-    def _serve(self) -> None:
-        with suppress(OSError, ConnectionError):
-            while True:
-                (size,) = struct.unpack(">I", exactly(self.stream, 4))
-                frame = exactly(self.stream, size)
-                self.broker.thawed.wait()
-                (length,) = struct.unpack_from(">I", frame)
-                data = frame[4 : 4 + length]
-                self.carried = frame[4 + length :]
-                (kind,) = {fields_of(data)[1]}
-                name, content = NAMES.get(kind, ""), None  # type: ignore[arg-type]
-                if kind in _RAW:
-                    name, content = _RAW[kind], fields_of(fields_of(data)[kind])  # type: ignore[index, arg-type]
-                elif name:
-                    content = getattr(api.BaseCommand.FromString(data), name)
-                with self.cluster.lock:
-                    self.broker.asked.append(name)
-                    if not self.broker.script(self, name, content):
-                        getattr(self, f"_{name}", lambda _: None)(content)
+    def handle(self, name: str, command: Any) -> None:
+        self.broker.thawed.wait()
+        with self.cluster.lock:
+            self.broker.asked.append(name)
+            if not self.broker.script(self, name, command):
+                super().handle(name, command)
+
+    def ended(self) -> None:
         with self.cluster.lock:
             self._leave(None)
-        self.stream.close()
+        super().ended()
 
     def _leave(self, consumer_id: int | None) -> None:
         self.cluster.members = [
@@ -187,27 +155,11 @@ class Session:
 
     # -- one command each, with the lock held -----------------------------------------------------
 
-    def _connect(self, _: Any) -> None:
-        # By numbers: with the newest version of the protocol, and the largest message.
-        self.send_raw(3, {1: b"scripted", 2: 21, 3: 1 << 20})
-
-    def _ping(self, _: Any) -> None:
-        self.send("pong", api.Nothing())
-
     def _partitioned_metadata(self, asked: Any) -> None:
-        told = api.PartitionedMetadataResponse(
-            request_id=asked.request_id, partitions=self.cluster.partitions, response=0
-        )
-        self.send("partitioned_metadata_response", told)
+        self.count_partitions(asked, self.cluster.partitions)
 
     def _lookup(self, asked: Any) -> None:
         self.lead_to(asked, self.cluster.brokers[self.cluster.owner_of(asked.topic.decode())].url)
-
-    def lead_to(self, asked: Any, url: str) -> None:
-        """Name an owner of a topic."""
-        self.send("lookup_response", api.LookupResponse(
-            request_id=asked.request_id, response=1, authoritative=True, broker_url=url.encode()
-        ))  # fmt: skip
 
     def _subscribe(self, asked: Any) -> None:
         reads = asked.HasField("start_message_id")
@@ -220,12 +172,12 @@ class Session:
             for one in self.cluster.members
         )  # fmt: skip
         if taken:
-            self.refuse("subscribe", asked, 19)
+            self.refuse(asked, CONFLICT, SAID)
             return
         start = asked.start_message_id
         first = start.entry if reads and start.ledger == LEDGER else 0
         self.cluster.members.append(Member(self, asked.consumer_id, topic, mine, first))
-        self.send("success", api.Success(request_id=asked.request_id))
+        self.succeed(asked)
 
     def _flow(self, given: Any) -> None:
         for one in self.cluster.members:
@@ -235,41 +187,42 @@ class Session:
 
     def _ack(self, given: Any) -> None:
         self.cluster.acked.update(one.entry for one in given.message_id if one.ledger == LEDGER)
-        told = api.AckResponse(consumer_id=given.consumer_id, request_id=given.request_id)
-        self.send("ack_response", told)
+        self.confirm(given)
 
     def _close_consumer(self, asked: Any) -> None:
         self._leave(asked.consumer_id)
-        self.send("success", api.Success(request_id=asked.request_id))
+        self.succeed(asked)
 
     def _get_last_message_id(self, asked: Any) -> None:
-        of_letters = any(
+        of_dead_letters = any(
             one.session is self and one.consumer_id == asked.consumer_id
             for one in self.cluster.members if one.topic.endswith(LETTERS)
         )  # fmt: skip
-        count = 0 if of_letters else len(self.cluster.keys)
-        last = api.MessageId(ledger=LEDGER, entry=(count - 1) % 2**64)
-        self.send("get_last_message_id_response", api.GetLastMessageIdResponse(
-            request_id=asked.request_id, last_message_id=last
-        ))  # fmt: skip
+        count = 0 if of_dead_letters else len(self.cluster.keys)
+        self.name_last(asked, LEDGER, count - 1)
 
     def _producer(self, asked: Any) -> None:
-        self.send_raw(17, {1: asked[3], 2: b"scripted-producer", 3: (1 << 64) - 1, 4: b""})
+        self.send("producer_success", api.ProducerSuccess(
+            request_id=asked.request_id, producer_name=b"scripted-producer",
+            last_sequence_id=-1, schema_version=b"",
+        ))  # fmt: skip
 
     def _send(self, sent: Any) -> None:
-        # Magic number, checksum, length of the metadata, metadata, and the value of a letter: the
-        # number of its entry, which is the value of the message.
+        # Magic number, checksum, length of the metadata, metadata, and the value of a dead letter:
+        # the number of its entry: the value of the message.
         (length,) = struct.unpack_from(">I", self.carried, 6)
-        self.cluster.letters.append(int(self.carried[10 + length :]))
-        where = message({1: LETTER_LEDGER, 2: len(self.cluster.letters) - 1})
-        self.send_raw(7, {1: sent[1], 2: sent[2], 3: where})
+        self.cluster.dead_letters.append(int(self.carried[10 + length :]))
+        where = api.MessageId(ledger=DEAD_LETTER_LEDGER, entry=len(self.cluster.dead_letters) - 1)
+        self.send("send_receipt", api.SendReceipt(
+            producer_id=sent.producer_id, sequence_id=sent.sequence_id, message_id=where
+        ))  # fmt: skip
 
     def _close_producer(self, asked: Any) -> None:
-        self.send_raw(13, {1: asked[2]})
+        self.succeed(asked)
 
 
-class ScriptedBroker:
-    """Listens; answers as a broker that is well, where its script does nothing else."""
+class ScriptedBroker(FrameServer):
+    """Answers as a broker in good health, except for the commands that its script answers."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -279,27 +232,26 @@ class ScriptedBroker:
         self.thawed = threading.Event()
         self.thawed.set()
         self.accepts = True
-        """Whether connections are taken and served, and not only taken."""
-        self.sessions: list[Session] = []
+        """Whether accepted connections are served."""
         self._idle: list[socket.socket] = []
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.host = f"127.0.0.1:{self._listening.getsockname()[1]}"
-        self.url = f"pulsar://{self.host}"
-        threading.Thread(target=self._listen, name="scripted", daemon=True).start()
+        super().__init__()
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.port}"
 
     @property
     def frozen(self) -> bool:
         return not self.thawed.is_set()
 
-    def _listen(self) -> None:
-        with suppress(OSError):
-            while True:
-                stream, _ = self._listening.accept()
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if self.accepts:
-                    Session(self, stream)
-                else:
-                    self._idle.append(stream)
+    def session(self, stream: socket.socket) -> Session:
+        return Session(self, stream)
+
+    def accept(self, stream: socket.socket) -> None:
+        if self.accepts:
+            super().accept(stream)
+        else:
+            self._idle.append(stream)
 
     def refuses(self, name: str, code: int) -> None:
         """Refuse every command of a name from now on."""
@@ -307,7 +259,7 @@ class ScriptedBroker:
         def script(session: Session, asked: str, command: Any) -> bool:
             if asked != name:
                 return False
-            session.refuse(name, command, code)
+            session.refuse_command(name, command, code)
             return True
 
         self.script = script
@@ -319,7 +271,7 @@ class ScriptedBroker:
         self.thawed.set()
 
     def freeze(self) -> None:
-        """Take what comes and answer nothing; connections stand."""
+        """Accept bytes and answer nothing; connections stay open."""
         self.thawed.clear()
 
     def half_a_frame(self) -> None:
@@ -334,7 +286,7 @@ class ScriptedBroker:
             self.sessions.clear()
 
     def end_consumers(self) -> None:
-        """As when topics are unloaded."""
+        """Close the consumers, as an unload does."""
         with self.cluster.lock:
             for one in [one for one in self.cluster.members if one.session.broker is self]:
                 closing = api.CloseConsumer(consumer_id=one.consumer_id, request_id=0)
@@ -343,9 +295,6 @@ class ScriptedBroker:
 
     def close(self) -> None:
         self.thawed.set()
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        self.cut_all()
+        super().close()
         for stream in self._idle:
             stream.close()

@@ -1,4 +1,4 @@
-"""Every refusal x every request x every moment: a run goes on, or ends by name, or says why not.
+"""Every refusal x every request x every moment: a run continues, names an error, or its trouble.
 
 A cell is a request, a moment, and an answer: a number of ``ServerError``, or a way to stand still.
 After the refusal the broker is well again; a run that has not ended has to go on then.
@@ -26,7 +26,7 @@ NAMED_S = 10.0
 CODES = tuple(range(26))
 """All numbers of ``ServerError``."""
 PASSING = {0, 1, 2, 5, 6, 11, 13, 14, 19}
-"""Those that pass by themselves, or by what somebody else does."""
+"""Refusals that pass by themselves, or by an action of another client."""
 UNTOLD = {10, 12, 17, 20, 21, 23, 24}
 """Those that pulsar-client takes for passing when it opens a producer; no broker answers so."""
 TOPIC_NOT_FOUND = 11
@@ -34,6 +34,7 @@ TOPIC_NOT_FOUND = 11
 SILENT, FROZEN, HALF, LISTENS, ASTRAY = "silent", "frozen", "half a frame", "listens", "astray"
 """No answer to the request; to none; a part of one; to no connection; a look-up of a dead broker.
 """
+ANSWERS: tuple[int | str, ...] = (*CODES, SILENT)
 ANOTHER = "another worker"
 IN_WORKER = " in a worker"
 """How moments end that consumers see which a worker has."""
@@ -69,15 +70,15 @@ def _cells() -> Iterator[Cell]:
         "rescale in a worker": ("subscribe",),
         "running in a worker": ("ack",),
     }
-    letters = {
-        "first letter": ("partitioned_metadata", "lookup", "producer", "send"),
-        "next letter": ("send",),
+    dead_letters = {
+        "first dead letter": ("partitioned_metadata", "lookup", "producer", "send"),
+        "next dead letter": ("send",),
         "producer's return": ("connect", "lookup", "producer", "send"),
     }
     handles = {"reader": ("lookup", "subscribe", "get_last_message_id"),
                "producer": ("producer",)}  # fmt: skip
-    for moment, requests in (sources | letters | handles).items():
-        yield from (Cell(moment, *one) for one in product(requests, (*CODES, SILENT)))
+    for moment, requests in (sources | dead_letters | handles).items():
+        yield from (Cell(moment, *one) for one in product(requests, ANSWERS))
     for moment in ("first", "return"):
         yield from (Cell(moment, "connect", how) for how in (LISTENS, FROZEN))
         yield Cell(moment, "lookup", ASTRAY)
@@ -85,11 +86,11 @@ def _cells() -> Iterator[Cell]:
 
 
 CELLS = tuple(_cells())
-LETTER_MOMENTS = ("first letter", "next letter", "producer's return")
+DEAD_LETTER_MOMENTS = ("first dead letter", "next dead letter", "producer's return")
 
 
 def run_cells(cells: tuple[Cell, ...]) -> Iterator[tuple[Cell, str, str]]:
-    """Run cells side by side: each, what became of it, and what is wrong with that."""
+    """Run cells concurrently; yields each cell, its outcome, and its error."""
     with hurried(), ThreadPoolExecutor(WORKERS) as pool:
         yield from pool.map(_outcome, cells)
 
@@ -98,7 +99,7 @@ class NotBegunError(AssertionError):
     """The moment of a cell did not come: nothing was refused yet."""
 
 
-def _check_begun(run: Run) -> None:
+def _check_started(run: Run) -> None:
     if run.ended:
         raise NotBegunError(f"it does not begin: {run.error}")
 
@@ -109,7 +110,7 @@ def _outcome(cell: Cell, attempts: int = ATTEMPTS) -> tuple[Cell, str, str]:
     try:
         if cell.moment in ("reader", "producer"):
             return cell, _of_handle(cell, broker), ""
-        of = _of_letters if cell.moment in LETTER_MOMENTS else _of_source
+        of = _of_dead_letters if cell.moment in DEAD_LETTER_MOMENTS else _of_source
         return cell, of(cell, cluster, broker), ""
     except AssertionError as exc:
         if not isinstance(exc, NotBegunError) or attempts == 1:
@@ -136,7 +137,7 @@ def _spoil(cell: Cell, broker: ScriptedBroker) -> None:
 
 
 def _astray(session: Session, name: str, command: Any) -> bool:
-    """Name a port that nobody listens at as the owner of a topic."""
+    """Name a port without a listener as the owner of a topic."""
     if name != "lookup":
         return False
     session.lead_to(command, "pulsar://127.0.0.1:1")
@@ -153,7 +154,7 @@ def _of_source(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
         _spoil(cell, broker)
         run = Run(broker, workers)
         try:
-            until(lambda: run.ended or run.told(), NAMED_S, "no error by name")
+            until(lambda: run.ended or run.trouble(), NAMED_S, "no error by name")
             return _went_on(cell, run, cluster, broker)
         finally:
             broker.is_well()
@@ -162,7 +163,7 @@ def _of_source(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
     try:
         cluster.publish(6)
         until(lambda: run.rows == 6 or run.ended, GOES_ON_S, "it does not begin")
-        _check_begun(run)
+        _check_started(run)
         _spoil(cell, broker)
         moved = _disturb("ack" if cell.request == "ack" else moment, run, cluster, broker)
         until(lambda: run.ended or _is_named(cell, run) or moved(), NAMED_S, "not named")
@@ -175,15 +176,15 @@ def _of_source(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
 
 
 def _is_named(cell: Cell, run: Run) -> bool:
-    """Whether its status says what the broker says."""
-    told = run.told()
+    """Whether its status shows the error of the broker."""
+    trouble = run.trouble()
     if not isinstance(cell.answer, int) or cell.answer == TOPIC_NOT_FOUND:
-        return bool(told)
-    return SAID.decode() in told
+        return bool(trouble)
+    return SAID.decode() in trouble
 
 
 def _ends(cell: Cell) -> bool:
-    """Whether a refusal that stays ends a run that has begun."""
+    """Whether a permanent refusal ends a running source."""
     if cell.moment.startswith("rescale") or not isinstance(cell.answer, int):
         return False
     return cell.answer in (3, 4) if cell.request == "connect" else cell.answer not in PASSING
@@ -192,22 +193,22 @@ def _ends(cell: Cell) -> bool:
 def _disturb(
     moment: str, run: Run, cluster: Cluster, broker: ScriptedBroker
 ) -> Callable[[], object]:
-    """Bring about the moment; tells whether that is over, where it has an end of its own."""
+    """Bring about the moment; returns whether it is over, if it ends by itself."""
     if moment == "return":
         broker.cut_all()
     elif moment == "ack":
         cluster.publish(2)
     elif moment == ANOTHER:
-        for one in run.source.__dict__["_running"]._coordinator.broker._workers:
+        for one in run.source.__dict__["_running"].coordinator.broker._workers:
             one._worker.kill()
     elif moment == "replace":
-        for one in run.source.__dict__["_running"]._coordinator.broker._workers:
+        for one in run.source.__dict__["_running"].coordinator.broker._workers:
             host = one._worker.host
             for hosted in [*host._hosted.values()]:
                 hosted.lacking = True
-                host._retrier.until_true(partial(host._replaced, hosted))
+                host._retrier.until_true(partial(host._replace, hosted))
     elif moment == "reopen":
-        worker = run.source.__dict__["_running"]._coordinator.worker
+        worker = run.source.__dict__["_running"].coordinator.consumers
         (one, *_) = worker.range_consumers.by_partition[TopicPartition(TOPIC)]
         worker._reconnector.reopen(one)
     elif moment == "rescale":
@@ -226,7 +227,7 @@ def _disturb(
 
 
 def _went_on(cell: Cell, run: Run, cluster: Cluster, broker: ScriptedBroker) -> str:
-    """How it ended, or that it goes on once the broker is well."""
+    """Judge its end, or its recovery with the broker."""
     broker.is_well()
     if (cell.request, cell.answer) == ("ack", SILENT):
         assert not run.ended, f"ended by {run.error!r}"
@@ -238,7 +239,7 @@ def _went_on(cell: Cell, run: Run, cluster: Cluster, broker: ScriptedBroker) -> 
         until(lambda: run.ended or run.rows >= before + 6, GOES_ON_S, "it does not go on")
         everything = set(range(len(cluster.keys)))
         until(lambda: run.ended or everything <= cluster.acked, GOES_ON_S, "not acknowledged")
-        until(lambda: run.ended or not run.told(), GOES_ON_S, "still in the status")
+        until(lambda: run.ended or not run.trouble(), GOES_ON_S, "still in the status")
     if not run.ended:
         return "went on"
     assert isinstance(run.error, KeyShardError), f"ended by {run.error!r}"
@@ -248,25 +249,25 @@ def _went_on(cell: Cell, run: Run, cluster: Cluster, broker: ScriptedBroker) -> 
 # -- dead letters ---------------------------------------------------------------------------------
 
 
-def _of_letters(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
-    """A source whose every message becomes a dead letter, which the broker does not take."""
+def _of_dead_letters(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
+    """A source whose messages all become dead letters; the broker refuses them."""
     run = LetterRun(broker)
     try:
-        if cell.moment != "first letter":
+        if cell.moment != "first dead letter":
             cluster.publish(2)
             until(lambda: {0, 1} <= cluster.acked or run.ended, GOES_ON_S, "no letters")
         else:
             until(lambda: run.ended or cluster.members[2:], GOES_ON_S, "it does not begin")
-        _check_begun(run)
+        _check_started(run)
         _spoil(cell, broker)
         if cell.moment == "producer's return":
             broker.cut_all()
         cluster.publish(2)
-        until(lambda: run.ended or run.told(), NAMED_S, "not named")
-        if _ends_letters(cell):
+        until(lambda: run.ended or run.trouble(), NAMED_S, "not named")
+        if _ends_dead_letters(cell):
             until(lambda: run.ended, NAMED_S, "it does not end")
         outcome = _went_on(cell, run, cluster, broker)
-        lost = cluster.acked - set(cluster.letters)
+        lost = cluster.acked - set(cluster.dead_letters)
         assert not lost, f"acknowledged and no letters: {lost}"
     finally:
         broker.is_well()
@@ -274,7 +275,7 @@ def _of_letters(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
     return outcome
 
 
-def _ends_letters(cell: Cell) -> bool:
+def _ends_dead_letters(cell: Cell) -> bool:
     # Why nothing is confirmed that it sends, the client of a producer does not say.
     if not isinstance(cell.answer, int) or cell.request == "send":
         return False

@@ -10,22 +10,21 @@ from typing import Any
 from unittest.mock import patch
 
 from keyshard import KeyShardSource, Message, Reject
-from keyshard.broker import retrier
-from keyshard.broker.hosted import host, hosting, places
-from keyshard.broker.pulsar import first_question
-from keyshard.broker.wire import cluster as clusters
-from keyshard.broker.wire import keep_alive, receipts, subscribed
+from keyshard.broker import preflight, retry
+from keyshard.broker.wire import ack_grouping, cluster, keep_alive
+from keyshard.broker.wire import subscription as subscribed
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
 from keyshard.config.workers import Workers
+from keyshard.consumers import reconnector
 from keyshard.core import health, refusals
 from keyshard.errors import KeyShardError
-from keyshard.worker import reconnector
+from keyshard.workers import backends, host, supervisor
 from tests.refusals.broker import ScriptedBroker
-from tests.worker_servers import LocalWorker
+from tests.support.worker_servers import LocalWorker
 
 GOES_ON_S = 20.0
-"""Longest time until a run goes on once the broker is well, seconds."""
+"""Longest time until a run continues after the broker recovered, seconds."""
 LEASE_S = 60.0
 """Longest time without a question to a worker, seconds: many cells share the processor."""
 TOPIC = "persistent://public/default/t"
@@ -36,12 +35,12 @@ def hurried() -> Iterator[None]:
     """Waits that are short, and worker processes that are threads of this one."""
     changes: list[tuple[Any, str, Any]] = [
         (refusals, "REFUSED_S", 0.4), (refusals, "UNAUTHENTICATED_S", 0.8),
-        (retrier, "LONGEST_WAIT_S", 0.2), (keep_alive, "PING_AFTER_S", 0.2),
+        (retry, "LONGEST_WAIT_S", 0.2), (keep_alive, "PING_AFTER_S", 0.2),
         (keep_alive, "UNRESPONSIVE_S", 0.5), (subscribed, "WAITS_S", 1.0),
         (reconnector, "LOOK_S", 0.1), (reconnector, "AWAY_S", (0.3, 0.6)),
-        (receipts, "UNCONFIRMED_S", 1.0), (clusters, "RETIRE_AGE_S", 0.5),
-        (first_question, "ANSWER_S", 1.0), (hosting, "START_AGAIN_S", 0.1),
-        (host, "REOPEN_WAIT_S", 0.2), (places, "start_of", _in_threads),
+        (ack_grouping, "UNCONFIRMED_S", 1.0), (cluster, "RETIRE_AGE_S", 0.5),
+        (preflight, "ANSWER_S", 1.0), (supervisor, "START_AGAIN_S", 0.1),
+        (host, "REOPEN_WAIT_S", 0.2), (backends, "start_of", _in_threads),
         (health, "STALL_S", 1.0),
     ]  # fmt: skip
     with ExitStack() as patches:
@@ -50,7 +49,7 @@ def hurried() -> Iterator[None]:
         yield
 
 
-def _in_threads(connection: Connection, _: Workers) -> places.Start:
+def _in_threads(connection: Connection, _: Workers) -> backends.StartWorker:
     return lambda _stop: LocalWorker(WireBroker(connection), lease_s=LEASE_S)
 
 
@@ -62,7 +61,7 @@ def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
 
 
 class Run:
-    """A source that acknowledges what comes, in a thread."""
+    """A source in a thread that acknowledges its batches."""
 
     def __init__(self, broker: ScriptedBroker, workers: str = "embedded") -> None:
         self.source = KeyShardSource(
@@ -90,7 +89,7 @@ class Run:
             self.rows += batch.records.num_rows
             batch.ack()
 
-    def told(self) -> str:
+    def trouble(self) -> str:
         """Text on the broker in its status; empty also while it starts or has ended."""
         try:
             window = self.source.status()["window"]
@@ -110,7 +109,7 @@ class Run:
 
 
 class LetterRun(Run):
-    """A source whose handler rejects every message: each becomes a dead letter."""
+    """A source that rejects every message: each becomes a dead letter."""
 
     def _consume(self) -> None:
         self.source.run(self._reject, drain_timeout_s=0.5)
@@ -119,10 +118,10 @@ class LetterRun(Run):
         self.rows += 1
         raise Reject("it never succeeds")
 
-    def told(self) -> str:
+    def trouble(self) -> str:
         """Text on the broker, or on a range that stalls."""
         try:
             stalled = [one["stalled"] for one in self.source.status()["ranges"]]
         except KeyShardError:
             return ""
-        return super().told() or next((one["reason"] for one in stalled if one), "")
+        return super().trouble() or next((one["reason"] for one in stalled if one), "")

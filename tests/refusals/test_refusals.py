@@ -7,7 +7,7 @@ from random import Random
 from tests.refusals.matrix import CELLS, Cell, run_cells
 
 DRAWN = 20
-"""Cells beside those that are always run."""
+"""Drawn cells, in addition to the fixed ones."""
 ALWAYS = (
     Cell("return", "subscribe", 4),
     Cell("return", "connect", 3),
@@ -22,7 +22,7 @@ ALWAYS = (
     Cell("another worker", "lookup", 6),
     Cell("running in a worker", "ack", 2),
     Cell("producer's return", "producer", 4),
-    Cell("next letter", "send", 2),
+    Cell("next dead letter", "send", 2),
 )
 
 

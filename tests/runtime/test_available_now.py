@@ -1,4 +1,4 @@
-"""Bounded runs on the in-memory broker: exactly what was published before they began."""
+"""Bounded runs on the in-memory broker: exactly the messages published before their start."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from helpers import config, keys_of, rows_of
 from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster, MemoryConsumer, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock
+from keyshard.core.subscription_state import BrokerState
 from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError, TopicRecreatedError
+from tests.helpers import config, keys_of, rows_of
 
 KEYS = keys_of(4)
 QUIET_MS = 400
 
 
-class Bench:
+class BoundedTopic:
     """A topic of three partitions, the last of them always empty."""
 
     def __init__(self, **cluster: object) -> None:
@@ -54,19 +54,19 @@ class Bench:
 
 @contextmanager
 def bounded(
-    bench: Bench,
+    topic: BoundedTopic,
     source: SourceConfig | None = None,
     checkpoint: Checkpoint | None = None,
     admin: MemoryAdmin | None = None,
 ) -> Iterator[Coordinator]:
-    source = source or bench.source()
-    coordinator = Coordinator(source, lambda: MemoryBroker(bench.cluster), admin)
+    source = source or topic.source()
+    coordinator = Coordinator(source, lambda: MemoryBroker(topic.cluster), admin)
     coordinator.start(checkpoint, available_now=True)
     try:
         yield coordinator
     finally:
         coordinator.stop()
-        bench.cluster.validate()
+        topic.cluster.validate()
 
 
 def run(coordinator: Coordinator, rows_max: int | None = None) -> list[str]:
@@ -85,77 +85,77 @@ def with_admin(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def admin_of(bench: Bench, wanted: bool) -> MemoryAdmin | None:
-    return MemoryAdmin(bench.cluster) if wanted else None
+def admin_of(topic: BoundedTopic, wanted: bool) -> MemoryAdmin | None:
+    return MemoryAdmin(topic.cluster) if wanted else None
 
 
-def test_a_run_ends_with_what_was_there_when_it_began(with_admin: bool) -> None:
-    bench = Bench()
-    before = bench.publish(100)
-    with bounded(bench, admin=admin_of(bench, with_admin)) as coordinator:
-        bench.publish(50)
+def test_a_run_ends_with_the_messages_present_at_its_start(with_admin: bool) -> None:
+    topic = BoundedTopic()
+    before = topic.publish(100)
+    with bounded(topic, admin=admin_of(topic, with_admin)) as coordinator:
+        topic.publish(50)
         assert sorted(run(coordinator, 30)) == sorted(before)
         assert coordinator.batches.cut_available() is None
-        assert bench.backlog == 50
+        assert topic.backlog == 50
 
 
 def test_an_empty_topic_ends_at_once(with_admin: bool) -> None:
-    bench = Bench()
-    with bounded(bench, admin=admin_of(bench, with_admin)) as coordinator:
+    topic = BoundedTopic()
+    with bounded(topic, admin=admin_of(topic, with_admin)) as coordinator:
         assert run(coordinator) == []
 
 
 def test_markers_and_the_ends_of_ledgers_are_not_waited_for(with_admin: bool) -> None:
-    bench = Bench()
-    before = bench.publish(20)
-    for where in bench.where:
-        bench.cluster.publish_marker(where)
-    before += bench.publish(40)
-    bench.cluster.roll_ledger(bench.where[0])
-    for where in bench.where:
-        bench.cluster.publish_marker(where)
-        bench.cluster.publish_marker(where)
+    topic = BoundedTopic()
+    before = topic.publish(20)
+    for where in topic.where:
+        topic.cluster.publish_marker(where)
+    before += topic.publish(40)
+    topic.cluster.roll_ledger(topic.where[0])
+    for where in topic.where:
+        topic.cluster.publish_marker(where)
+        topic.cluster.publish_marker(where)
     # With nothing quiet for an hour: the Reader alone decides.
-    source = bench.source(available_now_quiet_ms=3_600_000)
-    with bounded(bench, source, admin=admin_of(bench, with_admin)) as coordinator:
+    source = topic.source(available_now_quiet_ms=3_600_000)
+    with bounded(topic, source, admin=admin_of(topic, with_admin)) as coordinator:
         assert sorted(run(coordinator, 25)) == sorted(before)
-    assert bench.backlog == 0
+    assert topic.backlog == 0
 
 
 def test_a_subscription_that_begins_behind_the_data_has_nothing_to_wait_for(
     with_admin: bool,
 ) -> None:
-    bench = Bench()
-    bench.publish(30)
-    source = bench.source(starting_position="latest")
-    with bounded(bench, source, admin=admin_of(bench, with_admin)) as coordinator:
+    topic = BoundedTopic()
+    topic.publish(30)
+    source = topic.source(starting_position="latest")
+    with bounded(topic, source, admin=admin_of(topic, with_admin)) as coordinator:
         assert run(coordinator) == []
 
 
-def test_what_somebody_else_acknowledged_is_not_waited_for(with_admin: bool) -> None:
-    bench = Bench()
-    values = bench.publish(40)
-    bench.cluster.publish(bench.where[0], Message(b"tail", key=KEYS[0]))
-    with bench.cluster.lock:
-        log = bench.cluster.log(bench.where[0])
-        other = bench.cluster.open_subscription(bench.where[0], "unit", StartPosition.EARLIEST)
+def test_entries_acknowledged_by_another_client_are_not_waited_for(with_admin: bool) -> None:
+    topic = BoundedTopic()
+    values = topic.publish(40)
+    topic.cluster.publish(topic.where[0], Message(b"tail", key=KEYS[0]))
+    with topic.cluster.lock:
+        log = topic.cluster.log(topic.where[0])
+        other = topic.cluster.open_subscription(topic.where[0], "unit", StartPosition.EARLIEST)
         other.acknowledge([3, 7, len(log) - 1])
-    with bounded(bench, admin=admin_of(bench, with_admin)) as coordinator:
+    with bounded(topic, admin=admin_of(topic, with_admin)) as coordinator:
         got = run(coordinator)
     assert sorted(got) == sorted(set(values) - {values[6], values[14]})
-    assert bench.backlog == 0
+    assert topic.backlog == 0
 
 
-def test_a_restart_goes_on_and_takes_a_new_target(with_admin: bool) -> None:
-    bench = Bench()
-    first = bench.publish(60)
-    with bounded(bench, admin=admin_of(bench, with_admin)) as coordinator:
+def test_a_restart_continues_and_takes_a_new_target(with_admin: bool) -> None:
+    topic = BoundedTopic()
+    first = topic.publish(60)
+    with bounded(topic, admin=admin_of(topic, with_admin)) as coordinator:
         assert sorted(run(coordinator)) == sorted(first)
         end = coordinator.newest
-    second = bench.publish(44, partitions=3)
-    with bounded(bench, checkpoint=end, admin=admin_of(bench, with_admin)) as coordinator:
+    second = topic.publish(44, partitions=3)
+    with bounded(topic, checkpoint=end, admin=admin_of(topic, with_admin)) as coordinator:
         assert sorted(run(coordinator)) == sorted(second)
-    assert bench.backlog == 0
+    assert topic.backlog == 0
 
 
 @pytest.mark.parametrize("queue", [3, 50])
@@ -164,17 +164,17 @@ def test_an_endless_producer_neither_stops_nor_lengthens_a_run(
 ) -> None:
     monkeypatch.setattr("keyshard.coordinator.available_now.ROWS_BEHIND_MAX", 20)
     monkeypatch.setattr("keyshard.coordinator.available_now.REST_S", (0.05, 0.4))
-    bench = Bench(look_ahead=LookAhead(20, 80))
-    before = bench.publish(400)
-    source = bench.source(receiver_queue_size=queue, window_rows_max=60)
+    topic = BoundedTopic(look_ahead=LookAhead(20, 80))
+    before = topic.publish(400)
+    source = topic.source(receiver_queue_size=queue, window_rows_max=60)
     stop = threading.Event()
 
     def produce() -> None:
         while not stop.is_set():
-            bench.publish(5)
+            topic.publish(5)
             stop.wait(0.002)
 
-    with bounded(bench, source) as coordinator:
+    with bounded(topic, source) as coordinator:
         producer = threading.Thread(target=produce)
         producer.start()
         try:
@@ -183,16 +183,16 @@ def test_an_endless_producer_neither_stops_nor_lengthens_a_run(
             stop.set()
             producer.join()
     assert sorted(got) == sorted(before)
-    assert bench.backlog == bench.count - len(before)
+    assert topic.backlog == topic.count - len(before)
 
 
-def test_a_range_behind_its_target_asks_again_for_what_waits_before_it(
+def test_a_range_behind_its_target_asks_again_for_earlier_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("keyshard.coordinator.available_now.ROWS_BEHIND_MAX", 5)
     monkeypatch.setattr("keyshard.coordinator.available_now.REST_S", (0.05, 0.4))
-    bench = Bench()
-    before = bench.publish(8, partitions=1)
+    topic = BoundedTopic()
+    before = topic.publish(8, partitions=1)
     waiting: list[MemoryConsumer] = []
     receive = MemoryConsumer.receive
 
@@ -204,46 +204,46 @@ def test_a_range_behind_its_target_asks_again_for_what_waits_before_it(
         return [block for block in blocks if block not in late or consumer not in waiting]
 
     monkeypatch.setattr(MemoryConsumer, "receive", without_one)
-    with bounded(bench, admin=MemoryAdmin(bench.cluster)) as coordinator:
-        bench.publish(60, partitions=1)
+    with bounded(topic, admin=MemoryAdmin(topic.cluster)) as coordinator:
+        topic.publish(60, partitions=1)
         assert sorted(run(coordinator)) == sorted(before)
     assert waiting
-    assert bench.backlog == 60
+    assert topic.backlog == 60
 
 
 def test_acknowledgements_that_the_broker_forgot_are_repeated_before_the_end() -> None:
-    bench = Bench()
-    before = bench.publish(20)
-    admin = MemoryAdmin(bench.cluster)
-    with bounded(bench, admin=admin) as coordinator:
+    topic = BoundedTopic()
+    before = topic.publish(20)
+    admin = MemoryAdmin(topic.cluster)
+    with bounded(topic, admin=admin) as coordinator:
         got: list[str] = []
         while len(got) < len(before):
             end = coordinator.batches.cut_available()
             assert end is not None
             rows = rows_of(coordinator, end)
             got += [row["value"].decode() for part in rows.values() for row in part]
-            with coordinator.worker.shared.lock:  # as if the broker had lost them in a crash
-                coordinator.worker.shared.window.release(end)
+            with coordinator.consumers.shared.lock:  # as if the broker had lost them in a crash
+                coordinator.consumers.shared.window.release(end)
         assert coordinator.batches.cut_available() is None
     assert sorted(got) == sorted(before)
-    assert bench.backlog == 0
+    assert topic.backlog == 0
 
 
 def test_a_cluster_that_was_wiped_before_the_end_is_named_at_once() -> None:
     """Its acknowledgements never show: there is nothing that could be acknowledged."""
-    bench = Bench()
-    before = bench.publish(20)
-    with bounded(bench, admin=MemoryAdmin(bench.cluster)) as coordinator:
+    topic = BoundedTopic()
+    before = topic.publish(20)
+    with bounded(topic, admin=MemoryAdmin(topic.cluster)) as coordinator:
         got = 0
         while got < len(before):
             end = coordinator.batches.cut_available()
             assert end is not None
             got += sum(map(len, rows_of(coordinator, end).values()))
-            with coordinator.worker.shared.lock:
-                coordinator.worker.shared.window.release(end)
-        bench.cluster.wipe()
-        bench.cluster.create_topic("orders", partitions=3)
-        for consumers in coordinator.worker.range_consumers.by_partition.values():
+            with coordinator.consumers.shared.lock:
+                coordinator.consumers.shared.window.release(end)
+        topic.cluster.wipe()
+        topic.cluster.create_topic("orders", partitions=3)
+        for consumers in coordinator.consumers.range_consumers.by_partition.values():
             for one in consumers:
                 assert isinstance(one.consumer, MemoryConsumer)
                 one.consumer.reconnect()
@@ -252,11 +252,11 @@ def test_a_cluster_that_was_wiped_before_the_end_is_named_at_once() -> None:
 
 
 def test_a_row_that_never_comes_ends_in_a_named_error() -> None:
-    bench = Bench()
-    bench.publish(1)
-    source = bench.source(available_now_timeout_ms=1_000)
-    admin = MemoryAdmin(bench.cluster)
-    with bounded(bench, source, admin=admin) as coordinator:
+    topic = BoundedTopic()
+    topic.publish(1)
+    source = topic.source(available_now_timeout_ms=1_000)
+    admin = MemoryAdmin(topic.cluster)
+    with bounded(topic, source, admin=admin) as coordinator:
         end = coordinator.batches.cut_available()
         assert end is not None
         # The host never says that the batch is committed.
@@ -283,21 +283,19 @@ class DeafAdmin(MemoryAdmin):
 
 
 @pytest.mark.parametrize("what", ["reader", "admin"])
-def test_what_cannot_be_asked_is_not_the_end_of_a_run(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_question_does_not_end_a_run(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """1. Nothing arrives. 2. The broker cannot be asked what is missing. 3. It stays quiet.
 
     The run ended as if everything had been acknowledged before it.
     """
-    bench = Bench()
-    bench.publish(10)
+    topic = BoundedTopic()
+    topic.publish(10)
     monkeypatch.setattr(MemoryConsumer, "receive", lambda *_: threading.Event().wait(0.01) or [])
     monkeypatch.setattr("keyshard.coordinator.available_now.READER_TIMEOUT_S", 0.1)
-    source = bench.source(available_now_timeout_ms=2_000)
+    source = topic.source(available_now_timeout_ms=2_000)
     made = DeafBroker if what == "reader" else MemoryBroker
-    admin = DeafAdmin(bench.cluster) if what == "admin" else None
-    coordinator = Coordinator(source, lambda: made(bench.cluster), admin)
+    admin = DeafAdmin(topic.cluster) if what == "admin" else None
+    coordinator = Coordinator(source, lambda: made(topic.cluster), admin)
     coordinator.start(None, available_now=True)
     monkeypatch.setattr(DeafAdmin, "away", True)
     try:
@@ -307,20 +305,20 @@ def test_what_cannot_be_asked_is_not_the_end_of_a_run(
         coordinator.stop()
 
 
-def test_an_entry_that_nobody_delivers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    bench.publish(1)
+def test_an_undelivered_entry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = BoundedTopic()
+    topic.publish(1)
 
     def receive(*_: object) -> list[EntryBlock]:
         threading.Event().wait(0.01)
         return []
 
     monkeypatch.setattr(MemoryConsumer, "receive", receive)
-    source = bench.source(available_now_timeout_ms=1_000)
+    source = topic.source(available_now_timeout_ms=1_000)
     with (
-        bounded(bench, source, admin=MemoryAdmin(bench.cluster)) as coordinator,
+        bounded(topic, source, admin=MemoryAdmin(topic.cluster)) as coordinator,
         pytest.raises(AvailableNowTimeoutError) as caught,
     ):
         coordinator.batches.cut_available()
     assert str(caught.value).startswith("[KEYSHARD_AVAILABLE_NOW_TIMEOUT]")
-    assert f"of {bench.where[0]}" in str(caught.value.facts["missing"])
+    assert f"of {topic.where[0]}" in str(caught.value.facts["missing"])

@@ -27,25 +27,21 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import BinaryType, StructField, StructType
 
-from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import Batching, MemoryCluster, Message
+from keyshard.columns.record_batches import SCHEMA
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import ConfigError, DataLossTrimmedError
-from keyshard.reading import scan as scan_module
 from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader, KeyShardSplit
-from spark_adapter.bounded_options import parse_bounded
 from spark_adapter.data_source import KeyShardDataSource
+from spark_adapter.option_parsing import parse_bounded
 from spark_adapter.structure import Rows
+from tests.helpers import present
+
+pytestmark = pytest.mark.usefixtures("reads_in_no_time")
 
 _names = itertools.count()
 T0 = 1_700_000_000_000
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-
-
-@pytest.fixture(autouse=True)
-def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan_module, "READ_WAIT_MS", 1)
-    monkeypatch.setattr("tenacity.nap.sleep", lambda _s: None)
 
 
 class Topic:
@@ -111,7 +107,7 @@ def test_every_message_comes_once_in_any_number_of_parts(topic: Topic) -> None:
         assert part.split.entries <= 7
 
 
-def test_the_first_part_says_where_the_read_ends_and_the_next_one_begins_there(
+def test_the_first_part_has_the_end_of_the_read_and_the_next_read_begins_there(
     topic: Topic,
 ) -> None:
     first, *others = topic.reader(minPartitions="5").partitions()
@@ -126,7 +122,7 @@ def test_the_first_part_says_where_the_read_ends_and_the_next_one_begins_there(
     assert set(topic.rows(topic.reader(startingOffsets=positions))) == topic.sent.keys() - before
 
 
-def test_what_holds_nothing_has_one_part_without_rows_that_knows_the_ends(topic: Topic) -> None:
+def test_an_empty_read_has_one_part_without_rows(topic: Topic) -> None:
     (part,) = topic.reader(startingOffsets="latest").partitions()
     assert isinstance(part, KeyShardSplit)
     assert part.split is None
@@ -155,16 +151,22 @@ def test_times_choose_by_publish_time(topic: Topic) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"startingOffsets": '{"orders-partition-0": "1:1"}'}, "startingOffsets says nothing of"),
+        (
+            {"startingOffsets": '{"orders-partition-0": "1:1"}'},
+            "startingOffsets has no position for ",
+        ),
         ({"endingOffsets": '{"a": "1:1"}'}, "endingOffsets names persistent://public/default/a, "),
-        ({"endingOffsets": "{}"}, "endingOffsets says nothing of"),
+        ({"endingOffsets": "{}"}, "endingOffsets has no position for "),
         ({"startingOffsets": '{"a b": "1:1"}'}, "startingOffsets has the key 'a b'"),
         ({"startingTime": str(T0 + 1), "endingTime": str(T0)}, "startingTime of persistent://"),
         ({"startingOffsets": "latest", "endingOffsets": "earliest"}, "after its end"),
-        ({"maxTimeDisorder": "999999h"}, "maxTimeDisorder is 3599996400.0; it must be 0 to"),
+        (
+            {"maxTimeDisorder": "999999h"},
+            "maxTimeDisorder is 3599996400.0; it must be a number of seconds from 0 to",
+        ),
     ],
 )
-def test_what_is_wrong_is_told_when_it_is_planned_in_the_words_of_its_option(
+def test_a_wrong_option_is_reported_by_its_name_during_planning(
     topic: Topic, options: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -172,11 +174,11 @@ def test_what_is_wrong_is_told_when_it_is_planned_in_the_words_of_its_option(
     assert sentence in caught.value.message
 
 
-def test_what_is_trimmed_is_named_or_left_out(topic: Topic) -> None:
+def test_trimmed_entries_are_named_or_left_out(topic: Topic) -> None:
     where, _ = topic.cluster.partitions(topic.topic)
     reader, lenient = topic.reader(), topic.reader(failOnDataLoss="false")
     parts = reader.partitions()
-    first = parts[0].split.first  # type: ignore[attr-defined]
+    first = present(parts[0].split).first
     topic.cluster.trim(where, EntryId(first.ledger + 1, 0))
     with pytest.raises(DataLossTrimmedError):
         list(reader.read(parts[0]))
@@ -184,7 +186,7 @@ def test_what_is_trimmed_is_named_or_left_out(topic: Topic) -> None:
     assert topic.rows(topic.reader())
 
 
-def test_filters_are_taken_where_somebody_asked_for_it_alone() -> None:
+def test_filters_are_taken_only_if_configured() -> None:
     """Spark 4.3 would read what it planned for one filter for every other; see tests/spark."""
     assert KeyShardBatchReader.pushFilters is DataSourceReader.pushFilters
     options = {"topic": "t", "admin.url": "http://broker:8080", "valueFormat": "raw"}
@@ -237,7 +239,7 @@ def _passes(row: dict[str, Any], one: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def filtered() -> tuple[Topic, Topic]:
-    """One whose times go back by 23 ms at most, and one that has none and others that are none."""
+    """One topic with times that go back by 23 ms at most; one with missing and invalid times."""
     made = Topic(), Topic()
     for topic, times in zip(made, ((T0 + 7, T0 + 29), (0, 2**62, T0 + 7)), strict=True):
         for time_ms in times:
@@ -247,7 +249,7 @@ def filtered() -> tuple[Topic, Topic]:
 
 @settings(max_examples=60, deadline=None)
 @given(filters=st.lists(_FILTERS, max_size=4), prunes=st.booleans(), cuts=st.integers(1, 9))
-def test_what_filters_leave_is_what_they_would_leave_of_all(
+def test_pushed_filters_select_the_same_rows_as_spark(
     filtered: tuple[Topic, Topic], filters: list[Filter], prunes: bool, cuts: int
 ) -> None:
     names = ["__partition", "__messageId", "__key", "__topic", "__publishTime"]
@@ -298,5 +300,5 @@ def test_entries_of_other_times_and_partitions_are_not_read(topic: Topic) -> Non
     at = EPOCH + timedelta(milliseconds=T0 + 9)
     list(reader.pushFilters([EqualTo(("__partition",), 1), EqualTo(("__publishTime",), at)]))
     (part,) = reader.partitions()
-    assert part.split.entries <= 6, "of 60"  # type: ignore[attr-defined]
+    assert present(part.split).entries <= 6, "of 60"
     assert len(topic.rows(reader)) == 4

@@ -1,9 +1,8 @@
-"""Batches of a source: every row of what is acknowledged, and acknowledging when things fail."""
+"""Batches of a source: complete rows, and acknowledgements when something fails."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -12,28 +11,21 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from handler_place import Place
-from helpers import wait_until
 from keyshard.broker.memory import Message as Stored
 from keyshard.errors import CheckpointError, CheckpointInUseError, KeyShardError, NotRunningError
 from keyshard.handlers import batches as module
 from keyshard.handlers.batches import Batch
 from keyshard.handlers.checkpoint_store import CheckpointStore
+from tests.helpers import DEADLINE_S, wait_until
+from tests.support.handled_topic import HandledTopic
 
 
-@pytest.fixture
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    made = Place(f"{request.node.originalname}-{time.monotonic_ns()}")
-    yield made
-    made.cluster.validate()
-
-
-def test_a_batch_is_cut_by_bytes_too(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_cut_by_bytes_too(orders: HandledTopic, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH_BYTES_MAX", 100_000)
-    place.cluster.publish(
-        place.topic, *[Stored(b"%04d" % n + bytes(30_000), key=f"k{n % 5}") for n in range(40)]
+    orders.cluster.publish(
+        orders.topic, *[Stored(b"%04d" % n + bytes(30_000), key=f"k{n % 5}") for n in range(40)]
     )
-    source = place.source()
+    source = orders.source()
     seen: list[bytes] = []
     for batch in source.batches(max_wait_s=0.1):
         values = [value[:4] for value in batch.records["value"].to_pylist()]
@@ -43,23 +35,23 @@ def test_a_batch_is_cut_by_bytes_too(place: Place, monkeypatch: pytest.MonkeyPat
         if len(seen) == 40:
             source.stop()
     assert sorted(seen) == [b"%04d" % n for n in range(40)]
-    assert place.backlog() == 0
+    assert orders.backlog() == 0
 
 
 def test_rows_that_arrow_keeps_in_several_chunks_are_never_left_out(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    orders: HandledTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As when a column has more than 2 GiB: combining leaves several chunks.
     monkeypatch.setattr(module, "pa", Chunky)
-    count = place.publish(keys=5, per_key=4)
-    batches = place.source().batches(max_rows=count, max_wait_s=5.0)
+    count = orders.publish(keys=5, per_key=4)
+    batches = orders.source().batches(max_rows=count, max_wait_s=5.0)
     with pytest.raises(KeyShardError, match=rf"{count} rows.*one record batch"):
         next(batches).ack()
-    assert place.backlog() == count
+    assert orders.backlog() == count
 
 
 class Chunky:
-    """Arrow whose tables are too large for one chunk."""
+    """Arrow with tables that are too large for one chunk."""
 
     class Table:
         def __init__(self, batches: list[pa.RecordBatch]) -> None:
@@ -79,10 +71,10 @@ class Chunky:
 
 
 def test_a_checkpoint_that_could_not_be_stored_is_stored_by_the_next_ack(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    orders: HandledTopic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place.publish(keys=5, per_key=6)
-    source = place.source()
+    orders.publish(keys=5, per_key=6)
+    source = orders.source()
     failing = True
 
     def sync(_: int) -> None:
@@ -97,27 +89,27 @@ def test_a_checkpoint_that_could_not_be_stored_is_stored_by_the_next_ack(
             for _ in range(2):
                 with pytest.raises(CheckpointError, match="No space"):
                     batch.ack()
-            assert place.backlog() == 30
+            assert orders.backlog() == 30
             continue
         failing = False
         batch.ack()
         for one in batches:
             one.ack()
-        wait_until(lambda: place.backlog() == 0)
+        wait_until(lambda: orders.backlog() == 0)
         source.stop()
 
 
-def test_two_threads_may_acknowledge_the_same_batch(place: Place) -> None:
-    place.publish(keys=5, per_key=20)
-    source = place.source()
+def test_two_threads_may_acknowledge_the_same_batch(orders: HandledTopic) -> None:
+    orders.publish(keys=5, per_key=20)
+    source = orders.source()
     errors: list[BaseException] = []
     rows = 0
 
     def ack(batch: Batch, together: threading.Barrier) -> None:
-        together.wait(10)
+        together.wait(DEADLINE_S)
         try:
             batch.ack()
-        except BaseException as exc:  # noqa: BLE001 - told to the test
+        except BaseException as exc:  # noqa: BLE001 - the test reports it
             errors.append(exc)
 
     for batch in source.batches(max_rows=5, max_wait_s=0.1):
@@ -131,12 +123,12 @@ def test_two_threads_may_acknowledge_the_same_batch(place: Place) -> None:
         if rows == 100:
             source.stop()
     assert not errors
-    assert place.backlog() == 0
+    assert orders.backlog() == 0
 
 
 @dataclass
 class SlowDisk:
-    """What is written to it waits until somebody lets it."""
+    """A disk whose writes wait until the test releases them."""
 
     writing: threading.Event = field(default_factory=threading.Event)
     free: threading.Event = field(default_factory=threading.Event)
@@ -155,12 +147,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
 
 
 def test_the_source_ends_when_an_ack_in_progress_has(
-    place: Place, tmp_path: Path, disk: SlowDisk
+    orders: HandledTopic, tmp_path: Path, disk: SlowDisk
 ) -> None:
     """Else its checkpoint replaces a newer one, or it returns and nothing is acknowledged."""
-    place.publish(keys=5, per_key=4)
+    orders.publish(keys=5, per_key=4)
     checkpoint = tmp_path / "c.json"
-    source = place.source()
+    source = orders.source()
     batches = source.batches(max_rows=20, max_wait_s=5.0, checkpoint=checkpoint)
     acking = threading.Thread(target=next(batches).ack)
     acking.start()
@@ -171,29 +163,29 @@ def test_the_source_ends_when_an_ack_in_progress_has(
     ending.join(1.0)
     assert ending.is_alive(), "the source ended while an ack wrote its checkpoint"
     with pytest.raises(CheckpointInUseError):
-        next(place.source().batches(checkpoint=checkpoint))
+        next(orders.source().batches(checkpoint=checkpoint))
     disk.free.set()
     for thread in (acking, ending):
         thread.join(30)
         assert not thread.is_alive()
-    assert place.backlog() == 0
+    assert orders.backlog() == 0
 
 
 def test_an_ack_that_hangs_keeps_its_checkpoint_and_not_the_end(
-    place: Place, tmp_path: Path, disk: SlowDisk
+    orders: HandledTopic, tmp_path: Path, disk: SlowDisk
 ) -> None:
-    place.publish(keys=5, per_key=4)
+    orders.publish(keys=5, per_key=4)
     checkpoint = tmp_path / "c.json"
-    source = place.source(operation_timeout_ms=1_000)
+    source = orders.source(operation_timeout_ms=1_000)
     batches = source.batches(max_rows=20, max_wait_s=5.0, checkpoint=checkpoint)
     acking = threading.Thread(target=next(batches).ack)
     acking.start()
     assert disk.writing.wait(30)
     source.stop()
     assert list(batches) == []
-    assert place.backlog() == 20
+    assert orders.backlog() == 20
     with pytest.raises(CheckpointInUseError):
-        next(place.source().batches(checkpoint=checkpoint))
+        next(orders.source().batches(checkpoint=checkpoint))
     disk.free.set()
     acking.join(30)
     assert not acking.is_alive()
@@ -201,11 +193,11 @@ def test_an_ack_that_hangs_keeps_its_checkpoint_and_not_the_end(
         assert store.open() is not None
 
 
-def test_nothing_can_be_unparked_of_batches(place: Place) -> None:
-    place.publish(keys=1, per_key=1)
-    source = place.source()
+def test_nothing_can_be_unparked_of_batches(orders: HandledTopic) -> None:
+    orders.publish(keys=1, per_key=1)
+    source = orders.source()
     for batch in source.batches(max_wait_s=0.1):
-        with pytest.raises(NotRunningError, match=r"batches\(\) parks no keys"):
+        with pytest.raises(NotRunningError, match=r"Parked keys exist only with run\(\)"):
             source.unpark("key-0")
         batch.ack()
         source.stop()

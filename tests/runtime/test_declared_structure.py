@@ -18,17 +18,17 @@ import pytest
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from keyshard import Connection, KeyShardSource, Message
-from keyshard.arrow.columns import COLUMNS
 from keyshard.broker import schemas as asked
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.columns.record_batches import COLUMNS
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
 from keyshard.reading.decoding_plan import CORRUPT, plan_decoding
 from keyshard.reading.message_data import MessageData
 from keyshard.reading.structured import Decoder
 from spark_adapter.data_source import KeyShardDataSource
-from spark_adapter.pulsar_source import PulsarDataSource
+from spark_adapter.pulsar.source import PulsarDataSource
 from spark_adapter.structure import Rows
 from spark_adapter.table_options import with_options
 
@@ -40,8 +40,8 @@ THIRD = FIRST | {"fields": [{"name": "other", "type": "string", "default": ""}]}
 KEPT = {"type": "record", "name": "R", "fields": [{"name": "value", "type": "bytes"}]}
 
 
-class Place:
-    """Topics of a cluster of this process, which data sources of Spark ask for schemas."""
+class DeclaredTopics:
+    """Topics of an in-process cluster; data sources of Spark read their schemas from it."""
 
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
@@ -60,8 +60,8 @@ class Place:
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Place:
-    found = Place()
+def declared(monkeypatch: pytest.MonkeyPatch) -> DeclaredTopics:
+    found = DeclaredTopics()
     monkeypatch.setattr(asked, "connect_admin", lambda *_: MemoryAdmin(found.cluster, found.name))
     return found
 
@@ -103,8 +103,8 @@ def by_pulsar(topic: str, options: Mapping[str, str], columns: StructType | None
 
 
 def _table(topic: str, options: Mapping[str, str], columns: StructType | None) -> StructType:
-    told = {**OPTIONS, **options, "topic": topic}
-    return with_options(KeyShardDataSource(told).schema() if columns is None else columns, told)
+    output = {**OPTIONS, **options, "topic": topic}
+    return with_options(KeyShardDataSource(output).schema() if columns is None else columns, output)
 
 
 def by_table(topic: str, options: Mapping[str, str], columns: StructType | None) -> Rows:
@@ -138,13 +138,13 @@ PROJECTIONS = [None, struct(id=LongType(), __key=StringType()), struct(id=LongTy
 @pytest.mark.parametrize("named", ["orders", "orders-partition-1"])
 @pytest.mark.parametrize("columns", range(len(PROJECTIONS)))
 def test_rows_of_every_version_are_there_by_whichever_name(
-    place: Place, way: Way, mode: str, named: str, columns: int
+    declared: DeclaredTopics, way: Way, mode: str, named: str, columns: int
 ) -> None:
     if way is by_pulsar and columns == 1:
         pytest.skip("there a key is bytes")
-    topic = place.topic("orders", ("AVRO", FIRST), ("AVRO", SECOND), partitions=2)
+    topic = declared.topic("orders", ("AVRO", FIRST), ("AVRO", SECOND), partitions=2)
     rows = way(named, {"mode": mode}, PROJECTIONS[columns])
-    place.add(topic, "AVRO", THIRD)  # registered while the query runs
+    declared.add(topic, "AVRO", THIRD)  # registered while the query runs
     batch = raw(
         topic,
         (avro(FIRST, {"id": 1}), 0),
@@ -153,16 +153,16 @@ def test_rows_of_every_version_are_there_by_whichever_name(
     )
     assert [row["id"] for row in made(rows, batch)] == [1, 2]
     rows.check([topic])
-    place.cluster.schemas[topic] = []
-    place.add(topic, "AVRO", SECOND)
-    place.add(topic, "AVRO", FIRST)
-    with pytest.raises(SchemaError, match="orders was created anew since the query was built"):
+    declared.cluster.schemas[topic] = []
+    declared.add(topic, "AVRO", SECOND)
+    declared.add(topic, "AVRO", FIRST)
+    with pytest.raises(SchemaError, match="orders was created again after the query was built"):
         rows.check([topic])
 
 
-def test_both_names_of_a_partition_are_one_topic_of_a_plan(place: Place) -> None:
-    topic = place.topic("orders", ("AVRO", FIRST), partitions=2)
-    url = f"memory://{place.name}"
+def test_both_names_of_a_partition_are_one_topic_of_a_plan(declared: DeclaredTopics) -> None:
+    topic = declared.topic("orders", ("AVRO", FIRST), partitions=2)
+    url = f"memory://{declared.name}"
     named = [f"{topic}-partition-0", topic, f"{topic}-partition-1"]
     source = KeyShardSource(named, subscription="s", service_url=url, admin_url=url)
     assert asked.topics_of(source) == (topic,)
@@ -171,10 +171,12 @@ def test_both_names_of_a_partition_are_one_topic_of_a_plan(place: Place) -> None
     assert rows.to_pylist() == [{"id": 1}]
 
 
-def test_a_handler_has_the_data_of_a_topic_that_is_called_like_a_partition(place: Place) -> None:
-    topic = place.topic("orders-partition-1", partitions=2)
+def test_a_handler_has_the_data_of_a_topic_that_is_called_like_a_partition(
+    declared: DeclaredTopics,
+) -> None:
+    topic = declared.topic("orders-partition-1", partitions=2)
     message = Message.for_test(b"x")._replace(topic=topic, partition=0)
-    assert MessageData(Connection(f"memory://{place.name}"))(message) == b"x"
+    assert MessageData(Connection(f"memory://{declared.name}"))(message) == b"x"
 
 
 VALUES: dict[str, tuple[str, Any, bytes, bytes]] = {
@@ -195,10 +197,10 @@ and the column."""
 @pytest.mark.parametrize("named", ["orders", "orders-partition-0"])
 @pytest.mark.parametrize("columns", [None, struct(value=BinaryType())])
 def test_a_column_value_of_bytes_is_the_one_that_the_schema_declares(
-    place: Place, way: Way, of: str, named: str, columns: StructType | None
+    declared: DeclaredTopics, way: Way, of: str, named: str, columns: StructType | None
 ) -> None:
     kind, definition, stored, wanted = VALUES[of]
-    topic = place.topic("orders", (kind, definition), partitions=1)
+    topic = declared.topic("orders", (kind, definition), partitions=1)
     rows = way(named, {}, columns)
     found = made(rows, raw(topic, (stored, 0), (None, 0), partition=0))
     assert [row["value"] for row in found] == [wanted, None]
@@ -211,10 +213,10 @@ RAW = {"allowDifferentTopicSchemas": "true"}
 
 
 @every_way
-def test_bytes_of_a_topic_that_declares_no_such_column_are_what_was_sent(
-    place: Place, way: Way
+def test_bytes_of_a_topic_without_such_a_column_are_the_published_ones(
+    declared: DeclaredTopics, way: Way
 ) -> None:
-    topic = place.topic("orders", ("AVRO", FIRST))
+    topic = declared.topic("orders", ("AVRO", FIRST))
     rows = way(topic, {}, struct(value=BinaryType()))
     assert made(rows, raw(topic, (b"\1\2", 0), (None, 0))) == [{"value": b"\1\2"}, {"value": None}]
     assert rows.plan is None, "nothing of them depends on a schema"
@@ -222,9 +224,9 @@ def test_bytes_of_a_topic_that_declares_no_such_column_are_what_was_sent(
 
 @every_way
 def test_columns_of_keyshard_alone_ask_for_no_schema(
-    place: Place, way: Way, monkeypatch: pytest.MonkeyPatch
+    declared: DeclaredTopics, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topic = place.topic("orders", ("AVRO", FIRST))
+    topic = declared.topic("orders", ("AVRO", FIRST))
     monkeypatch.setattr(asked, "schema_of", None)
     rows = way(topic, {}, struct(__topic=StringType()))
     assert len(made(rows, raw(topic, (b"\1", 0)))) == 1
@@ -236,9 +238,9 @@ def test_columns_of_keyshard_alone_ask_for_no_schema(
     "columns", [None, struct(id=LongType()), struct(__topic=StringType())], ids=str
 )
 def test_malformed_rows_are_left_out_whichever_columns_are_selected(
-    place: Place, way: Way, named: str, columns: StructType | None
+    declared: DeclaredTopics, way: Way, named: str, columns: StructType | None
 ) -> None:
-    topic = place.topic("orders", ("JSON", FIRST), partitions=1)
+    topic = declared.topic("orders", ("JSON", FIRST), partitions=1)
     rows = way(named, {"mode": "DROPMALFORMED"}, columns)
     dropped: list[int] = []
     batch = raw(topic, (b'{"id": 1}', 0), (b"{", 0), (b'{"id": "x"}', 0), (None, 0), partition=0)
@@ -248,17 +250,17 @@ def test_malformed_rows_are_left_out_whichever_columns_are_selected(
 
 
 @every_way
-def test_the_payload_is_there_of_malformed_rows_too(place: Place, way: Way) -> None:
-    topic = place.topic("orders", ("JSON", FIRST))
+def test_the_payload_is_there_of_malformed_rows_too(declared: DeclaredTopics, way: Way) -> None:
+    topic = declared.topic("orders", ("JSON", FIRST))
     columns = struct(value=BinaryType(), __topic=StringType())
     rows = way(topic, {"mode": "DROPMALFORMED"}, columns)
     found = made(rows, raw(topic, (b'{"id": 1}', 0), (b"{", 0)))
     assert [row["value"] for row in found] == [b'{"id": 1}', b"{"]
 
 
-def test_in_other_modes_columns_of_keyshard_alone_decode_nothing(place: Place) -> None:
-    topic = place.topic("orders", ("JSON", FIRST))
-    connection = Connection(f"memory://{place.name}")
+def test_in_other_modes_columns_of_keyshard_alone_decode_nothing(declared: DeclaredTopics) -> None:
+    topic = declared.topic("orders", ("JSON", FIRST))
+    connection = Connection(f"memory://{declared.name}")
     for mode in ("FAILFAST", "PERMISSIVE"):
         decoder = Decoder(plan_decoding(connection, [topic], mode), pa.schema([COLUMNS.field(1)]))
         assert "value" not in decoder.raw_columns
@@ -270,9 +272,9 @@ def test_in_other_modes_columns_of_keyshard_alone_decode_nothing(place: Place) -
 
 
 @pytest.mark.parametrize("of_table", [True, False])
-def test_a_table_takes_no_filters(place: Place, of_table: bool) -> None:
-    topic, asks = place.topic("orders"), {"PushFilters": "true"}
-    with pytest.raises(ConfigError, match="'pushFilters' is not one of tables"):
+def test_a_table_takes_no_filters(declared: DeclaredTopics, of_table: bool) -> None:
+    topic, asks = declared.topic("orders"), {"PushFilters": "true"}
+    with pytest.raises(ConfigError, match="'pushFilters' is not supported for tables"):
         KeyShardDataSource({} if of_table else asks).reader(
             _table(topic, asks if of_table else {}, struct(value=BinaryType()))
         )
@@ -281,8 +283,10 @@ def test_a_table_takes_no_filters(place: Place, of_table: bool) -> None:
 
 
 @every_way
-def test_a_malformed_value_of_the_declared_column_is_told(place: Place, way: Way) -> None:
-    topic = place.topic("orders", ("AVRO", KEPT))
+def test_a_malformed_value_of_the_declared_column_is_reported(
+    declared: DeclaredTopics, way: Way
+) -> None:
+    topic = declared.topic("orders", ("AVRO", KEPT))
     batch = raw(topic, (b"\x08abcd", 0), (b"\x7f", 0))
     with pytest.raises(MalformedMessageError, match="7:1:0"):
         made(way(topic, {}, struct(value=BinaryType())), batch)

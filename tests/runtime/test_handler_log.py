@@ -1,45 +1,39 @@
-"""What an operator reads in the log of a source that runs a handler."""
+"""The log of a source that runs a handler."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import tenacity
 
-from control_folder import own_control_folder
-from helpers import wait_until
 from keyshard import Message, Reject, RetryLater, RetryPolicy
-from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.config.connection import Connection
 from keyshard.core.lanes.queues import KeyQueue, Work
 from keyshard.errors import BrokerUnavailableError
-from keyshard.handlers.outcome_log import AGAIN_S, KINDS_MAX, OutcomeLog
-from parking_place import Place
+from keyshard.handlers.outcomes import AGAIN_S, KINDS_MAX, OutcomeLog
+from tests.helpers import wait_until
+from tests.support.parking_topic import ParkingTopic
+
+pytestmark = pytest.mark.usefixtures("control_folder")
 
 ONCE = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(1))
 TWICE = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
 
 
-@pytest.fixture(autouse=True)
-def control_folder() -> Iterator[None]:
-    with own_control_folder():
-        yield
-
-
-def run(place: Place, messages: int, **options: Any) -> None:
+def run(parking: ParkingTopic, messages: int, **options: Any) -> None:
     """Run until so many messages are handled or dead-lettered."""
 
-    def settled() -> bool:
+    def resolved() -> bool:
         counters = running.source.status()["counters"]
         return bool(counters["completed"] + counters["deadLettered"] >= messages)
 
-    with place.run(**options) as running:
-        wait_until(settled)
+    with parking.run(**options) as running:
+        wait_until(resolved)
     assert running.error is None
 
 
@@ -47,42 +41,40 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
 
 
-def test_a_run_says_what_it_does_once_and_not_for_each_message(
-    caplog: pytest.LogCaptureFixture,
+def test_a_run_logs_its_actions_once_and_not_for_each_message(
+    parking: ParkingTopic, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = Place("log-all")
     keys = [f"k{number}" for number in range(100)]
-    place.broken = set(keys[:50])
-    place.publish(*keys, *keys)
+    parking.broken = set(keys[:50])
+    parking.publish(*keys, *keys)
     with caplog.at_level(logging.INFO):
-        run(place, 200, retry=TWICE)
-    told = lines(caplog)
-    assert len(told) < 14, "\n".join(told)
+        run(parking, 200, retry=TWICE)
+    output = lines(caplog)
+    assert len(output) < 14, "\n".join(output)
     for pattern in (
         r"started: 3 ranges over 2 topic partitions of \S+/orders as subscription 'keyshard'",
-        r"handling: 4 lanes in each range, 12 workers \(threads\), without a checkpoint",
-        r"message \S+ of \S+, of key 'k\d+', failed and is tried again in 0.0 s: ValueError: can",
+        r"started: 4 lanes in each range, 12 concurrent handlers \(threads\), without a checkpoint",
+        r"message \S+ of \S+, of key 'k\d+', failed, next attempt in 0.0 s: ValueError: can",
         r"message \S+ of \S+, of key 'k\d+', failed 2 times, and its key is parked: ValueError: c",
-        r"stopping: 0 messages are with handlers, which have 30 s to finish",
+        r"stopping: 0 handlers are running, and have 30 s to finish",
         r"drained in \d+.\d s: 100 messages completed since the start, \d+ attempts failed, 100 m",
     ):
-        assert sum(bool(re.match(pattern, line)) for line in told) == 1, (pattern, told)
+        assert sum(bool(re.match(pattern, line)) for line in output) == 1, (pattern, output)
     assert caplog.text.count("Traceback") == 1, "once for each kind of error"
     assert 'raise ValueError(f"cannot handle' in caplog.text
 
 
 def test_an_option_that_a_checkpoint_makes_void_is_named(
-    caplog: pytest.LogCaptureFixture, tmp_path: Any
+    parking: ParkingTopic, caplog: pytest.LogCaptureFixture, tmp_path: Any
 ) -> None:
-    place = Place("log-checkpoint")
-    place.publish("a", "b")
+    parking.publish("a", "b")
     checkpoint = f"file://{tmp_path}/orders.json"
     with caplog.at_level(logging.INFO):
-        run(place, 2, checkpoint=checkpoint)
+        run(parking, 2, checkpoint=checkpoint)
         assert "does not apply" not in caplog.text
-        place.publish("a")
-        run(place, 1, checkpoint=checkpoint)
-    assert "the starting position 'earliest' does not apply" in caplog.text
+        parking.publish("a")
+        run(parking, 1, checkpoint=checkpoint)
+    assert "the starting position 'earliest' is ignored" in caplog.text
 
 
 def outcome_log() -> tuple[OutcomeLog, list[float]]:
@@ -95,7 +87,7 @@ def work(number: int) -> Work:
     return Work(message, None, KeyQueue(message.key, 0, 0))
 
 
-def test_a_kind_that_goes_on_is_told_again_with_how_many_there_were(
+def test_a_repeated_kind_is_logged_again_with_its_count(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log, now = outcome_log()
@@ -109,24 +101,24 @@ def test_a_kind_that_goes_on_is_told_again_with_how_many_there_were(
         now[0] = AGAIN_S
         log.parked(work(7), ValueError("a"), "ValueError: a")
         log.dead_lettered(work(8), ValueError("a"), "ValueError: a")
-    told = lines(caplog)
-    assert len(told) == 7
-    assert "999 more were parked since the last line like this" in told[5]
-    assert "more were" not in "".join(told[:5])
+    output = lines(caplog)
+    assert len(output) == 7
+    assert "999 more were parked since the previous line of this kind" in output[5]
+    assert "more were" not in "".join(output[:5])
     tracebacks = [bool(record.exc_info) for record in caplog.records]
     assert tracebacks == [True, True, False, False, False, False, False]
 
 
-def test_kinds_without_end_are_told_as_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_unlimited_kinds_are_logged_as_one(caplog: pytest.LogCaptureFixture) -> None:
     log, _ = outcome_log()
     with caplog.at_level(logging.INFO):
         for number in range(KINDS_MAX + 100):
             log.parked(work(number), type(f"E{number}", (Exception,), {})(), "new")
     assert len(caplog.records) == KINDS_MAX + 1
-    assert len(log._told_s) == KINDS_MAX + 1
+    assert len(log._logged_s) == KINDS_MAX + 1
 
 
-def test_requests_of_ours_are_not_logged_by_httpx_and_those_of_others_are(
+def test_requests_of_keyshard_are_not_logged_by_httpx_but_foreign_ones_are(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def answer(request: httpx.Request) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""Handlers in processes: what they raise, what they cannot load, and signals to the whole group."""
+"""Handlers in processes: their errors, failed imports, and signals to the whole group."""
 
 from __future__ import annotations
 
@@ -6,28 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from handler_place import AT_ONCE, Place
-from helpers import wait_until
 from keyshard import Checkpoint, Message, Reject, RetryLater
 from keyshard.broker.memory import Message as Stored
 from keyshard.errors import ConfigError
+from tests.helpers import present, wait_until
+from tests.support.handled_topic import AT_ONCE, HandledTopic
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    made = Place(f"{request.node.originalname}-{time.monotonic_ns()}")
-    yield made
-    made.cluster.validate()
 
 
 class OwnReject(Reject):
@@ -78,7 +69,7 @@ def raises(message: Message) -> Any:
         return coroutine()
     if message.value == b"returned":
         return OwnReject("x", 3)
-    folder, name = Path(message.value.decode()), message.key or ""
+    folder, name = Path(present(message.value).decode()), message.key or ""
     if name == "later" and not (folder / name).exists():
         (folder / name).touch()
         raise OwnLater("x", 3)
@@ -86,20 +77,20 @@ def raises(message: Message) -> Any:
     return None
 
 
-def test_whatever_a_handler_raises_in_a_process_keeps_its_meaning(
-    place: Place, tmp_path: Path
+def test_an_error_of_a_handler_in_a_process_keeps_its_meaning(
+    orders: HandledTopic, tmp_path: Path
 ) -> None:
     bad = ["reject", "awaited", "returned", "secret", "other", "exit", "interrupt"]
-    place.cluster.publish(place.topic, *[Stored(one.encode(), key=one) for one in bad])
+    orders.cluster.publish(orders.topic, *[Stored(one.encode(), key=one) for one in bad])
     good = [f"good-{n}" for n in range(20)]
-    place.cluster.publish(
-        place.topic, *[Stored(str(tmp_path).encode(), key=key) for key in [*good, "later"]]
+    orders.cluster.publish(
+        orders.topic, *[Stored(str(tmp_path).encode(), key=key) for key in [*good, "later"]]
     )
-    with place.running(
-        place.source(), raises, executor="processes", workers=2, retry=AT_ONCE
+    with orders.running(
+        orders.source(), raises, executor="processes", workers=2, retry=AT_ONCE
     ) as run:
-        wait_until(lambda: place.errors or place.backlog() == 0)
-        assert not place.errors, place.errors
+        wait_until(lambda: orders.errors or orders.backlog() == 0)
+        assert not orders.errors, orders.errors
         counters = run.source.status()["counters"]
         parked = {one["key"] for one in run.source.status()["parked"]}
     assert counters["rejected"] == 3
@@ -108,51 +99,53 @@ def test_whatever_a_handler_raises_in_a_process_keeps_its_meaning(
 
 
 def its_pid(message: Message) -> None:
-    Path(message.value.decode()).write_text(str(os.getpid()))
+    Path(present(message.value).decode()).write_text(str(os.getpid()))
 
 
 def test_a_process_that_ends_while_it_is_idle_costs_no_message_an_attempt(
-    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    orders: HandledTopic, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with place.running(
-        place.source(), its_pid, executor="processes", workers=1, retry=AT_ONCE
+    with orders.running(
+        orders.source(), its_pid, executor="processes", workers=1, retry=AT_ONCE
     ) as run:
         for number in range(3):
             path = tmp_path / str(number)
-            place.cluster.publish(place.topic, Stored(str(path).encode(), key="k"))
-            wait_until(lambda: place.errors or place.backlog() == 0)
-            assert not place.errors, place.errors
+            orders.cluster.publish(orders.topic, Stored(str(path).encode(), key="k"))
+            wait_until(lambda: orders.errors or orders.backlog() == 0)
+            assert not orders.errors, orders.errors
             os.kill(int(path.read_text()), signal.SIGKILL)
             wait_until(lambda: not alive(int(path.read_text())))  # noqa: B023
         counters = run.source.status()["counters"]
     assert (counters["completed"], counters["failedAttempts"]) == (3, 0)
-    assert caplog.text.count("status -9 while it waited for a message. Another one") == 2
+    assert caplog.text.count("status -9 while it waited for a message. Another process") == 2
 
 
 def test_a_handler_that_processes_cannot_load_ends_the_source_with_the_import_error(
-    place: Place,
+    orders: HandledTopic,
 ) -> None:
     module = types.ModuleType("only_here")
     exec("def handle(message): pass", module.__dict__)  # noqa: S102
     sys.modules["only_here"] = module
-    count = place.publish(keys=5, per_key=2)
+    count = orders.publish(keys=5, per_key=2)
     try:
         with pytest.raises(ConfigError, match=r"cannot load.*No module named 'only_here'"):
-            place.source().run(module.handle, executor="processes", workers=2)
+            orders.source().run(module.handle, executor="processes", workers=2)
     finally:
         del sys.modules["only_here"]
-    assert place.backlog() in (count, -1)
+    assert orders.backlog() in (count, -1)
 
 
 def generates(_: Message) -> Any:
     return (n for n in range(3))
 
 
-def test_a_generator_of_a_process_is_refused_with_nothing_acknowledged(place: Place) -> None:
-    count = place.publish(keys=5, per_key=2)
+def test_a_generator_of_a_process_is_refused_with_nothing_acknowledged(
+    orders: HandledTopic,
+) -> None:
+    count = orders.publish(keys=5, per_key=2)
     with pytest.raises(ConfigError, match="generator"):
-        place.source().run(generates, executor="processes", workers=2)
-    assert place.backlog() == count
+        orders.source().run(generates, executor="processes", workers=2)
+    assert orders.backlog() == count
 
 
 PROGRAM = """
@@ -215,7 +208,7 @@ class Program:
         return [int(path.name.removeprefix("began-")) for path in self._folder.glob("began-*")]
 
     def end(self) -> str:
-        """What it wrote, when it has ended."""
+        """Its output, after it has ended."""
         try:
             return self.process.communicate(timeout=30)[0]
         finally:
@@ -231,12 +224,12 @@ class Program:
 def test_a_signal_to_the_group_lets_running_handlers_finish_and_parks_nothing(
     tmp_path: Path, number: int
 ) -> None:
-    program = Program(tmp_path, 2.5, "{'executor': 'processes', 'workers': 2}")
+    program = Program(tmp_path, 1.0, "{'executor': 'processes', 'workers': 2}")
     program.began(2)
     os.killpg(program.process.pid, number)
-    told = program.end()
+    result = program.end()
     handled = program.handled()
-    assert f"left {8 - handled} letters 0" in told, told
+    assert f"left {8 - handled} letters 0" in result, result
     assert 2 <= handled < 8
     assert program.process.returncode == 0
 
@@ -284,7 +277,7 @@ source.run(handle, executor="processes", workers=1)
 """
 
 
-def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_is_named(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, text=True, capture_output=True, timeout=60,

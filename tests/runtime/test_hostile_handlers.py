@@ -1,4 +1,4 @@
-"""Whatever handlers, policies and observers raise or return: the run goes on, or ends by name."""
+"""A run survives each error or result of handlers, policies and observers, or names its error."""
 
 # ruff: noqa: ARG002, ARG005, PLW0108, RSE102 - that is what users write
 
@@ -8,25 +8,17 @@ import asyncio
 import functools
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 import tenacity
 
-from handler_place import AT_ONCE, Place
-from helpers import wait_until
 from keyshard import Message, Reject, RetryLater, RetryPolicy
 from keyshard.broker.memory import Message as Stored
 from keyshard.errors import ConfigError
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    made = Place(f"{request.node.originalname}-{time.monotonic_ns()}")
-    yield made
-    made.cluster.validate()
+from tests.helpers import present, wait_until
+from tests.support.handled_topic import AT_ONCE, HandledTopic
 
 
 class MuteError(Exception):
@@ -101,34 +93,34 @@ HOSTILE: dict[str, Callable[[], BaseException]] = {
     "stop": StopIteration,
     "a group": lambda: ValueError(MuteError()),
 }
-"""What a handler raises."""
+"""The error of a handler."""
 
 
-def run_to_the_end(place: Place, handle: Callable[..., Any], **options: Any) -> None:
-    """Two bad messages of two keys among good ones: those are handled, the run goes on."""
+def run_to_the_end(orders: HandledTopic, handle: Callable[..., Any], **options: Any) -> None:
+    """Two bad messages of two keys among good ones: the good ones are handled."""
     for n in range(5):
-        place.cluster.publish(place.topic, *[Stored(b"%d" % n, key=f"key-{k}") for k in range(4)])
-    place.cluster.publish(place.topic, Stored(b"bad", key="bad-1"), Stored(b"bad", key="bad-2"))
-    with place.running(place.source(), handle, **({"retry": AT_ONCE} | options)) as run:
-        wait_until(lambda: place.errors or (place.backlog() == 0 and place.count == 20))
-        assert not place.errors, place.errors
+        orders.cluster.publish(orders.topic, *[Stored(b"%d" % n, key=f"key-{k}") for k in range(4)])
+    orders.cluster.publish(orders.topic, Stored(b"bad", key="bad-1"), Stored(b"bad", key="bad-2"))
+    with orders.running(orders.source(), handle, **({"retry": AT_ONCE} | options)) as run:
+        wait_until(lambda: orders.errors or (orders.backlog() == 0 and orders.count == 20))
+        assert not orders.errors, orders.errors
         assert run.source.status()["counters"]["deadLettered"] == 2
 
 
 @pytest.mark.parametrize("executor", ["threads", "async"])
 @pytest.mark.parametrize("raised", HOSTILE)
-def test_whatever_a_handler_raises_concerns_its_message_only(
-    place: Place, raised: str, executor: str
+def test_an_error_of_a_handler_concerns_its_message_only(
+    orders: HandledTopic, raised: str, executor: str
 ) -> None:
     def handle(message: Message) -> None:
         if message.value == b"bad":
             raise HOSTILE[raised]()
-        place.note(message)
+        orders.note(message)
 
     async def coroutine(message: Message) -> None:
         handle(message)
 
-    run_to_the_end(place, handle if executor == "threads" else coroutine)
+    run_to_the_end(orders, handle if executor == "threads" else coroutine)
 
 
 RETURNED: dict[str, Callable[[], object]] = HOSTILE | {
@@ -142,21 +134,21 @@ RETURNED: dict[str, Callable[[], object]] = HOSTILE | {
 @pytest.mark.parametrize("executor", ["threads", "async", "awaitable"])
 @pytest.mark.parametrize("returned", RETURNED)
 def test_an_exception_that_a_handler_returns_counts_as_raised(
-    place: Place, returned: str, executor: str
+    orders: HandledTopic, returned: str, executor: str
 ) -> None:
     """Issue: a handler returned Reject(...), and its message was acknowledged as handled."""
 
     def handle(message: Message) -> object:
         if message.value == b"bad":
             return RETURNED[returned]()
-        place.note(message)
+        orders.note(message)
         return None
 
     async def coroutine(message: Message) -> object:
         return handle(message)
 
     made = {"threads": handle, "async": coroutine, "awaitable": lambda m: coroutine(m)}
-    run_to_the_end(place, made[executor])
+    run_to_the_end(orders, made[executor])
 
 
 def broken(_: object) -> Any:
@@ -166,7 +158,7 @@ def broken(_: object) -> Any:
 @pytest.mark.parametrize("wait", [broken, lambda _: math.nan, lambda _: -math.inf, lambda _: "x"])
 @pytest.mark.parametrize("stop", [tenacity.stop_after_attempt(2), broken])
 def test_a_policy_that_fails_is_replaced_by_the_default_and_named_once(
-    place: Place, wait: Any, stop: Any, caplog: pytest.LogCaptureFixture,
+    orders: HandledTopic, wait: Any, stop: Any, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # The default one takes 13 s for its attempts.
@@ -175,10 +167,10 @@ def test_a_policy_that_fails_is_replaced_by_the_default_and_named_once(
     def handle(message: Message) -> None:
         if message.value == b"bad":
             raise ValueError("no")
-        place.note(message)
+        orders.note(message)
 
     with caplog.at_level(logging.WARNING, "keyshard"):
-        run_to_the_end(place, handle, retry=RetryPolicy(wait=wait, stop=stop))
+        run_to_the_end(orders, handle, retry=RetryPolicy(wait=wait, stop=stop))
     assert sum("retry policy" in record.message for record in caplog.records) == 1
 
 
@@ -197,7 +189,7 @@ class BrokenObserver:
 
 @pytest.mark.parametrize("executor", ["threads", "async"])
 def test_an_observer_that_raises_is_named_once_per_kind_and_changes_nothing(
-    place: Place, executor: str, caplog: pytest.LogCaptureFixture
+    orders: HandledTopic, executor: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed: list[Message] = []
 
@@ -205,23 +197,23 @@ def test_an_observer_that_raises_is_named_once_per_kind_and_changes_nothing(
         if message.value == b"3" and len(failed) < 2:
             failed.append(message)
             raise ValueError("once")
-        place.note(message)
+        orders.note(message)
 
     async def coroutine(message: Message) -> None:
         handle(message)
 
-    count = place.publish(keys=5, per_key=10)
+    count = orders.publish(keys=5, per_key=10)
     with (
         caplog.at_level(logging.WARNING, "keyshard"),
-        place.running(
-            place.source(), handle if executor == "threads" else coroutine,
+        orders.running(
+            orders.source(), handle if executor == "threads" else coroutine,
             observers=[BrokenObserver()],
         ) as run,
     ):  # fmt: skip
-        wait_until(lambda: place.errors or place.backlog() == 0)
+        wait_until(lambda: orders.errors or orders.backlog() == 0)
         counters = run.source.status()["counters"]
-    assert not place.errors
-    assert place.count == count, "each message is handled once"
+    assert not orders.errors
+    assert orders.count == count, "each message is handled once"
     assert counters["deadLettered"] == 0
     assert counters["observerErrors"] == 2 * (count + 2)
     named = [record for record in caplog.records if "BrokenObserver" in record.message]
@@ -233,7 +225,7 @@ def test_an_observer_that_raises_is_named_once_per_kind_and_changes_nothing(
 
 async def into(seen: list[bytes], message: Message) -> None:
     await asyncio.sleep(0.001)
-    seen.append(message.value)
+    seen.append(present(message.value))
 
 
 class Awaiting:
@@ -272,26 +264,28 @@ def returning(seen: list[bytes]) -> Callable[[Message], Any]:
 
 
 @pytest.mark.parametrize("kind", LAZY)
-def test_what_a_handler_returns_to_be_awaited_runs_before_it_is_acknowledged(
-    place: Place, kind: str
+def test_a_returned_awaitable_runs_before_its_message_is_acknowledged(
+    orders: HandledTopic, kind: str
 ) -> None:
     seen: list[bytes] = []
-    count = place.publish(keys=5, per_key=10)
-    with place.running(place.source(), LAZY[kind](seen)):
-        wait_until(lambda: place.errors or place.backlog() == 0)
-    assert not place.errors
+    count = orders.publish(keys=5, per_key=10)
+    with orders.running(orders.source(), LAZY[kind](seen)):
+        wait_until(lambda: orders.errors or orders.backlog() == 0)
+    assert not orders.errors
     assert len(seen) == count
 
 
 @pytest.mark.parametrize("raised", HOSTILE)
-def test_whatever_an_awaitable_raises_concerns_its_message_only(place: Place, raised: str) -> None:
+def test_an_error_of_an_awaitable_concerns_its_message_only(
+    orders: HandledTopic, raised: str
+) -> None:
     async def handle(message: Message) -> None:
         await asyncio.sleep(0)
         if message.value == b"bad":
             raise HOSTILE[raised]()
-        place.note(message)
+        orders.note(message)
 
-    run_to_the_end(place, lambda message: handle(message))
+    run_to_the_end(orders, lambda message: handle(message))
 
 
 def generator(_: Message) -> Iterator[int]:
@@ -318,21 +312,26 @@ UNFIT: dict[str, Callable[[Message], Any]] = {
 
 @pytest.mark.parametrize("kind", UNFIT)
 def test_a_handler_that_makes_generators_is_refused_with_nothing_acknowledged(
-    place: Place, kind: str
+    orders: HandledTopic, kind: str
 ) -> None:
-    count = place.publish(keys=5, per_key=1)
+    count = orders.publish(keys=5, per_key=1)
     with pytest.raises(ConfigError, match=r"generator.*(never run|not run)"):
-        place.source().run(UNFIT[kind])
-    assert place.backlog() in (count, -1)
+        orders.source().run(UNFIT[kind])
+    assert orders.backlog() in (count, -1)
 
 
 @pytest.mark.parametrize(
     "handle",
-    [lambda: None, lambda _a, _b: None, lambda *, message: None, functools.partial(generator, 1)],
+    [
+        lambda: None,
+        lambda _a, _b: None,
+        lambda *, message: None,
+        functools.partial(generator, 1),  # type: ignore[arg-type]
+    ],
 )
 def test_a_handler_that_takes_no_message_is_refused_before_anything_connects(
-    place: Place, handle: Any
+    orders: HandledTopic, handle: Any
 ) -> None:
     with pytest.raises(ConfigError, match=r"one argument|generator"):
-        place.source().run(handle)
-    assert place.backlog() == -1
+        orders.source().run(handle)
+    assert orders.backlog() == -1

@@ -8,21 +8,21 @@ from collections import Counter
 
 import pyarrow as pa
 
-from handler_world import HandlerWorld
-from helpers import config, wait_until
 from keyshard import Message
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.source import SourceBatch
-from parking_place import Place
+from tests.helpers import config, wait_until
+from tests.support.parking_topic import ParkingTopic
+from tests.support.recorded_handler import RecordedHandler
 
 KEYS = [b64encode(b"customer-%d" % number).decode() for number in range(40)]
 
 
-class BytesWorld(HandlerWorld):
-    """A world whose producers set keys as bytes."""
+class BytesWorld(RecordedHandler):
+    """A topic whose producers set keys as bytes."""
 
     def publish(self, *keys: str) -> None:
         for key in keys:
@@ -36,7 +36,7 @@ def coordinator_of(cluster: MemoryCluster, topic: str, parallelism: int) -> Coor
     return Coordinator(source, lambda: MemoryBroker(cluster))
 
 
-def test_they_are_not_misrouted_and_a_batch_read_again_is_the_same() -> None:
+def test_keys_of_bytes_are_not_misrouted_and_a_replayed_batch_is_the_same() -> None:
     cluster = MemoryCluster()
     topic = cluster.create_topic("orders", partitions=2)
     messages = [
@@ -73,7 +73,7 @@ def rows_by_partition(coordinator: Coordinator, end: object) -> dict[int, list[d
     return {index: pa.Table.from_batches(batch.read(index)).to_pylist() for index in indices}
 
 
-def test_order_holds_while_ranges_that_left_it_open_become_ranges_that_tell() -> None:
+def test_order_holds_while_ranges_get_small_enough_to_decide_the_key() -> None:
     slots: Counter[int] = Counter()
 
     def handle(message: Message) -> None:
@@ -81,46 +81,45 @@ def test_order_holds_while_ranges_that_left_it_open_become_ranges_that_tell() ->
         slots[message.slot] += 1
         time.sleep(0.000_5)
 
-    world = BytesWorld(handle, parallelism=1, options={"lanes": 8})
+    recorded = BytesWorld(handle, parallelism=1, options={"lanes": 8})
     try:
         for count in (16, 5, 1, 9, 16):
             for _ in range(10):
-                world.publish(*KEYS)
-            world.rescale(count)
+                recorded.publish(*KEYS)
+            recorded.rescale(count)
             for _ in range(10):
-                world.publish(*KEYS)
-        world.check()
+                recorded.publish(*KEYS)
+        recorded.check()
     finally:
-        world.end()
+        recorded.end()
     of_bytes = {key_slot(b"customer-%d" % number) for number in range(len(KEYS))}
     assert len(of_bytes & set(slots)) > len(KEYS) / 2
-    world.cluster.validate()
+    recorded.cluster.validate()
 
 
-def test_a_key_of_bytes_parks_and_is_let_out_by_its_text_in_order() -> None:
-    place = Place("parked-keys-of-bytes")
+def test_a_key_of_bytes_parks_and_is_unparked_by_its_text_in_order(parking: ParkingTopic) -> None:
     bad, good = KEYS[0], KEYS[1]
 
     def publish(count: int) -> None:
         for key in [bad, good] * count:
-            value = b"%d" % place.published[key]
-            place.published[key] += 1
-            place.cluster.publish(place.topic, Stored(value, key=key, key_is_base64=True))
+            value = b"%d" % parking.published[key]
+            parking.published[key] += 1
+            parking.cluster.publish(parking.topic, Stored(value, key=key, key_is_base64=True))
 
-    place.broken = {bad}
+    parking.broken = {bad}
     publish(3)
-    with place.run():
-        wait_until(lambda: place.resting() == 3)
-    # They are known again after a restart, with other ranges, which tell the slot of the bytes.
-    with place.run(parallelism=64) as run:
+    with parking.run():
+        wait_until(lambda: parking.resting() == 3)
+    # They are known again after a restart with other ranges. These decide the slot of the bytes.
+    with parking.run(parallelism=64) as run:
         publish(2)
-        wait_until(lambda: place.resting() == 5)
-        assert place.handled[bad] == []
+        wait_until(lambda: parking.resting() == 5)
+        assert parking.handled[bad] == []
         run.source.rescale(5)
-        place.broken = set()
+        parking.broken = set()
         assert run.source.unpark(bad)
         publish(2)
-        wait_until(lambda: len(place.handled[bad]) == 7)
-        wait_until(lambda: len(place.handled[good]) == 7)
-        wait_until(lambda: place.backlog() == 0 and place.resting() == 0)
-    assert place.handled[bad] == place.handled[good] == list(range(7))
+        wait_until(lambda: len(parking.handled[bad]) == 7)
+        wait_until(lambda: len(parking.handled[good]) == 7)
+        wait_until(lambda: parking.backlog() == 0 and parking.resting() == 0)
+    assert parking.handled[bad] == parking.handled[good] == list(range(7))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import wait_until
+from tests.helpers import DEADLINE_S, wait_until
 
 LEFT_S = 10.0
 """After this the process must have left, seconds."""
@@ -66,7 +66,7 @@ class Host:
         return status.rpartition(")")[2].split()[0] not in "ZX"
 
     @property
-    def told(self) -> str:
+    def output(self) -> str:
         """Standard error of the processes."""
         return (self.folder / "stderr").read_text()
 
@@ -79,7 +79,7 @@ class Host:
         if self.alive():
             os.kill(self.child, signal.SIGKILL)
         self.parent.kill()
-        self.parent.wait(10)
+        self.parent.wait(DEADLINE_S)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ne
 def test_it_leaves_after_stopping_when_the_host_is_killed(host: Callable[..., Host]) -> None:
     process = host()
     process.parent.kill()
-    process.parent.wait(10)
+    process.parent.wait(DEADLINE_S)
     wait_until(lambda: not process.alive(), LEFT_S)
     assert process.stops == 1
 
@@ -143,12 +143,12 @@ def test_it_leaves_evidence_of_its_end(
     process = host()
     os.kill(process.child, number)
     wait_until(lambda: not process.alive(), LEFT_S)
-    assert evidence in process.told
+    assert evidence in process.output
 
 
-def test_it_says_that_its_parent_is_gone(host: Callable[..., Host]) -> None:
+def test_it_logs_that_its_parent_is_gone(host: Callable[..., Host]) -> None:
     process = host()
     process.parent.kill()
-    process.parent.wait(10)
+    process.parent.wait(DEADLINE_S)
     wait_until(lambda: not process.alive(), LEFT_S)
-    assert f"its parent, process {process.parent.pid}, is gone" in process.told
+    assert f"its parent process {process.parent.pid} has ended" in process.output

@@ -8,25 +8,32 @@ from typing import Any
 
 import pytest
 
-from helpers import wait_until
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import TopicNotFoundError
+from tests.helpers import wait_until
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "handlers.md"
 
 
 def values(batch: Any) -> list[int]:
     return [int(value) for rows in batch for value in rows["value"].to_pylist()]
 
 
-def test_the_example_of_the_readme_holds() -> None:
-    (code,) = re.findall(
-        r"```python\n(from keyshard[^`]*def test_.*?)```", README.read_text(), re.DOTALL
-    )
+EXAMPLES = re.findall(
+    r"```python\n(from keyshard[^`]*def test_.*?)```", PAGE.read_text(), re.DOTALL
+)
+
+
+def test_the_page_has_examples() -> None:
+    assert len(EXAMPLES) == 2
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_an_example_of_the_page_holds(code: str) -> None:
     names: dict[str, Any] = {}
-    exec(compile(code, str(README), "exec"), names)  # noqa: S102 - it is our own
+    exec(compile(code, str(PAGE), "exec"), names)  # noqa: S102 - it is our own
     (test,) = [found for name, found in names.items() if name.startswith("test_")]
     test()
 

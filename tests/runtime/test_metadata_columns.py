@@ -1,4 +1,4 @@
-"""Columns beside the default ones, where a source names them: in every way that rows are had."""
+"""Metadata columns that a source names, in every way to get rows."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 
-from helpers import config, received, rows_of
 from keyshard import KeyShardSource
-from keyshard.arrow.columns import SCHEMA, columns_of
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
+from keyshard.columns.record_batches import SCHEMA, columns_of
 from keyshard.config.connection import Connection
-from keyshard.coordinator.bounded import plan_read
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.metadata_columns import METADATA_COLUMNS
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError
 from keyshard.reading.split_reader import read_splits
+from keyshard.reading.splits import plan_read
+from tests.helpers import config, received, rows_of
 
 _names = itertools.count()
-NAMED = ("__sequenceId", "__producer", "__orderingKey", "__keyBytes", "__brokerPublishTime")
+NAMED = (
+    "__sequenceId", "__producer", "__orderingKey", "__keyBytes", "__brokerPublishTime",
+    "__replicatedFrom",
+)  # fmt: skip
 SENT = [
     Message(b'{"id": 1}', key="k"),
     Message(b'{"id": 2}', key="k", ordering_key="o"),
@@ -29,10 +32,10 @@ SENT = [
     Message(b'{"id": 4}'),
 ]
 WANTED = [
-    (0, "p", None, b"k", None),
-    (1, "p", "o", b"k", None),
-    (2, "p", None, b"\x00\xff", None),
-    (3, "p", None, None, None),
+    (0, "p", None, b"k", None, None),
+    (1, "p", "o", b"k", None, None),
+    (2, "p", None, b"\x00\xff", None, None),
+    (3, "p", None, None, None, None),
 ]
 
 
@@ -121,7 +124,7 @@ def test_decoded_rows_have_them_too(topic: Topic) -> None:
     assert source.decoder(["__producer"]).raw_columns == ("__producer",)
 
 
-def test_splits_have_what_is_named(topic: Topic) -> None:
+def test_splits_have_the_named_columns(topic: Topic) -> None:
     stretches = plan_read(topic.source())
     columns = ("__messageId", *METADATA_COLUMNS)
     (rows,) = read_splits(Connection(topic.url, topic.url), stretches, columns)
@@ -129,6 +132,6 @@ def test_splits_have_what_is_named(topic: Topic) -> None:
     assert named(rows.to_pylist()) == WANTED
 
 
-def test_handlers_are_refused_what_their_messages_do_not_have(topic: Topic) -> None:
-    with pytest.raises(ConfigError, match="handlers get messages, which have ordering_key, and"):
+def test_handlers_are_refused_columns_that_messages_do_not_have(topic: Topic) -> None:
+    with pytest.raises(ConfigError, match="but handlers receive messages"):
         topic.source().run(lambda _: None)

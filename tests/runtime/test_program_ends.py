@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from helpers import wait_until
+from tests.helpers import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 ENDS_S = 15.0
@@ -18,7 +18,7 @@ HEAD = """
 import faulthandler, pathlib, threading, time
 from keyshard import KeyShardSource, Reject
 from keyshard.broker.memory import MemoryCluster, MemoryBroker, Message
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.core.ring.hash_range import split_ring
 
 faulthandler.enable()
@@ -54,17 +54,17 @@ class Program:
             self.process.wait(ENDS_S)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGABRT)
-        told = self.process.communicate(timeout=ENDS_S)[0]
-        assert self.process.returncode == 0, told
-        return told
+        result = self.process.communicate(timeout=ENDS_S)[0]
+        assert self.process.returncode == 0, result
+        return result
 
 
 def test_sigterm_during_the_start_ends_the_run_in_order(tmp_path: Path) -> None:
     program = Program(tmp_path, """
 other = MemoryBroker(cluster)
 for where in cluster.partitions(topic):
-    other.subscribe(where, "keyshard", split_ring(1)[0], start=StartPosition.EARLIEST,
-                    consumer_name="other", receiver_queue_size=1)
+    other.subscribe(SubscriptionSpec(where, "keyshard", split_ring(1)[0], "other", 1),
+                    StartPosition.EARLIEST)
 
 def watch():
     while not any(one.name.startswith("keyshard-subscribe") for one in threading.enumerate()):
@@ -80,7 +80,7 @@ print("ended in order")
     assert program.end() == "ended in order\n"
 
 
-def test_a_run_goes_on_after_the_main_thread_has_ended(tmp_path: Path) -> None:
+def test_a_run_continues_after_the_main_thread_has_ended(tmp_path: Path) -> None:
     """It finds new topics, parks, and gives its ranges back, though each takes threads."""
     program = Program(tmp_path, """
 handled = []
@@ -119,7 +119,7 @@ handles(1)
     assert program.end().splitlines()[-1] == "ended in order"
 
 
-def test_a_run_that_begins_after_the_main_thread_has_ended_starts_or_says_why(
+def test_a_run_after_the_end_of_the_main_thread_starts_or_names_the_reason(
     tmp_path: Path,
 ) -> None:
     program = Program(tmp_path, """
@@ -135,11 +135,11 @@ def run():
 cluster.publish(topic, Message(b"1", key="k"))
 threading.Thread(target=run).start()
 """)  # fmt: skip
-    told = program.end()
+    result = program.end()
     if sys.version_info >= (3, 12):
-        assert "KEYSHARD_THREAD_START" in told
+        assert "KEYSHARD_THREAD_START" in result
     else:
-        assert told == "ended\n"
+        assert result == "ended\n"
 
 
 def test_a_program_that_does_not_close_its_stream_ends(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
-"""Who takes long to reconnect is replaced, and nothing ends, is lost or out of order by it."""
+"""A consumer that reconnects slowly is replaced, without an end, a loss or disorder."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from helpers import config, received, wait_until
 from keyshard.broker.memory import MemoryBroker
+from keyshard.broker.port import StartPosition, SubscriptionSpec
+from keyshard.consumers import reconnector
+from keyshard.consumers.range_consumers import RangeConsumers
+from keyshard.consumers.receiver import RangeConsumer
+from keyshard.consumers.reconnector import Troubles
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core import refusals
 from keyshard.core.position.entry import EntryBlock, TopicPartition
@@ -23,158 +27,150 @@ from keyshard.errors import (
     BrokerUnavailableError,
     RangeConflictError,
 )
-from keyshard.worker import reconnector
-from keyshard.worker.range_consumers import RangeConsumers
-from keyshard.worker.receiver import RangeConsumer
-from keyshard.worker.troubles import Troubles
-from rescale_world import RescaleWorld
-from topic_world import PREFIX, World
+from tests.helpers import DEADLINE_S, config, received, wait_until
+from tests.support.changing_topics import PREFIX, ChangingTopics
+from tests.support.rescaled_source import RescaledSource
 
-MakeWorld = Callable[..., RescaleWorld]
-REPLACED = "subscribed anew"
+MakeSource = Callable[..., RescaledSource]
+REPLACED = "subscribed again"
 
 
 @pytest.fixture
-def make_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeWorld]:
+def make_source(make_rescaled: MakeSource, monkeypatch: pytest.MonkeyPatch) -> MakeSource:
+    """Sources that look for lost connections every few milliseconds."""
     monkeypatch.setattr(reconnector, "LOOK_S", 0.01)
     monkeypatch.setattr(reconnector, "AWAY_S", (0.05, 0.1))
-    made: list[RescaleWorld] = []
-
-    def make(*args: int, **settings: object) -> RescaleWorld:
-        made.append(RescaleWorld(*args, **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.end()
+    return make_rescaled
 
 
-def consumers(world: RescaleWorld) -> list[RangeConsumer]:
-    return [one for found in world.consumers.values() for one in found]
+def consumers(rescaled: RescaledSource) -> list[RangeConsumer]:
+    return [one for found in rescaled.consumers.values() for one in found]
 
 
-def all_connected(world: RescaleWorld) -> bool:
-    return all(one.consumer.is_connected() for one in consumers(world))
+def all_connected(rescaled: RescaledSource) -> bool:
+    return all(one.consumer.is_connected() for one in consumers(rescaled))
 
 
-def test_who_is_away_for_long_is_subscribed_anew(
-    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+def test_a_consumer_that_is_away_for_long_is_subscribed_again(
+    make_source: MakeSource, caplog: pytest.LogCaptureFixture
 ) -> None:
     """1. The broker was away, and is there. 2. The client waits for up to a minute."""
     caplog.set_level(logging.INFO, "keyshard")
-    world = make_world()
-    world.keep_publishing()
-    world.more()
-    before = [one.consumer for one in consumers(world)]
-    world.broker.drop()
-    world.more(600)
-    wait_until(lambda: all_connected(world))
-    assert not any(one.consumer in before for one in consumers(world))
-    assert sorted(world.ring()) == [(i, part) for i, (part,) in enumerate(assign(4))]
+    rescaled = make_source()
+    rescaled.keep_publishing()
+    rescaled.more()
+    before = [one.consumer for one in consumers(rescaled)]
+    rescaled.broker.drop()
+    rescaled.more(600)
+    wait_until(lambda: all_connected(rescaled))
+    assert not any(one.consumer in before for one in consumers(rescaled))
+    assert sorted(rescaled.ring()) == [(i, part) for i, (part,) in enumerate(assign(4))]
     said = [record for record in caplog.records if REPLACED in record.getMessage()]
     assert 1 <= len(said) < 12
     assert all(record.levelno == logging.WARNING for record in said)
-    world.check()
+    rescaled.check()
 
 
-def test_one_topic_partition_is_enough(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.keep_publishing()
-    world.more()
-    where = TopicPartition(world.topic, 1)
-    others = [one.consumer for one in consumers(world) if one.owned_range.topic_partition != where]
-    world.broker.drop({where})
-    wait_until(lambda: all_connected(world))
-    assert others == [
-        one.consumer for one in consumers(world) if one.owned_range.topic_partition != where
+def test_one_topic_partition_is_enough(make_source: MakeSource) -> None:
+    rescaled = make_source()
+    rescaled.keep_publishing()
+    rescaled.more()
+    where = TopicPartition(rescaled.topic, 1)
+    others = [
+        one.consumer for one in consumers(rescaled) if one.owned_range.topic_partition != where
     ]
-    world.more(600)
-    world.check()
+    rescaled.broker.drop({where})
+    wait_until(lambda: all_connected(rescaled))
+    assert others == [
+        one.consumer for one in consumers(rescaled) if one.owned_range.topic_partition != where
+    ]
+    rescaled.more(600)
+    rescaled.check()
 
 
-def test_who_comes_back_by_itself_is_left_alone(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+def test_a_consumer_that_reconnects_by_itself_is_left_alone(
+    make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reconnector, "AWAY_S", (60.0, 60.0))
-    world = make_world()
-    before = [one.consumer for one in consumers(world)]
+    rescaled = make_source()
+    before = [one.consumer for one in consumers(rescaled)]
     for _ in range(3):
-        world.broker.drop()
-        wait_until(lambda: all(one.replace_at_s for one in consumers(world)))
-        world.broker.reconnect()
-        wait_until(lambda: not any(one.replace_at_s for one in consumers(world)))
-    assert [one.consumer for one in consumers(world)] == before
-    world.publish(100)
-    world.check()
+        rescaled.broker.drop()
+        wait_until(lambda: all(one.replace_at_s for one in consumers(rescaled)))
+        rescaled.broker.reconnect()
+        wait_until(lambda: not any(one.replace_at_s for one in consumers(rescaled)))
+    assert [one.consumer for one in consumers(rescaled)] == before
+    rescaled.publish(100)
+    rescaled.check()
 
 
 @pytest.mark.parametrize(
     "error", [BrokerUnavailableError("away"), RangeConflictError("taken"), BrokerError("no")]
 )
-def test_an_attempt_that_fails_ends_nothing(make_world: MakeWorld, error: BrokerError) -> None:
-    world = make_world()
-    world.keep_publishing()
-    world.more()
-    before = [one.consumer for one in consumers(world)]
-    world.broker.refuse = lambda _: error
-    world.broker.drop()
-    wait_until(lambda: world.broker.refused >= 5)
-    assert world.error is None
-    assert [one.consumer for one in consumers(world)] == before, "their clients go on trying"
-    world.broker.refuse = lambda _: None
-    world.more(600)
-    world.check()
+def test_an_attempt_that_fails_ends_nothing(make_source: MakeSource, error: BrokerError) -> None:
+    rescaled = make_source()
+    rescaled.keep_publishing()
+    rescaled.more()
+    before = [one.consumer for one in consumers(rescaled)]
+    rescaled.broker.refuse = lambda _: error
+    rescaled.broker.drop()
+    wait_until(lambda: rescaled.broker.refused >= 5)
+    assert rescaled.error is None
+    assert [one.consumer for one in consumers(rescaled)] == before, "their clients go on trying"
+    rescaled.broker.refuse = lambda _: None
+    rescaled.more(600)
+    rescaled.check()
 
 
 def test_while_the_broker_does_not_answer_nothing_is_tried(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+    make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = make_world()
+    rescaled = make_source()
     asked: list[object] = []
 
     def away(topics: object) -> frozenset[str]:
         asked.append(topics)
         raise BrokerUnavailableError("away")
 
-    monkeypatch.setattr(world.broker, "missing", away)
-    world.broker.refuse = lambda _: BrokerUnavailableError("away")
-    world.broker.drop()
+    monkeypatch.setattr(rescaled.broker, "missing", away)
+    rescaled.broker.refuse = lambda _: BrokerUnavailableError("away")
+    rescaled.broker.drop()
     wait_until(lambda: len(asked) >= 5)
-    assert world.broker.refused == 0
+    assert rescaled.broker.refused == 0
     monkeypatch.undo()
-    world.broker.refuse = lambda _: None
-    world.broker.reconnect()
-    world.publish(100)
-    world.check()
+    rescaled.broker.refuse = lambda _: None
+    rescaled.broker.reconnect()
+    rescaled.publish(100)
+    rescaled.check()
 
 
-def test_ranges_move_while_their_consumers_are_away(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.keep_publishing()
+def test_ranges_move_while_their_consumers_are_away(make_source: MakeSource) -> None:
+    rescaled = make_source()
+    rescaled.keep_publishing()
     for count in (7, 3, 8, 2):
-        world.more()
-        world.broker.drop()
-        assert world.rescaler.rescale(count).ranges_after == count
-    wait_until(lambda: all_connected(world))
-    world.more()
-    world.check()
+        rescaled.more()
+        rescaled.broker.drop()
+        assert rescaled.rescaler.rescale(count).ranges_after == count
+    wait_until(lambda: all_connected(rescaled))
+    rescaled.more()
+    rescaled.check()
 
 
-def test_topics_come_and_a_source_stops_while_consumers_are_away(make_world: MakeWorld) -> None:
-    world = make_world()
+def test_topics_come_and_a_source_stops_while_consumers_are_away(make_source: MakeSource) -> None:
+    rescaled = make_source()
     for _ in range(5):
-        world.publish(200)
-        world.broker.drop()
-    world.check()
+        rescaled.publish(200)
+        rescaled.broker.drop()
+    rescaled.check()
 
 
-def newest(world: RescaleWorld) -> RangeConsumer:
+def newest(rescaled: RescaledSource) -> RangeConsumer:
     """The consumer that received last: not every range has a key."""
-    return max(consumers(world), key=lambda one: one.reception._heard_s)
+    return max(consumers(rescaled), key=lambda one: one.reception._received_s)
 
 
-def subscribe_anew(one: RangeConsumer, world: RescaleWorld) -> None:
-    """Let a range consumer find what a client kept from before it lost its connection."""
+def subscribe_again(one: RangeConsumer, rescaled: RescaledSource) -> None:
+    """Let a range consumer find entries that a client kept from before a lost connection."""
     kept = one.consumer
     is_connected, receive = kept.is_connected, kept.receive
     came: list[object] = []
@@ -190,36 +186,38 @@ def subscribe_anew(one: RangeConsumer, world: RescaleWorld) -> None:
 
     kept.is_connected = away_until_something_came  # type: ignore[method-assign]
     kept.receive = received_late  # type: ignore[method-assign]
-    wait_until(lambda: one.consumer is not kept or one.lacking or world.error)
+    wait_until(lambda: one.consumer is not kept or one.lacking or rescaled.error)
 
 
 @pytest.mark.parametrize(
     "error", [BrokerUnavailableError("away"), RangeConflictError("taken for a moment")]
 )
-def test_an_outage_while_a_range_is_subscribed_anew_is_survived(
-    make_world: MakeWorld, error: BrokerError
+def test_an_outage_while_a_range_is_subscribed_again_is_survived(
+    make_source: MakeSource, error: BrokerError
 ) -> None:
-    """1. A range is to be subscribed anew. 2. The broker is away for long. 3. It is back."""
+    """1. A range needs a new subscription. 2. The broker is away for long. 3. It is back."""
     conflict = isinstance(error, RangeConflictError)
-    world = make_world(subscribe_timeout_ms=20_000 if conflict else 100, receive_threads=1)
-    world.keep_publishing()
-    world.more()
-    one = newest(world)
-    others = [other for other in consumers(world) if other is not one and other.reception._heard_s]
-    world.broker.refuse = lambda part: error if part == one.owned_range.hash_range else None
-    subscribe_anew(one, world)
-    wait_until(lambda: world.broker.refused >= 5 or world.error)
-    assert world.error is None
-    before = {id(other): other.reception._heard_s for other in others}
-    wait_until(lambda: all(other.reception._heard_s > before[id(other)] for other in others))
-    troubles = world.coordinator.worker.troubles()
+    rescaled = make_source(subscribe_timeout_ms=20_000 if conflict else 100, receive_threads=1)
+    rescaled.keep_publishing()
+    rescaled.more()
+    one = newest(rescaled)
+    others = [
+        other for other in consumers(rescaled) if other is not one and other.reception._received_s
+    ]
+    rescaled.broker.refuse = lambda part: error if part == one.owned_range.hash_range else None
+    subscribe_again(one, rescaled)
+    wait_until(lambda: rescaled.broker.refused >= 5 or rescaled.error)
+    assert rescaled.error is None
+    before = {id(other): other.reception._received_s for other in others}
+    wait_until(lambda: all(other.reception._received_s > before[id(other)] for other in others))
+    troubles = rescaled.coordinator.consumers.troubles()
     assert str(error.message) in troubles[one.owned_range.topic_partition]
-    assert error.message in world.coordinator.status()["connectionError"]
-    world.broker.refuse = lambda _: None
-    wait_until(lambda: all_connected(world))
-    assert world.coordinator.worker.troubles() == {}
-    world.more(300)
-    world.check()
+    assert error.message in rescaled.coordinator.status()["connectionError"]
+    rescaled.broker.refuse = lambda _: None
+    wait_until(lambda: all_connected(rescaled))
+    assert rescaled.coordinator.consumers.troubles() == {}
+    rescaled.more(300)
+    rescaled.check()
 
 
 @pytest.mark.parametrize("anew", [True, False])
@@ -227,62 +225,66 @@ def test_an_outage_while_a_range_is_subscribed_anew_is_survived(
     "error", [AuthorizationError("revoked"), AuthenticationError("expired"), BrokerError("no")]
 )
 def test_a_refusal_that_does_not_pass_ends_the_source_by_name(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, error: BrokerError, anew: bool
+    make_source: MakeSource, monkeypatch: pytest.MonkeyPatch, error: BrokerError, anew: bool
 ) -> None:
     monkeypatch.setattr(refusals, "REFUSED_S", 0.2)
     monkeypatch.setattr(refusals, "UNAUTHENTICATED_S", 0.4)
-    world = make_world()
-    world.keep_publishing()
-    world.more()
-    world.broker.refuse = lambda _: error
+    rescaled = make_source()
+    rescaled.keep_publishing()
+    rescaled.more()
+    rescaled.broker.refuse = lambda _: error
     if anew:
-        subscribe_anew(newest(world), world)
+        subscribe_again(newest(rescaled), rescaled)
     else:
-        world.broker.drop()
-    wait_until(lambda: world.error is not None)
-    assert world.error is error
+        rescaled.broker.drop()
+    wait_until(lambda: rescaled.error is not None)
+    assert rescaled.error is error
 
 
-def test_a_range_that_is_another_owners_for_long_ends_the_source(make_world: MakeWorld) -> None:
-    world = make_world(subscribe_timeout_ms=200)
-    world.keep_publishing()
-    world.more()
+def test_a_range_that_is_another_owners_for_long_ends_the_source(make_source: MakeSource) -> None:
+    rescaled = make_source(subscribe_timeout_ms=200)
+    rescaled.keep_publishing()
+    rescaled.more()
     error = RangeConflictError("taken for good")
-    world.broker.refuse = lambda _: error
-    subscribe_anew(newest(world), world)
-    wait_until(lambda: world.error is error)
+    rescaled.broker.refuse = lambda _: error
+    subscribe_again(newest(rescaled), rescaled)
+    wait_until(lambda: rescaled.error is error)
 
 
-def test_ranges_move_while_one_is_subscribed_anew(make_world: MakeWorld) -> None:
-    world = make_world()
-    world.keep_publishing()
+def test_ranges_move_while_one_is_subscribed_again(make_source: MakeSource) -> None:
+    rescaled = make_source()
+    rescaled.keep_publishing()
     for count in (7, 3, 8, 2):
-        world.more()
-        one = newest(world)
-        refused = world.broker.refused
+        rescaled.more()
+        one = newest(rescaled)
+        refused = rescaled.broker.refused
         away = BrokerUnavailableError("away")
-        world.broker.refuse = lambda part, mine=one.owned_range.hash_range, error=away: (  # type: ignore[misc]
+        rescaled.broker.refuse = lambda part, mine=one.owned_range.hash_range, error=away: (  # type: ignore[misc]
             error if part == mine else None
         )
-        subscribe_anew(one, world)
-        wait_until(lambda refused=refused: world.broker.refused > refused)
-        world.broker.refuse = lambda _: None
-        assert world.rescaler.rescale(count).ranges_after == count
-    wait_until(lambda: all_connected(world))
-    world.more()
-    world.check()
+        subscribe_again(one, rescaled)
+
+        def refused_again(before: int = refused) -> bool:
+            return rescaled.broker.refused > before
+
+        wait_until(refused_again)
+        rescaled.broker.refuse = lambda _: None
+        assert rescaled.rescaler.rescale(count).ranges_after == count
+    wait_until(lambda: all_connected(rescaled))
+    rescaled.more()
+    rescaled.check()
 
 
-def test_a_consumer_that_takes_the_place_of_one_to_be_subscribed_anew_stays_open(
-    make_world: MakeWorld,
+def test_a_consumer_that_takes_the_place_of_one_to_be_subscribed_again_stays_open(
+    make_source: MakeSource,
 ) -> None:
-    """1. A consumer is being replaced. 2. It reconnects, and is to be subscribed anew. 3. The first
+    """1. A consumer is being replaced. 2. It reconnects, and needs a new subscription. 3. The first
     attempt at that fails. 4. The replacement takes its place.
     """
-    world = make_world()
-    world.keep_publishing()
-    world.more()
-    one = newest(world)
+    rescaled = make_source()
+    rescaled.keep_publishing()
+    rescaled.more()
+    one = newest(rescaled)
     replacing, go_on = threading.Event(), threading.Event()
 
     def refuse(part: HashRange) -> BrokerError | None:
@@ -291,23 +293,23 @@ def test_a_consumer_that_takes_the_place_of_one_to_be_subscribed_anew_stays_open
         if replacing.is_set():
             return BrokerUnavailableError("away")
         replacing.set()
-        go_on.wait(10)
+        go_on.wait(DEADLINE_S)
         return None
 
-    world.broker.refuse = refuse
-    world.broker.drop({one.owned_range.topic_partition})
-    assert replacing.wait(10)
-    world.broker.reconnect()
-    subscribe_anew(one, world)
-    wait_until(lambda: world.broker.refused > 0 or world.error)
+    rescaled.broker.refuse = refuse
+    rescaled.broker.drop({one.owned_range.topic_partition})
+    assert replacing.wait(DEADLINE_S)
+    rescaled.broker.reconnect()
+    subscribe_again(one, rescaled)
+    wait_until(lambda: rescaled.broker.refused > 0 or rescaled.error)
     go_on.set()
-    wait_until(lambda: not one.lacking or world.error)
+    wait_until(lambda: not one.lacking or rescaled.error)
     replacement = one.consumer
-    retrier = world.coordinator.worker._reconnector._retrier
-    wait_until(lambda: not retrier._due or world.error)
-    world.more(300)
+    retrier = rescaled.coordinator.consumers._reconnector._retrier
+    wait_until(lambda: not retrier._due or rescaled.error)
+    rescaled.more(300)
     assert one.consumer is replacement
-    world.check()
+    rescaled.check()
 
 
 def test_topic_partitions_may_come_while_another_thread_asks_which_are_consumed() -> None:
@@ -332,45 +334,46 @@ def test_a_trouble_is_named_in_the_log_once_and_when_it_is_over(
     for second in range(200):
         now = {one: f"It has been so for {second} s.", other: "It refuses."}
         troubles.look(float(second), now if second < 100 else {other: "It refuses."})
-    assert [text for text in caplog.messages if "t-partition-0 is not received" in text] == [
-        "t-partition-0 is not received from: It has been so for 2 s.",
-        "t-partition-0 is not received from: It has been so for 62 s.",
+    assert [text for text in caplog.messages if "t-partition-0 receives nothing" in text] == [
+        "t-partition-0 receives nothing: It has been so for 2 s.",
+        "t-partition-0 receives nothing: It has been so for 62 s.",
     ]
-    assert sum("t-partition-1 is not received" in text for text in caplog.messages) == 4
+    assert sum("t-partition-1 receives nothing" in text for text in caplog.messages) == 4
     assert sum("serves t-partition-0 again" in text for text in caplog.messages) == 1
 
 
 @pytest.fixture
-def topics(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def topics(changing: ChangingTopics, monkeypatch: pytest.MonkeyPatch) -> ChangingTopics:
     monkeypatch.setattr(reconnector, "LOOK_S", 0.01)
-    world = World()
-    world.cluster.create_topic("a", 2)
-    yield world
-    world.cluster.validate()
+    changing.cluster.create_topic("a", 2)
+    return changing
 
 
 def served(coordinator: Coordinator) -> list[RangeConsumer]:
-    by_partition = coordinator.worker.range_consumers.by_partition
+    by_partition = coordinator.consumers.range_consumers.by_partition
     return [one for where in sorted(by_partition) for one in by_partition[where]]
 
 
 @pytest.mark.parametrize("forgotten", [{1}, {0, 3}, {0, 1, 2, 3}])
-def test_whom_its_broker_forgot_in_silence_is_subscribed_anew(
-    topics: World, forgotten: set[int], caplog: pytest.LogCaptureFixture
+def test_a_consumer_that_its_broker_forgot_is_subscribed_again(
+    topics: ChangingTopics, forgotten: set[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     clients: list[MemoryBroker] = []
     source = topics.source(PREFIX + "a", parallelism=2, starting_position="earliest")
-    coordinator = Coordinator(
-        source, lambda: clients.append(MemoryBroker(topics.cluster)) or clients[-1], topics.admin
-    )
+
+    def connect() -> MemoryBroker:
+        clients.append(MemoryBroker(topics.cluster))
+        return clients[-1]
+
+    coordinator = Coordinator(source, connect, topics.admin)
     coordinator.start()
     try:
         topics.publish("a", 8)
         received(coordinator, 16)
         before = [one.consumer for one in served(coordinator)]
         for number in forgotten:
-            seat = served(coordinator)[number].owned_range
-            clients[0].forget(seat.topic_partition, seat.hash_range)
+            actor_slot = served(coordinator)[number].owned_range
+            clients[0].forget(actor_slot.topic_partition, actor_slot.hash_range)
         assert all(one.is_connected() for one in before), "it says so"
         topics.publish("a", 8)
         coordinator.discovery.round()
@@ -386,8 +389,8 @@ def test_whom_its_broker_forgot_in_silence_is_subscribed_anew(
     assert len(said) == len(forgotten)
 
 
-def test_where_the_statistics_are_wrong_the_broker_keeps_whom_it_has(
-    topics: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_wrong_statistics_cost_no_consumer(
+    topics: ChangingTopics, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = topics.source(PREFIX + "a", parallelism=2, starting_position="earliest")
     ask, refused = topics.admin.subscription, list[HashRange]()
@@ -397,13 +400,11 @@ def test_where_the_statistics_are_wrong_the_broker_keeps_whom_it_has(
         stats = ask(where, subscription)
         return None if where.partition else dict(stats or {}, consumers=[])
 
-    def counted(
-        broker: MemoryBroker, where: TopicPartition, name: str, part: Any, **how: Any
-    ) -> Any:
+    def counted(broker: MemoryBroker, spec: SubscriptionSpec, start: StartPosition) -> Any:
         try:
-            return subscribe(broker, where, name, part, **how)
+            return subscribe(broker, spec, start)
         except RangeConflictError:
-            refused.append(part)
+            refused.append(spec.hash_range)
             raise
 
     with topics.running(source) as coordinator:
@@ -417,4 +418,4 @@ def test_where_the_statistics_are_wrong_the_broker_keeps_whom_it_has(
         received(coordinator, 16)
         assert [one.consumer for one in served(coordinator)] == before
         assert len(refused) == 4, "once for each round"
-    assert not [one for one in caplog.messages if "subscribed anew" in one]
+    assert not [one for one in caplog.messages if "subscribed again" in one]

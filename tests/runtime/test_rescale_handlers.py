@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tenacity
 
-from handler_world import HandlerWorld
-from helpers import DEADLINE_S, key_in, wait_until
 from keyshard import KeyShardSource, Message, RetryPolicy
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
@@ -26,9 +24,11 @@ from keyshard.errors import (
     NotRunningError,
 )
 from keyshard.handlers import run
-from rescale_world import Refusing
+from tests.helpers import DEADLINE_S, key_in, present, wait_until
+from tests.support.recorded_handler import RecordedHandler
+from tests.support.rescaled_source import Refusing
 
-MakeWorld = Callable[..., HandlerWorld]
+MakeRecorded = Callable[..., RecordedHandler]
 
 MOVED = moved_ranges(assign(4), reassign(assign(4), 8))[0]
 """Slots that get another owner from 4 ranges to 8."""
@@ -44,87 +44,75 @@ async def handle_async(message: Message) -> None:
     await asyncio.sleep(0.000_5)
 
 
-@pytest.fixture
-def make_world() -> Iterator[MakeWorld]:
-    made: list[HandlerWorld] = []
-
-    def make(*args: object, **settings: object) -> HandlerWorld:
-        made.append(HandlerWorld(*args, **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for world in made:
-        world.end()
-        world.cluster.validate()
-
-
 @pytest.mark.parametrize("handler", [handle, handle_async])
 def test_ranges_come_and_go_while_handlers_run(
-    make_world: MakeWorld, handler: Callable[[Message], object]
+    make_recorded: MakeRecorded, handler: Callable[[Message], object]
 ) -> None:
-    world = make_world(handler, options={"lanes": 3})
-    world.keep_publishing()
+    recorded = make_recorded(handler, options={"lanes": 3})
+    recorded.keep_publishing()
     reports = []
     for count in (8, 3, 11, 2):
-        world.more()
-        reports.append(world.rescale(count))
-    world.more()
+        recorded.more()
+        reports.append(recorded.rescale(count))
+    recorded.more()
     assert [report.epoch for report in reports] == [1, 2, 3, 4]
     assert all(report.moved_fraction == report.optimum_fraction for report in reports)
     pauses = [pause.pause_ms for report in reports for pause in report.pauses]
     assert 0 < max(pauses) < 1_000 * DEADLINE_S
-    world.check()
+    recorded.check()
 
 
-def test_more_ranges_have_more_lanes_and_threads(make_world: MakeWorld) -> None:
+def test_more_ranges_have_more_lanes_and_threads(make_recorded: MakeRecorded) -> None:
     running = threading.Semaphore(0)
     leave = threading.Event()
 
     def wait(message: Message) -> None:
         running.release()
-        leave.wait(20)
+        leave.wait(4 * DEADLINE_S)
 
-    world = make_world(wait, parallelism=1, options={"lanes": 1})
-    world.rescale(8)
-    world.publish(*(key_in(ranges[0]) for ranges in reassign(assign(1), 8)))
-    assert all(running.acquire(timeout=10) for _ in range(8)), "one lane for each of 8 ranges"
+    recorded = make_recorded(wait, parallelism=1, options={"lanes": 1})
+    recorded.rescale(8)
+    recorded.publish(*(key_in(ranges[0]) for ranges in reassign(assign(1), 8)))
+    assert all(running.acquire(timeout=DEADLINE_S) for _ in range(8)), (
+        "one lane for each of 8 ranges"
+    )
     leave.set()
-    world.check()
+    recorded.check()
 
 
 @pytest.mark.parametrize("slots", [MOVED, STAYS])
-def test_a_handler_that_hangs_is_named_and_everything_goes_on(
-    make_world: MakeWorld, slots: HashRange
+def test_a_handler_that_hangs_is_named_and_everything_continues(
+    make_recorded: MakeRecorded, slots: HashRange
 ) -> None:
     hung, leave = key_in(slots), threading.Event()
     entered = threading.Event()
 
     def wait(message: Message) -> None:
-        if message.key == hung and message.value.endswith(b":1:"):
+        if message.key == hung and present(message.value).endswith(b":1:"):
             entered.set()
-            leave.wait(30)
+            leave.wait(4 * DEADLINE_S)
 
-    world = make_world(wait, options={"lanes": 4, "drain_timeout_s": 0.3})
-    world.publish(hung, hung, hung)
-    world.keep_publishing()
-    assert entered.wait(10)
-    with pytest.raises(DrainTimeoutError, match="Everything goes on as before") as caught:
-        world.rescale(8)
+    recorded = make_recorded(wait, options={"lanes": 4, "drain_timeout_s": 0.3})
+    recorded.publish(hung, hung, hung)
+    recorded.keep_publishing()
+    assert entered.wait(DEADLINE_S)
+    with pytest.raises(DrainTimeoutError, match="The source continues as before") as caught:
+        recorded.rescale(8)
     assert caught.value.facts["key"] == hung
     assert float(str(caught.value.facts["running_s"])) >= 0.3
-    named = next(e for e in world.events if e.kind == "started" and (e.key, e.seq) == (hung, 1))
+    named = next(e for e in recorded.events if e.kind == "started" and (e.key, e.seq) == (hung, 1))
     assert caught.value.facts["message_id"] == f"{named.ledger}:{named.entry}:{named.index}"
-    assert world.source.__dict__["_made"].status()["ranges"] == 4
-    world.more()
-    assert world.handled[hung] == [0]
+    assert recorded.source.__dict__["_made"].status()["ranges"] == 4
+    recorded.more()
+    assert recorded.handled[hung] == [0]
     leave.set()
-    wait_until(lambda: world.handled[hung] == [0, 1, 2])
-    assert world.rescale(8).epoch == 1
-    world.check()
+    wait_until(lambda: recorded.handled[hung] == [0, 1, 2])
+    assert recorded.rescale(8).epoch == 1
+    recorded.check()
 
 
 def test_a_stop_has_no_long_wait_for_ranges_that_no_broker_gives(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+    make_recorded: MakeRecorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1. A message of an entry is handled. 2. A rescale holds the rest of it, and the broker is
     away. 3. A stop: the rest can be handled only when that ends, and comes again."""
@@ -133,37 +121,37 @@ def test_a_stop_has_no_long_wait_for_ranges_that_no_broker_gives(
 
     def wait(message: Message) -> None:
         entered.set()
-        leave.wait(30)
+        leave.wait(4 * DEADLINE_S)
 
-    class Outage(HandlerWorld):
+    class Outage(RecordedHandler):
         def _connect(self) -> MemoryBroker:
             self.connections.append(Refusing(self.cluster))
             return self.connections[-1]
 
-    world = Outage(wait, options={"drain_timeout_s": 60.0}, subscribe_timeout_ms=60_000)
-    [broker] = world.connections
+    recorded = Outage(wait, options={"drain_timeout_s": 60.0}, subscribe_timeout_ms=60_000)
+    [broker] = recorded.connections
     assert isinstance(broker, Refusing)
     messages = [Stored(f"{moves}:{number}:".encode(), key=moves) for number in range(2)]
-    world.cluster.publish(world.topic, *messages, batching=Batching.BY_KEY)
-    assert entered.wait(10)
+    recorded.cluster.publish(recorded.topic, *messages, batching=Batching.BY_KEY)
+    assert entered.wait(DEADLINE_S)
     broker.refuse = lambda _: None if broker._closed else BrokerUnavailableError("It is away.")
-    lanes = world.source._active().lanes
+    lanes = recorded.source._active().lanes
     with ThreadPoolExecutor(1) as pool:
-        rescaling = pool.submit(world.rescale, 8)
+        rescaling = pool.submit(recorded.rescale, 8)
         wait_until(lambda: lanes.held)
         leave.set()
         wait_until(lambda: broker.refused)
-        world.source.stop()
-        world._thread.join(15)
-        assert not world._thread.is_alive()
-        assert world.handled == {moves: [0]}
+        recorded.source.stop()
+        recorded.thread.join(DEADLINE_S)
+        assert not recorded.thread.is_alive()
+        assert recorded.handled == {moves: [0]}
         with pytest.raises(KeyShardError):
             rescaling.result(30)
-    assert world.error is None
-    assert world.backlog() == 1
+    assert recorded.error is None
+    assert recorded.backlog() == 1
 
 
-def test_a_handler_in_a_hash_range_that_stays_holds_nothing_up(make_world: MakeWorld) -> None:
+def test_a_handler_in_a_hash_range_that_stays_holds_nothing_up(make_recorded: MakeRecorded) -> None:
     now, later = assign(8), reassign(assign(8), 7)
     assert now[2] == later[2][:1], "its consumer is not touched"
     slow, leave, entered = key_in(now[2][0]), threading.Event(), threading.Event()
@@ -171,69 +159,56 @@ def test_a_handler_in_a_hash_range_that_stays_holds_nothing_up(make_world: MakeW
     def wait(message: Message) -> None:
         if message.key == slow and not leave.is_set():
             entered.set()
-            leave.wait(30)
+            leave.wait(4 * DEADLINE_S)
 
-    world = make_world(wait, parallelism=8, options={"lanes": 4})
-    world.publish(slow, slow)
-    world.keep_publishing()
-    assert entered.wait(10)
-    assert world.rescale(7).epoch == 1
-    world.more()
-    assert slow not in world.handled
+    recorded = make_recorded(wait, parallelism=8, options={"lanes": 4})
+    recorded.publish(slow, slow)
+    recorded.keep_publishing()
+    assert entered.wait(DEADLINE_S)
+    assert recorded.rescale(7).epoch == 1
+    recorded.more()
+    assert slow not in recorded.handled
     leave.set()
-    world.check()
+    recorded.check()
 
 
-def test_what_waits_for_its_retry_goes_with_its_key(make_world: MakeWorld) -> None:
+def test_a_message_that_waits_for_its_retry_moves_with_its_key(make_recorded: MakeRecorded) -> None:
     moves = key_in(MOVED)
     attempts: list[bytes] = []
 
     def fail_first(message: Message) -> None:
         if message.key == moves:
-            attempts.append(message.value)
+            attempts.append(present(message.value))
             if len(attempts) == 1:
                 raise ValueError("not yet")
 
     policy = RetryPolicy(wait=tenacity.wait_fixed(0.5), stop=tenacity.stop_after_attempt(5))
-    world = make_world(fail_first, options={"retry": policy})
-    world.publish(moves, moves, moves)
+    recorded = make_recorded(fail_first, options={"retry": policy})
+    recorded.publish(moves, moves, moves)
     wait_until(lambda: attempts)
-    world.rescale(8)
+    recorded.rescale(8)
     assert len(attempts) == 1
-    world.check()
+    recorded.check()
     assert len(attempts) == 4
     assert attempts[0] == attempts[1]
 
 
-def test_a_broker_that_restarts_in_the_middle_costs_nothing(make_world: MakeWorld) -> None:
-    world = make_world(handle, options={"lanes": 3})
-    world.keep_publishing()
+def test_a_broker_that_restarts_in_the_middle_costs_nothing(make_recorded: MakeRecorded) -> None:
+    recorded = make_recorded(handle, options={"lanes": 3})
+    recorded.keep_publishing()
     for count in (8, 3):
-        world.more()
+        recorded.more()
         with ThreadPoolExecutor(1) as pool:
-            rescaling = pool.submit(world.rescale, count)
+            rescaling = pool.submit(recorded.rescale, count)
             while not rescaling.done():
-                world.cluster.crash()
+                recorded.cluster.crash()
                 time.sleep(0.005)
             assert rescaling.result().ranges_after == count
-    world.more()
-    world.check()
+    recorded.more()
+    recorded.check()
 
 
-def test_a_balance_is_reported_and_keeps_every_promise(make_world: MakeWorld) -> None:
-    world = make_world(handle)
-    busy = [key_in(assign(4)[1][0], number) for number in range(30)]
-    world.publish(*busy * 20)
-    wait_until(lambda: world.count == 600)
-    report = world.rescale(balance=True)
-    assert report.balance is not None
-    assert (report.balance.messages, report.balance.max_over_mean_before) == (600, 4)
-    assert report.balance.max_over_mean_after < 1.3
-    world.publish(*busy * 20)
-    world.check()
-
-
-def test_batches_go_on_too() -> None:
+def test_batches_continue_too() -> None:
     name = f"rescale-batches-{time.monotonic_ns()}"
     cluster = MemoryCluster.named(name)
     topic = cluster.create_topic("orders", partitions=2)
@@ -256,7 +231,7 @@ def test_batches_go_on_too() -> None:
             rows = sum(map(len, got.values()))
             if rows == 200 and len(sent["k0"]) == 10:
                 # Not acknowledged yet: it is delivered again to the new consumers, and dropped.
-                assert pool.submit(source.rescale, 7).result(20).ranges_after == 7
+                assert pool.submit(source.rescale, 7).result(DEADLINE_S).ranges_after == 7
                 publish(10)
             batch.ack()
             if rows == 400:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
@@ -11,13 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from cut_readers import CutBroker, every_cut
 from keyshard import KeyShardSource
-from keyshard.arrow import columns
-from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.coordinator.bounded import plan_read
+from keyshard.columns import record_batches
+from keyshard.columns.record_batches import SCHEMA
 from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import parse_bounds
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -35,18 +33,14 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
-from keyshard.reading import scan as scan_module
 from keyshard.reading.split_reader import read_split, read_splits
-from keyshard.reading.splits import stretches
+from keyshard.reading.splits import plan_read, stretches
+from tests.support.disconnecting_readers import DisconnectingBroker, every_disconnect
+
+pytestmark = pytest.mark.usefixtures("reads_in_no_time")
 
 T0 = 1_700_000_000_000
 IDS = ("__partition", "__messageId")
-
-
-@pytest.fixture(autouse=True)
-def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan_module, "READ_WAIT_MS", 1)
-    monkeypatch.setattr("tenacity.nap.sleep", lambda _s: None)
 
 
 class Topic:
@@ -78,9 +72,9 @@ class Topic:
         return entry_id
 
     def plan(self, start: Any = "earliest", end: Any = "latest", **options: Any) -> list[Split]:
-        bounds = (parse_bounds(name, given, self.partitions)
-                  for name, given in (("start", start), ("end", end)))  # fmt: skip
-        return list(stretches(self.admin, *bounds, 5.0, **options))
+        starts = parse_bounds("start", start, self.partitions)
+        ends = parse_bounds("end", end, self.partitions)
+        return list(stretches(self.admin, starts, ends, 5.0, **options))
 
     def read(
         self, splits: Iterable[Split], broker: MemoryBroker | None = None, **options: Any
@@ -123,7 +117,7 @@ def test_a_read_ends_at_an_encrypted_message_with_an_error_and_one_up_to_it_does
     assert (len(before), len(behind)) == (len(topic.ids) - 1, 1)
 
 
-def test_what_is_published_after_planning_is_not_read(topic: Topic) -> None:
+def test_messages_published_after_planning_are_not_read(topic: Topic) -> None:
     planned, before = cut(topic.plan(), 5), list(topic.ids)
     for where in topic.partitions:
         topic.publish(where, 3, T0)
@@ -149,7 +143,7 @@ def test_positions_are_exact_also_inside_a_batch(topic: Topic) -> None:
             assert topic.read(planned) == expected, (start, end)
 
 
-def test_where_one_read_ends_the_next_begins(topic: Topic) -> None:
+def test_each_read_begins_where_the_one_before_ended(topic: Topic) -> None:
     names = [name for partition, name in topic.ids if partition == 0]
     rest = dict.fromkeys(topic.partitions[1:], "latest")
     at = ["earliest", *names[::4], "latest"]
@@ -214,16 +208,16 @@ def test_rows_are_exact_wherever_the_connection_is_cut(at_once: int) -> None:
     (whole,) = topic.plan()
     for split in cut([whole], 2):
         wanted = topic.read([split])
-        broker = CutBroker(topic.cluster)
+        broker = DisconnectingBroker(topic.cluster)
         assert topic.read([split], broker) == wanted
-        for cutting in every_cut(topic.cluster, broker.steps, at_once):
+        for cutting in every_disconnect(topic.cluster, broker.steps, at_once):
             assert topic.read([split], cutting) == wanted
 
 
 def test_a_reader_that_ends_inside_an_entry_is_followed_by_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What comes behind the entry is no proof that the rest of it is gone."""
+    """Later entries do not prove that the rest of an entry is gone."""
     topic = Topic(1)
     broker = MemoryBroker(topic.cluster)
     open_reader = broker.reader
@@ -270,14 +264,14 @@ def test_an_entry_that_always_ends_early_is_an_error_that_may_pass(
             blocks = read(timeout_ms)
             for block in blocks:
                 if block.batch_size == 3:
-                    block.batch_size = 4
+                    block.batch_size, block.complete = 4, False
             return blocks
 
         made.read = longer  # type: ignore[method-assign]
         return made
 
     monkeypatch.setattr(broker, "reader", reader)
-    with pytest.raises(BrokerUnavailableError, match="cut off inside entry"):
+    with pytest.raises(BrokerUnavailableError, match="lose their connection inside entry"):
         topic.read(topic.plan(), broker)
 
 
@@ -287,16 +281,16 @@ def test_silence_is_no_end(topic: Topic, monkeypatch: pytest.MonkeyPatch) -> Non
     class Silent(MemoryBroker):
         def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
             made = super().reader(topic_partition, start, *how)
-            made.read = lambda _timeout_ms: []  # type: ignore[method-assign]
-            made.at_end = lambda: False  # type: ignore[method-assign]
+            monkeypatch.setattr(made, "read", lambda _timeout_ms: [])
+            monkeypatch.setattr(made, "at_end", lambda: False)
             return made
 
-    with pytest.raises(ReplayTimeoutError, match="Nothing came of"):
+    with pytest.raises(ReplayTimeoutError, match="returned nothing for"):
         list(read_split(Silent(topic.cluster), topic.admin, split, IDS, 0.05))
 
 
 def test_a_broker_that_is_away_is_waited_for_until_the_deadline(topic: Topic) -> None:
-    broker = CutBroker(topic.cluster, range(10**6))
+    broker = DisconnectingBroker(topic.cluster, range(10**6))
     with pytest.raises(KeyShardError) as raised:
         list(read_split(broker, topic.admin, topic.plan()[0], IDS, 0.05))
     assert raised.value.retriable
@@ -335,13 +329,13 @@ def test_a_deleted_topic_is_named_and_not_made_again(topic: Topic) -> None:
     assert topic.cluster.topics() == {}
 
 
-def test_a_topic_that_is_created_anew_is_not_read_for_the_old_one(topic: Topic) -> None:
+def test_a_topic_that_is_created_again_is_not_read_for_the_old_one(topic: Topic) -> None:
     planned = cut(topic.plan(), 4)
     topic.cluster.delete_topic(topic.topic)
     topic.cluster.create_topic(topic.topic, 3)
     for where in topic.partitions:
         topic.publish(where, 1, T0)
-    with pytest.raises(TopicRecreatedError, match="was deleted and created anew after the read"):
+    with pytest.raises(TopicRecreatedError, match="was deleted and created again after the read"):
         topic.read(planned)
     assert topic.read(planned, fail_on_data_loss=False) == []
 
@@ -356,7 +350,7 @@ def test_a_topic_that_is_created_anew_is_not_read_for_the_old_one(topic: Topic) 
         (99, 0, PositionAheadError, {"start": 0, "end": 21}),
     ],
 )
-def test_a_position_of_what_is_not_there_is_named_or_what_is_stored_is_read(  # noqa: PLR0917
+def test_a_position_of_a_missing_entry_is_named_or_stored_entries_are_read(  # noqa: PLR0917
     topic: Topic, bound: str, ledger: int, entry: int, error: type[KeyShardError],
     rest: dict[str, int],
 ) -> None:  # fmt: skip
@@ -436,7 +430,7 @@ def test_the_end_of_a_read_is_the_start_of_the_next_where_all_of_it_is_trimmed(
 
 
 @pytest.mark.parametrize("place", [(0, -1, 0), (0, -1, 1), (0, 1, 0), (-1, 0, 0)])
-def test_where_all_is_trimmed_another_position_is_a_loss(
+def test_another_position_of_a_trimmed_topic_is_a_loss(
     topic: Topic, place: tuple[int, int, int]
 ) -> None:
     where, *others = topic.partitions
@@ -452,14 +446,14 @@ def test_where_all_is_trimmed_another_position_is_a_loss(
 
 @pytest.mark.parametrize("bound", ["start", "end"])
 @pytest.mark.parametrize("beyond", [(0, 8), (10_000, 0), (10**18, 10**18)])
-def test_a_position_behind_everything_is_told(
+def test_a_position_behind_everything_is_reported(
     topic: Topic, bound: str, beyond: tuple[int, int]
 ) -> None:
     where, *others = topic.partitions
     last = topic.plan()[0].last
     position = f"{last.ledger + beyond[0]}:{last.entry + beyond[1]}"
     given = {where: position, **dict.fromkeys(others, "latest")}
-    with pytest.raises(ConfigError, match=f"{bound} of {where} is {position}:0, but nothing"):
+    with pytest.raises(ConfigError, match=f"{bound} of {where} is {position}:0, but this is after"):
         topic.plan(**{bound: given})
 
 
@@ -485,8 +479,8 @@ def test_columns_that_are_not_selected_are_not_built(
 
     (split,) = topic.plan()[:1]
     wanted = ("__key", "__partition")
-    for name in set(columns._BUILDERS) - {*wanted}:
-        monkeypatch.setitem(columns._BUILDERS, name, never)
+    for name in set(record_batches._BUILDERS) - {*wanted}:
+        monkeypatch.setitem(record_batches._BUILDERS, name, never)
     broker = MemoryBroker(topic.cluster)
     (batch,) = read_split(broker, topic.admin, split, wanted, 5.0)
     assert batch.schema.names == ["__key", "__partition"]
@@ -497,7 +491,7 @@ def test_batches_are_the_same_however_the_entries_came(
     topic: Topic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that runs a task again goes on at the block where it ended."""
-    monkeypatch.setattr(columns, "ROWS_PER_BATCH_MAX", 7)
+    monkeypatch.setattr(record_batches, "ROWS_PER_BATCH_MAX", 7)
     (split,) = topic.plan()[:1]
 
     def batches(broker: MemoryBroker) -> list[pa.RecordBatch]:
@@ -543,7 +537,7 @@ def _source(**options: Any) -> KeyShardSource:
         ({}, {"disorder_max_s": 10**12}, ConfigError),
     ],
 )
-def test_what_cannot_be_planned_is_told(
+def test_a_failed_plan_is_reported(
     source: dict[str, Any], options: dict[str, Any], error: type[KeyShardError]
 ) -> None:
     with pytest.raises(error):
@@ -563,9 +557,7 @@ def test_planning_1000_partitions_asks_each_once_and_several_at_a_time() -> None
             asked.append(topic_partition)
             return super().ledgers(topic_partition)
 
-    bounds: Sequence[Any] = [
-        parse_bounds("start", one, partitions) for one in ("earliest", "latest")
-    ]
-    planned = stretches(Asked(cluster), *bounds, 5.0)
+    starts, ends = (parse_bounds("start", one, partitions) for one in ("earliest", "latest"))
+    planned = stretches(Asked(cluster), starts, ends, 5.0)
     assert sorted(asked) == sorted(partitions)
     assert len(cut(planned, 8)) == 500

@@ -1,4 +1,4 @@
-"""Streams that start at positions and times; what a bounded read leaves, and nothing else."""
+"""Streams that start at positions and times: exactly the messages behind a bounded read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 
 import keyshard
-from helpers import received, rows_of, wait_until
 from keyshard import Checkpoint, KeyShardSource
+from keyshard.broker.admin.port import BEGINS_PROPERTY
 from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.broker.port import BEGINS
-from keyshard.coordinator.bounded import plan_read
-from keyshard.coordinator.reached import positions_of
+from keyshard.coordinator.positions import positions_of
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -35,8 +33,10 @@ from keyshard.errors import (
     PositionAheadError,
     TopicRecreatedError,
 )
-from keyshard.reading import scan as scan_module
+from keyshard.reading import scan
 from keyshard.reading.split_reader import read_splits
+from keyshard.reading.splits import plan_read
+from tests.helpers import received, rows_of, wait_until
 
 _names = itertools.count()
 T0 = 1_700_000_000_000
@@ -44,7 +44,7 @@ T0 = 1_700_000_000_000
 
 @pytest.fixture(autouse=True)
 def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan_module, "READ_WAIT_MS", 1)
+    monkeypatch.setattr(scan, "READ_WAIT_MS", 1)
 
 
 class Topic:
@@ -79,7 +79,7 @@ class Topic:
             self.sent += names
 
     def any_position(self, where: TopicPartition) -> str:
-        """Where an entry is, or the place behind one, which may be the end of a ledger."""
+        """The position of an entry, or the one behind it, such as the end of a ledger."""
         ledger, entry = self.chance.choice(self.places[where])
         if self.chance.random() < 0.5:
             # Also behind the last message of a batch, or of what is none.
@@ -99,7 +99,7 @@ class Topic:
         return [value.decode() for one in batches for value in one.column(0).to_pylist()]
 
     def stream(self, rows: int, *, commit: bool = True, **options: Any) -> list[str]:
-        """What a stream has, until it has so many rows and nothing more comes."""
+        """The values of a stream, until it has so many rows and no further ones come."""
         found: list[str] = []
         with self.source(**options).open() as stream:
             while batch := stream.next_batch(timeout_s=10 if len(found) < rows else 0.05):
@@ -130,7 +130,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_there_again(seed: in
     before = topic.read(end=positions)
     rest = len(topic.sent) - len(before)
     first = topic.stream(rest, commit=False, starting_position=json.dumps(positions))
-    # Whatever the options say by now.
+    # Options that have changed since do not matter.
     again = topic.stream(rest, starting_position="earliest")
     assert Counter(before + first) == Counter(before + again) == Counter(topic.sent)
 
@@ -224,16 +224,16 @@ def test_a_cursor_that_was_set_back_begins_at_whole_entries_again() -> None:
     first = topic.places[where][0]
     with closing(MemoryAdmin(topic.cluster)) as admin:
         assert admin.begin(where, "s", MessageId(*first, 0))
-    told = {BEGINS: f"{entry.ledger}:{entry.entry}:6", "team": "billing"}
+    output = {BEGINS_PROPERTY: f"{entry.ledger}:{entry.entry}:6", "team": "billing"}
     subscription = topic.cluster.subscriptions(where)["s"]
-    subscription.properties = told
+    subscription.properties = output
     everything = topic.read()
     assert Counter(topic.stream(len(everything))) == Counter(everything)
     # Nor does it begin there when it stands there later.
     assert subscription.properties == {"team": "billing"}
 
 
-def test_what_lies_before_the_start_does_not_come_when_the_broker_forgets() -> None:
+def test_entries_before_the_start_stay_away_when_the_broker_forgets() -> None:
     topic, where, entry = batch_of_ten(13)
     start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:6"})
     assert topic.stream(4, starting_position=start) == ["6", "7", "8", "9"]
@@ -251,7 +251,7 @@ def test_what_lies_before_the_start_does_not_come_when_the_broker_forgets() -> N
         again.stop()
 
 
-def test_a_handler_has_what_lies_behind_the_start_alone() -> None:
+def test_a_handler_gets_only_messages_behind_the_start() -> None:
     topic, where, entry = batch_of_ten(10)
     start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:6"})
     source = topic.source(starting_position=start)
@@ -268,7 +268,7 @@ def test_a_handler_has_what_lies_behind_the_start_alone() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_a_read_of_everything_ended_a_stream_begins(seed: int) -> None:
+def test_a_stream_begins_where_a_read_of_everything_ended(seed: int) -> None:
     topic = Topic(random.Random(seed))
     ends = {one.topic_partition.name: str(one.end) for one in plan_read(topic.source())}
     before = topic.read()
@@ -298,7 +298,7 @@ def test_a_time_is_where_the_broker_finds_it() -> None:
 def test_a_subscription_that_exists_comes_before_positions(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also one that a run made which died before its first checkpoint."""
+    """This includes a subscription of a run that died before its first checkpoint."""
     topic = Topic(random.Random(3))
     places = {where.name: topic.places[where][1] for where in topic.partitions}
     start = json.dumps({name: f"{one.ledger}:{one.entry}" for name, one in places.items()})
@@ -335,8 +335,8 @@ def test_nothing_is_created_where_one_position_is_wrong(
 
 
 @pytest.mark.parametrize("ahead", ["{ledger}:{end}:2", "{ledger}:99", "9999:7:1"])
-def test_what_comes_before_a_position_that_was_ahead_is_not_left_out(ahead: str) -> None:
-    """Whoever accepts that nothing is there yet gets all that comes."""
+def test_entries_before_a_position_beyond_the_end_are_delivered(ahead: str) -> None:
+    """A start that accepts a missing topic gets all of its messages."""
     topic = Topic(random.Random(6), partitions=1, markers=0)
     topic.cluster._store._entries_per_ledger = 1_000
     (where,) = topic.partitions
@@ -351,10 +351,10 @@ def test_what_comes_before_a_position_that_was_ahead_is_not_left_out(ahead: str)
     assert topic.stream(len(topic.sent) - before, **lenient) == topic.sent[before:]
 
 
-def test_a_subscription_that_came_to_stand_elsewhere_is_told_before_anything_is_consumed(
+def test_a_moved_subscription_is_reported_before_anything_is_consumed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The broker makes it at the end and then moves it; somebody may be faster than both."""
+    """The broker creates it at the end, then moves it; another client may act in between."""
     topic = Topic(random.Random(5), partitions=1)
     (where,) = topic.partitions
     begin = MemoryAdmin.begin
@@ -366,12 +366,12 @@ def test_a_subscription_that_came_to_stand_elsewhere_is_told_before_anything_is_
 
     monkeypatch.setattr(MemoryAdmin, "begin", at_the_end)
     place = topic.places[where][0]
-    with pytest.raises(AdminError, match=r"was to begin at .* Nothing was consumed"):
+    with pytest.raises(AdminError, match=r"should begin at .* Nothing was consumed"):
         topic.stream(0, starting_position=json.dumps({where.name: f"{place.ledger}:0"}))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_read_up_to_where_a_stream_is_has_what_it_had(seed: int) -> None:
+def test_a_read_up_to_the_position_of_a_stream_has_its_rows(seed: int) -> None:
     topic = Topic(random.Random(seed), markers=0.0)
     source = topic.source(starting_position="earliest", batch_rows_max=7)
     found: Counter[str] = Counter()
@@ -382,25 +382,25 @@ def test_a_read_up_to_where_a_stream_is_has_what_it_had(seed: int) -> None:
             found.update(value.decode() for one in batch for value in one["value"].to_pylist())
             stream.commit(batch)
             ends: dict[str, Any] = {}
-            with suppress(NotRunningError):  # a slow range owes an entry
+            with suppress(NotRunningError):  # an entry of a slow range is missing
                 ends = dict(positions_of(source, Checkpoint.from_json(batch.checkpoint)))
             if ends:
                 assert Counter(topic.read(end=ends)) == found
     assert ends, "at the end there is no gap"
 
 
-def test_a_gap_in_what_a_stream_had_is_named() -> None:
+def test_a_gap_in_the_rows_of_a_stream_is_named() -> None:
     topic = Topic(random.Random(7), partitions=1)
     (where,) = topic.partitions
     stored = topic.places[where]
     delivered = EntrySet.of(one for one in stored if one != stored[2])
     state = PartitionCheckpoint(delivered=delivered)
-    with pytest.raises(NotRunningError, match=f"1 entries .*, first {stored[2].ledger}:"):
+    with pytest.raises(NotRunningError, match=f"1 entries .*, the first is {stored[2].ledger}:"):
         positions_of(topic.source(), Checkpoint("", "s", 3, {where: state}))
 
 
 @pytest.mark.parametrize("seed", range(6, 16))
-def test_where_a_stream_is_that_had_nothing_is_where_it_began(seed: int) -> None:
+def test_a_stream_without_rows_stays_where_it_began(seed: int) -> None:
     topic = Topic(random.Random(seed))
     start = {where.name: topic.any_position(where) for where in topic.partitions}
     source = topic.source(starting_position=json.dumps(start))
@@ -412,12 +412,12 @@ def test_where_a_stream_is_that_had_nothing_is_where_it_began(seed: int) -> None
     ("start", "sentence"),
     [
         ('{"orders": "soon"}', "starting_position of 'orders' is 'soon'; write 'earliest'"),
-        ("2026-11-21", "which says no zone"),
+        ("2026-11-21", "which has no time zone"),
         ("7:120", "write 'earliest' or 'latest', a position for each topic partition as JSON"),
         (None, "starting_position is None; write 'earliest' or 'latest'"),
     ],
 )
-def test_what_is_no_start_is_refused_at_once(start: Any, sentence: str) -> None:
+def test_an_invalid_start_is_refused_at_once(start: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         KeyShardSource("orders", admin_url="http://broker:8080", starting_position=start)
     assert sentence in caught.value.message

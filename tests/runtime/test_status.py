@@ -1,4 +1,4 @@
-"""What a running source shows: status, watchdog, control socket, metrics."""
+"""Status, watchdog, control socket and metrics of a running source."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,8 +16,6 @@ import httpx
 import pytest
 import tenacity
 
-from control_folder import own_control_folder
-from helpers import key_in, wait_until
 from keyshard import KeyShardSource, Message, RetryPolicy
 from keyshard.broker.connect import connect_admin
 from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster
@@ -24,26 +23,38 @@ from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Broker
 from keyshard.cli import main
 from keyshard.config.connection import Connection
+from keyshard.control import running_source, running_sources
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
-from keyshard.core import health
+from keyshard.core import health, pace
+from keyshard.core.history import CommitsStatus, RescaleStatus
 from keyshard.core.ring.hash_range import range_index, split_ring
-from keyshard.core.ring.key_slot import key_slot
-from keyshard.errors import ConfigError, ControlError, NotRunningError
-from keyshard.observe import broker_facts, monitor
+from keyshard.core.ring.key_slot import key_slot, possible_slots
+from keyshard.errors import (
+    ConfigError,
+    ControlError,
+    DrainTimeoutError,
+    NotRunningError,
+    TopicNotFoundError,
+)
+from keyshard.observe import monitor
 from keyshard.observe import status as status_module
-from keyshard.observe.control import running_source, running_sources
-from keyshard.observe.status_types import PartitionStatus, RangeStatus, Status
+from keyshard.observe.status_types import (
+    NewestErrorStatus,
+    PartitionStatus,
+    RangeStatus,
+    Shares,
+    Status,
+)
+from tests.helpers import key_in, present, wait_until
 
+pytestmark = pytest.mark.usefixtures("control_folder")
+
+NEWEST = get_type_hints(NewestErrorStatus)
+RESCALE, COMMITS = get_type_hints(RescaleStatus), get_type_hints(CommitsStatus)
 RANGES = 4
 KEYS = [key_in(hash_range) for hash_range in split_ring(RANGES)]
 FAILING = RetryPolicy(wait=tenacity.wait_fixed(60), stop=tenacity.stop_never)
-
-
-@pytest.fixture(autouse=True)
-def control_folder() -> Iterator[None]:
-    with own_control_folder():
-        yield
 
 
 class Job:
@@ -79,7 +90,7 @@ class Job:
         def run() -> None:
             try:
                 self.source.run(self.handle, **options)
-            except BaseException as exc:  # noqa: BLE001 - told to the test
+            except BaseException as exc:  # noqa: BLE001 - the test reports it
                 self.error = exc
 
         self.thread = threading.Thread(target=run)
@@ -89,16 +100,15 @@ class Job:
 
     def shown(self) -> bool:
         try:
-            return bool(self.status()["state"] == "running")
+            return self.status()["state"] == "running"
         except NotRunningError:
             return False
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         return self.source.status()
 
-    def range(self, index: int) -> dict[str, Any]:
-        found: dict[str, Any] = self.status()["ranges"][index]
-        return found
+    def range(self, index: int) -> RangeStatus:
+        return self.status()["ranges"][index]
 
     def stop(self) -> None:
         self.release.set()
@@ -120,10 +130,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog looks often and waits for less."""
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
     monkeypatch.setattr(health, "STALL_S", 0.3)
-    monkeypatch.setattr(broker_facts, "ROUND_S", 0.05)
+    monkeypatch.setattr(status_module, "FACTS_ROUND_S", 0.05)
 
 
-def test_a_hung_handler_is_named_within_ten_seconds_and_others_go_on(
+def test_a_hung_handler_is_named_within_ten_seconds_and_others_continue(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     job.start()
@@ -131,39 +141,38 @@ def test_a_hung_handler_is_named_within_ten_seconds_and_others_go_on(
     job.publish((KEYS[2], b"hang"), (KEYS[2], b"behind"), *((key, b"fine") for key in KEYS[:2]))
     with caplog.at_level(logging.WARNING):
         wait_until(lambda: job.range(2)["state"] == "stalled")
-        wait_until(lambda: "range 2 stalls" in caplog.text)
+        wait_until(lambda: "range 2 is stalled" in caplog.text)
     assert time.monotonic() - began < 10
     message_id = str(job.hung[0].message_id)
     assert KEYS[2] in caplog.text
     assert message_id in caplog.text
     shown = job.range(2)
-    assert shown["blockedBy"]["key"] == KEYS[2]
-    assert shown["blockedBy"]["messageId"] == message_id
-    assert shown["blockedBy"]["attempts"] == 0
-    assert "has not returned" in shown["stalled"]["reason"]
+    blocking = present(shown["blockedBy"])
+    assert (blocking["key"], blocking["messageId"]) == (KEYS[2], message_id)
+    assert blocking["attempts"] == 0
+    assert "has not returned" in present(shown["stalled"])["reason"]
     assert (shown["waiting"], shown["inFlight"]) == (1, 1)
-    assert shown["oldestUnacknowledgedMillis"] > 5_000
+    assert present(shown["oldestUnacknowledgedMillis"]) > 5_000
     assert [each["state"] for each in job.status()["ranges"]] == [
         "idle", "idle", "stalled", "idle",
     ]  # fmt: skip
-    assert caplog.text.count("stalls") == 1
+    assert caplog.text.count("is stalled") == 1
     job.release.set()
     wait_until(lambda: job.range(2)["state"] == "idle")
     assert job.range(2)["stalled"] is None
     assert len(job.handled) == 4
 
 
-def test_a_healthy_backlog_is_running_and_blocked_by_nothing(job: Job) -> None:
+def test_a_healthy_backlog_is_running_and_blocked_by_nothing(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job.source = KeyShardSource(
         job.topic, subscription="jobs", parallelism=RANGES, service_url=job.url, admin_url=job.url,
         starting_position="earliest", window_rows_max=2_000,
     )  # fmt: skip
     done = threading.Event()
 
-    def handle(_message: Message) -> None:
-        done.wait(0.001)
-
-    job.handle = handle  # type: ignore[method-assign]
+    monkeypatch.setattr(job, "handle", lambda _message: done.wait(0.005))
     job.publish(*((key, b"%d" % n) for n in range(1_500) for key in KEYS))
     job.start(lanes=1)
     looks = []
@@ -181,16 +190,16 @@ def test_a_key_that_waits_for_its_retry_blocks_its_range_and_is_explained(
     job.start(retry=FAILING)
     job.publish((KEYS[1], b"fail"), (KEYS[1], b"behind"), (KEYS[0], b"fine"))
     wait_until(lambda: job.range(1)["blockedBy"] and job.range(1)["stalled"])
-    shown = job.range(1)
-    assert "retry in" in shown["blockedBy"]["reason"]
-    assert "ValueError: not now" in shown["blockedBy"]["reason"]
-    assert shown["blockedBy"]["attempts"] == 1
-    told = running_source("jobs").ask("explain", key=KEYS[1])
-    assert told["lane"]["state"] == "retrying"
-    assert told["lane"]["messageId"] == shown["blockedBy"]["messageId"]
-    assert (told["range"], told["waiting"], told["parked"]) == (1, 2, False)
-    assert told["slot"] == key_slot(KEYS[1])
-    assert told["hashRange"] == "16384-32767"
+    blocking = present(job.range(1)["blockedBy"])
+    assert "retry in" in blocking["reason"]
+    assert "ValueError: not now" in blocking["reason"]
+    assert blocking["attempts"] == 1
+    output = running_source("jobs").ask("explain", key=KEYS[1])
+    assert output["lane"]["state"] == "retrying"
+    assert output["lane"]["messageId"] == blocking["messageId"]
+    assert (output["range"], output["waiting"], output["parked"]) == (1, 2, False)
+    assert output["slot"] == key_slot(KEYS[1])
+    assert output["hashRange"] == "16384-32767"
     as_bytes = running_source("jobs").ask("explain", key=b64encode(b"k").decode())["ifBytes"]
     assert as_bytes["slot"] == key_slot(b"k")
     assert as_bytes["hashRange"]
@@ -206,7 +215,7 @@ def test_a_consumer_that_is_away_is_named_and_leaves_a_gap(job: Job, quick: None
     consumers = client.drop([away])
     wait_until(lambda: all(each["stalled"] for each in job.status()["ranges"]))
     status = job.status()
-    assert f"not connected to {away}" in status["ranges"][0]["stalled"]["reason"]
+    assert f"not connected to {away}" in present(status["ranges"][0]["stalled"])["reason"]
     first, second = status["partitions"]
     assert (first["covered"], first["gaps"]) == (False, ["0-65535"])
     assert (second["covered"], second["gaps"]) == (True, [])
@@ -215,7 +224,7 @@ def test_a_consumer_that_is_away_is_named_and_leaves_a_gap(job: Job, quick: None
     assert all(each["covered"] for each in job.status()["partitions"])
 
 
-def test_status_is_plain_json_with_counts_and_what_the_broker_says(job: Job, quick: None) -> None:
+def test_status_is_plain_json_with_counts_and_facts_of_the_broker(job: Job, quick: None) -> None:
     job.start(lanes=3, workers=2)
     job.publish((KEYS[0], b"hang"), *((key, b"%d" % n) for n in range(5) for key in KEYS[1:]))
     wait_until(lambda: len(job.handled) == 15)
@@ -231,7 +240,7 @@ def test_status_is_plain_json_with_counts_and_what_the_broker_says(job: Job, qui
     for each in status["partitions"]:
         # 4 ranges of 2,000 entries; the limits are those of the broker.
         assert each["replayMax"] == RANGES * LookAhead().per_consumer
-        assert each["ackHolesMax"] == 10_000
+        assert each["ackGapsMax"] == 10_000
         assert each["replay"] == 0
     assert status["brokerError"] == ""
     assert status["parked"] == []
@@ -240,16 +249,97 @@ def test_status_is_plain_json_with_counts_and_what_the_broker_says(job: Job, qui
 def test_every_field_is_documented(job: Job) -> None:
     job.start()
     status = job.status()
-    told = (Path(__file__).parents[2] / "docs" / "status.md").read_text()
-    assert set(status["window"]) == set(get_type_hints(Progress))
+    output = (Path(__file__).parents[2] / "docs" / "status.md").read_text()
+    window = present(status["window"])
+    assert set(window) == set(get_type_hints(Progress))
     progress = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
-    for name in status["window"]:
+    for name in window:
         assert f"`{name}`" in progress.partition("## Progress")[2], name
     range_, partition = status["ranges"][0], status["partitions"][0]
-    for name in [*status, *status["counters"], *status["handlerSeconds"], *range_, *partition]:
-        assert f"`{name}`" in told, name
+    nested = (status["counters"], status["handlerSeconds"], status["lag"], status["rates"])
+    shares = get_type_hints(Shares)
+    history = [*present(status["history"]), *RESCALE, *COMMITS]
+    for name in [*status, *chain(*nested), *range_, *partition, *shares, *NEWEST, *history]:
+        assert f"`{name}`" in output, name
     for state in health.RangeState:
-        assert f"| `{state.value}` |" in told, state
+        assert f"| `{state.value}` |" in output, state
+
+
+def test_lag_rates_and_the_newest_error_are_shown(
+    job: Job, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "JUDGED_FROM_S", 0.1)
+    monkeypatch.setattr(pace, "SAMPLES_MAX", 10_000)  # the watchdog looks often here
+    job.start(retry=FAILING)
+    assert job.status()["lag"] | {"trend": None} == {
+        "entries": job.status()["lag"]["entries"], "rows": job.status()["lag"]["rows"],
+        "seconds": 0.0, "trend": None,
+    }  # fmt: skip
+    wait_until(lambda: job.status()["rates"]["received"] is not None)  # two samples
+    job.publish((KEYS[1], b"fail"), (KEYS[2], b"hang"))
+    job.publish(*((KEYS[1], b"%d" % number) for number in range(20)))
+    wait_until(lambda: (job.status()["rates"]["received"] or 0) > 0)
+    wait_until(lambda: job.status()["lag"]["rows"] == 22)
+    wait_until(lambda: (job.status()["lag"]["seconds"] or 0) > 0)
+    wait_until(lambda: job.status()["lag"]["trend"] is not None)
+    status = job.status()
+    assert (status["version"], status["kind"], status["name"]) == (1, "handlers", "jobs")
+    assert status["uptimeSeconds"] > 0
+    assert status["lag"]["entries"] == sum(each["backlog"] or 0 for each in status["partitions"])
+    assert sum(each["lag"]["rows"] or 0 for each in status["partitions"]) == 22
+    newest = present(status["newestError"])
+    assert newest["error"] == "ValueError: not now"
+    assert present(newest["secondsAgo"]) < 60
+    assert "retry in" in status["ranges"][1]["reason"]
+    wait_until(lambda: present(job.range(1)["shares"])["heldBack"] > 0)
+    wait_until(lambda: present(job.range(2)["shares"])["busy"] > 0)
+    assert present(job.range(0)["shares"])["waiting"] == 1
+
+
+def test_a_stream_of_open_is_found_by_its_name_until_it_is_closed(job: Job) -> None:
+    job.source = KeyShardSource(
+        job.topic, subscription="jobs", name="invoices", parallelism=2, service_url=job.url,
+        admin_url=job.url, starting_position="earliest",
+    )  # fmt: skip
+    job.publish(*((key, b"1") for key in KEYS))
+    with job.source.open() as stream:
+        found = running_source("invoices")
+        assert (found.kind, found.subscription) == ("stream", "jobs")
+        wait_until(lambda: found.ask("status")["window"]["windowRows"] == len(KEYS))
+        status: Status = found.ask("status")
+        assert (status["state"], status["kind"], status["executor"]) == (
+            "running", "stream", "batches",
+        )  # fmt: skip
+        assert [each["hashRanges"] for each in status["ranges"]] == [["0-32767"], ["32768-65535"]]
+        assert (status["lag"]["seconds"] or 0) > 0
+        assert found.ask("explain", key=KEYS[0])["range"] == 0
+        with pytest.raises(ConfigError, match="fixed while it runs"):
+            found.ask("rescale", ranges=4)
+        batch = present(stream.next_batch(timeout_s=20))
+        stream.commit(batch)
+        wait_until(lambda: found.ask("status")["lag"]["rows"] == 0)
+    assert running_sources() == []
+
+
+def test_a_rescale_is_planned_without_a_move(job: Job) -> None:
+    job.start()
+    source = running_source("jobs")
+    assert source.ask("rescale", ranges=8, dry_run=True) == {
+        "before": 4, "after": 8, "movedFraction": 0.5, "moves": 4,
+    }  # fmt: skip
+    assert job.status()["epoch"] == 0
+    for wrong in ({}, {"balance": True}, {"ranges": "8"}):
+        with pytest.raises(ConfigError, match="dry_run needs"):
+            source.ask("rescale", dry_run=True, **wrong)
+    with pytest.raises(ConfigError, match="70000"):
+        source.ask("rescale", dry_run=True, ranges=70_000)
+
+
+def test_a_stream_that_does_not_start_leaves_no_control_socket(job: Job) -> None:
+    source = KeyShardSource("no-such-topic", subscription="jobs", service_url=job.url)
+    with pytest.raises(TopicNotFoundError):
+        source.open()
+    assert running_sources() == []
 
 
 def test_without_admin_url_the_broker_is_not_asked(job: Job) -> None:
@@ -259,7 +349,7 @@ def test_without_admin_url_the_broker_is_not_asked(job: Job) -> None:
     job.start()
     (first, _) = job.status()["partitions"]
     assert first["covered"]
-    assert {first[name] for name in ("backlog", "ackHoles", "replay", "replayMax")} == {None}
+    assert {first[name] for name in ("backlog", "ackGaps", "replay", "replayMax")} == {None}
 
 
 def test_an_admin_interface_that_is_away_holds_nothing_up(
@@ -316,7 +406,7 @@ def test_a_parked_key_is_shown_and_unparked_by_command(
 ) -> None:
     job.start(retry=ONCE)
     job.publish((KEYS[1], b"fail"), (KEYS[1], b"behind"))
-    parked = {"key": KEYS[1], "letters": 2}
+    parked = {"key": KEYS[1], "deadLetters": 2}
     wait_until(lambda: job.status()["parked"] == [parked])
     status = job.status()
     assert status["parkedKeys"] == 1
@@ -327,13 +417,16 @@ def test_a_parked_key_is_shown_and_unparked_by_command(
         "deadLettered": 2,
         "rejected": 0,
         "observerErrors": 0,
+        "outputsPublished": 0,
+        "outputsConfirmed": 0,
+        "outputsFailed": 0,
     }
     assert status["counters"] == counters
     assert running_source("jobs").ask("explain", key=KEYS[1])["parked"]
     job.release.set()
-    for says in ("on its way out", "not parked"):
+    for says in ("Unparking 1 key: 2 dead letters in order", "No parked key matches"):
         with pytest.raises(SystemExit):
-            main(["unpark", KEYS[1]])
+            main(["dead-letters", "replay", "--key", KEYS[1]])
         assert says in capsys.readouterr().out
         wait_until(lambda: not job.status()["parked"])
     assert [message.value for message in job.handled] == [b"fail", b"behind"]
@@ -348,7 +441,7 @@ def test_a_rescale_by_command_is_shown(job: Job, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as caught:
         main(["rescale", "5"])
     assert caught.value.code in (None, 0)
-    assert "4 ranges to 5: 20.0% of the ring moved, and at least 20.0% had to" in (
+    assert "4 ranges to 5: 20.0% of the ring moved, at least 20.0% were necessary" in (
         capsys.readouterr().out
     )
     status = job.status()
@@ -364,12 +457,60 @@ def test_a_rescale_by_command_is_shown(job: Job, capsys: pytest.CaptureFixture[s
         running_source("jobs").ask("rescale")
 
 
+def test_hot_keys_are_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.start()
+    hot = "order\x1b[2J" + "x" * 2_000
+    job.publish(*((hot, b"fine") for _ in range(70)), *((f"k{n}", b"fine") for n in range(30)))
+    wait_until(lambda: len(job.handled) == 100)
+    first, *others = job.status()["hotKeys"]
+    assert first["key"] == f"{hot[:1_000]}..."
+    assert (first["share"], len(others)) == (0.7, 4)
+    assert first["ranges"] == sorted({explained(hot, name) for name in ("text", "bytes")})
+    assert all(one["share"] == 0.01 for one in others)
+    with pytest.raises(SystemExit):
+        main(["status", "jobs"])
+    output = capsys.readouterr().out
+    assert "hot keys: 'order" in output
+    assert "\x1b" not in output
+
+
+def explained(key: str, form: str) -> int:
+    slots = possible_slots(key)
+    return range_index(slots[-1] if form == "bytes" else slots[0], RANGES)
+
+
+def test_commits_and_rescales_are_remembered(job: Job, tmp_path: Path) -> None:
+    job.start(checkpoint=tmp_path / "jobs.json", drain_timeout_s=0.1)
+    job.publish(*((key, b"fine") for key in KEYS))
+
+    def entries() -> int:
+        return sum(each["entries"] for each in present(job.status()["history"])["commits"])
+
+    wait_until(lambda: entries() == len(KEYS))
+    commits = present(job.status()["history"])["commits"]
+    assert (commits[-1]["checkpointBytes"] or 0) > 0
+    assert 0 <= commits[-1]["secondsAgo"] <= 60
+    assert 1 <= sum(each["commits"] for each in commits) <= len(KEYS)
+    job.source.rescale(8)
+    job.publish((KEYS[0], b"hang"))
+    wait_until(lambda: job.hung)
+    with pytest.raises(DrainTimeoutError):
+        job.source.rescale(3)
+    moved, failed = present(job.status()["history"])["rescales"]
+    assert (moved["epoch"], moved["before"], moved["after"]) == (1, 4, 8)
+    assert (moved["movedFraction"], moved["error"]) == (0.5, "")
+    assert 0 < moved["pauseMillis"] <= moved["durationMillis"]
+    assert (failed["epoch"], failed["before"], failed["after"]) == (1, 8, 3)
+    assert failed["movedFraction"] == 0
+    assert "handler" in failed["error"]
+
+
 def test_batches_are_shown_too(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     batches = job.source.batches(max_rows=10, max_wait_s=0.01)
     job.publish(*((key, b"fine") for key in KEYS))
     batch = next(batches)
-    # The batch holds what had come within 10 ms: the rest may still be on its way.
-    wait_until(lambda: job.status()["window"]["windowRows"] == RANGES)
+    # The batch holds the messages of the first 10 ms: others may still be in flight.
+    wait_until(lambda: present(job.status()["window"])["windowRows"] == RANGES)
     status = running_source("jobs").ask("status")
     assert (status["executor"], len(status["ranges"])) == ("batches", RANGES)
     assert status.keys() == Status.__annotations__.keys()
@@ -392,9 +533,13 @@ def test_metrics_are_served_while_it_runs(job: Job) -> None:
     url = f"http://127.0.0.1:{port}/metrics"
     job.publish(*((key, b"fine") for key in KEYS))
     wait_until(
-        lambda: "keyshard_messages_completed_total 4.0" in httpx.get(url, trust_env=False).text
+        lambda: (
+            'keyshard_messages_completed_total{subscription="jobs"} 4.0'
+            in httpx.get(url, trust_env=False).text
+        )
     )
-    assert "keyshard_handler_seconds_count 4.0" in httpx.get(url, trust_env=False).text
+    count = 'keyshard_handler_seconds_count{subscription="jobs"} 4.0'
+    assert count in httpx.get(url, trust_env=False).text
     job.stop()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url, trust_env=False)
@@ -407,7 +552,7 @@ class HeldUp(KeyShardSource):
         return Coordinator(self, self.__dict__["_connect"])
 
 
-def test_while_it_starts_it_says_so_and_takes_nothing(
+def test_a_starting_source_reports_its_start_and_takes_nothing(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def connect() -> Broker:
@@ -424,9 +569,13 @@ def test_while_it_starts_it_says_so_and_takes_nothing(
     with pytest.raises(SystemExit):
         main(["status", "jobs"])
     assert "starting: 'jobs' on" in capsys.readouterr().out
-    for request in ({"do": "rescale", "ranges": 2}, *({"do": do, "key": "k"} for do in ASKS)):
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("rescale", {"ranges": 2}), ("pause", {}), ("resume", {}),
+        *((do, {"key": "k"}) for do in ASKS),
+    ]  # fmt: skip
+    for do, fields in requests:
         with pytest.raises(NotRunningError, match="starting"):
-            running_source("jobs").ask(**request)
+            running_source("jobs").ask(do, **fields)
     assert probe(job, "/livez") == (200, "ok")
     assert probe(job, "/readyz") == (503, "The source is starting.")
     job.release.set()
@@ -446,7 +595,7 @@ def probe(job: Job, path: str) -> tuple[int, str]:
     return answer.status_code, answer.text.strip()
 
 
-def test_probes_tell_the_truth(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_show_the_state_of_the_run(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.start(metrics_port=0, drain_timeout_s=60)
     assert probe(job, "/readyz") == (200, "ok")
     partitions = job.cluster.partitions(job.topic)
@@ -454,7 +603,7 @@ def test_probes_tell_the_truth(job: Job, monkeypatch: pytest.MonkeyPatch) -> Non
     consumers = client.drop(partitions)
     wait_until(lambda: probe(job, "/readyz")[0] == 503)
     assert probe(job, "/readyz")[1] == (
-        f"Not every consumer is connected to {partitions[0]} and 1 more."
+        f"Some consumers are not connected to {partitions[0]} and 1 more."
     )
     assert probe(job, "/livez") == (200, "ok"), "a restart would not bring the broker back"
     client.reconnect(consumers)

@@ -16,11 +16,10 @@ import pyarrow as pa
 import pytest
 
 import keyshard
-from helpers import P0, P1
 from keyshard import Connection, KeyShardSource
-from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.core.dead_letter.letters import Letter, LetterKind, parse
+from keyshard.columns.record_batches import SCHEMA
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, parse
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
@@ -28,6 +27,7 @@ from keyshard.reading import decoding_plan, message_data, structured
 from keyshard.reading.decoding_plan import CORRUPT, Decoding, Ledgers, check_same, plan_decoding
 from keyshard.reading.message_data import MessageData
 from keyshard.reading.structured import Decoder, writer_of
+from tests.helpers import P0, P1
 
 FIELDS = [{"name": "id", "type": "int"}, {"name": "name", "type": "string"}]
 FIRST = {"type": "record", "name": "R", "fields": FIELDS}
@@ -112,13 +112,13 @@ def test_fields_are_columns_beside_those_of_keyshard(shop: Shop) -> None:
 def test_each_message_is_read_with_the_schema_it_was_written_with(shop: Shop) -> None:
     topic = shop.topic("orders", FIRST, SECOND)
     plan = shop.plan(topic)
-    later = {
-        "type": "record",
-        "name": "R",
-        "fields": [*SECOND["fields"][1:], ADDED | {"name": "z"}],
+    later = SECOND | {
+        "fields": [
+            {"name": "id", "type": "long"},
+            *SECOND["fields"][1:],
+            ADDED | {"name": "z", "type": ["null", "string"]},
+        ]
     }
-    later["fields"][-1] = ADDED | {"name": "z", "type": ["null", "string"]}
-    later["fields"].insert(0, {"name": "id", "type": "long"})
     shop.add(topic, later)  # registered while the query runs
     batch = raw(
         topic,
@@ -150,10 +150,10 @@ KINDS: list[tuple[str, Any, bytes]] = [
 
 
 @pytest.mark.parametrize(("kind", "schema", "value"), KINDS)
-def test_what_was_written_as_another_type_is_malformed_and_no_other_value(
+def test_a_value_of_another_type_is_malformed_and_no_other_value(
     shop: Shop, kind: str, schema: Any, value: bytes
 ) -> None:
-    """A broker that is told to lets any schema follow any other."""
+    """If its policy allows it, a broker accepts any schema after any other."""
     topic = shop.topic("orders")
     for one, of, _ in KINDS:
         shop.add(topic, of, one)
@@ -187,7 +187,7 @@ def test_a_union_of_a_version_before_is_no_matter_of_columns(shop: Shop) -> None
 def test_a_version_that_is_gone_is_named(shop: Shop) -> None:
     topic = shop.topic("orders", FIRST)
     batch = raw(topic, (avro(FIRST, {"id": 1, "name": "a"}), 9))
-    with pytest.raises(SchemaError, match=rf"Version 9 of the schema of {topic} is not there"):
+    with pytest.raises(SchemaError, match=rf"Version 9 of the schema of {topic} no longer exists"):
         rows_of(shop.plan(topic), [batch])
 
 
@@ -234,7 +234,7 @@ def test_permissive_rows_are_null_beside_their_bytes(shop: Shop) -> None:
     ]
 
 
-def test_what_is_corrupt_is_told_without_a_column_of_the_value(shop: Shop) -> None:
+def test_corrupt_entries_are_reported_without_the_value_column(shop: Shop) -> None:
     topic = shop.topic("orders", FIRST)
     good = avro(FIRST, {"id": 1, "name": "a"})
     wanted = only("__messageId", **{CORRUPT: pa.binary()})
@@ -267,7 +267,7 @@ def test_a_topic_without_a_schema_has_the_bytes(shop: Shop) -> None:
     assert rows_of(plan, [batch], only(value=pa.binary())) == [{"value": b"\xff"}, {"value": None}]
 
 
-def test_bytes_are_there_for_who_asks_for_them(shop: Shop) -> None:
+def test_bytes_are_there_if_they_are_selected(shop: Shop) -> None:
     topic = shop.topic("orders", FIRST)
     decoder = Decoder(shop.plan(topic), only("__key", value=pa.binary()))
     assert set(decoder.raw_columns) == {"value", "__key"}
@@ -292,18 +292,20 @@ def test_a_primitive_is_the_column_value(shop: Shop) -> None:
     assert rows_of(plan, [batch], only(value=pa.float64())) == [{"value": 5.0}]
     assert rows_of(plan, [batch], only(value=pa.binary())) == [{"value": b"\0\0\0\5"}]
     assert rows_of(plan, [batch], only(value=pa.decimal128(12, 2))) == [{"value": Decimal(5)}]
-    with pytest.raises(SchemaError, match=r"'value' is wanted as decimal128\(11, 2\)"):
+    with pytest.raises(
+        SchemaError, match=r"'value' has type .* cannot be cast to decimal128\(11, 2\)"
+    ):
         Decoder(plan, only(value=pa.decimal128(11, 2)))
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "why"),
     [
-        ("id", pa.int16(), "'id' is wanted as int16 and is int64"),
-        ("id", pa.float64(), "'id' is wanted as double and is int64"),
-        ("id", pa.string(), "'id' is wanted as string"),
-        ("name", pa.int32(), "'name' is wanted as int32 and is string"),
-        ("nobody", pa.int32(), "'nobody' is no field .* has: id, name, added"),
+        ("id", pa.int16(), "'id' has type int64, which cannot be cast to int16"),
+        ("id", pa.float64(), "'id' has type int64, which cannot be cast to double"),
+        ("id", pa.string(), "'id' has type int64, which cannot be cast to string"),
+        ("name", pa.int32(), "'name' has type string, which cannot be cast to int32"),
+        ("nobody", pa.int32(), "has no field 'nobody'.* fields: id, name, added"),
     ],
 )
 def test_a_projection_that_would_lose_something_is_refused(
@@ -330,11 +332,11 @@ def test_fields_of_fields_can_be_chosen(shop: Shop) -> None:
     less = {"added": 5, "id": 1}
     assert rows_of(shop.plan(topic), [batch], wanted) == [{"many": [less], "one": less}]
     worse = only(one=pa.struct([("id", pa.int8())]))
-    with pytest.raises(SchemaError, match=r"'one\.id' is wanted as int8"):
+    with pytest.raises(SchemaError, match=r"'one\.id' has type .* cannot be cast to int8"):
         Decoder(shop.plan(topic), worse)
     nobody = only(many=pa.list_(pa.struct([("nobody", pa.int8())])))
     with pytest.raises(
-        SchemaError, match=r"'many\[\]' has no field 'nobody', but id, name, added "
+        SchemaError, match=r"'many\[\]' has no field 'nobody', only id, name, added "
     ):
         Decoder(shop.plan(topic), nobody)
 
@@ -366,7 +368,7 @@ def test_a_topic_that_is_found_later_is_decoded_by_its_own_schema(shop: Shop) ->
     second = shop.topic("b", SECOND)
     batch = raw(second, (avro(SECOND, {"id": 2, "name": "b", "added": 1}), 0))
     assert rows_of(plan, [batch], only(name=pa.string())) == [{"name": "b"}]
-    with pytest.raises(SchemaError, match=f"'id' is wanted as int32.*{second}"):
+    with pytest.raises(SchemaError, match=f"'id' has type .* cannot be cast to int32.*{second}"):
         rows_of(plan, [batch], only(id=pa.int32()))
 
 
@@ -452,7 +454,7 @@ def of_java(shop: Shop) -> str:
     return topic
 
 
-def test_data_without_a_field_that_nothing_tells_is_not_handed_out(shop: Shop) -> None:
+def test_data_with_an_undescribed_field_is_refused(shop: Shop) -> None:
     message = keyshard.Message.for_test(b"\x08\x01")._replace(topic=of_java(shop))
     with pytest.raises(SchemaError, match=r"'state' .*is an enumeration.*message\.value"):
         MessageData(shop.connection)(message)
@@ -470,11 +472,11 @@ def test_columns_without_such_a_field_are_read_of_any_version(shop: Shop) -> Non
 
 
 def test_outside_of_a_handler_there_is_no_data() -> None:
-    with pytest.raises(ConfigError, match=r"in handlers of a source only"):
+    with pytest.raises(ConfigError, match=r"only in handlers of a source"):
         _ = keyshard.Message.for_test(b"x").data
 
 
-def test_a_decoder_makes_columns_of_what_a_stream_hands_out(shop: Shop) -> None:
+def test_a_decoder_makes_columns_of_the_rows_of_a_stream(shop: Shop) -> None:
     topic = shop.topic("orders", FIRST, SECOND)
     publish(shop, topic)
     source = source_of(shop, topic, malformed="DROPMALFORMED")
@@ -492,7 +494,7 @@ def test_a_decoder_makes_columns_of_what_a_stream_hands_out(shop: Shop) -> None:
         {"__key": "k2", "name": None, "added": None},
     ]
     assert decoder.dropped <= 1
-    with pytest.raises(ConfigError, match=r"'nobody' is not there.*added"):
+    with pytest.raises(ConfigError, match=r"'nobody' does not exist.*added"):
         source.decoder(["nobody"])
 
 
@@ -505,11 +507,11 @@ def test_a_decoder_makes_columns_of_batches(shop: Shop) -> None:
     assert rows.column("value").to_pylist() == [5]
 
 
-def test_a_letter_keeps_the_version_of_its_original() -> None:
+def test_a_dead_letter_keeps_the_version_of_its_original() -> None:
     one = keyshard.Message.for_test(b"x", key="k")._replace(schema_version=3)
-    letter = Letter(one, "s", LetterKind.PARKED, 1, "why")
-    back = parse(one._replace(properties=letter.properties(), schema_version=None))
-    assert isinstance(back, Letter)
+    dead_letter = DeadLetter(one, "s", DeadLetterKind.PARKED, 1, "why")
+    back = parse(one._replace(properties=dead_letter.properties(), schema_version=None))
+    assert isinstance(back, DeadLetter)
     assert back.message.schema_version == 3
 
 
@@ -529,7 +531,7 @@ def test_data_of_a_schema_that_is_gone_is_an_error_and_not_its_bytes(shop: Shop)
     read = MessageData(shop.connection)
     assert read(one) == {"id": 1, "name": "a"}
     del shop.cluster.schemas[topic]
-    # What the process knows stays; another one asks.
+    # The process remembers; another one asks.
     assert read(one) == {"id": 1, "name": "a"}
     other = pickle.loads(pickle.dumps(read))
     with pytest.raises(SchemaError, match=rf"version 0 of the schema of {topic}.*message.value"):
@@ -537,7 +539,7 @@ def test_data_of_a_schema_that_is_gone_is_an_error_and_not_its_bytes(shop: Shop)
     assert other(one._replace(schema_version=None)) == one.value
 
 
-def test_a_topic_may_be_another_where_its_entries_have_a_ledger_that_none_had() -> None:
+def test_a_new_ledger_lets_the_schema_of_a_topic_be_checked_again() -> None:
     ledgers = Ledgers()
 
     def new(*texts: str) -> list[str]:
@@ -554,7 +556,7 @@ def test_a_topic_may_be_another_where_its_entries_have_a_ledger_that_none_had() 
     assert new("7:12;9:1", "8:2") == []
 
 
-def test_what_is_kept_of_ledgers_has_a_limit(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_about_ledgers_have_a_limit(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query or handler that runs for months meets a new ledger every few minutes."""
     for module, name in (
         (decoding_plan, "SEEN_MAX"), (structured, "VERSIONS_MAX"), (message_data, "LEDGERS_MAX"),
@@ -577,16 +579,16 @@ def test_what_is_kept_of_ledgers_has_a_limit(shop: Shop, monkeypatch: pytest.Mon
     assert len(read._ledgers) <= 4
 
 
-def test_of_a_topic_that_was_created_anew_no_version_is_what_it_was(shop: Shop) -> None:
+def test_versions_of_a_re_created_topic_are_read_again(shop: Shop) -> None:
     topic = shop.topic("orders", FIRST, SECOND)
     plan = shop.plan(topic)
     versions = shop.cluster.schemas[topic]
     check_same(plan)
     versions[:] = []
-    check_same(plan)  # deleted: what is read was fixed
+    check_same(plan)  # deleted: the planned entries are fixed
     check_same(plan, ["persistent://public/default/found-later"])
     shop.add(topic, FIRST)
-    with pytest.raises(SchemaError, match="orders was created anew since the query was built"):
+    with pytest.raises(SchemaError, match="orders was created again after the query was built"):
         check_same(plan, [topic])
     check_same(plan, [])
 
@@ -600,7 +602,9 @@ def test_a_topic_that_is_found_later_and_does_not_fit_is_malformed(shop: Shop) -
         raw(bare, (b"c", None)),
     ]
     for wanted in (None, only("__topic", id=pa.int32())):
-        with pytest.raises(SchemaError, match=r"found after .* 'id' is no field .*text.*mode=DROP"):
+        with pytest.raises(
+            SchemaError, match=r"discovered later .*text has no field 'id'.*mode=DROP"
+        ):
             rows_of(shop.plan(topic), batches, wanted)
     rows = rows_of(shop.plan(topic, mode="PERMISSIVE"), batches)
     assert [(row["id"], row[CORRUPT]) for row in rows] == [
@@ -612,7 +616,7 @@ def test_a_topic_that_is_found_later_and_does_not_fit_is_malformed(shop: Shop) -
     assert names == [topic, text, text, bare]
 
 
-def test_messages_of_a_topic_that_was_created_anew_have_data_of_its_own_schema(shop: Shop) -> None:
+def test_messages_of_a_topic_that_was_created_again_have_data_of_its_own_schema(shop: Shop) -> None:
     topic = shop.topic("orders", FIRST, SECOND)
     read = MessageData(shop.connection)
     value = avro(FIRST, {"id": 1, "name": "a"})

@@ -12,67 +12,73 @@ from typing import Any
 import httpx
 import pytest
 
-from handler_place import AT_ONCE, Place
-from helpers import keyshard_threads, wait_until
-from keyshard import KeyShardSource, Message, SourceStream
+from keyshard import KeyShardSource, Message, SourceStream, control
+from keyshard.consumers import reconnector
 from keyshard.errors import UnexpectedError
-from keyshard.observe import broker_facts, control, monitor
-from keyshard.worker import reconnector
-from tests.thread_faults import Calls, Step
+from keyshard.observe import monitor, status
+from tests.helpers import keyshard_threads, wait_until
+from tests.support.handled_topic import AT_ONCE, HandledTopic
+from tests.support.thread_faults import Calls, Step
 
 STEPS = [
-    Step("keyshard-ack", "keyshard.worker.acknowledger.Acknowledger._hand_over"),
+    Step("keyshard-ack", "keyshard.consumers.acknowledger.Acknowledger._hand_over"),
     Step("keyshard-audit", "keyshard.broker.retry.retry_until"),
-    Step("keyshard-audit", "keyshard.core.holes.foreign_acks.before_the_start"),
+    Step("keyshard-audit", "keyshard.core.ack_gaps.before_the_start"),
     Step("keyshard-begin", "keyshard.broker.retry.retry_until"),
     Step("keyshard-broker-facts", "keyshard.broker.memory.admin.MemoryAdmin.settings"),
-    Step("keyshard-broker-facts", "keyshard.observe.broker_facts.BrokerFacts._round"),
-    Step("keyshard-control", "keyshard.observe.control._of_another_user"),
-    Step("keyshard-control-answer", "keyshard.observe.control.ControlServer._answer"),
-    Step("keyshard-control-answer", "keyshard.observe.control._send"),
+    Step("keyshard-broker-facts", "keyshard.observe.status.BrokerFacts._round"),
+    Step("keyshard-control", "keyshard.control._of_another_user"),
+    Step("keyshard-control-answer", "keyshard.control.ControlServer._answer"),
+    Step("keyshard-control-answer", "keyshard.control._send"),
     Step("keyshard-discovery", "keyshard.coordinator.discovery.Discovery._attempt"),
     Step("keyshard-existing", "keyshard.broker.memory.admin.MemoryAdmin.subscription"),
-    Step("keyshard-letter-returns", "keyshard.dead_letter.returns.LetterReturns._round"),
-    Step("keyshard-letters", "keyshard.handlers.parked_lanes.ParkedLanes._write.<locals>.<lambda>"),
-    Step("keyshard-receive", "keyshard.worker.receiver.Receiver._round"),
-    Step("keyshard-reconnect", "keyshard.worker.reconnector.Reconnector._look"),
-    Step("keyshard-settle", "keyshard.coordinator.evidence.Evidence.holes_views"),
-    Step("keyshard-settle", "keyshard.coordinator.settler.Settler._look_at"),
+    Step(
+        "keyshard-dead-letter-redelivery",
+        "keyshard.dead_letters.acknowledging.DeadLetterRedelivery._round",
+    ),
+    Step(
+        "keyshard-dead-letters",
+        "keyshard.handlers.parked_lanes.ParkedLanes._write.<locals>.<lambda>",
+    ),
+    Step("keyshard-receive", "keyshard.consumers.receiver.Receiver._round"),
+    Step("keyshard-reconnect", "keyshard.consumers.reconnector.Reconnector._look"),
+    Step("keyshard-gap-resolver", "keyshard.coordinator.gap_resolver.GapResolver._ack_gap_views"),
+    Step("keyshard-gap-resolver", "keyshard.coordinator.gap_resolver.GapResolver._look_at"),
     Step("keyshard-subscribe", "keyshard.broker.retry.retry_until"),
     Step("keyshard-watchdog", "keyshard.observe.monitor._name"),
     Step("keyshard-watchdog", "keyshard.observe.status.StatusView.watch"),
-    Step("keyshard-work", "keyshard.handlers.lane_desk.LaneDesk.finish"),
-    Step("keyshard-work", "keyshard.handlers.lane_desk.LaneDesk.judge"),
-    Step("keyshard-work", "keyshard.handlers.lane_desk.LaneDesk.next"),
+    Step("keyshard-work", "keyshard.handlers.dispatcher.Dispatcher.finish"),
+    Step("keyshard-work", "keyshard.handlers.dispatcher.Dispatcher.judge"),
+    Step("keyshard-work", "keyshard.handlers.dispatcher.Dispatcher.next"),
 ]
-"""A thread, and what its function calls. An error in a thread of a pool is that of the caller."""
+"""A thread, and the calls of its function. The caller gets the error of a thread of a pool."""
 ASYNC_DEPTH = 8
 """Calls of asyncio and of coroutines lie between."""
 ASYNC_STEPS = [
-    Step("keyshard-work-async", "keyshard.handlers.lane_desk.LaneDesk.next"),
-    Step("keyshard-work-async", "keyshard.handlers.lane_desk.LaneDesk.finish"),
+    Step("keyshard-work-async", "keyshard.handlers.dispatcher.Dispatcher.next"),
+    Step("keyshard-work-async", "keyshard.handlers.dispatcher.Dispatcher.finish"),
 ]
 
 
-class World:
-    """A source with all its threads: it handles, parks, discovers, settles, and is looked at."""
+class EveryThread:
+    """A source with all its threads: handlers, parking, discovery, ack gaps, status."""
 
     def __init__(self, calls: Calls, *, asynchronous: bool = False) -> None:
-        self.place = Place(f"threads-{time.monotonic_ns()}")
+        self.orders = HandledTopic()
         self._calls = calls
         self._async = asynchronous
 
     def run(self, until: Callable[[], bool], deadline_s: float = 10.0) -> BaseException | None:
         """Run until something holds or the source ends; the error that ended it."""
-        place = self.place
-        source = place.source(
-            admin_url=place.url, discovery_interval_ms=10, settle_after_ms=100, parallelism=2
+        orders = self.orders
+        source = orders.source(
+            admin_url=orders.url, discovery_interval_ms=10, settle_after_ms=100, parallelism=2
         )
 
         def handle(message: Message) -> None:
             if message.routing_key == "key-1":
                 raise ValueError("it is broken")
-            place.note(message)
+            orders.note(message)
 
         async def handle_async(message: Message) -> None:
             handle(message)
@@ -80,28 +86,28 @@ class World:
         handler: Any = handle_async if self._async else handle
         with (
             self._calls.watched(),
-            place.running(
+            orders.running(
                 source, handler, retry=AT_ONCE, metrics_port=0, drain_timeout_s=0.5
             ) as run,
         ):
             end_s = time.monotonic() + deadline_s
             number = 0
             while time.monotonic() < end_s and run.thread.is_alive() and not until():
-                place.publish(4, 2)
+                orders.publish(4, 2)
                 number += 1
                 time.sleep(0.01)
                 self._look(source, number)
-        return place.errors[0] if place.errors else None
+        return orders.errors[0] if orders.errors else None
 
     def _look(self, source: KeyShardSource, number: int) -> None:
-        """As people do: by the control socket, and by metrics."""
+        """Read the status by the control socket and by metrics, as operators do."""
         run = source.__dict__.get("_running")
         if run is None or number % 5:
             return
         try:
             port = run._monitor.metrics_port
             httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=2)
-            control.running_source(pid=None, service_url=self.place.url).ask(
+            control.running_source(pid=None, service_url=self.orders.url).ask(
                 "status", timeout_s=1.0
             )
             if number % 10 == 0:
@@ -115,13 +121,13 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "ANSWER_S", 1.0)
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
     monkeypatch.setattr(reconnector, "LOOK_S", 0.02)
-    monkeypatch.setattr(broker_facts, "ROUND_S", 0.02)
+    monkeypatch.setattr(status, "FACTS_ROUND_S", 0.02)
 
 
 @pytest.mark.parametrize("step", [*STEPS, *ASYNC_STEPS], ids=":".join)
-def test_an_error_that_nobody_expects_ends_the_source_by_name(step: Step) -> None:
+def test_an_unexpected_error_ends_the_source_by_name(step: Step) -> None:
     calls = Calls(ASYNC_DEPTH if step in ASYNC_STEPS else 1, step)
-    error = World(calls, asynchronous=step in ASYNC_STEPS).run(lambda: False)
+    error = EveryThread(calls, asynchronous=step in ASYNC_STEPS).run(lambda: False)
     assert calls.raised.is_set(), "the thread does not come by there"
     assert isinstance(error, UnexpectedError)
     assert f"InjectedError('{step.function}')" in error.message
@@ -129,7 +135,9 @@ def test_an_error_that_nobody_expects_ends_the_source_by_name(step: Step) -> Non
 
 def test_every_thread_that_a_source_has_is_in_the_table() -> None:
     calls = Calls(1)
-    assert World(calls).run(lambda: {step.thread for step in STEPS} <= _threads(calls)) is None
+    assert (
+        EveryThread(calls).run(lambda: {step.thread for step in STEPS} <= _threads(calls)) is None
+    )
     requests = {"keyshard-metrics-answer"}
     assert _threads(calls) - requests == {step.thread for step in STEPS}
 
@@ -138,11 +146,11 @@ def _threads(calls: Calls) -> set[str]:
     return {step.thread for step in list(calls.steps)}
 
 
-def test_a_stream_that_nobody_has_any_more_ends_its_threads() -> None:
-    place = Place(f"dropped-{time.monotonic_ns()}")
+def test_a_stream_without_references_ends_its_threads() -> None:
+    orders = HandledTopic()
     before = keyshard_threads()
-    stream = place.source().open()
-    place.publish(2, 2)
+    stream = orders.source().open()
+    orders.publish(2, 2)
     batch = stream.next_batch(10)
     stream.itself = stream  # type: ignore[attr-defined]  # only the collector ends it
     del stream
@@ -153,16 +161,16 @@ def test_a_stream_that_nobody_has_any_more_ends_its_threads() -> None:
     with pytest.warns(ResourceWarning, match="SourceStream was not closed"):
         gc.collect()
     wait_until(lambda: not keyshard_threads() - before)
-    place.source().open().close()
+    orders.source().open().close()
 
 
 def test_a_forked_child_leaves_a_stream_to_its_parent() -> None:
     """Issue: it closed its copy, and with that the consumers that its parent has."""
-    stopped, told = os.pipe()
+    stopped, output = os.pipe()
 
     class Parents:
         def stop(self) -> None:
-            os.write(told, b"stopped")
+            os.write(output, b"stopped")
 
     stream = SourceStream(Parents())  # type: ignore[arg-type]
     child = os.fork()
@@ -174,5 +182,5 @@ def test_a_forked_child_leaves_a_stream_to_its_parent() -> None:
     os.waitpid(child, 0)
     stream.close()
     assert os.read(stopped, 100) == b"stopped", "once, by the parent"
-    os.close(told)
+    os.close(output)
     os.close(stopped)

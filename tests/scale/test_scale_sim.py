@@ -1,4 +1,4 @@
-"""What coordinating costs follows what changes, not how much there is.
+"""The cost of coordination follows the number of changes, not the size of the source.
 
 ``python -m bench scale_sim`` runs the same with 10,000 ranges, 1,000 topic partitions and 1,000
 workers.
@@ -25,7 +25,7 @@ def test_a_small_run_has_every_figure_that_the_docs_name() -> None:
     assert len(named) > 8
     for name in named:
         assert any(re.fullmatch(name.replace("*", ".*"), one) for one in figures), name
-    # The cost of one entry is a difference of two times, which a small run does not tell apart.
+    # The cost of one entry is a difference of two times. A small run cannot measure it.
     assert all(value >= 0 for name, value in figures.items() if name != "cut_entry_us")
     assert figures["plan_workers_moved_slots"] == figures["plan_workers_fewest_slots"]
     assert figures["plan_ranges_moved_slots"] == figures["plan_ranges_fewest_slots"]
@@ -38,7 +38,7 @@ def test_cuts_and_commits_grow_with_the_topic_partitions_that_they_touch() -> No
         assert large[name] < 30 * small[name], f"{name} grows faster than what is touched"
     for name in ("cut_one_ms", "commit_one_ms"):
         assert large[name] < large[name.replace("one", "all")] / 5, f"{name}: others are touched"
-    assert large["checkpoint_hole_bytes"] < 24
+    assert large["checkpoint_gap_bytes"] < 24
 
 
 def test_an_owner_that_goes_costs_the_same_however_many_topic_partitions_wait() -> None:

@@ -1,4 +1,4 @@
-"""Many topic partitions, and many that come and go: all advance, and what is gone is forgotten."""
+"""Many topic partitions that come and go: all advance, and deleted ones are forgotten."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import pytest
 
 from keyshard.config.source import SourceConfig
-from keyshard.core.holes.settling import Proofs
-from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.consumers.range_consumers import RangeConsumers
+from keyshard.consumers.receiver import RangeConsumer
+from keyshard.core.ack_gaps import Proofs
+from keyshard.core.position.checkpoint import Checkpoint, named
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import assign, slot_owners
-from keyshard.core.window.budget import Budget
+from keyshard.core.window.admission import Budget
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.core.window.partition_window import PartitionWindow
 from keyshard.core.window.window import Window
-from keyshard.worker.range_consumers import RangeConsumers
-from keyshard.worker.receiver import RangeConsumer
 
 START = Checkpoint("c", "s", 4)
 DEFAULTS = Budget(200_000, 256 * 1024 * 1024)
@@ -95,7 +95,7 @@ def test_a_ledger_that_follows_is_no_reason_to_stop() -> None:
         assert window.plan_completed(taken(window)) == {}
 
 
-def test_room_is_what_the_others_leave_over() -> None:
+def test_room_is_the_rest_that_others_leave() -> None:
     first, *others = partitions(100)
     window = window_of([first, *others])
     give(window, first, *range(0, 40_000, 2))
@@ -114,7 +114,7 @@ def test_room_is_what_the_others_leave_over() -> None:
     window.validate()
 
 
-def test_a_commit_looks_only_at_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_looks_only_at_changed_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     where = partitions(2_000)
     window = window_of(where)
     for one in where:
@@ -135,7 +135,7 @@ def test_a_commit_looks_only_at_what_changed(monkeypatch: pytest.MonkeyPatch) ->
     give(window, where[9], 1)
     window.prove(where[11], Proofs(base=EntryId(1, 0)))
     window.plan_completed(taken(window))
-    assert len(looked) == 3, "one ends its batch, one has a new one, one is settled further"
+    assert len(looked) == 3, "one ends its batch, one has a new one, one is resolved further"
     assert window.newest.partitions[where[11]].floor == EntryId(1, 0)
     assert not window.newest.partitions[where[7]].batch
 
@@ -165,6 +165,7 @@ def test_topic_partitions_that_are_gone_leave_the_checkpoint_and_the_memory() ->
     before, _ = tracemalloc.get_traced_memory()
     for number in range(200, 10_200):
         come_and_go(number)
+    named.cache_clear()  # It has a limit of its own.
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     window.validate()

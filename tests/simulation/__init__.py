@@ -1,5 +1,5 @@
 """Seeded simulation: the real runtime on the in-memory broker, under a scheduler that owns time.
 
-One seed decides everything: which thread runs next, how long the network takes, when a process
-dies and what the broker forgets. ``python -m tests.simulation`` runs seeds; see :mod:`.world`.
+One seed decides everything: the next thread, the delays of the network, the death of a process
+and the memory loss of the broker. ``python -m tests.simulation`` runs seeds; see :mod:`.world`.
 """

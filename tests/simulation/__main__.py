@@ -1,4 +1,4 @@
-"""Runs seeds and prints what each fault hit; ends with 1 at the first seed that breaks a promise.
+"""Runs seeds and prints the steps that each fault hit; ends with 1 at the first broken promise.
 
 python -m tests.simulation --seeds 10000 --seed-start 0
 """
@@ -15,13 +15,15 @@ from typing import Any
 
 from tests.simulation import faults, worker_faults
 from tests.simulation.handling import faults as handling_faults
+from tests.simulation.pipeline import faults as pipeline_faults
 from tests.simulation.runner import WORLDS, describe, run_seed, run_seeds, run_verbosely
 
 FAULTS: dict[str, Any] = {
     "spark": faults, "handlers": handling_faults, "workers": worker_faults,
-    "spark-frames": faults, "handlers-frames": handling_faults,
+    "pipeline": pipeline_faults, "spark-frames": faults, "handlers-frames": handling_faults,
+    "pipeline-frames": pipeline_faults,
 }  # fmt: skip
-"""What goes wrong in each world."""
+"""Faults of each world."""
 REPORT_S = 5.0
 """Time between two lines of progress, seconds."""
 

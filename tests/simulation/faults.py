@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and when: planned from the seed before the run begins."""
+"""Faults of a run and their steps, planned from the seed before the run begins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Kind(str, Enum):
     OTHER_N = "other N"
     """The same, and it starts again with another number of ranges."""
     STOP = "driver stopped"
-    """The process is told to end, gives its ranges back, and is killed if that takes long."""
+    """The process is asked to end, gives its ranges back, and is killed if that takes long."""
     WORKER = "worker crash"
     """The consumers of one receive thread lose their connection."""
     BROKER = "broker crash"
@@ -30,11 +30,11 @@ class Kind(str, Enum):
     FORGETS = "forgotten acks"
     """The broker is killed, and forgets nearly all that was ever acknowledged."""
     FOREIGN = "foreign acks"
-    """Somebody else acknowledges entries, or parts of them, on the subscription."""
+    """Another client acknowledges entries, or parts of them, on the subscription."""
     WIPED = "wiped broker"
-    """The cluster loses everything and is made anew, with the same topics and the same ids."""
+    """The cluster loses everything and is created again, with the same topics and ids."""
     TWICE = "duplicates"
-    """The broker delivers again what it delivered and nobody acknowledged."""
+    """The broker redelivers unacknowledged entries."""
     UNLOAD = "unload"
     """A topic partition moves to another broker."""
     GROWTH = "growth"
@@ -44,7 +44,7 @@ class Kind(str, Enum):
     GOES = "topic deleted"
     """A topic is deleted by force, with all that it holds."""
     UNCOVERED = "uncovered"
-    """Nobody covers one range for seconds."""
+    """One range has no owner for seconds."""
     SLOW = "slow range"
     """One range is rarely received from, for seconds."""
     POISON = "poison row"
@@ -147,3 +147,19 @@ def events(reached: Reached) -> int:
 def missing(reached: Reached) -> list[str]:
     """Faults and steps that never met."""
     return [f"{kind.value} at {step.value}" for kind, step in CELLS if not reached[kind, step]]
+
+
+# -- Troubles of a world, which are faults beside those that meet steps ----------------------------
+
+
+def table_with(reached: Counter[Any], troubles: Iterable[Any]) -> str:
+    """The counts, as a table and a list of the troubles for people."""
+    troubles = list(troubles)
+    width = max(len(trouble.value) for trouble in troubles)
+    lines = (f"{trouble.value:{width}} {reached[trouble, None]:>9}" for trouble in troubles)
+    return "\n".join([table(reached), *lines])
+
+
+def unmet(reached: Counter[Any], troubles: Iterable[Any]) -> list[str]:
+    """Troubles that never came."""
+    return [trouble.value for trouble in troubles if not reached[trouble, None]]

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 TERMINATE_S = 4.0
-"""Longest time that a process has to stop when it is told to, seconds."""
+"""Longest time from a request to stop to the end of a process, seconds."""
 AGAIN_MAX = 20
 """Entries of a topic partition that are delivered twice at most."""
 FOREIGN_MAX = 5
-"""Entries that somebody else acknowledges at once, at most."""
+"""Most entries that another client acknowledges at once."""
 AWAY_S = (0.05, 3.0)
 """Time that a killed broker is away, seconds."""
 WIPED_S = (3.5, 10.0)
-"""The same, where its data are deleted meanwhile: nobody does that and starts it any faster."""
+"""The same, while its data are deleted."""
 OUTAGE_S = (20.0, 50.0)
 """The same, when it is longer than clients wait; a query may fail then, with a named error."""
 PATIENCE_S = 5.0
@@ -38,8 +38,8 @@ class Injector:
     """The faults of one run.
 
     Args:
-        world: Where they happen.
-        random: Plans them, and decides what they hit.
+        world: The run.
+        random: Plans them, and decides their targets.
     """
 
     def __init__(self, world: World, random: Random) -> None:
@@ -53,7 +53,7 @@ class Injector:
         self.broker_crashes = 0
         """How often the broker was killed."""
         self.stopping: set[Process] = set()
-        """Processes that were told to end."""
+        """Processes that were asked to end."""
         self.enabled = True
         """Whether faults may begin."""
         self._visits = dict.fromkeys(Step, 0)
@@ -66,7 +66,7 @@ class Injector:
         return all(fault.begun for fault in self.faults)
 
     def heal(self) -> None:
-        """No fault from now on; what lasts ends."""
+        """No fault from now on; lasting ones end."""
         self.enabled = False
         self._world.network.cut_share = 0.0
         self._world.network.slow.clear()
@@ -119,7 +119,7 @@ class Injector:
             for one in (before, step) if before not in (None, step) else (step,):
                 self.reached[Kind.MEMORY, one] += 1
 
-    # -- what -----------------------------------------------------------------------------------
+    # -- faults ---------------------------------------------------------------------------------
 
     def _act(self, kind: Kind, query: Query) -> bool:
         """Make a fault happen now; whether there was something that it could hit."""
@@ -202,7 +202,7 @@ class Injector:
         return self._world.wiped is None and self._broker(query, self._world.wipe)
 
     def _foreign(self, query: Query) -> bool:
-        """Half of the time of entries that came while nobody was connected: they never come."""
+        """Half of the publish times of entries that came without a connection: they never come."""
         world = self._world
         found = [
             (where, subscriptions[SUBSCRIPTION])
@@ -264,7 +264,7 @@ class Injector:
         for where in sorted({one.topic_partition for one in self._consumers(query.process)}):
             log = cluster.log(where)
             newest = range(max(log.first, len(log) - AGAIN_MAX), len(log))
-            # What somebody else acknowledged, or lies before the start, does not come "again".
+            # Entries before the start, or acknowledged by another client, are no redelivery.
             ids = [
                 log.id(one)
                 for one in newest

@@ -24,10 +24,23 @@ from tests.simulation.primitives import Pool, RandomModule, Threading, Time, wai
 from tests.simulation.scheduler import Scheduler
 
 BROKER_SIDE = "keyshard.broker.memory"
-"""Modules that act in one piece: what the broker does in one request is not interleaved."""
+"""Modules that act atomically: a request to the broker is not interleaved."""
 _SIMULATED = ("keyshard.", "tenacity")
-_REAL = ("keyshard.broker.pulsar", "keyshard.cli", "keyshard.testing")
+_REAL = ("keyshard.broker.client", "keyshard.cli", "keyshard.testing")
 """Modules that do not run in a simulation, or judge it from outside."""
+
+
+@contextmanager
+def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace attributes, each of a holder and a name, until the block ends."""
+    before = [(holder, name, getattr(holder, name)) for holder, name, _ in stand_ins]
+    try:
+        for holder, name, value in stand_ins:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)
 
 
 @contextmanager
@@ -68,7 +81,7 @@ def real_ones() -> list[tuple[str, str]]:
 
 
 def _held(module: ModuleType) -> Iterator[tuple[Any, str, str, Any]]:
-    """What a module holds: (who has it, in which attribute, a name for people, value)."""
+    """Content of a module: (holder, attribute, readable name, value)."""
     for name, value in vars(module).items():
         yield module, name, name, value
         if isinstance(value, type) and is_dataclass(value) and value.__module__ == module.__name__:

@@ -1,6 +1,6 @@
-"""What lies between the processes and the in-memory broker: time, and connections that break.
+"""The network between processes and the in-memory broker: delays, and connections that break.
 
-Every request takes time and may meet a broker that is away. What a client is told comes in a
+Every request takes time and may meet a broker that is away. A client gets answers in a
 thread of the client. The consumers of a topic partition share a connection: what waits in the
 client to be acknowledged is lost with the connection, not with one consumer of several.
 """
@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer, MemoryReader
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.broker.port import Producer, Reader, StartPosition, WorkerFacts
+from keyshard.broker.port import (
+    EntryProducer,
+    Producer,
+    PublishOptions,
+    Reader,
+    StartPosition,
+    SubscriptionSpec,
+    WorkerFacts,
+)
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, BrokerUnavailableError
@@ -48,11 +56,11 @@ class Network:
     """Between all clients and the cluster.
 
     Args:
-        scheduler: Whose time passes.
+        scheduler: Owns the time.
         random: Source of delays.
         cuts: Decides which Readers are cut off, and when.
         cluster: The broker's side.
-        record: Where events go.
+        record: Gets the events.
     """
 
     def __init__(
@@ -78,11 +86,12 @@ class Network:
         self.clients: list[Client] = []
         self.readers: list[_Reader] = []
         self.frames: Frames | None = None
-        """What frames go through, in a world where clients speak them."""
+        """The frames of the run, in a world where clients speak them."""
         self.cut_random = cuts
         self.cut_share = self.cut_random.choice(CUT_SHARE)
         """Share of the steps of Readers at which one loses its connection."""
-        self._world = scheduler.process("network")
+        self.world = scheduler.process("network")
+        """Owner of the threads that nobody else has."""
 
     def travel(self) -> None:
         """The time that one message takes."""
@@ -96,7 +105,7 @@ class Network:
         """Ask the broker.
 
         Args:
-            action: What it does.
+            action: The request.
             patient: Whether the client waits for a broker that is away, up to its operation
                 timeout, or fails at once, as HTTP does.
         """
@@ -121,7 +130,7 @@ class Network:
             back = self._back_off_s() if back_s is None else back_s
             if back > OPERATION_TIMEOUT_S:
                 self.late_until_s = max(self.late_until_s, self.scheduler.now_s + back)
-            self.scheduler.spawn(self._world, "reconnect", lambda: self._reconnect(lost, back))
+            self.scheduler.spawn(self.world, "reconnect", lambda: self._reconnect(lost, back))
         return bool(lost)
 
     def blink(self, consumers: Collection[Consumer]) -> bool:
@@ -159,7 +168,7 @@ class Network:
                 self.scheduler.sleep(0.1)
             reader.reconnect()
 
-        self.scheduler.spawn(self._world, "reconnect", back)
+        self.scheduler.spawn(self.world, "reconnect", back)
 
     def lose_client(self, client: Client, unnoticed_s: float) -> None:
         """A process is gone; the broker notices after a while."""
@@ -171,7 +180,7 @@ class Network:
 
         if unnoticed_s:
             client.freeze()
-            self.scheduler.spawn(self._world, "notice", notice)
+            self.scheduler.spawn(self.world, "notice", notice)
         else:
             client.kill()
 
@@ -192,10 +201,12 @@ class Client:
         self.network = network
         self.process = process
         self.loses_acks = False
-        """Whether what is acknowledged never leaves it; its connections must be cut then."""
+        """Whether acknowledgements never leave it; its connections must be cut then."""
         self.heard = True
-        """Whether anybody gets what it receives."""
+        """Whether its received messages are delivered."""
         self.consumers: list[Consumer] = []
+        self.step: Callable[[], None] = lambda: None
+        """Called at each frame, in a world with frames."""
         self._inner = MemoryBroker(network.cluster)
         self._groups = self._timer_set = False
         network.clients.append(self)
@@ -206,24 +217,9 @@ class Client:
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         return self.network.request(lambda: self._inner.partitions(topic))
 
-    def subscribe(
-        self,
-        topic_partition: TopicPartition,
-        subscription: str,
-        hash_range: HashRange,
-        *,
-        start: StartPosition,
-        consumer_name: str,
-        receiver_queue_size: int,
-        receiver_queue_bytes: int | None = None,
-        columns: Collection[str] | None = None,
-    ) -> Consumer:
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
         def action() -> Consumer:
-            inner = self._inner.subscribe(
-                topic_partition, subscription, hash_range, start=start,
-                consumer_name=consumer_name, receiver_queue_size=receiver_queue_size,
-                receiver_queue_bytes=receiver_queue_bytes, columns=columns,
-            )  # fmt: skip
+            inner = self._inner.subscribe(spec, start)
             self.consumers.append(Consumer(self, inner))
             return self.consumers[-1]
 
@@ -242,6 +238,9 @@ class Client:
         )
         return _Producer(self.network, inner)
 
+    def entry_producer(self, topic_partition: TopicPartition, how: PublishOptions) -> EntryProducer:
+        raise NotImplementedError("No simulated program publishes entries.")
+
     def received(self, blocks: Sequence[EntryBlock]) -> None:
         """One of its consumers received something."""
 
@@ -254,7 +253,7 @@ class Client:
         self._inner.close()
 
     def send_grouped(self) -> None:
-        """Send what is acknowledged a moment later, as the client's timer does."""
+        """Send acknowledgements a moment later, as the client's timer does."""
 
         def send() -> None:
             while self._groups:
@@ -273,7 +272,7 @@ class Client:
         self._inner.freeze()
 
     def thaw(self) -> None:
-        """Its process goes on, and tries to get back what it lost meanwhile."""
+        """Its process continues, and tries to reconnect."""
         self._inner.thaw()
 
     def kill(self) -> None:
@@ -299,7 +298,9 @@ class Consumer:
 
     def _gained(self) -> None:
         self._gains = self._network.record.deletions(self.topic_partition)
-        self._network.record.gained(self)
+        # A worker that was given up may still finish a request. Its source owns nothing by it.
+        if self._client.heard:
+            self._network.record.gained(self)
 
     @property
     def topic_partition(self) -> TopicPartition:
@@ -339,9 +340,10 @@ class Consumer:
             if not self.closed:
                 callback()
 
-        self._inner.when_ready(
-            lambda: network.scheduler.spawn(self._client.process, "client", ring)
-        )
+        def begin() -> None:
+            network.scheduler.spawn(self._client.process, "client", ring)
+
+        self._inner.when_ready(begin)
 
     def acknowledge(self, entries: Sequence[EntryId]) -> None:
         network = self._network
@@ -377,7 +379,7 @@ class Consumer:
         # Closed for another it goes on owning, unless its successor is there already.
         if self._owns and (others or not for_another):
             self._owns = False
-            if not others:
+            if not others and self._client.heard:
                 self._network.record.lost(self)
         self._inner.close(for_another=for_another)
 
@@ -386,7 +388,7 @@ class Consumer:
         return any(other.is_live and other not in leaving for other in self._neighbours())
 
     def flush(self) -> None:
-        """Send what waits to be acknowledged."""
+        """Send waiting acknowledgements."""
         self._inner.flush()
 
     def lose(self) -> bool:
@@ -480,7 +482,7 @@ class _Producer:
 
     def send(
         self,
-        value: bytes,
+        value: bytes | None,
         *,
         key: str | None = None,
         ordering_key: str | None = None,

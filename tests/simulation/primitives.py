@@ -1,6 +1,6 @@
-"""What the runtime takes from ``threading``, ``time`` and ``concurrent.futures``, simulated.
+"""Simulated parts of ``threading``, ``time`` and ``concurrent.futures``.
 
-Only what keyshard uses is here; anything else fails as a missing attribute, at once and by name.
+Only the parts that keyshard uses; another one fails at once as a missing attribute.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 from tests.simulation.scheduler import Scheduler, Task
 
@@ -21,7 +21,7 @@ MONOTONIC_S = 1_000.0
 
 
 class Lock:
-    """A lock; ``reentrant`` for an ``RLock``. Who waits is served in random order.
+    """A lock; ``reentrant`` for an ``RLock``. Waiting tasks get it in random order.
 
     ``quiet`` locks are no scheduling point when they are free: they guard the broker's side, which
     acts in one piece.
@@ -93,7 +93,7 @@ class Lock:
 
 
 class Condition:
-    """A condition variable; it notifies those who wait in random order."""
+    """A condition variable; it notifies waiting tasks in random order."""
 
     def __init__(self, scheduler: Scheduler, lock: Lock) -> None:
         self._scheduler = scheduler
@@ -180,7 +180,7 @@ class Event:
 
 
 class Thread:
-    """A thread; it belongs to the process of whoever makes it."""
+    """A thread; it belongs to the process of its creator."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class Thread:
             assert me is not None
             task.joiners.append(me)
             self._scheduler.block(left)
-            # Whoever waits no more must not be woken from another wait.
+            # A task that no longer waits must not be woken from another wait.
             task.joiners.remove(me)
 
     def is_alive(self) -> bool:
@@ -223,6 +223,10 @@ class Thread:
 
     def _run(self) -> None:
         self._action()
+
+
+_Lock: TypeAlias = Lock
+"""The type; :class:`Threading` has a method of its name."""
 
 
 class Threading:
@@ -233,6 +237,7 @@ class Threading:
     """
 
     local = threading.local
+    get_ident = staticmethod(threading.get_ident)
 
     def __init__(self, scheduler: Scheduler, *, quiet: bool = False) -> None:
         self._scheduler = scheduler
@@ -241,10 +246,10 @@ class Threading:
     def Lock(self) -> Lock:  # noqa: N802
         return Lock(self._scheduler, reentrant=False, quiet=self._quiet)
 
-    def RLock(self) -> Lock:  # noqa: N802
+    def RLock(self) -> _Lock:  # noqa: N802
         return Lock(self._scheduler, reentrant=True, quiet=self._quiet)
 
-    def Condition(self, lock: Lock | None = None) -> Condition:  # noqa: N802
+    def Condition(self, lock: _Lock | None = None) -> Condition:  # noqa: N802
         return Condition(self._scheduler, lock or self.RLock())
 
     def Event(self) -> Event:  # noqa: N802
@@ -291,7 +296,7 @@ class Future:
 
     def __init__(self, scheduler: Scheduler, number: int) -> None:
         self.number = number
-        """What it is ordered by: sets of them are by their addresses."""
+        """The key of its order; sets would order by addresses."""
         self._done = Event(scheduler)
         self._result: Any = None
         self._error: BaseException | None = None
@@ -301,7 +306,7 @@ class Future:
         """Make the outcome; the death of the process is none."""
         try:
             self._result = action()
-        except Exception as exc:  # noqa: BLE001 - it belongs to whoever asks for the result
+        except Exception as exc:  # noqa: BLE001 - the caller of the result gets it
             self._error = exc
         self._end()
 

@@ -1,4 +1,4 @@
-"""What happened in a run: the history that the checkers judge, and a trace for people."""
+"""The record of a run: the history that the checkers judge, and a trace for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from keyshard.broker.memory import Message
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.testing.verify.history import Event
-from tests.simulation.debts import Debts, Place
+from tests.helpers import present
+from tests.simulation.owed import Debts, Place
 from tests.simulation.scheduler import Scheduler
 
 
@@ -32,9 +33,9 @@ def value_of(key: str, seq: int) -> bytes:
     return f"{key}:{seq}".encode()
 
 
-def parse_value(value: bytes) -> tuple[str | None, int]:
+def parse_value(value: bytes | None) -> tuple[str | None, int]:
     """Key, if there is one, and sequence number of a payload."""
-    key, _, seq = value.decode().rpartition(":")
+    key, _, seq = present(value).decode().rpartition(":")
     return key or None, int(seq)
 
 
@@ -111,7 +112,7 @@ class Record:
         return self._deletions[where]
 
     def set_cursor(self, debts: Debts) -> None:
-        """Somebody sets a cursor: what was acknowledged as lying before the start may be owed now.
+        """A client sets a cursor: messages that lay before the start may be owed now.
 
         Args:
             debts: Tells where the source began until now.
@@ -128,10 +129,13 @@ class Record:
     ) -> list[Event]:
         """The events that a checker may judge.
 
-        Left out is what was sent and rightly lost, though it came once, also as a row of a run
-        that a crash broke off before its topic was deleted; acknowledgements of what was given up;
-        what somebody else acknowledged, if the broker forgot that again; and who owned a topic
-        partition that is deleted, since nobody takes its ranges over.
+        It leaves out these events:
+
+        - deliveries of messages that were rightly lost, and rows of a run that a crash ended
+          before its topic was deleted;
+        - acknowledgements of messages that were given up;
+        - foreign acknowledgements that the broker forgot again;
+        - owners of a deleted topic partition, because no other owner follows.
 
         Args:
             debts: Tells what was lost.

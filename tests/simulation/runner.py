@@ -9,12 +9,14 @@ from contextlib import contextmanager
 
 from tests.simulation.frames.worlds import FramedHandlerWorld, FramedWorld
 from tests.simulation.handling.world import HandlerWorld
+from tests.simulation.pipeline.world import FramedPipelineWorld, PipelineWorld
 from tests.simulation.workers import WorkersWorld
 from tests.simulation.world import Outcome, World
 
 WORLDS: dict[str, type[World] | type[HandlerWorld]] = {
     "spark": World, "handlers": HandlerWorld, "workers": WorkersWorld,
-    "spark-frames": FramedWorld, "handlers-frames": FramedHandlerWorld,
+    "pipeline": PipelineWorld, "spark-frames": FramedWorld, "handlers-frames": FramedHandlerWorld,
+    "pipeline-frames": FramedPipelineWorld,
 }  # fmt: skip
 CHUNK = 8
 """Seeds that a worker process takes at once."""
@@ -38,7 +40,7 @@ def run_verbosely(seed: int, world: str = "spark") -> Outcome:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Nothing of what keyshard logs."""
+    """No log lines of keyshard."""
     logging.disable(logging.CRITICAL)
     try:
         yield

@@ -1,8 +1,8 @@
 """A scheduler that runs one thread at a time and owns the clock.
 
 Every simulated thread is a greenlet. It runs until it reaches a scheduling point: taking a lock,
-waiting, notifying, starting a thread, sleeping, or calling the broker. There the seed decides who
-goes on. When nobody can, the clock jumps to the next timer, so an hour of waiting costs nothing.
+waiting, notifying, starting a thread, sleeping, or calling the broker. There the seed decides which
+thread continues. If none can, the clock jumps to the next timer: an hour of waiting costs nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from random import Random
 from greenlet import getcurrent, greenlet
 
 PREEMPT = (0.02, 0.15, 0.5)
-"""Shares of the scheduling points at which another thread goes on, though this one could; a run
+"""Shares of the scheduling points at which another thread runs although this one could; each run
 has one of them."""
 POINTS_MAX = 2_000_000
 """Scheduling points of one run; more mean that it goes in a circle."""
@@ -84,12 +84,12 @@ class Scheduler:
         self._error: BaseException | None = None
 
     def run(self, process: Process, main: Callable[[], None]) -> None:
-        """Run ``main`` as the first task, and whatever it starts, until ``main`` ends.
+        """Run ``main`` as the first task, and the tasks that it starts, until ``main`` ends.
 
         Everything else is killed then.
 
         Raises:
-            BaseException: What ``main``, or any other task, raised and nobody caught.
+            BaseException: ``main`` or another task raised it, and it was not caught.
         """
         self._hub = getcurrent()
         first = self.spawn(process, "main", main)
@@ -110,7 +110,7 @@ class Scheduler:
         self._processes.append(Process(name))
         return self._processes[-1]
 
-    # -- what tasks call ----------------------------------------------------------------------
+    # -- calls of tasks -----------------------------------------------------------------------
 
     def spawn(self, process: Process, name: str, action: Callable[[], None]) -> Task:
         """Make a task that can run from now on."""
@@ -148,7 +148,7 @@ class Scheduler:
             self._leave()
 
     def pause(self) -> None:
-        """Let the others go on first."""
+        """Let other tasks run first."""
         task = self._me()
         self._runnable.append(task)
         self._leave()
@@ -171,7 +171,7 @@ class Scheduler:
         return task.woken
 
     def wake(self, task: Task) -> None:
-        """Let a task that waits go on; without effect on others. No scheduling point."""
+        """Wake a waiting task; other tasks are unaffected. This is no scheduling point."""
         if task.blocked and not task.done:
             task.blocked, task.woken = False, True
             self._runnable.append(task)
@@ -193,11 +193,11 @@ class Scheduler:
         self.pause()
 
     def stop(self, process: Process) -> None:
-        """None of the threads of another process acts before it goes on."""
+        """Stop all threads of another process until :meth:`go_on`."""
         process.stopped = True
 
     def go_on(self, process: Process) -> None:
-        """Let a process that was stopped go on."""
+        """Continue a stopped process."""
         process.stopped = False
         held, process.held = process.held, []
         self._runnable += held
@@ -255,7 +255,7 @@ class Scheduler:
         self.current = None
 
     def _reap(self) -> None:
-        """Unwind the threads of dead processes: whatever they try, they are told that they died."""
+        """Unwind the threads of dead processes: each of their calls raises."""
         while self._dying:
             for task in self._dying.pop().tasks:
                 assert task.greenlet is not None

@@ -1,4 +1,4 @@
-"""What a run is like: sizes and options, drawn from its seed."""
+"""The shape of a run: sizes and options, drawn from its seed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shape:
     rows_per_partition_min: int
     """Rows that are worth a partition of the host."""
     bounded: bool
-    """Whether each life of the query ends with what was published before it."""
+    """Whether each run of the query ends with the messages published before it."""
     look_ahead: LookAhead
     unacked_limits: UnackedLimits
     cursor_write_ms: int
@@ -52,7 +52,7 @@ class Shape:
             small_window: Whether the window is to be full all the time.
             may_end: Whether the query may be bounded.
             brief: Whether topics come and go.
-            forgets: Whether the broker hardly ever writes what is acknowledged.
+            forgets: Whether the broker hardly ever writes acknowledgements.
         """
         options: dict[str, Any] = {
             "window_rows_max": random.choice((4, 8) if small_window else (60, 400)),

@@ -8,7 +8,7 @@ its threads are the real ones; only Flight and the signal handlers are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,12 +19,13 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from keyshard import KeyShardSource
-from keyshard.coordinator.batches import Batches
+from keyshard.coordinator.batch_server import BatchTicket, Chunk, rows_of
+from keyshard.coordinator.batches import Batches, Run
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
-from keyshard.core.window import layout
-from keyshard.worker.elsewhere import Chunk, Run, rows_of
+from keyshard.core.window import layout, task_costs
 from spark_adapter import stream_reader, structure
+from spark_adapter.stream_reader import KeyShardPartition
 from tests.simulation.primitives import Pool
 from tests.simulation.record import Record
 from tests.simulation.scheduler import Process, Scheduler
@@ -71,7 +72,7 @@ class UserError(Exception):
 
 @dataclass
 class Storage:
-    """What survives every process: Spark's checkpoint directory, and the sink."""
+    """The state that survives every process: Spark's checkpoint directory, and the sink."""
 
     offsets: dict[int, str] = field(default_factory=dict)
     """Offset log: end of each batch, as JSON."""
@@ -93,14 +94,16 @@ class Query:
         scheduler: Runs it.
         random: Decides which calls Spark makes twice.
         process: Dies with it.
-        source: What it consumes.
+        source: The consumed source.
         storage: Survives it.
-        record: Where events go.
+        record: Gets the events.
         at: Called when a step begins; may kill the process, or raise :class:`UserError`.
         poisoned: Called for every row that a task reads; may raise :class:`UserError`.
         check: Called between the steps with the runtime; asserts what always holds.
-        bounded: Whether it ends with what is published before it starts.
-        metadata: Columns that it reads beside the usual ones.
+        bounded: Whether it ends with the messages published before its start.
+        metadata: Metadata columns that it reads.
+        write: Called by the task of each Spark partition with the batch, its number and its rows;
+            may raise :class:`UserError`.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Query:
         check: Callable[[Coordinator], None],
         bounded: bool,
         metadata: Sequence[str] = (),
+        write: Callable[[int, int, list[dict[str, Any]]], None] = lambda *_: None,
     ) -> None:
         self._scheduler = scheduler
         self._random = random
@@ -129,6 +133,7 @@ class Query:
             source, structure.Rows((*COLUMNS, *metadata))
         )
         self._check_runtime = check
+        self._write = write
         self._loss_accepted = not source.fail_on_data_loss
         self._bounded = bounded
         if bounded:
@@ -208,12 +213,12 @@ class Query:
         partitions = self.reader.partitions(start, end)
         if self._random.random() < 0.2:
             again = self.reader.partitions(start, end)
-            assert [one.ticket for one in again] == [one.ticket for one in partitions]
+            assert tickets(again) == tickets(partitions)
         self._enter(Step.PLANNED)
         self._check()
         batch_id = Checkpoint.from_dict(end).batch_id
         self._record.add("started", batch=batch_id, worker=self.process.name)
-        self._storage.sink[batch] = self._run_tasks(batch_id, partitions)
+        self._storage.sink[batch] = self._run_tasks(batch, batch_id, partitions)
         self._record.add("completed", batch=batch_id, worker=self.process.name)
         self._enter(Step.SUNK)
         self._storage.commits.add(batch)
@@ -221,13 +226,14 @@ class Query:
         self._enter(Step.COMMITTED)
         return end
 
-    def _run_tasks(self, batch_id: str, partitions: Sequence[InputPartition]) -> Rows:
+    def _run_tasks(self, batch: int, batch_id: str, partitions: Sequence[InputPartition]) -> Rows:
         """Two tasks at a time, each retried; the rows of a partition are the same every time."""
         self.rows = []
         rows: Rows = {}
 
         def task(partition: InputPartition) -> None:
-            index = partition.ticket.index
+            (ticket,) = tickets([partition])
+            index = ticket.index
             for attempt in range(1, TASK_ATTEMPTS + 1):
                 found: list[dict[str, Any]] = []
                 for part in self.reader.read(partition):
@@ -249,6 +255,7 @@ class Query:
                         raise
                     self._record.note(f"task {index} fails, attempt {attempt}")
                     self._scheduler.sleep(0.01)
+            self._write(batch, index, found)
             self._enter(Step.SINKING)
 
         with Pool(self._scheduler, 2, "task") as pool:
@@ -256,6 +263,15 @@ class Query:
             for future in futures:
                 future.result()
         return rows
+
+
+def tickets(partitions: Iterable[InputPartition]) -> list[BatchTicket]:
+    """Tickets with which tasks fetch the rows of partitions."""
+    found = []
+    for one in partitions:
+        assert isinstance(one, KeyShardPartition)
+        found.append(one.ticket)
+    return found
 
 
 @dataclass(frozen=True)
@@ -296,23 +312,42 @@ def _read(ticket: _Ticket) -> Iterator[pa.RecordBatch]:
     return rows_of(ask, fetch, ticket.columns)
 
 
+class NoMonitor:
+    """Stands where the monitor of a query or a sink stood; the handlers' world has monitors."""
+
+    def stopping(self) -> None:
+        """Nothing shows it."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 @contextmanager
 def without_processes(*, rows_per_partition_min: int) -> Iterator[None]:
-    """The stream reader without Flight and without signal handlers.
+    """The stream reader without Flight, signal handlers and a status.
 
     Args:
         rows_per_partition_min: Rows that are worth a partition; few, so that batches have several.
     """
-    stand_ins = {"BatchServer": _Server, "read_batch": _read, "end_with_host": lambda _stop: None}
+    stand_ins = {
+        "BatchServer": _Server,
+        "read_batch": _read,
+        "end_with_host": lambda _stop: None,
+        "observe_stream": lambda *_: NoMonitor(),
+    }
     before = {name: getattr(stream_reader, name) for name in stand_ins}
     rows_before = layout.ROWS_PER_PARTITION_MIN
+    costs_before = task_costs.TASK_COST_S, task_costs.BATCH_COST_S
     for name, value in stand_ins.items():
         setattr(stream_reader, name, value)
     layout.ROWS_PER_PARTITION_MIN = rows_per_partition_min
+    # Batches of simulated hosts are short. So many have several tasks, and their number changes.
+    task_costs.TASK_COST_S, task_costs.BATCH_COST_S = rows_per_partition_min * 1e-4, 0.0
     try:
         yield
     finally:
         layout.ROWS_PER_PARTITION_MIN = rows_before
+        task_costs.TASK_COST_S, task_costs.BATCH_COST_S = costs_before
         for name, value in before.items():
             setattr(stream_reader, name, value)
 

@@ -1,6 +1,6 @@
-"""Where the source begins in runs that do not begin at the earliest message, and what it names.
+"""Starts of the source behind the earliest message, and its metadata columns.
 
-Drawn from random streams of their own: what else a seed decides stays as it was.
+Drawn from random streams of their own, so that other draws of a seed stay the same.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from keyshard.core.message import MessageId
 from keyshard.core.metadata_columns import METADATA_COLUMNS
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import AdminError, ConfigError, KeyShardError
-from tests.simulation.debts import Debts, Place, place_of
 from tests.simulation.faults import TOPICS, Kind
+from tests.simulation.owed import Debts, Place, place_of
 from tests.simulation.shape import SUBSCRIPTION
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ BEFORE_MAX = 12
 KILLS_MAX = 2
 """Times that a process is killed between its subscription and the first checkpoint, at most."""
 RESETS = 0.6
-"""Share of the lives before the first checkpoint before which somebody sets a cursor."""
+"""Share of the starts before the first checkpoint that follow a set cursor."""
 
 
 class Metadata(NamedTuple):
-    """What a message says beside its content."""
+    """The metadata of a message."""
 
     key_bytes: bytes | None
     sequence_id: int
@@ -42,11 +42,11 @@ class Metadata(NamedTuple):
 
 
 class Positions:
-    """Where a source begins in topic partitions, and what that makes of the messages there.
+    """The starts of a source in topic partitions, and the messages that it owes then.
 
     Args:
         random: Draws them.
-        debts: Told what is the source's, and what is not.
+        debts: Records the messages that the source owes.
     """
 
     def __init__(self, random: Random, debts: Debts) -> None:
@@ -55,7 +55,7 @@ class Positions:
         self._of: dict[TopicPartition, MessageId] = {}
 
     def draw(self, cluster: MemoryCluster, partitions: Iterable[TopicPartition]) -> None:
-        """The source is to begin somewhere in what is published."""
+        """Let the source begin somewhere in the published messages."""
         for where in partitions:
             if (position := self._drawn(entries_of(cluster, where))) is not None:
                 self._of[where] = position
@@ -72,10 +72,10 @@ class Positions:
     def set_cursor(
         self, cluster: MemoryCluster, where: TopicPartition, subscription: str, entry_id: EntryId
     ) -> None:
-        """Somebody sets the cursor of a subscription that nobody is connected to."""
+        """A client sets the cursor of a subscription without consumers."""
         begins = self._of.get(where, MessageId(0, 0, 0))
         cluster.reset_cursor(where, subscription, entry_id)
-        # Just at its entry the source goes on where it began; elsewhere at whole entries.
+        # At its own entry the source continues inside the entry; otherwise at whole entries.
         same = EntryId(*begins[:2]) == entry_id
         self._begin_at(cluster, where, begins if same else MessageId(*entry_id, 0))
 
@@ -93,7 +93,7 @@ class Positions:
         return MessageId(*entry.id, index)
 
     def _begin_at(self, cluster: MemoryCluster, where: TopicPartition, position: MessageId) -> None:
-        """What lies before is not the source's, and all the rest is."""
+        """Messages before are not the source's, and all others are."""
         places = {
             Place(where.topic, where.partition, *one.id, index): MessageId(*one.id, index)
             for one in entries_of(cluster, where)
@@ -104,7 +104,7 @@ class Positions:
 
 
 def entries_of(cluster: MemoryCluster, where: TopicPartition) -> list[StoredEntry]:
-    """What is stored in a topic partition."""
+    """The stored entries of a topic partition."""
     log = cluster.log(where)
     return [one for at in range(log.first, len(log)) if (one := log.get(at)) is not None]
 
@@ -163,12 +163,12 @@ class Starts:
         }
 
     def is_rightful(self, error: KeyShardError) -> bool:
-        """Whether an error says that a topic partition came of which no position was told, or that
-        somebody else acknowledged entries while their subscription was made."""
-        if isinstance(error, AdminError) and "was to begin at" in error.message:
+        """Whether an error names a topic partition without a position, or entries that another
+        client acknowledged while their subscription was created."""
+        if isinstance(error, AdminError) and "should begin at" in error.message:
             return self.inside and bool(self._world.debts.skipped)
         grown = self.inside and self._world.topics.partitions() != self._told
-        return grown and isinstance(error, ConfigError) and "says nothing of" in error.message
+        return grown and isinstance(error, ConfigError) and "has no position for" in error.message
 
     def _exists(self, where: TopicPartition) -> bool:
         return SUBSCRIPTION in self._world.cluster.subscriptions(where)
@@ -188,7 +188,7 @@ class Starts:
                 world.end(query.process)
 
     def between_lives(self) -> None:
-        """Somebody sets a cursor, while nobody is connected and nothing is planned."""
+        """A client sets a cursor, while no consumer is connected and no batch is planned."""
         world, random = self._world, self._random
         if not self.inside or world.storage.offsets or world.lives == 0:
             return
@@ -219,12 +219,12 @@ class Starts:
             )
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """What rows say beside their content is what was stored, whatever was named."""
+        """The metadata of rows equals the stored metadata."""
         for row in rows:
             stored = self._metadata[place_of(row)]
             for name, value in (
                 ("__keyBytes", stored.key_bytes), ("__sequenceId", stored.sequence_id),
                 ("__producer", stored.producer), ("__orderingKey", None),
-                ("__brokerPublishTime", None),
+                ("__brokerPublishTime", None), ("__replicatedFrom", None),
             ):  # fmt: skip
                 assert row.get(name, value) == value, f"{name} is {row[name]!r}, not {value!r}"

@@ -12,8 +12,8 @@ from tests.simulation.runner import describe, run_seed, run_seeds, silent
 
 SEEDS = {"spark-frames": 12, "handlers-frames": 6}
 FOUND = (244, 398, 11222905)
-"""What they found: a wiped cluster is not told what was acknowledged in the one before, and what a
-consumer did not get acknowledged is not lost when another takes its place."""
+"""Their faults: a wiped cluster got acknowledgements of the one before, and unconfirmed
+acknowledgements of a replaced consumer were lost."""
 
 
 @pytest.mark.parametrize("world", SEEDS)
@@ -23,7 +23,7 @@ def test_the_promises_hold_over_frames(world: str) -> None:
         assert not outcome.error, describe(outcome, world)
 
 
-def test_what_seeds_have_found_stays_mended() -> None:
+def test_faults_found_by_seeds_stay_fixed() -> None:
     for seed in FOUND:
         outcome = run_seed(seed, "spark-frames")
         assert not outcome.error, describe(outcome, "spark-frames")

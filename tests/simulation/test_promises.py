@@ -1,9 +1,9 @@
-"""The judge of a program with handlers excuses what may come again, and nothing else."""
+"""The judge of a program with handlers excuses legitimate repetitions only."""
 
 from __future__ import annotations
 
 from keyshard import Message
-from keyshard.core.dead_letter.letters import Letter, LetterKind, Marker
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, Marker
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from tests.simulation.handling.promises import Name, Promises
@@ -18,11 +18,11 @@ def name(seq: int) -> Name:
 
 
 class Course:
-    """What happens to messages of one key, each named by its sequence number."""
+    """Events of the messages of one key, by sequence number."""
 
     def __init__(self) -> None:
         self.promises = Promises()
-        self.letters = 0
+        self.dead_letters = 0
 
     @property
     def broken(self) -> str:
@@ -39,16 +39,16 @@ class Course:
         original = Message.for_test(b"", key="a")._replace(
             topic=TOPIC, partition=0, message_id=name(seq).id
         )
-        self.letters += 1
-        letter = Letter(original, "billing", LetterKind.PARKED, 1, "cannot")
-        self.promises.stored(EntryId(9, self.letters), letter, seq)
+        self.dead_letters += 1
+        dead_letter = DeadLetter(original, "billing", DeadLetterKind.PARKED, 1, "cannot")
+        self.promises.stored(EntryId(9, self.dead_letters), dead_letter, seq)
         return self
 
     def replayed(self, seq: int) -> Course:
         self.done(seq)
-        self.letters += 1
+        self.dead_letters += 1
         marker = Marker("a", "billing", TopicPartition(TOPIC, 0), name(seq).id)
-        self.promises.stored(EntryId(9, self.letters), marker, -1)
+        self.promises.stored(EntryId(9, self.dead_letters), marker, -1)
         return self
 
     def forgotten(self) -> Course:
@@ -65,11 +65,11 @@ def test_nothing_comes_again_after_a_stop() -> None:
     assert Course().done(0, 1).next_life().done(1).broken == NOTHING_FORGOTTEN.format(1)
 
 
-def test_what_a_broker_forgot_comes_again_to_the_next_process() -> None:
+def test_messages_with_forgotten_acknowledgements_come_again_to_the_next_process() -> None:
     assert not Course().done(0, 1).forgotten().next_life().done(0, 1).broken
 
 
-def test_a_process_knows_what_it_did_whatever_the_broker_forgets() -> None:
+def test_a_process_knows_its_acknowledgements_although_the_broker_forgot() -> None:
     assert Course().done(0, 1).forgotten().done(0).broken == SAME_PROCESS.format(0)
     again = Course().parked(0).replayed(0).forgotten().done(0)
     assert again.broken == SAME_PROCESS.format(0)
@@ -82,22 +82,22 @@ def test_a_batch_in_hand_comes_again_and_no_other() -> None:
     assert course.done(0).broken == NOTHING_FORGOTTEN.format(0)
 
 
-def test_a_letter_of_an_earlier_life_may_come_as_a_message_when_its_broker_forgot_that() -> None:
+def test_a_dead_letter_of_an_earlier_run_may_come_as_a_message_if_the_broker_forgot() -> None:
     course = Course().parked(1).next_life().replayed(1).forgotten()
     assert not course.done(1).broken
 
 
-def test_what_was_replayed_runs_again_behind_an_older_one_that_came_again() -> None:
+def test_a_replayed_message_runs_again_behind_a_redelivered_older_one() -> None:
     """Found by the simulation, seed 917176947."""
     course = Course().done(0).parked(1).forgotten().next_life().replayed(1)
     assert not course.done(0, 1).broken
 
 
-def test_what_was_replayed_does_not_run_again_without_an_older_one() -> None:
+def test_a_replayed_message_does_not_run_again_without_an_older_one() -> None:
     course = Course().done(0).parked(1).forgotten().next_life().replayed(1).done(2)
     assert course.done(1).broken == NOTHING_FORGOTTEN.format(1)
 
 
-def test_what_was_replayed_does_not_run_again_when_its_original_was_not_forgotten() -> None:
+def test_a_replayed_message_does_not_run_again_if_its_original_was_acknowledged() -> None:
     course = Course().forgotten().parked(1).next_life().replayed(1)
     assert course.done(0, 1).broken == NOTHING_FORGOTTEN.format(1)

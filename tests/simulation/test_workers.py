@@ -1,4 +1,4 @@
-"""The promises hold in the world of worker processes, whatever befalls them."""
+"""The promises hold in the world of worker processes, under every fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEEDS_MIN, SEEDS_MAX = 16, 64
 """Everything has befallen some worker after a few seeds."""
 
 
-def test_the_promises_hold_and_every_trouble_befalls_workers() -> None:
+def test_the_promises_hold_and_every_fault_hits_workers() -> None:
     reached: Counter[Any] = Counter()
     run = partial(run_seed, world="workers")
     outcomes = run_seeds(run, 0, SEEDS_MAX, len(os.sched_getaffinity(0)))

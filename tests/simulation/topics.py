@@ -6,7 +6,7 @@ from random import Random
 
 from keyshard.broker.memory import MemoryCluster
 from keyshard.core.position.entry import TopicPartition
-from tests.simulation.debts import Debts
+from tests.simulation.owed import Debts
 from tests.simulation.record import Record
 
 PATTERN = "orders|brief-.*"
@@ -20,8 +20,8 @@ class Topics:
 
     Args:
         cluster: The broker's side.
-        record: Told which topic partitions end.
-        debts: Told that nobody owes what a deleted topic held.
+        record: Records ended topic partitions.
+        debts: Drops messages of deleted topics.
         random: Decides.
     """
 
@@ -47,7 +47,7 @@ class Topics:
             self.come()
 
     def create_again(self, cluster_partitions: dict[str, int]) -> None:
-        """Create the topics of before anew, once the cluster was wiped."""
+        """Create the earlier topics again after a wipe."""
         for topic, partitions in cluster_partitions.items():
             self._cluster.create_topic(topic, partitions)
 
@@ -63,7 +63,7 @@ class Topics:
             return False
         again = sorted(self.deleted - set(self.brief))
         names = self._cluster.topics()
-        # What a reconnect left of a topic would become a part of the new one.
+        # The rest of a topic after a reconnect would become a part of the new one.
         again = [one for one in again if not any(name.startswith(one) for name in names)]
         if again and self._random.random() < 0.5:
             name = self._random.choice(again)
@@ -74,7 +74,7 @@ class Topics:
         return True
 
     def go(self) -> bool:
-        """Delete a short-lived topic and what nobody has committed of it; whether there is one."""
+        """Delete a short-lived topic and its uncommitted messages; returns whether there is one."""
         if not self.brief:
             return False
         topic = self.brief.pop(self._random.randrange(len(self.brief)))
@@ -86,7 +86,7 @@ class Topics:
         return True
 
     def revive(self, topic: str) -> None:
-        """As a producer does: create a topic that is missing.
+        """Create a missing topic, as a producer does.
 
         An empty one without partitions looks like what a reconnect left, and the source removes it.
         """

@@ -1,4 +1,4 @@
-"""A cluster that was wiped and gives the same ids again: what a source may do from then on."""
+"""A cluster that was wiped and assigns the same ids again: judges the source from then on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from keyshard.errors import (
     KeyShardError,
     TopicRecreatedError,
 )
-from tests.simulation.debts import Debts
+from tests.helpers import present
+from tests.simulation.owed import Debts
 from tests.simulation.shape import SUBSCRIPTION
 from tests.simulation.spark import Storage
 
@@ -26,11 +27,11 @@ Name = tuple[str, bytes]
 
 
 class Wiped:
-    """What was there before, and what came after.
+    """The state before a wipe, and the messages after it.
 
     Args:
         events: Events until then; positions of later ones mean something else.
-        debts: What was owed until then.
+        debts: Messages owed until then.
         storage: The host's.
     """
 
@@ -40,20 +41,20 @@ class Wiped:
         self._storage = storage
         self._logged = set(storage.offsets)
         self.sent: set[Name] = set()
-        """What was sent since."""
+        """Messages sent since."""
         self.named = 0
         """Lives that ended with the error that names it."""
 
     def publish(self, where: TopicPartition, messages: Iterable[Message]) -> None:
         """The new cluster has messages."""
-        self.sent.update((where.topic, message.value) for message in messages)
+        self.sent.update((where.topic, present(message.value)) for message in messages)
 
     def is_named_by(self, error: KeyShardError) -> bool:
         """Whether an error is the one that names a wiped cluster.
 
-        Where a planned batch is read again and nothing tells more, its entries are missing. What
-        the new cursor calls acknowledged, such as a marker, may be a hole that held an entry. A
-        bounded run to which nothing new comes waits for its targets until its deadline.
+        If a planned batch is read again without further evidence, its entries are missing. An
+        acknowledged entry of the new cursor, such as a marker, may be an ack gap that held another
+        one. A bounded run without new entries waits for its targets until its deadline.
         """
         named = isinstance(
             error,
@@ -81,7 +82,7 @@ class Wiped:
         )
 
     def problems(self, cluster: MemoryCluster, where: Iterable[TopicPartition]) -> list[str]:
-        """What came twice or in the place of something else, or was lost in silence."""
+        """Messages that came twice or under a wrong id, or were lost silently."""
         committed = self._committed()
         found = [f"{name} is committed {n} times" for name, n in committed.items() if n > 1]
         for batch in self._logged & self._storage.commits:

@@ -1,4 +1,4 @@
-"""What goes wrong in the world of worker processes, beside what goes wrong in the first one."""
+"""Faults of the world of worker processes, in addition to those of the first one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CELLS = faults.CELLS
 
 
 class Trouble(str, Enum):
-    """What befalls a worker, or what is said to it."""
+    """Faults of a worker, and of its requests."""
 
     KILLED = "worker killed"
     STOPPED = "worker stopped"
@@ -27,9 +27,7 @@ class Trouble(str, Enum):
 
 def table(reached: Counter[Any]) -> str:
     """The counts, as a table and a list for people."""
-    width = max(len(trouble.value) for trouble in Trouble)
-    lines = (f"{trouble.value:{width}} {reached[trouble, None]:>9}" for trouble in Trouble)
-    return "\n".join([faults.table(reached), *lines])
+    return faults.table_with(reached, Trouble)
 
 
 def events(reached: Counter[Any]) -> int:
@@ -38,10 +36,10 @@ def events(reached: Counter[Any]) -> int:
 
 
 def missing(reached: Counter[Any]) -> list[str]:
-    """Faults and steps that never met, and what befell no worker."""
+    """Faults and steps that never met, and faults that hit no worker."""
     return [*faults.missing(reached), *untroubled(reached)]
 
 
 def untroubled(reached: Counter[Any]) -> list[str]:
-    """What befell no worker."""
-    return [trouble.value for trouble in Trouble if not reached[trouble, None]]
+    """Faults that hit no worker."""
+    return faults.unmet(reached, Trouble)

@@ -1,7 +1,7 @@
 """The third world: the query of the first one, with its consumers in worker processes that die.
 
-A worker runs the real :class:`~keyshard.broker.hosted.host.Host` in a simulated process of its own.
-What Arrow Flight would carry crosses as JSON, takes time, and is lost, repeated or late.
+A worker runs the real :class:`~keyshard.workers.host.Host` in a simulated process of its own.
+The content of Arrow Flight travels as JSON, takes time, and is lost, repeated or late.
 """
 
 from __future__ import annotations
@@ -15,17 +15,24 @@ from typing import Any
 
 import pyarrow as pa
 
-from keyshard.broker.hosted.broker import HostedBroker
-from keyshard.broker.hosted.host import Host
-from keyshard.broker.hosted.process import Lease
-from keyshard.broker.hosted.wire import Delivery, Kept, Taken, heard, told, unpacked
-from keyshard.broker.hosted.worker import LEASE_S, TAKE_WAIT_S, Worker
-from keyshard.broker.port import Broker
+from keyshard.broker.port import Broker, StartPosition, SubscriptionSpec
+from keyshard.coordinator.batch_server import FETCH_TIMEOUT_S
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerUnavailableError, KeyShardError, WorkerUnreachableError
 from keyshard.testing.verify.check_workers import ring_coverage
-from keyshard.worker.flight import FETCH_TIMEOUT_S
+from keyshard.workers.broker import HostedBroker
+from keyshard.workers.encoding import (
+    RemoteContent,
+    Taken,
+    WorkerDelivery,
+    decode_deliveries,
+    decode_error,
+    encode_error,
+)
+from keyshard.workers.host import Host
+from keyshard.workers.process import Lease
+from keyshard.workers.worker import LEASE_S, TAKE_WAIT_S, Worker
 from tests.simulation.network import OPERATION_TIMEOUT_S, UNNOTICED_S, Client, Consumer
 from tests.simulation.scheduler import Process
 from tests.simulation.spark import Step
@@ -37,7 +44,7 @@ START_S = (0.1, 1.0)
 TROUBLE_S = 2.0
 """Mean time between two strikes at a worker, seconds."""
 LOST = 0.002
-"""Share of the answers that are lost: then nobody knows whether it was done."""
+"""Share of lost answers: the outcome of their requests is unknown."""
 REPEATED = 0.02
 """Share of the questions that arrive twice."""
 TRAVEL_S = (0.002, 0.002, 0.002, 0.05)
@@ -66,12 +73,12 @@ class SimulatedWorker(Worker):
         self._seq = 0
         self.lost = False
         self.released: deque[int] = deque()
-        self.place = (self, "")  # type: ignore[assignment]
-        """Where tasks ask for what it keeps."""
+        self.content_endpoint = (self, "")  # type: ignore[assignment]
+        """The address at which tasks fetch its content."""
         self.gone = False
         """Whether its connections have ended with it."""
         self.given_up = False
-        """Whether it was ended, as far as its source knows: who waits for an answer is told."""
+        """Whether the source knows that it ended; then pending requests fail."""
         self._leaves = False
         self.client = _WorkerClient(world, process)
         self._host = self._made()
@@ -93,46 +100,46 @@ class SimulatedWorker(Worker):
         return made[0]
 
     def _live(self) -> None:
-        """As the process does: until its input or its lease ends."""
+        """Run until the input or the lease ends, as the process does."""
         while not self._leaves and (left_s := self.lease.left_s()) > 0:
             self._scheduler.block(min(1.0, max(0.01, left_s)))
         if self.lease.left_s() > 0:
             self._host.close()
         self._world.end_worker(self, surely=True)
 
-    def ask(self, command: str, timeout_s: float, **arguments: Any) -> Any:
+    def request(self, command: str, timeout_s: float, **arguments: Any) -> Any:
         arguments = json.loads(json.dumps(arguments))
 
         def act() -> Any:
             try:
                 return [getattr(self._host, command)(**arguments), None]
             except KeyShardError as exc:
-                return [None, told(exc)]
+                return [None, encode_error(exc)]
 
         result, error = json.loads(json.dumps(self._crossed(act, timeout_s)))
         if error is not None:
-            raise heard(error)
+            raise decode_error(error)
         return result
 
-    def take(self, taken: Mapping[int, Taken]) -> list[Delivery]:
+    def take(self, taken: Mapping[int, Taken]) -> list[WorkerDelivery]:
         seq = self._seq + 1
         released = [self.released.popleft() for _ in range(len(self.released))]
         answer, content = self._crossed(
             lambda: self._host.take(seq, dict(taken), TAKE_WAIT_S, released), LEASE_S
         )
         self._seq = seq
-        kept = Kept(self, seq) if answer["kept"] else None
-        return unpacked(json.loads(json.dumps(answer["deliveries"])), content, kept)
+        kept = RemoteContent(self, seq) if answer["kept"] else None
+        return decode_deliveries(json.loads(json.dumps(answer["deliveries"])), content, kept)
 
     def fetch(self, runs: Sequence[Any], columns: Sequence[str]) -> pa.RecordBatch:
-        """What a task gets of what it keeps."""
+        """Content for a task."""
         self._travel()
         end_s = self._scheduler.now_s + FETCH_TIMEOUT_S
         while self.process.stopped and self._scheduler.now_s < end_s:
             self._scheduler.sleep(LOOK_S)
         lost = self._world.injector.enabled and self._random.random() < LOST
         if lost or self.process.dead or self.process.stopped or self.lease.left_s() <= 0:
-            raise WorkerUnreachableError(f"{self.name} gives no content.")
+            raise WorkerUnreachableError(f"{self.name} does not send the content of messages.")
         try:
             return self._host.content(runs, columns)
         except KeyShardError as exc:
@@ -145,7 +152,7 @@ class SimulatedWorker(Worker):
         refusals: list[str] = []
 
         def arrive() -> None:
-            if not self.lease.asked():
+            if not self.lease.renew():
                 refusals.append("its lease has ended")
                 return
             try:
@@ -201,15 +208,13 @@ class _WorkerClient(Client):
         super().__init__(world.network, process)
         self._world = world
 
-    def subscribe(
-        self, topic_partition: TopicPartition, subscription: str, hash_range: HashRange, **how: Any
-    ) -> Consumer:
-        self._world.claims(self, topic_partition, hash_range)
-        return super().subscribe(topic_partition, subscription, hash_range, **how)
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
+        self._world.claims(self, spec.topic_partition, spec.hash_range)
+        return super().subscribe(spec, start)
 
 
 class WorkersWorld(World):
-    """A run whose query has its consumers in worker processes."""
+    """A run of a query with consumers in worker processes."""
 
     def __init__(self, seed: int, *, trace_max: int | None = TRACE_MAX) -> None:
         super().__init__(seed, trace_max=trace_max)
@@ -222,7 +227,7 @@ class WorkersWorld(World):
         self._struck = False
         """Whether anything has happened to a worker, or to an answer of one."""
         self._far = self.strikes.random() < 0.5
-        """Whether workers are on other machines: who has stopped cannot be killed from here."""
+        """Whether workers are on other machines. A stopped one cannot be killed from here."""
         self.travel_s = self.strikes.choice(TRAVEL_S)
         """Longest time of most questions and answers on their way, seconds."""
         self.met = Counter[Trouble]()
@@ -230,7 +235,7 @@ class WorkersWorld(World):
 
     @property
     def settle_s(self) -> float:
-        """Longer where each message takes two questions, which a slow network holds up."""
+        """Longer if each message takes two requests over a slow network."""
         one_by_one = self.shape.options.get("receiver_queue_size") == 1
         return super().settle_s + 4 * self.travel_s * self.messages * one_by_one
 
@@ -273,7 +278,7 @@ class WorkersWorld(World):
         return (gone and brief and self._struck) or super()._rightful(error)
 
     def _settled(self) -> bool:
-        """Also: nobody stands still, and who ended was replaced."""
+        """Also: no worker is frozen, and each ended one was replaced."""
         workers = [one for workers in self._workers.values() for one in workers if not one.gone]
         if any(one.process.stopped for one in workers) or not super()._settled():
             return False
@@ -329,7 +334,7 @@ class WorkersWorld(World):
         self.scheduler.spawn(self.process, "wake", wake)
 
     def wipe(self) -> None:
-        # No cluster is made anew within a lease; who stands still has been given up by then.
+        # No cluster is created again within a lease; a stopped worker has been given up by then.
         for workers in self._workers.values():
             for worker in workers:
                 if worker.process.stopped:
@@ -340,16 +345,13 @@ class WorkersWorld(World):
         """End a worker at once; the broker notices now or later.
 
         Args:
-            worker: Which one.
-            surely: Also one that is stopped on another machine, which no order reaches.
+            worker: The worker.
+            surely: Whether to end also one that is stopped on another machine.
         """
         if worker.gone:
             return
         self._struck = True
-        if not worker.given_up:
-            worker.given_up = True
-            worker.client.heard = False
-            self.record.add("crashed", worker=worker.name)
+        self._give_up(worker)
         if self._far and worker.process.stopped and not surely:
             return
         worker.gone = True
@@ -359,9 +361,17 @@ class WorkersWorld(World):
         )
         self.scheduler.kill(worker.process)
 
+    def _give_up(self, worker: SimulatedWorker) -> None:
+        """Count a worker as ended: its source takes nothing of it any more."""
+        if not worker.given_up:
+            worker.given_up = True
+            worker.client.heard = False
+            self.record.add("crashed", worker=worker.name)
+
     def end(self, process: Process) -> None:
         left = [one for one in self._workers.get(process, ()) if not one.gone]
         for worker in left:
+            self._give_up(worker)
             if worker.process.stopped:
                 self.end_worker(worker)
 

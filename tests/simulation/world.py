@@ -6,8 +6,9 @@ import hashlib
 import traceback
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -26,14 +27,14 @@ from keyshard.errors import (
     KeyShardError,
 )
 from keyshard.testing.verify.checkers import check
-from tests.simulation.debts import Debts
 from tests.simulation.faults import TOPICS, Kind
 from tests.simulation.injector import Injector
 from tests.simulation.install import installed
 from tests.simulation.network import ACK_GROUP_S, UNNOTICED_S, Admin, Client, Network
+from tests.simulation.owed import Debts
 from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import Record, value_of
-from tests.simulation.refused import Refused
+from tests.simulation.refused_entries import Refused
 from tests.simulation.scheduler import Process, Scheduler
 from tests.simulation.shape import SUBSCRIPTION, Shape
 from tests.simulation.spark import Query, Step, Storage, UserError, without_processes
@@ -57,7 +58,7 @@ BATCH_MESSAGES_MAX = 3
 
 @dataclass
 class Outcome:
-    """What a run gave."""
+    """The result of a run."""
 
     seed: int
     shape: Any
@@ -73,13 +74,13 @@ class Outcome:
     rows: int
     """Rows committed."""
     error: str
-    """What broke a promise; empty when nothing did."""
+    """The broken promise; empty if none."""
     details: str
     """More about the error."""
 
 
 def broken_by(scheduler: Scheduler, process: Process, main: Callable[[], None]) -> tuple[str, str]:
-    """Run a world; what broke a promise and more about it, both empty when nothing did."""
+    """Run a world; return the broken promise and its details, both empty if none."""
     try:
         scheduler.run(process, main)
     except Exception as exc:  # noqa: BLE001 - whatever it is, it fails the run with its seed
@@ -91,10 +92,10 @@ def broken_by(scheduler: Scheduler, process: Process, main: Callable[[], None]) 
 
 
 class World:
-    """Everything of one run.
+    """One run.
 
     Args:
-        seed: Decides everything.
+        seed: Decides all random draws.
         trace_max: Lines of the trace that are kept; ``None``: all.
     """
 
@@ -119,7 +120,7 @@ class World:
         self.query: Query | None = None
         """The query while it lives."""
         self.wiped: Wiped | None = None
-        """What became of the cluster, once it was wiped."""
+        """The state of the cluster after it was wiped."""
         self._next_seq: dict[tuple[str, str], int] = {}
         self._paid: set[int] = set()
         self.lives = 0
@@ -151,7 +152,7 @@ class World:
         return digest.hexdigest()[:16]
 
     def connection(self, process: Process) -> Broker:
-        """What a process connects to."""
+        """The connection of a process."""
         return Client(self.network, process)
 
     def processes_of(self, process: Process) -> list[Process]:
@@ -159,7 +160,7 @@ class World:
         return [process]
 
     def end(self, process: Process) -> None:
-        """End a process, in whatever way: its connection ends with it."""
+        """End a process in any way; its connection ends with it."""
         for client in [one for one in self.network.clients if one.process is process]:
             unnoticed = self._random.random() < 0.3
             self.network.lose_client(
@@ -168,6 +169,9 @@ class World:
         self.record.add("crashed", worker=process.name)
         self.query = None
         self.scheduler.kill(process)
+
+    def write(self, batch: int, partition: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Store the rows of a Spark partition outside of Spark."""
 
     # -- the run ---------------------------------------------------------------------------------
 
@@ -251,7 +255,7 @@ class World:
         return first is not None and entry_id > first
 
     def _check_named(self) -> None:
-        """What somebody else acknowledged and no batch holds must be named, sooner or later."""
+        """Entries that another client acknowledged and no batch holds must be named eventually."""
         silent = self.debts.silent
         if not silent:
             return
@@ -342,7 +346,7 @@ class World:
             self.scheduler.sleep(random.expovariate(5))
 
     def publish_aborted(self, where: TopicPartition) -> None:
-        """Publish in a transaction that is aborted: nobody receives it."""
+        """Publish in a transaction that is aborted: its messages are never delivered."""
         aborted = Message(b"aborted", key="k0")
         self.debts.hidden(where, self.cluster.publish_aborted(where, aborted))
 
@@ -382,7 +386,7 @@ class World:
             self.lives += 1
             process = self.scheduler.process(f"driver-{self.lives}")
             self.scheduler.join(
-                self.scheduler.spawn(process, "query", lambda process=process: self._live(process))
+                self.scheduler.spawn(process, "query", partial(self._live, process))
             )
             if not process.dead:
                 self.end(process)
@@ -407,6 +411,7 @@ class World:
             check=self._check,
             bounded=self.shape.bounded,
             metadata=source.metadata_columns,
+            write=self.write,
         )
         try:
             query.run()
@@ -416,7 +421,7 @@ class World:
             self.record.note(f"the query ends: {exc}")
             if process in self.injector.stopping:
                 self.scheduler.block()
-            # A first start asks only for a moment, so that a mistake in a URL is told soon.
+            # A first start tries only briefly, so that a wrong URL is reported soon.
             brief = isinstance(exc, BrokerUnavailableError) and not self.storage.offsets
             excused = excused or (brief and self.injector.broker_crashes > crashes)
             # A bounded run asks for its targets first, and the client alone decides when a consumer
@@ -444,16 +449,16 @@ class World:
 
     def _check(self, coordinator: Coordinator) -> None:
         """The window's invariants, and its bound."""
-        coordinator.worker.shared.window.validate()
+        coordinator.consumers.shared.window.validate()
         options = self.shape.options
         # Each thread may receive once more from a topic partition that is just becoming full.
-        receives = options["receive_threads"] * len(coordinator.worker.shared.window.partitions)
+        receives = options["receive_threads"] * len(coordinator.consumers.shared.window.partitions)
         at_once = receives * (options["receiver_queue_size"] + BATCH_MESSAGES_MAX)
         # A batch that is read again comes on top: it was in the window of another process.
         rows_max = options["window_rows_max"] * 3 // 2 + at_once
-        if coordinator.worker.shared.window.counters.misrouted:
+        if coordinator.consumers.shared.window.counters.misrouted:
             raise BrokenPromiseError("messages count as misrouted that came where they belong")
-        rows = coordinator.worker.shared.window.rows
+        rows = coordinator.consumers.shared.window.rows
         if rows > rows_max:
             raise BrokenPromiseError(f"the window holds {rows} rows, where {rows_max} may be")
 

@@ -18,7 +18,7 @@ from examples import parquet_query
 from keyshard import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from spark_adapter.options import parse_options
+from spark_adapter.option_parsing import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
 from spark_adapter.structure import Rows
 
@@ -39,7 +39,7 @@ class WatchedReader(KeyShardStreamReader):
     def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> Any:
         runtime = super()._start(checkpoint, planned=planned)
         notes = Path(os.environ["KEYSHARD_TEST_NOTES"])
-        acknowledger = runtime.coordinator.worker.acknowledger
+        acknowledger = runtime.coordinator.consumers.acknowledger
         submit = acknowledger.submit
 
         def noted(topic_partition: TopicPartition, entries: Sequence[EntryId]) -> None:
@@ -48,7 +48,7 @@ class WatchedReader(KeyShardStreamReader):
                 out.write(json.dumps({"entries": len(entries), "early": len(early)}) + "\n")
             submit(topic_partition, entries)
 
-        acknowledger.submit = noted
+        acknowledger.submit = noted  # type: ignore[method-assign]
         return runtime
 
 
@@ -60,7 +60,7 @@ class WatchedSource(spark_adapter.KeyShardDataSource):
 
 
 if __name__ == "__main__":
-    spark_adapter.KeyShardDataSource = WatchedSource
+    spark_adapter.KeyShardDataSource = WatchedSource  # type: ignore[misc]
     # Spark knows the format without it, and the session would keep the source of the package.
     spark_adapter._is_known = lambda *_: False
     parquet_query.main()

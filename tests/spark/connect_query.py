@@ -1,4 +1,4 @@
-"""A program of Spark Connect over keyshard; says what it saw as JSON, for its test."""
+"""A program of Spark Connect over keyshard; prints its results as JSON for its test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_adapter import catalog
 
 
 def refused(call: Callable[[], object]) -> str:
-    """What is said of something that Spark Connect cannot do."""
+    """Return the error of a call that Spark Connect cannot do."""
     try:
         return f"not refused: {call()!r}"
     except ConfigError as exc:

@@ -13,14 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyspark
 from pyspark.sql import SparkSession
 
 import spark_adapter
 from examples import parquet_query
-from keyshard.broker.hosted import worker
 from keyshard.testing.devbroker import java_home
-from spark_adapter.options import parse_options
+from keyshard.workers import worker
+from keyshard.workers.encoding import RemoteContent, WorkerDelivery, decode_deliveries
+from spark_adapter.option_parsing import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
 from spark_adapter.structure import Rows
 
@@ -35,33 +37,29 @@ class CountingReader(KeyShardStreamReader):
     """Notes bytes of what comes from workers, of what it serves, and of what tasks have."""
 
     def _start(self, checkpoint: Any, *, planned: bool = False) -> Any:
-        unpacked = worker.unpacked
-
-        def counted(listed: Sequence[Any], content: Any, kept: Any = None) -> Any:
-            if kept is not None:
-                note(
-                    # Of an entry that is whole, its number of messages stands for its indices.
-                    kept=sum(
-                        entry[2] if entry[4] is None else len(entry[4])
-                        for _, entries, *_ in listed
-                        for entry in entries
-                    ),
-                    about=len(json.dumps(listed)),
-                )
+        def counted(
+            listed: Sequence[Any], content: pa.RecordBatch, remote: RemoteContent | None = None
+        ) -> list[WorkerDelivery]:
+            decoded = decode_deliveries(listed, content, remote)
+            if remote is not None:
+                kept = sum(len(block.indices) for one in decoded for block in one.blocks)
+                note(kept=kept, about=len(json.dumps(listed)))
             note(heard=content.nbytes)
-            return unpacked(listed, content, kept)
+            return decoded
 
-        worker.unpacked = counted
+        worker.decode_deliveries = counted  # type: ignore[attr-defined]
         runtime = super()._start(checkpoint, planned=planned)
         batches = runtime.coordinator.batches
         read = batches.read
 
-        def served(batch_id: str, index: int, columns: Sequence[str]) -> Iterator[Any]:
+        def served(
+            batch_id: str, index: int, columns: Sequence[str] | None = None
+        ) -> Iterator[pa.RecordBatch]:
             for rows in read(batch_id, index, columns):
                 note(served=rows.nbytes, rows=rows.num_rows)
                 yield rows
 
-        batches.read = served
+        batches.read = served  # type: ignore[method-assign]
         return runtime
 
     def read(self, partition: Any) -> Iterator[Any]:

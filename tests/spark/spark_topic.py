@@ -1,4 +1,4 @@
-"""One topic of a Spark test: what is in it, what a query gets of it, what the broker holds."""
+"""One topic of a Spark test: its messages, the rows of a query, and its backlog."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import httpx
 import pulsar
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 
 from keyshard.core.position.entry import full_topic_name
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
 
 SUBSCRIPTION = "spark"
-ENDS_WITHIN_S = 60
+ENDS_WITHIN_S = 120
 """Longest time a bounded query of a test may take, seconds."""
 
 
@@ -105,7 +105,7 @@ class SparkTopic:
         return sum(map(self.backlog_of, range(self.partitions)))
 
     def backlog_of(self, partition: int) -> int:
-        """As :meth:`backlog`, of one partition."""
+        """Return the :meth:`backlog` of one partition."""
         return int(self._get(partition, "stats")["subscriptions"][SUBSCRIPTION]["msgBacklog"])
 
     def entries(self) -> int:
@@ -114,7 +114,7 @@ class SparkTopic:
         return sum(int(one["numberOfEntries"]) for one in stats)
 
     def acknowledged(self) -> list[str]:
-        """What the cursors say is acknowledged, per partition; for "nothing was"."""
+        """The acknowledged entries of the cursors, by partition; to check that none was."""
         found = [self._get(i, "internalStats")["cursors"] for i in range(self.partitions)]
         cursors = [cursors[SUBSCRIPTION] for cursors in found if SUBSCRIPTION in cursors]
         return [f"{c['markDeletePosition']} {c['individuallyDeletedMessages']}" for c in cursors]
@@ -147,7 +147,7 @@ class SparkTopic:
         return f"{self.broker.admin_url}/admin/v2/{path}-partition-{partition}"
 
 
-def ended(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> None:
+def ended(query: StreamingQuery, timeout_s: int = ENDS_WITHIN_S) -> None:
     """Wait until a bounded query ends by itself."""
     try:
         assert query.awaitTermination(timeout_s), "the query did not end"
@@ -155,7 +155,7 @@ def ended(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> None:
         query.stop()
 
 
-def failed(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> str:
+def failed(query: StreamingQuery, timeout_s: int = ENDS_WITHIN_S) -> str:
     """Wait until a query fails; its message."""
     try:
         with suppress(StreamingQueryException):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
-from spark_process import SparkProcess, eventually
+from tests.spark.spark_process import SparkProcess, eventually
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
@@ -38,7 +38,7 @@ def test_acknowledgements_follow_the_commit_log_and_an_idle_backlog_reaches_zero
     }
     load = Workload(messages=20_000, keys=100, entry_messages=5)
     produce(load, dev_broker.service_url, topic_name)
-    run = SparkProcess(options, tmp_path, module="ack_point_query")
+    run = SparkProcess(options, tmp_path, module="tests.spark.ack_point_query")
     try:
         with closing(PulsarAdmin(dev_broker.connection)) as admin:
             run.wait_committed(7)

@@ -12,30 +12,24 @@ from typing import Any
 import httpx
 import pyspark
 import pytest
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    EqualTo,
-    Filter,
-    GreaterThanOrEqual,
-    InputPartition,
-)
+from pyspark.sql import DataFrame, SparkSession, datasource
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.functions import col
 from pyspark.sql.types import StructType
 
 import spark_adapter
-from contract.pulsar_harness import PulsarHarness, keeping
 from examples.backfill_then_stream import back_fill, run
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
-from keyshard.coordinator.bounded import plan_read
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import ConfigError
+from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter.batch_reader import FilteringBatchReader
-from spark_adapter.bounded_options import parse_bounded
+from spark_adapter.option_parsing import parse_bounded
 from spark_adapter.structure import Rows
+from tests.contract.pulsar_harness import PulsarHarness, keeping
+from tests.helpers import present
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
@@ -59,6 +53,7 @@ def load(
     return (reader.schema(schema) if schema else reader).load()
 
 
+@pytest.mark.pyspark(4, 2)
 def test_one_partition_feeds_three_tasks_each_message_once_and_nothing_is_left(
     spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
@@ -83,7 +78,7 @@ def test_one_partition_feeds_three_tasks_each_message_once_and_nothing_is_left(
     spark.conf.set(PUSHDOWN, "true")
     try:
         fresh = load(spark, dev_broker, topic)
-        with pytest.raises(ConfigError, match="Spark plans each query with a filter anew"):
+        with pytest.raises(ConfigError, match="Spark plans each query with a filter again"):
             spark_adapter.positions(fresh)
         assert fresh.filter("__key = 'k3'").count() == 13
         assert fresh.count() == 91, "what was planned for a filter is right without it"
@@ -91,9 +86,9 @@ def test_one_partition_feeds_three_tasks_each_message_once_and_nothing_is_left(
         spark.conf.unset(PUSHDOWN)
     by_time = load(spark, dev_broker, topic, endingTime="2026-11-21T08:00:00Z")
     for rows_of, sentence in (
-        (by_time, "The end of .* is '2026-11-21T08:00:00.*Give the read endingOffsets"),
+        (by_time, "The end of .* is '2026-11-21T08:00:00.*Use endingOffsets"),
         (spark.range(1), "has no batch read of format"),
-        (spark.readStream.format("rate").load(), "give it the DataFrame of a batch read"),
+        (spark.readStream.format("rate").load(), "Pass the DataFrame of a batch read"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             spark_adapter.positions(rows_of)
@@ -102,15 +97,47 @@ def test_one_partition_feeds_three_tasks_each_message_once_and_nothing_is_left(
     assert stats["cursors"] == {}
 
 
+@pytest.mark.pyspark(4, 1)
+def test_the_plan_and_the_tasks_tell_what_bookies_and_what_the_broker_returned(
+    spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness
+) -> None:
+    topic = harness.create_topic(1)
+    where = TopicPartition(topic, 0)
+    harness.publish(where.name, [Message(b"%d" % number, key="k") for number in range(40)])
+    harness.roll_ledger(where)
+    harness.publish(where.name, [Message(b"%d" % number, key="k") for number in range(40, 50)])
+    reports = spark_adapter.ReadReports(spark)
+    options = {"segments": "auto", "minPartitions": "3", "readReports": str(reports.id)}
+    rows = load(spark, dev_broker, topic, **options)
+    plan = spark_adapter.read_plan(rows.select("value"))
+    assert (plan.by_bookies, plan.by_broker) == (40, 10)
+    assert plan.reasons == {"it is not closed": 10}
+    for _ in range(2):
+        assert rows.count() == 50
+        assert reports.total == plan, "a task that runs again is not counted twice"
+    by_broker = spark_adapter.ReadReports(spark)
+    assert load(spark, dev_broker, topic, readReports=str(by_broker.id)).count() == 50
+    assert by_broker.total.reasons == {"its bookies were not asked for": 50}
+    assert reports.total == plan
+    for wrong, sentence in ((spark.range(1), "has no batch read"), (topic, "Pass the DataFrame")):
+        with pytest.raises(ConfigError, match=sentence):
+            spark_adapter.read_plan(wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"startingTime": "2026-11-21T08:00"}, "which says no zone"),
-        ({"subscription": "s"}, "'subscription' is one of a stream"),
+        ({"readReports": "all"}, "give the id of a spark_adapter.ReadReports"),
+        ({"startingTime": "2026-11-21T08:00"}, "which has no time zone"),
+        pytest.param(
+            {"subscription": "s"},
+            "'subscription' belongs to streams",
+            marks=pytest.mark.pyspark(4, 2),
+        ),
         ({"endingOffsets": '{"other": "1:1"}'}, "endingOffsets names"),
     ],
 )
-def test_what_is_wrong_is_one_sentence_before_any_job_runs(
+def test_an_error_is_one_sentence_before_any_job_runs(
     spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness,
     options: dict[str, str], sentence: str,
 ) -> None:  # fmt: skip
@@ -123,7 +150,8 @@ def test_what_is_wrong_is_one_sentence_before_any_job_runs(
     assert "Job aborted" not in str(caught.value)
 
 
-def test_filters_choose_what_is_read_where_the_option_says_so(
+@pytest.mark.pyspark(4, 1)
+def test_filters_select_messages_if_the_option_is_set(
     spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
     topic = harness.create_topic(2)
@@ -163,27 +191,30 @@ def test_filters_choose_what_is_read_where_the_option_says_so(
                                "admin.url": dev_broker.admin_url} | options),
                 Rows(["value"]),
             )  # fmt: skip
-            for bound in ((), (GreaterThanOrEqual(("__publishTime",), middle.astimezone()),)):
-                list(reader.pushFilters([EqualTo(("__partition",), 1), *bound]))
+            for bound in (
+                (),
+                (datasource.GreaterThanOrEqual(("__publishTime",), middle.astimezone()),),
+            ):
+                list(reader.pushFilters([datasource.EqualTo(("__partition",), 1), *bound]))
                 parts = reader.partitions()
-                sizes.append(sum(part.split.entries for part in parts))  # type: ignore[attr-defined]
+                sizes.append(sum(present(part.split).entries for part in parts))
         assert sizes[0] == sizes[1] == sizes[2] > sizes[3] > 0
     finally:
         spark.conf.unset(PUSHDOWN)
 
 
 def three() -> type[DataSource]:
-    """A source of three partitions with one row each, which takes filters from Spark.
+    """Return a source of three partitions with one row each; it takes filters from Spark.
 
-    Made in a function, so that Spark's workers get all of it and do not look for this module.
+    It is defined in a function, so that Spark's workers get it by value without this module.
     """
 
     class ThreeReader(DataSourceReader):
         wanted: Any = None
 
-        def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # type: ignore[override]  # noqa: N802
+        def pushFilters(self, filters: list[datasource.Filter]) -> Iterator[datasource.Filter]:  # type: ignore[override]  # noqa: N802
             for one in filters:
-                if isinstance(one, EqualTo):
+                if isinstance(one, datasource.EqualTo):
                     self.wanted = one.value
                 else:
                     yield one
@@ -210,6 +241,7 @@ def three() -> type[DataSource]:
 
 
 @pytest.mark.skipif(not pyspark.__version__.startswith("4.3"), reason="this was seen in 4.3")
+@pytest.mark.pyspark(4, 1)
 def test_why_filters_are_not_taken_from_spark(spark: SparkSession) -> None:
     """1. A query with a filter; 2. one without it, on the same DataFrame: it has too few rows.
 
@@ -227,6 +259,7 @@ def test_why_filters_are_not_taken_from_spark(spark: SparkSession) -> None:
         spark.conf.unset(PUSHDOWN)
 
 
+@pytest.mark.pyspark(4, 2)
 def test_a_back_fill_and_the_stream_behind_it_have_every_message_once(
     spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness, tmp_path: Path
 ) -> None:

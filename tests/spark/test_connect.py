@@ -1,4 +1,4 @@
-"""Spark Connect: reads work; what needs the process with the SparkContext is refused by name."""
+"""Spark Connect: reads work; features that need the SparkContext's process are refused by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import spark_adapter
 from keyshard.errors import ConfigError
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter import catalog
-from spark_process import ROOT
-from spark_topic import SparkTopic
+from tests.spark.spark_process import ROOT
+from tests.spark.spark_topic import SparkTopic
 
 
 class Remote:
@@ -39,7 +39,9 @@ Remote.__module__ = "pyspark.sql.connect.dataframe"
         ("start_workers()", lambda: spark_adapter.start_workers(SESSION, 1)),
     ],
 )
-def test_what_needs_a_jvm_is_refused_by_name(name: str, call: Callable[[], object]) -> None:
+def test_features_that_need_a_jvm_are_refused_by_name(
+    name: str, call: Callable[[], object]
+) -> None:
     with pytest.raises(ConfigError, match="Spark Connect") as caught:
         call()
     assert name in caught.value.message
@@ -61,10 +63,13 @@ def test_a_session_of_spark_connect_reads_batches_and_streams(
     topic.produce(5)
     options = {"service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url}
     done = subprocess.run(
-        [sys.executable, "-m", "connect_query", json.dumps(options | {"topic": topic.name})],
+        [
+            *(sys.executable, "-m", "tests.spark.connect_query"),
+            json.dumps(options | {"topic": topic.name}),
+        ],
         check=False,
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

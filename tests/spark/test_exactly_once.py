@@ -13,10 +13,15 @@ import pytest
 from keyshard.testing.devbroker import DevBroker, DevCluster
 from keyshard.testing.verify.file_sink import SinkCheck, committed_files, message_ids, task_of
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
-from spark_process import SparkProcess, eventually
-from tests.tested_pulsar import BROKERS
+from tests.spark.spark_process import SparkProcess, eventually
+from tests.support.tested_pulsar import BROKERS
 
-pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.spark,
+    pytest.mark.timeout(1_800),
+    pytest.mark.pyspark(4, 2),
+]
 
 TOPIC, SUBSCRIPTION, PARTITIONS = "exactly-once", "keyshard-test", 5
 LOAD = Workload(messages=200_000, keys=500, size_bytes=100, entry_messages=4)
@@ -53,6 +58,7 @@ class Runs:
                 "maxOffsetsPerTrigger": str(ROWS_PER_BATCH),
                 # Most of the topic stays at the broker, so that every fault meets traffic.
                 "windowMaxRows": str(3 * ROWS_PER_BATCH),
+                "tasksPerBatch": "10",
             },
             self.directory,
             len(self.all),
@@ -111,7 +117,8 @@ class OneOfSeveral(DevCluster):
 
 
 def test_exactly_once_in_order_under_kills_of_everything_and_changes_of_n(tmp_path: Path) -> None:
-    with OneOfSeveral(BROKERS) if BROKERS > 1 else DevBroker() as broker:
+    broker = OneOfSeveral(BROKERS) if BROKERS > 1 else DevBroker()
+    with broker:
         create_partitioned_topic(broker.admin_url, TOPIC, PARTITIONS)
         sent = produce(LOAD, broker.service_url, TOPIC)
         print(f"\nproduced {sent.sent} messages in {sent.seconds:.1f} s")
@@ -141,7 +148,7 @@ def kill_everything(runs: Runs, broker: DevBroker | OneOfSeveral) -> dict[int, s
     run.wait_committed(run.committed() + 3)
     kill_and_compare_later(runs, run, "driver", {})
 
-    # A JVM whose driver died still ends its job, which deletes files; one that is killed leaves
+    # A JVM whose driver died still ends its job and deletes files; one that is killed leaves
     # what its tasks finished.
     run = runs.start(10)
     run.wait_committed(run.committed() + 2)
@@ -156,6 +163,8 @@ def kill_everything(runs: Runs, broker: DevBroker | OneOfSeveral) -> dict[int, s
 def drain(runs: Runs, broker: DevBroker | OneOfSeveral) -> None:
     """N = 3 up to the end of the topic; how long that takes depends on what else runs."""
     run = runs.start(3)
+    if backlog(broker):
+        run.wait_committed(run.committed() + 1)  # until here, Spark starts
     left, deadline = -1, 0.0
     while (now := backlog(broker)) != 0:
         if now != left:
@@ -177,10 +186,10 @@ def judge(runs: Runs, sent: dict[str, int], leftovers: dict[int, set[Path]]) -> 
     dropped = runs.duplicates_dropped()
     compared = {batch: same_rows_again(sink, batch, left) for batch, left in leftovers.items()}
     verdicts = check.verdicts(TOPIC, sent)
-    told = "\n".join(verdict.message for verdict in verdicts.values() if verdict.checked)
+    output = "\n".join(verdict.message for verdict in verdicts.values() if verdict.checked)
     print(
         f"\nrows {check.rows}, batches {len(committed_files(sink))}, redeliveries dropped per run "
-        f"{dropped} = {sum(dropped)}, files equal over a change of N {compared}\n{told}"
+        f"{dropped} = {sum(dropped)}, files equal over a change of N {compared}\n{output}"
     )
     assert check.rows == LOAD.messages
     for promise in ("no loss", "exactly once into the checkpoint", "order per key"):

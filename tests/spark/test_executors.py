@@ -13,7 +13,7 @@ import pytest
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.file_sink import SinkCheck, committed_files
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
-from spark_process import SparkProcess, eventually
+from tests.spark.spark_process import SparkProcess, eventually
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(900)]
 
@@ -63,9 +63,9 @@ def test_rows_go_from_executor_to_executor_and_none_is_lost_with_one(
         "topic": topic_name, "subscription": SUBSCRIPTION, "startingOffsets": "earliest",
         "service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url,
         "parallelism": "4", "maxOffsetsPerTrigger": str(ROWS_PER_BATCH), "workers": "spark:2",
-        "windowMaxRows": str(3 * ROWS_PER_BATCH),
+        "windowMaxRows": str(3 * ROWS_PER_BATCH), "tasksPerBatch": "4",
     }  # fmt: skip
-    run = SparkProcess(options, tmp_path, module="executors_query")
+    run = SparkProcess(options, tmp_path, module="tests.spark.executors_query")
     try:
         run.wait_committed(2, WAIT_S)
         before = counted(notes)
@@ -75,7 +75,7 @@ def test_rows_go_from_executor_to_executor_and_none_is_lost_with_one(
         assert batch not in run.batches("commits"), "the kill came too late"
         eventually(lambda: backlog(dev_broker, topic_name) == 0, WAIT_S, "all is acknowledged")
     finally:
-        told = run.tail()
+        output = run.tail()
         run.stop()
     print(f"\nbytes before the kill: {dict(before)}\nat the end: {dict(counted(notes))}")
     assert before["task"] >= before["rows"] * LOAD.size_bytes > 0
@@ -87,7 +87,7 @@ def test_rows_go_from_executor_to_executor_and_none_is_lost_with_one(
     for files in committed_files(tmp_path / "sink").values():
         check.add(files, 4)
     verdicts = check.verdicts(topic_name, sent.per_key)
-    assert check.rows == LOAD.messages, told
+    assert check.rows == LOAD.messages, output
     for promise in ("no loss", "exactly once into the checkpoint", "order per key"):
         assert verdicts[promise].checked >= LOAD.messages
         assert verdicts[promise].holds, verdicts[promise].message

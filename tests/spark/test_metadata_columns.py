@@ -1,4 +1,4 @@
-"""Columns beside the default ones, in Spark: a stream and a batch read have the same."""
+"""Metadata columns in Spark: the same in a stream and in a batch read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pulsar.schema import Integer, JsonSchema, Record
 from pyspark.sql import DataFrame, SparkSession
 
 from keyshard.testing.devbroker import DevBroker
-from spark_topic import SparkTopic, ended
+from tests.spark.spark_topic import SparkTopic, ended
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 
@@ -24,7 +24,7 @@ class Order(Record):
     id = Integer()
 
 
-def test_stream_and_batch_have_what_is_named_and_nothing_else(
+def test_stream_and_batch_have_exactly_the_named_columns(
     spark: SparkSession, dev_broker: DevBroker, tmp_path: Path, topic_name: str
 ) -> None:
     topic = SparkTopic(dev_broker, topic_name, tmp_path, partitions=1)

@@ -21,19 +21,19 @@ from pyarrow import compute
 from pyspark.errors import AnalysisException, PythonException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sql
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import StringType, StructField, StructType
 
 import keyshard
 from keyshard import KeyShardSource
 from keyshard.errors import SchemaError
 from keyshard.testing.devbroker import DevBroker
-from schema_matrix import KINDS, LABELS, Kind, add_schema, schema_url, write
-from spark_topic import SparkTopic, ended, failed
-from tests.java_client import JavaClient
+from tests.spark.schema_matrix import KINDS, LABELS, Kind, add_schema, schema_url, write
+from tests.spark.spark_topic import SparkTopic, ended, failed
+from tests.support.java_client import JavaClient
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
-DEADLINE_S = 120.0
+DEADLINE_S = 120
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def united(groups: Iterable[tuple[DataFrame, list[Kind]]]) -> DataFrame:
 
 
 def rows_by_topic(tables: Iterable[pa.Table], groups: list[list[Kind]]) -> dict[str, list[Any]]:
-    """What :func:`united` gave, in the order of each topic."""
+    """The result of :func:`united`, in the order of each topic."""
     number_of = {kind.topic: number for number, kinds in enumerate(groups) for kind in kinds}
     rows = [row for table in tables for row in table.to_pylist()]
     found: dict[str, list[Any]] = {}
@@ -84,8 +84,8 @@ def matrix(dev_broker: DevBroker, tmp_path_factory: pytest.TempPathFactory) -> D
     return dev_broker
 
 
-def test_batch_stream_embedded_and_handlers_read_every_type_as_java_means_it(
-    spark: SparkSession, matrix: DevBroker, tmp_path: Path
+def test_batch_reads_have_every_type_as_java_means_it(
+    spark: SparkSession, matrix: DevBroker
 ) -> None:
     # A time of day is a number in Spark only.
     by_columns = in_groups(KINDS, lambda kind: f"{kind.columns} {kind.name == 'LOCAL_TIME'}")
@@ -93,6 +93,11 @@ def test_batch_stream_embedded_and_handlers_read_every_type_as_java_means_it(
     found = rows_by_topic([rows.toArrow()], by_columns)
     assert found == {kind.topic: kind.spark_rows(projected=False) for kind in KINDS}
 
+
+@pytest.mark.pyspark(4, 2)
+def test_streams_decoders_and_handlers_have_every_type_as_java_means_it(
+    spark: SparkSession, matrix: DevBroker, tmp_path: Path
+) -> None:
     by_type = in_groups(KINDS, lambda kind: kind.projected or str(kind.columns))
     frames = [(stream(spark, matrix, kinds), kinds) for kinds in by_type]
     tables: list[pa.Table] = []
@@ -106,7 +111,7 @@ def test_batch_stream_embedded_and_handlers_read_every_type_as_java_means_it(
     assert handled(matrix) == {kind.topic: kind.data() for kind in KINDS}
 
 
-def test_a_field_whose_numbers_nothing_tells_is_named_and_the_others_are_read(
+def test_a_field_without_numbers_is_named_and_the_others_are_read(
     spark: SparkSession, matrix: DevBroker
 ) -> None:
     def table(schema: str = "", **how: str) -> DataFrame:
@@ -133,7 +138,7 @@ def test_a_field_whose_numbers_nothing_tells_is_named_and_the_others_are_read(
 
 
 def batch(spark: SparkSession, broker: DevBroker, kinds: list[Kind]) -> DataFrame:
-    """What topics hold; its columns are those of their schema."""
+    """The rows of topics; their columns are those of their schema."""
     options = {
         "service.url": broker.service_url,
         "admin.url": broker.admin_url,
@@ -146,7 +151,7 @@ def batch(spark: SparkSession, broker: DevBroker, kinds: list[Kind]) -> DataFram
 
 
 def stream(spark: SparkSession, broker: DevBroker, kinds: list[Kind]) -> DataFrame:
-    """As columns that hold those of all; the broker tells the schemas."""
+    """Return columns that hold those of all topics; the schemas come from the broker."""
     reader = spark.readStream.format("keyshard").options(**{
         "service.url": broker.service_url,
         "topics": ",".join(kind.topic for kind in kinds),
@@ -218,7 +223,7 @@ def send(topic: SparkTopic, schema: Any, *values: Any) -> None:
 def table(
     spark: SparkSession, topic: SparkTopic, schema: str | StructType = "", **options: str
 ) -> DataFrame:
-    """What a topic holds."""
+    """The content of a topic."""
     reader = spark.read.format("keyshard").option("service.url", topic.broker.service_url)
     given = {"admin.url": topic.broker.admin_url, "topic": topic.name} | options
     reader = reader.options(**given)
@@ -257,7 +262,9 @@ Second.__name__ = Third.__name__ = "First"
 MALFORMED = b"\x01"
 
 
-def test_two_versions_and_a_message_that_is_none(spark: SparkSession, topic: SparkTopic) -> None:
+def test_two_versions_and_a_malformed_message_are_read(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
     send(topic, AvroSchema(First), First(id=1, name="a"))
     send(topic, AvroSchema(Second), Second(id=2, name="b", count=2**40, item=Inner(sku="s")))
     send(topic, pulsar.schema.BytesSchema(), MALFORMED)
@@ -291,6 +298,7 @@ def test_two_versions_and_a_message_that_is_none(spark: SparkSession, topic: Spa
         assert part in str(caught.value)
 
 
+@pytest.mark.pyspark(4, 2)
 def test_a_partition_by_name_has_the_rows_of_every_version_of_its_topic(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
@@ -314,6 +322,7 @@ def test_a_partition_by_name_has_the_rows_of_every_version_of_its_topic(
     assert sorted(seen) == wanted
 
 
+@pytest.mark.pyspark(4, 2)
 def test_versions_come_rows_are_left_out_and_the_schema_goes_while_a_query_runs(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
@@ -328,10 +337,8 @@ def test_versions_come_rows_are_left_out_and_the_schema_goes_while_a_query_runs(
         def take(batch: DataFrame, _number: int) -> None:
             names.extend(row["name"] for row in batch.select("name").collect())
 
-        query = rows.writeStream.foreachBatch(take).option(
-            "checkpointLocation", str(topic.checkpoint)
-        )
-        query = query.start()
+        writer = rows.writeStream.foreachBatch(take)
+        query = writer.option("checkpointLocation", str(topic.checkpoint)).start()
         try:
             until(query, lambda: names == ["a"])
             of(schema=AvroSchema(Second)).send(Second(id=2, name="b"), partition_key="k")
@@ -375,7 +382,8 @@ def reading_names(
     ).start()
 
 
-def test_a_topic_that_is_created_anew_is_not_read_by_the_schema_that_it_had(
+@pytest.mark.pyspark(4, 2)
+def test_a_topic_that_is_created_again_is_not_read_by_the_schema_that_it_had(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
     names: list[str | None] = []
@@ -396,11 +404,12 @@ def test_a_topic_that_is_created_anew_is_not_read_by_the_schema_that_it_had(
     assert names == ["a"]
     with pytest.raises(AnalysisException) as caught:
         before.collect()
-    for told in (text, str(caught.value)):
-        assert f"{topic.name} was created anew since the query was built" in told
+    for output in (text, str(caught.value)):
+        assert f"{topic.name} was created again after the query was built" in output
     assert [row["text"] for row in table(spark, topic).collect()] == ["b"]
 
 
+@pytest.mark.pyspark(4, 2)
 def test_a_topic_that_came_back_before_anybody_looked_is_not_read_by_the_schema_that_it_had(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
@@ -418,10 +427,11 @@ def test_a_topic_that_came_back_before_anybody_looked_is_not_read_by_the_schema_
         text = failed(query, DEADLINE_S)
     finally:
         query.stop()
-    assert f"{topic.name} was created anew since the query was built" in text
+    assert f"{topic.name} was created again after the query was built" in text
     assert names == ["a"]
 
 
+@pytest.mark.pyspark(4, 2)
 def test_a_topic_that_begins_to_match_and_does_not_fit_can_be_left_out(
     spark: SparkSession, topic: SparkTopic, tmp_path: Path
 ) -> None:
@@ -445,7 +455,7 @@ def test_a_topic_that_begins_to_match_and_does_not_fit_can_be_left_out(
         text = failed(query, DEADLINE_S)
     finally:
         query.stop()
-    for part in (other.name, "found after the query was built", "mode=DROPMALFORMED"):
+    for part in (other.name, "A topic that was discovered later", "mode=DROPMALFORMED"):
         assert part in text
     # Its row is in the batch that is planned.
     send(topic, AvroSchema(First), First(id=3, name="c"))
@@ -471,8 +481,8 @@ def is_created(url: str) -> bool:
 
 def partitions(query: StreamingQuery, count: str) -> int:
     """A count of topic partitions, as the newest progress tells."""
-    told = query.lastProgress
-    return int(json.loads((told and told["sources"][0]["latestOffset"]) or "{}").get(count, 0))
+    output = query.lastProgress
+    return int(json.loads((output and output["sources"][0]["latestOffset"]) or "{}").get(count, 0))
 
 
 def until(query: StreamingQuery, holds: Callable[[], bool]) -> None:
@@ -486,16 +496,15 @@ def until(query: StreamingQuery, holds: Callable[[], bool]) -> None:
 
 def left_out(query: StreamingQuery) -> int | None:
     """Malformed rows, as the newest progress tells."""
-    told = query.lastProgress
+    output = query.lastProgress
     # Before its source began, it is null.
-    offset = json.loads((told and told["sources"][0]["latestOffset"]) or "{}") or {}
+    offset = json.loads((output and output["sources"][0]["latestOffset"]) or "{}") or {}
     found: int | None = offset.get("malformedDropped")
     return found
 
 
-def test_what_cannot_be_planned_is_an_error_of_the_query(
-    spark: SparkSession, topic: SparkTopic
-) -> None:
+@pytest.mark.pyspark(4, 2)
+def test_a_failed_plan_is_an_error_of_the_query(spark: SparkSession, topic: SparkTopic) -> None:
     other = f"{topic.name}-other"
     send(topic, AvroSchema(First), First(id=1, name="a"))
     with closing(topic.client()) as client:
@@ -506,7 +515,7 @@ def test_what_cannot_be_planned_is_an_error_of_the_query(
     away = {"admin.url": "http://127.0.0.1:1", "operationTimeoutMillis": "1000"}
     for asked, parts in [
         ({"topics": f"{topic.name},{other}"}, (topic.name, other, "have different schemas")),
-        ({"topics": protobuf}, (protobuf, "no descriptor", "PROTOBUF_NATIVE")),
+        ({"topics": protobuf}, (protobuf, "neither a descriptor", "PROTOBUF_NATIVE")),
         ({"topics": topic.name, **away}, ("127.0.0.1:1", "KEYSHARD_BROKER_UNAVAILABLE")),
     ]:
         options = {"service.url": topic.broker.service_url, "admin.url": topic.broker.admin_url}
@@ -517,4 +526,4 @@ def test_what_cannot_be_planned_is_an_error_of_the_query(
     rows = spark.readStream.format("keyshard").options(**topic.options()).schema("id smallint")
     query = rows.load().writeStream.format("noop")
     text = failed(query.option("checkpointLocation", str(topic.checkpoint)).start())
-    assert "'id' is wanted as int16 and is int32" in text
+    assert "'id' has type int32, which cannot be cast to int16" in text

@@ -19,7 +19,7 @@ from keyshard.testing.verify.workloads import (
     parse_value,
     produce,
 )
-from spark_process import SparkProcess, eventually
+from tests.spark.spark_process import SparkProcess, eventually
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 

@@ -1,4 +1,4 @@
-"""Triggers and shapes of queries: what is served exactly, and what is refused by name."""
+"""Triggers and shapes of queries: exact ones, and those refused by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
+from keyshard.control import running_source
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.testing.devbroker import DevBroker
-from spark_process import eventually
-from spark_topic import SparkTopic, ended, failed, in_order
+from tests.spark.spark_process import eventually
+from tests.spark.spark_topic import SparkTopic, ended, failed, in_order
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
@@ -42,10 +43,17 @@ def test_available_now_ends_at_its_target_under_an_endless_producer(
             topic.produce(200)
 
     producer = threading.Thread(target=endless)
-    query = topic.start(topic.rows(spark, maxOffsetsPerTrigger="1500"))
+    name = f"endless-{topic.name}"
+    shown = {"queryName": name, "ui.port": "0"}
+    query = topic.start(topic.rows(spark, maxOffsetsPerTrigger="1500", **shown))
     try:
-        # The targets are frozen before the first row is seen; what follows comes too late.
+        # The targets are frozen before the first row is seen; later messages come too late.
         eventually(lambda: bool(topic.seen), 120, "a first batch")
+        found = running_source(name)
+        status = found.ask("status")
+        assert (found.kind, status["kind"], status["name"]) == ("spark", "spark", name)
+        assert len(status["partitions"]) == 3
+        assert status["window"]["rowsReceived"] > 0
         producer.start()
         ended(query)
     finally:
@@ -162,6 +170,24 @@ def test_a_self_join_and_a_second_query_name_the_other_side(
     first.stop()
 
 
+def test_the_file_manager_for_short_triggers_keeps_rows_exactly_once(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    """The setting of docs/how-to/short-triggers.md, over a restart."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "short-triggers.md").read_text()
+    name, manager = next(
+        line.split() for line in page.splitlines() if "checkpointFileManagerClass org." in line
+    )
+    spark.conf.set(name, manager)
+    try:
+        for _ in range(2):
+            topic.produce(60)
+            ended(topic.start(topic.rows(spark, maxOffsetsPerTrigger="20")))
+    finally:
+        spark.conf.unset(name)
+    assert topic.values() == dict.fromkeys(topic.sent, 1)
+
+
 def test_once_is_refused(spark: SparkSession, topic: SparkTopic) -> None:
     topic.produce(10)
     message = failed(topic.start(topic.rows(spark), trigger={"once": True}))
@@ -194,7 +220,8 @@ def test_real_time_mode_is_refused_by_spark_itself(
     # Spark asks no Python source whether it supports this mode: it names those that do.
     spark.conf.set("spark.sql.streaming.realTimeMode.allowlistCheck", check)
     writer = topic.rows(spark).writeStream.format("memory").outputMode("update")
-    writer = writer.queryName(topic.name.replace("-", "_")).trigger(realTime="5 seconds")
+    writer = writer.queryName(topic.name.replace("-", "_"))
+    writer = writer.trigger(realTime="5 seconds")  # type: ignore[call-overload]
     writer = writer.option("checkpointLocation", str(topic.checkpoint))
     with pytest.raises(PySparkException) as caught:
         writer.start().awaitTermination(30)

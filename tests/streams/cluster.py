@@ -1,4 +1,4 @@
-"""A broker, and who publishes."""
+"""A broker and its producers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keyshard.testing.devbroker import DevBroker
 from tests.contract.raw_protocol import RawConnection
 from tests.stored_entries import LZ4, NONE, ZSTD, batch_payload, keys_of, packed
 from tests.streams.values import Schema
-from tests.tested_pulsar import PULSAR
+from tests.support.tested_pulsar import PULSAR
 
 ASK_S = 60.0
 _POLL_S = 0.2
@@ -77,17 +77,17 @@ class Broker:
         """
         end = time.monotonic() + ASK_S
         while True:
-            told = ""
+            output = ""
             try:
                 url = f"{self.admin_url}/admin/v2/{path}"
                 answer = httpx.request(method, url, timeout=ASK_S, trust_env=False, **how)
                 if answer.is_success or (missing and answer.status_code == 404):
                     return answer
-                told = f"{answer.status_code} {answer.text[:200]}"
+                output = f"{answer.status_code} {answer.text[:200]}"
             except httpx.HTTPError as exc:
-                told = str(exc)
+                output = str(exc)
             if time.monotonic() > end:
-                raise TimeoutError(f"{method} {path}: {told}")
+                raise TimeoutError(f"{method} {path}: {output}")
             time.sleep(_POLL_S)
 
     def register(self, topic: str, schema: Schema) -> int:
@@ -177,14 +177,14 @@ def entry_of(
         "key_bytes": key if isinstance(key, bytes) else None,
         "ordering_key": ordering_key,
     }
-    told = [
+    output = [
         keys | {"value": value, "properties": {"n": str(number)}, "event_ms": number + 1,
                 "sequence_id": number}
         for number, value in messages
     ]  # fmt: skip
-    payload = batch_payload(told)
+    payload = batch_payload(output)
     compression = drawn.choice((NONE, LZ4, ZSTD))
-    metadata: dict[int, Value] = keys_of(told[0], 6, 17, 18)
+    metadata: dict[int, Value] = keys_of(output[0], 6, 17, 18)
     metadata |= {8: compression, 9: len(payload), 11: len(messages)}
     if version is not None:
         metadata[16] = version.to_bytes(8, "big")

@@ -1,4 +1,4 @@
-"""What a query reads and how, drawn from a seed; and what is another at its next start."""
+"""The topics and options of a query, drawn from a seed, and their changes at its next start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.streams.values import BAD, INLINE, KINDS, NONE, SEPARATED, Sent, sche
 
 @dataclass(slots=True)
 class Topic:
-    """A topic and what it has."""
+    """A topic and its messages."""
 
     name: str
     kind: str
@@ -24,7 +24,7 @@ class Topic:
     """Numbers at the broker of what was registered."""
 
     def names(self) -> list[str]:
-        """Of its topic partitions, as the broker has them."""
+        """Messages of its topic partitions at the broker."""
         return [f"{self.name}-partition-{one}" for one in range(self.partitions)] or [self.name]
 
 
@@ -41,10 +41,10 @@ class Query:
     over: bool = False
     """Whether it is not to be started again."""
     by_client: bool = False
-    """Whether one of its starts had pulsar-client, which keeps no order of the empty key."""
+    """Whether one of its starts used pulsar-client. It keeps no order of the empty key."""
 
-    def told(self) -> str:
-        """What somebody wants to know of it."""
+    def text(self) -> str:
+        """Describe it."""
         options = {k: v for k, v in self.spec["options"].items() if k != "service.url"}
         return (
             f"{self.name}: {self.kind}, {[topic.partitions for topic in self.topics]} partitions, "
@@ -54,7 +54,7 @@ class Query:
 
     @property
     def mode(self) -> str:
-        """What becomes of malformed values."""
+        """The mode for malformed values."""
         return str(self.spec["options"]["mode"])
 
     @property
@@ -64,20 +64,20 @@ class Query:
 
     @property
     def kind(self) -> str:
-        """Of its values."""
+        """The schema type of its values."""
         return self.topics[0].kind
 
 
 def query_of(
     drawn: random.Random, name: str, broker: Broker, admin_url: str, directory: Path
 ) -> Query:
-    """A query and its topics, which are made.
+    """Create a query and its topics.
 
     Args:
-        drawn: Decides all.
-        name: Of the query; those of its topics begin with it.
-        broker: Where the topics are made.
-        admin_url: Of the admin interface, as the query gets it.
+        drawn: The random source.
+        name: Name of the query, and prefix of the names of its topics.
+        broker: The broker of the topics.
+        admin_url: URL of the admin interface for the query.
         directory: For its checkpoint and its sink.
     """
     kind = drawn.choice(KINDS)

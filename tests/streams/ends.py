@@ -1,4 +1,4 @@
-"""What befalls a query at the end of a case, which it does not outlive, or only just."""
+"""Faults at the end of a case, most of which end the query."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def end(case: Case, query: Query) -> None:
 
 
 def _another(case: Case, query: Query, topic: Topic) -> None:
-    """A topic of another schema, whose bytes the first would take: none of it may be a row
-    by the schema that it had."""
+    """A topic gets another schema with bytes that fit the first: none may be a row of the old
+    schema."""
     topic.versions = {0: case.broker.register(topic.name, other_schema())}
     before = len(case.rows(query))
     numbers = case.number

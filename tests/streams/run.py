@@ -42,7 +42,7 @@ FAULTS = (
     "grow", "admin 500", "admin 404", "admin hang", "restart query", "pause",
 )  # fmt: skip
 _ANSWERS = {"admin 500": STATUS_500, "admin 404": FOREIGN_404, "admin hang": HANGS}
-"""What becomes of all answers of the admin interface."""
+"""The faults of all answers of the admin interface."""
 
 
 class Case(Running):
@@ -52,7 +52,7 @@ class Case(Running):
         broker: Whose topics are made.
         seed: Decides all.
         directory: For its files.
-        say: Told what happens.
+        say: Called with a line about each event.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Case(Running):
         super().__init__(random.Random(seed), directory, say)
         self.broker = broker
         self.number = 0
-        """Of the message that was published last."""
+        """Number of the newest published message."""
         self._seed = seed
         self._entries = 0
 
@@ -74,7 +74,7 @@ class Case(Running):
             for number in range(count):
                 name = f"s{self._seed}-{number}"
                 query = query_of(self.drawn, name, self.broker, self._admin.url, self.directory)
-                self.say(f"  {query.told()}")
+                self.say(f"  {query.text()}")
                 self.queries.append(query)
                 self.publish(query, 30)
             self.session()
@@ -125,10 +125,10 @@ class Case(Running):
                 if not corrupt and not tombstone:
                     payload = encoded(query.kind, version, sent.number, sent.name, key)
                 made.append(replace(sent, payload=payload))
-            told = one.versions.get(version)
+            output = one.versions.get(version)
             if made[0].corrupt and drawn.random() < 0.5:
-                told = None if len(made) == 1 else told
-            entry = entry_of([(s.number, s.payload) for s in made], key, ordering, told, drawn)
+                output = None if len(made) == 1 else output
+            entry = entry_of([(s.number, s.payload) for s in made], key, ordering, output, drawn)
             parts.setdefault((one.name, partition), []).append((made, entry))
         for (name, partition), entries in parts.items():
             full = name if partition < 0 else f"{name}-partition-{partition}"
@@ -207,7 +207,7 @@ class Case(Running):
     # -- the verdict ------------------------------------------------------------------------------
 
     def rows(self, query: Query) -> list[tuple[int, int, dict[str, Any]]]:
-        """What its batches have: batch, number and columns of each row, in their order."""
+        """Return its rows in order: batch, number and columns of each."""
         with closing(sqlite3.connect(query.spec["sink"])) as sink:
             found = sink.execute("SELECT batch, n, columns FROM rows ORDER BY batch, place")
             return [(batch, n, json.loads(columns)) for batch, n, columns in found]
@@ -222,7 +222,7 @@ class Case(Running):
         ]  # fmt: skip
 
     def _check_backlogs(self) -> None:
-        """What is in no committed batch is not acknowledged."""
+        """Check that no entry outside a committed batch is acknowledged."""
         for query in self.queries:
             commits = numbers_in(Path(query.spec["checkpoint"]) / "commits")
             done = {n for batch, n, _ in self.rows(query) if batch in commits}
@@ -279,9 +279,9 @@ class Case(Running):
                 if number in seen:
                     self.problems.append(f"{query.name}: {number} twice, also in batch {batch}")
                 seen.add(number)
-                told = self._wrong(query, sent, row)
-                if told:
-                    self.problems.append(f"{query.name}: {sent}: {told}; {row}")
+                output = self._wrong(query, sent, row)
+                if output:
+                    self.problems.append(f"{query.name}: {sent}: {output}; {row}")
                 if sent.routing_key or (sent.routing_key == "" and not query.by_client):
                     key = sent.topic, sent.partition, sent.routing_key
                     if last.get(key, 0) > number:
@@ -289,14 +289,14 @@ class Case(Running):
                     last[key] = number
 
     def _wrong(self, query: Query, sent: Sent, row: dict[str, Any]) -> str:
-        """By the mode that any of its starts had: rows of an earlier one stay."""
+        """Judge by the modes of all its starts, because rows of an earlier one stay."""
         modes = {query.mode, "PERMISSIVE"}
-        told = [wrong(sent, row, mode, any_malformed=query.has_bad) for mode in sorted(modes)]
-        if "" in told:
+        output = [wrong(sent, row, mode, any_malformed=query.has_bad) for mode in sorted(modes)]
+        if "" in output:
             if "__key" in row and query.spec["format"] == "keyshard":
                 wanted = text_of(sent.key)
                 if sent.key == "" and row["__key"] is None:
                     return ""  # pulsar-client shows none
                 return "" if row["__key"] == wanted else f"key {row['__key']!r}, not {wanted!r}"
             return ""
-        return told[0]
+        return output[0]

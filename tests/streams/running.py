@@ -1,4 +1,4 @@
-"""The session of a case from outside: started, ordered, killed, and what it tells."""
+"""The session of a case from outside: started, ordered, killed, and its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Running:
     Args:
         drawn: Decides what is drawn meanwhile.
         directory: For files.
-        say: Told what happens.
+        say: Called with a line about each event.
     """
 
     def __init__(self, drawn: random.Random, directory: Path, say: Callable[[str], None]) -> None:
@@ -41,7 +41,7 @@ class Running:
         """Whether the session is to die."""
         self.problems: list[str] = []
         self.errors: list[str] = []
-        """What queries failed with."""
+        """Errors of queries."""
         self.process: subprocess.Popen[bytes] | None = None
         self._told = 0
         self._sessions = 0
@@ -98,22 +98,22 @@ class Running:
             self.session()
 
     def _failed(self, name: str, text: str) -> None:
-        told = sentence_of(text)
-        self.errors.append(f"{name}: {told}")
-        self.say(f"    {name} failed: {told[:300]}")
+        result = sentence_of(text)
+        self.errors.append(f"{name}: {result}")
+        self.say(f"    {name} failed: {result[:300]}")
         said = {line.partition("[KEYSHARD_")[2].rstrip() for line in text.splitlines()} - {""}
         if len(said) > 1:
             self.problems.append(f"{name} failed with more than one sentence: {said}")
-        if "[KEYSHARD_" not in told:
+        if "[KEYSHARD_" not in result:
             self.problems.append(f"{name} failed without a word of keyshard: {text[-1500:]}")
         query = next((one for one in self.queries if one.name == name), None)
         if query is None or query.over:
             return
         query.failures += 1
-        if "MALFORMED" in told and query.mode == "FAILFAST":
+        if "MALFORMED" in result and query.mode == "FAILFAST":
             query.spec["options"]["mode"] = self.drawn.choice(("PERMISSIVE", "DROPMALFORMED"))
         if query.failures > _RETRIES:
-            self.problems.append(f"{name} failed {query.failures} times: {told}")
+            self.problems.append(f"{name} failed {query.failures} times: {result}")
             query.over = True
             return
         self.order(start=query.spec)

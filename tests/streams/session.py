@@ -1,7 +1,7 @@
-"""A Spark session in a process of its own, with several queries, which dies at a step when told.
+"""A Spark session in a separate process, with several queries. It dies at a given step.
 
-Lines of JSON on standard input are orders; what happens is appended to a file of JSON lines. What
-batches have goes into a SQLite file for each query, each batch once by its id.
+Lines of JSON on standard input are orders; events are appended to a file of JSON lines. Rows of
+batches go into a SQLite file for each query, each batch once by its id.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 
 from examples.parquet_query import session
 
@@ -98,7 +98,7 @@ class Queries:
         self.tell("stopped", query=name)
 
     def look(self) -> None:
-        """See what ended, and what is to die."""
+        """Find queries that ended, and processes to kill."""
         for name, query in list(self._running.items()):
             if query.isActive:
                 continue

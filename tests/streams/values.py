@@ -1,4 +1,4 @@
-"""Kinds of values: what is registered, what is published, and what a row has to say of it."""
+"""Kinds of values: their schemas, messages and expected rows."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _FIELDS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What is registered for one version."""
+    """The registered schema of one version."""
 
     type: str
     definition: str = ""
     properties: Mapping[str, str] | None = None
 
     def body(self) -> dict[str, Any]:
-        """As the admin interface takes it."""
+        """The schema in the form of the admin interface."""
         return {
             "type": self.type,
             "schema": self.definition,
@@ -52,7 +52,7 @@ class Sent:
     """One message that was handed to the broker."""
 
     number: int
-    """Its property ``n``, which no other has."""
+    """Its unique property ``n``."""
     topic: str
     partition: int
     entry: int
@@ -61,7 +61,7 @@ class Sent:
     ordering_key: str | None
     kind: str
     version: int
-    """Of its value: 0, 1 or :data:`BAD`."""
+    """The schema version of its value: 0, 1 or :data:`BAD`."""
     tombstone: bool
     corrupt: bool
     payload: bytes | None
@@ -69,7 +69,7 @@ class Sent:
 
     @property
     def routing_key(self) -> str | bytes | None:
-        """What the broker routes it by."""
+        """The key by which the broker routes it."""
         return self.key if self.ordering_key is None else self.ordering_key
 
     @property
@@ -84,29 +84,29 @@ class Sent:
 
 
 def schema_of(kind: str, version: int) -> Schema | None:
-    """What is registered; ``None`` for a topic without a schema."""
+    """The registered schema; ``None`` for a topic without one."""
     if kind in (AVRO, JSON):
         return Schema(kind, json.dumps(_avro(version)))
     if kind == PROTOBUF:
         file = _file(version)
         files = descriptor_pb2.FileDescriptorSet(file=[file])
-        told = {
+        output = {
             "fileDescriptorSet": b64encode(files.SerializeToString()).decode(),
             "rootMessageTypeName": "d.R",
             "rootFileDescriptorName": file.name,
         }
-        return Schema(kind, json.dumps(told))
+        return Schema(kind, json.dumps(output))
     if kind in (INLINE, SEPARATED):
         properties = {"kv.encoding.type": kind}
         for part in ("key", "value"):
-            told = {"name": part, "type": "STRING", "properties": "{}"}
-            properties |= {f"{part}.schema.{name}": text for name, text in told.items()}
+            output = {"name": part, "type": "STRING", "properties": "{}"}
+            properties |= {f"{part}.schema.{name}": text for name, text in output.items()}
         return Schema("KEY_VALUE", '{"key": "", "value": ""}', properties)
     return Schema(TEXT) if kind == TEXT else None
 
 
 def other_schema() -> Schema:
-    """Of another record, whose bytes the first version would take for its own."""
+    """Return a value of another record with bytes that fit the first version."""
     fields = [
         {"name": "number", "type": "long"},
         {"name": "text", "type": ["null", "string"], "default": None},
@@ -173,10 +173,10 @@ def encoded(
 
 
 def wrong(sent: Sent, row: Mapping[str, Any], mode: str, *, any_malformed: bool = False) -> str:  # noqa: PLR0911 - a table in words
-    """What is wrong with a row; empty where nothing is.
+    """The error of a row; empty if none.
 
     Args:
-        sent: What was published.
+        sent: The published message.
         row: Columns by name; bytes as ``{"hex": ...}``.
         mode: Of the query.
         any_malformed: Whether the query may be of a version that this one cannot be read as.
@@ -194,22 +194,24 @@ def wrong(sent: Sent, row: Mapping[str, Any], mode: str, *, any_malformed: bool 
         return _differs(row, "value", sent.payload)
     if sent.kind in (TEXT, INLINE, SEPARATED):
         wanted = None if sent.tombstone else f"v{sent.number}"
-        told = _differs(row, "value", wanted)
+        output = _differs(row, "value", wanted)
         if sent.kind == SEPARATED:
-            told = told or _differs(row, "key", sent.key)
+            output = output or _differs(row, "key", sent.key)
         if sent.kind == INLINE and not sent.tombstone:
-            told = told or _differs(row, "key", sent.key if isinstance(sent.key, str) else "bytes")
-        return told
+            output = output or _differs(
+                row, "key", sent.key if isinstance(sent.key, str) else "bytes"
+            )
+        return output
     if sent.tombstone:
         return _differs(row, "id", None) or _differs(row, "name", None)
     identity: Any = f"s{sent.number}" if sent.version == BAD else sent.number
     name = (sent.name or "") if sent.kind == PROTOBUF else sent.name
-    told = _differs(row, "id", identity) or _differs(row, "name", name)
-    if not told and "more" in row:
+    output = _differs(row, "id", identity) or _differs(row, "name", name)
+    if not output and "more" in row:
         allowed = [sent.number % 1_000] if sent.version == 1 else [DEFAULT, None, 0]
         if row["more"] not in allowed:
-            told = f"more is {row['more']}, not one of {allowed}"
-    return told
+            output = f"more is {row['more']}, not one of {allowed}"
+    return output
 
 
 def _differs(row: Mapping[str, Any], name: str, wanted: Any) -> str:

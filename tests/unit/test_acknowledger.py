@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from helpers import P0, P1, P2, FakeConsumer, wait_until
+from keyshard.consumers import acknowledger
+from keyshard.consumers.acknowledger import Acknowledger
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import AcknowledgeError, BrokerError, BrokerUnavailableError, KeyShardError
-from keyshard.worker import acknowledger
-from keyshard.worker.acknowledger import Acknowledger
+from tests.helpers import DEADLINE_S, P0, P1, P2, FakeConsumer, wait_until
 
 Make = Callable[..., Acknowledger]
 
@@ -20,7 +20,7 @@ def entries(count: int, first: int = 0) -> list[EntryId]:
     return [EntryId(1, entry) for entry in range(first, first + count)]
 
 
-class Bench:
+class AcknowledgerSetup:
     """An acknowledger over one consumer per topic partition."""
 
     def __init__(self) -> None:
@@ -41,42 +41,49 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    for made in bench.made:
+def setup() -> Iterator[AcknowledgerSetup]:
+    setup = AcknowledgerSetup()
+    yield setup
+    for made in setup.made:
         made.stop(0.05)
-        made.join(5)
+        made.join(DEADLINE_S)
         assert not made._thread.is_alive()
 
 
-def test_entries_go_to_a_consumer_of_their_partition(bench: Bench) -> None:
-    acks = bench.start()
+def test_entries_go_to_a_consumer_of_their_partition(setup: AcknowledgerSetup) -> None:
+    acks = setup.start()
     acks.submit(P0, entries(3))
     acks.submit(P1, entries(2, first=7))
     wait_until(lambda: not acks.waiting)
-    assert bench.consumers[P0].acknowledged == entries(3)
-    assert bench.consumers[P1].acknowledged == entries(2, first=7)
+    assert setup.consumers[P0].acknowledged == entries(3)
+    assert setup.consumers[P1].acknowledged == entries(2, first=7)
     assert acks.acknowledged == 5
 
 
-def test_many_entries_go_in_turns(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_entries_go_in_turns(
+    setup: AcknowledgerSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(acknowledger, "ENTRIES_PER_TURN", 4)
     turns: list[int] = []
-    consumer = bench.consumers[P0]
+    consumer = setup.consumers[P0]
     take = consumer.acknowledge
-    consumer.acknowledge = lambda ids: (turns.append(len(ids)), take(ids))  # type: ignore[method-assign]
-    acks = bench.start()
+
+    def in_turn(ids: Sequence[EntryId]) -> None:
+        turns.append(len(ids))
+        take(ids)
+
+    monkeypatch.setattr(consumer, "acknowledge", in_turn)
+    acks = setup.start()
     acks.submit(P0, entries(10))
     wait_until(lambda: not acks.waiting)
     assert turns == [4, 4, 2]
     assert consumer.acknowledged == entries(10)
 
 
-def test_what_waits_meanwhile_goes_together(bench: Bench) -> None:
+def test_waiting_acknowledgements_go_together(setup: AcknowledgerSetup) -> None:
     calls: list[int] = []
     begun, goes_on = threading.Event(), threading.Event()
-    consumer = bench.consumers[P0]
+    consumer = setup.consumers[P0]
     take = consumer.acknowledge
 
     def slow(ids: list[EntryId]) -> None:
@@ -86,7 +93,7 @@ def test_what_waits_meanwhile_goes_together(bench: Bench) -> None:
         take(ids)
 
     consumer.acknowledge = slow  # type: ignore[method-assign, assignment]
-    acks = bench.start()
+    acks = setup.start()
     acks.submit(P0, entries(1))
     assert begun.wait(30)
     for number in range(1, 10):
@@ -97,68 +104,70 @@ def test_what_waits_meanwhile_goes_together(bench: Bench) -> None:
     assert consumer.acknowledged == entries(10)
 
 
-def test_what_a_consumer_refuses_goes_to_the_next(bench: Bench) -> None:
-    bench.consumers[P0].errors.extend([BrokerError("closed"), BrokerUnavailableError("away")])
-    acks = bench.start()
+def test_entries_refused_by_a_consumer_go_to_the_next(setup: AcknowledgerSetup) -> None:
+    setup.consumers[P0].errors.extend([BrokerError("closed"), BrokerUnavailableError("away")])
+    acks = setup.start()
     acks.submit(P0, entries(2))
     wait_until(lambda: not acks.waiting)
-    assert bench.consumers[P0].acknowledged == entries(2)
-    assert bench.failures == []
+    assert setup.consumers[P0].acknowledged == entries(2)
+    assert setup.failures == []
 
 
-def test_entries_wait_while_no_consumer_is_connected(bench: Bench) -> None:
-    bench.away.set()
-    acks = bench.start()
+def test_entries_wait_while_no_consumer_is_connected(setup: AcknowledgerSetup) -> None:
+    setup.away.set()
+    acks = setup.start()
     acks.submit(P0, entries(2))
     assert acks.waiting == 2
-    bench.away.clear()
+    setup.away.clear()
     wait_until(lambda: not acks.waiting)
-    assert bench.consumers[P0].acknowledged == entries(2)
+    assert setup.consumers[P0].acknowledged == entries(2)
 
 
-def test_a_topic_partition_that_is_away_keeps_no_other_waiting(bench: Bench) -> None:
-    consumer_of = bench.consumer_of
+def test_a_topic_partition_that_is_away_keeps_no_other_waiting(setup: AcknowledgerSetup) -> None:
+    consumer_of = setup.consumer_of
 
-    def without_p0(where: TopicPartition) -> FakeConsumer | None:
-        if where == P0:
+    def without_p0(topic_partition: TopicPartition) -> FakeConsumer | None:
+        if topic_partition == P0:
             raise BrokerUnavailableError("No consumer of P0 is connected.")
-        return consumer_of(where)
+        return consumer_of(topic_partition)
 
-    bench.consumer_of = without_p0  # type: ignore[method-assign]
-    acks = bench.start()
+    setup.consumer_of = without_p0  # type: ignore[method-assign]
+    acks = setup.start()
     acks.submit(P0, entries(2))
     acks.submit(P1, entries(3))
-    wait_until(lambda: bench.consumers[P1].acknowledged == entries(3))
+    wait_until(lambda: setup.consumers[P1].acknowledged == entries(3))
     assert acks.waiting == 2
 
 
-def test_a_failure_past_the_limit_fails_the_source_and_names_the_partition(bench: Bench) -> None:
-    bench.away.set()
-    acks = bench.start(timeout_s=0.05)
+def test_a_failure_past_the_limit_fails_the_source_and_names_the_partition(
+    setup: AcknowledgerSetup,
+) -> None:
+    setup.away.set()
+    acks = setup.start(timeout_s=0.05)
     acks.submit(P0, entries(2))
-    wait_until(lambda: bench.failures)
-    (failure,) = bench.failures
+    wait_until(lambda: setup.failures)
+    (failure,) = setup.failures
     assert isinstance(failure, AcknowledgeError)
     assert failure.facts == {"topic_partition": P0.name}
     assert "2 entries" in failure.message
     assert acks.acknowledged == 0
 
 
-def test_an_unforeseen_error_fails_the_source_too(bench: Bench) -> None:
-    bench.consumers[P0].errors.append(ZeroDivisionError("a bug"))
-    acks = bench.start()
+def test_an_unforeseen_error_fails_the_source_too(setup: AcknowledgerSetup) -> None:
+    setup.consumers[P0].errors.append(ZeroDivisionError("a bug"))
+    acks = setup.start()
     acks.submit(P0, entries(1))
-    wait_until(lambda: bench.failures)
-    (failure,) = bench.failures
+    wait_until(lambda: setup.failures)
+    (failure,) = setup.failures
     assert "a bug" in str(failure)
 
 
 def test_too_many_waiting_entries_are_refused(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    setup: AcknowledgerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acknowledger, "ENTRIES_WAITING_MAX", 5)
-    bench.away.set()
-    acks = bench.start()
+    setup.away.set()
+    acks = setup.start()
     acks.submit(P0, entries(5))
     with pytest.raises(AcknowledgeError, match="5 entries wait") as caught:
         acks.submit(P1, entries(1))
@@ -166,44 +175,46 @@ def test_too_many_waiting_entries_are_refused(
     assert acks.waiting == 5
 
 
-def test_stop_hands_over_what_waits(bench: Bench) -> None:
-    acks = bench.start()
+def test_stop_sends_waiting_acknowledgements(setup: AcknowledgerSetup) -> None:
+    acks = setup.start()
     for at in range(50):
         acks.submit(P0, entries(10, first=10 * at))
     acks.stop(10.0)
-    assert bench.consumers[P0].acknowledged == entries(500)
+    assert setup.consumers[P0].acknowledged == entries(500)
     assert acks.waiting == 0
 
 
-def test_stop_ends_in_time_when_the_broker_is_away(bench: Bench) -> None:
-    bench.away.set()
-    acks = bench.start(timeout_s=600)
+def test_stop_ends_in_time_when_the_broker_is_away(setup: AcknowledgerSetup) -> None:
+    setup.away.set()
+    acks = setup.start(timeout_s=600)
     acks.submit(P0, entries(1))
     acks.stop(0.05)
     wait_until(lambda: not acks._thread.is_alive())
-    assert bench.failures == []
+    assert setup.failures == []
     assert acks.acknowledged == 0
 
 
-def test_the_thread_never_keeps_a_process_alive(bench: Bench) -> None:
-    assert bench.start()._thread.daemon
+def test_the_thread_never_keeps_a_process_alive(setup: AcknowledgerSetup) -> None:
+    assert setup.start()._thread.daemon
 
 
-def test_entries_of_a_partition_that_is_gone_are_dropped(bench: Bench) -> None:
-    acks = bench.start()
+def test_entries_of_a_partition_that_is_gone_are_dropped(setup: AcknowledgerSetup) -> None:
+    acks = setup.start()
     acks.submit(P2, entries(3))
     acks.submit(P1, entries(2))
     wait_until(lambda: not acks.waiting)
-    assert bench.consumers[P1].acknowledged == entries(2)
+    assert setup.consumers[P1].acknowledged == entries(2)
     assert acks.acknowledged == 2
-    assert bench.failures == []
+    assert setup.failures == []
 
 
-def test_entries_that_wait_are_dropped_once_their_partition_is_gone(bench: Bench) -> None:
-    bench.away.set()
-    acks = bench.start()
+def test_entries_that_wait_are_dropped_once_their_partition_is_gone(
+    setup: AcknowledgerSetup,
+) -> None:
+    setup.away.set()
+    acks = setup.start()
     acks.submit(P0, entries(3))
-    del bench.consumers[P0]
-    bench.away.clear()
+    del setup.consumers[P0]
+    setup.away.clear()
     wait_until(lambda: not acks.waiting)
-    assert bench.failures == []
+    assert setup.failures == []

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from helpers import block, ids
 from keyshard.core.position.entry import EntryBlock
 from keyshard.core.window.admission import (
     Held,
     held_max,
-    share_out,
     take_aligned,
     waits_for_more,
 )
+from tests.helpers import block, ids
 
 Received = list[EntryBlock]
 
@@ -40,34 +39,6 @@ def places(received: Received) -> list[tuple[int, int]]:
     return [(b.id.entry, b.received_by) for b in received]
 
 
-def test_everything_is_given_while_the_limit_lasts() -> None:
-    assert share_out(10, {"a": 3, "b": 7}) == {"a": 3, "b": 7}
-    assert share_out(10, {}) == {}
-
-
-def test_shares_are_proportional_to_demand() -> None:
-    shares = share_out(1_000, {"a": 1_000, "b": 3_000, "c": 6_000})
-    assert sum(shares.values()) == 1_000
-    assert all(
-        abs(shares[key] - ideal) <= 3 for key, ideal in zip("abc", (100, 300, 600), strict=True)
-    )
-
-
-def test_a_small_demand_is_not_starved_by_a_large_one() -> None:
-    shares = share_out(10, {"large": 10**9, "small": 1})
-    assert shares == {"large": 9, "small": 1}
-
-
-def test_all_of_the_limit_is_given_out() -> None:
-    shares = share_out(10, {"a": 7, "b": 7, "c": 7})
-    assert sum(shares.values()) == 10
-    assert min(shares.values()) >= 3
-
-
-def test_the_first_keys_come_first_when_the_limit_is_smaller_than_their_number() -> None:
-    assert share_out(2, {"c": 5, "a": 5, "b": 5}) == {"c": 1, "a": 1, "b": 0}
-
-
 def test_the_cut_is_one_position_for_all_ranges() -> None:
     received = [came(entry % 3, entry) for entry in range(9)]
     taken, rest = take(received, rows_max=4)
@@ -91,8 +62,8 @@ def test_the_byte_limit_holds() -> None:
 
 def test_a_single_entry_larger_than_the_limits_is_taken_alone() -> None:
     received = [came(0, 0, *("k" for _ in range(50))), came(0, 1)]
-    for limits in ({"rows_max": 10}, {"bytes_max": 10}, {"rows_max": 0, "bytes_max": 0}):
-        taken, rest = take(received, **limits)
+    for rows_max, bytes_max in ((10, 10**9), (10**9, 10), (0, 0)):
+        taken, rest = take(received, rows_max, bytes_max)
         assert ids(taken) == [(1, 0)]
         assert ids(rest) == [(1, 1)]
 
@@ -134,12 +105,13 @@ def held(window: int, partitions: int, ranges: int = 10, **limits: int) -> Held:
     return held_max(window_rows_max=window, topic_partitions=partitions, ranges=ranges, **given)
 
 
-def test_rows_held_of_a_partition_stay_below_what_the_broker_leaves_unacknowledged() -> None:
-    assert held(200_000, 5) == (40_000, 1_000)
-    assert held(200_000, 1) == (49_000, 1_000)
-    assert held(200_000, 1, per_consumer=0) == (190_000, 1_000)
-    assert held(200_000, 1, per_consumer=0, per_subscription=0) == (200_000, 1_000)
-    assert held(200_000, 1, per_consumer=10) == (5, 5)
+def test_rows_held_of_a_partition_stay_below_the_limit_of_the_broker() -> None:
+    assert held(200_000, 5) == (40_000, 49_000, 1_000)
+    assert held(10**7, 5) == (180_000, 49_000, 1_000)
+    assert held(10**7, 5, ranges=2) == (98_000, 49_000, 1_000)
+    assert held(200_000, 1, per_consumer=0) == (180_000, None, 1_000)
+    assert held(200_000, 1, per_consumer=0, per_subscription=0) == (200_000, None, 1_000)
+    assert held(200_000, 1, per_consumer=10) == (50, 5, 5)
 
 
 @pytest.mark.parametrize("ranges", [1, 100, 199, 200, 201, 1_000, 10_000, 65_536])
@@ -148,9 +120,10 @@ def test_the_queues_of_many_ranges_become_smaller_before_the_window_does(ranges:
     assert found.rows == 40_000
     assert found.queue == min(1_000, 160_000 // ranges)
     assert held(200_000, 1, ranges).rows >= 49_000
+    assert held(10**7, 5, ranges).rows >= 49_000
 
 
 def test_without_room_for_one_row_beside_the_smallest_queues_there_is_none() -> None:
-    assert held(200_000, 5, 1_000, per_subscription=1_001) == (1, 1)
+    assert held(200_000, 5, 1_000, per_subscription=1_001) == (1, 49_000, 1)
     assert held(200_000, 5, 1_000, per_subscription=1_000).rows == 0
     assert held(200_000, 5, per_consumer=1).rows == 0

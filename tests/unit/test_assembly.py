@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from helpers import block, event_ms, ids
-from keyshard.arrow.content import gather
+from keyshard.columns.content import gather
 from keyshard.core.position import assembly as assembly_module
 from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.ring.key_slot import key_slot
+from tests.helpers import block, event_ms, ids, part, present
 
 
 def feed(assembly: EntryAssembly, *blocks: EntryBlock) -> list[EntryBlock]:
     return [entry for part in blocks for entry in assembly.add(part)]
-
-
-def part(entry: int, *indices: int, of: int) -> EntryBlock:
-    return block(1, entry, *("k" for _ in indices), of=of, indices=indices)
 
 
 def test_a_whole_entry_is_complete_at_once() -> None:
@@ -45,13 +43,13 @@ def test_parts_are_joined_in_every_column() -> None:
 
 
 @pytest.mark.parametrize("again", [[0], [0, 1], [1], [0, 1, 2]])
-def test_an_entry_that_starts_again_replaces_what_was_held(again: list[int]) -> None:
+def test_an_entry_that_starts_again_replaces_its_held_part(again: list[int]) -> None:
     assembly = EntryAssembly()
     feed(assembly, part(0, 0, 1, of=4), part(0, *again, of=4))
     last = part(0, *range(again[-1] + 1, 4), of=4)
     (entry,) = assembly.add(last)
     assert entry.indices == list(range(again[0], 4))
-    assert entry.payload_bytes == sum(map(len, entry.values))
+    assert entry.payload_bytes == sum(len(present(value)) for value in entry.values)
 
 
 def test_an_early_end_asks_for_redelivery_and_takes_nothing() -> None:
@@ -109,7 +107,7 @@ def test_connections_that_break_twice_at_the_same_index_prove_nothing() -> None:
 
 
 def test_a_connection_that_broke_and_a_silence_at_the_same_index_prove_nothing() -> None:
-    """Where a broker keeps back for long what it has to send again, its rest is still to come."""
+    """If a broker delays its redelivery, the rest of an entry is still to come."""
     assembly = EntryAssembly()
     feed(assembly, part(0, 0, 1, of=3))
     with pytest.raises(RedeliveryNeeded):
@@ -149,7 +147,18 @@ def test_missing_indices_before_the_last_need_no_question() -> None:
     assert not entry.whole
 
 
-def test_an_early_end_can_be_told_by_silence_too() -> None:
+def test_a_complete_entry_without_its_last_index_needs_no_question() -> None:
+    assembly = EntryAssembly()
+    feed(assembly, part(0, 0, of=3))
+    with pytest.raises(RedeliveryNeeded):
+        assembly.end_early()
+    assert not assembly.is_empty
+    (entry,) = assembly.add(replace(part(0, 0, of=3), complete=True))
+    assert entry.indices == [0]
+    assert assembly.is_empty, "its early end is forgotten"
+
+
+def test_an_early_end_may_show_as_silence() -> None:
     assembly = EntryAssembly()
     for _ in range(2):
         feed(assembly, part(0, 1, of=3))
@@ -174,7 +183,7 @@ def test_each_of_many_partial_entries_is_asked_about_once() -> None:
     assert ids(got) == ids(backlog)
 
 
-def test_what_is_remembered_of_early_ends_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_about_early_ends_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly_module, "DOUBTED_MAX", 3)
     assembly = EntryAssembly()
     for entry in range(6):

@@ -11,10 +11,10 @@ import fastavro
 import pyarrow as pa
 import pytest
 
+from keyshard.columns.codec import decode_rows
+from keyshard.columns.codecs import codec_of
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
-from keyshard.schemas.codec import decode_rows
-from keyshard.schemas.codecs import codec_of
 
 TOPIC = "persistent://public/default/orders"
 
@@ -37,7 +37,7 @@ DAY = {"type": "int", "logicalType": "date"}
 
 
 def avro(kind: Any, **more: Any) -> TopicSchema:
-    """Of a record with a field ``u``."""
+    """Return the schema of a record with a field ``u``."""
     schema = record("R", first="long", u=kind, last="string")
     schema["fields"][1] |= more
     return TopicSchema("AVRO", json.dumps(schema).encode())
@@ -155,7 +155,7 @@ RENAMED["aliases"] = ["A"]
 RENAMED["fields"][0]["aliases"] = ["x"]
 RENAMED["fields"][1]["default"] = 3
 VERSIONS: list[tuple[Any, int, Any, Any, Any]] = [
-    # Written as, at its place the value; read as, what it is there.
+    # Written type and value; read type and value.
     (["int", "string"], 0, 5, ["string", "null", "int"], member(1, 5, 2)),
     (["int", "string"], 0, 5, ["string", "long", "int"], member(2, 5, 3)),
     (["int", "string"], 0, 5, ["string", "double", "long"], member(1, 5.0, 3)),
@@ -206,7 +206,7 @@ def test_a_type_that_the_other_version_lacks_is_a_row_with_a_reason(
     assert "keyshard" not in reasons[0], "its names are not the user's"
 
 
-def test_what_was_no_union_becomes_one_and_its_default_is_one_of_its_first_type() -> None:
+def test_a_field_becomes_a_union_with_a_default_of_its_first_type() -> None:
     plain = record("R", first="long", u="int", last="string")
     data = b"\x0e\x0a\x02z"
     writer = TopicSchema("AVRO", json.dumps(plain).encode())
@@ -238,9 +238,9 @@ def test_a_union_of_json_is_refused_but_for_numbers() -> None:
     def of(kind: Any) -> TopicSchema:
         return TopicSchema("JSON", avro(kind).definition)
 
-    told = r"Field 'u' .*union of 2 types, and JSON does not say of which.*valueFormat=raw"
+    output = r"Field 'u' .*union of 2 types, and JSON does not tell the type.*valueFormat=raw"
     for kind in (["int", "string"], ["null", A, B]):
-        with pytest.raises(SchemaError, match=told):
+        with pytest.raises(SchemaError, match=output):
             codec_of(of(kind), TOPIC)
     numbers = b'{"first": 7, "u": %s, "last": "z"}'
     assert rows_of(of(["int", "long"]), numbers % b"1099511627776") == ([2**40], {})
@@ -251,8 +251,8 @@ def test_a_union_of_json_is_refused_but_for_numbers() -> None:
 def test_a_record_that_contains_itself_is_named(kind: str) -> None:
     node = record("Node", next=["null", "Node"])
     schema = TopicSchema(kind, avro(node).definition)
-    told = r"Field 'u\.next' of the schema of .*contains its own type 'Node'.*valueFormat=raw"
-    with pytest.raises(SchemaError, match=told):
+    output = r"Field 'u\.next' of the schema of .*contains its own type 'Node'.*valueFormat=raw"
+    with pytest.raises(SchemaError, match=output):
         codec_of(schema, TOPIC)
     inside = TopicSchema(kind, avro(["null", record("Tree", l=array("Tree"))]).definition)
     with pytest.raises(SchemaError, match=r"Field 'u\.l' .*its own type 'Tree'"):

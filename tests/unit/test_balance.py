@@ -7,12 +7,12 @@ from itertools import accumulate
 
 import pytest
 
-from helpers import key_in
 from keyshard.core.ring.assignment import Assignment, assign, moved_slots
 from keyshard.core.ring.balance import balance, max_over_mean
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.ring.slot_load import SlotLoad
+from tests.helpers import key_in
 
 KEYS = 100_000
 SAMPLED = 60_000
@@ -108,7 +108,7 @@ def test_an_even_load_and_no_load_leave_everything_where_it_is() -> None:
     assert str(found) == "max/mean 1.00 -> 1.00"
 
 
-def test_what_is_balanced_stays() -> None:
+def test_balanced_ranges_stay() -> None:
     load = Zipf(0.99, 9).sampled
     once = balance(assign(10), load).assignment
     assert balance(once, load).assignment == once

@@ -77,7 +77,7 @@ def test_efficiency_is_one_when_all_lanes_always_work() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 8), (8, 3), (3, 4)])
-def test_moved_parts_are_what_changes_hands(old: int, new: int) -> None:
+def test_moved_parts_are_the_slots_with_another_owner(old: int, new: int) -> None:
     before = assign(old)
     after = reassign(before, new)
     parts = moved(before, after)
@@ -107,7 +107,7 @@ def test_a_pause_is_the_longest_time_without_a_handler_around_the_move() -> None
     assert pause_s(Move(HashRange(6, 7), 3.5, 4), runs) is None
 
 
-def test_what_comes_twice_and_out_of_order_is_counted() -> None:
+def test_duplicates_and_disorder_are_counted() -> None:
     right = [run_of(0, 1), run_of(1, 2, seq=1)]
     assert duplicates(right) == 0
     assert key_order(history(right)).holds

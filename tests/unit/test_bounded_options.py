@@ -1,4 +1,4 @@
-"""Options of a batch read: what they say, and one sentence for each that says nothing."""
+"""Options of a batch read: their meaning, and one sentence for each invalid one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from keyshard import KeyShardSource
+from keyshard.config.segments import Segments
 from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import Edge
 from keyshard.errors import ConfigError
-from spark_adapter.bounded_options import PARTITIONS_MAX, BoundedRead, parse_bounded
+from keyshard.reading.splits import plan_read
 from spark_adapter.data_source import KeyShardDataSource
-from spark_adapter.option_table import BATCH_OPTIONS, OF_BATCHES_TOO, OPTIONS
-from spark_adapter.options import batch_options_table, parse_options
+from spark_adapter.option_parsing import (
+    PARTITIONS_MAX,
+    BoundedRead,
+    batch_options_table,
+    parse_bounded,
+    parse_options,
+)
+from spark_adapter.options import BATCH_OPTIONS, OF_BATCHES_TOO, OPTIONS
 
 MINIMAL = {"topic": "orders", "admin.url": "http://broker:8080"}
 DOCS = Path(__file__).parents[2] / "docs" / "options.md"
@@ -33,7 +40,7 @@ def test_a_topic_is_read_from_its_beginning_to_its_end() -> None:
     assert (read.partitions_min, read.rows_max, read.keys) == (1, None, None)
 
 
-def test_every_option_says_its_part_whatever_its_case() -> None:
+def test_every_option_reaches_its_field_whatever_its_case() -> None:
     options = {
         "startingoffsets": ' {"orders-partition-0": "7:120", "orders-partition-1": "earliest"}',
         "ENDINGTIME": "2026-11-21T01:00:00+01:00",
@@ -65,51 +72,49 @@ def test_every_option_says_its_part_whatever_its_case() -> None:
         ({"startingOffsets": ""}, "startingOffsets is ''; write 'earliest'"),
         ({"startingOffsets": "then"}, "'ledger:entry' or 'ledger:entry:index'."),  # and no time
         ({"startingOffsets": "2026-11-21"}, "startingOffsets is '2026-11-21'; write 'earliest'"),
-        ({"endingOffsets": "7:3"}, "a position is one of a single topic partition. Write JSON"),
+        ({"endingOffsets": "7:3"}, "a position belongs to one topic partition. Write JSON"),
         ({"endingOffsets": '{"orders": 7}'}, "endingOffsets of 'orders' is 7; write"),
         ({"endingOffsets": '{"orders": "7:"}'}, "endingOffsets of 'orders' is '7:'; write"),
         ({"endingOffsets": '{"orders": "2026-11-21"}'}, "endingOffsets of 'orders' is '2026-1"),
         ({"endingOffsets": '{"orders": "7:1", "orders": "7:2"}'}, "names 'orders' twice"),
-        ({"endingOffsets": '{"orders": "7:1"'}, "which is no JSON: Expecting ',' delimiter"),
+        ({"endingOffsets": '{"orders": "7:1"'}, "which is not JSON: Expecting ',' delimiter"),
         ({"endingOffsets": '["7:1"]'}, "endingOffsets is '[\"7:1\"]'; write 'earliest'"),
-        ({"startingTime": "2026-11-21T08:00"}, "which says no zone. Add 'Z' for UTC"),
-        ({"startingTime": "earliest"}, "startingTime is 'earliest', which is no time"),
-        ({"startingTime": "1795219200"}, "If it is seconds, multiply it by 1000"),
-        ({"startingTime": "-5"}, "startingTime is '-5', which is no time"),
-        ({"startingTime": "9" * 18}, "which is no time"),
-        ({"endingTime": "2026-02-30T00:00Z"}, "endingTime is '2026-02-30T00:00Z', which is no "),
+        ({"startingTime": "2026-11-21T08:00"}, "which has no time zone. Add 'Z' for UTC"),
+        ({"startingTime": "earliest"}, "startingTime is 'earliest', which is not a time"),
+        ({"startingTime": "1795219200"}, "If it is in seconds, multiply it by 1000"),
+        ({"startingTime": "-5"}, "startingTime is '-5', which is not a time"),
+        ({"startingTime": "9" * 18}, "which is not a time"),
+        ({"endingTime": "2026-02-30T00:00Z"}, "endingTime is '2026-02-30T00:00Z', which is not a "),
         ({"startingTime": "0", "startingOffsets": "earliest"},
-         "Give only one of 'startingTime' and 'startingOffsets'."),
+         "'startingTime' and 'startingOffsets' are both given."),
         ({"minPartitions": "0"}, "minPartitions is 0; it must be an integer from 1 to 100000"),
         ({"minPartitions": "many"}, "minPartitions is 'many'; it must be an integer"),
         ({"minPartitions": str(PARTITIONS_MAX + 1)}, "minPartitions is 100001; it must be"),
         ({"maxRowsPerPartition": "-1"}, "maxRowsPerPartition is '-1'; it must be an integer"),
         ({"maxRowsPerPartition": "²"}, "maxRowsPerPartition is '²'; it must be an integer"),
-        ({"maxTimeDisorder": "soon"}, "'maxTimeDisorder' is 'soon'; write for example '30s'"),
+        ({"maxTimeDisorder": "soon"}, "'maxTimeDisorder' is 'soon'; write a time with a unit"),
         ({"keys": "a,b"}, "keys is 'a,b'; write a JSON list of keys"),
         ({"keys": "[]"}, "write a JSON list of keys"),
         ({"keys": "[1]"}, "write a JSON list of keys"),
         ({"keys": r'["\ud800"]'}, "write a JSON list of keys"),
-        ({"subscription": "s"}, "Option 'subscription' is one of a stream (spark.readStream), "),
-        ({"WINDOWMAXROWS": "5"}, "Option 'windowMaxRows' is one of a stream"),
+        ({"subscription": "s"}, "Option 'subscription' belongs to streams (spark.readStream), "),
+        ({"WINDOWMAXROWS": "5"}, "Option 'windowMaxRows' belongs to streams"),
         ({"minPartition": "5"}, "Option 'minPartition' is unknown. Did you mean 'minPartitions'?"),
     ],
 )  # fmt: skip
-def test_what_says_nothing_is_refused_by_one_sentence(
-    options: dict[str, str], sentence: str
-) -> None:
+def test_an_empty_option_is_refused_in_one_sentence(options: dict[str, str], sentence: str) -> None:
     message = refused(**options)
     assert sentence in message
     assert message.endswith(".")
 
 
-def test_a_stream_refuses_what_only_a_batch_read_has() -> None:
+def test_a_stream_refuses_options_of_batch_reads() -> None:
     for option in BATCH_OPTIONS:
         if option.name in OF_BATCHES_TOO:
             continue
         with pytest.raises(ConfigError) as caught:
             parse_options({"topic": "orders", "subscription": "s", option.name: "1"})
-        assert "is one of a batch read (spark.read), and a stream does not" in str(caught.value)
+        assert "belongs to batch reads (spark.read), not to streams" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_options_are_checked_when_a_table_is_loaded(options: dict[str, str], rig
 
 def test_the_docs_contain_the_table_as_it_is_now() -> None:
     assert batch_options_table() in DOCS.read_text()
-    fields = {"source", *BoundedRead.__dataclass_fields__}
+    fields = {"source", *BoundedRead.__dataclass_fields__, *Segments.__dataclass_fields__}
     assert {option.field for option in BATCH_OPTIONS} <= fields
     assert {option.name for option in OPTIONS} >= OF_BATCHES_TOO
     assert all(option.meaning.endswith(".") for option in BATCH_OPTIONS)
@@ -159,7 +164,7 @@ def test_hostile_values_are_refused(name: str, value: str) -> None:
     assert len(refused(**{name: value})) < 1_000
 
 
-def test_edges_are_words_in_any_case_as_elsewhere_in_spark() -> None:
+def test_edges_are_words_in_any_case_as_spark_has_them() -> None:
     read = parse_bounded(MINIMAL | {"startingOffsets": " Earliest ", "endingOffsets": "LATEST"})
     assert (read.start, read.end) == (Edge.EARLIEST, Edge.LATEST)
     of_partitions = '{"orders-partition-0": "Latest"}'
@@ -170,6 +175,41 @@ def test_edges_are_words_in_any_case_as_elsewhere_in_spark() -> None:
     assert source.starting_position == "earliest"
 
 
-def test_an_option_of_streams_in_a_batch_read_is_told_as_one() -> None:
-    with pytest.raises(ConfigError, match=r"option 'Parallelism' is one of a stream .* A batch"):
+def test_an_option_of_streams_in_a_batch_read_is_named_as_one() -> None:
+    with pytest.raises(ConfigError, match=r"option 'Parallelism' belongs to streams .* a batch"):
         KeyShardDataSource({"topic": "t", "Parallelism": "3"}).schema()
+
+
+def test_tls_with_bookies_reaches_segments(tmp_path: Path) -> None:
+    ca, certificate, key = (str(tmp_path / name) for name in ("ca", "certificate", "key"))
+    for path in (ca, certificate, key):
+        Path(path).touch()
+    options = {
+        "segments": "auto",
+        "bookies.trustCertsFilePath": ca,
+        "bookies.certificateFilePath": certificate,
+        "bookies.keyFilePath": key,
+        "bookies.hostnameVerification": "false",
+    }
+    found = parse_bounded(MINIMAL | options).segments
+    assert found == Segments("auto", {}, ca, certificate, key, False)  # noqa: FBT003
+    assert pickle.loads(pickle.dumps(found)) == found
+    del options["bookies.keyFilePath"]
+    assert "bookies_key_file_path is missing" in refused(**options)
+    del options["bookies.certificateFilePath"]
+    assert "segments is 'broker'" in refused(**options | {"segments": "broker"})
+    options["bookies.trustCertsFilePath"] = "/nowhere/ca.pem"
+    assert "cannot be read" in refused(**options)
+    with pytest.raises(ConfigError, match="bookies_trust_certs_file_path is not"):
+        Segments("auto", bookies_certificate_file_path=ca, bookies_key_file_path=key)
+    for source in ("auto", "broker"):
+        with pytest.raises(ConfigError, match="bookies_trust_certs_file_path is not"):
+            Segments(source, bookies_hostname_verification=False)
+
+
+def test_a_file_without_certificates_of_bookies_is_refused_by_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").touch()
+    segments = Segments("auto", bookies_trust_certs_file_path=tmp_path / "ca.pem")
+    source = KeyShardSource("orders", admin_url="http://broker:8080")
+    with pytest.raises(ConfigError, match=r"bookies_trust_certs_file_path .* contains no PEM"):
+        plan_read(source, segments=segments)

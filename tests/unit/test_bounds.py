@@ -10,7 +10,6 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from helpers import P0, P1
 from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import (
     Edge,
@@ -20,6 +19,7 @@ from keyshard.core.position.bounds import (
     parse_bounds,
 )
 from keyshard.errors import ConfigError
+from tests.helpers import P0, P1
 
 NOV_21 = 1_795_219_200_000
 """Midnight of 21 November 2026 in UTC."""
@@ -88,7 +88,7 @@ def test_a_day_of_a_change_of_clocks_has_25_hours() -> None:
         datetime(2026, 1, 1).date(), {"nested": "3:5"},  # noqa: DTZ001
     ],
 )  # fmt: skip
-def test_what_is_no_bound_is_told_in_a_sentence(given: Any) -> None:
+def test_an_invalid_bound_is_reported_in_a_sentence(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"^.{10,600}$") as raised:
         parse_bound("start", given)
     assert "start is " in str(raised.value)
@@ -112,16 +112,16 @@ def test_each_topic_partition_may_have_its_own() -> None:
     ("given", "message"),
     [
         ("3:5", "2 topic partitions are read"),
-        ({P0.name: "3:5"}, f"says nothing of {P1}"),
+        ({P0.name: "3:5"}, f"has no position for {P1}"),
         ({P0.name: "3:5", P1.name: "3:5", "other": "1:1"}, "names persistent://public/default/oth"),
         ({"a b": "3:5"}, "has the key 'a b'"),
         ({5: "3:5"}, "has the key 5"),
         ({"non-persistent://a/b/c": "1:1"}, "has the key"),
         ({P0.name: "x", P1.name: "3:5"}, f"start of {P0} is 'x'"),
-        ({}, "says nothing of"),
+        ({}, "has no position for"),
     ],
 )
-def test_a_bound_that_fits_no_partition_is_told(given: Any, message: str) -> None:
+def test_a_bound_that_fits_no_partition_is_reported(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_bounds("start", given, [P0, P1])
 
@@ -139,7 +139,7 @@ def test_a_bound_that_fits_no_partition_is_told(given: Any, message: str) -> Non
         (MessageId(3, 5, 0), 5, True),
     ],
 )
-def test_a_start_after_its_end_is_told(start: Any, end: Any, ordered: bool) -> None:
+def test_a_start_after_its_end_is_reported(start: Any, end: Any, ordered: bool) -> None:
     if ordered:
         check_order({P0: start}, {P0: end})
         return
@@ -147,7 +147,7 @@ def test_a_start_after_its_end_is_told(start: Any, end: Any, ordered: bool) -> N
         check_order({P0: start}, {P0: end})
 
 
-def test_times_far_away_are_told_as_well() -> None:
+def test_distant_times_are_shown() -> None:
     times = [parse_bound("start", one) for one in (datetime.max, "2026-11-21")]  # noqa: DTZ901
     with pytest.raises(ConfigError, match="is 9999-12-31T23:59:59"):
         check_order({P0: times[0]}, {P0: times[1]})

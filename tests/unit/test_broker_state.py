@@ -1,12 +1,12 @@
-"""What the broker's internalStats say: ledgers, and the cursor of one subscription."""
+"""The broker's internalStats: ledgers, and the cursor of one subscription."""
 
 from __future__ import annotations
 
 import pytest
 
-from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.subscription_state import BrokerState
 
 STATS = {
     # Two of them are not confirmed.
@@ -22,7 +22,7 @@ STATS = {
 }
 
 
-def test_internal_stats_tell_ledgers_and_cursor() -> None:
+def test_internal_statistics_have_ledgers_and_the_cursor() -> None:
     broker = BrokerState.from_internal_stats(STATS, "s")
     assert broker.ledgers == {12: 9, 14: 40}
     assert broker.newest_ledger == 14
@@ -79,7 +79,7 @@ def test_a_cursor_is_listed_under_the_encoded_name(subscription: str, listed: st
     assert BrokerState.from_internal_stats(stats, subscription).mark_delete is None
 
 
-def test_it_says_what_is_not_acknowledged() -> None:
+def test_unacknowledged_entries_are_reported() -> None:
     state = BrokerState({3: 9, 5: 9}, EntryId(3, 4), EntrySet.parse("3:6;5:0-1"))
     delivered = EntrySet.parse("2:0-9;3:0-8;5:0-2")
     assert str(state.lacks(delivered)) == "3:5,7-8;5:2"

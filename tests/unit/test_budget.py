@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from helpers import P0, FakeAdmin, config
-from keyshard.coordinator.budget import UnacknowledgedLimits, unacknowledged_limits, window_budget
+from keyshard.coordinator.opening import UnacknowledgedLimits, unacknowledged_limits, window_budget
 from keyshard.errors import AdminError, BrokerUnavailableError, ConfigError
+from tests.helpers import P0, FakeAdmin, config
 
 
 class MovingAdmin(FakeAdmin):
@@ -40,13 +40,14 @@ def test_a_refused_question_leaves_the_defaults() -> None:
 
 def test_the_budget_stays_below_the_limits() -> None:
     source = config("t", parallelism=2, receiver_queue_size=10)
-    assert window_budget(source, MovingAdmin(), [P0], 2).partition_rows_max == 90
+    budget = window_budget(source, MovingAdmin(), [P0], 2)
+    assert (budget.partition_rows_max, budget.range_rows_max) == (180, 90)
 
 
 def test_a_thousand_ranges_have_a_window_beside_their_queues() -> None:
     budget = window_budget(config("t", parallelism=1_000), FakeAdmin(), [P0], 1_000)
-    assert budget.partition_rows_max == 49_000
-    assert budget.queue_max == 151
+    assert budget.partition_rows_max == 100_000
+    assert budget.queue_max == 100
 
 
 def test_more_ranges_than_the_broker_leaves_unacknowledged_are_refused() -> None:

@@ -1,6 +1,6 @@
-"""Which tables a sync makes, changes and drops; which name a topic has, and which options a table.
+"""Tables that a sync creates, changes and drops; names of topics, and options of tables.
 
-No Spark session is needed for what they decide.
+These decisions need no Spark session.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyspark.sql.types import BinaryType, StructField, StructType
 
 from keyshard.errors import ConfigError
 from spark_adapter import catalog
-from spark_adapter.catalog_plan import Steps, Table, TableName, columns_alike, named, steps
+from spark_adapter.session_catalog import Steps, Table, TableName, columns_alike, named, steps
 from spark_adapter.table_options import options_of, with_options
 
 COLUMNS = StructType([StructField("value", BinaryType())])
@@ -64,7 +64,7 @@ def test_a_name_does_not_go_from_one_topic_to_another(
     assert named(topics, case_sensitive=True) == ({one: one for one in topics}, [])
 
 
-def test_columns_that_spark_does_not_tell_apart() -> None:
+def test_columns_that_spark_cannot_distinguish_are_refused() -> None:
     assert columns_alike(["id", "ID"], case_sensitive=False) == "ID"
     assert columns_alike(["id", "ID"], case_sensitive=True) is None
     assert columns_alike(["id", "name"], case_sensitive=False) is None
@@ -82,7 +82,7 @@ def test_a_query_has_the_options_of_its_kind_after_its_own() -> None:
     assert "startingOffsets" not in options_of(columns, {"startingtime": "0"}, stream=True)
 
 
-def test_who_names_a_topic_reads_no_table() -> None:
+def test_a_read_with_a_topic_needs_no_table() -> None:
     given = {"topicsPattern": "o.*"}
     assert options_of(with_options(COLUMNS, OPTIONS), given) == given
     assert options_of(COLUMNS, {}) == {}
@@ -93,7 +93,7 @@ def test_the_catalog_of_hive_is_refused_by_name() -> None:
         return "hive" if name == "spark.sql.catalogImplementation" else default
 
     session: Any = SimpleNamespace(_jvm=object(), conf=SimpleNamespace(get=get))
-    with pytest.raises(ConfigError, match="catalog of Hive"):
+    with pytest.raises(ConfigError, match="Hive catalog"):
         catalog.sync(session, options={"admin.url": "http://127.0.0.1:1"})
 
 
@@ -102,7 +102,7 @@ def test_the_modules_that_spark_looks_for_give_sources_and_never_fail(tmp_path: 
     found = Path(__file__).parents[2] / "spark_adapter" / "discovered"
     old = tmp_path / "pyspark"
     old.mkdir()
-    (old / "__init__.py").write_text("__version__ = '4.1.0'")
+    (old / "__init__.py").write_text("__version__ = '3.5.0'")
     program = """
 import importlib, json, warnings
 with warnings.catch_warnings(record=True) as said:
@@ -124,5 +124,5 @@ print(json.dumps([[one and one.name() for one in sources], [str(one.message) for
     assert looked_up()[0] == ["keyshard", "pulsar"]
     sources, said = looked_up(tmp_path)
     assert sources == [None, None]
-    assert all("has 4.1.0" in one for one in said)
+    assert all("has 3.5.0" in one for one in said)
     assert len(said) == 2

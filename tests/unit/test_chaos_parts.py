@@ -1,4 +1,4 @@
-"""The parts of the chaos tests: which faults come, what passes the proxy, what a history shows."""
+"""The parts of the chaos tests: planned faults, the proxy, and histories."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from helpers import wait_until
-from keyshard.broker.hosted.worker import LEASE_S
-from keyshard.testing.devbroker.ports import LOOPBACK, free_port
+from keyshard.testing.devbroker.process import LOOPBACK, free_port
 from keyshard.testing.verify.history import Event
+from keyshard.workers.worker import LEASE_S
 from tests.chaos.plan import PARTITIONS, PARTITIONS_MAX, WORKERS, Kind, Subject, faults
 from tests.chaos.proxy import TcpProxy
 from tests.chaos.report import (
@@ -24,6 +23,7 @@ from tests.chaos.report import (
     wrongs_of_handlers,
 )
 from tests.chaos.stream import WORKER
+from tests.helpers import DEADLINE_S, wait_until
 
 ROUNDS = 30
 
@@ -71,14 +71,14 @@ class Wire:
 
     def __init__(self) -> None:
         self.server = socket.create_server((LOOPBACK, 0))
-        self.server.settimeout(5)
+        self.server.settimeout(DEADLINE_S)
         self.port = free_port()
         self.proxy = TcpProxy(self.port, self.server.getsockname()[1])
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
         client = socket.create_connection((LOOPBACK, self.port), 5)
         server, _ = self.server.accept()
-        server.settimeout(5)
+        server.settimeout(DEADLINE_S)
         return client, server
 
 
@@ -89,7 +89,7 @@ def wire() -> Iterator[Wire]:
         yield made
 
 
-def test_what_is_stalled_comes_later_and_whole(wire: Wire) -> None:
+def test_stalled_bytes_arrive_later_and_complete(wire: Wire) -> None:
     client, server = wire.connect()
     with client, server:
         client.sendall(b"before")
@@ -100,7 +100,7 @@ def test_what_is_stalled_comes_later_and_whole(wire: Wire) -> None:
         server.settimeout(0.05)
         with pytest.raises(TimeoutError):
             server.recv(100)
-        server.settimeout(5)
+        server.settimeout(DEADLINE_S)
         wire.proxy.resume()
         held = b""
         while len(held) < 9 and (more := server.recv(100)):
@@ -130,7 +130,7 @@ def acknowledgement(t: float, entry: int) -> Event:
     return Event(t, "acked", topic="t", partition=0, ledger=1, entry=entry)
 
 
-def test_forgotten_is_what_comes_again_though_it_was_acknowledged_before_the_broker_died() -> None:
+def test_forgotten_entries_come_again_after_an_acknowledgement_before_the_crash() -> None:
     events = [
         *(delivery(0.0, entry) for entry in range(4)),
         *(acknowledgement(1.0, entry) for entry in (0, 1)),
@@ -171,7 +171,7 @@ def handling(*numbers: int) -> list[Event]:
     return [about(kind, seq) for seq in numbers for kind in ("started", "completed")]
 
 
-def test_a_letter_is_told_from_a_handler_that_returned() -> None:
+def test_a_dead_letter_and_a_returned_handler_are_distinguished() -> None:
     failed = [about("started", 1), about("failed", 1), about("completed", 1)]
     killed = [about("started", 2), Event(0.0, "crashed", worker=WORKER), about("completed", 2)]
     handled, parked = handled_and_parked([*handling(0), *failed, *killed])
@@ -183,13 +183,13 @@ def wrongs(*events: Event) -> list[str]:
     return [text.split(":")[0] for text in wrongs_of_handlers(events, checkpoint=True)]
 
 
-def test_what_checkers_do_not_see_of_handlers_is_named() -> None:
+def test_checks_that_handlers_do_not_allow_are_named() -> None:
     failed = [about("started", 1), about("failed", 1), about("completed", 1), about("acked", 1)]
     assert wrongs(*handling(0), about("acked", 0), *failed, *handling(1, 2)) == []
     assert wrongs(*handling(0), *failed) == ["parked or begun, and never handled"]
     again = "handled again though it is in a checkpoint"
     assert wrongs(*handling(0), about("acked", 0), *handling(0, 1)) == [again]
-    # A broker that forgets, and a key that was let out: 0 1 2 0 1.
+    # A broker that forgets, and an unparked key: 0 1 2 0 1.
     assert wrongs(*handling(0, 1, 2, 0, 1)) == ["a key ended with an old message"]
     redelivered = [*handling(0), about("acked", 0), *handling(0, 1)]
     assert wrongs_of_handlers(redelivered, checkpoint=False) == []

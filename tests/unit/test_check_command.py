@@ -1,4 +1,4 @@
-"""``keyshard check`` prints every verdict, and its exit status says what they come to."""
+"""``keyshard check`` prints every verdict, and its exit status sums them up."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from command_line import run as command
-from histories import TOPIC, batch_host
 from keyshard.testing.verify.history import Event, HistoryWriter
+from tests.support.command_line import run as command
+from tests.support.histories import TOPIC, batch_host
 
 LOST = Event(99.0, "sent", topic=TOPIC, key="[k]", seq=0)
 
@@ -53,7 +53,7 @@ def test_a_broken_promise_is_status_1_and_shows_its_events(
     assert code == 1
     assert out.count("BROKEN") == 3
     assert "\nno loss: 1 violation in 61 messages sent; the first: " in out
-    assert f"{TOPIC} key '[k]' seq 0 was sent and never done.\n  {LOST.to_json()}\n" in out
+    assert f"{TOPIC} key '[k]' seq 0 was sent, but never done.\n  {LOST.to_json()}\n" in out
 
 
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str], good: str, bad: str) -> None:
@@ -72,7 +72,7 @@ def test_limits_are_options(capsys: pytest.CaptureFixture[str], good: str) -> No
     assert run(capsys, good, "--liveness-s", "0.000001")[0] == 0
 
 
-def test_what_is_no_history_is_status_2(
+def test_an_invalid_history_is_status_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, good: str
 ) -> None:
     empty, torn = tmp_path / "empty.jsonl", tmp_path / "torn.jsonl"
@@ -81,8 +81,8 @@ def test_what_is_no_history_is_status_2(
     for path, text in [
         (str(tmp_path / "nowhere"), "cannot be read: No such file"),
         (str(tmp_path), "cannot be read: Is a directory"),
-        (str(empty), "holds nothing that can be checked"),
-        (str(torn), "is no event"),
+        (str(empty), "contains no events to check"),
+        (str(torn), "is not an event"),
         (str(Path(__file__)), "Line 1 of"),
     ]:
         code, out, err = run(capsys, path)
@@ -96,15 +96,15 @@ def test_bad_input_is_one_sentence_and_status_2(
     capsys: pytest.CaptureFixture[str], good: str
 ) -> None:
     for arguments, text in [
-        ((), "Name a history file, or give --live"),
-        ((good, "--live"), "Name a history file, or give --live"),
-        ((good, "--history", "x"), "To check a file, name it alone"),
-        (("--live",), "--live needs --topic"),
+        ((), "Name a history file, or record one with --live"),
+        ((good, "--live"), "Name a history file, or record one with --live"),
+        ((good, "--history", "x"), "To check a file, name it without --history"),
+        (("--live",), "--live needs a topic"),
         (("--live", "--topic", "t", "--history", good), "exists. Name a new file"),
-        (("--live", "--topic", "t", "--keys", "0"), "keys must be 1"),
+        (("--live", "--topic", "t", "--keys", "0"), "keys is 0; it must be from 1"),
         (("--live", "--topic", "t", "--parallelism", "0"), "parallelism is 0"),
         (("--live", "--topic", "a/b"), "is not a topic name"),
-        (("--live", "--topic", "t", "--timeout-s", "0"), "timeout_s must be 1"),
+        (("--live", "--topic", "t", "--timeout-s", "0"), "timeout_s is 0"),
         (("--live", "--topic", "t", "--service-url", "x"), "--service-url is 'x'"),
         (
             ("--live", "--topic", "t", "--service-url", "pulsar://h:1", "--partitions", "2"),

@@ -1,4 +1,4 @@
-"""Each checker passes what is right and names the events of what is not."""
+"""Each checker passes a correct history and names the events of a violation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from broken_histories import (
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.errors import HistoryError
+from keyshard.testing.verify import checkers
+from keyshard.testing.verify.checkers import Verdict, check
+from keyshard.testing.verify.history import Event
+from tests.support.broken_histories import (
     BROKEN,
     HIGH,
     LOW,
@@ -21,12 +26,7 @@ from broken_histories import (
     rests_and_is_forgotten,
     twice_without_a_fault,
 )
-from histories import TOPIC, Script, batch_host, handlers, run
-from keyshard.core.ring.hash_range import split_ring
-from keyshard.errors import HistoryError
-from keyshard.testing.verify import checkers
-from keyshard.testing.verify.checkers import Verdict, check
-from keyshard.testing.verify.history import Event
+from tests.support.histories import TOPIC, Script, batch_host, handlers, run
 
 
 @pytest.mark.parametrize("make", [batch_host, handlers])
@@ -39,7 +39,7 @@ def test_a_program_that_keeps_every_promise_passes(
     assert len({verdict.name for verdict in verdicts}) == 10
 
 
-def test_what_cannot_be_checked_is_said() -> None:
+def test_unchecked_promises_are_reported() -> None:
     script = Script()
     script.add("delivered", message(0))
     for verdict in check(script.events):
@@ -49,9 +49,9 @@ def test_what_cannot_be_checked_is_said() -> None:
             assert verdict.message.startswith("Nothing to check: ")
     script = Script()
     script.add("crashed", worker="w")
-    with pytest.raises(HistoryError, match="nothing that can be checked"):
+    with pytest.raises(HistoryError, match="contains no events to check"):
         check(script.events)
-    with pytest.raises(HistoryError, match="nothing that can be checked"):
+    with pytest.raises(HistoryError, match="contains no events to check"):
         check([])
 
 
@@ -83,7 +83,7 @@ def test_every_checker_has_a_broken_history() -> None:
     assert set(BROKEN) == public
 
 
-# What must pass although it looks like a violation.
+# Correct histories that look like a violation.
 
 
 def stored_twice_by_the_producer(script: Script) -> str:
@@ -120,7 +120,7 @@ def again_behind_what_waited_when_the_broker_forgot(script: Script) -> str:
 
 
 def again_behind_an_attempt_of_what_was_in_hand(script: Script) -> str:
-    """Found by the simulation, seed 917175287: the next life gets what the broker forgot."""
+    """Found by the simulation, seed 917175287: the next run gets forgotten messages."""
     for seq in (0, 1, 2):
         script.add("delivered", message(seq), worker="first")
         script.add("started", message(seq), worker="first")
@@ -147,8 +147,8 @@ def again_behind_what_came_again_before_the_broker_forgot(script: Script) -> str
     return "key_order bounded_duplicates"
 
 
-def again_behind_a_letter_of_the_same_entry(script: Script) -> str:
-    """Found by the simulation, seed 917177868: a letter is let out before its entry comes again."""
+def again_behind_a_dead_letter_of_the_same_entry(script: Script) -> str:
+    """Found by the simulation, seed 917177868: a key is unparked before its entry comes again."""
     for kind, seq in [("started", 0), ("completed", 0), ("started", 1), ("failed", 1)]:
         script.add(kind, message(seq), worker="first")
     script.add("crashed", worker="first")
@@ -159,8 +159,8 @@ def again_behind_a_letter_of_the_same_entry(script: Script) -> str:
     return "key_order bounded_duplicates"
 
 
-def again_behind_a_letter_that_was_let_out_meanwhile(script: Script) -> str:
-    """Found by the simulation, seed 227192123412295: nobody who lets a key out knows what comes."""
+def again_behind_a_dead_letter_that_was_let_out_meanwhile(script: Script) -> str:
+    """Found by the simulation, seed 227192123412295: later entries come after a key is unparked."""
     rests_and_is_forgotten(script)
     handled_again(script, 0)
     handled_again(script, 2, delivered=False)
@@ -169,11 +169,11 @@ def again_behind_a_letter_that_was_let_out_meanwhile(script: Script) -> str:
     return "key_order bounded_duplicates"
 
 
-def again_behind_a_letter_that_failed_again_meanwhile(script: Script) -> str:
+def again_behind_a_dead_letter_that_failed_again_meanwhile(script: Script) -> str:
     """Found by the simulation, seed 290712540811683 of handlers-frames."""
     rests_and_is_forgotten(script)
     handled_again(script, 0)
-    # Delivered before the attempt begins: the letter was in the lane already.
+    # Delivered before the attempt begins: the dead letter was in the lane already.
     script.add("delivered", message(1), worker="second")
     for kind in ("started", "failed"):
         script.add(kind, message(2), worker="second")
@@ -182,7 +182,7 @@ def again_behind_a_letter_that_failed_again_meanwhile(script: Script) -> str:
     return "key_order bounded_duplicates"
 
 
-def again_behind_a_letter_that_does_not_come_again(script: Script) -> str:
+def again_behind_a_dead_letter_that_does_not_come_again(script: Script) -> str:
     """Found by the simulation, seed 16487916614727: only what is older was not acknowledged."""
     rests_and_is_forgotten(script)
     handled_again(script, 0)
@@ -192,9 +192,9 @@ def again_behind_a_letter_that_does_not_come_again(script: Script) -> str:
     return "key_order bounded_duplicates"
 
 
-def again_behind_a_letter_of_a_process_that_was_killed(script: Script) -> str:
+def again_behind_a_dead_letter_of_a_process_that_was_killed(script: Script) -> str:
     """A handler had the message when it was killed; for its successor it waited with its key."""
-    rests_and_is_forgotten(script, is_letter=False)
+    rests_and_is_forgotten(script, is_dead_letter=False)
     script.add("started", message(2), worker="second")
     script.add("crashed", worker="second")
     script.add("completed", message(2), worker="second")
@@ -285,12 +285,12 @@ def range_of_a_crashed_worker_taken_over(script: Script) -> str:
         again_after_a_fault,
         again_behind_what_waited_when_the_broker_forgot,
         again_behind_an_attempt_of_what_was_in_hand,
-        again_behind_a_letter_of_the_same_entry,
+        again_behind_a_dead_letter_of_the_same_entry,
         again_behind_what_came_again_before_the_broker_forgot,
-        again_behind_a_letter_that_was_let_out_meanwhile,
-        again_behind_a_letter_that_failed_again_meanwhile,
-        again_behind_a_letter_that_does_not_come_again,
-        again_behind_a_letter_of_a_process_that_was_killed,
+        again_behind_a_dead_letter_that_was_let_out_meanwhile,
+        again_behind_a_dead_letter_that_failed_again_meanwhile,
+        again_behind_a_dead_letter_that_does_not_come_again,
+        again_behind_a_dead_letter_of_a_process_that_was_killed,
         one_key_in_two_partitions,
         rows_of_a_batch_at_once,
         next_worker_after_crash_and_failure,
@@ -301,7 +301,7 @@ def range_of_a_crashed_worker_taken_over(script: Script) -> str:
         range_of_a_crashed_worker_taken_over,
     ],
 )
-def test_what_is_allowed_passes(change: Callable[[Script], str]) -> None:
+def test_allowed_options_pass(change: Callable[[Script], str]) -> None:
     script = Script()
     for checker in change(script).split():
         verdict = judge(checker, script)
@@ -339,8 +339,8 @@ def test_a_verdict_is_plain_json() -> None:
         "checked": 2,
         "violations": 1,
         "message": (
-            f"1 violation in 2 messages sent; the first: {TOPIC} key 'a' seq 1 at 0/1:1:0 was sent "
-            "and never done."
+            f"1 violation in 2 messages sent; the first: {TOPIC} key 'a' seq 1 at 0/1:1:0 was "
+            "sent, but never done."
         ),
     }
     assert offending == [{"t": 0.002, "kind": "sent", **message(1)}]
@@ -465,8 +465,8 @@ def test_the_time_of_a_check_grows_with_the_history_and_not_with_its_square(
     write: Callable[[Script, int], None],
 ) -> None:
     """Issue: 11,012 events with 1,000 crashes took 191 s."""
-    small, large = (cpu_s(write, count) for count in (2_000, 16_000))
-    assert large < 24 * small, "8 times as many events: 8 times as long is linear, 64 is quadratic"
+    # 8 times as many events: 8 times as long is linear, 64 is quadratic. Other work disturbs.
+    assert any(cpu_s(write, 16_000) < 24 * cpu_s(write, 2_000) for _ in range(3))
 
 
 def cpu_s(write: Callable[[Script, int], None], count: int) -> float:

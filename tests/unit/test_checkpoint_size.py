@@ -1,4 +1,4 @@
-"""What fits into a checkpoint while a range is slow, and who pauses."""
+"""The room of a checkpoint while a range is slow, and the ranges that pause."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from helpers import block
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.window.checkpoint_size import PARTITION_BYTES, fitting, paused_ranges
+from tests.helpers import block
 
 Received = list[EntryBlock]
 

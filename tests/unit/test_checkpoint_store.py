@@ -151,16 +151,16 @@ def test_a_folder_that_is_missing_is_named_and_not_made(tmp_path: Path) -> None:
     for path in (tmp_path / "volume").iterdir():
         path.unlink()
     (tmp_path / "volume").rmdir()
-    with pytest.raises(CheckpointError, match="Could not store"):
+    with pytest.raises(CheckpointError, match="cannot be stored"):
         store.save(TWO)
     assert not (tmp_path / "volume").exists()
     store.close()
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
-    with pytest.raises(CheckpointError, match="it is no file"):
+    with pytest.raises(CheckpointError, match="it is not a file"):
         CheckpointStore(pipe).open()
 
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["file/orders.json", "file/deeper/orders.json"])
-def test_a_place_that_cannot_be_written_is_named_at_the_start(tmp_path: Path, place: str) -> None:
+def test_an_unwritable_location_is_named_at_the_start(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(CheckpointError, match=r"orders\.json cannot be written"):
         CheckpointStore(f"{tmp_path}/{place}").open()
@@ -189,7 +189,7 @@ def test_a_name_that_is_too_long_is_named_at_the_start(tmp_path: Path, place: st
 
 
 @pytest.mark.parametrize("length", range(240, 256))
-def test_what_can_be_opened_can_be_saved(tmp_path: Path, length: int) -> None:
+def test_an_opened_checkpoint_can_be_saved(tmp_path: Path, length: int) -> None:
     store = CheckpointStore(tmp_path / ("a" * length))
     try:
         store.open()
@@ -221,7 +221,7 @@ def test_a_crashed_writer_leaves_nothing_behind_for_ever(tmp_path: Path) -> None
 
 
 class _Refusing(fsspec.AbstractFileSystem):  # type: ignore[misc]
-    """A store whose errors show the URL."""
+    """A store with the URL in its errors."""
 
     protocol = "refusing"
 
@@ -241,9 +241,9 @@ def test_no_traceback_shows_the_password_of_a_store(what: str) -> None:
     store = CheckpointStore("refusing://ann:geheim@host/orders.json")
     with pytest.raises(CheckpointError) as caught:
         getattr(store, what)(*([ONE] if what == "save" else []))
-    told = "".join(traceback.format_exception(caught.value))
-    assert "refused" in told
-    assert "geheim" not in told
+    output = "".join(traceback.format_exception(caught.value))
+    assert "refused" in output
+    assert "geheim" not in output
 
 
 def test_an_object_store_is_tried_at_the_start(
@@ -261,7 +261,7 @@ def test_an_object_store_is_tried_at_the_start(
         store.open()
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_value_is_named(tmp_path: Path) -> None:
     (tmp_path / "orders.json").mkdir()
     with pytest.raises(CheckpointError, match=r"orders\.json"):
         CheckpointStore(f"file://{tmp_path}/orders.json").load()

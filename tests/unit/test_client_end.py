@@ -1,4 +1,4 @@
-"""A program ends with the status that it chose, whatever its threads ask of the Pulsar client."""
+"""A program ends with its chosen status, also while its threads use the Pulsar client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 import pulsar
 import pytest
 
-from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.broker.client.broker import PulsarBroker
 from keyshard.config.connection import Connection
 
 STATUS = 3
@@ -17,9 +17,9 @@ END_S = 60.0
 
 PROGRAM = """
 import logging, socket, sys, threading, time
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard import Connection
-from keyshard.broker.pulsar.broker import PulsarBroker
+from keyshard.broker.client.broker import PulsarBroker
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 
@@ -29,8 +29,8 @@ broker = PulsarBroker(Connection(f"pulsar://127.0.0.1:{silent.getsockname()[1]}"
 where = TopicPartition("persistent://public/default/t")
 ask = {
     "subscribe": lambda: broker.subscribe(
-        where, "s", split_ring(1)[0], start=StartPosition.EARLIEST, consumer_name="c",
-        receiver_queue_size=1,
+        SubscriptionSpec(where, "s", split_ring(1)[0], "c", receiver_queue_size=1),
+        StartPosition.EARLIEST,
     ),
     "partitions": lambda: broker.partitions(where.topic),
     "reader": lambda: broker.reader(where, EntryId(0, 0)),
@@ -79,11 +79,11 @@ def test_a_thread_that_waits_for_a_silent_broker_changes_nothing(
         capture_output=True, text=True, timeout=END_S, check=False,
     )  # fmt: skip
     assert ended.returncode == STATUS, ended.stderr
-    told = ended.stdout.split()
+    output = ended.stdout.split()
     if thread_and_end[0] != "daemon":  # which may end before it can say so
-        assert "BrokerError" in told
+        assert "BrokerError" in output
     # Without a bound of its own it would wait for an answer that never comes.
-    assert all(float(one) < END_S / 2 for one in told if one != "BrokerError")
+    assert all(float(one) < END_S / 2 for one in output if one != "BrokerError")
 
 
 @pytest.mark.parametrize("error", [pulsar.NotConnected, pulsar.BrokerMetadataError])

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import textwrap
 
-from keyshard.broker.pulsar.client_log import EVERY_S, KINDS_MAX, Repeats
+from keyshard.broker.client.log import EVERY_S, KINDS_MAX, Repeats
 
 FAILED = "2026-01-02 03:04:05.678 ERROR [14] ClientConnection:485 | [x -> y] Failed: refused"
 
 
-def test_a_kind_of_line_is_told_once_and_then_counted() -> None:
+def test_a_kind_of_line_is_logged_once_and_then_counted() -> None:
     repeats = Repeats()
     assert repeats.take(10.0, FAILED) == ["ClientConnection:485: [x -> y] Failed: refused"]
     assert repeats.take(11.0, FAILED) == []
@@ -22,14 +22,14 @@ def test_a_kind_of_line_is_told_once_and_then_counted() -> None:
     ]
     assert repeats.due(9.9 + EVERY_S) == []
     [text] = repeats.due(10.0 + EVERY_S)
-    assert text.startswith("ClientConnection:485: [x -> y] Failed: no route (2 like it")
+    assert text.startswith("ClientConnection:485: [x -> y] Failed: no route (2 similar")
     assert repeats.take(11.0 + EVERY_S, FAILED) == []
-    # What did not come again is forgotten, and told when it comes.
+    # Kinds that stopped are forgotten, and logged when they come again.
     assert repeats.due(12.0 + EVERY_S) == []
     assert repeats.take(13.0 + EVERY_S, FAILED.replace("485", "99")) != []
 
 
-def test_what_is_no_line_of_the_client_is_told_and_kinds_have_a_limit() -> None:
+def test_unknown_lines_of_the_client_are_reported_and_kinds_have_a_limit() -> None:
     repeats = Repeats()
     assert repeats.take(0.0, "what is this") == ["client: what is this"]
     assert repeats.take(0.0, "\ufffd\0") == []
@@ -45,8 +45,8 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         shown = "%(process)d %(levelname)s %(name)s %(message)s"
         logging.basicConfig(stream=sys.stderr, format=shown)
         import pulsar
-        from keyshard.broker.pulsar import client_log
-        from keyshard.broker.pulsar.client_log import close_client, open_client
+        from keyshard.broker.client import log
+        from keyshard.broker.client.log import close_client, open_client
 
         def ask(client):
             try:
@@ -78,24 +78,24 @@ def test_several_clients_share_a_log_and_the_console_stays_empty() -> None:
     lines = done.stderr.splitlines()
     assert 2 <= len(lines) <= 8, done.stderr
     assert all(" WARNING keyshard.client " in line for line in lines)
-    assert any("Connection refused" in line and " like it" in line for line in lines)
+    assert any("Connection refused" in line and " similar since" in line for line in lines)
 
 
-def test_the_file_is_emptied_and_a_client_goes_on_writing() -> None:
+def test_the_file_is_emptied_and_a_client_continues_writing() -> None:
     done = run("""
-        client_log.FILE_BYTES_MAX = 200
+        log.FILE_BYTES_MAX = 200
         client = open_client(URL, operation_timeout_seconds=3)
         ask(client)
         ask(client)
-        size = os.fstat(client_log._OURS._file).st_size
-        print(size < 1_500, client_log._OURS._position <= size)
+        size = os.fstat(log._OURS._file).st_size
+        print(size < 1_500, log._OURS._position <= size)
         close_client(client)
     """)
     assert done.stdout == "True True\n"
-    assert re.search(r"Connection refused \((\d+) like it", done.stderr)
+    assert re.search(r"Connection refused \((\d+) similar", done.stderr)
 
 
-def test_a_forked_process_tells_its_own_lines() -> None:
+def test_a_forked_process_logs_its_own_lines() -> None:
     done = run("""
         parent = open_client(URL, operation_timeout_seconds=1)
         ask(parent)
@@ -111,11 +111,11 @@ def test_a_forked_process_tells_its_own_lines() -> None:
         print(os.getpid())
     """)
     child, parent = done.stdout.split()
-    told = [line.split()[0] for line in done.stderr.splitlines()]
-    assert set(told) == {child, parent}
+    output = [line.split()[0] for line in done.stderr.splitlines()]
+    assert set(output) == {child, parent}
 
 
-def test_no_secret_of_a_url_is_told() -> None:
+def test_no_secret_of_a_url_is_shown() -> None:
     done = run("""
         for url in ("pulsar://ann:s3cret@127.0.0.1:1", "pulsar://127.0.0.1:1?token=s3cret"):
             try:

@@ -19,7 +19,7 @@ from keyshard.core.window.client_queue import (
 SHARE = 250 * (MESSAGE_BYTES_GUESS + MESSAGE_OVERHEAD_BYTES)
 
 
-def test_it_begins_with_what_fits_of_a_guessed_size() -> None:
+def test_it_begins_with_as_many_messages_of_a_guessed_size_as_fit() -> None:
     assert ClientQueue(SHARE, 1_000).size == 250
     assert ClientQueue(SHARE, 7).size == 7
     assert ClientQueue(1, 1_000).size == 1
@@ -57,7 +57,7 @@ def test_it_holds_at_least_one_message(payload: int) -> None:
     assert queue.size == 1
 
 
-def test_small_messages_let_what_is_sent_ahead_grow_step_by_step() -> None:
+def test_small_messages_let_the_queue_grow_step_by_step() -> None:
     ahead = SentAhead(1_000, SHARE)
     assert [ahead.size, *(ahead.measure(1, 400) for _ in range(11))] == [
         1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_000, 1_000,
@@ -82,7 +82,7 @@ def test_one_large_message_makes_it_small_at_once_and_small_ones_let_it_grow_aga
     st.integers(1, 1_000),
     st.lists(st.tuples(st.integers(1, 10**4), st.integers(0, 10**7)), min_size=1, max_size=30),
 )
-def test_what_is_sent_ahead_is_never_more_than_fits_and_at_most_doubles(
+def test_permits_never_exceed_the_memory_and_at_most_double(
     bytes_max: int, messages_max: int, deliveries: list[tuple[int, int]]
 ) -> None:
     ahead = SentAhead(messages_max, bytes_max)
@@ -130,7 +130,7 @@ def test_many_that_begin_together_hold_one_message_each() -> None:
         assert rounds < 100, "small messages soon fill it"
 
 
-def test_a_client_that_follows_the_size_of_messages_is_not_subscribed_anew() -> None:
+def test_a_client_that_follows_the_size_of_messages_is_not_subscribed_again() -> None:
     queue = ClientQueue(SHARE, 1_000, adapts=True)
     assert queue.size == 1_000
     assert all(queue.suits(1, size) for size in (100, 10_000_000))

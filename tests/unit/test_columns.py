@@ -1,4 +1,4 @@
-"""Columns: what each one holds, of which type, and how batches are limited."""
+"""Columns: their content and types, and the limits of batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from helpers import P0, P1, block
-from keyshard.arrow import columns
-from keyshard.arrow.columns import SCHEMA, record_batches, select
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.columns import record_batches as columns
+from keyshard.columns.content import CONTENT, gather, pack
+from keyshard.columns.record_batches import SCHEMA, record_batches, select
+from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.position.serialized import SerializedId
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.window.layout import Located
+from tests.helpers import P0, P1, block
 
 PLAIN = TopicPartition("persistent://a/b/c")
 NOW_MS = 1_700_000_000_123
@@ -55,7 +58,7 @@ EXPECTED: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEMA.names)
-def test_a_column_holds_what_it_should(name: str) -> None:
+def test_a_column_holds_the_expected_values(name: str) -> None:
     assert table()[name].to_pylist() == EXPECTED[name]
 
 
@@ -164,3 +167,45 @@ def test_an_entry_above_the_limits_is_a_batch_of_its_own(monkeypatch: pytest.Mon
 def test_a_million_rows_do_not_come_in_one_batch() -> None:
     rows = [batch.num_rows for batch in record_batches(located(3, rows=9_000), ["__partition"])]
     assert rows == [9_000] * 3
+
+
+@st.composite
+def interleaved(draw: st.DrawFn) -> list[EntryBlock]:
+    """Entries of several deliveries in any order, some left out, some of several parts."""
+    blocks: list[EntryBlock] = []
+    joined = draw(st.integers(0, 3)) == 0
+    for delivery in range(draw(st.integers(1, 6))):
+        sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=30))
+        keys = draw(st.lists(st.sampled_from([None, "", "a", "é"]), min_size=1, max_size=3))
+        rows = sum(sizes)
+        partition_keys = [keys[row % len(keys)] for row in range(rows)]
+        content = pack(
+            [None if row % 7 == 3 else b"%d:%d" % (delivery, row) for row in range(rows)],
+            partition_keys,
+            [key if row % 2 else None for row, key in enumerate(partition_keys)],
+            [row % 3 for row in range(rows)],
+            [{"p": str(row)} if row % 5 == 1 else {} for row in range(rows)],
+        )
+        start = 0
+        for number, size in enumerate(sizes):
+            entry = block(delivery, number, *["k"] * size)
+            parts = (Part(content, 0, 1),) if size > 1 and joined else ()
+            blocks.append(replace(entry, content=content, start=start, later_parts=parts))
+            start += size
+    mixed = draw(st.randoms(use_true_random=False))
+    mixed.shuffle(blocks)
+    return blocks[: draw(st.sampled_from([len(blocks), max(1, len(blocks) - 2)]))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(blocks=interleaved())
+def test_interleaved_entries_are_gathered_as_slices_of_their_content(
+    blocks: list[EntryBlock],
+) -> None:
+    """Columns are the slices of the entries one after the other, in every order."""
+    parts = [part for one in blocks for part in one.parts]
+    for name, array in gather(blocks, CONTENT.names).items():
+        slices = [part.content.column(name).slice(part.start, part.rows) for part in parts]
+        array.validate(full=True)
+        assert array.type == CONTENT.field(name).type
+        assert array.equals(pa.concat_arrays(slices))

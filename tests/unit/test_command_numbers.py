@@ -1,4 +1,4 @@
-"""Numbers on the command line: what is no number or beyond all sense is refused by one sentence."""
+"""Numbers on the command line: invalid or absurd ones are refused by one sentence."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ LONG = "9" * 5_000
 WHOLE = ["x", "", "1.5", "nan"]
 """No whole numbers."""
 COUNTS = [*WHOLE, "0", "-1", HUGE, LONG]
+AGES = [*WHOLE, "-1s", "1.5h", HUGE + "d", LONG + "s", "\u0663s"]
 REALS = ["x", "", "nan", "inf", "-inf", "-1", "1e400"]
 LIVE = ["check", "--live", "--topic", "t"]
 PLAN = ["rescale", "8", "--dry-run", "--from", "4"]
@@ -38,6 +39,7 @@ TABLE: list[tuple[list[str], str, list[str]]] = [
     (["check", "history"], "--deliveries-max", COUNTS),
     (["explain", "k"], "--parallelism", COUNTS),
     (["explain", "k"], "--pid", COUNTS),
+    (["stacks"], "--limit", COUNTS),
     (DOCTOR, "--parallelism", COUNTS),
     (DOCTOR, "--rate", [*REALS, "0"]),
     ([*DOCTOR, "--rate", "1"], "--message-bytes", COUNTS),
@@ -46,14 +48,18 @@ TABLE: list[tuple[list[str], str, list[str]]] = [
     (PLAN, "--lanes", COUNTS),
     (PLAN, "--workers", COUNTS),
     (["rescale"], "ranges", COUNTS),
-    (["unpark"], "--older-than", [*WHOLE, "-1s", "1.5h", HUGE + "d", LONG + "s", "\u0663s"]),
-    (["discard"], "--older-than", [*WHOLE, "-1s", "1.5h", HUGE + "d", LONG + "s", "\u0663s"]),
+    (["dead-letters", "list"], "--older-than", AGES),
+    (["dead-letters", "list"], "--newer-than", AGES),
+    (["dead-letters", "list"], "--limit", COUNTS),
+    (["dead-letters", "show", "1:2:3"], "--partition", [*WHOLE, "-2", HUGE, LONG]),
+    (["dead-letters", "replay"], "--older-than", AGES),
+    (["dead-letters", "discard"], "--newer-than", AGES),
     (["broker", "start"], "--port", COUNTS),
     (["broker", "start"], "--admin-port", COUNTS),
     (["broker", "logs"], "--lines", [*WHOLE, "-1", HUGE, LONG]),
 ]
 OWN_NAMES = {"--size": "size_bytes", "--rate": "rate_per_s", "--port": "A port"}
-"""What a sentence calls an option where that is not its own name."""
+"""The name of an option in an error, if it differs from its own."""
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,7 @@ OWN_NAMES = {"--size": "size_bytes", "--rate": "rate_per_s", "--port": "A port"}
         for value in values
     ],
 )
-def test_a_number_that_cannot_be_is_refused_by_a_sentence(
+def test_an_impossible_number_is_refused_by_a_sentence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], option: str, value: str
 ) -> None:
     given = [value] if not option.startswith("-") else [f"{option}={value}"]

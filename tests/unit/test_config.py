@@ -11,7 +11,7 @@ import pytest
 from keyshard import Connection, HandlerConfig, KeyShardSource, Token
 from keyshard.config.source import MIB, SourceConfig
 from keyshard.errors import ConfigError, NonPersistentTopicError
-from spark_adapter.options import parse_options, to_options
+from spark_adapter.option_parsing import parse_options, to_options
 
 
 def config(topics: Any = "t", **fields: Any) -> SourceConfig:
@@ -31,7 +31,7 @@ def test_a_single_string_is_one_topic() -> None:
     assert config("orders").topics == ("persistent://public/default/orders",)
 
 
-def test_what_acknowledges_needs_a_subscription() -> None:
+def test_options_that_acknowledge_need_a_subscription() -> None:
     """All sources without one shared the subscription ``keyshard``, and each other's backlog."""
     source = KeyShardSource("t", service_url="memory://nowhere", admin_url="memory://nowhere")
     spark = KeyShardSource("t", service_url="pulsar://nowhere:1")
@@ -50,7 +50,7 @@ def test_defaults_are_valid_and_bounded() -> None:
     found = config()
     assert found.parallelism == 10
     assert found.starting_position == "latest"
-    assert found.window_rows_max == 200_000
+    assert found.window_rows_max == 10_000_000
     assert all(
         getattr(found, field.name) > 0
         for field in dataclasses.fields(found)
@@ -81,9 +81,12 @@ def test_a_non_persistent_topic_is_refused() -> None:
 LIMITS = {
     "parallelism": (1, 65_536),
     "batch_rows_max": (1, 10**9),
+    "metrics_port": (0, 65_535),
+    "ui_port": (0, 65_535),
     "batch_bytes_max": (1, 2**50),
     "batch_rows_min": (1, 10**9),
     "batch_delay_max_ms": (0, 86_400_000),
+    "batch_tasks": (1, 65_536),
     "window_rows_max": (2, 10**9),
     "window_bytes_max": (MIB, 2**50),
     "discovery_interval_ms": (10, 86_400_000),
@@ -105,11 +108,11 @@ def test_numbers_are_kept_within_their_limits(name: str) -> None:
     low, high = LIMITS[name]
     for value in (low, high):
         assert getattr(config(**{name: value}), name) == value
-    for value in (low - 1, high + 1, -1, 2.5, "5", True, [3]):
+    for refused in (low - 1, high + 1, -1, 2.5, "5", True, [3]):
         with pytest.raises(ConfigError) as caught:
-            config(**{name: value})
+            config(**{name: refused})
         assert caught.value.message == (
-            f"{name} is {value!r}; it must be an integer from {low} to {high}."
+            f"{name} is {refused!r}; it must be an integer from {low} to {high}."
         )
 
 
@@ -205,24 +208,29 @@ def test_an_empty_worker_host_is_refused() -> None:
         ),
     ],
 )
-def test_letters_have_a_topic_of_their_own_by_default(fields: dict[str, Any], topic: str) -> None:
+def test_dead_letters_have_a_topic_of_their_own_by_default(
+    fields: dict[str, Any], topic: str
+) -> None:
     assert SourceConfig(**({"subscription": "s"} | fields)).default_dead_letter_topics[0] == topic
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (["__offset"], "names '__offset'; it may name __messageIdBytes, __orderingKey, "),
-        (["__publishTime"], "Others are there without."),
+        (
+            ["__offset"],
+            "'__offset', which is not a metadata column. Choose from __messageIdBytes, ",
+        ),
+        (["__publishTime"], "The default columns need no option."),
         (["__producer", "__producer"], "has a column twice"),
-        ("__redeliveryCount", "no column __redeliveryCount: what is read again after a restart"),
-        ("__range", "no column __range: it is no property of a message"),
-        (5, "metadata_columns is 5; give a list of __messageIdBytes"),
-        ([None], "give a list of __messageIdBytes"),
-        (b"__producer", "give a list of __messageIdBytes"),
+        ("__redeliveryCount", "Column __redeliveryCount does not exist: a replayed batch"),
+        ("__range", "Column __range does not exist: the range of a key"),
+        (5, "metadata_columns is 5; write a list of __messageIdBytes"),
+        ([None], "write a list of __messageIdBytes"),
+        (b"__producer", "write a list of __messageIdBytes"),
     ],
 )
-def test_a_column_that_is_none_is_refused_with_its_reason(given: object, sentence: str) -> None:
+def test_an_unknown_column_is_refused_with_its_reason(given: object, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config(metadata_columns=given)
     assert sentence in caught.value.message
@@ -238,18 +246,18 @@ def test_columns_beside_the_default_ones_are_named_one_or_several() -> None:
     assert hash(pickle.loads(pickle.dumps(again))) == hash(again)
 
 
-@pytest.mark.parametrize("name", ["__keyBytes", "__sequenceId", "__brokerPublishTime"])
-def test_what_pulsar_client_does_not_hand_out_is_refused_with_it(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["__keyBytes", "__sequenceId", "__brokerPublishTime", "__replicatedFrom"]
+)
+def test_columns_that_pulsar_client_lacks_are_refused_with_it(name: str) -> None:
     assert config(metadata_columns=name, transport="wire").metadata_columns == (name,)
-    with pytest.raises(
-        ConfigError, match=f"Column {name} is not to be had with transport 'client'"
-    ):
+    with pytest.raises(ConfigError, match=f"Column {name} does not exist with transport 'client'"):
         config(metadata_columns=name, transport="client")
     both = ["__producer", "__orderingKey"]
     assert config(metadata_columns=both, transport="client").metadata_columns == tuple(both)
 
 
-def test_a_description_shows_what_was_said_and_no_secret() -> None:
+def test_a_description_shows_the_given_values_and_no_secret() -> None:
     source = KeyShardSource("orders", subscription="billing", service_url="pulsar://h:1")
     assert repr(source) == (
         "KeyShardSource(topics=('persistent://public/default/orders',), subscription='billing', "

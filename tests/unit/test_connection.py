@@ -1,11 +1,11 @@
-"""Connections: what goes together, what is refused at once, and that no secret is ever shown."""
+"""Connections: valid combinations, refused ones, and hidden secrets."""
 
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import pickle
+import re
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,16 +15,16 @@ import pytest
 
 from keyshard import Basic, Connection, KeyShardSource, OAuth2, Secret, Token
 from keyshard.broker import connect as connecting
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.client.broker import PulsarBroker
 from keyshard.broker.connect import connect, decoder_of, transport_of
-from keyshard.broker.pulsar.broker import PulsarBroker
-from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.wire import bulk
+from keyshard.broker.wire import compiled
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.cli.connecting import connection_of
 from keyshard.config.connection_names import fields_of, names_of, read_client_conf
 from keyshard.errors import AuthenticationError, ConfigError, KeyShardError
 from keyshard.redaction import redacted
-from spark_adapter.options import parse_options, to_options
+from spark_adapter.option_parsing import parse_options, to_options
 
 SECRET = "s3cr3t-of-nobody"
 TLS = "pulsar+ssl://broker:6651"
@@ -46,7 +46,7 @@ def refusal(**given: Any) -> str:
     return text
 
 
-def test_what_does_not_go_together_is_refused(pem: str) -> None:
+def test_contradicting_options_are_refused(pem: str) -> None:
     assert "tls_key_file_path is missing" in refusal(service_url=TLS, tls_certificate_file_path=pem)
     assert "certificate_file_path is missing" in refusal(service_url=TLS, tls_key_file_path=pem)
     assert "without TLS" in refusal(tls_trust_certs_file_path=pem)
@@ -72,7 +72,7 @@ def test_what_does_not_go_together_is_refused(pem: str) -> None:
         {"service_url": "pulsar://one:1,other:1", "listener_name": "outside"},
     ],
 )
-def test_auto_takes_the_wire_whatever_a_connection_says(said: dict[str, Any]) -> None:
+def test_auto_takes_the_wire_whatever_the_connection_is(said: dict[str, Any]) -> None:
     connection = Connection(**said, transport="auto")
     assert transport_of(connection) == "wire"
     with closing(connect(connection)) as broker:
@@ -81,16 +81,16 @@ def test_auto_takes_the_wire_whatever_a_connection_says(said: dict[str, Any]) ->
         assert isinstance(broker, PulsarBroker)
 
 
-def test_the_transport_and_who_decodes_are_named(
+def test_the_transport_and_its_decoder_are_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     auto, client = Connection(transport="auto"), Connection(transport="client")
     assert decoder_of(client) is None
     assert transport_of(Connection("memory://x")) == "memory"
     assert decoder_of(Connection("memory://x")) is None
-    monkeypatch.setattr(bulk, "_library", None)
+    monkeypatch.setattr(compiled, "_library", None)
     assert decoder_of(auto) == "python"
-    monkeypatch.setattr(bulk, "_library", object())
+    monkeypatch.setattr(compiled, "_library", object())
     assert decoder_of(auto) == "compiled"
     connecting._tell.cache_clear()
     with caplog.at_level(logging.INFO, connecting.__name__):
@@ -102,6 +102,41 @@ def test_the_transport_and_who_decodes_are_named(
     ]
 
 
+def test_a_process_that_decodes_in_python_says_once_why_and_what_it_costs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reason = tmp_path / "_not_compiled.txt"
+    reason.write_text("rustc does not work: error: no toolchain\n")
+    monkeypatch.setattr(compiled, "REASON", reason)
+    monkeypatch.setattr(compiled, "_library", None)
+    connecting._tell.cache_clear()
+    with caplog.at_level(logging.INFO, connecting.__name__):
+        for _ in range(3):
+            connect(Connection()).close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "consuming and reading by transport wire, entries decoded by python code",
+        f"{connecting.decoded_in_python()} {connecting.COMPILED_REMEDY}",
+    ]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert "in Python, because rustc does not work: error: no toolchain. That takes" in (
+        connecting.decoded_in_python()
+    )
+    reason.unlink()
+    assert "because the compiled code of this install does not fit this machine" in (
+        connecting.decoded_in_python()
+    )
+
+
+def test_the_cost_of_decoding_in_python_is_that_of_the_benchmarks() -> None:
+    figures = re.findall(r"\d+\.\d+", connecting.PYTHON_COST)
+    assert len(figures) == 4
+    page = (Path(__file__).parents[2] / "bench" / "README.md").read_text()
+    large, small = re.findall(r"^\| (?:4 of 1,000|20 of 3) \| (.+) \|$", page, re.MULTILINE)
+    assert [*large.split(" | "), *small.split(" | ")] == figures
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "install.md").read_text()
+    assert re.findall(r"(\d+\.\d+) us\b", page) == figures
+
+
 def test_commands_take_a_transport_and_name_its_option() -> None:
     assert connection_of(None, {"transport": "wire"}).transport == "wire"
     with pytest.raises(ConfigError, match=r"^\[\w+\] --transport is 'tcp'; write "):
@@ -111,8 +146,8 @@ def test_commands_take_a_transport_and_name_its_option() -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(Connection)])
 def test_a_connection_refuses_hostile_values_by_a_sentence(name: str) -> None:
     for value in [b"x", "\ud800", "a\0b", -1, 10**40, object(), [None], {"a": 1}]:
-        told = refusal(**{name: value})
-        assert name in told
+        output = refusal(**{name: value})
+        assert name in output
 
 
 @pytest.mark.parametrize(
@@ -131,7 +166,7 @@ def test_a_connection_refuses_hostile_values_by_a_sentence(name: str) -> None:
         lambda: OAuth2(issuer_url="https://i"),
     ],
 )
-def test_an_authentication_that_cannot_be_is_refused(make: Any) -> None:
+def test_an_impossible_authentication_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
     assert SECRET not in str(caught.value)
@@ -151,7 +186,7 @@ def test_a_secret_is_not_shown_and_survives_a_pickle() -> None:
     assert Secret("a") != Secret("b")
 
 
-def test_a_token_is_not_told_whoever_says_it() -> None:
+def test_no_token_is_shown_in_any_message() -> None:
     token = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJhcHAifQ.c2lnbmF0dXJl"
     assert redacted(f"bad {token}, sorry") == "bad ***, sorry"
 
@@ -161,7 +196,7 @@ def test_shorthands_and_a_connection_are_the_same() -> None:
     given = KeyShardSource("t", connection=Connection(TLS, "http://h:1"))
     assert short.how_to_connect() == given.how_to_connect()
     assert (given.service_url, given.admin_url) == (TLS, "http://h:1")
-    with pytest.raises(ConfigError, match="service_url is given together with a connection"):
+    with pytest.raises(ConfigError, match="service_url is given, but the connection"):
         KeyShardSource("t", service_url="pulsar://other:1", connection=Connection(TLS))
 
 
@@ -188,7 +223,7 @@ def test_a_source_is_made_again_with_another_connection() -> None:
 )
 def test_a_source_is_not_made_again_with_a_contradiction(changes: dict[str, Any]) -> None:
     source = KeyShardSource("t", connection=Connection(TLS))
-    with pytest.raises(ConfigError, match="service_url is given together with a connection"):
+    with pytest.raises(ConfigError, match="service_url is given, but the connection"):
         replace(source, **changes)
 
 
@@ -206,7 +241,7 @@ def test_a_pattern_of_topics_asks_the_admin_interface_of_the_connection() -> Non
         lambda: KeyShardSource(topics_pattern="a/b/c.*", connection=without),
         lambda: replace(source, connection=without),
     ):
-        with pytest.raises(ConfigError, match="topics_pattern needs the admin REST interface"):
+        with pytest.raises(ConfigError, match="topics_pattern needs the admin interface"):
             make()
 
 
@@ -236,30 +271,30 @@ def test_a_client_conf_is_a_connection(tmp_path: Path, pem: str) -> None:
         tls_trust_certs_file_path=pem, tls_hostname_verification=False,
     )  # fmt: skip
     assert Connection(**fields_of(names_of(made))) == made
-    for text, told in [
-        ("nonsense", "Line 1"),
-        ("tlsTrustCerts=x", "Did you mean"),
+    for text, output in [
+        (b"nonsense", "Line 1"),
+        (b"tlsTrustCerts=x", "Did you mean"),
         (b"\xff", "no"),
     ]:
-        conf.write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(ConfigError, match=told):
+        conf.write_bytes(text)
+        with pytest.raises(ConfigError, match=output):
             read_client_conf(conf)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "output"),
     [
         ({"authParams": SECRET}, "without authPluginClassName"),
         ({"authPluginClassName": "token"}, "authParams is missing"),
         (
             {"authPluginClassName": "org.x.AuthenticationAthenz", "authParams": SECRET},
-            "knows token",
+            "write token",
         ),
         ({"authPluginClassName": "basic", "authParams": SECRET}, "JSON"),
         ({"authPluginClassName": "basic", "authParams": f'{{"userId":"{SECRET}"}}'}, "userId and"),
         ({"authPluginClassName": "oauth2", "authParams": "[" * 10_000}, "JSON"),
         ({"authPluginClassName": "tls"}, "tlsCertFile"),
-        ({"tlsAllowInsecureConnection": "true"}, "cannot be had"),
+        ({"tlsAllowInsecureConnection": "true"}, "is not supported"),
         ({"useKeyStoreTls": "true"}, "PEM"),
         ({"proxyServiceUrl": "x"}, "proxy"),
         ({"memoryLimitBytes": "1000"}, "window_bytes_max"),
@@ -269,8 +304,8 @@ def test_a_client_conf_is_a_connection(tmp_path: Path, pem: str) -> None:
         ({"listenrName": "x"}, "listenerName"),
     ],
 )
-def test_what_cannot_be_had_is_one_sentence(given: dict[str, str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
+def test_an_unavailable_result_is_one_sentence(given: dict[str, str], output: str) -> None:
+    with pytest.raises(ConfigError, match=output) as caught:
         fields_of(given)
     assert SECRET not in str(caught.value)
     assert "\n" not in caught.value.message
@@ -284,7 +319,7 @@ def test_what_cannot_be_had_is_one_sentence(given: dict[str, str], told: str) ->
         OAuth2(issuer_url="https://i/x", client_id="a", client_secret=SECRET, audience="urn:p"),
     ],
 )
-def test_spark_options_say_a_connection_there_and_back(authentication: Any) -> None:
+def test_spark_options_and_connections_convert_both_ways(authentication: Any) -> None:
     connection = Connection(
         TLS, "https://h:1", authentication=authentication, listener_name="outside",
         connection_timeout_ms=5_000, operation_timeout_ms=7_000, tls_hostname_verification=False,
@@ -300,7 +335,7 @@ def test_spark_options_are_refused_by_their_names() -> None:
         parse_options(given | {"service.url": TLS})
 
 
-def test_who_this_is_names_the_role_and_no_secret(tmp_path: Path) -> None:
+def test_a_description_names_the_role_and_no_secret(tmp_path: Path) -> None:
     def who(**given: Any) -> str:
         return Credentials(Connection(TLS, **given)).who()
 
@@ -309,16 +344,22 @@ def test_who_this_is_names_the_role_and_no_secret(tmp_path: Path) -> None:
     made = Connection(TLS, authentication=Token(file=file))
     assert Credentials(made).show().data == "x"
     file.write_text(" \n")
-    with pytest.raises(AuthenticationError, match="holds no token"):
+    with pytest.raises(AuthenticationError, match="contains no token"):
         Credentials(made).show()
     file.unlink()
     assert "cannot be read" in Credentials(made).who()
     assert who(authentication=Basic("ann", SECRET)) == "user 'ann'"
-    for claims in ({}, {"sub": 5, "exp": 1}, {"sub": "app", "exp": 1e300}, [], {"exp": "x"}):
-        body = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+    for claims in (
+        b"{}",
+        b'{"sub": 5, "exp": 1}',
+        b'{"sub": "app", "exp": 1e300}',
+        b"[]",
+        b'{"exp": "x"}',
+    ):
+        body = base64.urlsafe_b64encode(claims).decode().rstrip("=")
         assert SECRET not in who(authentication=Token(f"eyJ.{body}.{SECRET}"))
-    assert "no role" in who(authentication=Token(SECRET))
-    assert who() == "who gives no authentication"
+    assert "without a role" in who(authentication=Token(SECRET))
+    assert who() == "a client without authentication"
 
 
 def test_a_secret_in_the_clear_is_seen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -17,18 +18,18 @@ from typing import Any
 
 import pytest
 
-from control_folder import own_control_folder
-from helpers import wait_until
-from keyshard.errors import ConfigError, ControlError, KeyShardError, ThreadStartError
-from keyshard.observe import control
-from keyshard.observe.control import (
+from keyshard import control
+from keyshard.control import (
     CONNECTIONS_MAX,
     REQUEST_BYTES_MAX,
     ControlServer,
     running_source,
     running_sources,
 )
+from keyshard.errors import ConfigError, ControlError, KeyShardError, ThreadStartError
 from keyshard.threads import owned_by
+from tests.helpers import wait_until
+from tests.support.control_folder import own_control_folder
 
 CANDIDATES = control._candidates
 URL = "pulsar://127.0.0.1:6650"
@@ -45,7 +46,7 @@ def echo(request: Mapping[str, Any]) -> Any:
 
 
 def refuse(_request: Mapping[str, Any]) -> Any:
-    raise ConfigError("parallelism must be 1 to 65536, got 0.")
+    raise ConfigError("parallelism is 0; it must be an integer from 1 to 65536.")
 
 
 def serve(subscription: str = "orders", url: str = URL, topics: str = "t") -> ControlServer:
@@ -76,7 +77,23 @@ def test_a_source_is_found_by_its_subscription_and_answers() -> None:
         running_source("orders")
 
 
-def test_a_source_is_found_also_by_who_has_no_runtime_folder(
+def test_a_forked_child_leaves_the_socket_to_its_parent() -> None:
+    """Issue: a child that left its ``with`` block removed the socket of its parent."""
+    server = serve()
+    child = os.fork()
+    if not child:
+        try:
+            server.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    try:
+        assert running_source("orders").ask("echo", text="here") == {"told": "here"}
+    finally:
+        server.close()
+
+
+def test_a_source_is_found_without_a_runtime_folder(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     monkeypatch.setattr(control, "_candidates", CANDIDATES)
@@ -100,7 +117,7 @@ def test_socket_and_folder_are_for_this_user_alone(folder: Path) -> None:
         assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
         folder.chmod(0o755)
         assert running_sources() == [], "somebody else may have put it there"
-        with pytest.raises(ControlError, match="this user alone"):
+        with pytest.raises(ControlError, match="private folder of this user"):
             serve()
     finally:
         server.close()
@@ -127,7 +144,7 @@ def test_another_user_is_refused_also_where_folder_and_socket_are_open(folder: P
         server.close()
 
 
-def test_two_sources_of_one_name_are_told_apart_by_cluster_or_pid() -> None:
+def test_two_sources_of_one_name_are_distinguished_by_cluster_or_pid() -> None:
     servers = [serve(topics="a"), serve(url="pulsar://other:6650", topics="b")]
     try:
         with pytest.raises(ControlError, match=r"2 running sources match.*on a.*--pid") as caught:
@@ -144,10 +161,10 @@ def test_two_sources_of_one_name_are_told_apart_by_cluster_or_pid() -> None:
 def test_an_error_of_the_source_keeps_its_class_and_text() -> None:
     server = serve()
     try:
-        with pytest.raises(ConfigError, match="must be 1 to 65536") as caught:
+        with pytest.raises(ConfigError, match="must be an integer from 1 to 65536") as caught:
             running_source("orders").ask("refuse")
         assert str(caught.value).count("[KEYSHARD") == 1
-        with pytest.raises(ControlError, match="known is echo, refuse, who"):
+        with pytest.raises(ControlError, match="commands are: echo, refuse, who"):
             running_source("orders").ask("nonsense")
         with pytest.raises(ControlError, match="KeyError"):
             running_source("orders").ask("echo")
@@ -156,7 +173,7 @@ def test_an_error_of_the_source_keeps_its_class_and_text() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"no json\n", b"[1]\n", b"\xff\xfe\n", b"{}\n", b"null\n"])
-def test_a_request_that_is_none_is_refused_and_the_next_is_served(sent: bytes) -> None:
+def test_an_invalid_request_is_refused_and_the_next_is_served(sent: bytes) -> None:
     server = serve()
     try:
         assert raw(server.path, sent)["ok"] is False
@@ -168,8 +185,8 @@ def test_a_request_that_is_none_is_refused_and_the_next_is_served(sent: bytes) -
 def test_a_request_has_a_longest_size() -> None:
     server = serve()
     try:
-        told = raw(server.path, b"x" * (REQUEST_BYTES_MAX + 1))
-        assert "longer than" in told["error"]
+        output = raw(server.path, b"x" * (REQUEST_BYTES_MAX + 1))
+        assert "exceeds" in output["error"]
     finally:
         server.close()
 
@@ -178,8 +195,8 @@ def test_a_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "REQUEST_S", 0.2)
     server = serve()
     try:
-        told = raw(server.path, b'{"do": "echo", ')
-        assert told["code"] == "KEYSHARD_CONTROL"
+        output = raw(server.path, b'{"do": "echo", ')
+        assert output["code"] == "KEYSHARD_CONTROL"
     finally:
         server.close()
 
@@ -208,7 +225,7 @@ def test_connections_are_bounded_and_slow_ones_do_not_block_others() -> None:
             asker.start()
         for _ in askers[1:]:
             assert asked.acquire(timeout=20)
-        with pytest.raises(ControlError, match="Too many requests"):
+        with pytest.raises(ControlError, match="too many concurrent requests"):
             source.ask("echo", text="x")
     finally:
         held.set()
@@ -231,7 +248,7 @@ def test_an_answer_has_a_deadline() -> None:
 
 OTHER = """
 import sys, time
-from keyshard.observe.control import ControlServer
+from keyshard.control import ControlServer
 server = ControlServer("orders", "pulsar://127.0.0.1:6650", "t", {})
 print(server.path, flush=True)
 time.sleep(120)
@@ -248,7 +265,7 @@ def other() -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
-def test_what_a_killed_process_left_is_removed(other: subprocess.Popen[str]) -> None:
+def test_leftovers_of_a_killed_process_are_removed(other: subprocess.Popen[str]) -> None:
     assert other.stdout is not None
     path = Path(other.stdout.readline().strip())
     assert running_source("orders").pid == other.pid
@@ -266,14 +283,16 @@ def test_a_stopped_process_is_named(
     other.stdout.readline()
     monkeypatch.setattr(control, "ANSWER_S", 0.3)
     other.send_signal(signal.SIGSTOP)
-    with pytest.raises(ControlError, match=f"Process {other.pid} holds a control socket"):
+    with pytest.raises(ControlError, match=f"Process {other.pid} has a control socket"):
         running_source("orders")
     other.send_signal(signal.SIGCONT)
     monkeypatch.setattr(control, "ANSWER_S", 20.0)
     assert running_source("orders").pid == other.pid
 
 
-def test_two_processes_with_one_subscription_are_told_apart(other: subprocess.Popen[str]) -> None:
+def test_two_processes_with_one_subscription_are_distinguished(
+    other: subprocess.Popen[str],
+) -> None:
     assert other.stdout is not None
     other.stdout.readline()
     server = serve()
@@ -304,16 +323,48 @@ def test_requests_that_no_thread_can_be_started_for_end_no_source(
 
     with owned_by(errors.append):
         server = serve()
-    begin = control.begin
     try:
-        monkeypatch.setattr(control, "begin", full)
-        for _ in range(2 * CONNECTIONS_MAX):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(20)
-                connection.connect(str(server.path))
-                assert connection.recv(1) == b""
-        monkeypatch.setattr(control, "begin", begin)
+        with monkeypatch.context() as exhausted:
+            exhausted.setattr(control, "begin", full)
+            for _ in range(2 * CONNECTIONS_MAX):
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                    connection.settimeout(20)
+                    connection.connect(str(server.path))
+                    assert connection.recv(1) == b""
         assert raw(server.path, b'{"do": "echo", "text": "x"}\n')["ok"]
     finally:
         server.close()
     assert (len(refused), errors) == (2 * CONNECTIONS_MAX, [])
+
+
+def test_a_server_whose_thread_cannot_be_started_leaves_no_socket(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    def full(name: str, *_: object) -> None:
+        raise ThreadStartError(f"{name} cannot be started")
+
+    monkeypatch.setattr(control, "begin", full)
+    with pytest.raises(ThreadStartError):
+        serve()
+    gc.collect()  # an open socket would be a warning, and so an error
+    assert list(folder.iterdir()) == []
+
+
+def test_an_unexpected_error_closes_the_connection_and_ends_the_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: socket.socket) -> bool:
+        raise MemoryError
+
+    errors: list[KeyShardError] = []
+    monkeypatch.setattr(control, "_of_another_user", broken)
+    with owned_by(errors.append):
+        server = serve()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(20)
+            connection.connect(str(server.path))
+            assert connection.recv(1) == b""
+        wait_until(lambda: errors)
+    finally:
+        server.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keyshard.errors import DevBrokerError
-from keyshard.testing.devbroker.classes import class_archive
+from keyshard.testing.devbroker.java import class_archive
 
 
 @pytest.fixture
@@ -50,7 +50,11 @@ def test_a_broker_that_did_not_start_leaves_nothing_behind(homes: tuple[Path, Pa
         raise DevBrokerError("it did not start")
 
     assert class_archive(*homes, fails) is None
-    whole = class_archive(*homes, lambda file: file.write_text("classes") and None)
+
+    def works(file: Path) -> None:
+        file.write_text("classes")
+
+    whole = class_archive(*homes, works)
     assert whole is not None
     assert whole.read_text() == "classes"
 

@@ -13,7 +13,7 @@ import pytest
 
 from keyshard.errors import ConfigError, DevBrokerError
 from keyshard.testing.devbroker import distribution
-from keyshard.testing.devbroker.fetch import NotInRepositoryError, OnDownload
+from keyshard.testing.devbroker.distribution import NotInRepositoryError, OnDownload
 
 VERSION = "9.9.9"
 
@@ -41,7 +41,7 @@ def archive(names: tuple[str, ...] = ("bin/pulsar", "conf/standalone.conf", "lib
 
 
 class Repository:
-    """A repository that behaves as told; counts what is asked of it."""
+    """A repository that the test controls; counts its requests."""
 
     def __init__(self, data: bytes | None = None, checksums: tuple[str, ...] = ("sha512",)) -> None:
         self.data = archive() if data is None else data
@@ -109,10 +109,10 @@ def test_an_interrupted_download_is_not_taken_and_is_tried_again() -> None:
     assert repository.asked.count("tar.gz") == 3
 
 
-def test_offline_says_what_is_missing_and_what_to_do() -> None:
+def test_offline_names_the_missing_file_and_a_remedy() -> None:
     repository = Repository()
     repository.failures = [ConnectionError("no route to host")] * 9
-    with pytest.raises(DevBrokerError, match=r"9\.9\.9 could not be fetched: no route.*network"):
+    with pytest.raises(DevBrokerError, match=r"9\.9\.9 could not be downloaded: no route.*network"):
         distribution.install(VERSION, fetch=repository)
     assert repository.asked.count("tar.gz") == 3
     assert distribution.installed(VERSION) is None
@@ -139,7 +139,7 @@ def test_leftovers_of_dead_processes_do_not_count_and_are_removed(cache: Path) -
 
 def test_a_cut_archive_with_a_right_checksum_is_refused() -> None:
     whole = archive()
-    with pytest.raises(DevBrokerError, match=r"cannot be unpacked|no Pulsar distribution"):
+    with pytest.raises(DevBrokerError, match=r"cannot be unpacked|not a Pulsar distribution"):
         distribution.install(VERSION, fetch=Repository(whole[: len(whole) // 2]))
     assert distribution.installed(VERSION) is None
 
@@ -162,8 +162,8 @@ def test_an_archive_of_something_else_is_refused() -> None:
 
 
 @pytest.mark.parametrize("version", ["", "4", "../4.0.8", "4.0.8/..", "latest", "4.0.8 "])
-def test_what_is_no_version_is_refused(version: str) -> None:
-    with pytest.raises(ConfigError, match="no Pulsar version"):
+def test_an_invalid_version_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match="not a Pulsar version"):
         distribution.install(version, fetch=Repository())
 
 

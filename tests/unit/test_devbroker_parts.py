@@ -8,28 +8,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from keyshard.config.connection import Connection
 from keyshard.errors import ConfigError, DevBrokerError
-from keyshard.testing.devbroker import DevBroker, ports, process, registry
-from keyshard.testing.devbroker.config import render_config
-from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
+from keyshard.testing.devbroker import DevBroker, process, registry
+from keyshard.testing.devbroker.devbroker import render_config
+from keyshard.testing.devbroker.process import LogWatch, StartResult, wait_until_ready
+from tests.helpers import wait_until
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEYSHARD_CACHE", str(tmp_path / "cache"))
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_settings_replace_lines_and_are_added() -> None:
@@ -40,7 +30,7 @@ def test_settings_replace_lines_and_are_added() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("a b", "1"), ("a", "1\nb=2"), ("", "1")])
 def test_settings_that_cannot_stand_in_the_file_are_refused(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="is not valid"):
         DevBroker(settings={name: value})
 
 
@@ -52,42 +42,44 @@ def test_ports_are_checked() -> None:
 
 
 def test_free_ports_are_outside_the_ephemeral_range() -> None:
-    found = [ports.free_port() for _ in range(20)]
+    found = [process.free_port() for _ in range(20)]
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not [port for port in found if low <= port <= high]
-    assert all(ports.port_is_free(port) for port in found)
+    assert all(process.port_is_free(port) for port in found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a port be held for a server")
 def test_a_port_is_given_to_one_and_a_server_may_listen_on_it() -> None:
-    port = ports.free_port()
+    port = process.free_port()
     assert not _another_process_may_hold(port)
-    with socket.create_server((ports.LOOPBACK, port)):
-        assert not ports.port_is_free(port)
-    ports.give_back(port)
+    with socket.create_server((process.LOOPBACK, port)):
+        assert not process.port_is_free(port)
+    process.give_back(port)
     assert _another_process_may_hold(port)
 
 
 def _another_process_may_hold(port: int) -> bool:
-    code = f"from keyshard.testing.devbroker import ports; print(ports._hold({port}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = f"from keyshard.testing.devbroker import process; print(process._hold({port}))"
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not done.stderr, "a port is given back at the end of a process"
     return done.stdout == "True\n"
 
 
-def test_a_broker_whose_port_was_taken_meanwhile_says_so(tmp_path: Path) -> None:
+def test_a_broker_names_a_port_that_was_taken_meanwhile(tmp_path: Path) -> None:
     log = tmp_path / "broker.log"
     log.write_text("bind(..) failed with error(-98): Address already in use\n")
 
-    def outcome(start: int) -> Outcome:
+    def outcome(start: int) -> StartResult:
         watch = LogWatch(log, start)
         nobody = Connection("pulsar://127.0.0.1:1", "http://127.0.0.1:1")
         return wait_until_ready(nobody, returncode=lambda: 1, log=watch, deadline=0)
 
-    assert outcome(0) is Outcome.TAKEN
-    assert outcome(log.stat().st_size) is Outcome.DIED
+    assert outcome(0) is StartResult.TAKEN
+    assert outcome(log.stat().st_size) is StartResult.DIED
 
 
-def test_a_broker_tells_its_addresses_before_it_runs(tmp_path: Path) -> None:
+def test_a_broker_has_its_addresses_before_it_runs(tmp_path: Path) -> None:
     broker = DevBroker(port=1234, admin_port=1235, data_dir=tmp_path)
     assert broker.service_url == "pulsar://127.0.0.1:1234"
     assert broker.admin_url == "http://127.0.0.1:1235"
@@ -126,12 +118,12 @@ def sleeper(tmp_path: Path, *, deaf: bool = False, detached: bool = False) -> pr
     started = process.BrokerProcess(command, os.environ, log)
     if detached:
         started.let_go()
-    until(lambda: log.read_text() == "up\n")
+    wait_until(lambda: log.read_text() == "up\n")
     return started
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_stop_ends_also_what_ignores_it(tmp_path: Path, deaf: bool) -> None:
+def test_stop_also_ends_a_process_that_ignores_it(tmp_path: Path, deaf: bool) -> None:
     running = sleeper(tmp_path, deaf=deaf)
     assert running.returncode() is None
     running.stop(timeout_s=0.1 if deaf else 10.0)
@@ -167,8 +159,8 @@ def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         pid = int(parent.stdout.readline())
         assert process.start_ticks(pid) is not None
         parent.kill()
-    until(lambda: process.start_ticks(pid) is None)
-    until(lambda: not data.exists())
+    wait_until(lambda: process.start_ticks(pid) is None)
+    wait_until(lambda: not data.exists())
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -180,13 +172,14 @@ def test_a_detached_broker_outlives_its_starter_once_it_is_ready(
         "import os, sys, time\n"
         "from pathlib import Path\n"
         "from keyshard.testing.devbroker import devbroker\n"
-        "from keyshard.testing.devbroker.readiness import Outcome\n"
+        "from keyshard.testing.devbroker.process import StartResult\n"
         "class Slow(devbroker.DevBroker):\n"
         "    def _command(self, home): return ['/bin/sh', '-c', 'echo $$; exec sleep 600']\n"
         "    def _environment(self, home, java): return dict(os.environ)\n"
         "def wait(*_, **__):\n"
+        "    print('waits', flush=True)\n"
         "    if sys.argv[2] == 'False': time.sleep(600)\n"
-        "    return Outcome.READY\n"
+        "    return StartResult.READY\n"
         "devbroker.wait_until_ready = wait\n"
         "data = Path(sys.argv[1])\n"
         "Slow('4.0.8', 6650, 8080, data, detached=True)._launch(data, data, 0, 0.0)\n"
@@ -197,7 +190,8 @@ def test_a_detached_broker_outlives_its_starter_once_it_is_ready(
     command = [sys.executable, "-c", script, str(tmp_path), str(ready)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
-        until(lambda: log.exists() and log.read_text().endswith("\n"))
+        assert parent.stdout.readline() == b"waits\n"
+        wait_until(lambda: log.read_text().endswith("\n"))
         pid = int(log.read_text())
         if ready:
             parent.stdout.readline()
@@ -207,7 +201,7 @@ def test_a_detached_broker_outlives_its_starter_once_it_is_ready(
             time.sleep(0.5)
             assert process.start_ticks(pid) is not None
         else:
-            until(lambda: process.start_ticks(pid) is None)
+            wait_until(lambda: process.start_ticks(pid) is None)
     finally:
         process.kill_group(pid)
 
@@ -217,7 +211,7 @@ def test_a_record_of_another_process_is_not_believed(tmp_path: Path) -> None:
     assert registry.find(folder) is None
     record = registry.remember(os.getpid(), "4.0.8", 1, 2, folder)
     assert registry.find(folder) == record
-    until(lambda: process.start_ticks(os.getpid()) == record.started)
+    wait_until(lambda: process.start_ticks(os.getpid()) == record.started)
     path = next((tmp_path / "cache" / "brokers").iterdir())
     path.write_text(path.read_text().replace(f'"{record.started}"', '"1"'))
     assert registry.find(folder) is None
@@ -237,5 +231,5 @@ def test_a_recorded_process_is_stopped(tmp_path: Path) -> None:
 def test_a_dead_process_is_not_remembered(tmp_path: Path) -> None:
     running = sleeper(tmp_path)
     running.kill()
-    with pytest.raises(DevBrokerError, match="ended at once"):
+    with pytest.raises(DevBrokerError, match="ended immediately"):
         registry.remember(running.pid, "4.0.8", 1, 2, tmp_path)

@@ -1,4 +1,4 @@
-"""What the doctor says of facts."""
+"""The findings of the doctor about facts."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 
-from helpers import P0, P1, block
 from keyshard.core.diagnosis import (
     Finding,
     Level,
+    Load,
     Sample,
     judge_batching,
     judge_fill,
+    judge_load,
     judge_orphans,
     judge_subscription,
     judge_version,
 )
-from keyshard.core.load_limits import Load, judge_load
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.subscription_state import BrokerLimits, ConsumerState, SubscriptionState
+from tests.helpers import P0, P1, block
 
 IDLE = SubscriptionState(
     kind="Key_Shared", sticky=True, out_of_order=False, durable=True,
-    backlog=0, in_replay=0, ack_holes=0, blocked=False, consumers=(),
+    backlog=0, in_replay=0, ack_gaps=0, blocked=False, consumers=(),
 )  # fmt: skip
 WHOLE = replace(IDLE, consumers=tuple(ConsumerState("c", "a", (part,)) for part in split_ring(4)))
 OTHER = (ConsumerState("c", "a", ()),)
@@ -71,12 +72,12 @@ def test_an_entry_that_comes_in_parts_is_one_batch() -> None:
     assert (sample.entries, sample.batches, sample.mixed, sample.messages) == (2, 2, 1, 5)
 
 
-def test_key_based_and_no_batching_are_told_apart_and_keyless_messages_named() -> None:
+def test_key_based_and_no_batching_are_distinguished_and_keyless_messages_named() -> None:
     keyed, plain = Sample(), Sample()
     keyed.add(P0, block(1, 0, "a", "a"))
     plain.add(P0, block(1, 0, "a"))
     plain.add(P0, block(1, 1, None))
-    assert judge_batching(keyed)[0].text.startswith("key based")
+    assert judge_batching(keyed)[0].text.startswith("by key")
     assert judge_batching(plain)[0].text.startswith("none")
     assert levels(judge_batching(plain)) == {"batching": Level.OK, "keys": Level.WARNING}
     assert levels(judge_batching(Sample())) == {"batching": Level.WARNING}
@@ -97,7 +98,7 @@ def test_a_subscription_that_is_fine_or_not_there() -> None:
         ({"kind": "Shared", "sticky": False}, "is of type Shared"),
         ({"kind": "Exclusive", "sticky": False}, "is of type Exclusive"),
         ({"sticky": False}, "AUTO_SPLIT"),
-        ({"out_of_order": True}, "overtake"),
+        ({"out_of_order": True}, "out-of-order"),
     ],
 )
 def test_another_type_or_policy_in_use_is_a_problem(changes: dict[str, Any], says: str) -> None:
@@ -106,7 +107,7 @@ def test_another_type_or_policy_in_use_is_a_problem(changes: dict[str, Any], say
     assert says in text_of(findings, "subscription")
 
 
-def test_another_type_that_nobody_uses_is_a_warning() -> None:
+def test_another_type_without_consumers_is_a_warning() -> None:
     findings = judge_subscription({P0: {"s": replace(IDLE, kind="Shared")}}, "s")
     assert levels(findings) == {"subscription": Level.WARNING}
 
@@ -119,7 +120,7 @@ def test_a_gap_in_the_ring_is_a_problem_and_is_named() -> None:
     assert str(P0) in text_of(findings, "coverage")
 
 
-def test_a_topic_partition_that_nobody_consumes_beside_others_is_a_problem() -> None:
+def test_a_topic_partition_without_consumers_beside_others_is_a_problem() -> None:
     findings = judge_subscription({P0: {"s": WHOLE}, P1: {"s": IDLE}}, "s")
     assert levels(findings)["coverage"] is Level.PROBLEM
 
@@ -154,13 +155,13 @@ def test_orphans_are_others_that_hold_data_and_have_no_consumer() -> None:
     assert levels(judge_orphans({P0: {"s": IDLE}}, "s")) == {"orphans": Level.OK}
 
 
-def test_a_replay_queue_and_holes_near_their_limits_are_told() -> None:
+def test_a_replay_queue_and_ack_gaps_near_their_limits_are_reported() -> None:
     limits = BrokerLimits()
     assert judge_fill({P0: {"s": WHOLE}}, "s", limits) == []
-    near = replace(WHOLE, in_replay=4_000, ack_holes=5_000)
+    near = replace(WHOLE, in_replay=4_000, ack_gaps=5_000)
     assert levels(judge_fill({P0: {"s": near}}, "s", limits)) == {
         "replay queue": Level.WARNING,
-        "ack holes": Level.WARNING,
+        "ack gaps": Level.WARNING,
     }
     full = replace(WHOLE, in_replay=8_000)
     assert levels(judge_fill({P0: {"s": full}}, "s", limits)) == {"replay queue": Level.PROBLEM}
@@ -194,8 +195,8 @@ def test_a_load_within_all_limits_names_the_first_that_would_bite() -> None:
         ({"rate_per_s": 60_000.0}, "entries per second", "12,000 entries per second"),
         # One of 2 ranges of the only topic partition: 4,000 entries at 500 per second.
         ({"partitions": 1, "parallelism": 2}, "replay queue", "8.0 s"),
-        ({"partitions": 1, "parallelism": 2}, "ack holes", "20.0 s"),
-        ({"message_bytes": 6e6}, "message size", "above the broker's 5,242,880"),
+        ({"partitions": 1, "parallelism": 2}, "ack gaps", "20.0 s"),
+        ({"message_bytes": 6e6}, "message size", "exceed the broker's limit of 5,242,880"),
     ],
 )
 def test_limits_that_bite_soon_are_named_with_their_time(

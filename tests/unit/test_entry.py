@@ -1,4 +1,4 @@
-"""Names of topic partitions and entries, and what a block knows about itself."""
+"""Names of topic partitions and entries, and the facts of a block."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from base64 import b64encode
 
 import pytest
 
-from helpers import block
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ConfigError, NonPersistentTopicError
+from tests.helpers import block
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_topic_name_is_completed(short: str, full: str) -> None:
     ["", "a/b", "a/b/c/d", "persistent://orders", "persistent://a/b/", "kafka://a/b/c", "a b",
      "persistent://", "//", "a/ /c", "a/b/c\n"],
 )  # fmt: skip
-def test_what_is_no_topic_name_is_refused_and_shown(name: str) -> None:
+def test_an_invalid_topic_name_is_refused_and_shown(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         full_topic_name(name)
     assert caught.value.message.startswith(f"{name!r} is not a topic name. Write")
@@ -90,7 +90,7 @@ def test_the_first_message_routes_an_entry() -> None:
     assert block(1, 0, None).slot is None
 
 
-def test_slots_of_mixed_keys_are_told_one_by_one() -> None:
+def test_slots_of_mixed_keys_are_listed_one_by_one() -> None:
     assert block(1, 0, "a", None, "b").slots == [key_slot("a"), None, key_slot("b")]
 
 

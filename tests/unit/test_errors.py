@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 
 from keyshard import errors
 from keyshard.core.lanes.failure import times
-from keyshard.errors import BrokerError, ConfigError, KeyShardError, UnreadableEntryError
+from keyshard.error_reference import REFERENCES, document, meaning
+from keyshard.errors import BY_CODE, BrokerError, ConfigError, KeyShardError, UnreadableEntryError
 
 CLASSES = [
     value
     for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, KeyShardError)
 ]
+DOCS = Path(__file__).parents[2] / "docs" / "errors.md"
 
 
 def test_every_class_has_a_code_of_its_own() -> None:
@@ -65,6 +68,8 @@ def test_the_tree_in_the_docstring_names_every_class_and_code_below_its_parent()
 def test_only_errors_that_may_pass_by_themselves_are_retriable() -> None:
     assert {cls.__name__ for cls in CLASSES if cls.retriable} == {
         "BrokerUnavailableError",
+        "ProducerBusyError",
+        "QuotaExceededError",
         "RangeConflictError",
         "ReplayTimeoutError",
     }
@@ -99,3 +104,20 @@ def test_a_quoted_text_that_ends_with_a_full_stop_gets_no_second_one(text: str, 
 
 def test_once_is_not_one_times() -> None:
     assert [times(count) for count in (1, 2, 1_000)] == ["once", "2 times", "1,000 times"]
+
+
+def test_every_error_has_a_cause_and_a_remedy() -> None:
+    codes = [one.error.code for one in REFERENCES]
+    assert codes == re.findall(r"KEYSHARD_[A-Z_]+", errors.__doc__ or "")
+    assert set(codes) == set(BY_CODE)
+    assert all(
+        text.endswith(".") and re.match("[A-Z`]|keyshard ", text)
+        for one in REFERENCES
+        for text in (meaning(one.error), one.cause, one.remedy)
+    )
+
+
+def test_the_error_reference_is_the_table_as_it_is_now() -> None:
+    assert DOCS.read_text() == document(), (
+        "write it: python -m keyshard.error_reference > docs/errors.md"
+    )

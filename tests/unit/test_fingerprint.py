@@ -1,19 +1,19 @@
-"""Fingerprints: ids that are handed out a second time, and late entries, which are not."""
+"""Fingerprints distinguish ids that are handed out a second time from late entries."""
 
 from __future__ import annotations
 
 import pytest
 
-from helpers import P0, block
-from keyshard.core.holes.broker_state import BrokerState
+from keyshard.core.fingerprint import CLOCK_SKEW_MS, check_ledgers, lowest_known_ledger
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.position.fingerprint import CLOCK_SKEW_MS, check_ledgers, lowest_known_ledger
-from keyshard.core.window.budget import Budget
+from keyshard.core.subscription_state import BrokerState
+from keyshard.core.window.admission import Budget
 from keyshard.core.window.partition_window import Receipt
 from keyshard.core.window.window import Window
 from keyshard.errors import TopicRecreatedError
+from tests.helpers import P0, block
 
 NOW = 1_000_000
 STATE = PartitionCheckpoint(None, EntrySet.parse("7:0-9;8:2"), published_ms=NOW)
@@ -31,7 +31,7 @@ def test_a_late_entry_of_a_lower_ledger_is_no_alarm() -> None:
 
 
 def test_a_new_entry_below_all_known_ledgers_is_of_another_topic() -> None:
-    with pytest.raises(TopicRecreatedError, match="lies below ledger 7"):
+    with pytest.raises(TopicRecreatedError, match="is below ledger 7"):
         window().receive(P0, 0, block(6, 0, publish_ms=NOW + CLOCK_SKEW_MS + 1))
 
 
@@ -69,22 +69,22 @@ def test_ledgers_that_are_shorter_than_the_checkpoint_knows_are_others(
         check_ledgers(P0, STATE, BrokerState(ledgers))
 
 
-def test_what_comes_again_is_the_same_entry() -> None:
+def test_a_redelivery_is_the_same_entry() -> None:
     """Found by the simulation of a wiped broker: the new entry was dropped, and acknowledged."""
     again = window()
     made = block(8, 3, publish_ms=NOW + 5)
     assert again.receive(P0, 0, made) is Receipt.ACCEPTED
     assert again.receive(P0, 0, made) is Receipt.HELD
-    with pytest.raises(TopicRecreatedError, match="published 1 ms after the one that came first"):
+    with pytest.raises(TopicRecreatedError, match="published 1 ms after the first delivery"):
         again.receive(P0, 0, block(8, 3, publish_ms=NOW + 6))
 
 
-def test_what_comes_before_its_batch_was_read_again_is_of_that_batch() -> None:
+def test_entries_redelivered_before_the_replay_belong_to_the_planned_batch() -> None:
     planned = Checkpoint(
         "c", "s", 2, {P0: PartitionCheckpoint(None, STATE.delivered, STATE.delivered, {}, NOW)}
     )
     again = Window(planned, 2, Budget(100, 10**6))
     again.expect(planned)
     assert again.receive(P0, 0, block(8, 2, publish_ms=NOW)) is Receipt.HELD
-    with pytest.raises(TopicRecreatedError, match="came again"):
+    with pytest.raises(TopicRecreatedError, match="was delivered again"):
         again.receive(P0, 0, block(8, 2, publish_ms=NOW + 1))

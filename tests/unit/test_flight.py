@@ -8,9 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import pytest
+from pyarrow import flight
 
-from helpers import P0, block, wait_until
-from keyshard.arrow.columns import SCHEMA, record_batches
+from keyshard.columns.record_batches import SCHEMA, record_batches
+from keyshard.coordinator import batch_server
+from keyshard.coordinator.batch_server import BatchServer, BatchTicket, read_batch, report_left_out
+from keyshard.coordinator.batches import Batches
+from keyshard.coordinator.kept_client import KeptClient
 from keyshard.errors import (
     BatchReleasedError,
     BatchUnknownError,
@@ -18,74 +22,78 @@ from keyshard.errors import (
     KeyShardError,
     WorkerUnreachableError,
 )
-from keyshard.worker import flight
-from keyshard.worker.flight import BatchServer, BatchTicket, read_batch, tell_left_out
+from tests.helpers import P0, block, wait_until
 
 ALL = tuple(SCHEMA.names)
 
 
-class Batches:
-    """Serves 30 rows as batch ``"b"``, and errors when told to."""
+class ServedBatches(Batches):
+    """Serves 30 rows as batch ``"b"``, and errors on request."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.asked: list[tuple[str, int, tuple[str, ...]]] = []
 
-    def read(self, batch_id: str, index: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        self.asked.append((batch_id, index, tuple(columns)))
+    def read(
+        self, batch_id: str, index: int, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        wanted = ALL if columns is None else tuple(columns)
+        self.asked.append((batch_id, index, wanted))
         if self.error is not None:
             raise self.error
         return iter([
             batch
             for part in range(3)
             for batch in record_batches(
-                [(P0, block(part, entry, f"key-{entry}")) for entry in range(10)], columns
+                [(P0, block(part, entry, f"key-{entry}")) for entry in range(10)], wanted
             )
         ])  # fmt: skip
 
     def direct(self, *_wanted: object) -> None:
-        """Nothing is elsewhere."""
+        """The server has all content itself."""
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Batches, BatchServer]]:
-    batches = Batches()
+def served() -> Iterator[tuple[ServedBatches, BatchServer]]:
+    batches = ServedBatches()
     server = BatchServer(batches, "127.0.0.1")
     yield batches, server
     server._server.shutdown()
 
 
 @pytest.fixture
-def batches(served: tuple[Batches, BatchServer]) -> Batches:
+def batches(served: tuple[ServedBatches, BatchServer]) -> ServedBatches:
     served[0].error = None
     served[0].asked.clear()
     return served[0]
 
 
 @pytest.fixture
-def ticket(served: tuple[Batches, BatchServer]) -> BatchTicket:
+def ticket(served: tuple[ServedBatches, BatchServer]) -> BatchTicket:
     return served[1].ticket("b", 3, ALL)
 
 
 def test_rows_that_tasks_left_out_are_counted_once(
-    served: tuple[Batches, BatchServer], monkeypatch: pytest.MonkeyPatch
+    served: tuple[ServedBatches, BatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = served[1]
     before = server.left_out
     for index, rows in [(0, 5), (1, 2), (0, 5), (0, 5)]:
-        tell_left_out(server.ticket("c", index, ALL), rows)
+        report_left_out(server.ticket("c", index, ALL), rows)
     assert server.left_out - before == 7
-    monkeypatch.setattr(flight, "TOLD_MAX", 2)
+    monkeypatch.setattr(batch_server, "REPORTS_MAX", 2)
     for number in range(3):
-        tell_left_out(server.ticket(f"d{number}", 0, ALL), 1)
+        report_left_out(server.ticket(f"d{number}", 0, ALL), 1)
     assert server.left_out - before == 10
-    assert len(server._server._told) <= 3
+    assert len(server._server._reported) <= 3
     stranger = dataclasses.replace(server.ticket("c", 0, ALL), token="guessed")
-    tell_left_out(stranger, 100)
+    report_left_out(stranger, 100)
     assert server.left_out - before == 10
 
 
-def test_a_batch_crosses_unchanged_as_often_as_asked(batches: Batches, ticket: BatchTicket) -> None:
+def test_a_batch_crosses_unchanged_as_often_as_asked(
+    batches: ServedBatches, ticket: BatchTicket
+) -> None:
     expected = pa.Table.from_batches(list(batches.read("b", 3, ALL)))
     for _ in range(2):
         assert pa.Table.from_batches(list(read_batch(ticket))).equals(expected)
@@ -93,13 +101,13 @@ def test_a_batch_crosses_unchanged_as_often_as_asked(batches: Batches, ticket: B
 
 
 def test_columns_are_selected_at_the_server(
-    batches: Batches, served: tuple[Batches, BatchServer]
+    batches: ServedBatches, served: tuple[ServedBatches, BatchServer]
 ) -> None:
     (first, *_) = read_batch(served[1].ticket("b", 0, ["__messageId", "value"]))
     assert first.schema.names == ["__messageId", "value"]
 
 
-def test_a_ticket_crosses_process_borders(batches: Batches, ticket: BatchTicket) -> None:
+def test_a_ticket_crosses_process_borders(batches: ServedBatches, ticket: BatchTicket) -> None:
     copy = pickle.loads(pickle.dumps(ticket))
     assert copy == ticket
     assert sum(batch.num_rows for batch in read_batch(copy)) == 30
@@ -107,19 +115,19 @@ def test_a_ticket_crosses_process_borders(batches: Batches, ticket: BatchTicket)
 
 @pytest.mark.parametrize("token", ["", "0" * 32, "\u00e9"])
 def test_a_ticket_of_another_run_is_refused_unread(
-    batches: Batches, ticket: BatchTicket, token: str
+    batches: ServedBatches, ticket: BatchTicket, token: str
 ) -> None:
     with pytest.raises(KeyShardError):
         list(read_batch(dataclasses.replace(ticket, token=token)))
     assert batches.asked == []
 
 
-def test_the_refusal_of_a_ticket_says_that_the_batch_is_planned_again(
-    batches: Batches, ticket: BatchTicket
+def test_the_refusal_of_a_ticket_names_the_new_plan(
+    batches: ServedBatches, ticket: BatchTicket
 ) -> None:
     with pytest.raises(BatchUnknownError) as caught:
         list(read_batch(dataclasses.replace(ticket, token="other")))
-    assert caught.value.message == "The ticket is of another run; the batch is planned again."
+    assert caught.value.message == "The ticket belongs to another run. The batch is planned again."
 
 
 @pytest.mark.parametrize(
@@ -137,13 +145,15 @@ def test_the_refusal_of_a_ticket_says_that_the_batch_is_planned_again(
         b"\n{}",
     ],
 )
-def test_who_has_no_token_gets_nothing(batches: Batches, ticket: BatchTicket, text: bytes) -> None:
-    with flight.flight.connect(ticket.endpoint) as client:
-        with pytest.raises(flight.flight.FlightUnauthenticatedError):
-            client.do_get(flight.flight.Ticket(text)).read_all()
+def test_a_request_without_the_token_gets_nothing(
+    batches: ServedBatches, ticket: BatchTicket, text: bytes
+) -> None:
+    with flight.connect(ticket.endpoint) as client:
+        with pytest.raises(flight.FlightUnauthenticatedError):
+            client.do_get(flight.Ticket(text)).read_all()
         for ask in (
             lambda: list(client.list_flights()),
-            lambda: list(client.do_action(flight.flight.Action("x", b""))),
+            lambda: list(client.do_action(flight.Action("x", b""))),
         ):
             with pytest.raises(pa.ArrowException):
                 ask()
@@ -151,7 +161,7 @@ def test_who_has_no_token_gets_nothing(batches: Batches, ticket: BatchTicket, te
 
 
 def test_each_run_has_a_token_of_its_own(ticket: BatchTicket) -> None:
-    other = BatchServer(Batches(), "127.0.0.1")
+    other = BatchServer(ServedBatches(), "127.0.0.1")
     try:
         mine = other.ticket("b", 3, ALL)
         assert mine.token != ticket.token
@@ -171,7 +181,7 @@ def test_each_run_has_a_token_of_its_own(ticket: BatchTicket) -> None:
     ids=lambda error: error.code,
 )
 def test_an_error_of_the_server_crosses_with_its_class_and_text(
-    batches: Batches, ticket: BatchTicket, error: KeyShardError
+    batches: ServedBatches, ticket: BatchTicket, error: KeyShardError
 ) -> None:
     batches.error = error
     with pytest.raises(type(error)) as caught:
@@ -180,8 +190,8 @@ def test_an_error_of_the_server_crosses_with_its_class_and_text(
     assert str(caught.value) == str(error)
 
 
-def test_an_unforeseen_error_of_the_server_is_told_with_the_endpoint(
-    batches: Batches, ticket: BatchTicket
+def test_an_unforeseen_error_of_the_server_is_reported_with_the_endpoint(
+    batches: ServedBatches, ticket: BatchTicket
 ) -> None:
     batches.error = ZeroDivisionError("by zero")
     with pytest.raises(WorkerUnreachableError, match=ticket.endpoint):
@@ -191,7 +201,7 @@ def test_an_unforeseen_error_of_the_server_is_told_with_the_endpoint(
 def test_an_endpoint_that_does_not_answer_is_named_with_the_remedy(
     ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flight, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(batch_server, "CONNECT_TIMEOUT_S", 0.1)
     away = dataclasses.replace(ticket, endpoint="grpc://127.0.0.1:1")
     with pytest.raises(WorkerUnreachableError, match="set worker_host") as caught:
         list(read_batch(away))
@@ -199,8 +209,8 @@ def test_an_endpoint_that_does_not_answer_is_named_with_the_remedy(
 
 
 def test_a_server_that_has_ended_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight, "CONNECT_TIMEOUT_S", 0.1)
-    server = BatchServer(Batches(), "127.0.0.1")
+    monkeypatch.setattr(batch_server, "CONNECT_TIMEOUT_S", 0.1)
+    server = BatchServer(ServedBatches(), "127.0.0.1")
     ticket = server.ticket("b", 0, ALL)
     assert list(read_batch(ticket))
     server._server.shutdown()
@@ -208,13 +218,113 @@ def test_a_server_that_has_ended_is_unreachable(monkeypatch: pytest.MonkeyPatch)
         list(read_batch(ticket))
 
 
+@pytest.mark.usefixtures("batches")
+def test_requests_of_one_process_share_a_connection(
+    ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, opened = opened_by(monkeypatch)
+    for _ in range(3):
+        assert list(read_batch(ticket))
+    report_left_out(ticket, 0)
+    assert opened == [ticket.endpoint]
+    assert len(kept._kept) == 1
+
+
+def test_a_read_that_is_abandoned_or_fails_closes_its_connection(
+    batches: ServedBatches, ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, opened = opened_by(monkeypatch)
+    rows = read_batch(ticket)
+    next(rows)
+    rows.close()  # type: ignore[attr-defined]
+    assert not kept._kept
+    batches.error = BatchUnknownError("unknown")
+    with pytest.raises(BatchUnknownError):
+        list(read_batch(ticket))
+    assert not kept._kept
+    assert len(opened) == 2
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_connection_is_kept_to_one_source_and_taken_by_one_request(
+    ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. Two reads at once. 2. Another run of the source, at another address."""
+    kept, opened = opened_by(monkeypatch)
+    first, second = read_batch(ticket), read_batch(ticket)
+    next(first)
+    next(second)
+    assert list(first)
+    assert list(second)
+    assert len(opened) == 2
+    other = BatchServer(ServedBatches(), "127.0.0.1")
+    assert list(read_batch(other.ticket("b", 0, ALL)))
+    other._server.shutdown()
+    assert opened == [ticket.endpoint, ticket.endpoint, other._endpoint]
+    assert [at for at, _ in kept._kept.values()] == [other._endpoint]
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_forked_process_does_not_use_the_connection_of_its_parent(
+    ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, opened = opened_by(monkeypatch)
+    assert list(read_batch(ticket))
+    before = dict(kept._kept)
+    monkeypatch.setattr("keyshard.coordinator.kept_client.os.getpid", lambda: -1)
+    assert list(read_batch(ticket))
+    assert len(opened) == 2
+    assert before.items() <= kept._kept.items()
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_kept_connection_that_ended_is_opened_again(
+    ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, _ = opened_by(monkeypatch)
+    assert list(read_batch(ticket))
+    ((pid, (at, client)),) = kept._kept.items()
+    kept._kept[pid] = at, LostOnce(client)
+    assert list(read_batch(ticket))
+
+
+class LostOnce:
+    """A client whose connection ended since its last request."""
+
+    def __init__(self, client: flight.FlightClient) -> None:
+        self._client = client
+        self._lost = True
+        self.close, self.wait_for_available = client.close, client.wait_for_available
+
+    def do_get(self, ticket: flight.Ticket) -> flight.FlightStreamReader:
+        if self._lost:
+            self._lost = False
+            raise flight.FlightUnavailableError("Socket closed")
+        return self._client.do_get(ticket)
+
+
+def opened_by(monkeypatch: pytest.MonkeyPatch) -> tuple[KeptClient, list[str]]:
+    """Begin without a kept connection; return what keeps one, and the endpoints connected to."""
+    kept, opened, connect = KeptClient(), list[str](), flight.connect
+
+    def connecting(endpoint: str, **options: object) -> flight.FlightClient:
+        opened.append(endpoint)
+        return connect(endpoint, **options)
+
+    monkeypatch.setattr(batch_server, "_source", kept)
+    monkeypatch.setattr("keyshard.coordinator.kept_client.flight.connect", connecting)
+    return kept, opened
+
+
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_an_address_of_another_machine_cannot_be_listened_on(host: str) -> None:
     with pytest.raises(ConfigError, match=f"Cannot listen on '{host}'"):
-        BatchServer(Batches(), host)
+        BatchServer(ServedBatches(), host)
 
 
-def test_an_abandoned_read_leaves_the_server_serving(batches: Batches, ticket: BatchTicket) -> None:
+def test_an_abandoned_read_leaves_the_server_serving(
+    batches: ServedBatches, ticket: BatchTicket
+) -> None:
     rows = read_batch(ticket)
     assert next(rows).num_rows == 10
     rows.close()  # type: ignore[attr-defined]

@@ -1,6 +1,8 @@
-"""The state of a range, what blocks it, and when the watchdog names it."""
+"""The state of a range, its blocking key, and the time until the watchdog names it."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,8 +10,10 @@ from keyshard.core.health import (
     REMIND_S,
     STALL_S,
     KeyFacts,
+    Pause,
     RangeFacts,
     RangeState,
+    StallKind,
     Watchdog,
     most_blocking,
     state_of,
@@ -41,7 +45,7 @@ def test_the_state_of_a_range(facts: RangeFacts, state: RangeState) -> None:
     assert state_of(facts, stalled=True) is RangeState.STALLED
 
 
-def test_what_blocks_is_the_longest_running_key_else_the_one_that_failed_most() -> None:
+def test_the_blocking_key_ran_longest_or_failed_most() -> None:
     young = KeyFacts("young", "1:0:0", running_s=1.0)
     assert most_blocking([]) is None
     assert most_blocking([RETRYING, KeyFacts("x", "1:1:0", attempts=1)]) is RETRYING
@@ -49,7 +53,7 @@ def test_what_blocks_is_the_longest_running_key_else_the_one_that_failed_most() 
     assert most_blocking([young, HUNG, RETRYING]) is HUNG
 
 
-def test_a_handler_that_does_not_return_is_named_though_other_keys_go_on() -> None:
+def test_a_handler_that_does_not_return_is_named_though_other_keys_continue() -> None:
     watchdog = Watchdog()
     assert watchdog.look(0.0, [RangeFacts(3, in_flight=2, handled=1)]) == []
     (stall,) = watchdog.look(
@@ -74,7 +78,7 @@ def test_a_handler_that_usually_takes_long_is_named_only_after_twice_its_usual_t
     assert "has not returned for 40.0 s" in stall.reason
 
 
-def test_a_letter_that_is_not_confirmed_is_named_however_long_handlers_take() -> None:
+def test_a_dead_letter_that_is_not_confirmed_is_named_however_long_handlers_take() -> None:
     key = KeyFacts("k", "1:2:0", running_s=STALL_S, parking=True)
     assert Watchdog().look(STALL_S, [RangeFacts(0, in_flight=1, blocking=key)], usual_s=60.0)
 
@@ -89,12 +93,14 @@ def test_rows_that_wait_for_a_retry_are_named_however_long_handlers_take() -> No
 def test_a_pause_of_all_handlers_is_named_as_the_reason() -> None:
     watchdog = Watchdog()
     facts = RangeFacts(0, waiting=4, ready=2)
-    watchdog.look(0.0, [facts], usual_s=60.0, pause="most keys fail")
-    (stall,) = watchdog.look(STALL_S, [facts], usual_s=60.0, pause="most keys fail")
-    assert stall.reason.endswith("handlers pause: most keys fail")
+    pause = Pause(StallKind.CIRCUIT, "most keys fail")
+    watchdog.look(0.0, [facts], usual_s=60.0, pause=pause)
+    (stall,) = watchdog.look(STALL_S, [facts], usual_s=60.0, pause=pause)
+    assert stall.kind is StallKind.CIRCUIT
+    assert stall.reason.endswith("handlers are paused: most keys fail")
 
 
-def test_rows_without_progress_are_named_with_what_they_wait_for() -> None:
+def test_rows_without_progress_are_named_with_their_reason() -> None:
     watchdog = Watchdog()
     facts = RangeFacts(0, waiting=4, blocking=RETRYING)
     assert watchdog.look(0.0, [facts]) == []
@@ -111,7 +117,31 @@ def test_rows_that_no_worker_takes_are_named() -> None:
     assert stall.reason.endswith("no worker is free")
 
 
-def test_progress_and_idleness_start_the_time_anew() -> None:
+@pytest.mark.parametrize(
+    ("facts", "kind"),
+    [
+        (RangeFacts(0, in_flight=1, blocking=HUNG), StallKind.HANDLER),
+        (RangeFacts(0, in_flight=1, blocking=replace(HUNG, parking=True)), StallKind.DEAD_LETTER),
+        (RangeFacts(0, in_flight=1, blocking=replace(HUNG, publishing=True)), StallKind.OUTPUTS),
+        (RangeFacts(0, disconnected=("t",)), StallKind.DISCONNECTED),
+        (RangeFacts(0, waiting=4, blocking=RETRYING), StallKind.RETRIES),
+        (RangeFacts(0, waiting=4, in_flight=1, blocking=replace(HUNG, running_s=0.1)),
+         StallKind.RETRIES),
+        (RangeFacts(0, waiting=4, in_flight=1, blocking=replace(HUNG, running_s=1, attempts=0)),
+         StallKind.HANDLER),
+        (RangeFacts(0, waiting=4, ready=2), StallKind.WORKERS),
+        (RangeFacts(0, waiting=4, draining=True), StallKind.DRAINING),
+        (RangeFacts(0, waiting=4), StallKind.UNKNOWN),
+    ],
+)  # fmt: skip
+def test_a_stall_has_the_kind_of_its_reason(facts: RangeFacts, kind: StallKind) -> None:
+    watchdog = Watchdog()
+    watchdog.look(0.0, [facts])
+    watchdog.look(STALL_S, [facts])
+    assert watchdog.stalls[0].kind is kind
+
+
+def test_progress_and_idleness_start_the_time_again() -> None:
     watchdog = Watchdog()
     watchdog.look(0.0, [RangeFacts(0, waiting=4, handled=0)])
     watchdog.look(STALL_S - 1, [RangeFacts(0, waiting=4, handled=1)])

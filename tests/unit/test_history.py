@@ -46,7 +46,7 @@ def test_a_line_holds_the_fields_that_are_set() -> None:
     ],
     ids=lambda event: event.kind,
 )
-def test_what_is_written_is_read_back(event: Event) -> None:
+def test_a_written_checkpoint_is_read_back(event: Event) -> None:
     line = event.to_json()
     assert "\n" not in line
     assert Event.from_json(line) == event
@@ -56,11 +56,11 @@ def test_what_is_written_is_read_back(event: Event) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (b"", "no JSON"),
-        (b"{", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[1]", "no JSON object"),
-        (b'{"t": NaN, "kind": "crashed"}', "NaN is no number"),
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"t": NaN, "kind": "crashed"}', "NaN is not a number"),
         (b'{"kind": "crashed"}', "t is missing"),
         (b'{"t": 1}', "kind is missing"),
         (b'{"t": null, "kind": "crashed"}', "t is missing"),
@@ -68,25 +68,31 @@ def test_what_is_written_is_read_back(event: Event) -> None:
         (b'{"t": true, "kind": "crashed"}', "t is True; it must be of type float"),
         (b'{"t": 1, "kind": "crashed", "epoch": 1.0}', "epoch is 1.0; it must be of type int"),
         (b'{"t": 1, "kind": "crashed", "worker": 3}', "worker is 3; it must be of type str"),
-        (b'{"t": 1, "kind": "exploded"}', "'exploded' is no kind of event. Known: sent, "),
-        (b'{"t": 1, "kind": "crashed", "who": "x"}', "'who' is no field. Known: t, kind, "),
+        (
+            b'{"t": 1, "kind": "exploded"}',
+            "'exploded' is not a kind of event. The kinds are: sent, ",
+        ),
+        (
+            b'{"t": 1, "kind": "crashed", "who": "x"}',
+            "'who' is not a field. The fields are: t, kind, ",
+        ),
         (b'{"t": 1, "kind": "sent", "topic": "t"}', "'sent' needs topic and seq, or topic and pos"),
         (b'{"t": 1, "kind": "delivered", "seq": 1}', "'delivered' needs topic and seq"),
         (b'{"t": 1, "kind": "started", "worker": "w"}', "'started' needs a message or a batch"),
         (b'{"t": 1, "kind": "acked", "topic": "t"}', "'acked' needs topic, partition, ledger and"),
         (b'{"t": 1, "kind": "range_lost", "worker": "w"}', "'range_lost' needs range and worker"),
         (b'{"t": 1, "kind": "checkpointed"}', "'checkpointed' needs batch"),
-        (b'{"t": 1, "kind": "crashed", "range": "9-1"}', "'9-1' is no hash range"),
+        (b'{"t": 1, "kind": "crashed", "range": "9-1"}', "'9-1' is not a hash range"),
     ],
 )
-def test_what_is_no_event_is_refused(line: bytes, text: str) -> None:
+def test_an_invalid_event_is_refused(line: bytes, text: str) -> None:
     with pytest.raises(HistoryError, match=re.escape(text)):
         Event.from_json(line)
 
 
 @pytest.mark.parametrize("text", ["", "1", "1-", "a-b", "0-65536", "-1-5", "5-4"])
-def test_what_is_no_range_is_refused(text: str) -> None:
-    with pytest.raises(HistoryError, match="is no hash range; write start-end"):
+def test_an_invalid_range_is_refused(text: str) -> None:
+    with pytest.raises(HistoryError, match="is not a hash range"):
         parse_range(text)
 
 
@@ -108,7 +114,9 @@ def test_a_history_is_written_and_read(tmp_path: Path) -> None:
 def test_a_line_that_is_no_event_is_named(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text(f'{SENT.to_json()}\n\n  \n{{"t": 1, "kind": "exploded"}}\n')
-    with pytest.raises(HistoryError, match=f"Line 4 of {path} is no event. 'exploded' is no kind"):
+    with pytest.raises(
+        HistoryError, match=f"Line 4 of {path} is not an event. 'exploded' is not a kind"
+    ):
         list(read_history(path))
     with pytest.raises(HistoryError, match=r"nowhere cannot be read: No such file"):
         list(read_history(tmp_path / "nowhere"))
@@ -129,7 +137,7 @@ def test_a_torn_end_is_left_out_where_that_is_asked(tmp_path: Path, length: int)
     assert list(read_history(path)) == [SENT, Event(2, "crashed")]
 
 
-def test_a_torn_end_longer_than_what_is_looked_at(tmp_path: Path) -> None:
+def test_a_torn_end_longer_than_the_searched_part(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text(f'{SENT.to_json()}\n{{"t": "{"x" * 300_000}')
     HistoryWriter(path).close()

@@ -1,4 +1,4 @@
-"""``docs/history.md`` says what the code does, and its example runs."""
+"""``docs/history.md`` agrees with the code, and its example runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Commands that read what others wrote: a source that answers nonsense, a history that is none.
+"""Commands that read foreign data: a source that answers nonsense, an invalid history.
 
-Whatever they read, they end with a verdict, a result, or one sentence with a code.
+They end with a verdict, a result, or one sentence with a code.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
-from command_line import run
-from control_folder import own_control_folder
-from histories import batch_host
 from keyshard.cli import main
-from keyshard.observe import monitor
-from keyshard.observe.control import ControlServer
-from statuses import partition_status, range_status, status
+from keyshard.control import ControlServer
+from keyshard.observe import dead_letter_requests, monitor
+from tests.helpers import DEADLINE_S
+from tests.support.command_line import run
+from tests.support.control_folder import own_control_folder
+from tests.support.histories import batch_host
+from tests.support.statuses import partition_status, range_status, status
 
 SEEDS = 30
 DEEP = "[" * 100_000
@@ -72,7 +73,7 @@ STATUS = status(
         ),
     ],
     partitions=[partition_status(0), partition_status(1, covered=False, gaps=["0-9"])],
-    parked=[{"key": "k", "letters": 3}],
+    parked=[{"key": "k", "deadLetters": 3}],
 )
 EXPLAINED = {
     "key": "k", "slot": 5, "range": 0, "hashRange": "0-9", "owner": "here:1", "waiting": 3,
@@ -81,31 +82,66 @@ EXPLAINED = {
     "parked": True,
 }  # fmt: skip
 RESCALED = {"ranges": 2}
+LISTED: dict[str, Any] = {
+    "deadLetters": [{
+        "kind": "parked", "topic": "t", "partition": 3, "messageId": "1:2:0", "key": "k",
+        "error": "ValueError", "reason": "ValueError: no", "attempts": 8, "ageSeconds": 7.0,
+        "bytes": 12,
+    }],
+    "examined": 1, "next": None,
+}  # fmt: skip
+SHOWN = {
+    "publishTime": "2024", "eventTime": None, "writtenAt": "2024", "properties": {"a": "b"},
+    "value": "eA==",
+}  # fmt: skip
+DECODED = {"type": "AVRO", "version": 1, "text": "7", "problem": "It is cut."}
+STACKS = {
+    "runs": [{
+        "key": "k", "range": 0, "topic": "t", "partition": 0, "messageId": "1:2:3", "attempts": 0,
+        "state": "running", "runningSeconds": 1.5, "retryInSeconds": None, "error": "",
+    }],
+    "stack": ['File "a.py", line 1, in handle', "  wait()"],
+}  # fmt: skip
+PLAN = {
+    "keys": 1, "deadLetters": 1, "matching": 1,
+    "first": [{"key": "k", "deadLetters": 1, "matching": 1}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("told", "command"),
+    ("output", "command"),
     [
         (STATUS, ("status",)),
         (STATUS, ("status", "--json")),
         (STATUS, ("rescale", "4", "--dry-run")),
         (EXPLAINED, ("explain", "k")),
-        ({"keys": 1, "parked": True}, ("unpark", "k")),
-        ({"keys": 1, "parked": True}, ("unpark", "--all")),
-        ({"letters": 1}, ("discard", "k")),
+        (STACKS, ("stacks",)),
+        (STACKS, ("stacks", "--json")),
+        (LISTED, ("dead-letters", "list")),
+        (LISTED["deadLetters"][0] | SHOWN, ("dead-letters", "show", "1:2:3")),
+        (
+            LISTED["deadLetters"][0] | SHOWN | {"decoded": DECODED},
+            ("dead-letters", "show", "1:2:3", "--format", "schema"),
+        ),
+        (PLAN, ("dead-letters", "replay", "--key", "k")),
+        (PLAN, ("dead-letters", "replay", "--all")),
+        (PLAN, ("dead-letters", "discard", "--topic", "t", "--dry-run")),
         (RESCALED, ("rescale", "4")),
     ],
 )
 def test_a_source_that_answers_nonsense_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], told: Any, command: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], output: Any, command: tuple[str, ...]
 ) -> None:
     random = Random(f"{command}")
-    answer: list[Any] = [told]
-    names = ("status", "explain", "unpark", "discard", "rescale")
+    answer: list[Any] = [output]
+    names = (
+        "status", "explain", "unpark", "discard", "dead_letters", "dead_letter", "rescale",
+        "runs", "stack",
+    )  # fmt: skip
     server = ControlServer("s", "pulsar://a", "t", dict.fromkeys(names, lambda _: answer[0]))
     try:
         for seed in range(SEEDS):
-            answer[0] = spoiled(random, told) if seed else random.choice(HOSTILE)
+            answer[0] = spoiled(random, output) if seed else random.choice(HOSTILE)
             code, out, err = run(capsys, *command)
             assert "Traceback" not in out + err, answer[0]
             if code:
@@ -117,7 +153,7 @@ def test_a_source_that_answers_nonsense_is_one_sentence(
 
 @contextmanager
 def answering(folder: Path, said: bytes) -> Iterator[None]:
-    """Something that listens where a source would, and says what it likes."""
+    """A server at the address of a source, with arbitrary answers."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(str(folder / f"00000000-00000000-{os.getpid()}-0000"))
         listening.listen(8)
@@ -135,7 +171,7 @@ def answering(folder: Path, said: bytes) -> Iterator[None]:
         thread.start()
         yield
         listening.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -251,5 +287,4 @@ def test_a_key_that_is_no_utf_8_is_explained(capsys: pytest.CaptureFixture[str])
 def test_a_source_looks_for_a_key_as_the_broker_reads_it() -> None:
     asked = json.loads(json.dumps({"key": "k\udcff"}))
     assert monitor._key_of(asked) == "k\ufffd"
-    assert monitor._selection_of(asked).key == "k\ufffd"
-    assert monitor._discarded(asked)[0].key == "k\ufffd"
+    assert dead_letter_requests._filter_of(asked).key == "k\ufffd"

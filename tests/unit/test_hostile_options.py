@@ -1,4 +1,4 @@
-"""Values that nobody expects: each is refused by one sentence that names the option, or works."""
+"""Unexpected values: each is refused by one sentence that names the option, or works."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keyshard import HandlerConfig, KeyShardSource
-from keyshard.broker.pulsar.admin import PulsarAdmin
+from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.config.connection import Connection
 from keyshard.config.source import SourceConfig
+from keyshard.coordinator.batch_server import BatchTicket
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, ConfigError, KeyShardError, NotRunningError
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.redaction import redacted, shown
-from keyshard.worker.flight import BatchTicket
-from spark_adapter.option_table import OPTIONS
-from spark_adapter.options import parse_options
+from spark_adapter.option_parsing import parse_options
+from spark_adapter.options import OPTIONS
 
 SECRET = "pa55word"
 
@@ -44,13 +45,18 @@ VALUES: list[Any] = [
     object(), Hostile(), Hostile, 1j,
 ]  # fmt: skip
 NOT_NONE = {
+    "batch_tasks",
     "connection",
     "batch_rows_max",
     "batch_bytes_max",
     "batch_rows_min",
+    "metrics_port",
     "admin_url",
     "subscription",
     "topics_pattern",
+    "name",
+    "ui_port",
+    "ui_token",
 }
 
 
@@ -60,7 +66,7 @@ def test_a_source_refuses_by_a_sentence(name: str) -> None:
         given = {"topics": "t", "subscription": "s"} | {name: value}
         if name == "topics_pattern":
             del given["topics"]
-        if name == "fail_on_data_loss" and value is True:
+        if name in ("fail_on_data_loss", "telemetry") and value is True:
             continue
         with pytest.raises(ConfigError) as caught:
             SourceConfig(**given)
@@ -69,8 +75,13 @@ def test_a_source_refuses_by_a_sentence(name: str) -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(HandlerConfig)])
 def test_a_run_refuses_by_a_sentence(name: str) -> None:
-    optional = {"workers", "dead_letter_topic", "checkpoint", "metrics_port"}
+    optional = {
+        "workers", "dead_letter_topic", "checkpoint", "metrics_port", "ui_port", "ui_token",
+        "rate_limit", "rate_burst",
+    }  # fmt: skip
     for value in [*VALUES, *([] if name in optional else [None])]:
+        if name == "telemetry" and value is True:
+            continue
         with pytest.raises(ConfigError) as caught:
             HandlerConfig(**{name: value})
         assert_sentence(caught.value, name)
@@ -83,9 +94,9 @@ def test_spark_refuses_by_a_sentence(option: Any) -> None:
         given = {key: one for key, one in base.items() if key != option.name} | {option.name: text}
         if option.name in ("topics", "topicsPattern"):
             given.pop("topic", None)
-        told = refusal(lambda given=given: parse_options(given))
-        assert "\n" not in told
-        assert len(told) < 500 or told.startswith("KeyShardSource(")
+        output = refusal(partial(parse_options, given))
+        assert "\n" not in output
+        assert len(output) < 500 or output.startswith("KeyShardSource(")
 
 
 def test_calls_refuse_by_a_sentence() -> None:
@@ -95,14 +106,14 @@ def test_calls_refuse_by_a_sentence() -> None:
             source.rescale(value)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="balance is 1"):
         source.rescale(balance=1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="key is None"):
+    with pytest.raises(ConfigError, match="Nothing selects dead letters"):
         source.unpark(None)  # type: ignore[arg-type]
-    for value in (None, 0, "5", math.nan):
+    for rows in (None, 0, "5", math.nan):
         with pytest.raises(ConfigError, match="max_rows is"):
-            source.batches(max_rows=value)  # type: ignore[arg-type]
-    for value in (None, -1, "5", math.nan, math.inf):
+            source.batches(max_rows=rows)  # type: ignore[arg-type]
+    for wait_s in (None, -1, "5", math.nan, math.inf):
         with pytest.raises(ConfigError, match="max_wait_s is"):
-            source.batches(max_wait_s=value)  # type: ignore[arg-type]
+            source.batches(max_wait_s=wait_s)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="observers is 5"):
         source.run(print, observers=5)  # type: ignore[arg-type]
     with pytest.raises(NotRunningError):
@@ -117,7 +128,7 @@ def test_no_text_is_a_checkpoint_by_accident(text: str) -> None:
 
 @pytest.mark.parametrize("value", [b"{}", 5, Path("x"), Hostile()])
 def test_a_checkpoint_is_a_text(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"The checkpoint is .*; give the text"):
+    with pytest.raises(CheckpointError, match=r"The checkpoint is .*; use the stored text"):
         KeyShardSource("t", subscription="keyshard", service_url="memory://no-text").open(value)
 
 
@@ -146,13 +157,13 @@ def test_no_secret_of_a_url_is_shown(url: str) -> None:
         assert SECRET not in str(KeyShardError(f"At {url}!", url=url).facts)
         assert SECRET not in str(KeyShardError(f"At {url}!"))
     for name in ("service_url", "admin_url", "topics", "subscription"):
-        given = {"topics": "t"} | {name: url}
-        assert SECRET not in refusal(lambda given=given: KeyShardSource(**given))
+        given: dict[str, Any] = {"topics": "t"} | {name: url}
+        assert SECRET not in refusal(partial(KeyShardSource, **given))
     assert SECRET not in repr(HandlerConfig(checkpoint=url))
     assert SECRET not in refusal(lambda: CheckpointStore(url))
 
 
-def test_no_secret_of_the_admin_url_is_shown_when_nobody_answers() -> None:
+def test_no_secret_of_the_admin_url_is_shown_without_an_answer() -> None:
     admin = PulsarAdmin(Connection(admin_url=f"http://ann:{SECRET}@127.0.0.1:1"))
     error: BaseException | None
     with pytest.raises(KeyShardError) as caught:
@@ -168,7 +179,7 @@ def test_the_token_of_a_ticket_is_not_shown() -> None:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What a call refuses with, and why; the repr of what it makes if it does not."""
+    """The error of a call, or the repr of its result."""
     try:
         return repr(call())
     except KeyShardError as error:

@@ -1,4 +1,4 @@
-"""What an import brings with it: clients and engines are loaded when they are needed."""
+"""Imports: clients and engines are loaded when they are needed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import sys
 
 import pytest
 
-HEAVY = ("pulsar", "_pulsar", "pyspark", "ray", "pyarrow.flight", "pandas")
+HEAVY = (
+    "pulsar", "_pulsar", "pyspark", "ray", "pyarrow.flight", "pandas", "httpx", "fsspec",
+    "google.protobuf", "opentelemetry",
+)  # fmt: skip
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Which of the heavy modules a fresh interpreter has after a statement."""
+    """Return the heavy modules that a fresh interpreter has after a statement."""
     program = f"{statement}\nimport sys\nprint(*(set({HEAVY!r}) & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
@@ -37,15 +40,18 @@ def test_importing_the_spark_adapter_loads_no_broker_client() -> None:
     assert loaded_by("import spark_adapter") <= {"pyspark", "pyarrow.flight"}
 
 
-def test_a_task_that_reads_a_batch_loads_no_pandas() -> None:
-    assert loaded_by("import keyshard.worker.flight") == {"pyarrow.flight"}
+def test_a_task_that_reads_loads_no_writer_and_no_http_client() -> None:
+    pytest.importorskip("pyspark")
+    loaded = loaded_by("import spark_adapter.stream_reader, spark_adapter.batch_reader")
+    assert loaded == {"pyspark", "pyarrow.flight"}
+    assert loaded_by("import keyshard.coordinator.batch_server") == {"pyarrow.flight"}
 
 
 def test_rows_are_made_without_pandas() -> None:
     code = """
 import pyarrow as pa
-from keyshard.arrow.columns import record_batches
-from keyshard.arrow.content import CONTENT
+from keyshard.columns.record_batches import record_batches
+from keyshard.columns.content import CONTENT
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 
 content = pa.RecordBatch.from_arrays([pa.nulls(2, one) for one in CONTENT.types], schema=CONTENT)

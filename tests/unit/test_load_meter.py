@@ -1,12 +1,12 @@
-"""What comes is counted by slot and key; much of it by a sample that counts for all."""
+"""Received messages are counted by slot and key; many of them by a sample."""
 
 from __future__ import annotations
 
 import pytest
 
-from helpers import block
+from keyshard.consumers.intake import LoadMeter
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.worker.load_meter import LoadMeter
+from tests.helpers import block
 
 
 def test_every_entry_counts_at_first() -> None:

@@ -1,4 +1,4 @@
-"""A map whose writer repeats a key: the last value counts, whichever codec reads it."""
+"""A map with a repeated key: the last value counts, in each codec."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from google.protobuf import descriptor_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keyshard.columns.codec import decode_rows
+from keyshard.columns.codecs import codec_of
+from keyshard.columns.maps import with_keys_once
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.schemas.codec import decode_rows
-from keyshard.schemas.codecs import codec_of
-from keyshard.schemas.maps import with_keys_once
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 INNER = pa.map_(pa.string(), pa.int64())
@@ -37,7 +37,7 @@ _rows = st.none() | st.fixed_dictionaries({
 
 
 def as_dicts(value: Any) -> Any:
-    """Lists of pairs as dictionaries, which keep the last of each key."""
+    """Return lists of pairs as dictionaries; they keep the last value of each key."""
     if isinstance(value, dict):
         return {key: as_dicts(one) for key, one in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], tuple):
@@ -52,8 +52,8 @@ def test_the_last_value_of_each_key_is_left_on_all_levels(rows: list[Any], start
     found = with_keys_once(values)
     found.validate(full=True)
     assert found.type == KIND
-    told = found.to_pylist()
-    assert as_dicts(told) == as_dicts(rows[start:])
+    output = found.to_pylist()
+    assert as_dicts(output) == as_dicts(rows[start:])
     again = with_keys_once(found)
     assert again is found, "no key is there twice any more"
 
@@ -73,8 +73,8 @@ def proto(kind: Any, of: str | None = None) -> TopicSchema:
     entry.field.add(name="value", number=2, label=1, type=kind, type_name=of)
     pairs = ".p.M.AEntry"
     message.field.add(name="a", number=1, label=3, type=FIELD.TYPE_MESSAGE, type_name=pairs)
-    told = b64encode(descriptor_pb2.FileDescriptorSet(file=[file]).SerializeToString()).decode()
-    definition = {"fileDescriptorSet": told, "rootMessageTypeName": "p.M"}
+    output = b64encode(descriptor_pb2.FileDescriptorSet(file=[file]).SerializeToString()).decode()
+    definition = {"fileDescriptorSet": output, "rootMessageTypeName": "p.M"}
     return TopicSchema("PROTOBUF_NATIVE", json.dumps(definition).encode())
 
 

@@ -1,4 +1,4 @@
-"""Messages for tests of a handler, and what editors know of the options of a run."""
+"""Messages for tests of a handler, and the types of the options of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns beside the default ones, as the data source of Spark takes them: without a session."""
+"""Metadata columns as options of the Spark data source, without a session."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from keyshard.arrow.columns import COLUMNS as IN_ARROW
+from keyshard.columns.record_batches import COLUMNS as IN_ARROW
 from keyshard.core.metadata_columns import METADATA_COLUMNS
 from keyshard.errors import ConfigError
 from spark_adapter.data_source import KeyShardDataSource
-from spark_adapter.pulsar_source import PulsarDataSource
+from spark_adapter.pulsar.source import PulsarDataSource
 from spark_adapter.structure import COLUMNS, SELECTABLE
 
 STREAM, BATCH = {"topic": "t", "subscription": "s"}, {"topic": "t", "admin.url": "http://a:1"}
-TYPES = (BinaryType(), StringType(), BinaryType(), LongType(), StringType(), TimestampType())
+TYPES = (
+    BinaryType(), StringType(), BinaryType(), LongType(), StringType(), TimestampType(),
+    StringType(),
+)  # fmt: skip
 
 
 def table(options: dict[str, str]) -> KeyShardDataSource:
@@ -37,7 +40,7 @@ def test_by_default_there_are_none_and_named_ones_come_last(options: dict[str, s
     assert list(SELECTABLE) == IN_ARROW.names
 
 
-def test_only_what_the_rows_need_is_decoded() -> None:
+def test_only_the_columns_of_the_rows_are_decoded() -> None:
     wanted = StructType().add("__producer", StringType()).add("value", BinaryType())
     named = {"metadataColumns": ",".join(METADATA_COLUMNS)}
     stream = table({**STREAM, **named}).streamReader(wanted)
@@ -63,15 +66,15 @@ def test_the_jvm_connectors_name_has_them_last_under_their_own_names() -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "options", "sentence"),
     [
-        ("__redeliveryCount", IntegerType(), {}, "what is read again after a restart"),
-        ("__range", StringType(), {}, "it is no property of a message"),
-        ("__sequenceId", StringType(), {"valueFormat": "raw"}, "of type string is not one of"),
-        ("id", IntegerType(), {"valueFormat": "raw"}, "schema now, or valueFormat is raw"),
-        ("__keyBytes", BinaryType(), {"transport": "client"}, "does not hand it out"),
+        ("__redeliveryCount", IntegerType(), {}, "a replayed batch must have the same rows"),
+        ("__range", StringType(), {}, "the range of a key changes"),
+        ("__sequenceId", StringType(), {"valueFormat": "raw"}, "of type string does not exist"),
+        ("id", IntegerType(), {"valueFormat": "raw"}, "schema, or valueFormat is raw"),
+        ("__keyBytes", BinaryType(), {"transport": "client"}, "does not provide it"),
     ],
 )
 @pytest.mark.parametrize("own", [STREAM, BATCH])
-def test_what_cannot_be_had_is_refused_where_it_is_selected(
+def test_an_unavailable_column_is_refused_when_selected(
     name: str, kind: DataType, options: dict[str, str], own: dict[str, str], sentence: str
 ) -> None:
     schema = StructType().add("value", BinaryType()).add(name, kind)
@@ -83,8 +86,8 @@ def test_what_cannot_be_had_is_refused_where_it_is_selected(
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("__topic", "metadataColumns names '__topic'; it may name"),
-        ("__range", "There is no column __range"),
+        ("__topic", "metadataColumns contains '__topic', which is not a metadata column"),
+        ("__range", "Column __range does not exist"),
         ("__producer,__producer", "has a column twice"),
     ],
 )

@@ -1,8 +1,10 @@
-"""The table of metrics, its document, and what Prometheus gets."""
+"""The table of metrics, its document, and the answer to Prometheus."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +15,15 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from keyshard.core.lanes.timings import BOUNDS_S, Timings
-from keyshard.errors import ConfigError
+from keyshard.core.lanes.facts import BOUNDS_S, Timings
+from keyshard.errors import ConfigError, ThreadStartError
+from keyshard.observe import metrics_server
 from keyshard.observe.metrics import METRICS, MetricKind, document
 from keyshard.observe.metrics_server import MetricsServer
-from statuses import partition_status, range_status, status
+from keyshard.observe.status_types import Status
+from keyshard.version import VERSION
+from tests.helpers import wait_until
+from tests.support.statuses import lag, partition_status, progress, range_status, status
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -28,11 +34,12 @@ def scrape(server: MetricsServer) -> dict[tuple[str, tuple[tuple[str, str], ...]
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
+        if sample.labels.pop("subscription") == "s"
     }
 
 
 def serve(
-    status: Callable[[], dict[str, Any]],
+    status: Callable[[], Status],
     live: str = "",
     ready: str = "",
     host: str = "127.0.0.1",
@@ -41,23 +48,43 @@ def serve(
     return MetricsServer(host, port, status, lambda: live, lambda: ready)
 
 
-def test_probes_say_why_and_other_paths_are_not_found() -> None:
+def test_probes_have_a_reason_and_other_paths_are_not_found() -> None:
     for host, url in [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", "127.0.0.1")]:  # noqa: S104
         server = serve(status, ready="The source is starting.", host=host)
         try:
-            told = {
+            output = {
                 path: httpx.get(f"http://{url}:{server.port}{path}", trust_env=False)
                 for path in ("/livez", "/readyz?verbose", "/healthz", "/", "/metrics/", "/metrics")
             }
         finally:
             server.close()
-        assert [answer.status_code for answer in told.values()] == [200, 503, 404, 404, 404, 200]
-        assert told["/livez"].text == "ok\n"
-        assert told["/readyz?verbose"].text == "The source is starting.\n"
-        assert "/readyz" in told["/healthz"].text
+        assert [answer.status_code for answer in output.values()] == [200, 503, 404, 404, 404, 200]
+        assert output["/livez"].text == "ok\n"
+        assert output["/readyz?verbose"].text == "The source is starting.\n"
+        assert "/readyz" in output["/healthz"].text
 
 
-def test_while_a_source_starts_what_is_not_known_is_missing() -> None:
+def test_a_forked_child_leaves_the_server_to_its_parent() -> None:
+    """Issue: a child that left its ``with`` block waited for a thread that it does not have."""
+    server = serve(status)
+    child = os.fork()
+    if not child:
+        try:
+            server.close()
+        finally:
+            os._exit(0)
+    try:
+        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0])
+        child = 0
+        assert scrape(server)[("keyshard_ranges", ())] == 2
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        server.close()
+
+
+def test_while_a_source_starts_unknown_metrics_are_missing() -> None:
     server = serve(lambda: status(state="starting", ranges=[], partitions=[], window=None))
     try:
         samples = scrape(server)
@@ -88,14 +115,51 @@ def test_every_metric_is_served_with_the_values_of_the_status() -> None:
         timings.add(seconds)
     now = status(
         ranges=[
-            range_status(0, state="stalled", waiting=7, inFlight=2),
+            range_status(
+                0,
+                state="stalled",
+                waiting=7,
+                inFlight=2,
+                stalled={"forSeconds": 7.5, "kind": "handler", "reason": "it has not returned"},
+            ),
             range_status(1, oldestUnacknowledgedMillis=1_500),
         ],
         partitions=[
-            partition_status(0, backlog=12, ackHoles=3, ackHolesMax=10_000, replay=4, replayMax=9),
+            partition_status(
+                0,
+                lag=lag(seconds=1.5),
+                backlog=12,
+                ackGaps=3,
+                ackGapsMax=10_000,
+                replay=4,
+                replayMax=9,
+            ),
             partition_status(1, covered=False),
         ],
         parkedKeys=1,
+        lag=lag(seconds=2.5),
+        window=progress()
+        | {
+            "rowsReceived": 40,
+            "sourceWorkers": [
+                {
+                    "kind": "processes",
+                    "pid": 7,
+                    "host": "here",
+                    "consumers": 3,
+                    "forSeconds": 1.0,
+                    "restarts": 1,
+                },
+                {
+                    "kind": "processes",
+                    "pid": None,
+                    "host": None,
+                    "consumers": 0,
+                    "forSeconds": 1.0,
+                    "restarts": 2,
+                },
+            ],
+        },
         handlerSeconds=timings.status(),
         counters=status()["counters"] | {"completed": 41, "rejected": 2},
     )
@@ -111,12 +175,21 @@ def test_every_metric_is_served_with_the_values_of_the_status() -> None:
         ("keyshard_range_waiting_messages", (("range", "0"),)): 7,
         ("keyshard_range_in_flight_messages", (("range", "0"),)): 2,
         ("keyshard_range_oldest_unacknowledged_seconds", (("range", "1"),)): 1.5,
+        ("keyshard_range_stalled_seconds", (("kind", "handler"), ("range", "0"))): 7.5,
         ("keyshard_range_state", (("range", "0"), ("state", "stalled"))): 1,
         ("keyshard_range_state", (("range", "0"), ("state", "idle"))): 0,
         ("keyshard_partition_backlog_entries", (("partition", "0"), where)): 12,
-        ("keyshard_partition_ack_holes_limit", (("partition", "0"), where)): 10_000,
+        ("keyshard_partition_ack_gaps_limit", (("partition", "0"), where)): 10_000,
         ("keyshard_partition_covered", (("partition", "1"), where)): 0,
         ("keyshard_parked_keys", ()): 1,
+        ("keyshard_lag_seconds", ()): 2.5,
+        ("keyshard_partition_lag_seconds", (("partition", "0"), where)): 1.5,
+        ("keyshard_uptime_seconds", ()): 3,
+        ("keyshard_messages_received_total", ()): 40,
+        ("keyshard_worker_up", (("kind", "processes"), ("worker", "0"))): 1,
+        ("keyshard_worker_up", (("kind", "processes"), ("worker", "1"))): 0,
+        ("keyshard_worker_consumers", (("kind", "processes"), ("worker", "0"))): 3,
+        ("keyshard_worker_restarts_total", (("kind", "processes"), ("worker", "1"))): 2,
         ("keyshard_messages_completed_total", ()): 41,
         ("keyshard_messages_rejected_total", ()): 2,
         ("keyshard_handler_seconds_count", ()): 3,
@@ -125,7 +198,10 @@ def test_every_metric_is_served_with_the_values_of_the_status() -> None:
         ("keyshard_handler_seconds_bucket", (("le", "+Inf"),)): 3,
     }
     assert {key: samples.get(key) for key in expected} == expected
-    # What is not known is missing, rather than 0.
+    (build,) = (dict(labels) for name, labels in samples if name == "keyshard_build_info")
+    assert (build["version"], build["transport"], build["decoder"]) == (VERSION, "wire", "compiled")
+    # Unknown values are missing, rather than 0.
+    assert not [each for each in samples if ("range", "1") in each[1] and "stalled_" in each[0]]
     assert ("keyshard_range_oldest_unacknowledged_seconds", (("range", "0"),)) not in samples
     assert ("keyshard_partition_backlog_entries", (("partition", "1"), where)) not in samples
 
@@ -145,12 +221,25 @@ def test_a_server_leaves_no_global_state_and_frees_its_port() -> None:
             assert probe.connect_ex(("127.0.0.1", server.port)) != 0
 
 
+def test_a_server_whose_thread_does_not_start_frees_its_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sockets: list[socket.socket] = []
+
+    def fail(_name: str, call: Any, *_: Any) -> None:
+        sockets.append(call.__self__.socket)
+        raise ThreadStartError("no thread")
+
+    monkeypatch.setattr(metrics_server, "begin", fail)
+    with pytest.raises(ThreadStartError):
+        serve(status)
+    assert [one.fileno() for one in sockets] == [-1]
+
+
 def test_timings_count_each_duration_in_the_buckets_that_hold_it() -> None:
     timings = Timings()
     for seconds in (0.0, BOUNDS_S[0], 0.02, 31.0):
         timings.add(seconds)
-    told = timings.status()
-    assert (told["count"], told["sum"]) == (4, pytest.approx(31.0205))
-    assert dict(map(tuple, told["buckets"])) == {
-        bound: 2 if bound < 0.02 else 3 for bound in BOUNDS_S
-    }
+    output = timings.status()
+    assert (output["count"], output["sum"]) == (4, pytest.approx(31.0205))
+    assert output["buckets"] == [[bound, 2 if bound < 0.02 else 3] for bound in BOUNDS_S]

@@ -1,24 +1,26 @@
-"""``keyshard status``, ``explain``, ``unpark``, ``rescale`` and ``plan``."""
+"""``keyshard status``, ``explain``, ``rescale`` and ``plan``."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from command_line import run
-from control_folder import own_control_folder
-from keyshard.cli import watching
-from keyshard.core.lanes.timings import Timings
+from keyshard.control import ControlServer
+from keyshard.core.lanes.facts import Timings
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.observe.control import ControlServer
-from statuses import partition_status, range_status, status
+from keyshard.errors import ConfigError
+from tests.support.command_line import run
+from tests.support.control_folder import own_control_folder
+from tests.support.statuses import lag, partition_status, range_status, status
+
+watching = import_module("keyshard.cli.status")
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +30,12 @@ def folder() -> Iterator[None]:
 
 
 class Asked:
-    """A source that answers with what the test gives, and remembers what it was asked."""
+    """A source with answers of the test; it records the requests."""
 
     def __init__(self, told: Mapping[str, Any], subscription: str = "s") -> None:
         self.told = told
         self.requests: list[Mapping[str, Any]] = []
-        names = ("status", "explain", "unpark", "discard", "count_letters", "rescale")
+        names = ("status", "explain", "rescale")
         self.server = ControlServer(
             subscription, "pulsar://a", "t", dict.fromkeys(names, self.answer)
         )
@@ -47,6 +49,44 @@ class Asked:
 
     def __exit__(self, *_: object) -> None:
         self.server.close()
+
+
+def test_stacks_are_limited_and_a_missing_one_has_its_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    running = {
+        "key": "k" * 100, "range": 0, "topic": "t", "partition": 0, "messageId": "1:2:0",
+        "attempts": 2, "state": "running", "runningSeconds": 34.2, "retryInSeconds": None,
+        "error": "",
+    }  # fmt: skip
+    runs = [running, running | {"messageId": "1:3:0"}, running, running | {"state": "retrying"}]
+
+    def stack(request: Mapping[str, Any]) -> Any:
+        if request["id"] == "1:3:0":
+            raise ConfigError("No handler runs message 1:3:0 now.")
+        return {"key": "k", "runningSeconds": 34.3, "stack": ['File "a.py"', "  wait(\x1b)"]}
+
+    server = ControlServer(
+        "s", "pulsar://a", "t", {"runs": lambda _: {"runs": runs}, "stack": stack}
+    )
+    try:
+        out = run(capsys, "stacks", "--limit", "2")[1].splitlines()
+        told = json.loads(run(capsys, "stacks", "--limit", "2", "--json")[1])
+    finally:
+        server.close()
+    key = "'" + "k" * 59 + "..."
+    assert out == [
+        f"key {key}, message 1:2:0 of t, partition 0, attempt 3, for 34 s:",
+        '  File "a.py"',
+        "    wait(?)",
+        f"key {key}, message 1:3:0 of t, partition 0, attempt 3, for 34 s:",
+        "  (No handler runs message 1:3:0 now.)",
+        "1 more of 's' run; --limit shows more.",
+    ]
+    assert told["running"] == 3
+    assert [one["problem"] for one in told["stacks"]] == [
+        None, "No handler runs message 1:3:0 now.",
+    ]  # fmt: skip
 
 
 BUSY = status(
@@ -67,11 +107,11 @@ BUSY = status(
         range_status(1, hashRanges=["32768-65535"], state="running"),
     ],
     partitions=[
-        partition_status(0, backlog=77, ackHoles=3, ackHolesMax=10_000, replay=4, replayMax=4_000),
+        partition_status(0, backlog=77, ackGaps=3, ackGapsMax=10_000, replay=4, replayMax=4_000),
         partition_status(1, covered=False, gaps=["0-32767"]),
     ],
     parkedKeys=8,
-    parked=[{"key": "bad", "letters": 2}],
+    parked=[{"key": "bad", "deadLetters": 2}],
 )  # fmt: skip
 
 
@@ -84,23 +124,23 @@ def test_status_shows_ranges_partitions_and_parked_keys(
     for text in (
         "'s' on persistent://public/default/t at pulsar://127.0.0.1:6650: 2 ranges x 16 lanes",
         "stalled", "1,234", "12.3 s", "the handler has not returned for 9.0 s",
-        "t-partition-0", "77", "3 / 10,000", "4 / 4,000", "gaps: 0-32767", "- / -",
+        "t-partition-0", "77", "3 / 10,000", "4 / 4,000", "no consumer: 0-32767", "- / -",
         "parked: 'bad' and 7 more",
     ):  # fmt: skip
         assert text in out
 
 
-def test_a_name_that_does_not_run_is_answered_with_what_does(
+def test_a_name_that_does_not_run_is_answered_with_running_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with Asked(BUSY):
         code, _, err = run(capsys, "status", "billing")
     assert code == 1
     assert "No running source of 'billing'" in err
-    assert f"What does run: pid {os.getpid()}: 's' on t at pulsar://a." in err
+    assert f"Running sources: pid {os.getpid()}: 's' on t at pulsar://a." in err
 
 
-def test_status_as_json_is_what_the_source_tells(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json_is_the_answer_of_the_source(capsys: pytest.CaptureFixture[str]) -> None:
     with Asked(BUSY):
         code, out, _ = run(capsys, "status", "--json")
     assert (code, json.loads(out)) == (0, BUSY)
@@ -152,7 +192,7 @@ def test_a_watch_shows_rates_and_ends_with_a_sentence_when_the_source_stops(
     assert "handled/s" in out
 
 
-def test_rates_are_taken_over_some_looks_and_anew_after_a_rescale() -> None:
+def test_rates_are_taken_over_some_looks_and_again_after_a_rescale() -> None:
     rates = watching.Rates()
 
     def count(told: Mapping[str, Any]) -> int | None:
@@ -172,20 +212,20 @@ def test_a_watched_source_that_is_killed_is_called_gone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sleep(_seconds: float) -> None:
-        source.server._socket.close()  # what a process that is killed leaves: its name
+        source.server._socket.close()  # a killed process leaves its name
 
     monkeypatch.setattr(watching, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
     with Asked(BUSY) as source:
         code, _, err = run(capsys, "status", "--watch")
     assert code == 1
-    assert "is gone without having stopped" in err
+    assert "crashed or was killed" in err
 
 
-def test_without_a_running_source_every_command_says_so(
+def test_every_command_names_a_missing_source(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for arguments in (
-        ("status", "s"), ("explain", "k"), ("unpark", "k"), ("rescale", "3"),
+        ("status", "s"), ("explain", "k"), ("rescale", "3"),
         ("rescale", "3", "--dry-run"),
     ):  # fmt: skip
         code, out, err = run(capsys, *arguments)
@@ -226,7 +266,12 @@ def test_a_key_is_explained_by_its_source(capsys: pytest.CaptureFixture[str]) ->
         code, out, _ = run(capsys, "explain", "k")
     assert code == 0
     assert source.requests == [{"do": "explain", "key": "k"}]
-    for text in ("here:1", "retrying, message 1:2:0, attempt 2: no", "3 messages", "unpark k"):
+    for text in (
+        "here:1",
+        "retrying, message 1:2:0, attempt 2: no",
+        "3 messages",
+        "replay --key k",
+    ):
         assert text in out
 
 
@@ -235,7 +280,7 @@ PARKED = {
     "lane": {"state": "empty", "messageId": None, "attempts": 0, "reason": None},
     "parked": True,
     "parkedBy": {
-        "letters": 2, "forSeconds": 7_300.0, "unknown": "",
+        "deadLetters": 2, "forSeconds": 7_300.0, "unknown": "",
         "message": {
             "topic": "persistent://public/default/t", "partition": 3, "messageId": "1:2:0",
             "attempts": 1, "error": "ValueError: no\x1b[2Jsuch\ncolour", "value": "{\"colour\": 1",
@@ -245,13 +290,13 @@ PARKED = {
 }  # fmt: skip
 
 
-def test_the_reason_why_a_key_is_parked_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_why_a_key_is_parked_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with Asked(PARKED):
         code, out, _ = run(capsys, "explain", "k 1")
     assert code == 0
     assert "waiting 1 message\n" in out
     assert out.endswith(
-        "parked  yes: keyshard unpark 'k 1'\n"
+        "parked  yes: keyshard dead-letters replay --key 'k 1'\n"
         "        2 dead letters, the first 2.0 h old\n"
         "because message 1:2:0 of persistent://public/default/t, partition 3, failed once: "
         "ValueError: no?[2Jsuch colour\n"
@@ -259,66 +304,16 @@ def test_the_reason_why_a_key_is_parked_is_told(capsys: pytest.CaptureFixture[st
     )
 
 
-def test_a_dead_letter_that_cannot_be_read_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    by = {"letters": 1, "forSeconds": None, "message": None, "unknown": "the broker is away"}
+def test_a_dead_letter_that_cannot_be_read_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    by = {"deadLetters": 1, "forSeconds": None, "message": None, "unknown": "the broker is away"}
     with Asked(PARKED | {"parkedBy": by}):
         code, out, _ = run(capsys, "explain", "k 1")
     assert code == 0
-    assert out.endswith("        1 dead letter\n        why is not known: the broker is away\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fields"),
-    [
-        (["--all"], {"all": True}),
-        (["--rejected"], {"all": True, "rejected": True}),
-        (["--topic", "t"], {"topic": "t"}),
-        (["--rejected", "--older-than", "2h"], {"rejected": True, "older_than_s": 7_200.0}),
-    ],
-)
-def test_dead_letters_of_several_keys_are_given_up_only_when_somebody_agrees(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    fields: dict[str, Any],
-) -> None:
-    count, discard = {"do": "count_letters", **fields}, {"do": "discard", **fields}
-    with Asked({"letters": 12}) as source:
-        monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-        code, out, err = run(capsys, "discard", *arguments)
-        assert (code, out) == (2, ""), "there is no terminal to ask at"
-        assert "gives 12 dead letters of 's' up for good" in err
-        assert "--yes" in err
-        monkeypatch.setattr("sys.stdin", Terminal("n\n"))
-        code, out, err = run(capsys, "discard", *arguments)
-        assert (code, out.strip()) == (1, "")
-        assert "Give 12 dead letters of 's' up for good? [y/N]" in err
-        assert source.requests == [count, count]
-        monkeypatch.setattr("sys.stdin", Terminal("y\n"))
-        code, out, _ = run(capsys, "discard", *arguments, "--json")
-        assert (code, json.loads(out)) == (0, {"letters": 12})
-        assert source.requests[2:] == [count, discard]
-        assert run(capsys, "discard", *arguments, "--yes")[0] == 0
-        assert source.requests[4:] == [discard]
-        assert run(capsys, "discard", "k")[0] == 0, "one key that is named needs no asking"
-        assert source.requests[5:] == [{"do": "discard", "key": "k"}]
-
-
-def test_no_dead_letter_needs_no_asking(capsys: pytest.CaptureFixture[str]) -> None:
-    with Asked({"letters": 0}):
-        code, out, _ = run(capsys, "discard", "--all")
-    assert (code, out) == (0, "0 dead letters given up for good.\n")
-
-
-class Terminal(io.StringIO):
-    """Answers of a person."""
-
-    def isatty(self) -> bool:
-        return True
+    assert out.endswith("        1 dead letter\n        cause unknown: the broker is away\n")
 
 
 def test_several_sources_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "ps")[:2] == (0, "No source runs.\n")
+    assert run(capsys, "ps")[:2] == (0, "No source runs, and no sink is open.\n")
     with Asked(BUSY, "billing"), Asked(BUSY, "reports"):
         for command in ("ps", "status"):
             code, out, err = run(capsys, command)
@@ -332,6 +327,58 @@ def test_several_sources_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         assert "running: 's' on" in out
         for option in ("--json", "--watch"):
             assert run(capsys, "status", option)[0] == 1, "one status has one source"
+
+
+def test_the_list_shows_lag_uptime_and_the_newest_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    late = status(
+        lag=lag(rows=1_234, seconds=5.25, trend="growing"),
+        rates={"received": 81.0, "completed": None, "failedAttempts": None},
+        uptimeSeconds=3_725.0,
+        newestError={"error": "ValueError: no", "secondsAgo": 61.0},
+    )
+    with Asked(late, "billing"), Asked({"state": "running"}, "reports"):
+        code, out, _ = run(capsys, "status")
+    assert code == 0
+    first = next(line for line in out.splitlines() if "billing" in line)
+    for text in ("handlers", "running", "81", "1,234 rows, 5.2 s, growing", "1 h 2 min"):
+        assert text in first, text
+    assert "ValueError: no (1 min 1 s ago)" in first
+    other = next(line for line in out.splitlines() if "reports" in line)
+    assert "cannot be understood" in other
+
+
+def test_texts_of_messages_reach_no_terminal_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The error of a handler may quote a value that moves the cursor or renames the window."""
+    evil = "ValueError: \x1b[2J\x1b]0;x\x07gone"
+    newest = {"error": evil, "secondsAgo": 1.0}
+    stalled = {"reason": evil, "forSeconds": 9.0}
+    shown = status(
+        newestError=newest,
+        circuit={**status()["circuit"], "state": "open", "error": evil},
+        ranges=[range_status(0, state="stalled", stalled=stalled), range_status(1, reason=evil)],
+        partitions=[partition_status(0, error=evil)],
+    )
+    with Asked(shown):
+        code, out, _ = run(capsys, "status", "s")
+    assert code == 0
+    assert out.count("gone") >= 5
+    with Asked(shown, "billing"), Asked(status(newestError=newest), "reports"):
+        out += run(capsys, "status")[1]
+    assert "\x1b" not in out
+    assert "\x07" not in out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.9, "60 s"), (61, "1 min 1 s"), (7_260, "2 h 1 min"), (90_000, "1 d 1 h")],
+)
+def test_durations_have_two_units(seconds: float, text: str) -> None:
+    assert watching.duration(seconds) == text
 
 
 MANY = status(
@@ -350,7 +397,9 @@ def test_a_thousand_ranges_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -
             "1,000 ranges: 1 stalled, 999 running; waiting 7, in flight 1,998" in line
             for line in lines
         )
-        assert any("100 topic partitions: backlog 300, 0 with gaps" in line for line in lines)
+        assert any(
+            "100 topic partitions: backlog 300, 0 with slots without" in line for line in lines
+        )
         assert len(run(capsys, "status", "--all-ranges")[1].splitlines()) > 1_100
     with Asked(status(ranges=[range_status(index, state="blocked") for index in range(60)])):
         out = run(capsys, "status")[1]
@@ -358,14 +407,6 @@ def test_a_thousand_ranges_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -
         assert len(out.splitlines()) < 30
     with Asked(BUSY):
         assert "2 ranges: 1 stalled, 1 running" in run(capsys, "status", "--summary")[1]
-
-
-def test_unpark_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    for parked, says in ((True, "is on its way out"), (False, "is not parked")):
-        with Asked({"parked": parked}) as source:
-            code, out, _ = run(capsys, "unpark", "k")
-        assert (code, source.requests) == (0, [{"do": "unpark", "key": "k"}])
-        assert says in out
 
 
 def test_rescale_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -376,7 +417,7 @@ def test_rescale_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     with Asked(told) as source:
         code, out, _ = run(capsys, "rescale", "11", "--subscription", "s")
         assert code == 0
-        assert "10 ranges to 11: 9.1% of the ring moved, and at least 9.1% had to" in out
+        assert "10 ranges to 11: 9.1% of the ring moved, at least 9.1% were necessary" in out
         assert "longest pause of a range 120 ms" in out
         assert json.loads(run(capsys, "rescale", "--balance", "--json")[1]) == told
         code, _, err = run(capsys, "rescale")
@@ -394,9 +435,7 @@ def test_a_plan_without_a_source(capsys: pytest.CaptureFixture[str]) -> None:
     )  # fmt: skip
     code, out, _ = run(capsys, *arguments)
     assert code == 0
-    assert (
-        "10 ranges to 11: 9.1% of the ring moves in 10 pieces; no plan moves less than 9.1%" in out
-    )
+    assert "10 ranges to 11: 9.1% of the ring moves in 10 pieces; the optimum is 9.1%" in out
     code, out, _ = run(capsys, *arguments, "--json")
     told = json.loads(out)
     assert told["movedFraction"] == pytest.approx(1 / 11, abs=2e-4)
@@ -404,19 +443,19 @@ def test_a_plan_without_a_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["ceiling"]["after"] == {"keys": 44, "rowsPerSecond": 4_400.0, "limitedBy": "lanes"}
 
 
-def test_what_only_a_dry_run_takes_is_refused_without_one(
+def test_options_of_a_dry_run_are_refused_without_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for arguments, says in (
-        (("rescale", "4", "--lanes", "2"), "--lanes goes with --dry-run only"),
-        (("rescale", "--balance", "--dry-run"), "decided by the load"),
+        (("rescale", "4", "--lanes", "2"), "--lanes needs --dry-run"),
+        (("rescale", "--balance", "--dry-run"), "depend on the load"),
     ):
         code, out, err = run(capsys, *arguments)
         assert (code, out) == (2, "")
         assert says in err
 
 
-def test_a_plan_from_a_running_source_uses_what_it_measured(
+def test_a_plan_from_a_running_source_uses_its_measurements(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     timings = Timings()

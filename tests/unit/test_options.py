@@ -9,8 +9,8 @@ import pytest
 
 from keyshard import KeyShardSource
 from keyshard.errors import ConfigError, NonPersistentTopicError
-from spark_adapter.option_table import CLIENT, CONNECTION_OPTIONS, OPTIONS
-from spark_adapter.options import options_table, parse_options, to_options
+from spark_adapter.option_parsing import options_table, parse_options, to_options
+from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, OPTIONS
 
 MINIMAL = {"topic": "orders", "subscription": "billing"}
 
@@ -19,6 +19,7 @@ EVERYTHING = {
     "admin.url": "http://broker:8080",
     "topics": "orders, acme/shop/returns",
     "subscription": "billing",
+    "queryName": "invoices",
     "transport": "wire",
     "parallelism": "7",
     "startingOffsets": "earliest",
@@ -26,6 +27,7 @@ EVERYTHING = {
     "maxBytesPerTrigger": "1000000",
     "minOffsetsPerTrigger": "50",
     "maxTriggerDelay": "2m",
+    "tasksPerBatch": "4",
     "onMisrouted": "fail",
     "onCorrupt": "skip",
     "onEncrypted": "skip",
@@ -36,6 +38,12 @@ EVERYTHING = {
     "windowMaxBytes": "2097152",
     "workers": "processes:3",
     "workerHost": "10.0.0.1",
+    "metrics.port": "9464",
+    "metrics.host": "10.0.0.2",
+    "ui.port": "8650",
+    "ui.host": "10.0.0.3",
+    "ui.token": "0123456789abcdef",
+    "telemetry": "true",
     "subscribeTimeoutMillis": "1234",
     "settleAfterMillis": "5000",
     "maxCheckpointBytes": "10000",
@@ -67,6 +75,7 @@ def test_every_option_reaches_its_field() -> None:
     assert parse_options(EVERYTHING) == KeyShardSource(
         ["orders", "acme/shop/returns"],
         subscription="billing",
+        name="invoices",
         service_url="pulsar://broker:6650",
         admin_url="http://broker:8080",
         transport="wire",
@@ -76,6 +85,7 @@ def test_every_option_reaches_its_field() -> None:
         batch_bytes_max=1_000_000,
         batch_rows_min=50,
         batch_delay_max_ms=120_000,
+        batch_tasks=4,
         on_misrouted="fail",
         on_corrupt="skip",
         on_encrypted="skip",
@@ -86,6 +96,12 @@ def test_every_option_reaches_its_field() -> None:
         window_bytes_max=2_097_152,
         workers="processes:3",
         worker_host="10.0.0.1",
+        metrics_port=9464,
+        metrics_host="10.0.0.2",
+        ui_port=8650,
+        ui_host="10.0.0.3",
+        ui_token="0123456789abcdef",
+        telemetry=True,
         subscribe_timeout_ms=1_234,
         settle_after_ms=5_000,
         checkpoint_bytes_max=10_000,
@@ -114,13 +130,15 @@ def test_a_pattern_stands_for_topics_and_is_completed() -> None:
 
 @pytest.mark.parametrize("other", ["topic", "topics"])
 def test_only_one_of_topics_and_pattern_may_be_given(other: str) -> None:
-    assert refused({**PATTERN, other: "t"}) == f"Give only one of {other!r} and 'topicsPattern'."
+    assert refused({**PATTERN, other: "t"}) == (
+        f"{other!r} and 'topicsPattern' are both given. Give only one of them."
+    )
 
 
 def test_a_pattern_needs_admin() -> None:
     without = {name: value for name, value in PATTERN.items() if name != "admin.url"}
     message = refused(without)
-    assert message.startswith("topicsPattern needs the admin REST interface")
+    assert message.startswith("topicsPattern needs the admin interface")
 
 
 @pytest.mark.parametrize("pattern", ["(", "a/b", "persistent://a/b", "a/b/", "a*/b/c", ""])
@@ -158,7 +176,7 @@ def test_an_unknown_option_names_the_nearest(wrong: str, meant: str) -> None:
 def test_an_option_like_no_other_is_refused_too() -> None:
     assert "is unknown" in refused({**MINIMAL, "": "1"})
     assert refused({**MINIMAL, "path": "x"}) == (
-        "Option 'path' is unknown. All options stand in docs/options.md."
+        "Option 'path' is unknown. docs/options.md lists all options."
     )
 
 
@@ -166,7 +184,7 @@ def test_an_option_like_no_other_is_refused_too() -> None:
 def test_topic_and_topics_together_are_refused(first: str) -> None:
     second = {"topic": "topics", "topics": "topic"}[first]
     message = refused({first: "a", second: "b", "subscription": "s"})
-    assert message == f"Give only one of {first!r} and {second!r}."
+    assert message == f"{first!r} and {second!r} are both given. Give only one of them."
 
 
 def test_missing_topic_and_missing_subscription_are_refused() -> None:
@@ -200,7 +218,7 @@ def test_a_wrong_integer_is_refused_by_name(name: str, text: str) -> None:
         ("windowMaxBytes", "-1", "windowMaxBytes is -1; it must be"),
         ("subscribeTimeoutMillis", "0", "subscribeTimeoutMillis is 0; it must be"),
         ("service.url", "broker:6650", "service.url is 'broker:6650'; write pulsar://host:port"),
-        ("service.url", "memory://a", "service.url is 'memory://a', which lives in one process;"),
+        ("service.url", "memory://a", "service.url is 'memory://a', an in-memory cluster"),
         ("admin.url", "broker:8080", "admin.url is 'broker:8080'; write http://host:port."),
         ("startingOffsets", "first", "startingOffsets is 'first'; write"),
         ("workerHost", "", "workerHost is '';"),
@@ -252,13 +270,16 @@ def test_a_start_at_a_time_and_at_positions_goes_both_ways(name: str, start: str
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"startingTime": "soon"}, "startingTime is 'soon', which is no time"),
+        ({"startingTime": "soon"}, "startingTime is 'soon', which is not a time"),
         ({"startingOffsets": "2026-11-21T08:00Z"}, "startingOffsets is '2026-11-21T08:00Z'; write"),
         (
             {"startingOffsets": '{"orders": "7:1:-2"}'},
             "startingOffsets of 'orders' is '7:1:-2'; write",
         ),
-        ({"startingTime": "0", "startingOffsets": "latest"}, "Give only one of 'startingTime' and"),
+        (
+            {"startingTime": "0", "startingOffsets": "latest"},
+            "'startingTime' and 'startingOffsets' are both",
+        ),
     ],
 )
 def test_a_wrong_start_is_refused_in_the_words_of_its_option(
@@ -279,7 +300,7 @@ def test_several_topics_with_a_comma_in_a_name_are_refused() -> None:
 
 def test_a_setting_without_an_option_is_refused_when_it_is_not_the_default() -> None:
     source = KeyShardSource("t", subscription="s", receive_threads=9)
-    with pytest.raises(ConfigError, match="receive_threads cannot be set for Spark; leave it at 4"):
+    with pytest.raises(ConfigError, match="receive_threads cannot be set for Spark"):
         to_options(source)
 
 
@@ -326,4 +347,4 @@ def test_a_delay_has_a_unit(text: str, milliseconds: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "15 days", "-1s", "1.5m"])
 def test_a_wrong_delay_is_refused_with_an_example(text: str) -> None:
-    assert "write for example '30s'" in refused(MINIMAL | {"maxTriggerDelay": text})
+    assert "such as '30s'" in refused(MINIMAL | {"maxTriggerDelay": text})

@@ -1,4 +1,4 @@
-"""The fold over a dead-letter topic, what a checkpoint keeps of it, and the states of a key."""
+"""The fold over a dead-letter topic, its part in a checkpoint, and the states of a key."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from helpers import COMMITTED, P0, P1
-from keyshard.core.dead_letter import replayed
-from keyshard.core.dead_letter.parked import Parked
-from keyshard.core.dead_letter.parking import TRANSITIONS, Course, Event, Parking, State
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.dead_letters import parked as replayed
+from keyshard.dead_letters.parked import Parked
+from keyshard.dead_letters.parking import TRANSITIONS, Action, Parking, ParkingEvent, ParkingState
 from keyshard.errors import CheckpointError
+from tests.helpers import COMMITTED, P0, P1
 
 
 def at(entry: int) -> EntryId:
@@ -25,11 +25,11 @@ def original(number: int) -> MessageId:
     return MessageId(1, number, 0)
 
 
-def folded(*letters: tuple[int, str, int]) -> Parked:
-    """(position, key, original) of each letter."""
+def folded(*dead_letters: tuple[int, str, int]) -> Parked:
+    """(position, key, original) of each dead letter."""
     parked = Parked()
-    for position, key, number in letters:
-        parked.letter(at(position), key, P0, original(number))
+    for position, key, number in dead_letters:
+        parked.dead_letter(at(position), key, P0, original(number))
         parked.validate()
     return parked
 
@@ -38,7 +38,7 @@ def resting(parked: Parked) -> dict[str, list[EntryId]]:
     return {key: one.in_order() for key, one in parked.keys.items()}
 
 
-def test_a_key_is_parked_while_letters_of_it_rest() -> None:
+def test_a_key_is_parked_while_dead_letters_of_it_rest() -> None:
     parked = folded((0, "a", 1), (1, "b", 2), (2, "a", 3))
     assert resting(parked) == {"a": [at(0), at(2)], "b": [at(1)]}
     parked.replayed(at(3), "a", P0, original(1))
@@ -51,21 +51,21 @@ def test_a_key_is_parked_while_letters_of_it_rest() -> None:
     parked.validate()
 
 
-def test_the_first_letter_of_an_original_counts_and_its_marker_covers_the_others() -> None:
+def test_the_first_dead_letter_of_an_original_counts_and_its_marker_covers_the_others() -> None:
     parked = folded((0, "a", 1), (1, "a", 2))
-    assert not parked.letter(at(2), "a", P0, original(1))
-    assert parked.letter(at(3), "a", P1, original(1)), "another topic partition"
+    assert not parked.dead_letter(at(2), "a", P0, original(1))
+    assert parked.dead_letter(at(3), "a", P1, original(1)), "another topic partition"
     assert resting(parked) == {"a": [at(0), at(1), at(3)]}
     parked.replayed(at(4), "a", P0, original(1))
     assert resting(parked) == {"a": [at(1), at(3)]}
     parked.validate()
 
 
-def test_letters_are_replayed_in_the_order_of_their_originals_per_topic_partition() -> None:
+def test_dead_letters_are_replayed_in_the_order_of_their_originals_per_topic_partition() -> None:
     parked = folded((0, "a", 7), (3, "a", 2), (4, "a", 5))
-    parked.letter(at(1), "a", P1, original(9))
-    parked.letter(at(2), "a", P1, original(8))
-    # As they were written, but for what is newer in its own topic partition.
+    parked.dead_letter(at(1), "a", P1, original(9))
+    parked.dead_letter(at(2), "a", P1, original(8))
+    # In the order of writing, except for newer ones of the same topic partition.
     assert resting(parked) == {"a": [at(3), at(2), at(1), at(4), at(0)]}
     assert parked.keys["a"].first_in_order() == at(3)
     assert parked.keys["a"].first(P0) == original(2)
@@ -74,10 +74,10 @@ def test_letters_are_replayed_in_the_order_of_their_originals_per_topic_partitio
     parked.validate()
 
 
-def test_a_sweep_calls_all_letters_of_a_key_done_up_to_its_position() -> None:
+def test_a_sweep_calls_all_dead_letters_of_a_key_done_up_to_its_position() -> None:
     parked = folded((0, "a", 1), (1, "b", 2), (2, "a", 3), (4, "a", 5))
     parked.swept(at(5), "a", at(2))
-    parked.settle()
+    parked.apply_sweeps()
     assert resting(parked) == {"a": [at(4)], "b": [at(1)]}
     parked.swept(at(6), "a", at(4))
     assert parked.keys.keys() == {"b"}
@@ -85,7 +85,7 @@ def test_a_sweep_calls_all_letters_of_a_key_done_up_to_its_position() -> None:
     parked.validate()
 
 
-def test_what_was_not_looked_at_yet_of_a_sweep_is_seen_by_a_marker() -> None:
+def test_the_rest_of_a_sweep_is_seen_by_a_marker() -> None:
     parked = folded((0, "a", 1), (1, "a", 2), (2, "a", 3))
     parked.swept(at(3), "a", at(0))
     parked.swept(at(4), "a", at(1))
@@ -111,10 +111,10 @@ def test_a_replayed_message_that_comes_again_is_known_until_an_older_one_runs() 
     parked.validate()
 
 
-def test_a_replayed_message_may_become_a_letter_again() -> None:
+def test_a_replayed_message_may_become_a_dead_letter_again() -> None:
     parked = folded((0, "a", 1), (1, "a", 2))
     parked.replayed(at(2), "a", P0, original(1))
-    assert parked.letter(at(3), "a", P0, original(1))
+    assert parked.dead_letter(at(3), "a", P0, original(1))
     assert not parked.done.has("a", P0, original(1))
     assert resting(parked) == {"a": [at(3), at(1)]}
     parked.validate()
@@ -138,7 +138,7 @@ def test_only_so_many_replayed_messages_are_remembered(monkeypatch: pytest.Monke
     assert parked.done.has("c", P0, original(4))
 
 
-def test_a_checkpoint_says_from_where_to_fold() -> None:
+def test_a_checkpoint_has_the_position_of_the_next_fold() -> None:
     parked = folded((0, "a", 1), (1, "b", 2), (4, "a", 3))
     assert parked.to_dict(COMMITTED) == {"from": "5:0", "oldest": "5:0"}
     parked.replayed(at(6), "a", P0, original(1))
@@ -152,33 +152,33 @@ def test_a_checkpoint_says_from_where_to_fold() -> None:
     assert Parked.from_dict({"from": None, "oldest": None}).begin is None
 
 
-def test_a_checkpoint_begins_before_a_done_letter_whose_original_it_lacks() -> None:
+def test_a_checkpoint_begins_before_a_done_dead_letter_whose_original_it_lacks() -> None:
     parked = folded((0, "a", 1), (1, "a", 2), (2, "b", 3))
     for position, (key, number) in enumerate([("a", 1), ("a", 2), ("b", 3)], 3):
         parked.replayed(at(position), key, P0, original(number))
         parked.validate()
 
-    def begins(*committed: int) -> object:
+    def start(*committed: int) -> object:
         delivered = EntrySet.of(EntryId(1, number) for number in committed)
         data = parked.to_dict({P0: PartitionCheckpoint(delivered=delivered)})
         assert data["oldest"] is None, "none of them rests"
         return data["from"]
 
-    assert begins() == "5:0", "nothing of their topic partition is committed"
-    assert begins(2) == "5:0"
-    assert begins(1, 2) == "5:2"
-    assert begins(1, 2, 3) == "5:6"
+    assert start() == "5:0", "nothing of their topic partition is committed"
+    assert start(2) == "5:0"
+    assert start(1, 2) == "5:2"
+    assert start(1, 2, 3) == "5:6"
     parked.validate()
 
 
-def test_a_letter_that_was_given_up_is_known_until_its_original_is_committed() -> None:
+def test_a_discarded_dead_letter_is_known_until_its_original_is_committed() -> None:
     parked = folded((0, "a", 1))
     parked.swept(at(1), "a", at(0))
     assert parked.to_dict({P0: PartitionCheckpoint()})["from"] == "5:0"
     assert parked.to_dict(COMMITTED)["from"] == "5:2"
 
 
-def test_a_letter_whose_original_is_gone_with_its_topic_is_not_folded_again() -> None:
+def test_a_dead_letter_whose_original_is_gone_with_its_topic_is_not_folded_again() -> None:
     parked = folded((0, "a", 1))
     parked.replayed(at(1), "a", P0, original(1))
     assert parked.to_dict({P1: PartitionCheckpoint()})["from"] == "5:2"
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_held_all_parked_keys_is_read() -> None:
     assert Parked.from_dict({"folded": None, "keys": {}}).begin is None
 
 
-def test_what_is_on_its_way_holds_the_position_back() -> None:
+def test_unconfirmed_dead_letters_hold_the_position_back() -> None:
     parked = Parked()
     assert parked.begin is None
     parked.sending("first")
@@ -202,17 +202,17 @@ def test_what_is_on_its_way_holds_the_position_back() -> None:
     assert parked.begin == at(4)
     parked.sending("slow")
     parked.sending("quick")
-    parked.letter(at(5), "a", P0, original(1))
+    parked.dead_letter(at(5), "a", P0, original(1))
     parked.sent("quick")
     assert parked.begin == at(4), "it may lie there"
     assert parked.to_dict(COMMITTED) == {"from": "5:4", "oldest": "5:5"}
-    parked.letter(at(4), "b", P0, original(2))
+    parked.dead_letter(at(4), "b", P0, original(2))
     parked.sent("slow")
     parked.replayed(at(6), "b", P0, original(2))
     assert parked.begin == at(5)
 
 
-def test_what_is_sent_claims_the_oldest_letter_that_has_no_marker_on_its_way() -> None:
+def test_a_sent_marker_claims_the_oldest_unmarked_dead_letter() -> None:
     parked = folded((0, "a", 1), (1, "b", 2), (2, "c", 3))
     assert parked.sending("letter") == at(0)
     assert parked.claims({at(0)})
@@ -242,37 +242,37 @@ def test_what_is_sent_claims_the_oldest_letter_that_has_no_marker_on_its_way() -
         {"folded": "5:1", "keys": {"a": {"start": "?"}}},
     ],
 )
-def test_what_cannot_be_read_is_refused(data: dict[str, object]) -> None:
+def test_an_unreadable_value_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(CheckpointError):
         Parked.from_dict(data)
 
 
-def test_what_is_done_with_a_message() -> None:
+def test_each_outcome_of_a_message_has_its_action() -> None:
     parked = folded((0, "a", 3), (1, "a", 5))
     parked.replayed(at(2), "a", P0, original(3))
     keys = Parking(parked)
-    courses = [keys.course("a", P0, original(number)) for number in (3, 4, 5, 6)]
-    assert courses == [Course.DONE, Course.HANDLE, Course.DONE, Course.LETTER]
-    assert keys.course("a", P1, original(1)) is Course.LETTER, "its key is parked"
-    assert keys.course("b", P0, original(6)) is Course.HANDLE
+    courses = [keys.action("a", P0, original(number)) for number in (3, 4, 5, 6)]
+    assert courses == [Action.DONE, Action.HANDLE, Action.DONE, Action.DEAD_LETTER]
+    assert keys.action("a", P1, original(1)) is Action.DEAD_LETTER, "its key is parked"
+    assert keys.action("b", P0, original(6)) is Action.HANDLE
     keys.park("b")
-    assert keys.course("b", P0, original(6)) is Course.LETTER, "none is confirmed yet"
+    assert keys.action("b", P0, original(6)) is Action.DEAD_LETTER, "none is confirmed yet"
     parked.done.runs("a", P0, original(2))
-    assert keys.course("a", P0, original(3)) is Course.HANDLE
+    assert keys.action("a", P0, original(3)) is Action.HANDLE
 
 
 def test_a_key_goes_through_its_states() -> None:
     keys = Parking(folded((0, "a", 1)))
-    assert keys.states() == {"a": State.PARKED}
+    assert keys.states() == {"a": ParkingState.PARKED}
     assert keys.state("b") is keys.state(None) is None
     assert not keys.unpark("b")
     assert keys.unpark("a")
     assert not keys.unpark("a"), "it is on its way"
-    assert keys.state("a") is State.DRAINING
+    assert keys.state("a") is ParkingState.DRAINING
     assert keys.drained("a") == [at(0)]
-    assert keys.state("a") is State.REPLAYING
+    assert keys.state("a") is ParkingState.REPLAYING
     keys.failed_again("a")
-    assert keys.state("a") is State.PARKED
+    assert keys.state("a") is ParkingState.PARKED
     keys.unpark("a")
     keys.drained("a")
     keys.replayed(at(1), "a", P0, original(1))
@@ -280,54 +280,54 @@ def test_a_key_goes_through_its_states() -> None:
     assert keys.states() == {}
 
 
-def test_a_key_without_a_letter_is_let_out_at_once() -> None:
+def test_a_key_without_a_dead_letter_is_unparked_at_once() -> None:
     keys = Parking(Parked())
     keys.park("a")
-    assert keys.state("a") is State.PARKED
+    assert keys.state("a") is ParkingState.PARKED
     assert keys.some(5) == [("a", 0)]
     assert keys.unpark("a")
     assert keys.drained("a") == []
     assert keys.state("a") is None
 
 
-def test_a_key_whose_letters_were_given_up_is_out_when_none_is_on_its_way() -> None:
+def test_a_key_with_discarded_dead_letters_is_unparked_when_none_is_in_flight() -> None:
     keys = Parking(folded((0, "a", 1), (1, "b", 2)))
     keys.emptied("a")
-    assert keys.state("a") is State.PARKED
+    assert keys.state("a") is ParkingState.PARKED
     keys.parked.swept(at(2), "a", at(0))
     keys.emptied("a")
-    assert keys.states() == {"b": State.PARKED}
+    assert keys.states() == {"b": ParkingState.PARKED}
 
 
 HAPPENS = {
-    Event.PARK: lambda keys: keys.park("a"),
-    Event.UNPARK: lambda keys: keys.unpark("a"),
-    Event.DRAINED: lambda keys: keys.drained("a"),
-    Event.FAILED_AGAIN: lambda keys: keys.failed_again("a"),
+    ParkingEvent.PARK: lambda keys: keys.park("a"),
+    ParkingEvent.UNPARK: lambda keys: keys.unpark("a"),
+    ParkingEvent.DRAINED: lambda keys: keys.drained("a"),
+    ParkingEvent.FAILED_AGAIN: lambda keys: keys.failed_again("a"),
 }
 
 
-def in_state(state: State | None) -> Parking:
-    """A key in a state, with a letter where it has one."""
+def in_state(state: ParkingState | None) -> Parking:
+    """A key in a state, with a dead letter where it has one."""
     keys = Parking(folded() if state is None else folded((0, "a", 1)))
-    if state in (State.DRAINING, State.REPLAYING):
+    if state in (ParkingState.DRAINING, ParkingState.REPLAYING):
         keys.unpark("a")
-    if state is State.REPLAYING:
+    if state is ParkingState.REPLAYING:
         keys.drained("a")
     assert keys.state("a") is state
     return keys
 
 
 @pytest.mark.parametrize("event", HAPPENS)
-@pytest.mark.parametrize("state", [None, *State])
-def test_events_lead_where_the_table_says_and_no_other_happens(
-    event: Event, state: State | None
+@pytest.mark.parametrize("state", [None, *ParkingState])
+def test_events_lead_to_the_states_of_the_table_and_no_other_occurs(
+    event: ParkingEvent, state: ParkingState | None
 ) -> None:
     keys, leads = in_state(state), TRANSITIONS[event]
     if state in leads:
         HAPPENS[event](keys)
         assert keys.state("a") is leads[state]
-    elif event is Event.UNPARK:
+    elif event is ParkingEvent.UNPARK:
         assert not keys.unpark("a"), "it is on its way, or not parked"
         assert keys.state("a") is state
     else:
@@ -337,16 +337,16 @@ def test_events_lead_where_the_table_says_and_no_other_happens(
 
 
 def test_a_key_is_released_from_every_state_and_is_none_before() -> None:
-    assert TRANSITIONS[Event.RELEASED] == dict.fromkeys(State)
-    replaying = in_state(State.REPLAYING)
+    assert TRANSITIONS[ParkingEvent.RELEASED] == dict.fromkeys(ParkingState)
+    replaying = in_state(ParkingState.REPLAYING)
     replaying.replayed(at(1), "a", P0, original(1))
     assert replaying.state("a") is None
-    parked = in_state(State.PARKED)
+    parked = in_state(ParkingState.PARKED)
     parked.parked.swept(at(1), "a", at(0))
     parked.emptied("a")
     assert parked.state("a") is None
-    draining = in_state(State.DRAINING)
+    draining = in_state(ParkingState.DRAINING)
     draining.replayed(at(1), "a", P0, original(1))
-    assert draining.state("a") is State.DRAINING, "letters may be on their way"
+    assert draining.state("a") is ParkingState.DRAINING, "letters may be on their way"
     assert draining.drained("a") == []
     assert draining.state("a") is None

@@ -1,14 +1,14 @@
-"""Which ranges pause: those of a full topic partition, or who waits for room in a checkpoint."""
+"""Pauses: ranges of a full topic partition, or ranges that wait for room in a checkpoint."""
 
 from __future__ import annotations
 
-from helpers import block
-from keyshard.core.holes.settling import Proofs
+from keyshard.core.ack_gaps import Proofs
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.window.budget import Budget
+from keyshard.core.window.admission import Budget
 from keyshard.core.window.window import Window
+from tests.helpers import block
 
 P0, P1 = TopicPartition("persistent://t/n/a", 0), TopicPartition("persistent://t/n/a", 1)
 RANGES = 4
@@ -26,7 +26,7 @@ class Followed:
     def give(self, where: TopicPartition, *entries: int, index: int = 0) -> None:
         for entry in entries:
             self.window.receive(where, index, block(1, entry))
-            self.pauses.received(where)
+            self.pauses.received(where, index)
 
     def cut(self) -> Checkpoint | None:
         return self.window.cut()
@@ -63,7 +63,7 @@ def test_a_topic_partition_that_is_dropped_leaves_its_share_to_the_others() -> N
     assert source.paused(P0) == []
 
 
-def test_a_checkpoint_without_room_pauses_only_who_waits_for_it_even_when_all_is_full() -> None:
+def test_a_checkpoint_without_room_pauses_only_ranges_that_wait_for_it() -> None:
     source = Followed(Budget(8, 10**9, checkpoint_bytes_max=100), P0)
     source.give(P0, 0)
     source.release(source.cut())
@@ -73,11 +73,25 @@ def test_a_checkpoint_without_room_pauses_only_who_waits_for_it_even_when_all_is
     assert source.pauses.any_full
     assert source.paused(P0) == [1], "range 0 may bring what lies in the holes"
     assert source.pauses.for_checkpoint == 1
-    holes = EntrySet.parse("1:1,3,5,7,9,11,13,15")
-    source.window.prove(P0, Proofs(settled=holes))
+    ack_gaps = EntrySet.parse("1:1,3,5,7,9,11,13,15")
+    source.window.prove(P0, Proofs(resolved=ack_gaps))
     while end is not None:
         source.release(end)
         end = source.cut()
     assert source.window.rows == 0
     assert source.paused(P0) == []
     assert source.pauses.for_checkpoint == 0
+
+
+def test_a_range_pauses_alone_before_the_limit_of_its_consumer() -> None:
+    source = Followed(Budget(100, 10**9, range_rows_max=3), P0, P1)
+    source.give(P0, 0, 1, index=2)
+    source.give(P0, 10, 11, 12, index=1)
+    source.give(P1, 0, 1, index=1)
+    assert source.pauses.any_full
+    assert (source.paused(P0), source.paused(P1)) == ([1], [])
+    end = source.cut()
+    assert source.paused(P0) == [1], "what is planned is unacknowledged too"
+    source.release(end)
+    assert not source.pauses.any_full
+    assert source.paused(P0) == []

@@ -1,4 +1,4 @@
-"""The check of the workers' interpreter: what is wrong is named, with the remedy."""
+"""The check of the workers' interpreter: each error is named, with its remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_this_interpreter_has_what_workers_need() -> None:
+def test_this_interpreter_has_all_modules_of_workers() -> None:
     check_interpreter(sys.executable)
 
 
@@ -66,5 +66,5 @@ def test_the_interpreter_of_the_session_is_the_one_checked() -> None:
         check_workers(spark)  # type: ignore[arg-type]
 
 
-def test_a_session_without_a_context_has_its_workers_elsewhere() -> None:
+def test_a_session_without_a_context_checks_no_interpreter() -> None:
     check_workers(SimpleNamespace())  # type: ignore[arg-type]

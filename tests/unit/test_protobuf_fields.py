@@ -1,4 +1,4 @@
-"""Messages of which only Java's list of fields is known: what is read of them, and what is not."""
+"""Messages of which only Java's list of fields is known: readable and unreadable ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from keyshard.columns.codec import decode_rows
+from keyshard.columns.codecs import codec_of
+from keyshard.columns.projection import check, check_described
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
-from keyshard.schemas.codec import decode_rows
-from keyshard.schemas.codecs import codec_of
-from keyshard.schemas.projection import check, check_told
 
 TOPIC = "persistent://public/default/orders"
 
@@ -41,7 +41,7 @@ def rows_of(schema: TopicSchema, *values: bytes) -> list[Any]:
     return rows
 
 
-def test_a_field_that_was_not_set_has_the_default_that_java_tells() -> None:
+def test_an_unset_field_has_the_default_of_the_java_schema() -> None:
     schema = listed(
         (1, "a", "SINT32", -7),
         (2, "b", "STRING", "n\u00e9"),
@@ -74,29 +74,27 @@ def test_repeated_numbers_are_read_packed_and_unpacked_and_a_tombstone_is_null()
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("ENUM", "an enumeration, .* numbers of its names"),
-        ("MESSAGE", "a message, .* numbers of the fields in it"),
+        ("ENUM", "an enumeration without numbers"),
+        ("MESSAGE", "a message without field numbers"),
         ("GROUP", "a group"),
     ],
 )
-def test_a_field_whose_numbers_nothing_tells_is_named_where_it_is_wanted(
-    kind: str, why: str
-) -> None:
+def test_a_field_without_numbers_is_named_if_it_is_wanted(kind: str, why: str) -> None:
     schema = listed((1, "a", "INT32", 0), (2, "b", kind, None), (3, "c", "STRING", ""))
-    told = rf"Field 'b' of the schema of {TOPIC} is {why}.*schema\(\.\.\.\).*valueFormat=raw"
+    output = rf"Field 'b' of the schema of {TOPIC} is {why}.*schema\(\.\.\.\).*valueFormat=raw"
     codec = codec_of(schema, TOPIC)
     for wanted in (None, ["a", "b"]):
-        with pytest.raises(SchemaError, match=told):
-            check_told(codec.untold, TOPIC, wanted)
-    with pytest.raises(SchemaError, match=told):
-        check(codec.type, codec.untold, pa.schema([("b", pa.int32())]), TOPIC)
-    # What is left of the message is read without it.
-    check_told(codec.untold, TOPIC, ["a", "c"])
-    check(codec.type, codec.untold, pa.schema([("c", pa.string())]), TOPIC)
+        with pytest.raises(SchemaError, match=output):
+            check_described(codec.undescribed, TOPIC, wanted)
+    with pytest.raises(SchemaError, match=output):
+        check(codec.type, codec.undescribed, pa.schema([("b", pa.int32())]), TOPIC)
+    # The rest of the message is read without it.
+    check_described(codec.undescribed, TOPIC, ["a", "c"])
+    check(codec.type, codec.undescribed, pa.schema([("c", pa.string())]), TOPIC)
     assert rows_of(schema, b"\x08\x05\x10\x01\x1a\x01x") == [{"a": 5, "c": "x"}]
 
 
-def test_such_a_field_of_a_key_or_value_is_named_by_its_path() -> None:
+def test_a_field_without_numbers_of_a_key_or_value_is_named_by_its_path() -> None:
     value = listed((1, "a", "INT32", 0), (2, "b", "ENUM", "X"))
     definition = json.dumps({"key": "", "value": json.loads(value.definition)}).encode()
     pair = TopicSchema("KEY_VALUE", definition, 0, {
@@ -106,12 +104,12 @@ def test_such_a_field_of_a_key_or_value_is_named_by_its_path() -> None:
     })  # fmt: skip
     codec = codec_of(pair, TOPIC)
     with pytest.raises(SchemaError, match=r"Field 'value\.b' "):
-        check_told(codec.untold, TOPIC, ["value"])
-    check_told(codec.untold, TOPIC, ["key"])
+        check_described(codec.undescribed, TOPIC, ["value"])
+    check_described(codec.undescribed, TOPIC, ["key"])
     both = pa.struct([("a", pa.int32()), ("b", pa.int32())])
     with pytest.raises(SchemaError, match=r"Field 'value\.b' "):
-        check(codec.type, codec.untold, pa.schema([("value", both)]), TOPIC)
-    check(codec.type, codec.untold, pa.schema([("value", pa.struct([both[0]]))]), TOPIC)
+        check(codec.type, codec.undescribed, pa.schema([("value", both)]), TOPIC)
+    check(codec.type, codec.undescribed, pa.schema([("value", pa.struct([both[0]]))]), TOPIC)
     row = {"key": 7, "value": {"a": 5}}
     assert rows_of(pair, b"\0\0\0\4\0\0\0\7\0\0\0\4\x08\x05\x10\x01") == [row]
 
@@ -137,7 +135,7 @@ def of(number: Any = 1, kind: str = "INT32", label: str = "LABEL_OPTIONAL") -> l
         ([{"name": "a", "default": 7}], of(kind="BYTES")),
     ],
 )
-def test_a_list_that_is_none_is_refused_with_the_way_out(fields: Any, info: Any) -> None:
+def test_an_invalid_list_of_fields_is_refused_with_a_remedy(fields: Any, info: Any) -> None:
     definition = json.dumps({"name": "M", "fields": fields}).encode()
     schema = TopicSchema("PROTOBUF", definition, 0, {"__PARSING_INFO__": json.dumps(info)})
     with pytest.raises(SchemaError, match=r"cannot be used.*valueFormat=raw"):

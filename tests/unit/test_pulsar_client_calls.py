@@ -1,4 +1,4 @@
-"""What the Pulsar adapter asks of its client: in ordered mode, nothing that queues a message anew.
+"""Calls of the Pulsar adapter to its client: in ordered mode, none that queues a message anew.
 
 A negative acknowledgement, an acknowledgement timeout and the client's own dead letters give a
 message back to the broker without its hash; a later one of its key then overtakes it.
@@ -13,18 +13,18 @@ import _pulsar
 import pulsar
 import pytest
 
-from helpers import P0, ids
-from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar.broker import PulsarBroker
-from keyshard.broker.pulsar.calls import Calls
-from keyshard.broker.pulsar.consumer import PulsarConsumer
-from keyshard.broker.pulsar.errors import translated
-from keyshard.broker.pulsar.producer import PulsarProducer
+from keyshard.broker.client.broker import PulsarBroker
+from keyshard.broker.client.calls import Calls
+from keyshard.broker.client.consumer import PulsarConsumer
+from keyshard.broker.client.errors import translated
+from keyshard.broker.client.producer import PulsarProducer
+from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import POLLED_MAX
 from keyshard.errors import BrokerUnavailableError, TopicNotFoundError
+from tests.helpers import P0, ids
 
 REQUEUE_OPTIONS = {
     "unacked_messages_timeout_ms",
@@ -76,7 +76,7 @@ class RawMessage:
 
 
 class RawConsumer:
-    """Remembers by name what it is asked; hands out two messages once."""
+    """Records its calls by name; returns two messages once."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -100,7 +100,7 @@ class RawConsumer:
 
 
 class RecordedClient:
-    """In the place of ``pulsar.Client``."""
+    """A replacement of ``pulsar.Client``."""
 
     def __init__(self) -> None:
         self._client = self
@@ -117,22 +117,20 @@ class RecordedClient:
 def client(monkeypatch: pytest.MonkeyPatch) -> RecordedClient:
     client = RecordedClient()
     monkeypatch.setattr(pulsar, "Client", lambda *_, **__: client)
-    monkeypatch.setattr("keyshard.broker.pulsar.entries._Message", RawMessage)
+    monkeypatch.setattr("keyshard.broker.client.entries._Message", RawMessage)
     return client
 
 
 def subscribed(client: RecordedClient, queue: int = 10) -> PulsarConsumer:
     return PulsarBroker(Connection("pulsar://nowhere")).subscribe(
-        P0,
-        "unit",
-        split_ring(1)[0],
-        start=StartPosition.EARLIEST,
-        consumer_name="c",
-        receiver_queue_size=queue,
+        SubscriptionSpec(
+            P0, "unit", split_ring(1)[0], consumer_name="c", receiver_queue_size=queue
+        ),
+        StartPosition.EARLIEST,
     )
 
 
-def test_a_subscription_switches_on_nothing_that_queues_messages_anew(
+def test_a_subscription_switches_on_nothing_that_queues_messages_again(
     client: RecordedClient,
 ) -> None:
     subscribed(client)
@@ -153,18 +151,18 @@ def test_a_message_that_comes_again_is_received_and_acknowledged_and_nothing_els
     assert client.raw.asked == [*taken, "acknowledge"]
 
 
-def test_the_names_of_what_must_not_be_used_are_those_of_this_client() -> None:
+def test_the_names_of_forbidden_calls_exist_in_this_client() -> None:
     known = pulsar.Client.subscribe.__code__.co_varnames
     assert set(known) >= REQUEUE_OPTIONS
     assert all(hasattr(_pulsar.Consumer, name) for name in REQUEUE_CALLS)
 
 
 DISCONNECTED = 46
-"""``ResultDisconnected``, which the client's Python names do not have."""
+"""``ResultDisconnected``; the client's Python names lack it."""
 
 
 def lost(callback: Any) -> None:
-    """The connection is lost while the client asks: what it then gives beside the result."""
+    """The connection is lost while the client asks: its values beside the result."""
     callback(pulsar.Result(DISCONNECTED), None)
 
 
@@ -179,7 +177,7 @@ def test_an_answer_that_never_came_is_an_error_and_no_value() -> None:
     assert Calls().answer_of(lambda callback: callback(pulsar.Result.Ok, 5)) == 5
 
 
-def test_a_callback_that_the_client_keeps_does_not_keep_what_it_was_given() -> None:
+def test_a_callback_that_the_client_keeps_drops_its_arguments() -> None:
     """The client frees a Reader's callback with the Reader, and waits for that at its end."""
 
     class Reader:

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pulsar
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql.types import (
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+)
 
 from keyshard.config.connection_names import NAMES
 from keyshard.core.position.serialized import SerializedId
 from keyshard.errors import ConfigError, KeyShardError
-from spark_adapter.bounded_options import parse_bounded
-from spark_adapter.options import parse_options
-from spark_adapter.pulsar_options import seems_stream, translated
-from spark_adapter.pulsar_table import JVM_OPTIONS, PREFIXES, Verdict, jvm_options_table
+from spark_adapter.option_parsing import parse_bounded, parse_options
+from spark_adapter.pulsar.options import seems_stream, translated
+from spark_adapter.pulsar.table import (
+    JVM_OPTIONS,
+    PREFIXES,
+    PRODUCER_OPTIONS,
+    Treatment,
+    jvm_options_table,
+    jvm_producer_table,
+)
+from spark_adapter.pulsar.writing import columns_of
+from spark_adapter.pulsar.writing import translated_write as write_options
 
 BASE = {"service.url": "pulsar://broker:6650", "admin.url": "http://broker:8080", "topic": "t"}
 FIRST = "persistent://public/default/t-partition-0"
@@ -33,7 +54,7 @@ README = words("""
     startingTime endingTime failOnDataLoss allowDifferentTopicSchemas pulsar.admin.*
     pulsar.producer.*
 """)
-"""What the README of the connector (59066fc) lists, and what of its code is no internal name."""
+"""Options of the connector's README (59066fc), and public names of its code."""
 CLIENT_FIELDS = words("""
     serviceUrl authPluginClassName authParams authParamMap originalPrincipal operationTimeoutMs
     lookupTimeoutMs statsIntervalSeconds numIoThreads numListenerThreads connectionsPerBroker
@@ -49,7 +70,7 @@ CLIENT_FIELDS = words("""
     dnsLookupBindPort dnsServerAddresses socks5ProxyAddress socks5ProxyUsername
     socks5ProxyPassword description lookupProperties
 """)
-"""ClientConfigurationData of Java client 4.0.8, without what is @JsonIgnore."""
+"""ClientConfigurationData of Java client 4.0.8, without @JsonIgnore fields."""
 READER_FIELDS = words("""
     topicNames startMessageId startMessageFromRollbackDurationInSec receiverQueueSize
     readerListener readerName subscriptionRolePrefix subscriptionName cryptoKeyReader
@@ -98,13 +119,13 @@ def test_every_option_of_the_jvm_connector_is_in_the_table_once_and_taken_or_ref
     assert sorted(names) == sorted(wanted)
     for option in JVM_OPTIONS:
         plain = translated({**BASE, "predefinedSubscription": "s"}, stream=True).options
-        if option.verdict is Verdict.REFUSED:
-            sentence = refused(**{option.name: "17"})
-            assert f"'{option.name}' cannot be had: " in sentence
+        if option.treatment is Treatment.REFUSED:
+            sentence = refused(to_batch=False, **{option.name: "17"})
+            assert f"'{option.name}' is not supported. " in sentence
             assert option.meaning in sentence
             if option.harmless:
                 assert stream(**{option.name: option.harmless}) == plain
-        elif option.verdict is Verdict.NOT_NEEDED:
+        elif option.treatment is Treatment.NOT_NEEDED:
             assert stream(**{option.name: "17"}) == plain
             assert batch(**{option.name.lower(): "17"}) == BASE
         elif option.name.startswith("pulsar.client."):
@@ -114,6 +135,7 @@ def test_every_option_of_the_jvm_connector_is_in_the_table_once_and_taken_or_ref
 def test_the_docs_contain_the_table_as_it_is_now() -> None:
     docs = Path(__file__).parents[2] / "docs" / "migrating.md"
     assert jvm_options_table() in docs.read_text()
+    assert jvm_producer_table() in docs.read_text()
 
 
 def test_an_existing_stream_becomes_one_of_keyshard() -> None:
@@ -136,7 +158,7 @@ def test_an_existing_stream_becomes_one_of_keyshard() -> None:
     assert parse_options(stream(maxBytesPerTrigger="0")).batch_bytes_max is None
 
 
-def test_a_batch_read_takes_what_only_a_stream_has_a_use_for_as_it_does_there() -> None:
+def test_a_batch_read_accepts_options_of_streams_like_the_jvm_connector() -> None:
     shared = {"predefinedSubscription": "s", "subscriptionPrefix": "p", "maxBytesPerTrigger": "5"}
     assert batch(**shared) == BASE
     assert not seems_stream(shared)
@@ -192,7 +214,7 @@ def test_byte_arrays_are_positions_inclusive_at_both_ends() -> None:
      java(-2, 5), java(5, -2), [*java(1, 2), 58, 0]],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["startingOffsets", "endingOffsets"])
-def test_what_is_no_message_id_is_refused_by_name(name: str, bytes_of_id: object) -> None:
+def test_an_invalid_message_id_is_refused_by_name(name: str, bytes_of_id: object) -> None:
     sentence = refused(to_batch=True, **{name: json.dumps({FIRST: bytes_of_id})})
     assert sentence.startswith(f"{name} of '{FIRST}' is ")
     assert "JsonUtils.topicOffsets" in sentence
@@ -202,8 +224,8 @@ def test_what_is_no_message_id_is_refused_by_name(name: str, bytes_of_id: object
     ("options", "sentence"),
     [
         ({"startingTime": '{"t": 1709254800000}'}, "write one time for all topics"),
-        ({"startingOffsets": "7:120"}, "a position is one of a single topic partition"),
-        ({"startingOffsets": '{"t": [8, 1, 16'}, "which is no JSON"),
+        ({"startingOffsets": "7:120"}, "a position belongs to one topic partition"),
+        ({"startingOffsets": '{"t": [8, 1, 16'}, "which is not JSON"),
         ({"startingOffsets": f'{{"t": {java(7, 1)}, "t": {java(7, 2)}}}'}, "names 't' twice"),
         ({"allowDifferentTopicSchemas": "yes"}, "must be true or false"),
         ({"allowDifferentTopicSchemas": "true", "valueformat": "auto"}, "Give only one of"),
@@ -211,19 +233,19 @@ def test_what_is_no_message_id_is_refused_by_name(name: str, bytes_of_id: object
             {"pulsar__reader__reciverQueueSize": "1"},
             "Did you mean 'pulsar.reader.receiverQueueSize'",
         ),
-        ({"pulsar__client__numIoThread": "1"}, "is no option of a connection"),
+        ({"pulsar__client__numIoThread": "1"}, "is not an option of a connection"),
         ({"pulsar__client__tlsAllowInsecureConnection": "true"}, "tlsTrustCertsFilePath"),
         (
             {"pulsar__admin__authParams": "token:secret"},
             "one connection for the broker and its admin",
         ),
-        ({"pulsar__admin__readTimeoutMs": "5"}, "'pulsar.admin.readTimeoutMs' cannot be had"),
-        ({"endingOffsets": "latest"}, "is one of a batch read"),
+        ({"pulsar__admin__readTimeoutMs": "5"}, "'pulsar.admin.readTimeoutMs' is not supported"),
+        ({"endingOffsets": "latest"}, "belongs to batch reads"),
         ({"startingOfsets": "latest"}, "Did you mean 'startingOffsets'"),
         ({"failOnDataLoss": "maybe"}, "must be true or false"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(options: dict[str, str], sentence: str) -> None:
+def test_an_error_is_one_sentence(options: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_options(stream(**options))
     assert sentence in caught.value.message
@@ -238,7 +260,7 @@ JAVA = {
     SerializedId(11, 101, 1, 200, 1000): "080b1065180120c80130e807",
     SerializedId(11, 101, -1, 3, 10): "080b10652003300a",
 }
-"""What ``toByteArray()`` of Java client 4.0.8 gave."""
+"""Results of ``toByteArray()`` of Java client 4.0.8."""
 
 
 @pytest.mark.parametrize("known", JAVA)
@@ -270,7 +292,7 @@ _JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(NAMED), st.text(max_size=20) | _JSON, max_size=4), st.data())
-def test_whatever_the_options_say_it_is_a_source_or_one_error(
+def test_any_options_make_a_source_or_one_error(
     options: dict[str, str], data: st.DataObject
 ) -> None:
     base = {"subscription": "s"} if data.draw(st.booleans()) else {}
@@ -289,3 +311,96 @@ def test_any_bytes_are_an_id_or_refused(data: bytes) -> None:
     with suppress(ValueError):
         found = SerializedId.from_bytes(data)
         assert -(2**63) <= found.ledger < 2**63
+
+
+# -- Writes ----------------------------------------------------------------------------------------
+
+_PRODUCER = {
+    "producerName": ("sinkId", "orders"), "sendTimeoutMs": ("sendTimeoutMillis", "5000"),
+    "compressionType": ("compression", "zstd"), "batchingMaxMessages": ("entryMaxMessages", "7"),
+    "batchingMaxBytes": ("entryMaxBytes", "2048"), "hashingScheme": ("hashingScheme", "murmur3"),
+    "batchingEnabled": ("entryMaxMessages", "1"),
+}  # fmt: skip
+_GIVEN = {
+    "producerName": "orders", "sendTimeoutMs": "5000", "compressionType": "ZSTD",
+    "batchingMaxMessages": "7", "batchingMaxBytes": "2048", "hashingScheme": "Murmur3_32Hash",
+    "batchingEnabled": "false",
+}  # fmt: skip
+
+
+def test_each_option_of_a_producer_is_translated_or_refused_by_name() -> None:
+    plain = write_options({"topic": "t"})
+    assert plain == {"topic": "t", "registerSchema": "true"}
+    for option in PRODUCER_OPTIONS:
+        name = option.name.removeprefix("pulsar.producer.")
+        if option.treatment is Treatment.REFUSED:
+            with pytest.raises(ConfigError, match=f"'{option.name}' is not supported"):
+                write_options({option.name: "17"})
+            if option.harmless:
+                assert write_options({"topic": "t", option.name: option.harmless.upper()}) == plain
+        elif option.treatment is Treatment.NOT_NEEDED:
+            assert write_options({"topic": "t", option.name: "17"}) == plain
+        else:
+            new, value = _PRODUCER[name]
+            found = write_options({"topic": "t", option.name.lower(): _GIVEN[name]})
+            assert found == {**plain, new: value}
+    for wrong, text in [
+        ({"pulsar.producer.compresionType": "LZ4"}, "Did you mean 'pulsar.producer.compression"),
+        ({"pulsar.producer.batchingEnabled": "maybe"}, "must be true or false"),
+        ({"pulsar.producer.hashingScheme": "crc"}, "JavaStringHash or Murmur3_32Hash"),
+        ({"pulsar.reader.readerName": "r"}, "belongs to reads"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            write_options(wrong)
+
+
+_TYPES: dict[str, DataType] = {
+    "binary": BinaryType(), "string": StringType(), "bigint": LongType(), "int": IntegerType(),
+    "map": MapType(StringType(), StringType()),
+    "struct": StructType([StructField("a", LongType()), StructField("b", StringType())]),
+}  # fmt: skip
+
+
+def _written(columns: str, data: pa.Table, *, routed: bool = False) -> dict[str, list[Any]]:
+    pairs = [one.split() for one in columns.split(",")]
+    schema = StructType([StructField(name, _TYPES[kind]) for name, kind in pairs])
+    found = columns_of(schema, routed=routed)
+    return dict(pa.table({one.name: one.made(data) for one in found}).to_pydict())
+
+
+def test_the_columns_of_the_jvm_connector_become_those_of_keyshard() -> None:
+    data = pa.table(
+        {
+            "__key": [b"k", None],
+            "__topic": ["a", "b"],
+            "__eventTime": [1_000, 0],
+            "__messageId": [b"", b""],
+            "text": ["x", "y"],
+            "__messageProperties": pa.array(
+                [[("a", "b")], None], pa.map_(pa.string(), pa.string())
+            ),
+        }
+    )
+    columns = (
+        "__key binary, __topic string, __eventTime bigint, __messageId binary, text string, "
+        "__messageProperties map"
+    )
+    second = datetime(1970, 1, 1, 0, 0, 1, tzinfo=timezone.utc)
+    plain = {
+        "__keyBytes": [b"k", None], "__eventTime": [second, None], "value": ["x", "y"],
+        "__properties": [[("a", "b")], None],
+    }  # fmt: skip
+    assert _written(columns, data) == plain
+    assert _written(columns, data, routed=True) == plain | {"__topic": ["a", "b"]}
+    struct = pa.table({"__key": ["k"], "row": [{"a": 1, "b": "x"}]})
+    found = _written("__key string, row struct", struct)
+    assert found == {"__key": ["k"], "a": [1], "b": ["x"]}
+    two = pa.table({"a": [1], "b": ["x"]})
+    assert _written("a bigint, b string", two) == {"a": [1], "b": ["x"]}
+    for wrong, text in [
+        ("__key int, value string", "Column __key has the type int; it must be binary or string"),
+        ("__eventTime string, value string", "it must be bigint or timestamp"),
+        ("__key string", "no column of a value"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            _written(wrong, two)

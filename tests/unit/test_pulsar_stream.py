@@ -1,4 +1,4 @@
-"""A stream of format("pulsar") that begins with what the JVM connector's checkpoint says."""
+"""A stream of format("pulsar") that begins with a checkpoint of the JVM connector."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
-from helpers import wait_until
 from keyshard import Checkpoint, KeyShardSource
-from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.broker.port import StartPosition
+from keyshard.broker.port import StartPosition, SubscriptionSpec
+from keyshard.columns.record_batches import SCHEMA
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.serialized import SerializedId
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import CheckpointError, ConfigError, DataLossAckedElsewhereError
 from spark_adapter import stream_reader
-from spark_adapter.pulsar_stream import PulsarStreamReader
+from spark_adapter.pulsar.stream import PulsarStreamReader
 from spark_adapter.structure import Rows
+from tests.helpers import wait_until
 
 LIMIT = ReadMaxRows(1_000)
 ENTRIES, MESSAGES = 6, 3
@@ -39,7 +39,7 @@ class MemorySource(KeyShardSource):
         return Coordinator(self, lambda: MemoryBroker(self.cluster), MemoryAdmin(self.cluster))
 
 
-class Bench:
+class StreamSetup:
     """Two topic partitions with producer batches, and the stream processes that read them."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Bench:
             reader.stop()
 
     def offset(self, read: tuple[int, int]) -> Offset:
-        """What the JVM connector notes when it has read so many entries of each."""
+        """The offsets of the JVM connector after a number of entries."""
         offset = {}
         for where, count in zip(self.where, read, strict=True):
             last = SerializedId(-1, -1)
@@ -99,8 +99,8 @@ def signed(one: SerializedId) -> list[int]:
 def values(reader: PulsarStreamReader, start: Offset, end: Offset) -> list[str]:
     indices = [one.ticket.index for one in reader.partitions(start, end)]  # type: ignore[attr-defined]
     assert reader._runtime is not None
-    worker, batch_id = reader._runtime.coordinator.worker, Checkpoint.from_dict(end).batch_id
-    batches = [batch for index in indices for batch in worker.read(batch_id, index)]
+    planned, batch_id = reader._runtime.coordinator.batches, Checkpoint.from_dict(end).batch_id
+    batches = [batch for index in indices for batch in planned.read(batch_id, index)]
     return [value.decode() for batch in batches for value in batch.column("value").to_pylist()]
 
 
@@ -127,39 +127,39 @@ def _own_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
-    bench = Bench()
-    yield bench
-    bench.stop()
-    bench.cluster.validate()
+def setup() -> Iterator[StreamSetup]:
+    setup = StreamSetup()
+    yield setup
+    setup.stop()
+    setup.cluster.validate()
 
 
 @settings(max_examples=12, deadline=None)
 @given(read=st.tuples(st.integers(0, ENTRIES), st.integers(0, ENTRIES)), again=st.booleans())
-def test_it_goes_on_behind_each_position_with_nothing_twice(
+def test_it_continues_behind_each_position_with_nothing_twice(
     read: tuple[int, int], again: bool
 ) -> None:
-    bench = Bench()
+    setup = StreamSetup()
     try:
-        start, left = bench.offset(read), bench.behind(read)
-        reader = bench.reader()
+        start, left = setup.offset(read), setup.behind(read)
+        reader = setup.reader()
         assert reader.latestOffset(start, LIMIT) is not None
         if again:  # killed before the first batch is planned
-            reader = bench.reader()
+            reader = setup.reader()
         found, end = all_behind(reader, start, len(left))
         assert found == left
         assert reader.latestOffset(end, LIMIT) == end
-        reader = bench.reader()
+        reader = setup.reader()
         assert reader.latestOffset(end, LIMIT) == end, "its own checkpoint, or still that one"
-        wait_until(lambda: not any(bench.cluster.backlog(one, "unit") for one in bench.where))
+        wait_until(lambda: not any(setup.cluster.backlog(one, "unit") for one in setup.where))
     finally:
-        bench.stop()
-    bench.cluster.validate()
+        setup.stop()
+    setup.cluster.validate()
 
 
-def test_the_first_batch_here_runs_again_after_a_restart_exactly(bench: Bench) -> None:
-    start, left = bench.offset((2, 0)), bench.behind((2, 0))
-    reader = bench.reader()
+def test_the_first_batch_here_runs_again_after_a_restart_exactly(setup: StreamSetup) -> None:
+    start, left = setup.offset((2, 0)), setup.behind((2, 0))
+    reader = setup.reader()
     ends: list[Offset] = []
 
     def cut() -> bool:
@@ -168,7 +168,7 @@ def test_the_first_batch_here_runs_again_after_a_restart_exactly(bench: Bench) -
 
     wait_until(cut)
     before = values(reader, start, ends[0])
-    reader = bench.reader()
+    reader = setup.reader()
     assert values(reader, start, ends[0]) == before
     reader.commit(start)
     reader.commit(ends[0])
@@ -177,30 +177,32 @@ def test_the_first_batch_here_runs_again_after_a_restart_exactly(bench: Bench) -
 
 
 def test_a_batch_without_rows_is_none_and_the_very_first_one_cannot_be_planned(
-    bench: Bench,
+    setup: StreamSetup,
 ) -> None:
-    reader, end = bench.reader(), bench.offset((1, 1))
+    reader, end = setup.reader(), setup.offset((1, 1))
     assert reader.partitions(end, dict(end)) == []
-    with pytest.raises(CheckpointError, match="first batch of this checkpoint was planned by"):
+    with pytest.raises(
+        CheckpointError, match="The JVM connector planned the first batch of this checkpoint"
+    ):
         reader.partitions(reader.initialOffset(), end)
 
 
-def test_a_cursor_that_is_ahead_of_the_checkpoint_is_no_way_to_lose_what_lies_between(
-    bench: Bench,
+def test_a_cursor_ahead_of_the_checkpoint_loses_no_entry(
+    setup: StreamSetup,
 ) -> None:
     """Each start of the JVM connector moves its cursor to the end, until the first commit."""
-    broker = MemoryBroker(bench.cluster)
+    broker = MemoryBroker(setup.cluster)
     whole = HashRange(0, 65_535)
-    for where in bench.where:
+    for where in setup.where:
         broker.subscribe(
-            where, "unit", whole, start=StartPosition.LATEST, consumer_name="c",
-            receiver_queue_size=1,
-        ).close()  # fmt: skip
+            SubscriptionSpec(where, "unit", whole, consumer_name="c", receiver_queue_size=1),
+            StartPosition.LATEST,
+        ).close()
     broker.close()
     with pytest.raises(DataLossAckedElsewhereError, match="are acknowledged for 'unit'"):
-        bench.reader().latestOffset(bench.offset((2, 3)), LIMIT)
-    with pytest.raises(ConfigError, match=r"shows whether the subscription fits it\. Set admin"):
-        bench.reader(admin_url=None).latestOffset(bench.offset((2, 3)), LIMIT)
+        setup.reader().latestOffset(setup.offset((2, 3)), LIMIT)
+    with pytest.raises(ConfigError, match=r"to compare the subscription with it\. Set admin"):
+        setup.reader(admin_url=None).latestOffset(setup.offset((2, 3)), LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +212,9 @@ def test_a_cursor_that_is_ahead_of_the_checkpoint_is_no_way_to_lose_what_lies_be
         signed(SerializedId(2**63 - 1, 2**63 - 1)), ["8"], [8, 1, 16, 1, 58, 0],
     ],
 )  # fmt: skip
-def test_offsets_that_are_none_are_refused_by_name(bench: Bench, last: list[Any]) -> None:
-    name = bench.where[0].name
-    reader = bench.reader()
+def test_invalid_offsets_are_refused_by_name(setup: StreamSetup, last: list[Any]) -> None:
+    name = setup.where[0].name
+    reader = setup.reader()
     with pytest.raises(CheckpointError, match=f"The JVM connector's offset of {name} is "):
         reader.latestOffset({name: last}, LIMIT)
     assert reader._runtime is None
@@ -220,12 +222,12 @@ def test_offsets_that_are_none_are_refused_by_name(bench: Bench, last: list[Any]
 
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("from_jvm", [True, False])
-def test_a_subscription_that_nobody_named_is_kept_by_the_checkpoint(
-    bench: Bench, caplog: pytest.LogCaptureFixture, committed: bool, from_jvm: bool
+def test_an_unnamed_subscription_is_kept_by_the_checkpoint(
+    setup: StreamSetup, caplog: pytest.LogCaptureFixture, committed: bool, from_jvm: bool
 ) -> None:
     read = (2, 0) if from_jvm else (0, 0)
-    first = bench.reader(made_up="spark-pulsar-1")
-    start = bench.offset(read) if from_jvm else first.initialOffset()
+    first = setup.reader(made_up="spark-pulsar-1")
+    start = setup.offset(read) if from_jvm else first.initialOffset()
     ends: list[Offset] = []
 
     def cut() -> bool:
@@ -240,12 +242,12 @@ def test_a_subscription_that_nobody_named_is_kept_by_the_checkpoint(
     assert [one.levelname for one in caplog.records if "spark-pulsar-1" in one.message] == [
         "WARNING"
     ]
-    second = bench.reader(made_up="spark-pulsar-2")
+    second = setup.reader(made_up="spark-pulsar-2")
     if not committed:
         assert values(second, start if from_jvm else second.initialOffset(), end) == had
         second.commit(end)
-    rest, _ = all_behind(second, end, len(bench.behind(read)) - len(had))
-    assert sorted(had + rest) == bench.behind(read)
+    rest, _ = all_behind(second, end, len(setup.behind(read)) - len(had))
+    assert sorted(had + rest) == setup.behind(read)
     assert "spark-pulsar-2" not in caplog.text
-    for where in bench.where:
-        assert set(bench.cluster.subscriptions(where)) == {"spark-pulsar-1"}
+    for where in setup.where:
+        assert set(setup.cluster.subscriptions(where)) == {"spark-pulsar-1"}

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import ray_adapter
-from keyshard import KeyShardSource
+from keyshard import KeyShardSink, KeyShardSource
 from keyshard.errors import ConfigError
+from ray_adapter.datasink import KeyShardDatasink
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
 
@@ -32,10 +33,10 @@ NOWHERE = KeyShardSource(
         ("\ud800" * 1_000, ""),
     ],
 )
-def test_an_option_that_nobody_reads_is_refused(given: str, meant: str) -> None:
-    """A misspelt bound was passed on to Ray, which dropped it: the whole topic was read."""
+def test_an_unknown_option_is_refused(given: str, meant: str) -> None:
+    """Ray dropped a misspelt bound, so the whole topic was read."""
     with pytest.raises(ConfigError, match="has no option") as caught:
-        ray_adapter.read(NOWHERE, **{given: "2026-11-20T00:00+01:00"})
+        ray_adapter.read(NOWHERE, **{given: "2026-11-20T00:00+01:00"})  # type: ignore[arg-type]
     assert "own options are start, end, columns" in str(caught.value)
     if meant:
         assert f"Did you mean {meant!r}?" in str(caught.value)
@@ -47,3 +48,8 @@ def test_a_number_of_blocks_or_tasks_is_checked(name: str, value: Any) -> None:
     """``override_num_blocks=0`` was an IndexError inside the plan of the read."""
     with pytest.raises(ConfigError, match=f"^.KEYSHARD_BAD_OPTION. {name} is .* from 1 to"):
         ray_adapter.read(NOWHERE, **{name: value})
+
+
+def test_the_tasks_of_a_write_share_no_port_for_metrics() -> None:
+    sink = KeyShardSink("t", metrics_port=9465)
+    assert KeyShardDatasink(sink)._sink.metrics_port is None

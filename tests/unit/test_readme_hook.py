@@ -1,35 +1,20 @@
-"""What the page of a package index shows, and what the package holds."""
+"""The page of the package index, and the content of the package."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from keyshard import Message
-
-if sys.version_info >= (3, 11):
-    import tomllib
-
-ROOT = Path(__file__).parents[2]
+from tests.support.build_hooks import ROOT, build_hook
 
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The hook, without the build backend that loads it."""
-    interface = "hatchling.metadata.plugin.interface"
-    monkeypatch.setitem(sys.modules, interface, SimpleNamespace(MetadataHookInterface=object))
-    spec = importlib.util.spec_from_file_location("readme_hook", ROOT / "readme_hook.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return build_hook(monkeypatch, "readme_hook")
 
 
 def test_the_description_has_no_link_that_leads_nowhere(hook: ModuleType) -> None:
@@ -39,7 +24,7 @@ def test_the_description_has_no_link_that_leads_nowhere(hook: ModuleType) -> Non
     made.update(metadata)
     text = metadata["readme"]["text"]
     assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if "://" not in link] == []
-    assert "All options stand in docs/options.md" in " ".join(text.split())
+    assert "All options are in docs/options.md" in " ".join(text.split())
     assert text.count("```") == (ROOT / "README.md").read_text().count("```")
 
 
@@ -52,8 +37,8 @@ def test_links_of_the_readme_lead_to_files_and_headings() -> None:
         assert not heading or path or heading in headings, link
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
-def test_the_package_promises_what_it_holds() -> None:
+def test_the_metadata_of_the_package_matches_its_content() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     held = wheel["shared-data"]
@@ -77,9 +62,9 @@ def test_every_extra_is_named_and_spark_and_ray_bring_the_schemas() -> None:
         assert "keyshard[schemas]" in extras[name], f"{name} reads Avro topics, too"
 
 
-def test_the_handler_of_the_readme_takes_a_message_without_a_value() -> None:
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+def test_the_handler_of_the_ray_page_takes_a_message_without_a_value() -> None:
+    page = (ROOT / "docs" / "ray.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (block,) = (one for one in blocks if "class Score" in one)
     names: dict[str, Any] = {}
     exec(block[block.index("class Score") : block.index("with ray")], {"Message": Message}, names)  # noqa: S102

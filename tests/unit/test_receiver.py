@@ -1,28 +1,29 @@
-"""Receive threads: what consumers deliver reaches the sink, whole, in order, or as an error."""
+"""Receive threads: entries reach the sink, whole, in order, or as an error."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
-from helpers import P0, P1, FakeConsumer, block, ids, wait_until
+from keyshard.consumers import receiver
+from keyshard.consumers.receiver import OwnedRange, RangeConsumer, Receiver
 from keyshard.core.position.assembly import EntryAssembly
 from keyshard.core.position.entry import EntryBlock, TopicPartition
-from keyshard.core.reception import Rest, State
+from keyshard.core.reception import ReceptionState, Rest
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import ClientQueue
-from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError
-from keyshard.worker import receiver
-from keyshard.worker.receiver import OwnedRange, RangeConsumer, Receiver
+from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError, UnreadableEntryError
+from tests.helpers import DEADLINE_S, P0, P1, FakeConsumer, block, ids, part, wait_until
 
 RING = split_ring(1)[0]
 
 
 class FakeSink:
-    """Remembers what was delivered; re-opens a range consumer with its next consumer."""
+    """Records deliveries; re-opens a range consumer with its next consumer."""
 
     def __init__(self) -> None:
         self.full: set[TopicPartition] = set()
@@ -31,7 +32,7 @@ class FakeSink:
         self.next_consumers: list[FakeConsumer] = []
         self.error: BaseException | None = None
         self.answers: list[Rest] = []
-        """What the next deliveries are answered with."""
+        """Answers to the next deliveries."""
 
     def is_paused(self, owned_range: OwnedRange) -> bool:
         return owned_range.topic_partition in self.full
@@ -43,6 +44,13 @@ class FakeSink:
             return self.answers.pop(0)
         self.delivered.append((range_consumer, list(entries)))
         return None
+
+    def refused(
+        self,
+        range_consumer: RangeConsumer,  # noqa: ARG002
+        error: UnreadableEntryError,
+    ) -> Rest | None:
+        raise error
 
     def reopen(self, range_consumer: RangeConsumer) -> bool:
         range_consumer.consumer.close()
@@ -82,7 +90,7 @@ def start() -> Iterator[Started]:
     yield started
     for made in started.receivers:
         made.stop()
-        made.join(5)
+        made.join(DEADLINE_S)
         assert not made._thread.is_alive()
 
 
@@ -91,10 +99,6 @@ def lane_of(
 ) -> tuple[RangeConsumer, FakeConsumer]:
     consumer = FakeConsumer(where, script=script)
     return RangeConsumer(OwnedRange(where, 0, RING), consumer, ClientQueue(10**6, 100)), consumer
-
-
-def part(entry: int, *indices: int, of: int) -> EntryBlock:
-    return block(1, entry, *("k" for _ in indices), of=of, indices=indices)
 
 
 def test_entries_are_delivered_in_order_with_their_range_consumer(start: Started) -> None:
@@ -117,7 +121,23 @@ def test_only_whole_entries_are_delivered(start: Started) -> None:
     assert entry.indices == [0, 1, 2, 3]
 
 
-def test_a_full_topic_partition_is_paused_and_the_others_go_on(start: Started) -> None:
+def test_a_complete_entry_without_its_last_index_is_delivered_at_once(start: Started) -> None:
+    """Another application acknowledged the last index, and the broker says so with the entry.
+
+    A new subscription would bring everything unacknowledged again, once for each such entry.
+    """
+    partial = [replace(part(entry, 0, 1, of=3), complete=True) for entry in range(3)]
+    range_consumer, consumer = lane_of([*partial[:2], block(1, 7)], [], [partial[2]])
+    start(range_consumer)
+    wait_until(lambda: len(start.sink.of(range_consumer)) == 4)
+    assert [list(one.indices) for one in start.sink.of(range_consumer)] == [
+        [0, 1], [0, 1], [0], [0, 1],
+    ]  # fmt: skip
+    assert range_consumer.consumer is consumer, "it was not subscribed again"
+    assert range_consumer.assembly.is_empty
+
+
+def test_a_full_topic_partition_is_paused_and_the_others_continue(start: Started) -> None:
     range_consumer, paused = lane_of([block(1, 0)])
     other, consumer = lane_of([block(5, 0)], where=P1)
     start.sink.full.add(P0)
@@ -140,7 +160,7 @@ def test_a_thread_whose_partitions_are_all_full_wakes_up_again(start: Started) -
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_successor_takes_the_place_of_who_waits_or_pauses(start: Started, full: bool) -> None:
+def test_a_successor_replaces_a_waiting_or_paused_consumer(start: Started, full: bool) -> None:
     range_consumer, lost = lane_of([block(1, 0)])
     start(range_consumer)
     wait_until(lambda: start.sink.of(range_consumer))
@@ -148,18 +168,18 @@ def test_a_successor_takes_the_place_of_who_waits_or_pauses(start: Started, full
     if full:
         start.sink.full.add(P0)
         lost.give([block(1, 1)])
-    wait_until(lambda: full or range_consumer.reception.state is State.IDLE)
+    wait_until(lambda: full or range_consumer.reception.state is ReceptionState.IDLE)
     successor = FakeConsumer(script=[[block(1, 1)]])
     start.sink.next_consumers = [successor]
     range_consumer.successor = successor
-    range_consumer.ring()
+    range_consumer.wake()
     wait_until(lambda: range_consumer.consumer is successor)
     assert lost.closed
     start.sink.full.clear()
     wait_until(lambda: ids(start.sink.of(range_consumer)) == [(1, 0), (1, 1)])
 
 
-def test_what_comes_without_a_connection_is_not_taken_and_may_come_again(start: Started) -> None:
+def test_entries_received_without_a_connection_are_not_taken(start: Started) -> None:
     range_consumer, lost = lane_of()
     start(range_consumer)
     wait_until(lambda: lost.bell)
@@ -172,8 +192,8 @@ def test_what_comes_without_a_connection_is_not_taken_and_may_come_again(start: 
     wait_until(lambda: start.sink.of(range_consumer))
 
 
-def test_what_came_while_a_connection_came_back_is_asked_for_again(start: Started) -> None:
-    """Nothing tells whether the client kept it, or got it now."""
+def test_entries_received_during_a_reconnect_are_requested_again(start: Started) -> None:
+    """It is unknown whether the client kept it, or got it now."""
 
     class Returning(FakeConsumer):
         def receive(self, timeout_ms: int) -> list[EntryBlock]:
@@ -199,7 +219,7 @@ def test_a_ring_for_a_successor_that_was_taken_meanwhile_is_ignored(start: Start
     start.sink.next_consumers = [successor]
     lost.give([])
     wait_until(lambda: successor.bell)
-    range_consumer.ring()  # it was subscribed before, but whoever did that was slow to ring
+    range_consumer.wake()  # it was subscribed before, but its thread was slow to ring
     threading.Event().wait(0.05)
     assert start.sink.failures == []
     assert successor.bell
@@ -207,12 +227,12 @@ def test_a_ring_for_a_successor_that_was_taken_meanwhile_is_ignored(start: Start
     wait_until(lambda: start.sink.of(range_consumer))
 
 
-def test_what_could_not_be_taken_comes_again_after_a_rest(start: Started) -> None:
+def test_entries_without_room_are_offered_again_after_a_rest(start: Started) -> None:
     range_consumer, first = lane_of([block(1, 0)])
     start.sink.answers = [Rest(time.monotonic() + 0.1)]
     start.sink.next_consumers = [FakeConsumer(script=[[block(1, 0)]])]
     start(range_consumer)
-    wait_until(lambda: range_consumer.reception.state is State.RESTING)
+    wait_until(lambda: range_consumer.reception.state is ReceptionState.RESTING)
     assert not first.closed
     wait_until(lambda: start.sink.of(range_consumer))
     assert first.closed
@@ -226,7 +246,7 @@ def test_half_an_entry_that_could_not_be_taken_comes_again_after_a_rest(
     half = [part(1, 0, of=2)]
     range_consumer, _ = lane_of(half)
     start.sink.answers = [Rest(time.monotonic())]
-    # Two are enough, unless this machine lets nobody look in time.
+    # Two are enough, unless this machine is too slow.
     start.sink.next_consumers = [FakeConsumer(script=[half]) for _ in range(11)]
     start(range_consumer)
     wait_until(lambda: start.sink.of(range_consumer))
@@ -235,7 +255,7 @@ def test_half_an_entry_that_could_not_be_taken_comes_again_after_a_rest(
 
 
 class StandingStill(FakeConsumer):
-    """Its worker tells nothing any more; it was connected when it was told last."""
+    """Its worker reports nothing any more; by the last report, it was connected."""
 
     asked = 0
     """Times that it was asked whether it has given all."""
@@ -266,12 +286,12 @@ def test_half_an_entry_is_not_taken_for_all_of_it_while_its_worker_stands_still(
     assert start.sink.of(range_consumer)[0].indices == [0, 1]
 
 
-def test_who_is_dropped_takes_its_successor_with_it(start: Started) -> None:
+def test_a_dropped_consumer_takes_its_successor_with_it(start: Started) -> None:
     range_consumer, lost = lane_of()
     made = start(range_consumer)
-    wait_until(lambda: range_consumer.reception.state is State.IDLE)
+    wait_until(lambda: range_consumer.reception.state is ReceptionState.IDLE)
     successor = range_consumer.successor = FakeConsumer()
-    assert made.drop({range_consumer.owned_range}).done.wait(10)
+    assert made.drop({range_consumer.owned_range}).done.wait(DEADLINE_S)
     assert lost.closed
     assert successor.closed
 
@@ -294,15 +314,6 @@ def test_in_a_queue_taken_one_by_one_two_early_ends_are_no_proof(start: Started)
     range_consumer.queue = ClientQueue(10**6, 1)
     whole = [part(1, 0, 1, 2, of=3), block(1, 2)]
     start.sink.next_consumers = [FakeConsumer(script=[again]), FakeConsumer(script=[whole])]
-    start(range_consumer)
-    wait_until(lambda: len(start.sink.of(range_consumer)) == 2)
-    assert [entry.indices for entry in start.sink.of(range_consumer)] == [[0, 1, 2], [0]]
-
-
-def test_a_half_received_entry_comes_whole_after_the_question(start: Started) -> None:
-    range_consumer, _ = lane_of([part(1, 0, 1, of=3), block(1, 2)])
-    whole = [part(1, 0, 1, 2, of=3), block(1, 2)]
-    start.sink.next_consumers = [FakeConsumer(script=[whole])]
     start(range_consumer)
     wait_until(lambda: len(start.sink.of(range_consumer)) == 2)
     assert [entry.indices for entry in start.sink.of(range_consumer)] == [[0, 1, 2], [0]]
@@ -347,32 +358,32 @@ def test_silence_without_a_connection_is_no_early_end(
     assert start.sink.of(range_consumer)[0].whole
 
 
-def test_an_error_of_a_consumer_ends_the_thread_and_is_told(start: Started) -> None:
+def test_an_error_of_a_consumer_ends_the_thread_and_is_reported(start: Started) -> None:
     error = BrokerError("The consumer is broken.")
     range_consumer, _ = lane_of([block(1, 0)], error, [block(1, 1)])
     made = start(range_consumer)
-    made.join(5)
+    made.join(DEADLINE_S)
     assert start.sink.failures == [error]
     assert ids(start.sink.of(range_consumer)) == [(1, 0)]
 
 
-def test_an_unforeseen_error_is_told_with_its_text(start: Started) -> None:
+def test_an_unforeseen_error_is_reported_with_its_text(start: Started) -> None:
     range_consumer, _ = lane_of(ZeroDivisionError("a bug"))
-    start(range_consumer).join(5)
+    start(range_consumer).join(DEADLINE_S)
     (failure,) = start.sink.failures
     assert "ZeroDivisionError('a bug')" in failure.message
 
 
-def test_an_error_of_the_sink_is_told(start: Started) -> None:
+def test_an_error_of_the_sink_is_reported(start: Started) -> None:
     start.sink.error = error = KeyShardError("The ids were handed out twice.")
     range_consumer, _ = lane_of([block(1, 0)])
-    start(range_consumer).join(5)
+    start(range_consumer).join(DEADLINE_S)
     assert start.sink.failures == [error]
 
 
-def test_a_stop_elsewhere_ends_the_thread_silently(start: Started) -> None:
+def test_a_stop_of_the_source_ends_the_thread_silently(start: Started) -> None:
     range_consumer, _ = lane_of(RuntimeStoppedError("stopped"))
-    start(range_consumer).join(5)
+    start(range_consumer).join(DEADLINE_S)
     assert start.sink.failures == []
 
 
@@ -416,7 +427,7 @@ def test_lanes_are_added_and_dropped_while_it_runs(start: Started) -> None:
     running.add([other])
     wait_until(lambda: start.sink.of(range_consumer) and start.sink.of(other))
     assert running.range_consumers == 2
-    assert running.drop({OwnedRange(P1, 0, RING)}).done.wait(5)
+    assert running.drop({OwnedRange(P1, 0, RING)}).done.wait(DEADLINE_S)
     assert (added.closed, consumer.closed) == (True, False)
     assert running.range_consumers == 1
     received = added.received
@@ -433,7 +444,7 @@ def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started
 
     range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), Stubborn(), ClientQueue(10**6, 1))
     running = start(range_consumer)
-    assert running.drop({OwnedRange(P0, 0, RING)}).done.wait(5)
+    assert running.drop({OwnedRange(P0, 0, RING)}).done.wait(DEADLINE_S)
     assert running.range_consumers == 0
     assert start.sink.failures == []
 
@@ -444,19 +455,19 @@ def test_an_order_to_close_is_taken_back_before_it_begins(start: Started) -> Non
     class Slow(FakeConsumer):
         def receive(self, timeout_ms: int) -> list[EntryBlock]:
             entered.set()
-            leave.wait(20)
+            leave.wait(4 * DEADLINE_S)
             return super().receive(timeout_ms)
 
     owned_range = OwnedRange(P0, 0, RING)
     consumer = Slow()
     running = start(RangeConsumer(owned_range, consumer, ClientQueue(10**6, 1)))
-    assert entered.wait(5)
+    assert entered.wait(DEADLINE_S)
     drop = running.drop({owned_range})
     assert running.keep(drop)
     leave.set()
     wait_until(lambda: consumer.bell)
     assert (consumer.closed, drop.closed, drop.done.is_set()) == (False, set(), False)
     again = running.drop({owned_range})
-    assert again.done.wait(5)
+    assert again.done.wait(DEADLINE_S)
     assert again.closed == {owned_range}
     assert not running.keep(again), "it is done"

@@ -1,4 +1,4 @@
-"""Consumers that lost their broker: what is refused, who answers, and who is held up by whom."""
+"""Consumers that lost their broker: refusals, silent brokers, and delays of reconnects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from helpers import wait_until
-from keyshard.broker import retrier as retrying
-from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar import first_question
-from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.retrier import Retrier, Steps
+from keyshard.broker import preflight, retry
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.port import StartPosition, SubscriptionSpec
+from keyshard.broker.retry import Retrier, Steps
+from keyshard.broker.wire import ack_grouping, keep_alive
+from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import cluster as clusters
-from keyshard.broker.wire import keep_alive, receipts
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.keep_alive import Act, KeepAlive
@@ -38,6 +37,7 @@ from keyshard.errors import (
     ThreadStartError,
 )
 from keyshard.threads import owned_by
+from tests.helpers import DEADLINE_S, wait_until
 from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
 
 TOPIC = TopicPartition("persistent://public/default/t")
@@ -69,7 +69,7 @@ def connect() -> Iterator[Callable[..., WireBroker]]:
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals, "REFUSED_S", 0.3)
     monkeypatch.setattr(refusals, "UNAUTHENTICATED_S", 1.0)
-    monkeypatch.setattr(retrying, "LONGEST_WAIT_S", 0.1)
+    monkeypatch.setattr(retry, "LONGEST_WAIT_S", 0.1)
     monkeypatch.setattr(keep_alive, "PING_AFTER_S", 0.1)
     monkeypatch.setattr(keep_alive, "UNRESPONSIVE_S", 0.3)
 
@@ -78,9 +78,11 @@ def consumer_of(
     broker: WireBroker, where: TopicPartition = TOPIC, part: HashRange | None = None
 ) -> WireConsumer:
     return broker.subscribe(
-        where, "s", part or split_ring(1)[0], start=StartPosition.EARLIEST, consumer_name="c",
-        receiver_queue_size=10,
-    )  # fmt: skip
+        SubscriptionSpec(
+            where, "s", part or split_ring(1)[0], consumer_name="c", receiver_queue_size=10
+        ),
+        StartPosition.EARLIEST,
+    )
 
 
 def error_of(consumer: WireConsumer) -> KeyShardError | None:
@@ -94,7 +96,7 @@ def error_of(consumer: WireConsumer) -> KeyShardError | None:
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("request_name", ["connect", "lookup", "subscribe"])
 @pytest.mark.parametrize("code", [3, 4, 12, 18, 22])
-def test_a_refusal_that_does_not_pass_ends_a_consumer_by_name(
+def test_a_permanent_refusal_ends_a_consumer_by_name(
     cluster: Cluster, connect: Callable[..., WireBroker], request_name: str, code: int
 ) -> None:
     """1. A consumer is received from. 2. Its permission is revoked. 3. Its connection is lost."""
@@ -109,7 +111,7 @@ def test_a_refusal_that_does_not_pass_ends_a_consumer_by_name(
         broker.is_well()
         wait_until(consumer.is_connected)
         return
-    assert rung.wait(10), "its receive thread hears of it"
+    assert rung.wait(DEADLINE_S), "its receive thread hears of it"
     error = error_of(consumer)
     assert error is not None
     assert not error.retriable
@@ -120,7 +122,7 @@ def test_a_refusal_that_does_not_pass_ends_a_consumer_by_name(
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("code", [0, 1, 2, 5, 6, 11, 14, 19])
-def test_a_refusal_that_passes_is_told_in_the_words_of_the_broker(
+def test_a_passing_refusal_is_reported_in_the_words_of_the_broker(
     cluster: Cluster, connect: Callable[..., WireBroker], code: int
 ) -> None:
     broker = cluster.broker()
@@ -140,7 +142,7 @@ def test_a_refusal_that_passes_is_told_in_the_words_of_the_broker(
 def test_a_token_that_was_renewed_is_shown_before_a_refusal_ends_anything(
     cluster: Cluster, connect: Callable[..., WireBroker], tmp_path: Any
 ) -> None:
-    """1. A token expires. 2. The broker refuses it a few times. 3. Somebody writes a new one."""
+    """1. A token expires. 2. The broker refuses it a few times. 3. An operator writes a new one."""
     broker, path = cluster.broker(), tmp_path / "token"
     path.write_text("old")
     shown: list[bytes] = []
@@ -150,7 +152,7 @@ def test_a_token_that_was_renewed_is_shown_before_a_refusal_ends_anything(
             return False
         shown.append(command.auth_data)
         if expired and command.auth_data == b"old":
-            session.refuse(name, command, 3)
+            session.refuse_command(name, command, 3)
             return True
         return False
 
@@ -175,12 +177,14 @@ def test_hosts_of_the_service_url_are_asked_side_by_side(
     silent.accepts = False
     gone.close()
     began_s = time.monotonic()
-    consumer_of(connect(silent, gone, well, operation_timeout_ms=30_000))
-    assert time.monotonic() - began_s < 8.0, "the silent one has 10 s"
+    consumer_of(
+        connect(silent, gone, well, operation_timeout_ms=60_000, connection_timeout_ms=60_000)
+    )
+    assert time.monotonic() - began_s < DEADLINE_S, "the silent one has 60 s"
     assert "lookup" in well.asked
 
 
-def test_the_error_names_each_host_and_what_it_did(
+def test_the_error_names_each_host_and_its_failure(
     cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clusters, "NEXT_HOST_S", 0.1)
@@ -199,19 +203,19 @@ def test_the_error_names_each_host_and_what_it_did(
     assert WORDS in said
 
 
-def test_the_first_question_goes_on_to_the_next_host(
+def test_the_first_question_continues_to_the_next_host(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_question, "ANSWER_S", 0.3)
+    monkeypatch.setattr(preflight, "ANSWER_S", 0.3)
     silent, starting, well = cluster.broker(), cluster.broker(), cluster.broker()
     silent.accepts = False
     starting.refuses("connect", 6)
     hosts = ",".join(one.host for one in (silent, starting, well))
     connection = Connection(f"pulsar://{hosts}")
-    first_question.missing_topics(connection, Credentials(connection), ())
+    preflight.missing_topics(connection, Credentials(connection), ())
     well.close()
     with pytest.raises(BrokerUnavailableError) as raised:
-        first_question.missing_topics(connection, Credentials(connection), ())
+        preflight.missing_topics(connection, Credentials(connection), ())
     assert all(one.host in str(raised.value) for one in (silent, starting, well))
     assert WORDS in str(raised.value)
 
@@ -231,17 +235,17 @@ def test_a_host_that_freezes_later_is_not_asked_for_look_ups(
 
 
 @pytest.mark.parametrize("frozen_consumers", [12, 48])
-def test_a_frozen_broker_does_not_hold_up_reconnects_to_a_healthy_one(
+def test_a_frozen_broker_does_not_delay_reconnects_to_a_healthy_one(
     cluster: Cluster,
     connect: Callable[..., WireBroker],
     monkeypatch: pytest.MonkeyPatch,
     frozen_consumers: int,
 ) -> None:
     """1. Two brokers have topics. 2. One freezes, its consumers lose it. 3. The other restarts."""
-    monkeypatch.setattr(retrying, "LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(retry, "LONGEST_WAIT_S", 0.2)
     healthy, frozen = cluster.broker(), cluster.broker()
     cluster.owner_of = lambda topic: int("frozen" in topic)
-    broker = connect(healthy, operation_timeout_ms=30_000, connection_timeout_ms=4_000)
+    broker = connect(healthy, operation_timeout_ms=90_000, connection_timeout_ms=90_000)
     parts = split_ring(frozen_consumers)
     held = [
         consumer_of(broker, TopicPartition("persistent://public/default/frozen"), part)
@@ -253,11 +257,11 @@ def test_a_frozen_broker_does_not_hold_up_reconnects_to_a_healthy_one(
     wait_until(lambda: not any(one.is_connected() for one in held))
     time.sleep(0.3)
     healthy.cut_all()
-    began_s = time.monotonic()
+    # Before the first attempt on the frozen one ends.
     wait_until(lambda: all(one.is_connected() for one in free))
-    assert time.monotonic() - began_s < 3.5, "before the first attempt on the frozen one ends"
     cluster.owner_of = lambda _: 0
-    wait_until(lambda: all(one.is_connected() for one in held), 30.0)
+    frozen.close()
+    wait_until(lambda: all(one.is_connected() for one in held))
 
 
 @pytest.mark.usefixtures("hurried")
@@ -289,7 +293,7 @@ def test_silence_is_judged_in_steps() -> None:
     assert alive.look(8.0) is Act.UNRESPONSIVE
     assert alive.look(9.0) is Act.NOTHING
     assert not alive.responds
-    alive.heard(20.0)
+    alive.received(20.0)
     assert alive.responds
     assert alive.look(80.0) is Act.GIVE_UP
 
@@ -298,7 +302,7 @@ def test_silence_is_judged_in_steps() -> None:
 def test_refused_acknowledgements_are_asked_again_in_small_requests(
     cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receipts, "WAITING_MAX", 20_000)
+    monkeypatch.setattr(ack_grouping, "WAITING_MAX", 20_000)
     broker, sizes = cluster.broker(), list[int]()
     consumer = consumer_of(connect(broker))
 
@@ -306,7 +310,7 @@ def test_refused_acknowledgements_are_asked_again_in_small_requests(
         if name != "ack":
             return False
         sizes.append(len(command.message_id))
-        session.refuse(name, command, 2)
+        session.refuse_command(name, command, 2)
         return True
 
     broker.script = script
@@ -319,11 +323,11 @@ def test_refused_acknowledgements_are_asked_again_in_small_requests(
     with pytest.raises(BrokerUnavailableError) as raised:
         acknowledge()
     assert WORDS in str(raised.value)
-    assert "Check its load" not in str(raised.value)
+    assert "Check the load of the broker" not in str(raised.value)
     assert WORDS in consumer.trouble()
     asked = len(sizes)
     wait_until(lambda: len(sizes) > asked + 3)
-    assert max(sizes[asked:]) <= receipts.REFUSED_AT_ONCE
+    assert max(sizes[asked:]) <= ack_grouping.REFUSED_AT_ONCE
     broker.is_well()
     wait_until(lambda: len(cluster.acked) >= 20_000)
     assert consumer.trouble() == ""
@@ -331,8 +335,9 @@ def test_refused_acknowledgements_are_asked_again_in_small_requests(
 
 @pytest.mark.usefixtures("hurried")
 def test_acknowledgements_that_are_refused_for_good_end_a_consumer_by_name(
-    cluster: Cluster, connect: Callable[..., WireBroker]
+    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(brokering, "CONFIRM_S", 0.05)  # of the connection's end, in vain
     broker = cluster.broker()
     consumer = consumer_of(connect(broker))
     broker.refuses("ack", 4)
@@ -372,7 +377,7 @@ def test_a_forked_child_has_the_files_that_were_opened_after_a_connection_ended(
     client = connect(cluster.broker())
     ended = consumer_of(client)._at
     client.close()
-    ended.join(10)  # type: ignore[union-attr]
+    ended.join(DEADLINE_S)  # type: ignore[union-attr]
     with ExitStack() as opened:
         files = [opened.enter_context(TemporaryFile()) for _ in range(16)]
         pid = os.fork()
@@ -394,18 +399,20 @@ def is_closed(number: int) -> bool:
 
 
 @pytest.mark.parametrize("host", ["", "a..b", "[::1", "[zz]", "a]b", ":80"])
-def test_a_host_that_is_none_is_named_without_its_user(host: str) -> None:
-    for option in ("service_url", "admin_url"):
-        url = f"{'pulsar' if option == 'service_url' else 'http'}://me:s3cr3t-of-mine@{host}"
+def test_an_invalid_host_is_named_without_its_user(host: str) -> None:
+    for urls in (
+        (f"pulsar://me:s3cr3t-of-mine@{host}",),
+        ("pulsar://localhost:6650", f"http://me:s3cr3t-of-mine@{host}"),
+    ):
         with pytest.raises(ConfigError) as caught:
-            Connection(**({"service_url": "pulsar://localhost:6650"} | {option: url}))
+            Connection(*urls)
         assert "s3cr3t" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "host", ["a" * 70, "a..b", "[::1", "::1", "[zz]", ".", "a]b", "h:1,a..b", ".".join(["a"] * 200)]
 )
-def test_a_host_that_is_none_is_an_error_of_the_option(host: str) -> None:
+def test_an_invalid_host_is_an_error_of_the_option(host: str) -> None:
     with pytest.raises(ConfigError, match="service_url"):
         Connection(f"pulsar://{host}:6650")
     if "," not in host:
@@ -425,7 +432,7 @@ def test_attempts_in_one_lane_do_not_hold_up_those_in_another() -> None:
 
     def stuck() -> Steps:
         yield "frozen"
-        return release.wait(10)
+        return release.wait(4 * DEADLINE_S)
 
     def free() -> Steps:
         yield "healthy"
@@ -435,11 +442,11 @@ def test_attempts_in_one_lane_do_not_hold_up_those_in_another() -> None:
     for _ in range(20):
         made.until_true(stuck)
     made.until_true(free)
-    assert done.wait(5)
+    assert done.wait(DEADLINE_S)
     assert sum(one.is_alive() for one in made._threads) <= 5
     release.set()
     made.close()
-    made.join(5.0)
+    made.join(DEADLINE_S)
     assert not any(one.is_alive() for one in made._threads)
 
 
@@ -456,23 +463,28 @@ def test_an_attempt_that_raises_ends_the_source_that_made_it() -> None:
     wait_until(lambda: errors)
     assert "unexpected" in str(errors[0])
     made.close()
-    made.join(5.0)
+    made.join(DEADLINE_S)
 
 
-def test_a_retrier_takes_what_is_due_while_all_its_threads_are_busy() -> None:
+def test_a_retrier_starts_due_attempts_while_all_its_threads_are_busy() -> None:
     made, release = Retrier(lane_threads_max=1), threading.Event()
     done = threading.Event()
 
     def stuck() -> Steps:
         yield "frozen"
-        return release.wait(10)
+        return release.wait(4 * DEADLINE_S)
 
     made.until_true(stuck)
-    made.until_true(lambda: done.set() is None, 0.2)
-    assert done.wait(5)
+
+    def free() -> bool:
+        done.set()
+        return True
+
+    made.until_true(free, 0.2)
+    assert done.wait(DEADLINE_S)
     release.set()
     made.close()
-    made.join(5.0)
+    made.join(DEADLINE_S)
 
 
 def test_a_broker_that_only_listens_costs_attempts_little(
@@ -493,17 +505,17 @@ def test_a_broker_that_only_listens_costs_attempts_little(
         except BrokerUnavailableError as exc:
             errors.append(str(exc))
 
-    threads = [threading.Thread(target=ask) for _ in range(20)]
+    threads = [threading.Thread(target=ask) for _ in range(60)]
     for one in threads:
         one.start()
     for one in threads:
         one.join()
     listening.close()
-    assert len(errors) == 20
-    assert time.monotonic() - began_s < 6.0, "one after the other, they take 8 s"
+    assert len(errors) == 60
+    assert time.monotonic() - began_s < 20.0, "one after the other, they take 24 s"
 
 
-def test_attempts_go_on_where_the_system_starts_no_thread_for_a_while(
+def test_attempts_continue_where_the_system_starts_no_thread_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread that did not start was counted as one that waits: no other was started again."""
@@ -519,7 +531,11 @@ def test_attempts_go_on_where_the_system_starts_no_thread_for_a_while(
     made: list[int] = []
 
     def attempt(number: int) -> Callable[[], bool]:
-        return lambda: made.append(number) is None
+        def attempted() -> bool:
+            made.append(number)
+            return True
+
+        return attempted
 
     full.set()
     with pytest.raises(ThreadStartError):
@@ -532,13 +548,13 @@ def test_attempts_go_on_where_the_system_starts_no_thread_for_a_while(
         retrier.until_true(attempt(number))
     wait_until(lambda: sorted(made) == [1, 2, 3, 4, 5])
     retrier.close()
-    retrier.join(5)
+    retrier.join(DEADLINE_S)
 
 
 def test_a_broker_that_only_pings_does_not_keep_the_first_question_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(first_question, "ANSWER_S", 0.3)
+    monkeypatch.setattr(preflight, "ANSWER_S", 0.3)
     ping = bytes.fromhex("00000009000000050812920100")
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -559,6 +575,6 @@ def test_a_broker_that_only_pings_does_not_keep_the_first_question_waiting(
         connection = Connection(f"pulsar://127.0.0.1:{listening.getsockname()[1]}")
         began_s = time.monotonic()
         with pytest.raises(BrokerUnavailableError, match="does not answer"):
-            first_question.missing_topics(connection, Credentials(connection), [])
+            preflight.missing_topics(connection, Credentials(connection), [])
         assert time.monotonic() - began_s < 4
-        thread.join(10)
+        thread.join(DEADLINE_S)

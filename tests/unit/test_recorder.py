@@ -1,16 +1,17 @@
-"""What a recorder makes of the messages and batches it sees."""
+"""The events that a recorder makes of messages and batches."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import count
 
 import pytest
 
-from helpers import P0, block
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
-from keyshard.broker.port import Consumer, StartPosition
+from keyshard.broker.port import Consumer, StartPosition, SubscriptionSpec
 from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryBlock
 from keyshard.core.ring.hash_range import RING_SIZE, split_ring
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.window.layout import lay_out
@@ -18,6 +19,7 @@ from keyshard.testing.verify.check_workers import ring_coverage, routing
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recorder import part_range
 from keyshard.testing.verify.recording_broker import RecordingBroker, message_name
+from tests.helpers import DEADLINE_S, P0, block
 
 RING = split_ring(1)[0]
 
@@ -44,7 +46,7 @@ def test_a_key_lies_in_the_range_of_its_part(ranges: int, merged: int | None) ->
 
 
 class Ranges:
-    """Two workers on one topic, and what their brokers wrote down."""
+    """Two workers on one topic, and their recorded events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -56,9 +58,9 @@ class Ranges:
     def subscribe(self, broker: RecordingBroker) -> Consumer:
         (where,) = broker.partitions(self._topic)
         return broker.subscribe(
-            where, "s", RING, start=StartPosition.EARLIEST, consumer_name="c",
-            receiver_queue_size=1,
-        )  # fmt: skip
+            SubscriptionSpec(where, "s", RING, consumer_name="c", receiver_queue_size=1),
+            StartPosition.EARLIEST,
+        )
 
     def start_handler(self, worker: str) -> None:
         self.events.append(
@@ -79,7 +81,7 @@ class Ranges:
         )
 
 
-def test_a_range_has_its_owner_while_its_consumer_is_subscribed_anew() -> None:
+def test_a_range_has_its_owner_while_its_consumer_is_subscribed_again() -> None:
     ranges = Ranges()
     first = ranges.subscribe(ranges.a)
     first.close(for_another=True)
@@ -95,7 +97,7 @@ def test_a_range_has_its_owner_while_its_consumer_is_subscribed_anew() -> None:
 
 
 @pytest.mark.parametrize("by", ["consumer", "broker"])
-def test_a_range_that_is_not_subscribed_anew_is_given_up_once(by: str) -> None:
+def test_a_range_that_is_not_subscribed_again_is_given_up_once(by: str) -> None:
     ranges = Ranges()
     consumer = ranges.subscribe(ranges.a)
     consumer.close(for_another=True)
@@ -104,14 +106,14 @@ def test_a_range_that_is_not_subscribed_anew_is_given_up_once(by: str) -> None:
     assert ranges.kinds == ["range_gained a", "range_lost a"]
 
 
-def test_whoever_takes_a_range_before_it_is_subscribed_anew_is_a_second_owner() -> None:
+def test_a_consumer_that_takes_a_range_before_it_is_subscribed_again_is_a_second_owner() -> None:
     ranges = Ranges()
     ranges.subscribe(ranges.a).close(for_another=True)
     ranges.subscribe(ranges.b)
     assert not ring_coverage(ranges.events).holds
 
 
-def test_a_consumer_that_came_before_the_old_one_went_goes_on_owning() -> None:
+def test_a_consumer_that_came_before_the_old_one_went_continues_owning() -> None:
     """1. The old one loses its connection. 2. Another comes. 3. The old one is closed for it."""
     ranges = Ranges()
     old = ranges.subscribe(ranges.a)
@@ -120,3 +122,28 @@ def test_a_consumer_that_came_before_the_old_one_went_goes_on_owning() -> None:
     old.close(for_another=True)
     new.close()
     assert ranges.kinds == ["range_gained a", "range_gained a", "range_lost a"]
+
+
+def test_a_range_is_not_lost_between_a_receive_and_its_record() -> None:
+    """A source that stops closes its broker, perhaps while a thread of it receives."""
+    ranges = Ranges()
+    consumer = ranges.subscribe(ranges.a)
+    receiving, may_return = threading.Event(), threading.Event()
+
+    def receive(timeout_ms: int) -> list[EntryBlock]:
+        receiving.set()
+        assert may_return.wait(DEADLINE_S)
+        return [block(1, 0, "k")]
+
+    consumer.consumer.receive = receive  # type: ignore[attr-defined]
+    receiver = threading.Thread(target=consumer.receive, args=(0,))
+    receiver.start()
+    assert receiving.wait(DEADLINE_S)
+    closer = threading.Thread(target=ranges.a.close)
+    closer.start()
+    closer.join(0.2)  # It waits for the receive; without that, the range is lost by now.
+    may_return.set()
+    for thread in (receiver, closer):
+        thread.join(DEADLINE_S)
+    assert ranges.kinds == ["range_gained a", "delivered a", "range_lost a"]
+    assert consumer.receive(0) == []

@@ -1,4 +1,4 @@
-"""The secrets of a connection are told nowhere, whoever echoes them in whatever encoding."""
+"""The secrets of a connection are shown nowhere, in no encoding."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ import httpx
 import pytest
 
 from keyshard import Basic, Connection, OAuth2, Secret, Token
-from keyshard.broker.hosted.process import _Told
-from keyshard.broker.hosted.wire import heard, told
-from keyshard.broker.pulsar import admin_http, oauth2
-from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.admin_http import AdminHttp
-from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.pulsar.first_question import missing_topics
+from keyshard.broker.admin.http import AdminHttp
+from keyshard.broker.admin.rest import PulsarAdmin
+from keyshard.broker.auth import oauth2
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.preflight import missing_topics
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.core.protobuf import fields_of, message
 from keyshard.errors import BrokerError, KeyShardError
 from keyshard.redaction import redacted, scrubbed, shown
+from keyshard.workers.encoding import decode_error, encode_error
+from keyshard.workers.process import _LogBuffer
 
 OPAQUE = "opaque/t0ken+of=nobody-" + "x" * 400
 PASSWORD = "p@ss & 'w0rd' <1>\"%41/+"
@@ -57,7 +57,7 @@ ENCODINGS: tuple[Callable[[str], str], ...] = (
 
 
 class Case(NamedTuple):
-    """A connection and the texts that nobody may see."""
+    """A connection and its secret texts."""
 
     made: Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]
     secrets: tuple[str, ...]
@@ -120,10 +120,10 @@ def connection(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 class Echo:
-    """A proxy that answers with what it was shown, and an issuer of tokens.
+    """A proxy that echoes credentials, and an issuer of tokens.
 
     Attributes:
-        encoding: How it writes what it was shown.
+        encoding: Encodes the credentials.
         status: Of its answers; 0: it breaks off.
     """
 
@@ -132,7 +132,7 @@ class Echo:
         self.status = 403
         self.issues = True
         self.as_header = False
-        self.heard: list[str] = []
+        self.decode_error: list[str] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.host == "issuer":
@@ -141,13 +141,13 @@ class Echo:
         scheme, _, said = header.partition(" ")
         if scheme == "Basic":
             said = base64.b64decode(said).decode()
-        self.heard.append(said)
+        self.decode_error.append(said)
         said = self.encoding(said)
         if not self.status:
             raise httpx.RemoteProtocolError(f"illegal header line: {said} {header}")
         if self.as_header:
             return httpx.Response(307, headers={"Location": f"http://b/{quote(said)}"})
-        kind = len(self.heard) % 3
+        kind = len(self.decode_error) % 3
         text = f"You showed {said} ({header})."
         content: dict[str, Any] = {"json": {"reason": text}} if kind else {"text": text}
         return httpx.Response(self.status, **content)
@@ -158,7 +158,7 @@ class Echo:
         if self.issues:
             return httpx.Response(200, json={"access_token": ISSUED, "expires_in": 3600})
         (said,) = parse_qs(request.content.decode())["client_secret"]
-        self.heard.append(said)
+        self.decode_error.append(said)
         text = f"wrong secret {self.encoding(said)} in {request.content.decode()}"
         if not self.status:
             raise httpx.RemoteProtocolError(text)
@@ -169,9 +169,7 @@ class Echo:
 def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
     client, made = httpx.Client, Echo()
     transport = httpx.MockTransport(made)
-    monkeypatch.setattr(
-        admin_http.httpx, "Client", lambda **options: client(**options, transport=transport)
-    )
+    monkeypatch.setattr(httpx, "Client", lambda **options: client(**options, transport=transport))
     return made
 
 
@@ -181,7 +179,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def check_told(case: Case, texts: str) -> None:
+def check_redacted(case: Case, texts: str) -> None:
     """None of the encodings of a secret is in a text."""
     for secret in case.secrets:
         data = secret.encode()
@@ -205,7 +203,7 @@ def _raised(trace: str) -> str:
 
 
 @pytest.mark.parametrize("status", [0, 401, 403, 404, 412, 500])
-def test_the_admin_interface_may_echo_what_it_is_shown(
+def test_no_secret_is_shown_if_the_admin_interface_echoes_it(
     case: Case, connection: Connection, echo: Echo, logged: Any, status: int
 ) -> None:
     echo.status = status
@@ -214,8 +212,8 @@ def test_the_admin_interface_may_echo_what_it_is_shown(
             for echo.encoding in ENCODINGS:
                 with pytest.raises(KeyShardError) as caught:
                     ask()
-                check_told(case, everything(caught.value, logged))
-    assert any(secret in echo.heard for secret in case.secrets)
+                check_redacted(case, everything(caught.value, logged))
+    assert any(secret in echo.decode_error for secret in case.secrets)
 
 
 def test_a_redirect_may_echo_it(
@@ -226,7 +224,7 @@ def test_a_redirect_may_echo_it(
         for echo.encoding in ENCODINGS:
             with pytest.raises(KeyShardError) as caught:
                 admin.request("GET", "/admin/v2/clusters")
-            check_told(case, everything(caught.value, logged))
+            check_redacted(case, everything(caught.value, logged))
 
 
 @pytest.mark.parametrize("case", ["oauth2", "oauth2 file"], indirect=True)
@@ -239,17 +237,17 @@ def test_an_issuer_may_echo_the_secret_of_its_client(
     for echo.encoding in ENCODINGS:
         with pytest.raises(BrokerError) as caught:
             credentials.show()
-        check_told(case, everything(caught.value, logged))
-    assert CLIENT_SECRET in echo.heard
+        check_redacted(case, everything(caught.value, logged))
+    assert CLIENT_SECRET in echo.decode_error
 
 
 class EchoBroker:
-    """Takes a connection and refuses it with what it was shown."""
+    """Accepts a connection and refuses it with its credentials."""
 
     def __init__(self, code: int) -> None:
         self._code = code
         self.encoding: Callable[[str], str] = str
-        self.heard: list[str] = []
+        self.decode_error: list[str] = []
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"pulsar://127.0.0.1:{self._listening.getsockname()[1]}"
         threading.Thread(target=self._run, daemon=True).start()
@@ -265,7 +263,7 @@ class EchoBroker:
                     connect = fields_of(command[2])  # type: ignore[arg-type]
                     shown = connect.get(3, b"")
                     assert isinstance(shown, bytes)
-                    self.heard.append(shown.decode())
+                    self.decode_error.append(shown.decode())
                     text = f"refused: {self.encoding(shown.decode())}".encode()
                     refusal = message({1: 14, 14: message({1: 2**64 - 1, 2: self._code, 3: text})})
                     stream.sendall(struct.pack(">II", 4 + len(refusal), len(refusal)) + refusal)
@@ -279,7 +277,7 @@ class EchoBroker:
 
 @pytest.mark.parametrize("code", [0, 3, 4])
 @pytest.mark.usefixtures("echo")
-def test_a_broker_may_echo_what_connects(
+def test_no_secret_is_shown_if_a_broker_echoes_the_connection(
     case: Case, connection: Connection, logged: Any, code: int
 ) -> None:
     broker = EchoBroker(code)
@@ -290,17 +288,17 @@ def test_a_broker_may_echo_what_connects(
         for broker.encoding in ENCODINGS:
             with pytest.raises(KeyShardError) as caught:
                 missing_topics(there, Credentials(there), [topic])
-            check_told(case, everything(caught.value, logged))
+            check_redacted(case, everything(caught.value, logged))
         # Other codes are asked for again until the time is up.
         for broker.encoding in ENCODINGS if code == 3 else ():
             with pytest.raises(KeyShardError) as caught:
                 wire.partitions(topic)
-            check_told(case, everything(caught.value, logged))
+            check_redacted(case, everything(caught.value, logged))
     finally:
         wire.close()
         broker.close()
     if connection.authentication is not None:
-        assert any(secret in broker.heard for secret in case.secrets)
+        assert any(secret in broker.decode_error for secret in case.secrets)
 
 
 @pytest.mark.usefixtures("echo")
@@ -314,14 +312,17 @@ def test_a_broker_may_echo_it_in_any_refusal_and_in_a_worker(
             said = encoding(secret)
             refused = RefusedError(number % 27, f"no {said} here".encode())
             error = error_of(refused, "subscribe to", "t", "t", "somebody")
-            check_told(case, f"{refused} {refused!r} {refused.said} {error} {heard(told(error))}")
+            check_redacted(
+                case,
+                f"{refused} {refused!r} {refused.said} {error} {decode_error(encode_error(error))}",
+            )
             lines: Any = []
             record = logging.LogRecord("keyshard.x", 30, "", 1, "lost: %s", (said,), None)
-            _Told(lines, 10).emit(record)
-            check_told(case, str(lines))
-            check_told(case, f"{shown(said)} {redacted(said)}")
-            check_told(case, str(scrubbed(ValueError(said)).args))
-            check_told(case, str(BrokerError("no", said=said).facts))
+            _LogBuffer(lines, 10).emit(record)
+            check_redacted(case, str(lines))
+            check_redacted(case, f"{shown(said)} {redacted(said)}")
+            check_redacted(case, str(scrubbed(ValueError(said)).args))
+            check_redacted(case, str(BrokerError("no", said=said).facts))
 
 
 def test_secrets_are_known_while_they_live_and_no_longer() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from helpers import P0, FakeConsumer, config
+from keyshard.consumers.receiver import OwnedRange, RangeConsumer
+from keyshard.consumers.subscribe import reopen_range_consumer
 from keyshard.core.position.assembly import EntryAssembly
 from keyshard.core.position.entry import EntryId
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.errors import RangeConflictError
-from keyshard.worker.receiver import OwnedRange, RangeConsumer
-from keyshard.worker.subscribe import reopen_range_consumer
+from tests.helpers import P0, FakeConsumer, config
 
 
 class OneOwner:
@@ -51,7 +51,7 @@ def test_a_successor_that_was_subscribed_meanwhile_takes_the_place() -> None:
     )
 
     class Taken:
-        """Somebody else has the range, until the range consumer has its successor."""
+        """Another consumer owns the range until the range consumer has its successor."""
 
         def subscribe(self, *_: object, **__: object) -> FakeConsumer:
             range_consumer.successor = successor

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from helpers import P0, block, ids
 from keyshard.broker.memory import (
     Batching,
     MemoryBroker,
@@ -29,6 +28,7 @@ from keyshard.errors import (
 )
 from keyshard.reading import replay as replay_module
 from keyshard.reading.replay import replay
+from tests.helpers import P0, block, ids, part
 
 
 def end_of(
@@ -63,7 +63,7 @@ def published(
 
 
 class CountingBroker(MemoryBroker):
-    """Counts readers and fails the first ones when told to."""
+    """Counts Readers and fails the first ones on request."""
 
     def __init__(self, cluster: MemoryCluster, *errors: BrokerError) -> None:
         super().__init__(cluster)
@@ -131,13 +131,13 @@ def test_entries_that_are_gone_are_data_loss_and_named() -> None:
 
 
 def test_other_entries_under_the_ids_of_the_batch_are_refused() -> None:
-    """Found by the simulation of a wiped broker: the batch ran again with what came after."""
+    """Found by the simulation of a wiped broker: the replay had entries of the new topic."""
     cluster, (where,), found = published(3)
     cluster.wipe()
     cluster.create_topic("t", partitions=1)
     for _ in range(3):
         cluster.publish(where, Message(b"another", key="k"), publish_ms=1_001)
-    with pytest.raises(TopicRecreatedError, match="published 1 ms after everything delivered"):
+    with pytest.raises(TopicRecreatedError, match="published 1 ms after all delivered entries"):
         replay(MemoryBroker(cluster), end_of({where: EntrySet.of(found[where])}), 10)
 
 
@@ -172,7 +172,7 @@ def test_a_batch_without_entries_needs_no_reader() -> None:
 
 
 class ScriptedReader:
-    """A reader that delivers what the test put in, and then nothing."""
+    """A Reader that delivers the entries of the test, and then nothing."""
 
     def __init__(self, *reads: Sequence[EntryBlock], at_end: Callable[[], bool]) -> None:
         self.reads = deque(reads)
@@ -196,10 +196,6 @@ class ScriptedBroker(MemoryBroker):
 
     def reader(self, *_: object) -> Any:
         return self.scripted
-
-
-def part(entry: int, *indices: int, of: int) -> EntryBlock:
-    return block(1, entry, *("k" for _ in indices), of=of, indices=indices)
 
 
 def test_an_entry_read_in_parts_is_joined_even_when_the_reader_begins_it_again() -> None:

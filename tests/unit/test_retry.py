@@ -51,8 +51,8 @@ def test_the_last_error_is_raised_when_time_is_up() -> None:
     action, calls = failing(*errors)
     began = time.monotonic()
     with pytest.raises(BrokerUnavailableError) as caught:
-        retry_until(action, 0.1)
-    assert 0.1 <= time.monotonic() - began < 5
+        retry_until(action, 0.5)
+    assert 0.5 <= time.monotonic() - began < 20
     assert caught.value is errors[calls[-1]]
     assert 1 < len(calls) < 100, "waits grow"
 

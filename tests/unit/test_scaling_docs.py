@@ -1,4 +1,4 @@
-"""``docs/scaling.md`` names what there is, with the figures that the code has."""
+"""``docs/scaling.md`` names existing settings, with the figures of the code."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import fields
 from pathlib import Path
 
 from bench import scale_sim
-from keyshard.broker.hosted.worker import LEASE_S
 from keyshard.config.source import SourceConfig
 from keyshard.config.workers import WORKERS_MAX
-from keyshard.core.load_limits import ENTRIES_PER_S_MAX
+from keyshard.core.diagnosis import ENTRIES_PER_S_MAX
 from keyshard.core.position.entry import DELIVERY_BYTES, ENTRY_BYTES, ROW_BYTES
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.subscription_state import _SETTINGS, BrokerLimits
 from keyshard.core.window.client_queue import FIRST_MIN
+from keyshard.workers.worker import LEASE_S
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/scaling.md").read_text()
 
 
 def rows_of(where: str) -> list[str]:
-    """What the table of settings names for a place."""
+    """The settings of the table, by place."""
     rows = re.findall(rf"^\| {where} \| ([^|]+) \|", TEXT, re.MULTILINE)
     return [name for row in rows for name in re.findall(r"`([A-Za-z_]+)`", row)]
 
@@ -45,7 +45,7 @@ def test_figures_that_stand_in_the_code_are_those_of_the_code() -> None:
         f"about {ENTRIES_PER_S_MAX:,} entries/s",
         f"consumer at {limits.unacked_per_consumer:,}",
         f"topic partition at {limits.unacked_per_subscription:,}",
-        f"{limits.ack_holes:,} are kept",
+        f"{limits.ack_gaps:,} are kept",
         f"gets {FIRST_MIN} messages",
         f"{ROW_BYTES} bytes (`ROW_BYTES`) a message",
         f"{ENTRY_BYTES} an entry (`ENTRY_BYTES`)",

@@ -18,6 +18,16 @@ def test_messages_are_counted_by_slot_and_key() -> None:
     assert load.hottest_keys() == [("a", 3), ("b", 1)]
 
 
+def test_hot_keys_have_a_share_of_the_messages() -> None:
+    load = SlotLoad()
+    assert load.hot_keys(5, 0.01) == []
+    load.add(7, 60, "a")
+    load.add(8, 39, "b")
+    load.add(9, 1, "c")
+    assert load.hot_keys(5, 0.02) == [("a", 0.6), ("b", 0.39)]
+    assert load.hot_keys(1, 0.0) == [("a", 0.6)]
+
+
 def test_frequent_keys_survive_any_number_of_rare_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slot_load, "KEYS_MAX", 50)
     load = SlotLoad()

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 import keyshard
-from helpers import wait_until
 from keyshard import Checkpoint, KeyShardSource, SourceStream
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.errors import BatchReleasedError, CheckpointError, ConfigError, RuntimeStoppedError
+from tests.helpers import wait_until
 
 CLUSTER = MemoryCluster()
 
@@ -125,13 +125,13 @@ def test_opening_with_the_stored_checkpoint_continues_after_it(source: MemorySou
     assert Checkpoint.from_json(checkpoint).subscription == "s"
 
 
-def test_a_checkpoint_that_is_none_is_refused_before_connecting() -> None:
+def test_an_invalid_checkpoint_is_refused_before_connecting() -> None:
     source = KeyShardSource("t", subscription="s", service_url="pulsar://no.such.host.invalid:1")
     with pytest.raises(CheckpointError):
         source.open("nonsense")
 
 
-def test_a_closed_stream_says_so(source: MemorySource) -> None:
+def test_a_closed_stream_is_named(source: MemorySource) -> None:
     stream = source.open()
     stream.close()
     stream.close()

@@ -6,18 +6,26 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from helpers import config, wait_until
 from keyshard import Checkpoint, KeyShardSource
-from keyshard.arrow.columns import SCHEMA
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.columns.record_batches import SCHEMA
+from keyshard.control import running_source, running_sources
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.errors import AsyncProgressError, CheckpointMismatchError, UnsupportedTriggerError
+from keyshard.errors import (
+    AsyncProgressError,
+    BatchReleasedError,
+    CheckpointMismatchError,
+    UnsupportedTriggerError,
+)
 from spark_adapter import stream_reader
 from spark_adapter.stream_reader import KeyShardStreamReader
 from spark_adapter.structure import Rows
+from tests.helpers import config, present, wait_until
+from tests.support.exported import Exported
 
 LIMIT = ReadMaxRows(20)
 
@@ -37,13 +45,20 @@ class Host:
     def __init__(self, cluster: MemoryCluster, topic: str, **changes: Any) -> None:
         plain = config(topic, **changes)
         source = MemorySource(
-            topic, subscription="unit", parallelism=4, starting_position=plain.starting_position
+            topic,
+            subscription="unit",
+            parallelism=4,
+            name=plain.name,
+            metrics_port=plain.metrics_port,
+            ui_port=plain.ui_port,
+            telemetry=plain.telemetry,
+            starting_position=plain.starting_position,
         )
         object.__setattr__(source, "cluster", cluster)
         self.reader = KeyShardStreamReader(source, Rows(SCHEMA.names))
 
     def wait(self, rows: int) -> None:
-        """Until so many rows were received by this process."""
+        """Wait until this process has received a number of rows."""
         wait_until(lambda: self.reader._runtime.coordinator.status()["rowsReceived"] >= rows)  # type: ignore[union-attr]
 
     def values(self, start: dict[str, Any], end: dict[str, Any]) -> list[str]:
@@ -54,12 +69,134 @@ class Host:
         return [
             row["value"].decode()
             for index in indices
-            for part in coordinator.worker.read(batch_id, index)
+            for part in coordinator.batches.read(batch_id, index)
             for row in part.to_pylist()
         ]
 
 
-class Bench:
+def test_a_query_serves_metrics_until_it_stops() -> None:
+    cluster = MemoryCluster()
+    topic = cluster.create_topic("orders", partitions=2)
+    host = Host(cluster, topic, metrics_port=0)
+    cluster.publish(topic, *(Message(b"row", key=f"k{n}") for n in range(10)))
+    host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
+    host.wait(10)
+    port = present(present(host.reader._monitor).metrics_port)
+    url = f"http://127.0.0.1:{port}/"
+    try:
+        text = httpx.get(f"{url}metrics", trust_env=False).text
+        for line in (
+            'keyshard_messages_received_total{subscription="unit"} 10.0',
+            f'keyshard_partition_covered{{partition="1",subscription="unit",topic="{topic}"}} 1.0',
+        ):
+            assert line in text
+        assert 'kind="spark"' in text
+        assert httpx.get(f"{url}readyz", trust_env=False).status_code == 200
+        assert httpx.get(f"{url}livez", trust_env=False).status_code == 200
+    finally:
+        host.reader.stop()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url, trust_env=False)
+
+
+def test_a_query_serves_its_page_until_it_stops() -> None:
+    cluster = MemoryCluster()
+    topic = cluster.create_topic("orders", partitions=2)
+    host = Host(cluster, topic, ui_port=0)
+    host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
+    try:
+        port = host.reader._monitor.page_port  # type: ignore[union-attr]
+        (told,) = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=20).json()["sources"]
+        assert (told["kind"], told["subscription"]) == ("spark", "unit")
+    finally:
+        host.reader.stop()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/")
+
+
+def test_a_query_is_found_by_its_name_until_it_stops() -> None:
+    cluster = MemoryCluster()
+    topic = cluster.create_topic("orders", partitions=2)
+    host = Host(cluster, topic, name="invoices")
+    host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
+    try:
+        found = running_source("invoices")
+
+        def hot_keys_known() -> bool:
+            cluster.publish(topic, Message(b"row", key="hot"))
+            return bool(found.ask("status")["hotKeys"])
+
+        wait_until(hot_keys_known)
+        assert (found.kind, found.subscription) == ("spark", "unit")
+        status = found.ask("status")
+        assert (status["kind"], status["name"], status["state"]) == ("spark", "invoices", "running")
+        assert [(one["key"], one["share"]) for one in status["hotKeys"]] == [("hot", 1.0)]
+        assert len(status["ranges"]) == 4
+        assert len(status["partitions"]) == 2
+    finally:
+        host.reader.stop()
+    assert running_sources() == []
+
+
+def test_a_micro_batch_is_a_span_from_its_plan_to_its_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exported = Exported(monkeypatch)
+    cluster = MemoryCluster()
+    topic = cluster.create_topic("orders", partitions=2)
+    host = Host(cluster, topic, telemetry=True)
+    reader, start = host.reader, host.reader.initialOffset()
+    reader.latestOffset(start, LIMIT)
+    ends: list[str] = []
+    for sent in (10, 20, 30):
+        cluster.publish(topic, *(Message(b"row", key=f"k{n}") for n in range(10)))
+        host.wait(sent)
+        end = reader.latestOffset(start, LIMIT)
+        reader.partitions(start, end)
+        reader.partitions(start, end)
+        assert len(exported.spans()) == len(ends)
+        if sent < 30:
+            reader.commit(end)
+            reader.commit(end)
+        ends.append(Checkpoint.from_dict(end).batch_id)
+        start = end
+    reader.stop()
+    spans = exported.spans()
+    told = [dict(present(span.attributes)) for span in spans]
+    assert [one.pop("keyshard.batch.id") for one in told] == ends
+    committed = {
+        "messaging.system": "pulsar",
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": topic,
+        "messaging.destination.subscription.name": "unit",
+        "messaging.batch.message_count": 10,
+    }
+    assert {span.name for span in spans} == {f"process {topic}"}
+    assert told == [committed, committed, committed | {"error.type": "not_acknowledged"}]
+
+
+def test_a_plan_that_fails_is_an_error_of_its_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    exported = Exported(monkeypatch)
+    cluster = MemoryCluster()
+    topic = cluster.create_topic("orders", partitions=2)
+    host = Host(cluster, topic, telemetry=True)
+    start = host.reader.initialOffset()
+    host.reader.latestOffset(start, LIMIT)
+    cluster.publish(topic, Message(b"row", key="k"))
+    host.wait(1)
+    end = host.reader.latestOffset(start, LIMIT)
+    host.reader.partitions(start, end)
+    host.reader.commit(end)
+    with pytest.raises(BatchReleasedError):
+        host.reader.partitions(start, end)
+    host.reader.stop()
+    assert [dict(present(span.attributes)).get("error.type") for span in exported.spans()] == [
+        None, "keyshard.errors.BatchReleasedError",
+    ]  # fmt: skip
+
+
+class ReaderSetup:
     """A cluster, its topic, and the stream processes on it."""
 
     def __init__(self) -> None:
@@ -88,18 +225,18 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReaderSetup]:
     monkeypatch.setattr(stream_reader, "end_with_host", lambda _stop: None)
-    bench = Bench()
-    yield bench
-    for host in bench.hosts:
+    setup = ReaderSetup()
+    yield setup
+    for host in setup.hosts:
         host.reader.stop()
-    bench.cluster.validate()
+    setup.cluster.validate()
 
 
-def test_batches_in_the_order_of_a_new_query(bench: Bench) -> None:
-    host = bench.host()
-    bench.publish(60)
+def test_batches_in_the_order_of_a_new_query(setup: ReaderSetup) -> None:
+    host = setup.host()
+    setup.publish(60)
     start, got = host.reader.initialOffset(), []
     end = host.reader.latestOffset(start, LIMIT)
     while end == start:
@@ -113,19 +250,19 @@ def test_batches_in_the_order_of_a_new_query(bench: Bench) -> None:
             end = host.reader.latestOffset(start, LIMIT)
         if end != start:
             host.reader.commit(start)
-    assert Counter(got) == Counter(bench.sent)
-    wait_until(lambda: bench.backlog == 0)
+    assert Counter(got) == Counter(setup.sent)
+    wait_until(lambda: setup.backlog == 0)
 
 
-def test_the_first_batch_runs_again_after_a_restart_exactly(bench: Bench) -> None:
-    bench.publish(30)
-    host = bench.host()
+def test_the_first_batch_runs_again_after_a_restart_exactly(setup: ReaderSetup) -> None:
+    setup.publish(30)
+    host = setup.host()
     initial = host.reader.initialOffset()
     host.reader.latestOffset(initial, LIMIT)
     host.wait(30)
     first = host.reader.latestOffset(initial, LIMIT)
     before = host.values(initial, first)
-    host = bench.host()  # killed before the batch is committed
+    host = setup.host()  # killed before the batch is committed
     again = host.reader.initialOffset()
     got = host.values(again, first)
     assert got == before
@@ -136,27 +273,27 @@ def test_the_first_batch_runs_again_after_a_restart_exactly(bench: Bench) -> Non
             host.reader.commit(start)
             got += host.values(start, end)
             start = end
-    assert Counter(got) == Counter(bench.sent)
+    assert Counter(got) == Counter(setup.sent)
     assert host.reader.latestOffset(start, LIMIT) == start
-    wait_until(lambda: bench.backlog == 0)
+    wait_until(lambda: setup.backlog == 0)
 
 
 def test_a_checkpoint_of_another_subscription_is_refused_at_the_first_batch_too(
-    bench: Bench,
+    setup: ReaderSetup,
 ) -> None:
-    host = bench.host()
+    host = setup.host()
     initial = host.reader.initialOffset()
     state = {"batch": "1:0", "delivered": "1:0", "published": 1}
-    partitions = {f"{bench.topic}-partition-0": state}
+    partitions = {f"{setup.topic}-partition-0": state}
     with pytest.raises(CheckpointMismatchError):
         host.reader.partitions(
             initial, {**initial, "subscription": "other", "partitions": partitions}
         )
 
 
-def test_planning_twice_as_a_union_does_is_no_async_progress(bench: Bench) -> None:
-    bench.publish(10)
-    host = bench.host()
+def test_planning_twice_as_a_union_does_is_no_async_progress(setup: ReaderSetup) -> None:
+    setup.publish(10)
+    host = setup.host()
     start = host.reader.initialOffset()
     host.reader.latestOffset(start, LIMIT)
     host.wait(10)
@@ -164,9 +301,9 @@ def test_planning_twice_as_a_union_does_is_no_async_progress(bench: Bench) -> No
     assert host.values(start, end) == host.values(start, end) != []
 
 
-def test_async_progress_is_refused_with_nothing_acknowledged(bench: Bench) -> None:
-    bench.publish(60)
-    host = bench.host()
+def test_async_progress_is_refused_with_nothing_acknowledged(setup: ReaderSetup) -> None:
+    setup.publish(60)
+    host = setup.host()
     start = host.reader.initialOffset()
     host.reader.latestOffset(start, LIMIT)
     host.wait(60)
@@ -177,12 +314,12 @@ def test_async_progress_is_refused_with_nothing_acknowledged(bench: Bench) -> No
     with pytest.raises(AsyncProgressError):
         host.reader.partitions(first, second)
     host.reader.stop()
-    assert bench.backlog == 60
+    assert setup.backlog == 60
 
 
-def test_a_commit_of_an_older_batch_does_not_allow_the_next(bench: Bench) -> None:
-    bench.publish(60)
-    host = bench.host()
+def test_a_commit_of_an_older_batch_does_not_allow_the_next(setup: ReaderSetup) -> None:
+    setup.publish(60)
+    host = setup.host()
     ends = [host.reader.initialOffset()]
     host.reader.latestOffset(ends[0], LIMIT)
     host.wait(60)
@@ -197,26 +334,27 @@ def test_a_commit_of_an_older_batch_does_not_allow_the_next(bench: Bench) -> Non
         host.reader.partitions(ends[-2], ends[-1])
 
 
-def test_a_bounded_query_ends_and_stays_ended(bench: Bench) -> None:
-    host = bench.host()
-    bench.publish(50)
+def test_a_bounded_query_ends_and_stays_ended(setup: ReaderSetup) -> None:
+    host = setup.host()
+    setup.publish(50)
     host.reader.prepareForTriggerAvailableNow()
-    start, got = host.reader.initialOffset(), []
+    start = host.reader.initialOffset()
+    got: list[str] = []
     while (end := host.reader.latestOffset(start, LIMIT)) != start:
         if got:
             host.reader.commit(start)
-        bench.publish(5)
+        setup.publish(5)
         got += host.values(start, end)
         start = end
     assert len(got) == 50
-    assert bench.backlog == len(bench.sent) - 50
+    assert setup.backlog == len(setup.sent) - 50
     assert host.reader.latestOffset(start, LIMIT) == start
-    told = host.reader.reportLatestOffset()
-    assert told is not None
-    assert told["malformedDropped"] == 0
+    output = host.reader.reportLatestOffset()
+    assert output is not None
+    assert output["malformedDropped"] == 0
 
 
-def test_once_is_refused(bench: Bench) -> None:
-    host = bench.host()
+def test_once_is_refused(setup: ReaderSetup) -> None:
+    host = setup.host()
     with pytest.raises(UnsupportedTriggerError, match="availableNow"):
         host.reader.latestOffset(host.reader.initialOffset(), ReadAllAvailable())

@@ -1,4 +1,4 @@
-"""What ``tests.streams`` publishes and expects, by the decoders that its queries have."""
+"""Published and expected values of ``tests.streams``, by the decoders of its queries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from keyshard.columns.codec import decode_rows
+from keyshard.columns.codecs import codec_of
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.schemas.codec import decode_rows
-from keyshard.schemas.codecs import codec_of
 from tests.streams.values import (
     AVRO,
     BAD,
@@ -34,10 +34,10 @@ SENT = Sent(
 def decoded(sent: Sent, reader: int) -> tuple[dict[str, Any], str]:
     schemas = {}
     for version in {reader, sent.version}:
-        told = schema_of(sent.kind, version)
-        assert told is not None
-        definition = told.definition.encode()
-        schemas[version] = TopicSchema(told.type, definition, version, told.properties or {})
+        output = schema_of(sent.kind, version)
+        assert output is not None
+        definition = output.definition.encode()
+        schemas[version] = TopicSchema(output.type, definition, version, output.properties or {})
     codec = codec_of(schemas[reader], "t")
     key = sent.key.encode() if isinstance(sent.key, str) else sent.key
     values, keys = pa.array([sent.payload], pa.binary()), pa.array([key], pa.binary())
@@ -47,7 +47,7 @@ def decoded(sent: Sent, reader: int) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != NONE])
-def test_a_row_that_is_right_is_not_called_wrong_and_another_is(kind: str) -> None:
+def test_a_right_row_passes_and_a_wrong_one_fails(kind: str) -> None:
     versions = (0, 1) if kind in RECORDS else (0,)
     for written in versions:
         for reader in versions:

@@ -1,4 +1,4 @@
-"""What the broker's statistics say of a subscription."""
+"""The broker's statistics of a subscription."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_consumers_and_their_ranges_are_read_as_new_and_old_brokers_write_them(
         }
     )
     assert (state.kind, state.sticky, state.backlog) == ("Key_Shared", True, 7)
-    assert (state.in_replay, state.ack_holes) == (3, 2)
+    assert (state.in_replay, state.ack_gaps) == (3, 2)
     (consumer,) = state.consumers
     assert (consumer.name, consumer.address, consumer.unacknowledged) == ("c", "a", 5)
     assert state.gaps == (HashRange(11, 19),)
@@ -52,7 +52,7 @@ def test_statistics_that_lack_the_backlog_are_refused() -> None:
         SubscriptionState.from_stats({"type": "Shared"})
 
 
-def test_limits_come_from_the_broker_where_it_tells_them() -> None:
+def test_limits_come_from_the_broker_if_it_reports_them() -> None:
     limits = BrokerLimits.from_settings(
         {"maxUnackedMessagesPerConsumer": "0", "maxMessageSize": "100", "other": "x"}
     )
@@ -60,9 +60,9 @@ def test_limits_come_from_the_broker_where_it_tells_them() -> None:
     assert (limits.replay(3), limits.replay(50)) == (6_000, 20_000)
 
 
-def test_the_type_of_a_subscription_that_nobody_has_used_is_unknown() -> None:
-    for told in ({"type": "None"}, {"type": None}, {}):
-        assert SubscriptionState.from_stats({"msgBacklog": 0, **told}).kind == ""
+def test_the_type_of_an_unused_subscription_is_unknown() -> None:
+    for output in ({"type": "None"}, {"type": None}, {}):
+        assert SubscriptionState.from_stats({"msgBacklog": 0, **output}).kind == ""
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_the_type_of_a_subscription_that_nobody_has_used_is_unknown() -> None:
     [[], "no", {"msgBacklog": float("inf")}, {"msgBacklog": 1, "consumers": ["c"]},
      {"msgBacklog": 1, "consumers": None}],
 )  # fmt: skip
-def test_statistics_that_are_none_are_refused(stats: Any) -> None:
-    with pytest.raises(ValueError, match="lack something"):
+def test_invalid_statistics_are_refused(stats: Any) -> None:
+    with pytest.raises(ValueError, match="are incomplete"):
         SubscriptionState.from_stats(stats)

@@ -1,13 +1,13 @@
-"""Targets of a bounded run: gaps below them, and what is known to be settled of those."""
+"""Targets of a bounded run: the gaps below them, and the resolved ones."""
 
 from __future__ import annotations
 
 import pytest
 
-from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.position.target import Gap, Target, gaps
+from keyshard.core.subscription_state import BrokerState
+from keyshard.core.target import Gap, Target, gaps
 
 
 def found(delivered: str, after: EntryId | None, target: EntryId) -> list[tuple[str, str]]:
@@ -31,7 +31,7 @@ def found(delivered: str, after: EntryId | None, target: EntryId) -> list[tuple[
         ("3:6-9", (3, 7), (3, 4), []),
     ],
 )
-def test_gaps_are_what_is_not_settled_up_to_the_target(
+def test_gaps_are_the_unresolved_entries_up_to_the_target(
     delivered: str,
     after: tuple[int, int] | None,
     target: tuple[int, int],
@@ -47,7 +47,7 @@ def test_an_empty_partition_has_reached_its_target_and_includes_nothing() -> Non
     assert list(target.open_gaps(EntrySet(), None)) == []
 
 
-def test_a_target_includes_what_was_published_up_to_it() -> None:
+def test_a_target_includes_entries_published_up_to_it() -> None:
     target = Target(EntryId(3, 4))
     assert not target.reached
     assert target.includes(EntryId(3, 4))
@@ -68,7 +68,7 @@ def test_a_gap_that_is_empty_is_not_asked_for_again() -> None:
     assert list(target.open_gaps(delivered, None)) == asked[2:]
 
 
-def test_what_the_cursor_calls_acknowledged_is_no_gap() -> None:
+def test_an_entry_acknowledged_in_the_cursor_is_no_gap() -> None:
     target, delivered = Target(EntryId(5, 9)), EntrySet.parse("5:4-5")
     cursor = BrokerState({}, EntryId(5, 1), EntrySet.parse("5:3,6-8"))
     assert list(target.open_gaps(delivered, None, cursor)) == [

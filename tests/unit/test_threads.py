@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from helpers import wait_until
 from keyshard.core.refusals import Refusals
 from keyshard.errors import (
     AuthorizationError,
@@ -19,6 +18,7 @@ from keyshard.errors import (
     UnexpectedError,
 )
 from keyshard.threads import Pool, begin, owned_by, owner
+from tests.helpers import DEADLINE_S, wait_until
 
 
 def raises(error: BaseException) -> None:
@@ -26,10 +26,10 @@ def raises(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), SystemExit(1), KeyboardInterrupt()], ids=repr)
-def test_whatever_a_thread_raises_ends_its_owner_by_name(error: BaseException) -> None:
+def test_an_error_of_a_thread_ends_its_owner_by_name(error: BaseException) -> None:
     errors: list[KeyShardError] = []
     with owned_by(errors.append):
-        begin("keyshard-x", raises, error).join(10)
+        begin("keyshard-x", raises, error).join(DEADLINE_S)
     assert isinstance(errors[0], UnexpectedError)
     assert f"Thread keyshard-x ended unexpectedly: {error!r}" in errors[0].message
     assert errors[0].__cause__ is error
@@ -38,8 +38,8 @@ def test_whatever_a_thread_raises_ends_its_owner_by_name(error: BaseException) -
 def test_an_error_with_a_name_keeps_it_and_a_stop_is_none() -> None:
     errors: list[KeyShardError] = []
     with owned_by(errors.append):
-        begin("keyshard-x", raises, ConfigError("wrong")).join(10)
-        begin("keyshard-x", raises, RuntimeStoppedError("stopped")).join(10)
+        begin("keyshard-x", raises, ConfigError("wrong")).join(DEADLINE_S)
+        begin("keyshard-x", raises, RuntimeStoppedError("stopped")).join(DEADLINE_S)
     assert [type(error) for error in errors] == [ConfigError]
 
 
@@ -48,10 +48,10 @@ def test_threads_of_threads_and_of_pools_have_the_same_owner() -> None:
 
     def first() -> None:
         with Pool(2, "keyshard-pool") as pool:
-            pool.submit(lambda: begin("keyshard-y", raises, KeyError("deep")).join(10))
+            pool.submit(lambda: begin("keyshard-y", raises, KeyError("deep")).join(DEADLINE_S))
 
     with owned_by(errors.append):
-        begin("keyshard-x", first).join(10)
+        begin("keyshard-x", first).join(DEADLINE_S)
     assert "Thread keyshard-y" in errors[0].message
     assert owner() is None
 
@@ -63,7 +63,7 @@ def test_a_pool_has_no_more_threads_than_it_may_and_gives_each_outcome_to_its_ca
     def work(number: int) -> int:
         names.add(threading.current_thread().name)
         if number < 3:
-            met.wait(10)
+            met.wait(DEADLINE_S)
         if number == 7:
             raise KeyError(number)
         return number
@@ -78,7 +78,7 @@ def test_a_pool_has_no_more_threads_than_it_may_and_gives_each_outcome_to_its_ca
         pool.submit(work, 1)
 
 
-def test_a_pool_that_ends_leaves_out_what_has_not_begun() -> None:
+def test_a_pool_that_ends_cancels_calls_that_have_not_started() -> None:
     go_on = threading.Event()
     pool = Pool(1, "keyshard-pool")
     first, second = pool.submit(go_on.wait, 10), pool.submit(go_on.wait, 10)
@@ -86,10 +86,10 @@ def test_a_pool_that_ends_leaves_out_what_has_not_begun() -> None:
     pool.shutdown(wait=False, cancel_futures=True)
     assert second.cancelled()
     go_on.set()
-    assert first.result(10)
+    assert first.result(DEADLINE_S)
 
 
-def test_where_no_thread_starts_a_pool_works_in_its_caller_and_begin_says_why(
+def test_a_pool_without_threads_works_in_its_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(_thread: threading.Thread) -> None:
@@ -102,7 +102,7 @@ def test_where_no_thread_starts_a_pool_works_in_its_caller_and_begin_says_why(
         begin("keyshard-x", print)
 
 
-def test_after_an_error_a_pool_leaves_out_what_has_not_begun() -> None:
+def test_after_an_error_a_pool_cancels_calls_that_have_not_started() -> None:
     """Each of thousands of requests to a server that is away would last as long as a time-out."""
     done: list[int] = []
     first_failed = threading.Event()
@@ -110,7 +110,7 @@ def test_after_an_error_a_pool_leaves_out_what_has_not_begun() -> None:
     def ask(number: int) -> None:
         if number == 0:
             raise KeyError("away")
-        assert first_failed.wait(10)
+        assert first_failed.wait(DEADLINE_S)
         done.append(number)
 
     with Pool(2, "keyshard-test") as pool:
@@ -121,7 +121,7 @@ def test_after_an_error_a_pool_leaves_out_what_has_not_begun() -> None:
 
 
 def test_a_success_between_two_steps_of_a_refusal_does_no_harm() -> None:
-    """Issue: one thread told of a success while another told of a refusal, which raised."""
+    """Issue: one thread reported a success while another reported a refusal. This raised."""
     refusals = Refusals()
 
     def succeeds(*_: object) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("keyshard", "spark_adapter", "ray_adapter")
-BY_HAND = {"keyshard/threads.py", "spark_adapter/executors.py"}
+BY_HAND = {"keyshard/threads.py", "spark_adapter/workers/executors.py"}
 """Files that start threads without ``begin``: the helper itself, and a job of Spark, whose thread
 has to inherit the local properties of its parent."""
 NO_THREADS = ("keyshard/testing/", "keyshard/cli/")
@@ -82,10 +82,10 @@ def test_threads_start_in_one_place() -> None:
 
 def test_the_tables_name_every_thread_and_no_other() -> None:
     rows = re.findall(r"^\| (`keyshard-[^|]*) \|", section(), re.MULTILINE)
-    told = {name for row in rows for name in re.findall(r"`(keyshard-[^`]+)`", row)}
+    output = {name for row in rows for name in re.findall(r"`(keyshard-[^`]+)`", row)}
     code = names_in_code()
-    assert told - code == set(), "the table names threads that are not there"
-    assert code - told - OTHER_NAMES == set(), "threads are missing in the table"
+    assert output - code == set(), "the table names threads that are not there"
+    assert code - output - OTHER_NAMES == set(), "threads are missing in the table"
 
 
 def test_every_thread_and_pool_has_a_limit_in_the_tables() -> None:

@@ -1,4 +1,4 @@
-"""Files for TLS: each that does not fit is one sentence, and nobody is asked for a passphrase."""
+"""Files for TLS: each invalid one is one sentence, and no passphrase is asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from keyshard import Connection
-from keyshard.broker.pulsar.tls import shared_tls_context, tls_context, tls_error
+from keyshard.broker.auth.tls import shared_tls_context, tls_context, tls_error
 from keyshard.errors import ConfigError
 from keyshard.testing.devbroker.security import Authority
 
@@ -53,16 +53,18 @@ def test_files_that_do_not_fit_are_named(authority: Authority, tmp_path: Path) -
             serialization.BestAvailableEncryption(b"pass"),
         )
     )
-    with pytest.raises(ConfigError, match=r"tls_trust_certs_file_path .* holds no certificates"):
+    with pytest.raises(
+        ConfigError, match=r"tls_trust_certs_file_path .* contains no PEM certificates"
+    ):
         tls_context(Connection(URL, tls_trust_certs_file_path=junk))
     for wrong in (other, junk, locked):
         connection = Connection(URL, tls_certificate_file_path=certificate, tls_key_file_path=wrong)
-        with pytest.raises(ConfigError, match="do not go together") as caught:
+        with pytest.raises(ConfigError, match="are not a matching pair") as caught:
             tls_context(connection)
         assert str(wrong) in str(caught.value)
 
 
-def test_what_is_no_tls_is_none() -> None:
+def test_a_plain_connection_has_no_tls() -> None:
     assert tls_error(ConnectionResetError(), "x", Connection(URL)) is None
     assert tls_error(ssl.SSLError(1, "[SSL] WRONG_VERSION_NUMBER"), "x", Connection(URL)) is None
 
@@ -85,5 +87,5 @@ def test_authorities_are_read_once_in_a_process_and_again_when_a_file_is_another
     assert shared_tls_context(connection) is not first
     Path(key).unlink()
     for _ in range(2):
-        with pytest.raises(ConfigError, match="do not go together"):
+        with pytest.raises(ConfigError, match="are not a matching pair"):
             shared_tls_context(connection)

@@ -1,4 +1,4 @@
-"""Which topics a pattern means."""
+"""The topics that a pattern means."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_a_pattern_matches_whole_names_of_one_namespace(
 
 
 @pytest.mark.parametrize("regex", ["orders-[", "[[", "[[a-z]+", "a[b||c]", "a{99999999999}"])
-def test_what_is_no_regular_expression_is_refused(regex: str) -> None:
-    """Of a set within a set, which other languages know, Python warned on standard error."""
+def test_an_invalid_regular_expression_is_refused(regex: str) -> None:
+    """Python warned on standard error about a set within a set, as other languages have it."""
     for _ in range(2):
-        with pytest.raises(ConfigError, match="no regular expression") as caught:
+        with pytest.raises(ConfigError, match="not a regular expression") as caught:
             TopicPattern.parse(regex)
         assert caught.value.__suppress_context__

@@ -1,4 +1,4 @@
-"""The window: what becomes of deliveries, the cut over several topic partitions, and release."""
+"""The window: deliveries, the cut over several topic partitions, and release."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from helpers import P0, P1, P2, block, ids, key_in
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import assign, slot_owners
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.window.budget import Budget
+from keyshard.core.window.admission import Budget
 from keyshard.core.window.partition_window import Receipt
 from keyshard.core.window.window import Window
 from keyshard.errors import BatchReleasedError, TopicRecreatedError
+from tests.helpers import P0, P1, P2, block, ids, key_in
 
 START = Checkpoint("c", "s", 4)
 
@@ -57,7 +57,7 @@ def test_without_rows_there_is_no_batch() -> None:
     assert window.newest == START
 
 
-def test_a_cut_takes_what_was_received_and_names_it_in_the_checkpoint() -> None:
+def test_a_cut_takes_received_entries_and_names_them_in_the_checkpoint() -> None:
     window = window_of(P0, P1)
     give(window, 2, 0, 1)
     end = cut(window)
@@ -165,7 +165,7 @@ def test_no_range_of_a_partition_that_was_left_out_is_left_out_again() -> None:
     assert taken(window, cut(window, 1)) == {P0: [(1, 1), (1, 10)], P1: [(1, 0), (1, 10)]}
 
 
-def test_a_delivery_of_what_is_held_is_dropped_and_not_acknowledged() -> None:
+def test_a_redelivery_of_a_held_entry_is_dropped_and_not_acknowledged() -> None:
     window = window_of()
     give(window, 0)
     assert window.receive(P0, 1, block(1, 0)) is Receipt.HELD
@@ -178,7 +178,7 @@ def test_a_delivery_of_what_is_held_is_dropped_and_not_acknowledged() -> None:
     window.validate()
 
 
-def test_a_delivery_of_what_is_committed_is_dropped_and_acknowledged_again() -> None:
+def test_a_redelivery_of_a_committed_entry_is_dropped_and_acknowledged_again() -> None:
     window = window_of()
     give(window, 0)
     window.release(cut(window))
@@ -188,12 +188,12 @@ def test_a_delivery_of_what_is_committed_is_dropped_and_acknowledged_again() -> 
     window.validate()
 
 
-def test_what_a_checkpoint_calls_settled_is_dropped_after_a_restart() -> None:
+def test_resolved_entries_of_a_checkpoint_are_dropped_after_a_restart() -> None:
     state = PartitionCheckpoint(EntryId(1, 4), EntrySet.parse("1:6"), published_ms=1_000)
     window = window_of(checkpoint=Checkpoint("c", "s", 4, {P0: state}))
-    receipts = {e: window.receive(P0, 0, block(1, e)) for e in (0, 4, 5, 6, 7)}
-    assert [e for e, receipt in receipts.items() if receipt is Receipt.ACCEPTED] == [5, 7]
-    assert receipts[4] is receipts[6] is Receipt.COMMITTED
+    pending_acks = {e: window.receive(P0, 0, block(1, e)) for e in (0, 4, 5, 6, 7)}
+    assert [e for e, receipt in pending_acks.items() if receipt is Receipt.ACCEPTED] == [5, 7]
+    assert pending_acks[4] is pending_acks[6] is Receipt.COMMITTED
     end = cut(window)
     assert end.partitions[P0].floor == EntryId(1, 4)
     assert str(end.partitions[P0].delivered) == "1:5-7"
@@ -224,7 +224,7 @@ def test_a_redelivery_of_an_expected_batch_is_held_before_and_after_it_was_read_
     window.validate()
 
 
-def test_what_comes_while_an_expected_batch_is_read_again_goes_into_the_next() -> None:
+def test_entries_received_during_a_replay_go_into_the_next_batch() -> None:
     before = window_of()
     give(before, 0)
     planned = cut(before)
@@ -383,7 +383,7 @@ def test_blocks_of_a_batch_are_the_received_ones() -> None:
     assert window.batches[cut(window).batch_id].entries == {P0: [entry]}
 
 
-def test_a_dropped_partition_forgets_what_it_received_and_keeps_what_is_planned() -> None:
+def test_a_dropped_partition_forgets_received_entries_and_keeps_planned_ones() -> None:
     window = window_of(P0, P1)
     give(window, 0, 1)
     give(window, 5, where=P1)
@@ -430,7 +430,7 @@ def test_a_partition_that_is_only_not_consumed_any_more_stays_in_the_checkpoint(
     assert set(cut(window).partitions) == {P0, P1}
 
 
-def test_a_dropped_partition_that_is_added_again_knows_what_was_delivered() -> None:
+def test_a_dropped_partition_that_is_added_again_knows_its_delivered_set() -> None:
     window = window_of(P0, P1)
     give(window, 0)
     window.release(cut(window))
@@ -467,13 +467,13 @@ def test_a_cut_is_limited_by_payload() -> None:
 
 def test_the_oldest_row_held_is_received_or_planned() -> None:
     window = window_of(P0)
-    assert window.oldest_published_ms() is None
+    assert window.oldest_published_ms() == {}
     give(window, 0)
-    assert window.oldest_published_ms() == 1_000
+    assert window.oldest_published_ms() == {P0: 1_000}
     end = cut(window)
-    assert window.oldest_published_ms() == 1_000
+    assert window.oldest_published_ms() == {P0: 1_000}
     window.release(end)
-    assert window.oldest_published_ms() is None
+    assert window.oldest_published_ms() == {}
 
 
 def test_another_number_of_ranges_counts_from_the_next_cut_on() -> None:
@@ -487,13 +487,13 @@ def test_another_number_of_ranges_counts_from_the_next_cut_on() -> None:
     assert window.batches[before.batch_id].checkpoint.ranges == 4
 
 
-def test_who_owns_an_entry_after_a_change_was_left_out_in_place_of_who_had_it() -> None:
+def test_the_new_owner_of_an_entry_is_left_out_instead_of_the_old_one() -> None:
     window = window_of()
     low, high = (key_in(part) for part in split_ring(2))
     for entry, key in enumerate([low, low, high]):
         window.receive(P0, 3 if key == high else 0, block(1, entry, key))
     assert taken(window, cut(window, 1)) == {P0: [(1, 0)]}
-    # Nobody has number 3 any more; what it had is of range 1, which has its part in the next cut.
+    # Number 3 has no owner any more; range 1 has its slots, and its part in the next cut.
     window.reassign(slot_owners(assign(2)), Budget(1_000, 10**9))
     assert taken(window, cut(window, 1)) == {P0: [(1, 1), (1, 2)]}
 

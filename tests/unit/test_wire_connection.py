@@ -1,4 +1,4 @@
-"""Connections of the wire transport, against a broker of a few lines that does what it is told."""
+"""Connections of the wire transport, against a scripted broker."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import exactly
-from keyshard.broker.port import HowToRead, StartPosition
-from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker import framing
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.framing import FrameReader, ProtocolError
+from keyshard.broker.port import ReadOptions, StartPosition, SubscriptionSpec
+from keyshard.broker.wire import ack_grouping, keep_alive, receiver_queue, stored_entry
 from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire import cluster as clusters
 from keyshard.broker.wire import connection as connecting
 from keyshard.broker.wire import consumer as consuming
-from keyshard.broker.wire import decoding, frames, keep_alive, receipts
-from keyshard.broker.wire import subscribed as subscribing
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.cluster import Cluster
+from keyshard.broker.wire.connect import Address, open_socket
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.consumer import WireConsumer
-from keyshard.broker.wire.dialling import Address
 from keyshard.broker.wire.errors import RefusedError, error_of
-from keyshard.broker.wire.frames import FrameReader, ProtocolError, read_frames
+from keyshard.broker.wire.frames import api, read_frames
 from keyshard.broker.wire.permits import LENT_MAX
 from keyshard.config.connection import Connection, Token
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -53,6 +53,8 @@ from keyshard.errors import (
     UnexpectedError,
 )
 from keyshard.threads import owned_by
+from tests.helpers import wait_until
+from tests.support.frame_broker import FrameServer, SocketSession, framed_fields
 
 CONNECT, CONNECTED, SUBSCRIBE, MESSAGE, ACK, FLOW, SUCCESS, ERROR = 2, 3, 4, 9, 10, 11, 13, 14
 CLOSE_CONSUMER, PING, PONG, LOOKUP, LOOKUP_RESPONSE = 16, 18, 19, 23, 24
@@ -63,118 +65,82 @@ TOPIC = TopicPartition("persistent://public/default/t")
 Fields = dict[int, Value]
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.005)
-
-
-def framed(kind: int, fields: Fields, stored: bytes = b"") -> bytes:
-    command = message({1: kind, kind: message(fields)})
-    return struct.pack(">II", 4 + len(command) + len(stored), len(command)) + command + stored
-
-
 def entry(number: int, payload: bytes = b"v") -> bytes:
     """A message without a checksum."""
     metadata = message({1: b"p", 2: number, 3: 1, 6: b"k"})
     return struct.pack(">I", len(metadata)) + metadata + payload
 
 
-class Session:
-    """One connection that came."""
+class Session(SocketSession):
+    """One connection; commands are fields by number, independent of the generated classes."""
 
-    def __init__(self, broker: ToldBroker, stream: socket.socket) -> None:
-        self.broker, self.stream = broker, stream
+    def __init__(self, broker: ScriptedBroker, stream: socket.socket) -> None:
+        super().__init__(stream)
+        self.broker = broker
         self.consumers: list[int] = []
 
-    def send(self, kind: int, fields: Fields, stored: bytes = b"") -> None:
-        self.stream.sendall(framed(kind, fields, stored))
+    def reply(self, kind: int, fields: Fields, stored: bytes = b"") -> None:
+        self.put(framed_fields(kind, fields, stored))
 
     def deliver(self, number: int, stored: bytes | None = None, consumer: int = -1) -> None:
         where = message({1: 7, 2: number})
         stored = entry(number) if stored is None else stored
-        self.send(MESSAGE, {1: self.consumers[consumer], 2: where}, stored)
-
-    def cut(self) -> None:
-        with suppress(OSError):
-            self.stream.shutdown(socket.SHUT_RDWR)
+        self.reply(MESSAGE, {1: self.consumers[consumer], 2: where}, stored)
 
     def end_consumers(self) -> None:
-        """As a broker does whose topic goes to another one."""
+        """End all consumers, as a broker does that loses its topic."""
         for number in self.consumers:
-            self.send(CLOSE_CONSUMER, {1: number, 2: 0})
+            self.reply(CLOSE_CONSUMER, {1: number, 2: 0})
 
-    def serve(self) -> None:
-        with suppress(OSError, struct.error, ConnectionError):
-            while True:
-                (size,) = struct.unpack(">I", exactly(self.stream, 4))
-                frame = exactly(self.stream, size)
-                (length,) = struct.unpack_from(">I", frame)
-                command = fields_of(frame[4 : 4 + length])
-                kind = command[1]
-                assert isinstance(kind, int)
-                content = command.get(kind, b"")
-                assert isinstance(content, bytes)
-                fields = fields_of(content)
-                self.broker.asked.append((kind, fields))
-                self.broker.answers.get(kind, Session.answer)(self, kind, fields)
+    def received(self, data: bytes) -> None:
+        command = fields_of(data)
+        kind = command[1]
+        assert isinstance(kind, int)
+        content = command.get(kind, b"")
+        assert isinstance(content, bytes)
+        fields = fields_of(content)
+        self.broker.asked.append((kind, fields))
+        self.broker.answers.get(kind, Session.answer)(self, kind, fields)
 
     def answer(self, kind: int, fields: Fields) -> None:
-        """What a broker answers that has the topic."""
+        """Answer as the owner of the topic."""
         if kind == CONNECT:
-            self.send(CONNECTED, {1: b"told", 2: 21, 3: 1_000_000})
+            self.reply(CONNECTED, {1: b"told", 2: 21, 3: 1_000_000})
         elif kind == PING:
-            self.send(PONG, {})
+            self.reply(PONG, {})
         elif kind == LOOKUP:
-            self.send(LOOKUP_RESPONSE, {1: self.broker.url.encode(), 3: 1, 4: fields[2], 5: 1})
+            self.reply(LOOKUP_RESPONSE, {1: self.broker.url.encode(), 3: 1, 4: fields[2], 5: 1})
         elif kind == SUBSCRIBE:
             number = fields[4]
             assert isinstance(number, int)
             self.consumers.append(number)
-            self.send(SUCCESS, {1: fields[5]})
+            self.reply(SUCCESS, {1: fields[5]})
         elif kind == ACK:
-            self.send(ACK_RESPONSE, {1: fields[1], 6: fields[8]})
+            self.reply(ACK_RESPONSE, {1: fields[1], 6: fields[8]})
         elif kind == CLOSE_CONSUMER:
-            self.send(SUCCESS, {1: fields[2]})
+            self.reply(SUCCESS, {1: fields[2]})
         elif kind == LAST_ID:
-            self.send(LAST_ID_RESPONSE, {1: message({1: 7, 2: 3}), 2: fields[2]})
+            self.reply(LAST_ID_RESPONSE, {1: message({1: 7, 2: 3}), 2: fields[2]})
 
 
-class ToldBroker:
-    """Listens, and answers what :attr:`answers` says, else as a broker that is well."""
+class ScriptedBroker(FrameServer):
+    """Answers with :attr:`answers`, else as a broker in good health."""
 
     def __init__(self) -> None:
         self.answers: dict[int, Callable[[Session, int, Fields], Any]] = {}
         self.asked: list[tuple[int, Fields]] = []
-        self.sessions: list[Session] = []
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
-        self.url = f"pulsar://127.0.0.1:{self.port}"
-        threading.Thread(target=self._listen, daemon=True).start()
+        super().__init__()
 
-    def _listen(self) -> None:
-        with suppress(OSError):
-            while True:
-                session = Session(self, self._listening.accept()[0])
-                self.sessions.append(session)
-                threading.Thread(target=session.serve, daemon=True).start()
+    def session(self, stream: socket.socket) -> Session:
+        return Session(self, stream)
 
     def asked_for(self, kind: int) -> list[Fields]:
         return [fields for one, fields in self.asked if one == kind]
 
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        for session in self.sessions:
-            session.cut()
-            session.stream.close()
-
 
 @pytest.fixture
-def told() -> Iterator[ToldBroker]:
-    broker = ToldBroker()
+def scripted() -> Iterator[ScriptedBroker]:
+    broker = ScriptedBroker()
     yield broker
     broker.close()
 
@@ -189,8 +155,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def brokers() -> Iterator[Callable[..., WireBroker]]:
     made: list[WireBroker] = []
 
-    def make(told: ToldBroker, **how: Any) -> WireBroker:
-        made.append(WireBroker(Connection(told.url, **({"operation_timeout_ms": 10_000} | how))))
+    def make(scripted: ScriptedBroker, **how: Any) -> WireBroker:
+        made.append(
+            WireBroker(Connection(scripted.url, **({"operation_timeout_ms": 10_000} | how)))
+        )
         return made[-1]
 
     yield make
@@ -200,14 +168,20 @@ def brokers() -> Iterator[Callable[..., WireBroker]]:
 
 def subscribed(broker: WireBroker, queue: int = 10, queue_bytes: int | None = None) -> WireConsumer:
     return broker.subscribe(
-        TOPIC, "s", split_ring(1)[0], start=StartPosition.LATEST, consumer_name="c",
-        receiver_queue_size=queue,
-        receiver_queue_bytes=queue_bytes,
-    )  # fmt: skip
+        SubscriptionSpec(
+            TOPIC,
+            "s",
+            split_ring(1)[0],
+            consumer_name="c",
+            receiver_queue_size=queue,
+            receiver_queue_bytes=queue_bytes,
+        ),
+        StartPosition.LATEST,
+    )
 
 
 @given(st.lists(st.binary(min_size=4, max_size=50), max_size=6), st.data())
-def test_frames_are_whole_however_they_are_cut(frames: list[bytes], data: st.DataObject) -> None:
+def test_frames_are_whole_however_they_are_split(frames: list[bytes], data: st.DataObject) -> None:
     stream = b"".join(struct.pack(">I", len(one)) + one for one in frames)
     reader, found, position = FrameReader(100), [], 0
     while position < len(stream):
@@ -218,94 +192,94 @@ def test_frames_are_whole_however_they_are_cut(frames: list[bytes], data: st.Dat
 
 
 @given(st.binary(max_size=100))
-def test_what_is_no_frame_is_an_error(data: bytes) -> None:
+def test_invalid_frames_are_an_error(data: bytes) -> None:
     with suppress(ProtocolError):
         for frame in FrameReader(50).feed(data):
             list(read_frames([frame]))
 
 
-def test_a_size_that_cannot_be_one_is_refused_at_once() -> None:
+def test_an_invalid_size_is_refused_at_once() -> None:
     for size in (0, 3, 51, 2**32 - 1):
         with pytest.raises(ProtocolError):
             FrameReader(50).feed(struct.pack(">I", size))
 
 
 def test_permits_are_given_back_as_entries_are_taken(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told))
+    consumer = subscribed(brokers(scripted))
     for number in range(5):
-        told.sessions[0].deliver(number)
+        scripted.sessions[0].deliver(number)
     taken = 0
     while taken < 5:
         taken += len(consumer.receive(1_000))
-    until(lambda: len(told.asked_for(FLOW)) > 1)
-    assert [fields[2] for fields in told.asked_for(FLOW)] == [10, 5]
-    assert told.asked_for(SUBSCRIBE)[0][3] == 3
+    wait_until(lambda: len(scripted.asked_for(FLOW)) > 1)
+    assert [fields[2] for fields in scripted.asked_for(FLOW)] == [10, 5]
+    assert scripted.asked_for(SUBSCRIBE)[0][3] == 3
 
 
-def test_a_broker_that_sends_nothing_is_given_a_word_now_and_then_and_no_more_for_it(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+def test_a_silent_broker_gets_a_limited_number_of_extra_permits(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consuming, "QUIET_S", 0.01)
     monkeypatch.setattr(brokering, "NUDGE_LONGEST_WAIT_S", 0.02)
-    consumer = subscribed(brokers(told))
+    consumer = subscribed(brokers(scripted))
 
     def granted() -> int:
-        return sum(cast(int, fields[2]) for fields in told.asked_for(FLOW))
+        return sum(cast(int, fields[2]) for fields in scripted.asked_for(FLOW))
 
     used = 0
     for count in (0, 2, 1, 30):
         for number in range(used, used + count):
-            told.sessions[0].deliver(number)
+            scripted.sessions[0].deliver(number)
             used += 1
-            until(lambda: consumer.receive(100))
+            wait_until(lambda: consumer.receive(100))
             assert granted() <= 10 + used + LENT_MAX
-        until(lambda: granted() == 10 + used + LENT_MAX)  # noqa: B023 - called at once
-        until(lambda: not consumer._watched)
+        wait_until(lambda: granted() == 10 + used + LENT_MAX)  # noqa: B023 - called at once
+        wait_until(lambda: not consumer._watched)
     assert granted() == 10 + used + LENT_MAX, "nobody asks for ever"
     before = granted()
-    told.sessions[0].cut()
+    scripted.sessions[0].cut()
     # The new subscription begins with its queue.
-    until(lambda: granted() == before + 10 + LENT_MAX)
+    wait_until(lambda: granted() == before + 10 + LENT_MAX)
 
 
-def test_a_broker_whose_entries_nobody_takes_is_given_no_word(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+def test_a_broker_with_untaken_entries_gets_no_extra_permits(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consuming, "QUIET_S", 0.2)
-    told.answers[FLOW] = lambda session, *_: session.deliver(0)
-    consumer = subscribed(brokers(told))
-    until(lambda: not consumer._watched)
-    assert len(told.asked_for(FLOW)) < 1 + LENT_MAX
+    scripted.answers[FLOW] = lambda session, *_: session.deliver(0)
+    consumer = subscribed(brokers(scripted))
+    wait_until(lambda: not consumer._watched)
+    assert len(scripted.asked_for(FLOW)) < 1 + LENT_MAX
     assert consumer.receive(1_000)
     assert consumer._watched
 
 
 def test_a_reader_asks_for_nothing_behind_the_last_entry_that_is_wanted(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    how = HowToRead(10, last=EntryId(7, 12))
-    reader = brokers(told).reader(TOPIC, EntryId(7, 0), how)
-    (session,) = told.sessions
+    how = ReadOptions(10, last=EntryId(7, 12))
+    reader = brokers(scripted).reader(TOPIC, EntryId(7, 0), how)
+    (session,) = scripted.sessions
 
     def permits() -> int:
-        return sum(cast("int", fields[2]) for fields in told.asked_for(FLOW))
+        return sum(cast("int", fields[2]) for fields in scripted.asked_for(FLOW))
 
     for number in range(13):
-        until(lambda: permits() > number)  # noqa: B023
+        wait_until(lambda: permits() > number)  # noqa: B023
         session.deliver(number)
         assert next_of(reader.read) == number
     assert permits() <= 13 + 1
 
 
-def test_what_was_asked_for_before_the_ledger_of_the_last_entry_came_may_all_come(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_entries_requested_before_the_last_ledger_may_all_come(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    reader = brokers(told).reader(
-        TOPIC, EntryId(6, 0), HowToRead(300, last=EntryId(7, 2), first=300)
+    reader = brokers(scripted).reader(
+        TOPIC, EntryId(6, 0), ReadOptions(300, last=EntryId(7, 2), first=300)
     )
-    (session,) = told.sessions
+    (session,) = scripted.sessions
     session.deliver(0)
     assert next_of(reader.read) == 0
     for number in range(1, 300):
@@ -314,19 +288,19 @@ def test_what_was_asked_for_before_the_ledger_of_the_last_entry_came_may_all_com
     while taken < 300:
         taken += len(reader.read(5_000))
     assert reader.stayed_connected()
-    assert told.asked_for(FLOW)[0][2] == 300
+    assert scripted.asked_for(FLOW)[0][2] == 300
 
 
-def test_a_reader_that_begins_behind_the_end_takes_what_the_broker_sends_from_before_it(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_a_reader_that_begins_behind_the_end_accepts_earlier_entries(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    reader = brokers(told).reader(
-        TOPIC, EntryId(7, 900), HowToRead(1_000, last=EntryId(7, 900), first=1_000)
+    reader = brokers(scripted).reader(
+        TOPIC, EntryId(7, 900), ReadOptions(1_000, last=EntryId(7, 900), first=1_000)
     )
-    (session,) = told.sessions
+    (session,) = scripted.sessions
     session.deliver(0)
     assert next_of(reader.read) == 0
-    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [1, 900])
+    wait_until(lambda: [fields[2] for fields in scripted.asked_for(FLOW)] == [1, 900])
     for number in range(1, 900):
         session.deliver(number)
     taken = 1
@@ -335,48 +309,48 @@ def test_a_reader_that_begins_behind_the_end_takes_what_the_broker_sends_from_be
     assert reader.stayed_connected()
 
 
-def test_a_connection_that_is_lost_is_told_once_and_one_that_is_closed_is_not(
-    told: ToldBroker, brokers: Callable[..., WireBroker], caplog: pytest.LogCaptureFixture
+def test_a_lost_connection_is_logged_once_and_a_closed_one_is_not(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "keyshard"):
-        broker = brokers(told)
+        broker = brokers(scripted)
         consumers = [subscribed(broker) for _ in range(3)]
-        told.sessions[0].cut()
-        until(lambda: len(told.asked_for(SUBSCRIBE)) == 6)
-        until(lambda: all(consumer.is_connected() for consumer in consumers))
+        scripted.sessions[0].cut()
+        wait_until(lambda: len(scripted.asked_for(SUBSCRIBE)) == 6)
+        wait_until(lambda: all(consumer.is_connected() for consumer in consumers))
         broker.close()
-    where = f"127.0.0.1:{told.port}"
-    line = f"connection to the broker at {where} is lost (the broker closed it); it is made again"
+    where = f"127.0.0.1:{scripted.port}"
+    line = f"connection to the broker at {where} is lost (the broker closed it)"
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
-        ("WARNING", f"the {line}")
+        ("WARNING", f"the {line}; keyshard connects again")
     ]
 
 
 def test_redirects_are_followed_with_their_authority(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    owner = ToldBroker()
+    owner = ScriptedBroker()
 
     def redirect(session: Session, _: int, fields: Fields) -> None:
-        session.send(LOOKUP_RESPONSE, {1: owner.url.encode(), 3: 0, 4: fields[2], 5: 1})
+        session.reply(LOOKUP_RESPONSE, {1: owner.url.encode(), 3: 0, 4: fields[2], 5: 1})
 
-    told.answers[LOOKUP] = redirect
-    consumer = subscribed(brokers(told))
-    assert [fields.get(3, 0) for fields in told.asked_for(LOOKUP)] == [0]
+    scripted.answers[LOOKUP] = redirect
+    consumer = subscribed(brokers(scripted))
+    assert [fields.get(3, 0) for fields in scripted.asked_for(LOOKUP)] == [0]
     assert [fields.get(3, 0) for fields in owner.asked_for(LOOKUP)] == [1]
     assert len(owner.asked_for(SUBSCRIBE)) == 1
     consumer.close()
     owner.close()
 
 
-def test_brokers_that_name_one_another_are_given_up(told: ToldBroker) -> None:
+def test_a_circle_of_redirects_is_given_up(scripted: ScriptedBroker) -> None:
     def redirect(session: Session, _: int, fields: Fields) -> None:
-        session.send(LOOKUP_RESPONSE, {1: told.url.encode(), 3: 0, 4: fields[2]})
+        session.reply(LOOKUP_RESPONSE, {1: scripted.url.encode(), 3: 0, 4: fields[2]})
 
-    told.answers[LOOKUP] = redirect
-    connection = Connection(told.url)
+    scripted.answers[LOOKUP] = redirect
+    connection = Connection(scripted.url)
     cluster = Cluster(connection, Credentials(connection))
-    with pytest.raises(BrokerUnavailableError, match="name one another"):
+    with pytest.raises(BrokerUnavailableError, match="redirected the lookup"):
         for _ in cluster.path(TOPIC.name, 5.0):
             pass
     cluster.close(1.0)
@@ -389,135 +363,137 @@ def test_brokers_that_name_one_another_are_given_up(told: ToldBroker) -> None:
         b"pulsar://" + b"a" * 300 + b":6650", b"pulsar://a..b:6650", b"pulsar://a\0b:6650",
     ],
 )  # fmt: skip
-def test_what_is_no_address_of_an_owner_is_an_error_that_names_it(
-    told: ToldBroker, brokers: Callable[..., WireBroker], url: bytes
+def test_an_invalid_address_of_an_owner_is_named(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], url: bytes
 ) -> None:
-    told.answers[LOOKUP] = lambda session, _, fields: session.send(
+    scripted.answers[LOOKUP] = lambda session, _, fields: session.reply(
         LOOKUP_RESPONSE, {1: url, 3: 1, 4: fields[2], 5: 1}
     )
-    with pytest.raises(BrokerUnavailableError, match="which is no address"):
-        subscribed(brokers(told, operation_timeout_ms=1_000))
+    with pytest.raises(BrokerUnavailableError, match="which is not an address"):
+        subscribed(brokers(scripted, operation_timeout_ms=1_000))
 
 
 def test_an_answer_to_another_question_ends_the_connection(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    told.answers[LOOKUP] = lambda session, _, fields: session.send(SUCCESS, {1: fields[2]})
-    with pytest.raises(BrokerUnavailableError, match="'success' where 'lookup_response' is"):
-        subscribed(brokers(told, operation_timeout_ms=1_000))
+    scripted.answers[LOOKUP] = lambda session, _, fields: session.reply(SUCCESS, {1: fields[2]})
+    with pytest.raises(BrokerUnavailableError, match="'success' instead of 'lookup_response'"):
+        subscribed(brokers(scripted, operation_timeout_ms=1_000))
 
 
-def test_so_many_partitions_cannot_be(told: ToldBroker, brokers: Callable[..., WireBroker]) -> None:
-    told.answers[METADATA] = lambda session, _, fields: session.send(
+def test_an_absurd_number_of_partitions_is_an_error(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    scripted.answers[METADATA] = lambda session, _, fields: session.reply(
         METADATA_RESPONSE, {1: 2**32 - 1, 2: fields[2], 3: 0}
     )
-    with pytest.raises(BrokerUnavailableError, match="has 4294967295 partitions"):
-        brokers(told, operation_timeout_ms=1_000).partitions(TOPIC.name)
+    with pytest.raises(BrokerUnavailableError, match="reports 4294967295 partitions"):
+        brokers(scripted, operation_timeout_ms=1_000).partitions(TOPIC.name)
 
 
-def test_of_whom_more_comes_than_was_asked_for_holds_no_more_and_subscribes_anew(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_a_consumer_that_gets_more_than_its_permits_subscribes_again(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    broker = brokers(told)
+    broker = brokers(scripted)
     consumer, other = subscribed(broker, queue=10), subscribed(broker)
     for number in range(1_000):
-        told.sessions[0].deliver(number, consumer=0)
-    told.sessions[0].deliver(0, consumer=1)
+        scripted.sessions[0].deliver(number, consumer=0)
+    scripted.sessions[0].deliver(0, consumer=1)
     assert next_of(other.receive) == 0
-    assert len(consumer._entries) <= 2 * 10 + 200
+    assert len(consumer._queue) <= 2 * 10 + 200
     taken: list[int] = []
 
     def anew() -> bool:
         taken.extend(block.id.entry for block in consumer.receive(0))
-        return len(told.asked_for(SUBSCRIBE)) == 3 and consumer.is_connected()
+        return len(scripted.asked_for(SUBSCRIBE)) == 3 and consumer.is_connected()
 
-    until(anew)
+    wait_until(anew)
     assert taken == list(range(len(taken)))
     assert (consumer.losses, other.losses) == (1, 0)
-    told.sessions[0].deliver(0, consumer=2)
+    scripted.sessions[0].deliver(0, consumer=2)
     assert next_of(consumer.receive) == 0
 
 
 @pytest.mark.parametrize("hidden", ["hidden:6650", "[fd00::7]:6650"])
-def test_behind_a_proxy_the_proxy_is_told_which_broker_is_meant(
-    told: ToldBroker, brokers: Callable[..., WireBroker], hidden: str
+def test_a_proxy_learns_which_broker_is_meant(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], hidden: str
 ) -> None:
     def proxied(session: Session, _: int, fields: Fields) -> None:
         answer: Fields = {1: f"pulsar://{hidden}".encode(), 3: 1, 4: fields[2], 8: 1}
-        session.send(LOOKUP_RESPONSE, answer)
+        session.reply(LOOKUP_RESPONSE, answer)
 
-    told.answers[LOOKUP] = proxied
-    subscribed(brokers(told))
-    assert [fields.get(6) for fields in told.asked_for(CONNECT)] == [None, hidden.encode()]
+    scripted.answers[LOOKUP] = proxied
+    subscribed(brokers(scripted))
+    assert [fields.get(6) for fields in scripted.asked_for(CONNECT)] == [None, hidden.encode()]
 
 
 def test_a_ping_is_answered_and_a_silent_broker_is_given_up(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keep_alive, "KEEP_ALIVE_S", 0.2)
-    consumer = subscribed(brokers(told))
-    told.sessions[0].send(PING, {})
-    until(lambda: told.asked_for(PONG))
-    until(lambda: len(told.asked_for(PING)) > 3)
+    consumer = subscribed(brokers(scripted))
+    scripted.sessions[0].reply(PING, {})
+    wait_until(lambda: scripted.asked_for(PONG))
+    wait_until(lambda: len(scripted.asked_for(PING)) > 3)
     assert consumer.losses == 0, "a broker that answers stays"
-    told.answers[PING] = lambda *_: None
-    until(lambda: consumer.losses)
-    until(consumer.is_connected)
+    scripted.answers[PING] = lambda *_: None
+    wait_until(lambda: consumer.losses)
+    wait_until(consumer.is_connected)
 
 
 def test_an_answer_that_does_not_come_is_an_error_in_time(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    told.answers[SUBSCRIBE] = lambda *_: None
+    scripted.answers[SUBSCRIBE] = lambda *_: None
     began = time.monotonic()
     with pytest.raises(BrokerUnavailableError, match="did not answer"):
-        subscribed(brokers(told, operation_timeout_ms=1_000))
+        subscribed(brokers(scripted, operation_timeout_ms=1_000))
     assert time.monotonic() - began < 5
     # It may hold the range by now.
-    until(lambda: told.asked_for(CLOSE_CONSUMER))
+    wait_until(lambda: scripted.asked_for(CLOSE_CONSUMER))
 
 
-def test_a_broker_that_greets_nobody_is_an_error_in_time(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_a_broker_that_does_not_greet_is_an_error_in_time(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    told.answers[CONNECT] = lambda *_: None
+    scripted.answers[CONNECT] = lambda *_: None
     with pytest.raises(BrokerUnavailableError, match="does not answer"):
-        subscribed(brokers(told, operation_timeout_ms=1_000))
+        subscribed(brokers(scripted, operation_timeout_ms=1_000))
 
 
-def test_a_refused_connection_and_a_refused_range_are_told_apart(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_a_refused_connection_and_a_refused_range_are_distinguished(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
     def conflict(session: Session, _: int, fields: Fields) -> None:
-        session.send(ERROR, {1: fields[5], 2: 19, 3: b"range is taken"})
+        session.reply(ERROR, {1: fields[5], 2: 19, 3: b"range is taken"})
 
-    told.answers[SUBSCRIBE] = conflict
+    scripted.answers[SUBSCRIBE] = conflict
     with pytest.raises(RangeConflictError, match="range is taken"):
-        subscribed(brokers(told))
-    told.answers[CONNECT] = lambda session, *_: session.send(
+        subscribed(brokers(scripted))
+    scripted.answers[CONNECT] = lambda session, *_: session.reply(
         ERROR, {1: 2**64 - 1, 2: 3, 3: b"bad token"}
     )
     with pytest.raises(AuthenticationError, match="bad token"):
-        subscribed(brokers(told, authentication=Token("t")))
+        subscribed(brokers(scripted, authentication=Token("t")))
 
 
 @pytest.mark.parametrize(
     ("code", "kind", "named"),
     [
-        (0, BrokerUnavailableError, "an error happened there"),
+        (0, BrokerUnavailableError, "it had an internal error"),
         (2, BrokerUnavailableError, "its storage fails"),
         (4, AuthorizationError, "consume"),
         (7, BrokerError, "ProducerBlockedQuotaExceededError: the backlog quota"),
         (8, BrokerError, "ProducerBlockedQuotaExceededException: the backlog quota"),
         (11, TopicNotFoundError, "does not exist"),
         (12, BrokerError, "SubscriptionNotFound"),
-        (14, BrokerUnavailableError, "too many requests"),
+        (14, BrokerUnavailableError, "too many concurrent requests"),
         (15, BrokerError, "TopicTerminatedError"),
         (22, BrokerError, "NotAllowedError"),
         (99, BrokerError, "error 99"),
     ],
 )
-def test_what_a_broker_refuses_with_is_named(
+def test_each_refusal_of_a_broker_has_its_error(
     code: int, kind: type[BrokerError], named: str
 ) -> None:
     refused = RefusedError(code, b"own words")
@@ -528,9 +504,9 @@ def test_what_a_broker_refuses_with_is_named(
 
 
 def test_a_topic_that_went_to_another_cluster_ends_its_consumers_by_name(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    broker = brokers(told, operation_timeout_ms=60_000)
+    broker = brokers(scripted, operation_timeout_ms=60_000)
     consumer, reader, other = (
         subscribed(broker),
         broker.reader(TOPIC, EntryId(7, 0)),
@@ -538,10 +514,10 @@ def test_a_topic_that_went_to_another_cluster_ends_its_consumers_by_name(
     )
     rung = threading.Event()
     consumer.when_ready(rung.set)
-    (session,) = told.sessions
+    (session,) = scripted.sessions
     for number in session.consumers[:2]:
         moved = {1: number, 2: 1, 3: b"pulsar://green:6650", 4: b"pulsar+ssl://green:6651"}
-        session.send(TOPIC_MIGRATED, moved)
+        session.reply(TOPIC_MIGRATED, moved)
     assert rung.wait(DEADLINE_S)
     with pytest.raises(TopicMigratedError, match="pulsar://green:6650"):
         consumer.receive(0)
@@ -550,7 +526,7 @@ def test_a_topic_that_went_to_another_cluster_ends_its_consumers_by_name(
     assert not consumer.is_connected()
     session.deliver(1)
     assert other.receive(5_000), "the connection goes on"
-    told.answers[SUBSCRIBE] = lambda session, _, fields: session.send(
+    scripted.answers[SUBSCRIBE] = lambda session, _, fields: session.reply(
         TOPIC_MIGRATED, {1: fields[4], 2: 1}
     )
     with pytest.raises(TopicMigratedError, match="an unknown URL"):
@@ -559,83 +535,83 @@ def test_a_topic_that_went_to_another_cluster_ends_its_consumers_by_name(
 
 
 @pytest.mark.parametrize("garbage", [b"HTTP/1.1 400 Bad", b"\0\0\0\x04\xff\xff\xff\xff", b"\0" * 9])
-def test_what_does_not_speak_the_protocol_is_named(
-    told: ToldBroker, brokers: Callable[..., WireBroker], garbage: bytes
+def test_a_server_of_another_protocol_is_named(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], garbage: bytes
 ) -> None:
-    told.answers[CONNECT] = lambda session, *_: session.stream.sendall(garbage)
+    scripted.answers[CONNECT] = lambda session, *_: session.stream.sendall(garbage)
     with pytest.raises(BrokerUnavailableError, match="does not speak Pulsar's protocol"):
-        subscribed(brokers(told, operation_timeout_ms=1_000))
+        subscribed(brokers(scripted, operation_timeout_ms=1_000))
 
 
 def test_a_challenge_is_answered_with_the_newest_token(
-    told: ToldBroker, brokers: Callable[..., WireBroker], tmp_path: Path
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], tmp_path: Path
 ) -> None:
     file = tmp_path / "token"
     file.write_text("old")
-    subscribed(brokers(told, authentication=Token(file=str(file))))
-    assert told.asked_for(CONNECT)[0][3] == b"old"
-    features = told.asked_for(CONNECT)[0][10]
+    subscribed(brokers(scripted, authentication=Token(file=str(file))))
+    assert scripted.asked_for(CONNECT)[0][3] == b"old"
+    features = scripted.asked_for(CONNECT)[0][10]
     assert features == message({1: 1, 2: 1}), "it can be asked again, and reads broker times"
     file.write_text("new")
-    told.sessions[0].send(CHALLENGE, {2: message({1: b"token"})})
-    until(lambda: told.asked_for(RESPONSE))
-    assert told.asked_for(RESPONSE)[0][2] == message({1: b"token", 2: b"new"})
+    scripted.sessions[0].reply(CHALLENGE, {2: message({1: b"token"})})
+    wait_until(lambda: scripted.asked_for(RESPONSE))
+    assert scripted.asked_for(RESPONSE)[0][2] == message({1: b"token", 2: b"new"})
 
 
-def test_what_came_before_a_cut_is_forgotten_and_acknowledgements_are_sent_after_it(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_a_lost_connection_drops_queued_entries_and_resends_acknowledgements(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told, operation_timeout_ms=1_000))
+    consumer = subscribed(brokers(scripted, operation_timeout_ms=1_000))
     rung = threading.Event()
     consumer.when_ready(rung.set)
-    told.sessions[0].deliver(0)
+    scripted.sessions[0].deliver(0)
     assert rung.wait(DEADLINE_S)
-    told.answers[SUBSCRIBE] = lambda *_: None
-    told.sessions[0].cut()
-    until(lambda: consumer.losses)
+    scripted.answers[SUBSCRIBE] = lambda *_: None
+    scripted.sessions[0].cut()
+    wait_until(lambda: consumer.losses)
     assert not consumer.is_connected()
     assert consumer.receive(10) == []
     consumer.acknowledge([EntryId(7, 5), EntryId(7, 6)])
-    assert not told.asked_for(ACK)
-    del told.answers[SUBSCRIBE]
-    until(consumer.is_connected)
-    until(lambda: told.asked_for(ACK))
-    kinds = [kind for kind, _ in told.asked if kind in (SUBSCRIBE, ACK, FLOW)]
+    assert not scripted.asked_for(ACK)
+    del scripted.answers[SUBSCRIBE]
+    wait_until(consumer.is_connected)
+    wait_until(lambda: scripted.asked_for(ACK))
+    kinds = [kind for kind, _ in scripted.asked if kind in (SUBSCRIBE, ACK, FLOW)]
     assert kinds[-3:] == [SUBSCRIBE, ACK, FLOW], "before anything can come again"
-    again = told.asked_for(SUBSCRIBE)[-1]
+    again = scripted.asked_for(SUBSCRIBE)[-1]
     assert again[13] == 1, "a subscription that was deleted begins at the earliest"
-    told.sessions[-1].deliver(0)
+    scripted.sessions[-1].deliver(0)
     assert [block.id for block in consumer.receive(5_000)] == [EntryId(7, 0)]
 
 
 def test_a_subscription_that_the_broker_ends_while_it_is_made_is_made_again(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
     def ended_at_once(session: Session, kind: int, fields: Fields) -> None:
-        told.answers.clear()
-        session.send(CLOSE_CONSUMER, {1: fields[4], 2: 0})
+        scripted.answers.clear()
+        session.reply(CLOSE_CONSUMER, {1: fields[4], 2: 0})
         session.answer(kind, fields)
 
-    told.answers[SUBSCRIBE] = ended_at_once
-    consumer = subscribed(brokers(told))
-    assert len(told.asked_for(SUBSCRIBE)) == 2
-    told.sessions[0].deliver(3)
+    scripted.answers[SUBSCRIBE] = ended_at_once
+    consumer = subscribed(brokers(scripted))
+    assert len(scripted.asked_for(SUBSCRIBE)) == 2
+    scripted.sessions[0].deliver(3)
     assert [block.id.entry for block in consumer.receive(5_000)] == [3]
 
 
 def test_a_corrupt_entry_is_named_where_it_lies_and_never_acknowledged(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    broker = brokers(told)
+    broker = brokers(scripted)
     consumer, reader = subscribed(broker), broker.reader(TOPIC, EntryId(7, 0))
     bad = b"\x0e\x01\0\0\0\0" + entry(1)
     for number, take in enumerate((consumer.receive, reader.read)):
         for entry_id, stored in enumerate([entry(0), bad, entry(2), bad, bad, entry(5)]):
-            told.sessions[0].deliver(entry_id, stored, number)
+            scripted.sessions[0].deliver(entry_id, stored, number)
         found = [next_of(take) for _ in range(6)]
         assert found == [0, "7:1", 2, "7:3", "7:4", 5]
     broker.close()
-    assert not told.asked_for(ACK)
+    assert not scripted.asked_for(ACK)
 
 
 def next_of(take: Callable[[int], list[EntryBlock]]) -> int | str:
@@ -647,14 +623,14 @@ def next_of(take: Callable[[int], list[EntryBlock]]) -> int | str:
     return block.id.entry
 
 
-def test_what_is_late_for_a_subscription_is_for_nobody(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_late_entries_of_an_ended_subscription_are_dropped(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told))
-    (session,) = told.sessions
+    consumer = subscribed(brokers(scripted))
+    (session,) = scripted.sessions
     session.end_consumers()
     session.deliver(8, consumer=0)
-    until(lambda: len(told.asked_for(FLOW)) == 2)
+    wait_until(lambda: len(scripted.asked_for(FLOW)) == 2)
     session.deliver(9, consumer=0)
     session.deliver(1, consumer=1)
     assert next_of(consumer.receive) == 1
@@ -662,29 +638,29 @@ def test_what_is_late_for_a_subscription_is_for_nobody(
 
 
 def test_an_entry_that_was_found_corrupt_before_a_cut_comes_again_in_its_order(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told))
+    consumer = subscribed(brokers(scripted))
     for entry_id, stored in enumerate([entry(0), b"\x0e\x01\0\0\0\0" + entry(1)]):
-        told.sessions[0].deliver(entry_id, stored)
-    until(lambda: len(consumer._entries) == 2)
+        scripted.sessions[0].deliver(entry_id, stored)
+    wait_until(lambda: len(consumer._queue) == 2)
     assert next_of(consumer.receive) == 0
-    told.sessions[0].cut()
-    until(lambda: consumer.losses and consumer.is_connected())
-    told.sessions[1].deliver(0)
+    scripted.sessions[0].cut()
+    wait_until(lambda: consumer.losses and consumer.is_connected())
+    scripted.sessions[1].deliver(0)
     assert next_of(consumer.receive) == 0
 
 
 def test_permits_of_a_corrupt_batch_are_given_back_as_the_broker_counts_them(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told))
+    consumer = subscribed(brokers(scripted))
     metadata = message({1: b"p", 2: 0, 3: 1, 11: 10})
     checksum_wrong = b"\x0e\x01\0\0\0\0" + struct.pack(">I", len(metadata)) + metadata
-    told.sessions[0].deliver(0, checksum_wrong)
+    scripted.sessions[0].deliver(0, checksum_wrong)
     with pytest.raises(CorruptEntryError):
-        until(lambda: consumer.receive(5_000))
-    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [10, 10])
+        wait_until(lambda: consumer.receive(5_000))
+    wait_until(lambda: [fields[2] for fields in scripted.asked_for(FLOW)] == [10, 10])
 
 
 def declaring(count: int) -> bytes:
@@ -697,54 +673,54 @@ def declaring(count: int) -> bytes:
     ("count", "grants"),
     [(2**31 - 1, [2**31 - 1, 4]), (2**31, [2**31 - 1, 5]), (2**32 - 3, []), (-1, [])],
 )
-def test_what_a_batch_declares_is_granted_as_brokers_take_it(
-    count: int, grants: list[int], told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_permits_follow_the_declared_size_of_a_batch_within_31_bits(
+    count: int, grants: list[int], scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
     """Ten messages ahead; a grant of more than 31 bits would end the connection of everybody."""
-    consumer = subscribed(brokers(told))
+    consumer = subscribed(brokers(scripted))
     for number in range(4):
-        told.sessions[0].deliver(number)
+        scripted.sessions[0].deliver(number)
         assert next_of(consumer.receive) == number
-    told.sessions[0].deliver(4, declaring(count))
-    with pytest.raises(CorruptEntryError, match="cannot hold"):
-        until(lambda: consumer.receive(5_000))
-    told.sessions[0].deliver(5)
+    scripted.sessions[0].deliver(4, declaring(count))
+    with pytest.raises(CorruptEntryError, match="declare"):
+        wait_until(lambda: consumer.receive(5_000))
+    scripted.sessions[0].deliver(5)
     assert next_of(consumer.receive) == 5
-    until(lambda: len(told.asked_for(FLOW)) > len(grants))
-    assert [fields[2] for fields in told.asked_for(FLOW)][1:] == grants
+    wait_until(lambda: len(scripted.asked_for(FLOW)) > len(grants))
+    assert [fields[2] for fields in scripted.asked_for(FLOW)][1:] == grants
     assert not consumer.losses
 
 
-def test_who_could_be_flooded_subscribes_anew_and_nobody_else_loses_the_connection(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_a_consumer_with_excess_permits_subscribes_again_and_no_other_is_lost(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    """The broker adds to the permits what a batch declares below zero."""
-    broker = brokers(told)
+    """The broker adds negative declared sizes of a batch to the permits."""
+    broker = brokers(scripted)
     consumer, other = subscribed(broker), subscribed(broker)
-    told.sessions[0].deliver(0, declaring(-(2**30)), consumer=0)
+    scripted.sessions[0].deliver(0, declaring(-(2**30)), consumer=0)
     with pytest.raises(CorruptEntryError):
-        until(lambda: consumer.receive(5_000))
+        wait_until(lambda: consumer.receive(5_000))
     assert consumer.receive(0) == []
-    until(lambda: len(told.asked_for(SUBSCRIBE)) == 3 and consumer.is_connected())
-    assert len(told.asked_for(CLOSE_CONSUMER)) == 1
+    wait_until(lambda: len(scripted.asked_for(SUBSCRIBE)) == 3 and consumer.is_connected())
+    assert len(scripted.asked_for(CLOSE_CONSUMER)) == 1
     assert (consumer.losses, other.losses) == (1, 0)
-    told.sessions[0].deliver(1, consumer=2)
+    scripted.sessions[0].deliver(1, consumer=2)
     assert next_of(consumer.receive) == 1
 
 
-def test_of_a_frame_that_is_too_large_only_the_beginning_is_kept(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+def test_the_beginning_of_an_oversized_frame_is_kept(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a broker says that it takes; its entry is one that cannot be read."""
+    """The entry is unreadable, whatever the limit of the broker."""
 
     def connected(session: Session, _: int, __: Fields) -> None:
-        session.send(CONNECTED, {1: b"t", 2: 21, 3: 2**31 - 1})
+        session.reply(CONNECTED, {1: b"t", 2: 21, 3: 2**31 - 1})
 
-    told.answers[CONNECT] = connected
-    for module in (frames, decoding):
+    scripted.answers[CONNECT] = connected
+    for module in (framing, stored_entry):
         monkeypatch.setattr(module, "KEPT_BYTES_MAX", 200_000)
-    consumer = subscribed(brokers(told))
-    (session,) = told.sessions
+    consumer = subscribed(brokers(scripted))
+    (session,) = scripted.sessions
     sizes = [(0, 1), (1, 3_000_000), (2, 100_000), (3, 200_001), (4, 300_000), (5, 1)]
     for number, size in sizes:
         session.deliver(number, entry(number, bytes(size)))
@@ -758,7 +734,7 @@ def test_of_a_frame_that_is_too_large_only_the_beginning_is_kept(
             refused.append(exc.message)
         return len(found) + len(refused) == len(sizes)
 
-    until(taken)
+    wait_until(taken)
     assert found == [0, 2, 5]
     assert [one.split()[1] for one in refused] == ["7:1", "7:3", "7:4"]
     assert all("bytes, more than 200000" in one for one in refused)
@@ -766,13 +742,13 @@ def test_of_a_frame_that_is_too_large_only_the_beginning_is_kept(
 
 
 @given(st.data())
-def test_of_large_frames_the_beginning_is_left_however_they_are_cut(data: st.DataObject) -> None:
+def test_the_beginning_of_large_frames_is_kept_however_they_are_split(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(4, 60), max_size=6))
     sent = [bytes([number]) * size for number, size in enumerate(sizes)]
     stream = b"".join(struct.pack(">I", len(one)) + one for one in sent)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frames, "KEPT_BYTES_MAX", 20)
-        patch.setattr(frames, "HEAD_BYTES", 8)
+        patch.setattr(framing, "KEPT_BYTES_MAX", 20)
+        patch.setattr(framing, "HEAD_BYTES", 8)
         reader, found, position = FrameReader(100), [], 0
         while position < len(stream):
             size = data.draw(st.integers(1, len(stream) - position))
@@ -783,11 +759,11 @@ def test_of_large_frames_the_beginning_is_left_however_they_are_cut(data: st.Dat
 
 
 def test_a_consumer_that_takes_nothing_does_not_hold_up_another(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    broker = brokers(told)
+    broker = brokers(scripted)
     idle, busy = subscribed(broker), subscribed(broker)
-    (session,) = told.sessions
+    (session,) = scripted.sessions
     for number in range(10):
         session.deliver(number, entry(number, bytes(500_000)), consumer=0)
     session.deliver(99, consumer=1)
@@ -797,12 +773,12 @@ def test_a_consumer_that_takes_nothing_does_not_hold_up_another(
 
 
 def test_many_entries_are_acknowledged_by_one_command_and_closing_comes_after_it(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told))
+    consumer = subscribed(brokers(scripted))
     consumer.acknowledge([EntryId(7, number) for number in range(500)])
     consumer.close()
-    assert [kind for kind, _ in told.asked if kind in (ACK, CLOSE_CONSUMER)] == [
+    assert [kind for kind, _ in scripted.asked if kind in (ACK, CLOSE_CONSUMER)] == [
         ACK, CLOSE_CONSUMER,
     ]  # fmt: skip
     with pytest.raises(BrokerError):
@@ -810,91 +786,96 @@ def test_many_entries_are_acknowledged_by_one_command_and_closing_comes_after_it
 
 
 def test_an_acknowledgement_without_a_receipt_is_sent_again_with_the_next_subscription(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    """Also where the broker ends the subscription and not the connection."""
-    consumer = subscribed(brokers(told))
+    """This also holds if the broker ends the subscription but not the connection."""
+    consumer = subscribed(brokers(scripted))
     for number, lose in enumerate((Session.cut, Session.end_consumers)):
-        told.answers[ACK] = lambda *_: None
+        scripted.answers[ACK] = lambda *_: None
         consumer.acknowledge([EntryId(7, number)])
-        until(lambda: len(told.asked_for(ACK)) == 2 * number + 1)  # noqa: B023 - called at once
-        del told.answers[ACK]
-        lose(told.sessions[-1])
-        until(lambda: len(told.asked_for(ACK)) == 2 * number + 2)  # noqa: B023 - called at once
-        first, second = told.asked_for(ACK)[-2:]
+        wait_until(lambda: len(scripted.asked_for(ACK)) == 2 * number + 1)  # noqa: B023 - called at once
+        del scripted.answers[ACK]
+        lose(scripted.sessions[-1])
+        wait_until(lambda: len(scripted.asked_for(ACK)) == 2 * number + 2)  # noqa: B023 - called at once
+        first, second = scripted.asked_for(ACK)[-2:]
         assert first[3] == second[3]
         assert first[1] != second[1]
         assert consumer.unconfirmed(DEADLINE_S) == 0
-    assert len(told.sessions) == 2
+    assert len(scripted.sessions) == 2
 
 
-def test_what_a_consumer_did_not_get_acknowledged_another_one_acknowledges(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_unconfirmed_acknowledgements_of_a_consumer_go_through_another(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
     """Another one may have received it: then it does not come again with the next consumer."""
 
     def moving(session: Session, _: int, fields: Fields) -> None:
-        session.send(ERROR, {1: fields[5], 2: 6, 3: b"moving"})
+        session.reply(ERROR, {1: fields[5], 2: 6, 3: b"moving"})
 
-    broker = brokers(told)
+    broker = brokers(scripted)
     ended, stays = (
         broker.subscribe(
-            TOPIC, "s", hash_range, start=StartPosition.EARLIEST, consumer_name="c",
-            receiver_queue_size=10,
+            SubscriptionSpec(TOPIC, "s", hash_range, consumer_name="c", receiver_queue_size=10),
+            StartPosition.EARLIEST,
         )
         for hash_range in split_ring(2)
-    )  # fmt: skip
-    first, second = told.sessions[-1].consumers
-    told.answers[ACK] = lambda *_: None
+    )
+    first, second = scripted.sessions[-1].consumers
+    scripted.answers[ACK] = lambda *_: None
     ended.acknowledge([EntryId(7, 0)])
-    until(lambda: told.asked_for(ACK))
-    del told.answers[ACK]
-    told.answers[SUBSCRIBE] = moving
-    told.sessions[-1].send(CLOSE_CONSUMER, {1: first, 2: 0})
-    until(lambda: ended.losses)
+    wait_until(lambda: scripted.asked_for(ACK))
+    del scripted.answers[ACK]
+    scripted.answers[SUBSCRIBE] = moving
+    scripted.sessions[-1].reply(CLOSE_CONSUMER, {1: first, 2: 0})
+    wait_until(lambda: ended.losses)
     ended.close(for_another=True)
-    until(lambda: len(told.asked_for(ACK)) == 2)
-    one, again = told.asked_for(ACK)
+    wait_until(lambda: len(scripted.asked_for(ACK)) == 2)
+    one, again = scripted.asked_for(ACK)
     assert (one[1], again[1]) == (first, second)
     assert one[3] == again[3]
     assert stays.unconfirmed(DEADLINE_S) == 0
 
 
 def test_after_an_absence_nothing_is_acknowledged_that_was_so_before(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cluster that was wiped meanwhile has new entries by these ids."""
-    monkeypatch.setattr(receipts, "SENT_AGAIN_WITHIN_S", 0.1, raising=False)
+    monkeypatch.setattr(ack_grouping, "SENT_AGAIN_WITHIN_S", 0.1, raising=False)
 
     def moving(session: Session, _: int, fields: Fields) -> None:
-        session.send(ERROR, {1: fields[5], 2: 6, 3: b"moving"})
+        session.reply(ERROR, {1: fields[5], 2: 6, 3: b"moving"})
 
-    consumer = subscribed(brokers(told))
-    told.answers[ACK] = lambda *_: None
+    consumer = subscribed(brokers(scripted))
+    scripted.answers[ACK] = lambda *_: None
     consumer.acknowledge([EntryId(7, 0)])
-    until(lambda: told.asked_for(ACK))
-    del told.answers[ACK]
-    told.answers[SUBSCRIBE] = moving
-    told.sessions[0].cut()
-    until(lambda: consumer.losses)
+    wait_until(lambda: scripted.asked_for(ACK))
+    del scripted.answers[ACK]
+    scripted.answers[SUBSCRIBE] = moving
+    scripted.sessions[0].cut()
+    wait_until(lambda: consumer.losses)
     consumer.acknowledge([EntryId(7, 1)])
     time.sleep(0.15)
-    del told.answers[SUBSCRIBE]
-    until(consumer.is_connected)
+    del scripted.answers[SUBSCRIBE]
+    wait_until(consumer.is_connected)
     assert consumer.unconfirmed(DEADLINE_S) == 0
     consumer.acknowledge([EntryId(7, 2)])
     assert consumer.unconfirmed(DEADLINE_S) == 0
-    named = [fields_of(fields[3])[2] for fields in told.asked_for(ACK)]  # type: ignore[arg-type]
+    named = [fields_of(fields[3])[2] for fields in scripted.asked_for(ACK)]  # type: ignore[arg-type]
     assert named == [0, 2]
 
 
 def test_the_end_waits_for_receipts(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consuming, "CONFIRM_S", DEADLINE_S)
     may_answer = threading.Event()
-    told.answers[ACK] = lambda *what: may_answer.wait(DEADLINE_S) and Session.answer(*what)
-    consumer = subscribed(brokers(told))
+
+    def answer(*what: Any) -> None:
+        if may_answer.wait(DEADLINE_S):
+            Session.answer(*what)
+
+    scripted.answers[ACK] = answer
+    consumer = subscribed(brokers(scripted))
     consumer.acknowledge([EntryId(7, 1)])
     closing = threading.Thread(target=consumer.close)
     closing.start()
@@ -902,18 +883,23 @@ def test_the_end_waits_for_receipts(
     assert closing.is_alive()
     may_answer.set()
     closing.join(DEADLINE_S)
-    assert [kind for kind, _ in told.asked if kind in (ACK, CLOSE_CONSUMER)] == [
+    assert [kind for kind, _ in scripted.asked if kind in (ACK, CLOSE_CONSUMER)] == [
         ACK, CLOSE_CONSUMER,
     ]  # fmt: skip
 
 
 def test_without_receipts_no_more_than_a_limit_is_acknowledged(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receipts, "WAITING_MAX", 3)
+    monkeypatch.setattr(ack_grouping, "WAITING_MAX", 3)
     may_answer = threading.Event()
-    told.answers[ACK] = lambda *what: may_answer.wait(DEADLINE_S) and Session.answer(*what)
-    consumer = subscribed(brokers(told))
+
+    def answer(*what: Any) -> None:
+        if may_answer.wait(DEADLINE_S):
+            Session.answer(*what)
+
+    scripted.answers[ACK] = answer
+    consumer = subscribed(brokers(scripted))
     consumer.acknowledge([EntryId(7, number) for number in range(4)])
     with pytest.raises(BrokerUnavailableError, match="not confirmed 4"):
         consumer.acknowledge([EntryId(7, 5)])
@@ -922,69 +908,69 @@ def test_without_receipts_no_more_than_a_limit_is_acknowledged(
     consumer.acknowledge([EntryId(7, 5)])
 
 
-def test_the_end_says_what_has_no_receipt(
-    told: ToldBroker,
+def test_the_end_names_acknowledgements_without_a_receipt(
+    scripted: ScriptedBroker,
     brokers: Callable[..., WireBroker],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(brokering, "CONFIRM_S", 0.2)
-    broker = brokers(told)
+    broker = brokers(scripted)
     one, other = subscribed(broker), subscribed(broker)
     one.acknowledge([EntryId(7, 1)])
     assert one.unconfirmed(DEADLINE_S) == 0
-    told.answers[ACK] = lambda *_: None
+    scripted.answers[ACK] = lambda *_: None
     one.acknowledge([EntryId(7, 2), EntryId(7, 3)])
     other.acknowledge([EntryId(7, 4)])
     began = time.monotonic()
     broker.close()
     assert time.monotonic() - began < 5
-    assert "not confirmed that 3 entries" in caplog.text
-    assert len(told.asked_for(CLOSE_CONSUMER)) == 2, "in good order all the same"
+    assert "not confirm the acknowledgement of 3 entries" in caplog.text
+    assert len(scripted.asked_for(CLOSE_CONSUMER)) == 2, "in good order all the same"
 
 
 def test_a_refused_acknowledgement_is_sent_again(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
     refused = threading.Event()
 
     def refuse(session: Session, _: int, fields: Fields) -> None:
-        del told.answers[ACK]
-        session.send(ACK_RESPONSE, {1: fields[1], 4: 2, 5: b"no bookie", 6: fields[8]})
+        del scripted.answers[ACK]
+        session.reply(ACK_RESPONSE, {1: fields[1], 4: 2, 5: b"no bookie", 6: fields[8]})
         refused.set()
 
-    told.answers[ACK] = refuse
-    consumer = subscribed(brokers(told))
+    scripted.answers[ACK] = refuse
+    consumer = subscribed(brokers(scripted))
     consumer.acknowledge([EntryId(7, 1)])
     assert refused.wait(DEADLINE_S)
-    until(lambda: len(told.asked_for(ACK)) == 2)
+    wait_until(lambda: len(scripted.asked_for(ACK)) == 2)
     assert consumer.unconfirmed(DEADLINE_S) == 0
 
 
 def test_a_connection_that_is_replaced_ends_with_its_last_consumer(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each renewal of credentials leaves a connection and a thread behind."""
     monkeypatch.setattr(clusters, "RETIRE_AGE_S", 0.0)
-    broker = brokers(told)
+    broker = brokers(scripted)
     before: list[WireConnection] = []
     for renewals in range(4):
         first, second = subscribed(broker), subscribed(broker)
         at, _ = first.standing()
         assert at is not None
-        assert len(told.sessions) == renewals + 1
+        assert len(scripted.sessions) == renewals + 1
         first._shared.cluster.retire(at)
         first.close()
         assert second.is_connected(), "one that is in use stays"
         if renewals % 2:
             second.close()
         else:
-            told.sessions[-1].end_consumers()
-            until(lambda: len(told.sessions) == renewals + 2)  # noqa: B023 - called at once
-            until(second.is_connected)
+            scripted.sessions[-1].end_consumers()
+            wait_until(lambda: len(scripted.sessions) == renewals + 2)  # noqa: B023 - called at once
+            wait_until(second.is_connected)
             second.close()
         before.append(at)
-        until(lambda: not before[-1].stands)
+        wait_until(lambda: not before[-1].is_open)
     for one in before:
         one.join(DEADLINE_S)
         assert not one._thread.is_alive()
@@ -992,7 +978,7 @@ def test_a_connection_that_is_replaced_ends_with_its_last_consumer(
 
 @pytest.mark.parametrize("what", ["thread", "pipe"])
 def test_a_connection_that_cannot_begin_leaves_nothing_open(
-    told: ToldBroker, monkeypatch: pytest.MonkeyPatch, what: str
+    scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     ends: list[int] = []
     sockets: list[socket.socket] = []
@@ -1006,15 +992,15 @@ def test_a_connection_that_cannot_begin_leaves_nothing_open(
         ends.extend(made())
         return ends[0], ends[1]
 
-    def dialled(*how: Any, made: Callable[..., socket.socket] = connecting.dialled) -> Any:
+    def opened(*how: Any, made: Callable[..., socket.socket] = open_socket) -> Any:
         sockets.append(made(*how))
         return sockets[0]
 
     monkeypatch.setattr(connecting, "begin", no_thread)
-    monkeypatch.setattr(connecting, "dialled", dialled)
+    monkeypatch.setattr(connecting, "open_socket", opened)
     monkeypatch.setattr(os, "pipe", pipe)
-    connection = Connection(told.url)
-    address = Address("127.0.0.1", told.port)
+    connection = Connection(scripted.url)
+    address = Address("127.0.0.1", scripted.port)
     with pytest.raises(KeyShardError, match=r"no thread|Too many open files") as raised:
         WireConnection(address, connection, Credentials(connection), 5.0)
     assert isinstance(raised.value, ThreadStartError if ends else BrokerUnavailableError)
@@ -1024,141 +1010,143 @@ def test_a_connection_that_cannot_begin_leaves_nothing_open(
             assert not stat.S_ISFIFO(os.fstat(end).st_mode)
 
 
-def test_who_takes_nothing_of_what_is_sent_is_given_up(
-    told: ToldBroker, monkeypatch: pytest.MonkeyPatch
+def test_a_broker_that_reads_nothing_is_given_up(
+    scripted: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connecting, "UNSENT_BYTES_MAX", 100_000)
     held = threading.Event()
-    told.answers[ACK] = lambda *_: held.wait(DEADLINE_S)
-    connection = Connection(told.url)
+    scripted.answers[ACK] = lambda *_: held.wait(DEADLINE_S)
+    connection = Connection(scripted.url)
     open_one = WireConnection(
-        Address("127.0.0.1", told.port), connection, Credentials(connection), 5.0
+        Address("127.0.0.1", scripted.port), connection, Credentials(connection), 5.0
     )
-    ids = [connecting.api.MessageId(ledger=2**40, entry=2**40)] * 5_000
-    many = connecting.api.Ack(consumer_id=1, ack_type=0, message_id=ids)
+    ids = [api.MessageId(ledger=2**40, entry=2**40)] * 5_000
+    many = api.Ack(consumer_id=1, ack_type=0, message_id=ids)
 
     def send_on() -> None:
         for _ in range(1_000):
             open_one.send("ack", many)
 
-    with pytest.raises(BrokerUnavailableError, match="takes nothing"):
+    with pytest.raises(BrokerUnavailableError, match="reads nothing"):
         send_on()
     held.set()
 
 
-def test_what_the_socket_does_not_take_at_once_is_sent_when_it_does(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+def test_unsent_bytes_are_sent_when_the_socket_takes_them(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not with the next keep-alive: nothing comes that would wake who sends it."""
-    monkeypatch.setattr(receipts, "WAITING_MAX", 10**6)
+    """The bytes do not wait for the next keep-alive."""
+    monkeypatch.setattr(ack_grouping, "WAITING_MAX", 10**6)
     monkeypatch.setattr(brokering, "CONFIRM_S", 0.1)
-    consumer = subscribed(brokers(told), queue=2)
+    consumer = subscribed(brokers(scripted), queue=2)
     held = threading.Event()
-    told.answers[ACK] = lambda *_: held.wait(DEADLINE_S)
+    scripted.answers[ACK] = lambda *_: held.wait(DEADLINE_S)
     for number in range(2):
-        told.sessions[0].deliver(number)
-    until(lambda: len(consumer._entries) == 2)
+        scripted.sessions[0].deliver(number)
+    wait_until(lambda: len(consumer._queue) == 2)
     ids = [EntryId(2**40, 2**40 + number) for number in range(5_000)]
     for _ in range(100):
         consumer.acknowledge(ids)
     assert len(consumer.receive(0)) == 2
     held.set()
-    until(lambda: len(told.asked_for(FLOW)) == 2)
-    assert len(told.asked_for(ACK)) == 100
+    wait_until(lambda: len(scripted.asked_for(FLOW)) == 2)
+    assert len(scripted.asked_for(ACK)) == 100
     assert consumer.losses == 0
 
 
 def test_closing_while_the_broker_is_away_takes_no_time(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    broker = brokers(told)
+    broker = brokers(scripted)
     consumers = [subscribed(broker) for _ in range(5)]
-    told.close()
-    until(lambda: not any(consumer.is_connected() for consumer in consumers))
+    scripted.close()
+    wait_until(lambda: not any(consumer.is_connected() for consumer in consumers))
     began = time.monotonic()
     broker.close()
     assert time.monotonic() - began < 5
 
 
-def test_closing_ends_every_thread(told: ToldBroker, brokers: Callable[..., WireBroker]) -> None:
+def test_closing_ends_every_thread(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
+) -> None:
     before = set(threading.enumerate())
     for _ in range(20):
-        broker = brokers(told)
+        broker = brokers(scripted)
         consumer = subscribed(broker)
-        told.sessions[-1].cut()
-        until(lambda: consumer.losses)  # noqa: B023 - called at once
-        until(consumer.is_connected)
+        scripted.sessions[-1].cut()
+        wait_until(lambda: consumer.losses)  # noqa: B023 - called at once
+        wait_until(consumer.is_connected)
         broker.close()
         alive = [one for one in threading.enumerate() if one.name.startswith("keyshard-wire")]
         assert not set(alive) - before
 
 
-def test_what_is_sent_ahead_begins_with_one_message_and_grows_as_they_are_measured(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+def test_permits_begin_with_one_message_and_grow_with_measured_sizes(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told), queue=10, queue_bytes=1 << 20)
+    consumer = subscribed(brokers(scripted), queue=10, queue_bytes=1 << 20)
     for sent, permits in enumerate(([1], [1, 2], [1, 2, 3], [1, 2, 3, 5])):
-        until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == permits)  # noqa: B023
-        told.sessions[-1].deliver(sent)
+        wait_until(lambda: [fields[2] for fields in scripted.asked_for(FLOW)] == permits)  # noqa: B023
+        scripted.sessions[-1].deliver(sent)
         assert consumer.receive(5_000)
-    told.sessions[-1].cut()
-    until(lambda: told.asked_for(FLOW)[-1][2] == 10)
+    scripted.sessions[-1].cut()
+    wait_until(lambda: scripted.asked_for(FLOW)[-1][2] == 10)
 
 
 def test_large_messages_are_sent_ahead_one_by_one(
-    told: ToldBroker, brokers: Callable[..., WireBroker]
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    consumer = subscribed(brokers(told), queue=1_000, queue_bytes=100_000)
+    consumer = subscribed(brokers(scripted), queue=1_000, queue_bytes=100_000)
     for number in range(5):
-        told.sessions[-1].deliver(number, entry(number, bytes(90_000)))
+        scripted.sessions[-1].deliver(number, entry(number, bytes(90_000)))
         assert consumer.receive(5_000)
-    until(lambda: [fields[2] for fields in told.asked_for(FLOW)] == [1] * 6)
+    wait_until(lambda: [fields[2] for fields in scripted.asked_for(FLOW)] == [1] * 6)
 
 
-def test_what_a_queue_has_no_memory_for_is_forgotten_and_asked_for_again(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+def test_entries_beyond_the_memory_of_a_queue_are_dropped_and_requested_again(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1. Small messages let a queue of 100 KB grow. 2. All of a sudden each message has 90 KB."""
-    monkeypatch.setattr(subscribing, "EXCESS_BYTES_MAX", 200_000)
-    consumer = subscribed(brokers(told), queue=1_000, queue_bytes=100_000)
+    monkeypatch.setattr(receiver_queue, "EXCESS_BYTES_MAX", 200_000)
+    consumer = subscribed(brokers(scripted), queue=1_000, queue_bytes=100_000)
     sent = 0
     for _ in range(8):
-        told.sessions[-1].deliver(sent)
+        scripted.sessions[-1].deliver(sent)
         sent += 1
         assert consumer.receive(5_000)
     for number in range(sent, sent + 100):
-        told.sessions[-1].deliver(number, entry(number, bytes(90_000)))
-    until(lambda: consumer._overflown)
-    assert consumer._held_bytes < 500_000
+        scripted.sessions[-1].deliver(number, entry(number, bytes(90_000)))
+    wait_until(lambda: consumer._queue.overflown)
+    assert consumer._queue.held_bytes < 500_000
     assert not consumer.has_given_all()
     came = []
     while not consumer.losses:
         came += [block.id.entry for block in consumer.receive(100)]
     assert came == list(range(sent, sent + len(came)))
-    until(consumer.is_connected)
-    assert told.asked_for(CLOSE_CONSUMER)
+    wait_until(consumer.is_connected)
+    assert scripted.asked_for(CLOSE_CONSUMER)
     # As many as fit of such messages.
-    until(lambda: told.asked_for(FLOW)[-1][2] == 1)
+    wait_until(lambda: scripted.asked_for(FLOW)[-1][2] == 1)
     assert consumer._shared.excess.bytes == 0
 
 
 def test_an_unexpected_error_of_a_reading_thread_ends_the_source_by_name(
-    told: ToldBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though the connection is opened by a thread that belongs to nobody."""
+    """Although the connection is opened by a thread without an owner."""
     errors: list[KeyShardError] = []
     with owned_by(errors.append):
-        broker = brokers(told)
+        broker = brokers(scripted)
     broker.subscribe(
-        TOPIC, "s", split_ring(1)[0], start=StartPosition.EARLIEST, consumer_name="c",
-        receiver_queue_size=10,
-    )  # fmt: skip
+        SubscriptionSpec(TOPIC, "s", split_ring(1)[0], consumer_name="c", receiver_queue_size=10),
+        StartPosition.EARLIEST,
+    )
 
     def broken(*_: object) -> None:
         raise KeyError("a bug")
 
     monkeypatch.setattr(WireConnection, "_take_all", broken)
-    told.sessions[-1].send(PING, {})
-    until(lambda: errors)
+    scripted.sessions[-1].reply(PING, {})
+    wait_until(lambda: errors)
     assert isinstance(errors[0], UnexpectedError)
     assert "Thread keyshard-wire-127.0.0.1" in errors[0].message

@@ -17,16 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyshard.arrow.content import CONTENT
-from keyshard.arrow.messages import messages_of
-from keyshard.arrow.metadata import TIME_MS_MAX
-from keyshard.broker.wire import bulk, unpacking
+from keyshard.broker.wire import bulk_encoding
+from keyshard.broker.wire import compiled as bulk
+from keyshard.broker.wire import compression as unpacking
 from keyshard.broker.wire.decoding import decode
+from keyshard.columns.content import CONTENT, TIME_MS_MAX
+from keyshard.columns.messages import messages_of
 from keyshard.core.message import Message
 from keyshard.core.protobuf import Value, message
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ChunkedMessageError, CorruptEntryError, EncryptedMessageError
-from stored_entries import (
+from tests.helpers import present
+from tests.stored_entries import (
     BASE,
     DAMAGE,
     EVERYTHING,
@@ -58,11 +60,11 @@ from stored_entries import (
 
 @pytest.fixture(scope="module", params=["compiled", "reference"], autouse=True)
 def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Who decodes."""
+    """The decoder."""
     if request.param == "reference":
         with reference_only():
             yield
-    elif bulk.is_there():
+    elif bulk.is_available():
         yield
     else:
         pytest.skip("the install built no decoder")
@@ -79,8 +81,9 @@ def compiles(folder: Path) -> bool:
     return subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 0
 
 
-def test_the_compiled_decoder_is_there_where_it_can_be_built(tmp_path: Path) -> None:
-    assert bulk.is_there() == compiles(tmp_path)
+def test_compiled_code_is_there_where_it_can_be_built(tmp_path: Path) -> None:
+    available = (bulk.is_available(), bulk_encoding.is_available())
+    assert available == (compiles(tmp_path),) * 2
 
 
 def check(found: list[Message], sent: list[dict[str, Any]]) -> None:
@@ -108,22 +111,22 @@ def check(found: list[Message], sent: list[dict[str, Any]]) -> None:
     st.sampled_from([b"", b"broker"]),
 )
 @settings(deadline=None, max_examples=40)
-def test_a_batch_is_what_its_producer_wrote(
+def test_a_batch_has_the_messages_of_its_producer(
     messages: list[dict[str, Any]], compression: int, checked: bool, broker: bytes
 ) -> None:
     found = decoded(batch(messages, compression, checked=checked, broker=broker))
     assert found.refused is None
     assert found.messages == len(messages)
     (block,) = found.blocks
-    assert (block.id, block.batch_size, block.batched, block.whole) == (
-        ID, len(messages), True, True,
+    assert (block.id, block.batch_size, block.batched, block.whole, block.complete) == (
+        ID, len(messages), True, True, True,
     )  # fmt: skip
     assert block.payload_bytes == sum(len(one["value"] or b"") for one in messages)
     check(messages_of(WHERE, block), messages)
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "output"),
     [
         (None, None),
         (bytes(8), 0),
@@ -134,11 +137,11 @@ def test_a_batch_is_what_its_producer_wrote(
         (b"", None),
     ],
 )
-def test_the_version_of_the_schema_is_told_where_it_is_one(
-    written: bytes | None, told: int | None
+def test_the_version_of_the_schema_is_reported_where_it_is_one(
+    written: bytes | None, output: int | None
 ) -> None:
     found = decoded(batch([plain()] * 2, NONE, written), single(plain(), NONE, written))
-    assert [block.schema_version for block in found.blocks] == [told, told]
+    assert [block.schema_version for block in found.blocks] == [output, output]
 
 
 @given(
@@ -147,7 +150,7 @@ def test_the_version_of_the_schema_is_told_where_it_is_one(
     st.none() | st.integers(0, 2**63),
 )
 @settings(deadline=None, max_examples=40)
-def test_what_is_asked_for_beside_the_content_is_what_was_written(
+def test_metadata_columns_hold_the_written_values(
     messages: list[dict[str, Any]], compression: int, time_ms: int | None
 ) -> None:
     broker = b"" if time_ms is None else message({1: time_ms, 2: 9})
@@ -180,7 +183,7 @@ def _signed(number: int | None) -> int | None:
     return number if number is None or number < 2**63 else number - 2**64
 
 
-def test_what_nobody_asks_for_is_not_made() -> None:
+def test_columns_without_a_reader_are_not_built() -> None:
     whole = batch([plain()] * 2, broker=message({1: 1_700_000_000_000}))
     (block,) = decoded(whole).blocks
     assert block.content.schema == CONTENT
@@ -201,9 +204,14 @@ def test_what_nobody_asks_for_is_not_made() -> None:
         ({}, b"\xff\xff", "__brokerPublishTime", None),
         ({}, message({1: b"text"}), "__brokerPublishTime", None),
         ({}, message({2: 5}), "__brokerPublishTime", None),
+        ({5: b"eu-west"}, b"", "__replicatedFrom", "eu-west"),
+        ({5: b""}, b"", "__replicatedFrom", ""),
+        ({5: b"\xff"}, b"", "__replicatedFrom", "\ufffd"),
+        ({5: 7}, b"", "__replicatedFrom", None),
+        ({}, b"", "__replicatedFrom", None),
     ],
 )
-def test_what_is_odd_beside_the_content_is_the_nearest_or_null(
+def test_invalid_metadata_becomes_the_nearest_value_or_null(
     fields: dict[int, Value], broker: bytes, name: str, shown: object
 ) -> None:
     whole = stored(message(BASE | fields), b"value", broker=broker)
@@ -213,7 +221,22 @@ def test_what_is_odd_beside_the_content_is_the_nearest_or_null(
     assert look_at(whole)
 
 
-def test_of_what_is_refused_nothing_stays_beside_the_content() -> None:
+def test_messages_of_a_replicated_batch_name_its_cluster_and_count_it_in_their_memory() -> None:
+    sent = [plain()] * 3
+    fields = BASE | {5: b"us-east", 11: len(sent)}
+    replicated = stored(message(fields), batch_payload(sent))
+    limit = memory_of(sent) + len(sent) * len(b"us-east")
+    with memory_max(limit):
+        found = decoded(replicated, batch(sent), columns=EVERYTHING)
+        (theirs, ours) = found.blocks
+        assert theirs.column("__replicatedFrom") == ["us-east"] * 3
+        assert ours.column("__replicatedFrom") == [None] * 3
+    with memory_max(limit - 1):
+        assert isinstance(decoded(replicated).refused, CorruptEntryError)
+    assert look_at(replicated)
+
+
+def test_refused_entries_leave_nothing_beside_the_content() -> None:
     bad = stored(message(BASE | {11: 3}), batch_payload([plain()] * 2))
     found = decoded(single(plain()), bad, columns=EVERYTHING)
     assert found.refused is not None
@@ -237,7 +260,9 @@ def test_several_entries_are_decoded_together(
 
 @given(st.integers(1, 140), st.data())
 @settings(deadline=None, max_examples=40)
-def test_of_a_partly_acknowledged_batch_the_rest_comes(count: int, data: st.DataObject) -> None:
+def test_a_partly_acknowledged_batch_is_decoded_without_acknowledged_messages(
+    count: int, data: st.DataObject
+) -> None:
     kept = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
     words = [0] * (count // 64 + 1)
     for index in kept:
@@ -249,6 +274,7 @@ def test_of_a_partly_acknowledged_batch_the_rest_comes(count: int, data: st.Data
     assert list(block.indices) == sorted(kept)
     assert block.values == [b"%d" % index for index in sorted(kept)]
     assert (block.batch_size, block.redelivered, found.messages) == (count, True, len(kept))
+    assert (block.complete, block.ends) == (True, True)
 
 
 def test_a_batch_of_which_nothing_is_left_is_no_block() -> None:
@@ -264,14 +290,14 @@ def corrupt(data: bytes) -> str:
     return found.refused.message
 
 
-def test_what_is_wrong_with_an_entry_is_named_and_what_came_before_is_handed_out() -> None:
+def test_an_error_of_an_entry_comes_after_the_entries_before_it() -> None:
     good = batch([plain(), plain()])
     assert "checksum" in corrupt(good[:-1] + b"?")
     two = batch_payload([plain(), plain()])
-    assert "bytes more" in corrupt(stored(message(BASE | {11: 1}), two))
+    assert "bytes after its" in corrupt(stored(message(BASE | {11: 1}), two))
     assert "too early" in corrupt(stored(message(BASE | {11: 3}), two))
-    assert "cannot hold" in corrupt(stored(message(BASE | {11: 2**31 - 1}), two))
-    assert "cannot hold" in corrupt(stored(message(BASE | {11: 2**64 - 1}), two))
+    assert "declare" in corrupt(stored(message(BASE | {11: 2**31 - 1}), two))
+    assert "declare" in corrupt(stored(message(BASE | {11: 2**64 - 1}), two))
     assert "compression" in corrupt(stored(message(BASE | {8: 9, 9: 1}), b"x"))
     assert "too early" in corrupt(stored(b"\x0a", b""))
     assert "too early" in corrupt(b"")
@@ -289,11 +315,11 @@ def test_content_of_another_size_than_declared_is_no_content(
 
 
 @pytest.mark.parametrize("compression", [LZ4, SNAPPY])
-def test_what_a_batch_declares_and_does_not_hold_is_not_taken_from_memory(compression: int) -> None:
+def test_a_batch_without_its_declared_messages_reads_no_foreign_memory(compression: int) -> None:
     whole, half = batch_payload([plain(b"a" * 40), plain()]), batch_payload([plain(b"a" * 40)])
     metadata = message(BASE | {8: compression, 9: len(whole), 11: 2})
     said = corrupt(stored(metadata, packed(half, compression)))
-    assert f"not the {len(whole)} bytes" in said or "cannot be unpacked" in said
+    assert f"not the declared {len(whole)} bytes" in said or "cannot be decompressed" in said
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +327,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch
     bomb = stored(message(BASE | {8: ZLIB, 9: 1_001}), zlib.compress(bytes(1_001)))
     assert "more than 1000" in corrupt(bomb)
     small = stored(message(BASE | {8: ZLIB, 9: 1_000}), zlib.compress(bytes(100_000)))
-    assert "unpacked" in corrupt(small)
+    assert "decompressed" in corrupt(small)
 
 
 @pytest.mark.parametrize("compression", [NONE, ZSTD])
@@ -312,7 +338,7 @@ def test_entries_that_hold_much_are_decoded_one_after_the_other(compression: int
         found = decode(entries, WHERE, at_once_bytes=3_000)
         assert found.refused is None
         assert found.messages == len(found.blocks) == found.seen
-        portions.append([block.values[0][:1] for block in found.blocks])
+        portions.append([present(block.values[0])[:1] for block in found.blocks])
         entries = entries[found.seen :]
     assert portions == [[b"\0", b"\1", b"\2"], [b"\3", b"\4", b"\5"], [b"\6"]]
 
@@ -324,11 +350,11 @@ def test_entries_that_hold_much_are_decoded_one_after_the_other(compression: int
     st.integers(-2, 2),
 )
 @settings(deadline=None, max_examples=60)
-def test_both_decoders_refuse_what_takes_more_memory_than_an_entry_may(
+def test_both_decoders_refuse_entries_that_take_too_much_memory(
     messages: list[dict[str, Any]], compression: int, batched: bool, more: int
 ) -> None:
     messages = messages if batched else messages[:1]
-    data = (batch if batched else single)(*([messages] if batched else messages), compression)
+    data = batch(messages, compression) if batched else single(messages[0], compression)
     takes = memory_of(messages)
     with memory_max(takes - more):
         found = decoded(data)
@@ -340,7 +366,7 @@ def test_both_decoders_refuse_what_takes_more_memory_than_an_entry_may(
 
 
 @pytest.mark.parametrize("columns", [None, ["__key"], EVERYTHING])
-def test_who_wants_fewer_columns_is_refused_the_same(columns: list[str] | None) -> None:
+def test_a_read_of_fewer_columns_is_refused_the_same(columns: list[str] | None) -> None:
     sent = [plain(b"v" * 100)] * 3
     with memory_max(memory_of(sent) - 1):
         assert isinstance(decode([raw(batch(sent))], WHERE, columns).refused, CorruptEntryError)
@@ -353,8 +379,8 @@ def test_an_entry_of_more_messages_than_an_entry_may_have_is_named(count: int) -
     payload = (struct.pack(">I", 2) + message({3: 0})) * count
     metadata = message(BASE | {8: ZSTD, 9: len(payload), 11: count})
     said = corrupt(stored(metadata, packed(payload, ZSTD)))
-    assert f"cannot hold {count} messages" in said
-    assert "at most 1000000" in said
+    assert f"it declares {count} messages" in said
+    assert "more than 1000000" in said
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -384,7 +410,7 @@ def test_damaged_entries_are_an_error_that_names_them_or_messages(
     messages: list[dict[str, Any]], compression: int, damage: list[Any], batched: bool,
     broker: bytes,
 ) -> None:  # fmt: skip
-    """With a checksum that fits, so that the damage comes as far as it can."""
+    """Return an entry with a valid checksum, so that its damage reaches the decoder."""
     whole = batch(messages, compression) if batched else single(messages[0], compression)
     found = damaged(whole, damage)
     look_at(with_broker(broker, found) if broker else found)

@@ -1,4 +1,4 @@
-"""Permits: what may be sent ahead, whatever is taken and however often nothing is."""
+"""Permits: messages that may be sent ahead, in any order of calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = st.one_of(st.just("nudge"), st.integers(1, 300))
 
 
 @given(st.integers(1, 100), st.lists(STEPS, max_size=200))
-def test_the_queue_is_exceeded_by_what_is_lent_at_most_and_never_half_empty(
+def test_the_queue_is_exceeded_at_most_by_lent_permits_and_never_half_empty(
     ahead: int, steps: list[int | str]
 ) -> None:
     permits = Permits(ahead)
@@ -31,10 +31,10 @@ def test_the_queue_is_exceeded_by_what_is_lent_at_most_and_never_half_empty(
 
 
 @given(st.integers(1, 1_000), st.lists(st.one_of(st.integers(1, 300), INT32), max_size=20))
-def test_a_broker_that_counts_what_a_batch_declares_is_left_with_what_it_should_have(
+def test_a_broker_that_counts_declared_messages_has_the_right_permits(
     ahead: int, declared: list[int]
 ) -> None:
-    """It counts in 32 bits; it keeps what it has too much, and that is known."""
+    """A broker counts in 32 bits and keeps excess permits; the consumer knows them."""
     permits = Permits(ahead)
     at_broker = permits.begin()
     for count in declared:
@@ -47,13 +47,13 @@ def int32(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def test_what_was_lent_is_subtracted_from_what_is_used() -> None:
+def test_lent_permits_are_subtracted_from_used_ones() -> None:
     permits = Permits(10)
     assert [permits.nudge() for _ in range(LENT_MAX + 1)] == [1] * LENT_MAX + [0]
     assert [permits.use(LENT_MAX), permits.use(4), permits.use(1)] == [0, 0, 5]
 
 
-def test_what_is_held_back_is_granted_before_anything_is_lent() -> None:
+def test_withheld_permits_are_granted_before_any_are_lent() -> None:
     permits = Permits(10)
     assert permits.use(4) == 0
     assert [permits.nudge(), permits.nudge()] == [4, 1]
@@ -67,7 +67,7 @@ def test_a_new_subscription_owes_nothing() -> None:
 
 
 def test_nothing_is_granted_while_a_broker_has_more_than_a_queue_that_became_smaller() -> None:
-    """Messages turned out to be large while the grant for those taken before was still owed."""
+    """Messages became large while the grant for earlier ones was outstanding."""
     permits = Permits(1_000)
     assert [permits.begin(), permits.use(400)] == [1_000, 0]
     permits.resize(10)

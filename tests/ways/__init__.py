@@ -1,1 +1,1 @@
-"""What was published comes out of every way in, or its absence is named by a code and a count."""
+"""Every way to read a topic gives its messages, or names their absence by a code and a count."""

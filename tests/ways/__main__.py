@@ -1,4 +1,4 @@
-"""``python -m tests.ways``: random topics, read in every way, compared with what was published."""
+"""``python -m tests.ways``: random topics, read in every way, compared with their messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def session() -> SparkSession:
 def hold(
     broker: Broker, reader: Reader, seed: int, ways: Counter[str]
 ) -> list[tuple[Published, Reading, str]]:
-    """Publish a topic and read it; what is wrong."""
+    """Publish a topic and read it; returns the errors."""
     drawn = random.Random(seed)
     made = published(drawn, broker, f"ways-{seed}")
     found = []
@@ -71,8 +71,8 @@ def main() -> int:
         reader = Reader(broker, spark, Path(folder))
         for seed in range(first, first + given.draws):
             problems = hold(broker, reader, seed, ways)
-            for made, how, told in problems:
-                print(f"BAD seed {seed}: {how}\n    {made.told()}\n    {told}", flush=True)
+            for made, how, output in problems:
+                print(f"BAD seed {seed}: {how}\n    {made.text()}\n    {output}", flush=True)
             bad += [seed] if problems else []
             if not (seed + 1 - first) % 20:
                 print(f"{seed + 1 - first} draws, {time.monotonic() - began:.0f} s", flush=True)

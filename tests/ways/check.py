@@ -28,8 +28,8 @@ def verdict(made: Published, how: Reading, out: Outcome) -> list[str]:
     problems += _absent(made, how, out, gone)
     for row in out.rows:
         one = sent.get(int(row["n"]))
-        if one is not None and (told := _row(made, how, out, one, row)):
-            problems.append(f"{one.number}: {told}")
+        if one is not None and (output := _row(made, how, out, one, row)):
+            problems.append(f"{one.number}: {output}")
     return problems
 
 
@@ -74,9 +74,9 @@ def _absent(made: Published, how: Reading, out: Outcome, gone: set[int]) -> list
     if how.mode == "DROPMALFORMED":
         dropped = left & hazards(made)
         left -= dropped
-        told = out.counts.get("malformedDropped")
-        if how.way in ("spark stream", "table stream") and dropped and told != len(dropped):
-            problems.append(f"{len(dropped)} malformed rows left out, {told} counted")
+        output = out.counts.get("malformedDropped")
+        if how.way in ("spark stream", "table stream") and dropped and output != len(dropped):
+            problems.append(f"{len(dropped)} malformed rows left out, {output} counted")
     if left:
         problems.append(f"{sorted(left)} are left out without a word")
     if how.mode == "FAILFAST" and how.columns != METADATA:

@@ -44,10 +44,10 @@ class Published:
 
     @property
     def kind(self) -> str:
-        """Of its values."""
+        """The schema type of its values."""
         return self.topic.kind
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Facts that a report shows."""
         bad = sorted(one.number for one in self.sent if one.may_be_malformed)
         return (

@@ -1,4 +1,4 @@
-"""The ways in: what each hands out of a topic, what it counts, and how it ends."""
+"""The ways to read a topic: their rows, counts and ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 
 import keyshard
 import ray_adapter
@@ -26,7 +26,7 @@ from tests.streams.cluster import Broker
 from tests.streams.values import INLINE, NONE, SEPARATED, TEXT
 from tests.ways.draw import ALL, METADATA, Published, Reading
 
-DEADLINE_S = 60.0
+DEADLINE_S = 60
 QUIET_S = 2.0
 """A live way in ends when it has handed out nothing new for so long after the last expected row."""
 _CODE = "[KEYSHARD_"
@@ -38,13 +38,13 @@ class Outcome:
     """Outcome of one way in."""
 
     rows: list[Mapping[str, Any]] = field(default_factory=list)
-    """With ``n``, the number of the message, where the columns tell it."""
+    """The rows, with the message number ``n`` if a column has it."""
     code: str = ""
-    """Of the error that ended it."""
+    """Code of the error that ended it."""
     error: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     malformed: set[int] = field(default_factory=set)
-    """Messages whose data was refused one by one."""
+    """Messages with refused data."""
 
 
 class Reader:
@@ -222,15 +222,15 @@ class Reader:
         def handle(message: keyshard.Message) -> None:
             number = int(message.properties["n"])
             try:
-                told = message.data
+                output = message.data
             except KeyShardError as exc:
                 if exc.code != "KEYSHARD_MALFORMED_MESSAGE":
                     raise
                 with lock:
                     out.malformed.add(number)
-                told = None
+                output = None
             with lock:
-                out.rows.append(_of_handler(made, number, message.value, told))
+                out.rows.append(_of_handler(made, number, message.value, output))
                 over = len(out.rows) >= expected
             if over:
                 _counted(source, out)
@@ -266,8 +266,8 @@ def _counts(query: StreamingQuery) -> dict[str, int]:
     """Rows that the newest progress counts as left out."""
     counts: dict[str, int] = {}
     for progress in query.recentProgress:
-        told = json.loads(progress.sources[0].latestOffset or "{}")
-        counts |= {name: told[name] for name in _COUNTS if name in told}
+        output = json.loads(progress.sources[0].latestOffset or "{}")
+        counts |= {name: output[name] for name in _COUNTS if name in output}
     return counts
 
 
@@ -329,8 +329,8 @@ def _number(properties: Any) -> int:
 
 
 def _counted(source: KeyShardSource, out: Outcome) -> None:
-    window = source.status()["window"] or {}
-    out.counts["encryptedSkipped"] = int(window.get("encryptedSkipped", 0))
+    window = source.status()["window"]
+    out.counts["encryptedSkipped"] = 0 if window is None else window["encryptedSkipped"]
 
 
 def _stopped(source: KeyShardSource) -> None:

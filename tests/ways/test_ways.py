@@ -18,7 +18,7 @@ SEED = 100
 @pytest.mark.spark
 @pytest.mark.ray
 @pytest.mark.timeout(LIMIT_S + 10)
-def test_what_goes_in_comes_out_or_is_named() -> None:
+def test_each_value_round_trips_or_is_named() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "tests.ways", "--draws", "6", "--seed", str(SEED)],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The wire transport against brokers that speak frames and break between any two bytes.
+"""The wire transport against brokers that break between any two bytes.
 
-Real threads and sockets; what goes wrong, and where, is drawn from the seed.
+Real threads and sockets; faults and their positions are drawn from the seed.
 """

@@ -1,4 +1,4 @@
-"""What the brokers of a run have in common: entries, subscriptions, and what must never happen."""
+"""The state that the brokers of a run share: entries, subscriptions, and invariants."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from keyshard.core.ring.key_slot import key_slot
 LEDGER = 7
 READER_QUEUE = 1_000
 LATE = 1_000_000
-"""Number of an entry that is sent to nobody but consumers that are gone."""
+"""Number of an entry that is sent to closed consumers only."""
 PLAIN, CORRUPT, ENCRYPTED, DECLARING = "plain", "corrupt", "encrypted", "declaring"
 DECLARED = (2**31 - 1, 2**30, 1_000_001, -1, -3, -(2**31), -(2**30))
 """Numbers of messages that batches declare which cannot have so many."""
-NOT_READY, CONFLICT = 6, 19
 
 Send = Callable[[str, Any, bytes], None]
-"""Sends a command, and what is stored, to a client."""
+"""Sends a command and stored bytes to a client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Stored:
     slot: int
     kind: str
     messages: int
-    """Messages that are still to be delivered, which permits are counted in."""
+    """Messages that are still to be delivered; permits count them."""
     ack_set: tuple[int, ...]
     data: bytes
 
@@ -47,7 +46,8 @@ def stored(number: int, draw: random.Random) -> Stored:
     """An entry of some kind."""
     key = f"k{draw.randrange(50)}"
     kind = draw.choices([PLAIN, CORRUPT, ENCRYPTED, DECLARING], [20, 2, 1, 1])[0]
-    count, ack_set, left = draw.choice([0, 0, 1, 3, 7]), (), 1
+    count, left = draw.choice([0, 0, 1, 3, 7]), 1
+    ack_set: tuple[int, ...] = ()
     said = {"producer_name": b"p", "sequence_id": number, "publish_time": 1}
     metadata = api.MessageMetadata(**said, partition_key=key.encode())
     payload = b"%d" % number
@@ -79,17 +79,17 @@ class Member:
     topic: str
     send: Send
     hash_range: HashRange | None
-    """``None``: a Reader, which has all."""
+    """``None``: a Reader, of all entries."""
     position: int
     permits: int = 0
     queue: int = 0
     """Most messages that it may be sent."""
     excess: int = 0
-    """What it may be sent beyond that, because a batch declared fewer than no messages."""
+    """Permits beyond that, because of a batch that declared a negative number of messages."""
     parked: int = 0
-    """How often something must happen until it is sent what it has permits for."""
+    """Number of events until it is served again."""
     told: frozenset[int] = frozenset()
-    """What its application had acknowledged by then: its client says so before it asks for more."""
+    """Entries that its application had acknowledged; its client sends these before permits."""
 
 
 @dataclass(eq=False)
@@ -109,13 +109,13 @@ class Model:
         self.logs: dict[str, list[Stored]] = {name: [] for name in names}
         self.acked: dict[str, set[int]] = {name: set() for name in names}
         self.written: dict[str, set[int]] = {name: set() for name in names}
-        """What a restart does not forget."""
+        """Acknowledgements that a restart keeps."""
         self.taken: set[tuple[str, int]] = set()
         """All that was ever acknowledged."""
         self.done: dict[str, set[int]] = {name: set() for name in names}
-        """What the application has acknowledged, and no broker refused or forgot since."""
+        """Entries that the application has acknowledged, except refused or forgotten ones."""
         self.handed_out: set[tuple[str, int]] = set()
-        """What the application has; it says so before it acknowledges."""
+        """Entries that the application has received."""
         self.owner = {name: self.draw.randrange(2) for name in names}
         self.members: dict[tuple[object, int], Member] = {}
         self.broken: list[str] = []
@@ -134,7 +134,7 @@ class Model:
                 self.dispatch(member)
 
     def subscribe(self, member: Member) -> bool:
-        """Whether nobody else has its range."""
+        """Returns whether its range was free."""
         mine = member.hash_range
         others = [one for one in self.members.values() if one.topic == member.topic]
         if mine is not None and any(one.hash_range == mine for one in others):
@@ -178,7 +178,7 @@ class Model:
                 member.parked = self.draw.choice([1, 1, 1, 2])
 
     def acknowledge(self, session: object, consumer_id: int, numbers: list[int]) -> bool:
-        """Whether anybody listens; who is gone is not answered."""
+        """Returns whether the consumer is there; a closed one gets no answer."""
         member = self.members.get((session, consumer_id))
         if member is None:
             return False
@@ -191,7 +191,7 @@ class Model:
         return True
 
     def unload(self, name: str) -> list[Member]:
-        """Another broker takes a topic partition; who has lost it."""
+        """Move a topic partition to another broker; returns its former members."""
         gone = [one for one in self.members.values() if one.topic == name]
         for one in gone:
             del self.members[one.session, one.consumer_id]
@@ -199,7 +199,7 @@ class Model:
         return gone
 
     def crash(self) -> None:
-        """Forget what was acknowledged and not written."""
+        """Forget unwritten acknowledgements."""
         for name, acked in self.acked.items():
             self.done[name].clear()
             kept = {number for number in acked if self.draw.random() < 0.5}

@@ -1,4 +1,4 @@
-"""One seed: a cluster, its clients, what goes wrong, and what has to hold."""
+"""One seed: a cluster, its clients, faults, and promises."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 from unittest.mock import patch
 
-from keyshard.broker import retrier
-from keyshard.broker.port import StartPosition
+from keyshard.broker import retry
+from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.broker.refused_entries import entry_of
 from keyshard.broker.retry import retry_until
+from keyshard.broker.wire import (
+    ack_grouping,
+    connection,
+    keep_alive,
+    receiver_queue,
+    reconnect,
+    subscription,
+)
 from keyshard.broker.wire import broker as brokering
-from keyshard.broker.wire import connection, keep_alive, receipts, subscribed
 from keyshard.broker.wire import consumer as consuming
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.consumer import CONFIRM_S, WireConsumer
@@ -27,26 +34,26 @@ from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.errors import BrokerError, BrokerUnavailableError, UnreadableEntryError
 from keyshard.reading import scan as scanning
 from keyshard.reading.scan import Scan
+from tests.wire_simulation.broker import ServedBroker, Troubles
 from tests.wire_simulation.model import LATE, LEDGER, Model
-from tests.wire_simulation.served import ServedBroker, Troubles
 
 OPERATION_MS = 1_000
 RUN_S = 25.0
 """Longest time until everything is acknowledged, seconds."""
 SLACK_S = 8.0
-"""What a call may take longer than it may, on a machine that is busy, seconds."""
+"""Tolerance for the time of a call on a busy machine, seconds."""
 CLOSE_S = OPERATION_MS / 1000 + CONFIRM_S
 SUBSCRIPTION = "s"
 T = TypeVar("T")
 
 
 class BrokenPromiseError(AssertionError):
-    """What does not hold."""
+    """A broken promise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a seed."""
+    """The outcome of a seed."""
 
     seed: int
     error: str
@@ -77,16 +84,17 @@ def run(seed: int) -> Outcome:
 def hurried(draw: random.Random) -> Iterator[None]:
     """Waits that are short, and reads of few bytes or many."""
     changes = [
-        (retrier, "FIRST_WAIT_S", 0.005),
-        (retrier, "LONGEST_WAIT_S", 0.05),
-        (subscribed, "RETRY_S", 0.01),
-        (receipts, "SEND_AGAIN_S", 0.02),
+        (retry, "FIRST_WAIT_S", 0.005),
+        (retry, "LONGEST_WAIT_S", 0.05),
+        (reconnect, "RETRY_S", 0.01),
+        (subscription, "RETRY_S", 0.01),
+        (ack_grouping, "SEND_AGAIN_S", 0.02),
         # Threads and time are real: an absence may take long because the machine is busy.
-        (receipts, "SENT_AGAIN_WITHIN_S", RUN_S),
+        (ack_grouping, "SENT_AGAIN_WITHIN_S", RUN_S),
         (scanning, "READ_WAIT_MS", 20),
         (consuming, "QUIET_S", 0.02),
         (brokering, "NUDGE_LONGEST_WAIT_S", 0.1),
-        (subscribed, "EXCESS_BYTES_MAX", 2_000),
+        (receiver_queue, "EXCESS_BYTES_MAX", 2_000),
         (keep_alive, "KEEP_ALIVE_S", draw.choice([1.0, 30.0])),
         (connection, "READ_BYTES", draw.choice([1, 7, 100, 1 << 18])),
     ]
@@ -109,7 +117,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def in_time(call: Callable[[], T], limit_s: float, what: str) -> T:
-    """What a call gives; it may fail, but not take longer than it may."""
+    """Call something; it may fail, but not exceed its time."""
     began = time.monotonic()
     try:
         return call()
@@ -138,7 +146,7 @@ class World:
         self.consumers: list[WireConsumer] = []
         self.ranges = draw.choice([1, 2, 4])
         self.queue = self.model.queue_max = draw.choice([1, 2, 10, 1_000])
-        # So little that what is sent ahead does not fit again and again, or as much as comes.
+        # So few bytes that the queue overflows again and again, or enough for all.
         self.queue_bytes = random.Random(f"{seed}:bytes").choice([None, 1, 2_000, 1 << 20])
         self.events = draw.randrange(6)
         self.model.parks = random.Random(f"{seed}:parks").choice([0.0, 0.0, 0.1, 0.5])
@@ -148,7 +156,7 @@ class World:
         self.latest: dict[WireConsumer, tuple[int, int]] = {}
         """How often it was lost, and the newest entry since."""
         self.held: dict[WireConsumer, list[int]] = {}
-        """What was handed out and is not acknowledged yet."""
+        """Received entries that are not acknowledged yet."""
         for where in self.topics:
             self._publish(where, draw.randrange(40))
 
@@ -181,7 +189,7 @@ class World:
             lacking = self.model.handed_out - self.model.taken
             if lacking:
                 raise BrokenPromiseError(f"confirmed, and the broker has not got {lacking}")
-        # What came since, or was sent again because a restart forgot it, is taken meanwhile.
+        # Newer entries, or those that a restart forgot, are taken meanwhile.
         until(
             lambda: not sum(map(self._receive, self.consumers)) and self._permits_are_back(),
             "permits are lost",
@@ -201,14 +209,21 @@ class World:
     def _subscribed(self, where: TopicPartition, hash_range: HashRange) -> WireConsumer:
         def subscribe() -> WireConsumer:
             return self.client.subscribe(
-                where, SUBSCRIPTION, hash_range, start=StartPosition.EARLIEST, consumer_name="c",
-                receiver_queue_size=self.queue, receiver_queue_bytes=self.queue_bytes,
-            )  # fmt: skip
+                SubscriptionSpec(
+                    where,
+                    SUBSCRIPTION,
+                    hash_range,
+                    consumer_name="c",
+                    receiver_queue_size=self.queue,
+                    receiver_queue_bytes=self.queue_bytes,
+                ),
+                StartPosition.EARLIEST,
+            )
 
         return retry_until(subscribe, RUN_S)
 
     def _reopen(self) -> None:
-        """Another consumer takes the place of one, and acknowledges what that handed out."""
+        """Replace a consumer; the new one acknowledges the entries of the old one."""
         number = self.draw.randrange(len(self.consumers))
         old = self.consumers[number]
         another = bool(self.draw.randrange(2))

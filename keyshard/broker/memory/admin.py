@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from keyshard.broker.admin.port import BEGINS_PROPERTY
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.dispatch import Subscription
-from keyshard.broker.port import BEGINS
-from keyshard.core.holes.broker_state import BrokerState
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.ledger import Ledger
+from keyshard.core.subscription_state import BrokerState
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AdminError, BrokerError, TopicNotFoundError
 
 
 class MemoryAdmin:
-    """Answers of a :class:`~keyshard.broker.memory.MemoryCluster`, as ``PulsarAdmin`` gives them.
+    """The admin interface of a :class:`~keyshard.broker.memory.MemoryCluster`.
 
     Args:
         cluster: The broker's side.
@@ -43,7 +44,7 @@ class MemoryAdmin:
         names = [name.removeprefix("persistent://").split("/") for name in self._cluster.topics()]
         found = {namespace for owner, namespace, _ in names if owner == tenant}
         if not found:
-            raise AdminError(f"Tenant {tenant} does not exist.")
+            raise AdminError(f"Tenant {tenant} does not exist. Use an existing tenant.")
         return found
 
     def topics(self, tenant: str, namespace: str) -> set[str]:
@@ -86,14 +87,14 @@ class MemoryAdmin:
             if where is None:
                 return True
             found = self._cluster.subscriptions(topic_partition)
-            # A partition of a topic that has its metadata is no leftover.
+            # An existing partition of a partitioned topic is not a leftover.
             if (
-                set(found) != {subscription}
+                set(found) - {subscription}
                 or len(self._cluster.log(topic_partition))
                 or where != topic_partition.name
             ):
                 return False
-            if found[subscription].connected:
+            if not found or found[subscription].connected:
                 return None
             self._cluster.delete_topic(where)
             return True
@@ -101,7 +102,7 @@ class MemoryAdmin:
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
     ) -> BrokerState | None:
-        """Ledgers and cursor of a topic partition; ``None`` when there is no such topic."""
+        """Ledgers and cursor of a topic partition; ``None`` if there is no such topic."""
         with self._cluster.lock:
             try:
                 log = self._cluster.log(topic_partition)
@@ -119,15 +120,21 @@ class MemoryAdmin:
             )
 
     def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
-        """Ledgers of a topic partition; ``None`` when there is no such topic."""
+        """Ledgers of a topic partition; ``None`` if there is no such topic."""
         with self._cluster.lock:
             try:
                 return self._cluster.log(topic_partition).ledgers
             except TopicNotFoundError:
                 return None
 
+    def placed_ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        """As :meth:`ledgers`: the ledgers are in the memory of this process, not on bookies."""
+        found = self.ledgers(topic_partition)
+        why = "an in-memory cluster has no bookies"
+        return found and tuple(replace(one, placement=why) for one in found)
+
     def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
-        """The last entry that was written, stored or not; ``None`` for no topic."""
+        """The last entry that was written, stored or not; ``None`` if there is no topic."""
         with self._cluster.lock:
             try:
                 return self._cluster.log(topic_partition).last_written
@@ -135,11 +142,11 @@ class MemoryAdmin:
                 return None
 
     def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:  # noqa: ARG002
-        """``None``: transactions of this broker have always ended."""
+        """Always ``None``: this broker has no open transactions."""
         return None
 
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
-        """A position at which publish times pass a moment; ``None`` when there is no such topic."""
+        """A position at which publish times reach ``time_ms``; ``None`` if there is no topic."""
         with self._cluster.lock:
             try:
                 return self._cluster.log(topic_partition).position_at(time_ms)
@@ -149,28 +156,28 @@ class MemoryAdmin:
     def begin(
         self, topic_partition: TopicPartition, subscription: str, position: MessageId
     ) -> bool:
-        """Create a subscription that begins at an entry; ``False`` where it exists already."""
+        """Create a subscription that begins at an entry; ``False`` if it exists already."""
         with self._cluster.lock:
             self._require(topic_partition)
             if subscription in self._cluster.subscriptions(topic_partition):
                 return False
             first = EntryId(position.ledger, position.entry)
             made = self._cluster.open_subscription(topic_partition, subscription, first)
-            made.properties = {BEGINS: str(position)} if position.batch_index else {}
+            made.properties = {BEGINS_PROPERTY: str(position)} if position.batch_index else {}
             return True
 
     def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
-        """Take the property :data:`BEGINS` from a subscription; it keeps its others."""
+        """Remove the property :data:`BEGINS_PROPERTY` of a subscription; keep the others."""
         with self._cluster.lock:
             found = self._cluster.subscriptions(topic_partition)[subscription]
             found.properties = {
-                name: text for name, text in found.properties.items() if name != BEGINS
+                name: text for name, text in found.properties.items() if name != BEGINS_PROPERTY
             }
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
-        """A version of the schema of a topic, by default the newest; ``None`` where none is.
+        """A version of a topic's schema, by default the newest; ``None`` if there is none.
 
-        A partition has the schema of its topic, as at Pulsar's brokers.
+        A partition has the schema of its topic, as in Pulsar.
         """
         with self._cluster.lock:
             found = self._cluster.schemas.get(TopicPartition.parse(topic).topic, [])
@@ -179,12 +186,21 @@ class MemoryAdmin:
         return found[version] if 0 <= version < len(found) else None
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
-        """Messages left unacknowledged per consumer and per subscription; 0 for no limit."""
+        """Maximum unacknowledged messages per consumer and per subscription; 0 for no limit."""
         limits = self._cluster.unacked_limits
         return limits.per_consumer, limits.per_subscription
 
+    def deduplicates(self, topic: str) -> bool:
+        """Whether the broker deduplicates a topic."""
+        with self._cluster.lock:
+            return self._cluster.publishing.deduplicates(topic)
+
+    def deduplicates_by_topic(self, topic: str) -> bool:  # noqa: ARG002
+        """Whether a policy of the topic itself enables that; there are no such policies."""
+        return False
+
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no connection."""
 
     def _topic_of(self, topic_partition: TopicPartition) -> str | None:
         topics = self._cluster.topics().items()
@@ -192,7 +208,9 @@ class MemoryAdmin:
 
     def _require(self, topic_partition: TopicPartition) -> None:
         if self._topic_of(topic_partition) is None:
-            raise AdminError(f"{topic_partition} does not exist.")
+            raise AdminError(
+                f"{topic_partition} does not exist. Create the topic, or correct its name."
+            )
 
 
 def _stats(found: Subscription) -> Mapping[str, Any]:
@@ -204,7 +222,7 @@ def _stats(found: Subscription) -> Mapping[str, Any]:
         "subscriptionProperties": found.properties,
         "msgBacklog": found.backlog,
         "msgInReplay": len(found.replay),
-        "nonContiguousDeletedMessagesRanges": found.cursor.holes,
+        "nonContiguousDeletedMessagesRanges": found.cursor.ack_gaps,
         "blockedSubscriptionOnUnackedMsgs": found.blocked,
         "consumers": [
             {

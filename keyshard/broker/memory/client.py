@@ -1,6 +1,6 @@
 """The client's side of the in-memory broker: consumer and reader handles.
 
-Private to :mod:`keyshard.broker.memory`, which documents the whole and re-exports the public names.
+Private to :mod:`keyshard.broker.memory`, which documents the package and re-exports public names.
 """
 
 from __future__ import annotations
@@ -11,53 +11,54 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from keyshard.broker.memory.chunks import ChunkAssembly, refused
 from keyshard.broker.memory.dispatch import Delivery, Member, Subscription
-from keyshard.broker.memory.log import EntryLog
+from keyshard.broker.memory.log import EntryLog, StoredEntry
+from keyshard.broker.refused_entries import of_entry
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
+    ChunkedMessageError,
     KeyShardError,
     RangeConflictError,
     TopicNotFoundError,
 )
 
 READ_MESSAGES_MAX = 1_000
-"""Messages one read returns at most, unless its first entry is larger."""
+"""Maximum number of messages of one read, unless its first entry is larger."""
 GROUP_MAX = 1_000
-"""Acknowledgements a client groups at most."""
+"""Maximum number of acknowledgements that a client groups."""
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
-    """What a consumer needs of its client and of the cluster."""
+class MemoryConnection:
+    """The interface of its client and of the cluster to a consumer."""
 
     lock: threading.RLock
     now_ms: Callable[[], int]
     answers: Callable[[], bool]
-    """Whether the client is there; it loses its connection if not."""
+    """Whether the client answers; if not, it loses its connection."""
     frozen: Callable[[], bool]
-    """Whether it does nothing of its own."""
+    """Whether the client is suspended."""
     group_ms: int
     """How long the client groups acknowledgements, milliseconds."""
     grouped: Callable[[MemoryConsumer], None]
-    """Told when a consumer holds acknowledgements back."""
+    """Called when a consumer groups acknowledgements."""
     catch_up: Callable[[], None]
     """Sends every group of the cluster that is due."""
 
 
 class MemoryConsumer:
-    """Implements the ``Consumer`` port; made by ``MemoryBroker.subscribe``.
+    """Implements the ``Consumer`` port; created by ``MemoryBroker.subscribe``.
 
-    One receive returns at most ``receiver_queue_size`` messages, so a larger batch comes in parts.
+    One receive returns at most ``receiver_queue_size`` messages, so a larger batch is split.
     """
 
     def __init__(
         self,
         *,
-        connection: Connection,
+        connection: MemoryConnection,
         find: Callable[[], Subscription],
         topic_partition: TopicPartition,
         hash_range: HashRange,
@@ -162,7 +163,7 @@ class MemoryConsumer:
             self.abandon()
 
     def abandon(self) -> None:
-        """End at once, as with the process: what is grouped is lost."""
+        """End at once, as if the process died: grouped acknowledgements are lost."""
         with self._changed:
             self._group.clear()
             self.drop()
@@ -171,13 +172,13 @@ class MemoryConsumer:
             self._changed.notify_all()
 
     def flush(self, due_by_ms: int | None = None) -> bool:
-        """Send grouped acknowledgements; without connection they are lost, and nobody is told.
+        """Send grouped acknowledgements. Without a connection they are silently lost.
 
         Args:
-            due_by_ms: Only when they are due by then.
+            due_by_ms: If given, send them only if they are due by then, milliseconds.
 
         Returns:
-            Whether nothing is grouped any more.
+            Whether the group is empty now.
         """
         with self._changed:
             if due_by_ms is not None and (
@@ -202,40 +203,40 @@ class MemoryConsumer:
             self._queue.clear()
             self._chunks = ChunkAssembly()
             self._taken = self._unreturned_permits = 0
-            # Another one when the topic was deleted meanwhile.
+            # A new one if the topic was deleted meanwhile.
             self._subscription = self._find()
             self._subscription.join(self._member)
             self._connected = True
 
     def reconnect(self) -> None:
-        """Join again after :meth:`drop`, unless the range is taken or the partition no more is."""
+        """Join again after :meth:`drop`, unless the range is taken or the partition is gone."""
         with self._changed, suppress(RangeConflictError, TopicNotFoundError):
             if not self._closed and not self._connected:
                 self.connect()
 
     def drop(self) -> None:
-        """Let the broker forget this consumer; the queue stays."""
+        """Make the broker forget this consumer; the queue is kept."""
         with self._changed:
             if self._connected:
                 self._connected = False
                 self._subscription.leave(self._member)
 
     def forget(self) -> None:
-        """Let the broker forget this consumer in silence: its connection stands.
+        """Make the broker forget this consumer silently, without closing its connection.
 
-        What it acknowledges counts on, as where only the dispatcher of a topic forgot it.
+        Its acknowledgements still count, as if only the dispatcher of the topic forgot it.
         """
         with self._changed:
             self._subscription.leave(self._member)
 
     def disconnect(self) -> None:
-        """Reconnect at once, alone; its queue is emptied and entries begin at their first index."""
+        """Reconnect only this consumer, with an empty queue; entries begin at their first index."""
         with self._changed:
             self.drop()
             self.reconnect()
 
     def _deliver(self, delivery: Delivery) -> None:
-        """The broker sends something; called with the lock held, in the middle of a dispatch."""
+        """Accept a delivery of the broker, during a dispatch. Call it under the lock."""
         if self._chunks.is_incomplete(delivery.entry):
             self._member.return_permits(1)
             return
@@ -243,7 +244,7 @@ class MemoryConsumer:
         self._arrived()
 
     def _arrived(self) -> None:
-        """Something came into the queue; called with the lock held."""
+        """Notify waiters of new messages. Call it under the lock."""
         self._changed.notify_all()
         callback, self._ready_callback = self._ready_callback, None
         if callback is not None:
@@ -273,7 +274,7 @@ class MemoryConsumer:
         return block
 
     def _return_permits(self, messages: int) -> None:
-        """Ask for more once half the queue was taken, as Pulsar's client does."""
+        """Return permits once half the queue was taken, as Pulsar's client does."""
         self._unreturned_permits += messages
         if self._connected and self._unreturned_permits >= max(1, self._queue_size // 2):
             self._member.return_permits(self._unreturned_permits)
@@ -286,11 +287,11 @@ class MemoryConsumer:
 
 
 class MemoryReader:
-    """Implements the ``Reader`` port; made by ``MemoryBroker.reader``.
+    """Implements the ``Reader`` port; created by ``MemoryBroker.reader``.
 
-    Without its connection it does what Pulsar's client does, which is no sign of anything: it hands
-    out nothing, says once that it is at the end, and then that the broker is away. Connected again
-    with nothing left to read, it says that something is left, until something comes.
+    Without a connection it behaves as Pulsar's client, whose answers then prove nothing: it returns
+    no messages, reports once that it is at the end, and then that the broker is unavailable. After
+    a reconnect with nothing left to read, it reports that messages are left until one arrives.
     """
 
     def __init__(
@@ -317,7 +318,7 @@ class MemoryReader:
 
     @property
     def topic_partition(self) -> TopicPartition:
-        """The topic partition it reads."""
+        """The topic partition that it reads."""
         return self._topic_partition
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
@@ -365,7 +366,7 @@ class MemoryReader:
             return True
 
     def is_connected(self) -> bool:
-        """Whether it has its connection now."""
+        """Whether it is connected now."""
         with self._changed:
             return self._connected and not self._closed
 
@@ -380,7 +381,7 @@ class MemoryReader:
             self._asked_without = False
 
     def reconnect(self) -> None:
-        """Read on after :meth:`drop`, behind what was handed out."""
+        """Reconnect after :meth:`drop`, and continue after the last entry handed out."""
         with self._changed:
             if not self._connected and not self._closed:
                 self._connected = True
@@ -398,3 +399,39 @@ class MemoryReader:
     def _check_open(self) -> None:
         if self._closed:
             raise BrokerError(f"A reader of {self._topic_partition} is closed.")
+
+
+# -- Chunked messages ------------------------------------------------------------------------------
+
+
+class ChunkAssembly:
+    """Joins the parts of chunked messages; skips a message whose first part is missing."""
+
+    def __init__(self) -> None:
+        self._parts: dict[EntryId, int] = {}
+
+    def is_incomplete(self, entry: StoredEntry) -> bool:
+        """Accept an entry. Return whether it belongs to a message that is still incomplete."""
+        chunk = entry.chunk
+        if chunk is None:
+            return False
+        if chunk.number == 0:
+            self._parts[chunk.first] = 0
+        if self._parts.get(chunk.first) != chunk.number:
+            return True
+        self._parts[chunk.first] += 1
+        if self._parts[chunk.first] < chunk.count:
+            return True
+        del self._parts[chunk.first]
+        return False
+
+
+def refused(entry: StoredEntry, where: TopicPartition) -> ChunkedMessageError:
+    """Create the error for the last entry of a chunked message."""
+    return of_entry(
+        ChunkedMessageError,
+        f"Message {entry.id.ledger}:{entry.id.entry} of {where} is chunked. Nothing of it was "
+        "acknowledged. Disable chunking at the producer.",
+        where,
+        entry.id,
+    )

@@ -1,46 +1,60 @@
-"""The broker's side of the in-memory broker: topics, what is stored, and what may go wrong.
+"""The broker's side of the in-memory broker: topics, their storage, and faults.
 
-Private to :mod:`keyshard.broker.memory`, which documents the whole and re-exports the public names.
+Private to :mod:`keyshard.broker.memory`, which documents the package and re-exports public names.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from keyshard.broker.memory.cursor import Cursor
 from keyshard.broker.memory.dispatch import Subscription
 from keyshard.broker.memory.limits import LookAhead, UnackedLimits
 from keyshard.broker.memory.log import Batching, EntryLog, Message, batches
+from keyshard.broker.memory.publishing import Publishing
 from keyshard.broker.memory.topics import TopicStore
 from keyshard.broker.port import StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerError
 
-if TYPE_CHECKING:
-    from keyshard.broker.memory.client import MemoryConsumer
-    from keyshard.broker.memory.connection import MemoryBroker
+
+class Client(Protocol):
+    """A client connection, as the cluster sees it."""
+
+    def drop(self, of: Collection[TopicPartition] | None = None) -> list[Any]:
+        """Lose the connection, only for some topic partitions if given; return its handles."""
+
+    def reconnect(self, dropped: Iterable[Any] | None = None) -> None:
+        """Reconnect the handles that :meth:`drop` returned; by default, all of them."""
+
+
+class Grouping(Protocol):
+    """A consumer that groups acknowledgements."""
+
+    def flush(self, due_by_ms: int | None = None) -> bool:
+        """Send the group, if it is due by then; return whether it is empty now."""
 
 
 class MemoryCluster:
-    """The broker's side: topics, what is stored in them, and their subscriptions.
+    """The broker's side: topics, their entries, and their subscriptions.
 
-    Thread-safe; one lock guards everything, also the handles of its clients.
+    Thread-safe: one lock guards everything, including the handles of its clients.
 
     Args:
         entries_per_ledger: Entries after which a topic partition opens its next ledger.
         look_ahead: When entries without a ready owner stop all ranges of a topic partition.
         unacked_limits: When unacknowledged messages stop a range, or a topic partition.
-        cursor_write_ms: What is acknowledged is written at most this often, milliseconds; a
-            :meth:`crash` forgets the rest.
-        ack_group_ms: How long a client holds acknowledgements back to send them together,
-            milliseconds; a killed client loses those. Pulsar's takes 100.
-        now_ms: The clock, milliseconds: publish times where ``publish`` is given none, and when
-            cursors are written and acknowledgements sent. The default one stands still.
+        cursor_write_ms: Shortest time between two writes of a cursor, milliseconds. A
+            :meth:`crash` loses later acknowledgements.
+        ack_group_ms: How long a client groups acknowledgements, milliseconds. A killed client
+            loses them. Pulsar's default is 100.
+        now_ms: The clock, milliseconds. It gives default publish times, and decides when cursors
+            are written and groups are sent. The default clock never advances.
     """
 
     def __init__(
@@ -64,12 +78,14 @@ class MemoryCluster:
         self._cursor_write_ms = cursor_write_ms
         self._store = TopicStore(entries_per_ledger)
         self._subscriptions: dict[tuple[TopicPartition, str], Subscription] = {}
-        self._clients: list[MemoryBroker] = []
-        self._grouped: dict[MemoryConsumer, None] = {}
+        self.publishing = Publishing()
+        """Entry producers and deduplication; use it under the lock."""
+        self._clients: list[Client] = []
+        self._grouped: dict[Grouping, None] = {}
 
     @classmethod
     def named(cls, name: str) -> MemoryCluster:
-        """The cluster of this process at ``memory://name``; made at the first call.
+        """Return the cluster of this process at ``memory://name``; the first call creates it.
 
         Its clock is the machine's.
         """
@@ -80,7 +96,7 @@ class MemoryCluster:
 
     @property
     def schemas(self) -> dict[str, list[TopicSchema]]:
-        """All versions of the schema of each topic that has one, to be added to."""
+        """All schema versions by topic. Tests may add to it."""
         return self._store.schemas
 
     def create_topic(self, name: str, partitions: int = 0) -> str:
@@ -88,19 +104,19 @@ class MemoryCluster:
 
         Args:
             name: Short or full topic name.
-            partitions: Topic partitions; 0 for a topic that is not partitioned.
+            partitions: Number of topic partitions; 0 for a non-partitioned topic.
 
         Raises:
-            ConfigError: The name is not a topic name, or it is taken.
+            ConfigError: The name is invalid, or it is taken.
         """
         with self.lock:
             return self._store.create(full_topic_name(name), partitions)
 
     def grow_topic(self, topic: str, partitions: int) -> None:
-        """Give a partitioned topic more topic partitions, each with every subscription of it.
+        """Increase the partitions of a topic. New ones get every subscription of the topic.
 
         Raises:
-            ConfigError: It has no partitions, or as many already.
+            ConfigError: It is not partitioned, or has as many partitions already.
         """
         with self.lock:
             old = self._store.partitions(topic)
@@ -110,11 +126,12 @@ class MemoryCluster:
                     self.open_subscription(where, name, StartPosition.EARLIEST)
 
     def delete_topic(self, topic: str) -> None:
-        """Delete a topic by force; the consumers that it had reconnect."""
+        """Delete a topic by force; its consumers reconnect."""
         with self.lock:
             gone = self._store.partitions(topic)
             with self._disconnected(gone):
                 self._store.delete(topic)
+                self.publishing.delete(gone)
                 self._subscriptions = {
                     key: found for key, found in self._subscriptions.items() if key[0] not in gone
                 }
@@ -131,21 +148,21 @@ class MemoryCluster:
             found = self._subscriptions.items()
             return {name: one for (where, name), one in found if where == topic_partition}
 
-    def attach(self, client: MemoryBroker) -> None:
-        """Know a client, whose consumers are told when their topic is deleted."""
+    def attach(self, client: Client) -> None:
+        """Register a client, so that its consumers are notified if their topic is deleted."""
         with self.lock:
             self._clients.append(client)
 
-    def detach(self, client: MemoryBroker) -> None:
-        """Forget a client that was closed."""
+    def detach(self, client: Client) -> None:
+        """Unregister a client that was closed."""
         with self.lock:
             if client in self._clients:
                 self._clients.remove(client)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        """Topic partitions of a topic, or of one topic partition: itself.
+        """Topic partitions of a topic; of a topic partition, itself.
 
-        A missing topic is taken for one without partitions, as Pulsar takes it.
+        A missing topic counts as one without partitions, as in Pulsar.
         """
         with self.lock:
             return self._store.partitions(topic)
@@ -167,15 +184,15 @@ class MemoryCluster:
             topic: A full topic name, whose partition is chosen by key, or one topic partition or
                 its name.
             messages: The messages, in publish order.
-            batching: How they become entries.
-            batch_messages_max: Messages of one producer batch at most.
+            batching: How they are batched into entries.
+            batch_messages_max: Maximum number of messages of one producer batch.
             producer: Name of the producer, which routes keyless messages.
-            publish_ms: Publish time of all of them; the cluster's ``now_ms`` when not given.
+            publish_ms: Publish time of all of them; by default the cluster's ``now_ms``.
             encrypted: Whether the producer encrypts them.
-            corrupt: Whether nobody can read them, from the beginning.
+            corrupt: Whether the entries are unreadable from the beginning.
 
         Returns:
-            Where each entry went, in the order of publishing.
+            The position of each entry, in publish order.
 
         Raises:
             TopicNotFoundError: The topic does not exist.
@@ -199,14 +216,59 @@ class MemoryCluster:
                 self._appended(where)
         return published
 
+    def store_entry(
+        self, where: TopicPartition, messages: Sequence[Message], producer: str, sequence_id: int
+    ) -> EntryId:
+        """Store the entry of an entry producer."""
+        with self.lock:
+            entry = self.open_log(where).append(
+                messages,
+                batched=len(messages) > 1,
+                producer=producer,
+                publish_ms=self.now_ms(),
+                sequence_id=sequence_id,
+            )
+            self._appended(where)
+        return entry.id
+
+    def deduplicate(self, topic: str) -> None:
+        """Store each sequence id of a producer name once, as a namespace with deduplication."""
+        with self.lock:
+            self.publishing.enable(topic)
+
+    def hold_writes(self, topic_partition: TopicPartition) -> None:
+        """Accept entries from now on without storing them, as a slow disk does."""
+        with self.lock:
+            self.publishing.hold(topic_partition)
+
+    def release_writes(self, topic_partition: TopicPartition) -> None:
+        """Store the held entries, and later ones at once."""
+        with self.lock:
+            self.publishing.release(topic_partition)
+
+    def fail_writes(self, topic_partition: TopicPartition) -> None:
+        """Lose the held entries; all entry producers of the topic partition reconnect."""
+        with self.lock:
+            self.publishing.fail(topic_partition)
+
+    def forget_producer(self, topic_partition: TopicPartition, name: str) -> None:
+        """Forget the sequence ids of a producer name, as after hours without a producer."""
+        with self.lock:
+            self.publishing.forget(topic_partition, name)
+
+    def exceed_quota(self, topic: str, *, exceeded: bool) -> None:
+        """Refuse entry producers of a topic, or accept them again at their next attempt."""
+        with self.lock:
+            self.publishing.set_quota(topic, exceeded=exceeded)
+
     def publish_marker(self, topic_partition: TopicPartition) -> EntryId:
-        """Store an entry that nobody receives, as the end of a transaction does."""
+        """Store an entry that no consumer receives, such as the end of a transaction."""
         return self.publish_aborted(topic_partition)[-1]
 
     def publish_aborted(
         self, topic_partition: TopicPartition, *messages: Message, producer: str = "producer"
     ) -> list[EntryId]:
-        """Store what an aborted transaction leaves: its messages, and a marker at the end."""
+        """Store the entries of an aborted transaction: its messages, and a marker at the end."""
         with self.lock:
             log, now_ms = self.log(topic_partition), self.now_ms()
             contents: list[list[Message]] = [*([message] for message in messages), []]
@@ -224,7 +286,7 @@ class MemoryCluster:
         chunks: int,
         producer: str = "producer",
     ) -> list[EntryId]:
-        """Store one message as several entries; the last one names it."""
+        """Store one message as several entries; the last one has its id."""
         with self.lock:
             log = self.log(topic_partition)
             entries = log.append_chunked(
@@ -234,14 +296,14 @@ class MemoryCluster:
         return [entry.id for entry in entries]
 
     def corrupt(self, topic_partition: TopicPartition, *entries: EntryId) -> None:
-        """From now on nobody can read some entries."""
+        """Make entries unreadable from now on."""
         with self.lock:
             self.log(topic_partition).corrupt.update(entries)
 
     def acknowledge(
         self, topic_partition: TopicPartition, subscription: str, entries: Iterable[EntryId]
     ) -> None:
-        """Acknowledge entries as somebody else would, such as an administrator who skips them."""
+        """Acknowledge entries as another client, such as an administrator who skips them."""
         with self.lock:
             ordinals = [self.log(topic_partition).ordinal(entry_id) for entry_id in entries]
             known = [ordinal for ordinal in ordinals if ordinal is not None]
@@ -254,7 +316,7 @@ class MemoryCluster:
         entry_id: EntryId,
         indices: Collection[int],
     ) -> None:
-        """Acknowledge some messages of a batch as somebody else would; the rest comes next time."""
+        """Acknowledge some messages of a batch as another client; the rest is delivered next."""
         with self.lock:
             ordinal = self.log(topic_partition).ordinal(entry_id)
             found = self.subscription(topic_partition, subscription)
@@ -264,26 +326,26 @@ class MemoryCluster:
     def deliver_again(
         self, topic_partition: TopicPartition, subscription: str, *entries: EntryId
     ) -> int:
-        """Deliver entries once more for no reason, as a broker rarely does; how many it was."""
+        """Deliver entries once more, as a broker rarely does. Return how many were delivered."""
         with self.lock:
             found = self.subscription(topic_partition, subscription)
             ordinals = [self.log(topic_partition).ordinal(entry_id) for entry_id in entries]
             return sum(found.deliver_again(one) for one in ordinals if one is not None)
 
     def crash(self) -> None:
-        """Kill the broker, as SIGKILL does, and start it again.
+        """Kill the broker, as SIGKILL does, and restart it.
 
-        What was acknowledged since a cursor was written is forgotten, and what clients held back is
-        lost. Every ledger rolls over, and every client reconnects.
+        Acknowledgements since the last write of a cursor are lost, and so are those that clients
+        grouped. Every ledger rolls over, and every client reconnects.
         """
         with self.lock, self._disconnected():
             self._send_groups()
             self._reload(self._store.logs, lossy=True)
 
     def unload(self, topic: str | TopicPartition) -> None:
-        """Move a topic or a topic partition to another broker: nothing is forgotten.
+        """Move a topic or a topic partition to another broker, without loss.
 
-        Its cursors are written, its ledger rolls over, its consumers reconnect.
+        Its cursors are written, its ledger rolls over, and its consumers reconnect.
         """
         with self.lock:
             self.catch_up()
@@ -292,16 +354,17 @@ class MemoryCluster:
                 self._reload(where, lossy=False)
 
     def wipe(self) -> None:
-        """Delete everything; ledger ids begin again. Clients stay away until they reconnect."""
+        """Delete everything, and disconnect all clients; ledger ids begin again."""
         with self.lock:
             for client in self._clients:
                 client.drop()
             self._send_groups()
+            self.publishing.delete(self._store.logs)
             self._store.clear()
             self._subscriptions.clear()
 
     def backlog(self, topic_partition: TopicPartition, subscription: str) -> int:
-        """Entries that are stored and not acknowledged.
+        """Number of entries that are stored and not acknowledged.
 
         Raises:
             BrokerError: There is no such subscription.
@@ -311,7 +374,7 @@ class MemoryCluster:
             return self.subscription(topic_partition, subscription).backlog
 
     def subscription(self, topic_partition: TopicPartition, name: str) -> Subscription:
-        """A subscription. The caller holds the lock.
+        """Return a subscription. Call it under the lock.
 
         Raises:
             BrokerError: There is no such subscription.
@@ -322,7 +385,7 @@ class MemoryCluster:
         return found
 
     def reset_cursor(self, topic_partition: TopicPartition, name: str, first: EntryId) -> None:
-        """Let a subscription go on at an entry; its consumers reconnect.
+        """Reset a subscription to an entry; its consumers reconnect.
 
         Raises:
             BrokerError: There is no such subscription.
@@ -338,7 +401,7 @@ class MemoryCluster:
             self.log(topic_partition).roll_ledger()
 
     def trim(self, topic_partition: TopicPartition, before: EntryId) -> None:
-        """Forget all entries before an id, as a time to live and retention do together."""
+        """Delete all entries before an id, as a time to live and retention do together."""
         with self.lock:
             self.log(topic_partition).trim(before)
             for subscription in self._subscriptions_of(topic_partition):
@@ -353,7 +416,7 @@ class MemoryCluster:
                 subscription.validate()
 
     def log(self, topic_partition: TopicPartition) -> EntryLog:
-        """What a topic partition stores. The caller holds the lock.
+        """Return the log of a topic partition. Call it under the lock.
 
         Raises:
             TopicNotFoundError: It does not exist.
@@ -361,13 +424,13 @@ class MemoryCluster:
         return self._store.log(topic_partition)
 
     def open_log(self, topic_partition: TopicPartition) -> EntryLog:
-        """As :meth:`log`, but a missing topic is created. The caller holds the lock."""
+        """Return the log as :meth:`log`, but create a missing topic. Call it under the lock."""
         return self._store.open_log(topic_partition)
 
     def open_subscription(
         self, topic_partition: TopicPartition, name: str, start: StartPosition | EntryId
     ) -> Subscription:
-        """Find or create a subscription. The caller holds the lock."""
+        """Find or create a subscription. Call it under the lock."""
         log = self.open_log(topic_partition)
         found = self._subscriptions.get((topic_partition, name))
         if found is None:
@@ -380,12 +443,12 @@ class MemoryCluster:
             self._subscriptions[topic_partition, name] = found
         return found
 
-    def grouped(self, consumer: MemoryConsumer) -> None:
-        """Know a consumer that holds acknowledgements back. The caller holds the lock."""
+    def grouped(self, consumer: Grouping) -> None:
+        """Register a consumer that groups acknowledgements. Call it under the lock."""
         self._grouped[consumer] = None
 
     def catch_up(self) -> None:
-        """Send the acknowledgements that clients hold back and that are due."""
+        """Send the groups of acknowledgements that are due."""
         with self.lock:
             if self._grouped:
                 self._send_groups(self.now_ms())
@@ -397,13 +460,14 @@ class MemoryCluster:
 
     @contextmanager
     def _disconnected(self, of: Collection[TopicPartition] | None = None) -> Iterator[None]:
-        """Drop consumers for a while; those that were connected then reconnect, in their order."""
+        """Disconnect consumers in the block. Then reconnect the connected ones, in their order."""
         dropped = [client.drop(of) for client in self._clients]
         yield
         for client, handles in zip(self._clients, dropped, strict=True):
             client.reconnect(handles)
 
     def _reload(self, where: Collection[TopicPartition], *, lossy: bool) -> None:
+        self.publishing.reload(where)
         for topic_partition in where:
             self.log(topic_partition).roll_ledger()
             for subscription in self._subscriptions_of(topic_partition):

@@ -1,25 +1,33 @@
 """One client of the in-memory broker.
 
-Private to :mod:`keyshard.broker.memory`, which documents the whole and re-exports the public names.
+Private to :mod:`keyshard.broker.memory`, which documents the package and re-exports public names.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-from keyshard.broker.memory.client import Connection, MemoryConsumer, MemoryReader
+from keyshard.broker.memory.client import MemoryConnection, MemoryConsumer, MemoryReader
+from keyshard.broker.memory.cluster import MemoryCluster
+from keyshard.broker.memory.entry_producer import MemoryEntryProducer
 from keyshard.broker.memory.producer import MemoryProducer
-from keyshard.broker.port import ANYHOW, HowToRead, StartPosition, WorkerFacts
+from keyshard.broker.port import (
+    DEFAULT_READ_OPTIONS,
+    PublishOptions,
+    ReadOptions,
+    StartPosition,
+    SubscriptionSpec,
+    WorkerFacts,
+)
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, ConfigError
 
-if TYPE_CHECKING:
-    from keyshard.broker.memory.cluster import MemoryCluster
-
-_Handle: TypeAlias = MemoryConsumer | MemoryReader | MemoryProducer
-"""What loses its connection with the client."""
+_names = itertools.count()
+_Handle: TypeAlias = MemoryConsumer | MemoryReader | MemoryProducer | MemoryEntryProducer
+"""Handles that lose their connection with the client."""
 
 
 class MemoryBroker:
@@ -29,10 +37,10 @@ class MemoryBroker:
         self._cluster = cluster
         self._consumers: list[MemoryConsumer] = []
         self._readers: list[MemoryReader] = []
-        self._producers: list[MemoryProducer] = []
+        self._producers: list[MemoryProducer | MemoryEntryProducer] = []
         self._frozen = False
         self._closed = False
-        self._connection = Connection(
+        self._connection = MemoryConnection(
             lock=cluster.lock,
             now_ms=cluster.now_ms,
             answers=self._answers,
@@ -53,30 +61,20 @@ class MemoryBroker:
         self._check_open()
         return self._cluster.partitions(topic)
 
-    def subscribe(
-        self,
-        topic_partition: TopicPartition,
-        subscription: str,
-        hash_range: HashRange,
-        *,
-        start: StartPosition,
-        consumer_name: str,
-        receiver_queue_size: int,
-        receiver_queue_bytes: int | None = None,  # noqa: ARG002 - as with pulsar-client
-        columns: Collection[str] | None = None,
-    ) -> MemoryConsumer:
-        if receiver_queue_size < 1:
-            raise ConfigError(f"receiver_queue_size must be at least 1, got {receiver_queue_size}.")
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> MemoryConsumer:
+        size, where, name = spec.receiver_queue_size, spec.topic_partition, spec.subscription
+        if size < 1:
+            raise ConfigError(f"receiver_queue_size is {size}; it must be at least 1.")
         with self._cluster.lock:
             self._check_open()
             consumer = MemoryConsumer(
                 connection=self._connection,
-                find=lambda: self._cluster.open_subscription(topic_partition, subscription, start),
-                topic_partition=topic_partition,
-                hash_range=hash_range,
-                name=consumer_name,
-                receiver_queue_size=receiver_queue_size,
-                columns=columns,
+                find=lambda: self._cluster.open_subscription(where, name, start),
+                topic_partition=where,
+                hash_range=spec.hash_range,
+                name=spec.consumer_name,
+                receiver_queue_size=size,
+                columns=spec.columns,
             )
             consumer.connect()
             self._consumers.append(consumer)
@@ -86,7 +84,7 @@ class MemoryBroker:
         self,
         topic_partition: TopicPartition,
         start: EntryId,
-        how: HowToRead = ANYHOW,
+        how: ReadOptions = DEFAULT_READ_OPTIONS,
     ) -> MemoryReader:
         with self._cluster.lock:
             self._check_open()
@@ -112,17 +110,42 @@ class MemoryBroker:
             self._producers.append(producer)
         return producer
 
+    def entry_producer(
+        self, topic_partition: TopicPartition, how: PublishOptions
+    ) -> MemoryEntryProducer:
+        with self._cluster.lock:
+            self._check_open()
+            self._cluster.open_log(topic_partition)
+
+            def last_entry() -> EntryId | None:
+                return self._cluster.open_log(topic_partition).last_id
+
+            producer = MemoryEntryProducer(
+                self._cluster.lock,
+                self._cluster.publishing,
+                self._cluster.store_entry,
+                topic_partition,
+                how=how,
+                name=how.name or f"memory-{next(_names)}",
+                message_bytes_max=self._cluster.message_bytes_max,
+                answers=self._answers,
+                last_entry=last_entry,
+            )
+            producer.open()
+            self._producers.append(producer)
+        return producer
+
     def drop(self, of: Collection[TopicPartition] | None = None) -> list[_Handle]:
         """Lose the connection: the broker forgets the consumers, which do not notice.
 
-        They keep what is in their queues, and their acknowledgements are lost. Producers wait, and
-        what readers say is worth nothing (:class:`MemoryReader`).
+        They keep their queues, and their acknowledgements are lost. Producers wait, and the answers
+        of readers prove nothing (:class:`MemoryReader`).
 
         Args:
-            of: Only handles of these topic partitions.
+            of: If given, only handles of these topic partitions.
 
         Returns:
-            Those that were connected.
+            The handles that were connected.
         """
         with self._cluster.lock:
             found = [
@@ -135,17 +158,17 @@ class MemoryBroker:
             return found
 
     def forget(self, topic_partition: TopicPartition, hash_range: HashRange) -> None:
-        """Let the broker forget the consumer of a range in silence: it thinks itself connected."""
+        """Make the broker silently forget the consumer of a range, which still seems connected."""
         with self._cluster.lock:
             for consumer in self._consumers:
                 if (consumer.topic_partition, consumer.hash_range) == (topic_partition, hash_range):
                     consumer.forget()
 
     def reconnect(self, dropped: Iterable[_Handle] | None = None) -> None:
-        """Bring every dropped consumer back with an empty queue, every reader and producer.
+        """Reconnect every dropped consumer with an empty queue, every reader and every producer.
 
-        One whose range somebody else took meanwhile stays without connection and says nothing,
-        as Pulsar's client does; call it again to let it retry. A frozen client does nothing.
+        If another consumer took the range meanwhile, the consumer silently stays disconnected,
+        as in Pulsar's client. Call it again for another attempt. A frozen client does nothing.
         """
         with self._cluster.lock:
             if not self._frozen:
@@ -153,27 +176,27 @@ class MemoryBroker:
                     handle.reconnect()
 
     def disconnect(self) -> None:
-        """Lose the connection and get it back at once; what is unacknowledged comes again."""
+        """Lose the connection and reconnect at once; unacknowledged entries are redelivered."""
         with self._cluster.lock:
             self.drop()
             self.reconnect()
 
     def freeze(self) -> None:
-        """Stop the client's process, as SIGSTOP does: the broker thinks that it holds its ranges.
+        """Suspend the client's process, as SIGSTOP does. The broker still assigns it its ranges.
 
-        It loses them all when somebody else subscribes to one of them, because it does not answer.
+        It does not answer, so it loses all of them when another client subscribes to one of them.
         """
         with self._cluster.lock:
             self._frozen = True
 
     def thaw(self) -> None:
-        """Let a frozen process go on; what it lost meanwhile it tries to get back."""
+        """Resume a frozen process; it tries to regain the handles that it lost."""
         with self._cluster.lock:
             self._frozen = False
             self.reconnect()
 
     def kill(self) -> None:
-        """End the client's process at once, as SIGKILL does: what it grouped is lost."""
+        """Kill the client's process, as SIGKILL does: grouped acknowledgements are lost."""
         with self._cluster.lock:
             self._close_all(flush=False)
 

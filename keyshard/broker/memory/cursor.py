@@ -1,6 +1,6 @@
-"""What a subscription of the in-memory broker has acknowledged, and what of it a crash forgets.
+"""The acknowledgements of a subscription of the in-memory broker, and their loss in a crash.
 
-Private to :mod:`keyshard.broker.memory`, which documents the whole.
+Private to :mod:`keyshard.broker.memory`, which documents the package.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ Journal = list[tuple[int, Collection[int] | None]]
 
 
 class Cursor:
-    """Everything up to ``mark_delete`` is acknowledged, and holes and parts of batches above it.
+    """The mark-delete position, and the acknowledged entries and parts of batches above it.
 
-    It is written at most every ``write_ms``, so that :meth:`forget` undoes what came since.
+    It is written at most every ``write_ms``. :meth:`forget` undoes later acknowledgements.
 
     Args:
-        mark_delete: Where it begins; that is written.
+        mark_delete: Initial ordinal, which counts as written.
         write_ms: Shortest time between two writes, milliseconds.
     """
 
     def __init__(self, mark_delete: int, write_ms: int) -> None:
         self.mark_delete = mark_delete
-        """Highest ordinal with everything before it acknowledged, itself included."""
+        """Highest ordinal up to which every entry is acknowledged, inclusive."""
         self.acked: set[int] = set()
         """Acknowledged ordinals above it."""
         self._partial: dict[int, frozenset[int]] = {}
@@ -33,21 +33,21 @@ class Cursor:
         self._written_ms: int | None = None
 
     @property
-    def holes(self) -> int:
-        """Stretches of acknowledged entries above the mark-delete."""
+    def ack_gaps(self) -> int:
+        """Number of runs of acknowledged entries above the mark-delete."""
         return sum(ordinal - 1 not in self.acked for ordinal in self.acked)
 
     @property
     def unwritten(self) -> bool:
-        """Whether a crash would forget anything."""
+        """Whether a crash would lose acknowledgements."""
         return bool(self._journal)
 
     def acked_indices(self, ordinal: int) -> frozenset[int]:
-        """Batch indices that are acknowledged of an entry that is not."""
+        """Acknowledged batch indices of an entry that is not fully acknowledged."""
         return self._partial.get(ordinal, frozenset())
 
     def ack(self, ordinal: int) -> bool:
-        """Acknowledge one entry; whether it was not before."""
+        """Acknowledge one entry. Return whether it was unacknowledged before."""
         if self.is_acked(ordinal):
             return False
         self._journal.append((ordinal, None))
@@ -55,7 +55,7 @@ class Cursor:
         return True
 
     def ack_indices(self, ordinal: int, indices: Collection[int], batch_size: int) -> bool:
-        """Acknowledge some messages of one entry; whether all of it is acknowledged now."""
+        """Acknowledge some messages of one entry. Return whether all of it is acknowledged now."""
         if self.is_acked(ordinal):
             return True
         known = self.acked_indices(ordinal)
@@ -67,7 +67,7 @@ class Cursor:
         return False
 
     def advance(self, ordinal: int) -> None:
-        """Acknowledge everything up to ``ordinal``, and write it: what is trimmed stays trimmed."""
+        """Acknowledge everything up to ``ordinal``, and write it, because trimming is permanent."""
         if ordinal > self.mark_delete:
             self.mark_delete = ordinal
             self.acked = {other for other in self.acked if other > ordinal}
@@ -75,17 +75,17 @@ class Cursor:
             self.write(self._written_ms)
 
     def is_acked(self, ordinal: int) -> bool:
-        """Whether an entry is acknowledged."""
+        """Return whether an entry is acknowledged."""
         return ordinal <= self.mark_delete or ordinal in self.acked
 
     def write_if_due(self, now_ms: int) -> None:
-        """Write what was acknowledged, when the last write is long enough ago."""
+        """Write the cursor if the last write is long enough ago."""
         due = self._written_ms is None or now_ms - self._written_ms >= self._write_ms
         if self._journal and due:
             self.write(now_ms)
 
     def write(self, now_ms: int | None) -> None:
-        """Make everything acknowledged so far survive a crash."""
+        """Make all acknowledgements so far survive a crash."""
         self._journal.clear()
         self._written_mark = self.mark_delete
         self._written_ms = now_ms
@@ -93,7 +93,7 @@ class Cursor:
             del self._partial[ordinal]
 
     def forget(self) -> None:
-        """Go back to what was written last, as a broker does that was killed."""
+        """Restore the last written state, as a killed broker does."""
         undone = {ordinal for ordinal, indices in self._journal if indices is None}
         passed = range(self._written_mark + 1, self.mark_delete + 1)
         parts = dict(self._partial)
@@ -111,7 +111,7 @@ class Cursor:
         self._move()
 
     def _move(self) -> None:
-        """Let the mark-delete pass what is acknowledged behind it."""
+        """Advance the mark-delete over adjacent acknowledged entries."""
         while self.mark_delete + 1 in self.acked:
             self.mark_delete += 1
             self.acked.discard(self.mark_delete)

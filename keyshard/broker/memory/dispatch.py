@@ -1,40 +1,42 @@
-"""How the in-memory broker hands entries to consumers: one subscription of one topic partition.
+"""Dispatch of the in-memory broker: one subscription of one topic partition.
 
-Private to :mod:`keyshard.broker.memory`, which documents the whole. Every method is called with the
-lock of the cluster held; nothing here waits, and nothing here knows a client.
+Private to :mod:`keyshard.broker.memory`, which documents the package. Call every method under the
+lock of the cluster. No method waits, and none knows a client.
 
 The rules are those of Pulsar 4.0's ``PersistentStickyKeyDispatcherMultipleConsumers``: order is
-kept per slot, and an entry that cannot go to its owner now waits in the replay queue with its slot.
+kept per slot. If the owner of an entry is not ready, the entry and its slot wait in the replay
+queue.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from keyshard.broker.memory.cursor import Cursor
 from keyshard.broker.memory.limits import LookAhead, UnackedLimits
 from keyshard.broker.memory.log import EntryLog, StoredEntry
-from keyshard.broker.memory.replay import ReplayQueue
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import RangeConflictError
 
 READ_UNDER_WAY_EVERY = 3
-"""Every how many dispatches new entries are sent before what waits in the replay queue."""
+"""Every this many dispatches, new entries are sent before the replay queue."""
 READ_UNDER_WAY_ENTRIES = 3
-"""How many of them."""
+"""Number of these new entries."""
 
 
 class Delivery(NamedTuple):
-    """An entry on its way to a client, without the messages that are acknowledged already."""
+    """An entry that is sent to a client, with the indices of its unacknowledged messages."""
 
     entry: StoredEntry
     indices: Sequence[int]
 
 
-class Pending(NamedTuple):
+class UnackedEntry(NamedTuple):
     """An entry that was sent and is not acknowledged."""
 
     slot: int
@@ -43,34 +45,34 @@ class Pending(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One connection of one consumer, as the broker sees it; a reconnect makes a new one."""
+    """One connection of one consumer, as the broker sees it. A reconnect creates a new one."""
 
     hash_range: HashRange
     name: str
     permits: int
-    """Messages the broker may still send; a batch may take it below zero."""
+    """Messages that the broker may still send; a batch may make it negative."""
     deliver: Callable[[Delivery], None]
-    """Puts something into the client's queue; it calls back nothing but :meth:`return_permits`."""
+    """Adds to the client's queue. It may call only :meth:`return_permits` in turn."""
     answers: Callable[[], bool]
-    """Asks whether its client is there; closes the connection, and so this member, if not."""
-    pending: dict[int, Pending] = field(default_factory=dict)
-    """What was sent and is not acknowledged, by ordinal."""
+    """Asks whether its client answers. If not, it closes the connection, and so this member."""
+    pending: dict[int, UnackedEntry] = field(default_factory=dict)
+    """Sent and unacknowledged entries, by ordinal."""
     unacked: int = 0
-    """Messages of them."""
+    """Number of their messages."""
     blocked: bool = False
-    """Whether it has as many as it may have; then permits count only from half of it on."""
+    """Whether it reached its limit. Permits then count only once half of them are acknowledged."""
     withheld: int = 0
-    """Permits that came meanwhile."""
+    """Permits that arrived while it was blocked."""
 
     def return_permits(self, messages: int) -> None:
-        """Allow the broker to send more."""
+        """Allow the broker to send more messages."""
         if self.blocked:
             self.withheld += messages
         else:
             self.permits += messages
 
-    def sent(self, ordinal: int, pending: Pending, limit: int) -> None:
-        """Count what was sent."""
+    def sent(self, ordinal: int, pending: UnackedEntry, limit: int) -> None:
+        """Count a sent entry."""
         known = self.pending.get(ordinal)
         self.pending[ordinal] = pending
         self.unacked += pending.messages - (known.messages if known else 0)
@@ -78,8 +80,8 @@ class Member:
         if limit and self.unacked >= limit:
             self.blocked = True
 
-    def acked(self, ordinal: int, limit: int) -> Pending | None:
-        """Count what was acknowledged; ``None`` when it was not sent here."""
+    def acked(self, ordinal: int, limit: int) -> UnackedEntry | None:
+        """Count an acknowledged entry; ``None`` if it was not sent here."""
         found = self.pending.pop(ordinal, None)
         if found is not None:
             self.unacked -= found.messages
@@ -95,7 +97,7 @@ class Subscription:
 
     Args:
         log: The entries.
-        cursor: What is acknowledged.
+        cursor: The acknowledgements.
         look_ahead: When entries without a ready owner stop all ranges.
         unacked_limits: When unacknowledged messages stop a range, or all.
         now_ms: The clock, milliseconds.
@@ -125,38 +127,38 @@ class Subscription:
 
     @property
     def backlog(self) -> int:
-        """Entries stored and not acknowledged."""
+        """Number of stored, unacknowledged entries."""
         return len(self.log) - 1 - self.cursor.mark_delete - len(self.cursor.acked)
 
     @property
     def connected(self) -> int:
-        """Consumers that hold a range."""
+        """Number of consumers that hold a range."""
         return len(self._members)
 
     @property
     def members(self) -> Sequence[Member]:
-        """Them."""
+        """The consumers that hold a range."""
         return tuple(self._members)
 
     @property
     def blocked(self) -> bool:
-        """Whether so many messages are unacknowledged that nobody gets anything new."""
+        """Whether the limit of unacknowledged messages stops all new entries."""
         return self._blocked
 
     @property
     def unacked(self) -> int:
-        """Messages that were sent and are not acknowledged."""
+        """Number of sent, unacknowledged messages."""
         return self._unacked
 
     @property
     def stalled(self) -> bool:
-        """Whether the replay queue is so long that no range gets anything new."""
+        """Whether the replay queue is so long that no range gets new entries."""
         return len(self.replay) >= self._look_ahead.limit(len(self._members))
 
     def join(self, member: Member) -> None:
-        """Give a member its range and send it what waits for it.
+        """Give a member its range, and send it the waiting entries.
 
-        A member in its way whose client does not answer loses its range.
+        If a member with an overlapping range has a client that does not answer, it loses its range.
 
         Raises:
             RangeConflictError: Another member holds a part of the range, and its client answers.
@@ -167,8 +169,8 @@ class Subscription:
             overlaps = held.start <= wanted.end and wanted.start <= held.end
             if overlaps and other in self._members and other.answers():
                 raise RangeConflictError(
-                    f"Range {wanted} overlaps range {held} of consumer {other.name!r}. "
-                    "Wait until it is closed, or use another subscription name.",
+                    f"Range {wanted} overlaps range {held} of consumer {other.name!r}. Wait "
+                    "until that consumer is closed, or use another subscription.",
                     wanted=str(wanted),
                     held=str(held),
                 )
@@ -176,7 +178,7 @@ class Subscription:
         self.dispatch()
 
     def leave(self, member: Member) -> None:
-        """Take a member's range away; what it has not acknowledged goes to the next owner."""
+        """Take a member's range away; its unacknowledged entries go to the next owner."""
         if member not in self._members:
             return
         self._set_members([other for other in self._members if other is not member])
@@ -192,7 +194,7 @@ class Subscription:
         self.dispatch()
 
     def acknowledge(self, ordinals: Iterable[int]) -> None:
-        """Acknowledge entries, whoever received them, or nobody yet."""
+        """Acknowledge entries, whichever consumer received them, even before any did."""
         self.cursor.write_if_due(self._now_ms())
         for ordinal in ordinals:
             self.cursor.ack(ordinal)
@@ -200,7 +202,7 @@ class Subscription:
         self._acknowledged()
 
     def acknowledge_indices(self, ordinal: int, indices: Collection[int]) -> None:
-        """Acknowledge some messages of a batch, as a client with batch index acks does."""
+        """Acknowledge some messages of a batch, as a client with batch index acknowledgements."""
         entry = self.log.get(ordinal)
         self.cursor.write_if_due(self._now_ms())
         if entry and self.cursor.ack_indices(ordinal, indices, len(entry.messages)):
@@ -208,7 +210,7 @@ class Subscription:
         self._acknowledged()
 
     def skip_trimmed(self) -> None:
-        """Regard what the log forgot as acknowledged."""
+        """Treat trimmed entries as acknowledged."""
         end = self.log.first
         self._read_next = max(self._read_next, end)
         self.cursor.advance(end - 1)
@@ -219,7 +221,7 @@ class Subscription:
         self.dispatch()
 
     def restart(self, *, lossy: bool) -> None:
-        """Load the cursor again, without members; ``lossy``: only what was written of it."""
+        """Reload the cursor, without members; if ``lossy``, only its last written state."""
         assert not self._members
         self.cursor.write_if_due(self._now_ms())
         if lossy:
@@ -231,9 +233,9 @@ class Subscription:
         self._blocked = False
 
     def deliver_again(self, ordinal: int) -> bool:
-        """Send an entry that was sent before once more; whether it was, and its slot has an owner.
+        """Send an entry once more. Return ``False`` if it was never sent, or its slot has no owner.
 
-        One that waits in the replay queue is not sent: it would come before what it waits for.
+        An entry in the replay queue is not sent, because it would overtake earlier ones.
         """
         entry = self.log.get(ordinal)
         owner = self._owner(entry.slot) if entry and not entry.hidden else None
@@ -244,10 +246,11 @@ class Subscription:
         return True
 
     def dispatch(self) -> None:
-        """Send what can be sent: first what waits in the replay queue, then new entries.
+        """Send all that can be sent: first the replay queue, then new entries.
 
-        A real broker may have a read of new entries under way when permits arrive, and those are
-        sent first where their slot has nothing waiting. Here this happens every third time.
+        In a real broker, a read of new entries may be in progress when permits arrive. These
+        entries are sent first, unless their slot has waiting ones. Here every third dispatch does
+        that.
         """
         self._dispatches += 1
         if self._dispatches % READ_UNDER_WAY_EVERY == 0:
@@ -280,7 +283,7 @@ class Subscription:
             assert member.unacked == sum(one.messages for one in member.pending.values())
 
     def _read(self, end: int) -> None:
-        """Send or put into the replay queue new entries before an ordinal."""
+        """Send new entries before an ordinal, or add them to the replay queue."""
         while self._read_next < min(end, len(self.log)) and self._may_read():
             ordinal = self._read_next
             self._read_next += 1
@@ -297,7 +300,7 @@ class Subscription:
         return not self.stalled and not self._blocked and self._anybody_ready()
 
     def _anybody_ready(self) -> bool:
-        """A broker does not even look while every consumer is out of permits or blocked."""
+        """Return whether any consumer has permits and is not blocked; else nothing is read."""
         return any(member.permits > 0 and not member.blocked for member in self._members)
 
     def _is_ready(self, member: Member) -> bool:
@@ -305,7 +308,7 @@ class Subscription:
         return member.permits > 0 and not (limit and member.unacked >= limit)
 
     def _send(self, ordinal: int, member: Member) -> None:
-        """Send an entry to its owner; one that nobody receives is acknowledged instead."""
+        """Send an entry to its owner; acknowledge a hidden one instead."""
         entry = self.log.get(ordinal)
         assert entry is not None
         if entry.hidden:
@@ -315,7 +318,7 @@ class Subscription:
         acked = self.cursor.acked_indices(ordinal)
         count = len(entry.messages)
         indices = [i for i in range(count) if i not in acked] if acked else range(count)
-        member.sent(ordinal, Pending(entry.slot, len(indices)), self._limits.per_consumer)
+        member.sent(ordinal, UnackedEntry(entry.slot, len(indices)), self._limits.per_consumer)
         self._count(len(indices))
         member.deliver(Delivery(entry, indices))
 
@@ -327,7 +330,7 @@ class Subscription:
                 return
 
     def _count(self, messages: int) -> None:
-        """Count unacknowledged messages; from the limit on, until half of it, nothing is read."""
+        """Count unacknowledged messages. From the limit until half of it, stop new entries."""
         self._unacked += messages
         limit = self._limits.per_subscription
         if limit and self._unacked >= limit:
@@ -350,3 +353,79 @@ class Subscription:
         self._members = sorted(members, key=lambda member: member.hash_range)
         self._starts = [member.hash_range.start for member in self._members]
         self.replay.regroup(self._owner)
+
+
+# -- Replay queue ----------------------------------------------------------------------------------
+
+
+class ReplayQueue:
+    """Entries that wait for their owner, in position order per owner.
+
+    An entry that is acknowledged while it waits still counts, until its owner asks for it or the
+    mark-delete passes it, as in a real broker.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}
+        self._per_slot: Counter[int] = Counter()
+        self._heaps: dict[Hashable, list[int]] = {}
+        self._all: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, ordinal: int) -> bool:
+        return ordinal in self._slots
+
+    def has_slot(self, slot: int) -> bool:
+        """Return whether an entry of the slot waits; no later one may overtake it."""
+        return slot in self._per_slot
+
+    def add(self, ordinal: int, slot: int, owner: Hashable) -> None:
+        """Add an entry; ``owner`` is ``None`` while no consumer covers its slot."""
+        assert ordinal not in self._slots
+        self._slots[ordinal] = slot
+        self._per_slot[slot] += 1
+        heappush(self._heaps.setdefault(owner, []), ordinal)
+        heappush(self._all, ordinal)
+
+    def discard_up_to(self, mark_delete: int) -> None:
+        """Remove entries up to the mark-delete. The owners' heaps drop them later."""
+        while self._all and self._all[0] <= mark_delete:
+            self._discard(heappop(self._all))
+
+    def pop(self, owner: Hashable) -> int | None:
+        """Remove and return the first entry that waits for ``owner``, or ``None``."""
+        heap = self._heaps.get(owner, [])
+        while heap:
+            ordinal = heappop(heap)
+            if ordinal in self._slots:
+                self._discard(ordinal)
+                return ordinal
+        return None
+
+    def regroup(self, owner_of: Callable[[int], Hashable]) -> None:
+        """Regroup entries after a change of owners."""
+        self._heaps = {}
+        for ordinal, slot in self._slots.items():
+            self._heaps.setdefault(owner_of(slot), []).append(ordinal)
+        for heap in self._heaps.values():
+            heapify(heap)
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        self._slots.clear()
+        self._per_slot.clear()
+        self._heaps.clear()
+        self._all.clear()
+
+    def ordinals(self) -> set[int]:
+        """The waiting entries, for checks."""
+        return set(self._slots)
+
+    def _discard(self, ordinal: int) -> None:
+        slot = self._slots.pop(ordinal, None)
+        if slot is not None:
+            self._per_slot[slot] -= 1
+            if not self._per_slot[slot]:
+                del self._per_slot[slot]

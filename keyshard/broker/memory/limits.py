@@ -1,6 +1,6 @@
 """Limits of the in-memory broker, with the values of a Pulsar 4.0 broker.
 
-Private to :mod:`keyshard.broker.memory`, which documents the whole and re-exports the public names.
+Private to :mod:`keyshard.broker.memory`, which documents the package and re-exports public names.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ class LookAhead:
     """How many entries of one topic partition may wait for their owner before all ranges stop."""
 
     per_consumer: int = 2_000
-    """Entries for each connected consumer."""
+    """Entries per connected consumer."""
     per_subscription: int = 20_000
-    """Entries at most, whatever the number of consumers."""
+    """Maximum entries, whatever the number of consumers."""
 
     def limit(self, consumers: int) -> int:
-        """Entries allowed with this many consumers."""
+        """Return the limit for a number of consumers."""
         return min(self.per_consumer * consumers, self.per_subscription)
 
 
@@ -27,6 +27,6 @@ class UnackedLimits:
     """How many messages of one topic partition may be unacknowledged; 0 for no limit."""
 
     per_consumer: int = 50_000
-    """At this many a consumer gets no more; what it asks for then counts again from the half on."""
+    """At this limit a consumer gets no more messages. At half of it, its permits count again."""
     per_subscription: int = 200_000
-    """At this many nobody gets anything new; it goes on below the half."""
+    """At this limit no consumer gets new messages, until fewer than half are unacknowledged."""

@@ -1,6 +1,6 @@
-"""What the in-memory broker stores: messages, entries, and the log of one topic partition.
+"""The storage of the in-memory broker: messages, entries, and the log of one topic partition.
 
-Private to :mod:`keyshard.broker.memory`, which documents the whole and re-exports the public names.
+Private to :mod:`keyshard.broker.memory`, which documents the package and re-exports public names.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from keyshard.arrow.content import entry_block, metadata_in
 from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry
+from keyshard.columns.content import entry_block, metadata_in
 from keyshard.core.metadata_columns import KEY_BYTES, PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
@@ -22,39 +22,39 @@ from keyshard.core.ring.key_slot import key_slot, routing_key
 from keyshard.errors import UnreadableEntryError
 
 MARKER_SLOT = key_slot("pulsar.txn.marker--1")
-"""A broker writes every marker under one producer name and with one sequence id."""
+"""Slot of every marker: a broker writes all of them with one producer name and sequence id."""
 CORRUPT = "its checksum is wrong"
-"""Defect of an entry that a test made corrupt."""
+"""Defect of an entry that a test corrupted."""
 
 
 class Batching(str, Enum):
-    """How a producer forms entries of the messages of one ``publish``."""
+    """How a producer batches the messages of one ``publish`` into entries."""
 
     NONE = "none"
-    """Every message is an entry of its own."""
+    """Every message is its own entry."""
     BY_KEY = "by_key"
-    """One producer batch for each routing key."""
+    """One producer batch per routing key."""
     MIXED = "mixed"
-    """Producer batches in publish order whatever the key, as Pulsar batches by default."""
+    """Producer batches in publish order, whatever the key; Pulsar's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message as a producer hands it over."""
+    """A message as passed to a producer."""
 
     value: bytes | None
     """Payload; ``None`` for a null value."""
     key: str | None = None
     """Partition key; ``None`` for a keyless message, ``""`` for the empty key."""
     ordering_key: str | None = None
-    """As ``key``."""
+    """Ordering key; ``None`` as for ``key``."""
     properties: Mapping[str, str] = field(default_factory=dict)
     event_ms: int = 0
     """Event time, milliseconds since the epoch; 0 when unset."""
     key_is_base64: bool = False
-    """Whether the partition key was set as bytes: ``key`` is their base64, and they are hashed."""
+    """Whether the partition key was set as bytes: ``key`` is their base64; the bytes are hashed."""
     schema_version: int | None = None
-    """Of the topic's schema, which a producer says of whole entries; ``None``: it says none."""
+    """Version of the topic's schema, one per entry; ``None``: the producer states none."""
 
     @property
     def routing_key(self) -> str | None:
@@ -63,14 +63,14 @@ class Message:
 
     @property
     def hashed(self) -> str | bytes | None:
-        """What the broker hashes; ``None`` when keyless."""
+        """The key that the broker hashes; ``None`` for a keyless message."""
         if self.key_is_base64 and self.ordering_key is None and self.key is not None:
             return b64decode(self.key)
         return self.routing_key
 
     @property
     def key_bytes(self) -> bytes | None:
-        """What the partition key was set as; of a text its UTF-8."""
+        """The bytes of the partition key; of a text, its UTF-8."""
         if self.key is None:
             return None
         return b64decode(self.key) if self.key_is_base64 else self.key.encode()
@@ -78,22 +78,22 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Which part of a chunked message an entry is."""
+    """The part of a chunked message that an entry holds."""
 
     first: EntryId
     """Entry of the first part."""
     number: int
-    """Parts before it."""
+    """Index of this part, from 0."""
     count: int
-    """Parts in all."""
+    """Number of all parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """One entry as the broker holds it."""
+    """One entry as the broker stores it."""
 
     ordinal: int
-    """Number of entries published to the topic partition before it; never used twice."""
+    """Number of entries published to the topic partition before it; never reused."""
     id: EntryId
     slot: int
     batched: bool
@@ -101,11 +101,11 @@ class StoredEntry:
     publish_ms: int
     producer: str = ""
     sequence_id: int = 0
-    """Of its first message; the others follow."""
+    """Sequence id of its first message; the others follow."""
     hidden: bool = False
-    """Whether nobody receives or reads it: a marker, or data of an aborted transaction."""
+    """Whether no consumer or Reader gets it: a marker, or data of an aborted transaction."""
     chunk: Chunk | None = None
-    """What it is a part of; its only message is that part."""
+    """The part of a chunked message that it holds as its only message."""
     encrypted: bool = False
     """Whether its producer encrypted it, so that only its slot is known."""
 
@@ -115,12 +115,12 @@ class StoredEntry:
         came_to: HashRange | None = None,
         columns: Collection[str] | None = None,
     ) -> EntryBlock:
-        """A fresh block of the messages with these indices; of all, when not given.
+        """Create a new block of its messages.
 
         Args:
-            indices: Batch indices.
+            indices: Batch indices; ``None``: all messages.
             came_to: Range of the consumer that receives it; ``None`` for a Reader.
-            columns: As those of :class:`~keyshard.broker.port.HowToRead`.
+            columns: As in :class:`~keyshard.broker.port.ReadOptions`.
         """
         chosen = range(len(self.messages)) if indices is None else indices
         messages = [self.messages[index] for index in chosen]
@@ -141,23 +141,23 @@ class StoredEntry:
         )
 
     def _metadata(self, name: str, indices: Sequence[int]) -> list[Any]:
-        """A column of :data:`keyshard.arrow.content.METADATA`."""
+        """Return a column of :data:`keyshard.columns.content.METADATA`."""
         if name == KEY_BYTES:
             return [self.messages[index].key_bytes for index in indices]
         if name == SEQUENCE_ID:
             return [self.sequence_id + index for index in indices]
-        # This broker adds no time of its own.
+        # This broker stores no other metadata.
         return [self.producer if name == PRODUCER else None] * len(indices)
 
 
 class EntryLog:
     """Entries of one topic partition, in ledgers.
 
-    Inside the broker an entry is named by its ordinal, so that ranges of entries need no ledger
-    sizes; ids are for the outside.
+    Inside the broker, ordinals name entries, so that ranges of entries need no ledger sizes. Ids
+    are for clients.
 
     Args:
-        new_ledger: Gives the next ledger id of the cluster.
+        new_ledger: Returns the next ledger id of the cluster.
         entries_per_ledger: Entries after which a ledger is closed and the next one is opened.
     """
 
@@ -167,22 +167,22 @@ class EntryLog:
         self._ids: list[EntryId] = []
         self._entries: list[StoredEntry | None] = []
         self.first_ledger = new_ledger()
-        """Its first ledger ever: no other log of the cluster has the same."""
+        """Its first ledger id, which no other log of the cluster has."""
         self._next_id = EntryId(self.first_ledger, 0)
         self._sequence_ids: dict[str, int] = {}
         self._first = 0
         self.corrupt: set[EntryId] = set()
-        """Entries that nobody can read any more."""
+        """Entries that became unreadable."""
         self.on_append: list[Callable[[], None]] = []
         """Called after entries were appended; readers wait on it."""
 
     def __len__(self) -> int:
-        """Entries ever published, also those that are trimmed."""
+        """Number of published entries, including trimmed ones."""
         return len(self._entries)
 
     @property
     def last_id(self) -> EntryId | None:
-        """Id of the last entry published that somebody may receive; ``None`` without one."""
+        """Id of the last published entry that is not hidden; ``None`` if there is none."""
         for entry_id, entry in zip(reversed(self._ids), reversed(self._entries), strict=True):
             if entry is None or not entry.hidden:
                 return entry_id
@@ -190,7 +190,7 @@ class EntryLog:
 
     @property
     def first(self) -> int:
-        """Ordinal of the first entry that is still stored, or the length when none is."""
+        """Ordinal of the first stored entry, or the length if none is stored."""
         return self._first
 
     def append(
@@ -201,8 +201,11 @@ class EntryLog:
         producer: str,
         publish_ms: int,
         encrypted: bool = False,
+        sequence_id: int | None = None,
     ) -> StoredEntry:
-        """Store one entry; its first message routes it, a keyless one by producer and sequence."""
+        """Store one entry. Its first message routes it, by producer and sequence id if keyless."""
+        if sequence_id is not None:
+            self._sequence_ids[producer] = sequence_id
         sequence_id = self._sequence_ids.get(producer, 0)
         slot = self._slot(messages[0], producer, len(messages))
         return self._store(
@@ -212,7 +215,7 @@ class EntryLog:
     def append_hidden(
         self, messages: Sequence[Message], *, producer: str, publish_ms: int
     ) -> StoredEntry:
-        """Store an entry that nobody receives; a marker when it has no messages."""
+        """Store an entry that no consumer receives; without messages, a marker."""
         slot = self._slot(messages[0], producer, len(messages)) if messages else MARKER_SLOT
         return self._store(messages, slot, publish_ms, hidden=True)
 
@@ -278,11 +281,11 @@ class EntryLog:
         self._next_id = EntryId(self._new_ledger(), 0)
 
     def get(self, ordinal: int) -> StoredEntry | None:
-        """The entry, or ``None`` when it is trimmed."""
+        """Return the entry, or ``None`` if it is trimmed."""
         return self._entries[ordinal]
 
     def refused(self, entry: StoredEntry, where: TopicPartition) -> UnreadableEntryError | None:
-        """Why an entry of this log cannot be read; ``None`` if it can."""
+        """Return why an entry of this log cannot be read; ``None`` if it can."""
         stored = b"".join(one.value or b"" for one in entry.messages)
         if entry.id in self.corrupt:
             return corrupt_entry(where, entry.id, CORRUPT, stored)
@@ -290,7 +293,7 @@ class EntryLog:
 
     @property
     def ledger_sizes(self) -> dict[int, int]:
-        """Entries of each ledger that is stored, ascending; the last takes the next entry."""
+        """Number of entries of each stored ledger, ascending; the last one takes the next entry."""
         sizes = {}
         for entry_id in self._ids[self._first :]:
             sizes[entry_id.ledger] = entry_id.entry + 1
@@ -298,12 +301,12 @@ class EntryLog:
 
     @property
     def last_written(self) -> EntryId:
-        """The last entry, stored or not; of an empty log the place before its first one."""
+        """The last entry, stored or not; of an empty log, the position before its first entry."""
         return self._ids[-1] if self._ids else EntryId(self._next_id.ledger, -1)
 
     @property
     def ledgers(self) -> tuple[Ledger, ...]:
-        """The same with the bytes of each."""
+        """Stored ledgers, with the bytes of each."""
         sizes = dict.fromkeys(self.ledger_sizes, 0)
         for entry in self._entries[self._first :]:
             assert entry is not None, "only entries before the first are trimmed"
@@ -312,9 +315,9 @@ class EntryLog:
         return tuple(Ledger(ledger, counts[ledger], size) for ledger, size in sizes.items())
 
     def position_at(self, time_ms: int) -> EntryId:
-        """A position at which publish times pass a moment, searched as Pulsar does.
+        """Find a position at which publish times reach ``time_ms``, by bisection as in Pulsar.
 
-        It halves what is stored, so where times go back it is any such position.
+        If times are not in order, this is any such position.
         """
         low, high = self._first, len(self._entries)
         if high > low and self._published(high - 1) < time_ms:
@@ -335,32 +338,32 @@ class EntryLog:
         return entry.publish_ms
 
     def id(self, ordinal: int) -> EntryId:
-        """Id of an entry, also of one that is trimmed."""
+        """Return the id of an entry, stored or trimmed."""
         return self._ids[ordinal]
 
     def ordinal(self, entry_id: EntryId) -> int | None:
-        """Ordinal of an id, or ``None`` when no entry ever had it."""
+        """Return the ordinal of an id, or ``None`` if no entry ever had it."""
         ordinal = bisect_left(self._ids, entry_id)
         found = ordinal < len(self._ids) and self._ids[ordinal] == entry_id
         return ordinal if found else None
 
     def only_hidden_from(self, ordinal: int) -> bool:
-        """Whether nothing from an ordinal on can be read."""
+        """Return whether all entries from an ordinal on are hidden."""
         rest = (self._entries[i] for i in range(max(ordinal, self._first), len(self._entries)))
         return all(entry is None or entry.hidden for entry in rest)
 
     def first_from(self, entry_id: EntryId) -> int:
-        """Ordinal of the first stored entry at or after an id, or the length when none is."""
+        """Ordinal of the first stored entry at or after an id, or the length if there is none."""
         return max(self._first, bisect_left(self._ids, entry_id))
 
     def trim(self, before: EntryId) -> None:
-        """Forget every entry before an id."""
+        """Delete every entry before an id."""
         end = self.first_from(before)
         self._entries[self._first : end] = [None] * (end - self._first)
         self._first = end
 
     def validate(self) -> None:
-        """Assert that ids ascend and that exactly the entries before ``first`` are gone."""
+        """Assert that ids ascend and that exactly the entries before ``first`` are deleted."""
         assert len(self._ids) == len(self._entries)
         assert all(a < b for a, b in zip(self._ids, self._ids[1:], strict=False)), "ids ascend"
         for ordinal, entry in enumerate(self._entries):
@@ -371,7 +374,7 @@ class EntryLog:
 def batches(
     messages: Sequence[Message], batching: Batching, size_max: int
 ) -> Iterable[Sequence[Message]]:
-    """Messages of each entry, in the order of the entries' first messages."""
+    """Batch messages into entries, in the order of the entries' first messages."""
     groups: list[list[Message]] = []
     open_groups: dict[str | bytes | None, list[Message]] = {}
     for message in messages:

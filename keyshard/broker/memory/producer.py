@@ -1,6 +1,6 @@
 """A client's producer at the in-memory broker.
 
-Private to :mod:`keyshard.broker.memory`, which documents the whole and re-exports the public names.
+Private to :mod:`keyshard.broker.memory`, which documents the package and re-exports public names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class _Publish(Protocol):
 
 
 class MemoryProducer:
-    """Implements the ``Producer`` port; made by ``MemoryBroker.producer``.
+    """Implements the ``Producer`` port; created by ``MemoryBroker.producer``.
 
-    A send without connection waits, in real time, until there is one or its timeout has passed.
+    Without a connection, a send waits in real time for one, until its timeout.
     """
 
     def __init__(
@@ -55,15 +55,18 @@ class MemoryProducer:
         message = Message(value, key, ordering_key, dict(properties or {}), event_ms)
         texts = [key or "", ordering_key or "", *message.properties, *message.properties.values()]
         if len(value or b"") + sum(len(text.encode()) for text in texts) > self._message_bytes_max:
-            raise MessageTooLargeError(f"A message to {self.topic_partition} is too large.")
+            raise MessageTooLargeError(
+                f"A message to {self.topic_partition} exceeds the size limit. Send a smaller "
+                "message."
+            )
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._connected, self._send_timeout_s)
             if self._closed:
                 raise BrokerError(f"A producer of {self.topic_partition} is closed.")
             if not self._connected:
                 raise BrokerUnavailableError(
-                    f"Could not send to {self.topic_partition}: the in-memory broker was away for "
-                    f"{self._send_timeout_s:g} s."
+                    f"Could not send to {self.topic_partition}: the in-memory broker was "
+                    f"unavailable for {self._send_timeout_s:g} s."
                 )
             ((_, entry_id),) = self._publish(self.topic_partition, message)
         return entry_id
@@ -79,7 +82,7 @@ class MemoryProducer:
             self._connected = False
 
     def reconnect(self) -> None:
-        """Have it again after :meth:`drop`."""
+        """Reconnect after :meth:`drop`."""
         with self._changed:
             self._connected = not self._closed
             self._changed.notify_all()

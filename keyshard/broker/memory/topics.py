@@ -1,7 +1,7 @@
 """Topics of the in-memory broker, their topic partitions, and the ledger ids of the cluster.
 
-Private to :mod:`keyshard.broker.memory`, which documents the whole. Every method is called with the
-lock of the cluster held.
+Private to :mod:`keyshard.broker.memory`, which documents the package. Call every method under the
+lock of the cluster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keyshard.errors import ConfigError, TopicNotFoundError
 
 
 class TopicStore:
-    """What is stored, without subscriptions.
+    """Stores topics, without subscriptions.
 
     Args:
         entries_per_ledger: Entries after which a topic partition opens its next ledger.
@@ -24,42 +24,45 @@ class TopicStore:
 
     def __init__(self, entries_per_ledger: int) -> None:
         if entries_per_ledger < 1:
-            raise ConfigError(f"entries_per_ledger must be at least 1, got {entries_per_ledger}.")
+            raise ConfigError(f"entries_per_ledger is {entries_per_ledger}; it must be at least 1.")
         self._entries_per_ledger = entries_per_ledger
         self._topics: dict[str, tuple[TopicPartition, ...]] = {}
         self._logs: dict[TopicPartition, EntryLog] = {}
         self._next_ledger = 0
         self._next_partition = 0
         self.schemas: dict[str, list[TopicSchema]] = {}
-        """All versions of the schema of each topic that has one."""
+        """All schema versions by topic."""
 
     @property
     def logs(self) -> Mapping[TopicPartition, EntryLog]:
-        """What each topic partition stores."""
+        """The log of each topic partition."""
         return self._logs
 
     def create(self, topic: str, partitions: int) -> str:
-        """Create a topic; 0 for one that is not partitioned.
+        """Create a topic; with 0 partitions, a non-partitioned one.
 
         Raises:
             ConfigError: The name is taken.
         """
         if topic in self._topics:
-            raise ConfigError(f"Topic {topic} exists already. Choose another name.")
+            raise ConfigError(f"Topic {topic} already exists. Choose another name.")
         numbers = range(partitions) if partitions else (-1,)
         self._topics[topic] = tuple(TopicPartition(topic, number) for number in numbers)
         self._open(self._topics[topic])
         return topic
 
     def grow(self, topic: str, partitions: int) -> tuple[TopicPartition, ...]:
-        """Give a partitioned topic more partitions; those that are new.
+        """Increase the partitions of a topic. Return the new ones.
 
         Raises:
-            ConfigError: It has no partitions, or as many already.
+            ConfigError: It is not partitioned, or has as many partitions already.
         """
         old = self._topics[topic]
         if old[0].partition < 0 or len(old) >= partitions:
-            raise ConfigError(f"{topic} cannot grow to {partitions} partitions.")
+            raise ConfigError(
+                f"{topic} cannot grow to {partitions} partitions. Request more partitions than "
+                "it has."
+            )
         new = tuple(TopicPartition(topic, number) for number in range(len(old), partitions))
         self._topics[topic] = old + new
         self._open(new)
@@ -83,14 +86,14 @@ class TopicStore:
         return dict(self._topics)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        """Topic partitions of a topic, or of one topic partition: itself.
+        """Topic partitions of a topic; of a topic partition, itself.
 
-        A missing topic is taken for one without partitions.
+        A missing topic counts as one without partitions.
         """
         return self._topics.get(topic, (TopicPartition.parse(topic),))
 
     def log(self, topic_partition: TopicPartition) -> EntryLog:
-        """What a topic partition stores.
+        """Return the log of a topic partition.
 
         Raises:
             TopicNotFoundError: It does not exist.
@@ -99,12 +102,12 @@ class TopicStore:
             return self._logs[topic_partition]
         except KeyError:
             raise TopicNotFoundError(
-                f"{topic_partition} does not exist. Create the topic or correct its name.",
+                f"{topic_partition} does not exist. Create the topic, or correct its name.",
                 topic=topic_partition.topic,
             ) from None
 
     def open_log(self, topic_partition: TopicPartition) -> EntryLog:
-        """As :meth:`log`, but a missing topic is created."""
+        """Return the log as :meth:`log`, but create a missing topic."""
         if topic_partition not in self._logs and topic_partition.topic not in self._topics:
             self._topics[topic_partition.name] = (topic_partition,)
             self._open([topic_partition])
@@ -113,7 +116,7 @@ class TopicStore:
     def routed(
         self, topic: str | TopicPartition, messages: Iterable[Message]
     ) -> dict[TopicPartition, list[Message]]:
-        """Which topic partition each message goes to."""
+        """Assign messages to topic partitions."""
         found: dict[TopicPartition, list[Message]] = {}
         for message in messages:
             where = topic if isinstance(topic, TopicPartition) else self._route(topic, message)
@@ -121,7 +124,7 @@ class TopicStore:
         return found
 
     def _route(self, topic: str, message: Message) -> TopicPartition:
-        """Choose the topic partition: by a hash that is not the ring's, or in turn without key."""
+        """Choose the topic partition by a hash other than the ring's, or in turn without a key."""
         partitions = self.partitions(topic)
         if message.key is not None:
             return partitions[zlib.crc32(message.key.encode()) % len(partitions)]

@@ -1,7 +1,6 @@
 """The broker port on Pulsar's binary protocol.
 
-Consuming, acknowledging, reading and look-ups are spoken here. What is produced goes through
-pulsar-client, which is opened when something is.
+This package consumes, acknowledges, reads, looks topics up, and publishes.
 """
 
 from __future__ import annotations
@@ -10,15 +9,22 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from keyshard.broker.port import ANYHOW, HowToRead, Producer, StartPosition, WorkerFacts
-from keyshard.broker.pulsar.at_exit import close_at_exit
-from keyshard.broker.pulsar.credentials import Credentials, warn_of_secrets_in_the_clear
-from keyshard.broker.pulsar.first_question import missing_topics
-from keyshard.broker.retrier import Retrier
+from keyshard.broker.at_exit import close_at_exit
+from keyshard.broker.auth.credentials import Credentials, warn_of_secrets_in_the_clear
+from keyshard.broker.port import (
+    DEFAULT_READ_OPTIONS,
+    Producer,
+    PublishOptions,
+    ReadOptions,
+    StartPosition,
+    SubscriptionSpec,
+    WorkerFacts,
+)
+from keyshard.broker.preflight import missing_topics
+from keyshard.broker.retry import Retrier
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.consumer import (
     CONFIRM_S,
@@ -27,23 +33,19 @@ from keyshard.broker.wire.consumer import (
     warn_of_unconfirmed,
 )
 from keyshard.broker.wire.errors import RefusedError, error_of
-from keyshard.broker.wire.subscribed import RETRY_S, Shared, Subscribed
+from keyshard.broker.wire.message_producer import WireMessageProducer
+from keyshard.broker.wire.producer import WireProducer
+from keyshard.broker.wire.reconnect import RETRY_S, Shared
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.ring.hash_range import HashRange
-from keyshard.core.window.client_queue import SentAhead
 from keyshard.errors import BrokerError, BrokerUnavailableError
-
-if TYPE_CHECKING:
-    from keyshard.broker.pulsar.broker import PulsarBroker
 
 LEAVE_S = 2.0
 """Longest wait for threads at the end, seconds."""
 CLOSE_S = 3.0
-"""Longest wait for the broker's answers to an orderly end; then connections are cut, seconds."""
+"""Longest wait for the broker's answers at a close, seconds. Then the connections are cut."""
 NUDGE_LONGEST_WAIT_S = 60.0
-"""Longest wait between two words to a broker that sends nothing, seconds."""
-UNLIMITED_BYTES = 1 << 60
+"""Longest wait between two nudges to a silent broker, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +68,7 @@ class WireBroker:
             connection.operation_timeout_ms / 1000,
         )
         self._lock = threading.Lock()
-        self._handles: weakref.WeakSet[Subscribed] = weakref.WeakSet()
-        self._client: PulsarBroker | None = None
+        self._handles: weakref.WeakSet[WireConsumer | WireReader | WireProducer] = weakref.WeakSet()
         self._closed = False
         warn_of_secrets_in_the_clear(connection)
         close_at_exit(self)
@@ -96,52 +97,29 @@ class WireBroker:
             return (TopicPartition.parse(topic),)
         return tuple(TopicPartition(topic, number) for number in range(count))
 
-    def subscribe(
-        self,
-        topic_partition: TopicPartition,
-        subscription: str,
-        hash_range: HashRange,
-        *,
-        start: StartPosition,
-        consumer_name: str,
-        receiver_queue_size: int,
-        receiver_queue_bytes: int | None = None,
-        columns: Collection[str] | None = None,
-    ) -> WireConsumer:
-        queue = (
-            SentAhead(receiver_queue_size, UNLIMITED_BYTES, receiver_queue_size)
-            if receiver_queue_bytes is None
-            else SentAhead(receiver_queue_size, receiver_queue_bytes)
-        )
-        consumer = WireConsumer(
-            self._shared,
-            topic_partition,
-            queue,
-            hash_range=hash_range,
-            subscription=subscription,
-            consumer_name=consumer_name,
-            latest=start is StartPosition.LATEST,
-            columns=columns,
-            hand_on=self._acknowledge_by_another,
-        )
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> WireConsumer:
+        consumer = WireConsumer(self._shared, spec, start, hand_on=self._acknowledge_by_another)
         self._open(consumer)
         return consumer
 
     def reader(
-        self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
+        self,
+        topic_partition: TopicPartition,
+        start: EntryId,
+        how: ReadOptions = DEFAULT_READ_OPTIONS,
     ) -> WireReader:
         reader = WireReader(self._shared, topic_partition, start, how)
         self._open(reader)
         return reader
 
-    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
-        from keyshard.broker.pulsar.broker import PulsarBroker  # noqa: PLC0415
+    def entry_producer(self, topic_partition: TopicPartition, how: PublishOptions) -> WireProducer:
+        producer = WireProducer(self._shared, topic_partition, how)
+        self._open(producer)
+        return producer
 
-        with self._lock:
-            self._check_open()
-            self._client = self._client or PulsarBroker(self._connection)
-            client = self._client
-        return client.producer(topic_partition, send_timeout_ms=send_timeout_ms)
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
+        how = PublishOptions(send_timeout_s=send_timeout_ms / 1000)
+        return WireMessageProducer(self.entry_producer(topic_partition, how))
 
     def close(self) -> None:
         with self._lock:
@@ -159,13 +137,11 @@ class WireBroker:
         for handle in handles:
             try:
                 handle.close(max(0.001, end_s - time.monotonic()))
-            except BrokerError as exc:  # noqa: PERF203 - the others are closed all the same
-                _log.debug("closing what is open on %s: %s", handle.topic_partition, exc)
+            except BrokerError as exc:  # noqa: PERF203 - close the others nevertheless
+                _log.debug("could not close what is open on %s: %s", handle.topic_partition, exc)
         self._shared.cluster.close(LEAVE_S)
         self._shared.reconnects.join(LEAVE_S)
         self._shared.nudges.join(LEAVE_S)
-        if self._client is not None:
-            self._client.close()
 
     def _acknowledge_by_another(self, closed: WireConsumer, entries: Sequence[EntryId]) -> None:
         with self._lock:
@@ -176,7 +152,7 @@ class WireBroker:
                     one.acknowledge(entries)
                     return
 
-    def _open(self, handle: Subscribed) -> None:
+    def _open(self, handle: WireConsumer | WireReader | WireProducer) -> None:
         with self._lock:
             self._check_open()
             self._handles.add(handle)

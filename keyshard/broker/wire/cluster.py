@@ -1,4 +1,4 @@
-"""The brokers of a cluster: which one has a topic, and one connection to each."""
+"""The brokers of a cluster: topic look-ups, and one connection to each broker."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Generator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.pulsar.refusals import no_host_answers
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.auth.errors import no_host_answers
+from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.connection import WireConnection
-from keyshard.broker.wire.dialling import Address
 from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError
 from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection
@@ -20,25 +20,27 @@ from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
 from keyshard.threads import begin, owner
 
 REDIRECTS_MAX = 20
-"""Brokers that may name another one for a topic before they are taken to go round in a circle."""
+"""Maximum number of redirects of one look-up; more count as a circle."""
 NEXT_HOST_S = 1.0
-"""Time without an answer after which the next host of the service URL is asked, too, seconds."""
+"""Time without an answer after which the next host of the service URL is asked too, seconds."""
 ANSWER_MARGIN_S = 1.0
-"""Time that attempts get beyond their deadline to tell why they failed, seconds."""
+"""Time that attempts get beyond their deadline to report why they failed, seconds."""
 SLOW_S = 1.0
 """Time after which an attempt to connect counts as slow, seconds."""
 SLOW_AGAIN_S = 2.0
-"""Pause behind a slow attempt that failed, seconds: attempts within it fail at once."""
+"""Pause after a slow failed attempt, seconds. Attempts within it fail at once."""
 RETIRE_AGE_S = 5.0
-"""Age below which a connection has shown credentials that are as new as can be, seconds."""
+"""Age below which the credentials of a connection count as fresh, seconds."""
 PARTITIONS_MAX = 1_000_000
-"""Partitions of one topic; more are no answer."""
+"""Maximum plausible number of partitions of a topic."""
 _REDIRECT, _CONNECT = 0, 1
 _SCHEMA_TYPES = dict(enumerate((
     "NONE", "STRING", "JSON", "PROTOBUF", "AVRO", "BOOLEAN", "INT8", "INT16", "INT32", "INT64",
     "FLOAT", "DOUBLE", "DATE", "TIME", "TIMESTAMP", "KEY_VALUE", "INSTANT", "LOCAL_DATE",
     "LOCAL_TIME", "LOCAL_DATE_TIME", "PROTOBUF_NATIVE",
 )))  # fmt: skip
+SCHEMA_NUMBERS = {name: number for number, name in _SCHEMA_TYPES.items()}
+"""Numbers of the schema types in the protocol, by name."""
 _NOT_READY = 6
 _SERVICE = Address("service_url", 0)
 """The lane of attempts that have no connection to a host of the service URL yet."""
@@ -60,13 +62,13 @@ class Cluster:
         self._open: dict[Address, WireConnection] = {}
         self._opening: dict[Address, threading.Lock] = {}
         self._slow: dict[Address, tuple[float, BrokerUnavailableError]] = {}
-        """Slow attempts to connect that failed: when, and why."""
+        """Slow failed attempts to connect: when they failed, and why."""
         self._retired: list[WireConnection] = []
         self._closed = False
         self._owner = owner()
 
     def partitions(self, topic: str, timeout_s: float) -> int:
-        """Partitions of a topic; 0 for one that is not partitioned.
+        """Return the number of partitions of a topic; 0 if it is not partitioned.
 
         Raises:
             BrokerUnavailableError: No answer in time (retriable).
@@ -78,38 +80,38 @@ class Cluster:
         count = int(service.ask("partitioned_metadata", asked, _left(end_s)).partitions)
         if count > PARTITIONS_MAX:
             raise BrokerUnavailableError(
-                f"The broker at {service.address} says that {topic} has {count} partitions, which "
-                "cannot be. Check that service_url is that of a Pulsar broker."
+                f"The broker at {service.address} reports {count} partitions for {topic}, which "
+                "is impossible. Check that service_url is the URL of a Pulsar broker."
             )
         return count
 
     def schema(self, topic: str, version: int | None, timeout_s: float) -> TopicSchema:
-        """A version of the schema of a topic; the newest where none is named.
+        """Return a version of the schema of a topic; by default the newest.
 
         Raises:
             BrokerUnavailableError: No answer in time (retriable).
-            RefusedError: The broker refuses, or has none.
+            RefusedError: The broker refuses, or has no schema.
         """
         end_s = time.monotonic() + timeout_s
         asked = api.GetSchema(topic=topic.encode())
         if version is not None:
             asked.version = version.to_bytes(8, "big")
         found = self._service(end_s).ask("get_schema", asked, _left(end_s))
-        number, told = found.schema.type, found.schema
+        number, schema_info = found.schema.type, found.schema
         return TopicSchema(
             _SCHEMA_TYPES.get(number, f"number {number}"),
-            told.data,
+            schema_info.data,
             int.from_bytes(found.version, "big"),
-            {_text(one.key): _text(one.value) for one in told.properties},
+            {_text(one.key): _text(one.value) for one in schema_info.properties},
         )
 
     def path(
         self, topic: str, timeout_s: float
     ) -> Generator[Address, None, tuple[WireConnection, float]]:
-        """The way to the broker that has a topic partition, as an attempt of a retrier goes it.
+        """Connect to the broker that serves a topic partition, as steps of a retrier.
 
-        Yields the address of each broker before it waits for that one. Returns a connection, and
-        the time left, seconds; the time in which the generator rests does not count.
+        Yields the address of each broker before the wait for it. Returns a connection, and the
+        remaining time, seconds. Time in which the generator is suspended does not count.
 
         Raises:
             BrokerUnavailableError: No answer in time (retriable).
@@ -129,8 +131,8 @@ class Cluster:
                 return connected, max(0.001, _left(end_s))
             asked, authoritative = connected, found.authoritative
         raise BrokerUnavailableError(
-            f"The brokers name one another as the owner of {topic}, {REDIRECTS_MAX} times. Check "
-            "that the cluster is well."
+            f"The brokers redirected the lookup of {topic} more than {REDIRECTS_MAX} times. "
+            "Check the health of the cluster."
         )
 
     def _look_up(self, asked: WireConnection, topic: str, authoritative: bool, end_s: float) -> Any:
@@ -145,7 +147,8 @@ class Cluster:
             if exc.code != _NOT_READY or not question.HasField("listener_name"):
                 raise
             raise BrokerUnavailableError(
-                f"{topic} cannot be reached: {exc.said}.{self._listener_hint()}"
+                f"{topic} cannot be reached: {exc.said}. Check the health of the "
+                f"broker.{self._listener_hint()}"
             ) from exc
         if found.response not in (_REDIRECT, _CONNECT):
             raise RefusedError(found.error, found.message)
@@ -156,8 +159,8 @@ class Cluster:
         url = (found.broker_url_tls if tls else found.broker_url).decode(errors="replace")
         if not url:
             raise BrokerUnavailableError(
-                f"The broker at {asked.address} names no address {'with' if tls else 'without'} "
-                f"TLS.{self._listener_hint()}"
+                f"The broker at {asked.address} has no address {'with' if tls else 'without'} "
+                f"TLS. Check its advertised addresses.{self._listener_hint()}"
             )
         try:
             target = _address(url.partition("://")[2].rstrip("/"), tls=tls)
@@ -166,8 +169,8 @@ class Cluster:
             named = False
         if not named:
             raise BrokerUnavailableError(
-                f"The broker at {asked.address} names {url[:100]!r} as the one that has the topic, "
-                "which is no address. Check its advertised address."
+                f"The broker at {asked.address} names {url[:100]!r} as the owner of the topic, "
+                "which is not an address. Check the advertised address of the owner."
             )
         if found.through_proxy:
             proxy = asked.address
@@ -181,10 +184,12 @@ class Cluster:
         return f" Check that listener_name {listener!r} is one of its advertisedListeners."
 
     def _service(self, end_s: float) -> WireConnection:
-        """A connection to a host of the service URL, one that stands and answers before another."""
+        """Return a connection to a host of the service URL; prefer an open one that answers."""
         with self._lock:
-            standing = [one for host in self._hosts if (one := self._open.get(host)) and one.stands]
-            others = [one for one in self._open.values() if one.stands]
+            standing = [
+                one for host in self._hosts if (one := self._open.get(host)) and one.is_open
+            ]
+            others = [one for one in self._open.values() if one.is_open]
         for one in standing:
             if not one.unresponsive():
                 return one
@@ -192,13 +197,13 @@ class Cluster:
             return self._first_to_answer(end_s)
         if standing:
             for one in others:
-                # Every broker answers look-ups, but a proxy only those of its own.
+                # Any broker answers look-ups; with a proxy, only a connection to the proxy does.
                 if not one.address.behind_proxy and not one.unresponsive():
                     return one
         return self._connect(self._hosts[0], end_s)
 
     def _first_to_answer(self, end_s: float) -> WireConnection:
-        """Ask the hosts side by side, each a while after the one before."""
+        """Connect to the hosts in parallel, each started a while after the previous one."""
         answered = threading.Condition()
         answers: dict[Address, WireConnection | Exception] = {}
 
@@ -227,7 +232,12 @@ class Cluster:
                 return found
         failed: list[tuple[str, KeyShardError]] = []
         for host in self._hosts:
-            answer = answers.get(host, BrokerUnavailableError("No answer in time."))
+            answer = answers.get(
+                host,
+                BrokerUnavailableError(
+                    "The broker did not answer in time. Check that it is running."
+                ),
+            )
             if isinstance(answer, WireConnection):
                 return answer
             if not isinstance(answer, KeyShardError):
@@ -236,23 +246,25 @@ class Cluster:
         raise no_host_answers(self._connection.service_url, failed)
 
     def _connect(self, address: Address, end_s: float) -> WireConnection:
-        """The connection to an address; the first thread to ask opens it."""
+        """Return the connection to an address; the first calling thread opens it."""
         asked_s = time.monotonic()
         with self._lock:
             opening = self._opening.setdefault(address, threading.Lock())
         if not opening.acquire(timeout=max(0.001, _left(end_s))):
-            raise BrokerUnavailableError(f"The broker at {address} does not answer in time.")
+            raise BrokerUnavailableError(
+                f"The broker at {address} does not answer in time. Check that it is running."
+            )
         try:
             with self._lock:
                 known = self._open.get(address)
                 closed = self._closed
             if closed:
                 raise BrokerError("The connection is closed.")
-            if known is not None and known.stands:
+            if known is not None and known.is_open:
                 _check_responsive(known)
                 return known
             if known is not None:
-                # It is telling its handles.
+                # The lost connection is still notifying its handles.
                 known.join(_left(end_s))
             slow = self._slow.get(address)
             if slow is not None and slow[0] + SLOW_AGAIN_S > asked_s:
@@ -279,16 +291,16 @@ class Cluster:
         raise BrokerError("The connection is closed.")
 
     def retire(self, at: WireConnection) -> None:
-        """Make the next connection anew, with credentials as they are then.
+        """Replace a connection, so that the next one uses new credentials.
 
-        This one stays until its last consumer has gone.
+        The old connection stays open until its last consumer has gone.
         """
         with self._lock:
             young = time.monotonic() - at.opened_s < RETIRE_AGE_S
             if young or self._open.get(at.address) is not at:
                 return
             del self._open[at.address]
-            self._retired = [one for one in self._retired if one.stands]
+            self._retired = [one for one in self._retired if one.is_open]
             self._retired.append(at)
         at.retire()
 
@@ -311,7 +323,7 @@ class Cluster:
 
 
 def _stop_at(address: Address, end_s: float) -> Generator[Address, None, float]:
-    """Yield an address; returns the deadline, later by the time that took."""
+    """Yield an address. Return the deadline, moved by the time of the suspension."""
     began_s = time.monotonic()
     yield address
     return end_s + time.monotonic() - began_s
@@ -336,6 +348,6 @@ def _left(end_s: float) -> float:
 
 
 def _address(host: str, *, tls: bool) -> Address:
-    """``host:port`` as a URL has it."""
+    """Parse ``host:port`` of a URL; the port defaults to Pulsar's."""
     parts = urlsplit(f"//{host}")
     return Address(parts.hostname or "", parts.port or (6651 if tls else 6650))

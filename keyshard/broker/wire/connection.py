@@ -1,12 +1,11 @@
-"""One connection to one broker: its socket, the thread that reads it, and who waits for answers.
+"""One connection to one broker: its socket, its reading thread, and pending requests.
 
-Nobody waits in a write: what the socket does not take at once is sent by the reading thread. So a
-consumer that takes nothing never holds up the others; what a broker may send ahead are permits.
+No thread blocks in a write: the reading thread sends what the socket did not accept at once. A
+consumer that takes nothing therefore never blocks others. Permits limit what a broker sends ahead.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import select
@@ -20,85 +19,55 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NoAnswerError
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.pulsar.refusals import not_accepted
-from keyshard.broker.wire.dialling import Address, dialled
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.framing import FrameReader, ProtocolError
+from keyshard.broker.wire.connect import Address, greeted, greeting, open_socket, proof
 from keyshard.broker.wire.entries import RawEntry
 from keyshard.broker.wire.errors import RefusedError
-from keyshard.broker.wire.frames import (
-    Frame,
-    FrameReader,
-    ProtocolError,
-    api,
-    frame_of,
-    read_frames,
-)
+from keyshard.broker.wire.frames import Frame, api, frame_of, read_frames
+from keyshard.broker.wire.handles import Handle, Handles
 from keyshard.broker.wire.keep_alive import Act, KeepAlive
+from keyshard.broker.wire.requests import ANSWERS, PendingRequests, fail, new_id
 from keyshard.config.connection import Connection
 from keyshard.errors import BrokerUnavailableError, KeyShardError
 from keyshard.threads import Fail, begin
 
 READ_BYTES = 256 << 10
-"""Bytes that one read takes at most."""
+"""Maximum bytes of one read."""
 UNSENT_BYTES_MAX = 16 << 20
-"""Bytes that wait to be sent; a broker that does not take them is not there any more."""
+"""Maximum unsent bytes; a broker that does not accept them counts as lost."""
 FRAME_BYTES_MAX = 5 << 20
-"""Largest message of a broker that does not say it."""
+"""Largest message, bytes, if the broker does not announce its limit."""
 FRAME_PADDING = 64 << 10
-"""What a frame has beside a message."""
-_CLIENT = b"keyshard"
-_PROTOCOL_VERSION = 21
+"""Bytes of a frame in addition to its message."""
 TRICKLE_BYTES = 16 << 10
-"""Bytes that count as a sign of life where they are no whole frame yet."""
-_ANSWER_TO = {
-    "partitioned_metadata": "partitioned_metadata_response", "lookup": "lookup_response",
-    "subscribe": "success", "close_consumer": "success", "ack": "ack_response",
-    "get_last_message_id": "get_last_message_id_response", "get_schema": "get_schema_response",
-}  # fmt: skip
-_ANSWERS = set(_ANSWER_TO.values())
-_GIVEN_UP_EARLY = {"lookup_response", "success"}
-"""Answers that nobody waits for once the broker is unresponsive. Other requests keep their
-time-outs."""
-_MAY_FAIL = _ANSWERS - {"success", "get_last_message_id_response"}
-_OF_CONSUMER = 1
+"""Bytes of an incomplete frame that count as a sign of life."""
+_RECEIPT = "send_receipt"
 _NO_REQUEST = 2**64 - 1
-"""Request id of a broker that refuses no request, but the connection."""
+"""Request id with which a broker refuses the connection instead of a request."""
 
-_request_ids = itertools.count(1)
 _connections: weakref.WeakSet[WireConnection] = weakref.WeakSet()
 _log = logging.getLogger(__name__)
 
 
-class Handle(Protocol):
-    """Who is sent entries."""
-
-    def came(self, consumer_id: int, entries: Sequence[RawEntry]) -> None:
-        """Entries came. Called by the reading thread; returns at once."""
-
-    def lost(self, consumer_id: int, *, ended: bool) -> None:
-        """Nothing more comes: the connection is lost, or the broker has ended the subscription."""
-
-    def migrated(self, consumer_id: int, url: str) -> None:
-        """Nothing more comes, nor ever again: another cluster has the topic."""
-
-
 class WireConnection:
-    """A connection that is open.
+    """An open connection.
 
     Args:
-        address: Where to.
+        address: Address of the broker.
         connection: How the cluster is reached.
         credentials: Those of the connection.
         timeout_s: Longest wait until it is open, seconds.
-        fail: Ends the source if its thread fails; default: the owner of the calling thread.
+        fail: Ends the source if the reading thread fails; default: the owner of the calling
+            thread.
 
     Raises:
-        BrokerUnavailableError: Nobody answers there (retriable).
-        TlsError: The two sides do not trust each other.
-        AuthenticationError: It does not accept who this is.
-        BrokerError: It refuses.
+        BrokerUnavailableError: Nothing answers at the address (retriable).
+        TlsError: One side does not trust the other.
+        AuthenticationError: The broker rejects the credentials.
+        BrokerError: The broker refuses the connection.
     """
 
     def __init__(
@@ -107,21 +76,22 @@ class WireConnection:
     ) -> None:  # fmt: skip
         self.address = address
         self.opened_s = time.monotonic()
-        """When it was begun, on the monotonic clock."""
+        """When opening began, monotonic seconds."""
         self._connection = connection
         self._credentials = credentials
         self._lock = threading.Lock()
-        self._requests: dict[int, tuple[str, Future[Any]]] = {}
-        """What is waited for, by the request: the name of the command, and where it goes."""
+        self._requests = PendingRequests()
         self._connected: Future[Any] = Future()
-        self._handles: dict[int, Handle] = {}
+        self._handles = Handles()
+        self.message_bytes_max = FRAME_BYTES_MAX
+        """Largest message that the broker accepts, with its metadata, bytes."""
         self._unsent = bytearray()
         self._why = ""
-        """Why it ended; empty while it stands."""
+        """Why the connection ended; empty while it is open."""
         self._ours = False
         """Whether this side ended it."""
         self._proving = False
-        """Whether a thread is about to show who this is."""
+        """Whether a thread is about to send new credentials."""
         self._retired = False
         """Whether it ends with its last handle."""
         self._keep_alive = KeepAlive(time.monotonic())
@@ -130,7 +100,7 @@ class WireConnection:
         deadline = time.monotonic() + timeout_s
         shown = credentials.show()
         self._woken_end = self._wake_end = -1
-        self._socket = dialled(address, connection, timeout_s)
+        self._socket = open_socket(address, connection, timeout_s)
         self._tls = isinstance(self._socket, ssl.SSLSocket)
         self._begin(fail)
         try:
@@ -140,7 +110,7 @@ class WireConnection:
             raise
 
     def _begin(self, fail: Fail | None) -> None:
-        """Start its thread; without one nothing stays open."""
+        """Start the reading thread. If that fails, close everything."""
         host, port, _ = self.address
         try:
             self._socket.settimeout(0)
@@ -150,61 +120,38 @@ class WireConnection:
             _connections.add(self)
             self._thread = begin(f"keyshard-wire-{host}:{port}", self._run, fail=fail)
         except BaseException as exc:
-            self._end("it was not begun")
+            self._end("it was not started")
             if not isinstance(exc, OSError):
                 raise
             raise BrokerUnavailableError(
-                f"No connection to the broker at {self.address} can be made: "
-                f"{exc.strerror or exc}. Look at the limits of this process."
+                f"Could not connect to the broker at {self.address}: {exc.strerror or exc}. "
+                "Check the resource limits of this process."
             ) from exc
 
     def _greet(self, method: str, data: str, timeout_s: float) -> None:
-        hello = api.Connect(
-            client_version=_CLIENT,
-            protocol_version=_PROTOCOL_VERSION,
-            feature_flags=api.FeatureFlags(
-                supports_auth_refresh=True, supports_broker_entry_metadata=True
-            ),
-        )
-        if method != "none":
-            hello.auth_method_name, hello.auth_data = method.encode(), data.encode()
-        if self.address.behind_proxy:
-            hello.proxy_to_broker_url = self.address.behind_proxy.encode()
-        self.send("connect", hello)
-        try:
-            told = self._connected.result(timeout_s)
-        except NoAnswerError as exc:
-            raise BrokerUnavailableError(
-                f"The broker at {self.address} takes a connection and does not answer within "
-                f"{timeout_s:.1f} s. Check service_url and that the broker is running."
-            ) from exc
-        except RefusedError as exc:
-            if exc.code in (3, 4):
-                who = self._credentials.who()
-                raise not_accepted(f"The broker at {self.address}", who, exc.said) from exc
-            raise BrokerUnavailableError(
-                f"The broker at {self.address} refuses the connection: {exc.said}."
-            ) from exc
-        if told.max_message_size > 0:
-            self._frames.bytes_max = told.max_message_size + FRAME_PADDING
+        self.send("connect", greeting(self.address, method, data))
+        response = greeted(self._connected, self.address, self._credentials, timeout_s)
+        if response.max_message_size > 0:
+            self._frames.bytes_max = response.max_message_size + FRAME_PADDING
+            self.message_bytes_max = response.max_message_size
 
     @property
-    def stands(self) -> bool:
-        """Whether it is not known to be lost."""
+    def is_open(self) -> bool:
+        """Whether the connection is not known to be lost."""
         return not self._why
 
     def unresponsive(self) -> str:
-        """Why the broker counts as unresponsive; empty while it answers."""
-        pinged_s = self._keep_alive.pinged_s
-        if self._keep_alive.responds or pinged_s is None:
+        """Return why the broker counts as unresponsive; empty while it answers."""
+        unanswered_s = self._keep_alive.unanswered_s(time.monotonic())
+        if not unanswered_s:
             return ""
         return (
-            f"The broker at {self.address} has not answered a ping for "
-            f"{time.monotonic() - pinged_s:.0f} s. Check that it is running."
+            f"The broker at {self.address} has not answered a ping for {unanswered_s:.0f} s. "
+            "Check that it is running."
         )
 
     def send(self, name: str, content: Any) -> None:
-        """Send a command; returns at once.
+        """Send a command; return at once.
 
         Raises:
             BrokerUnavailableError: The connection is lost.
@@ -221,117 +168,124 @@ class WireConnection:
                     return
                 self._unsent += data[sent:]
             if len(self._unsent) > UNSENT_BYTES_MAX:
-                self._why = "it takes nothing of what is sent"
+                self._why = "the broker reads nothing from it"
             self._wake()
 
     def ask(
         self, name: str, content: Any, timeout_s: float, answered: Future[Any] | None = None
     ) -> Any:
-        """Send a request, and wait for its answer; gives it its ``request_id``.
+        """Assign a ``request_id``, send the request, and wait for its answer.
 
         Args:
-            name: Of the command.
+            name: Name of the command.
             content: The command.
             timeout_s: Longest wait, seconds.
-            answered: Where the answer goes, for somebody else who may know it.
+            answered: Future of the answer, if another thread may also complete it.
 
         Raises:
-            BrokerUnavailableError: The connection is lost, or no answer came in time.
+            BrokerUnavailableError: The connection is lost, or no answer arrived in time.
             RefusedError: The broker refuses.
         """
-        content.request_id = next(_request_ids)
         answered = answered or Future()
+        number = content.request_id = new_id()
+        self._requests.add(number, name, answered)
         try:
-            self._request(name, content, answered)
+            self.send(name, content)
             return answered.result(timeout_s)
         except NoAnswerError as exc:
             raise BrokerUnavailableError(
-                f"The broker at {self.address} did not answer within {timeout_s:.1f} s."
+                f"The broker at {self.address} did not answer within {timeout_s:.1f} s. Check "
+                "its load."
             ) from exc
         finally:
-            self.forget(content.request_id)
+            self.forget(number)
 
     def begin(self, name: str, content: Any, done: Callable[[int, Future[Any]], None]) -> int:
-        """Send a request; gives it its ``request_id``, and returns that at once.
+        """Assign a ``request_id``, send the request, and return the id at once.
 
         Args:
-            name: Of the command.
+            name: Name of the command.
             content: The command.
-            done: Called with the id and the answer, or that it is lost, by the reading thread.
+            done: Called by the reading thread with the id and the answer, or the loss of it.
 
         Raises:
             BrokerUnavailableError: The connection is lost.
         """
-        number = content.request_id = next(_request_ids)
         answered: Future[Any] = Future()
+        number = content.request_id = new_id()
         answered.add_done_callback(partial(done, number))
+        self._requests.add(number, name, answered)
         try:
-            self._request(name, content, answered)
+            self.send(name, content)
         except BrokerUnavailableError:
             self.forget(number)
             raise
         return number
 
     def forget(self, request_id: int) -> None:
-        """Wait for an answer no more. Idempotent."""
-        with self._lock:
-            self._requests.pop(request_id, None)
+        """Stop waiting for an answer. Idempotent."""
+        self._requests.forget(request_id)
 
-    def _request(self, name: str, content: Any, answered: Future[Any]) -> None:
-        with self._lock:
-            self._requests[content.request_id] = _ANSWER_TO[name], answered
-        self.send(name, content)
-
-    def register(self, consumer_id: int, handle: Handle) -> None:
-        """Give a handle what comes for a consumer id; it is told when the connection is lost.
+    def register(self, handle_id: int, handle: Handle) -> None:
+        """Deliver entries and receipts of a consumer id or producer id to a handle.
 
         Raises:
-            BrokerUnavailableError: It is lost.
+            BrokerUnavailableError: The connection is lost.
         """
         with self._lock:
             if self._why:
                 raise self._lost()
-            self._handles[consumer_id] = handle
+            self._handles.add(handle_id, handle)
 
-    def unregister(self, consumer_id: int) -> None:
-        """Tell a handle nothing more. Idempotent."""
-        self._taken_off(consumer_id)
-
-    def _taken_off(self, consumer_id: int) -> Handle | None:
-        """The handle that was told what comes for a consumer id, and is told it no more."""
+    def has_frames(self, producer_id: int) -> None:
+        """Send the frames of a producer as fast as the broker takes them; return at once."""
         with self._lock:
-            handle = self._handles.pop(consumer_id, None)
+            if not self._why:
+                self._handles.has_frames(producer_id)
+                self._pump()
+                if self._unsent:
+                    self._wake()
+
+    def _pump(self) -> None:
+        """Send frames of producers until the socket takes no more. Call it under the lock."""
+        while not self._unsent and (frames := self._handles.next_frames()):
+            self._unsent += memoryview(frames)[self._write(frames) :]
+
+    def unregister(self, handle_id: int) -> Handle | None:
+        """Stop notifying a handle, and return it. Idempotent."""
+        with self._lock:
+            handle = self._handles.take_off(handle_id)
             self._end_if_unused()
         return handle
 
     def retire(self) -> None:
-        """End it when its last handle is gone, or at once where it has none. Idempotent."""
+        """End the connection with its last handle, or at once if it has none. Idempotent."""
         with self._lock:
             self._retired = True
             self._end_if_unused()
 
     def _end_if_unused(self) -> None:
-        """Under the lock."""
-        if self._retired and not self._handles and not self._why:
-            self._ours, self._why = True, "it is replaced"
+        """End a retired connection without handles. Call it under the lock."""
+        if self._retired and not (self._handles or self._why):
+            self._ours, self._why = True, "it was replaced"
             self._wake()
 
     def close(self, why: str = "it was closed") -> None:
-        """End it; returns at once. Idempotent."""
+        """End the connection; return at once. Idempotent."""
         with self._lock:
             self._ours = True
             self._why = self._why or why
             self._wake()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the end of its thread, which :meth:`close` asked for."""
+        """Wait for the end of its thread, after :meth:`close`."""
         self._thread.join(timeout_s)
 
     def forked(self) -> None:
-        """Leave it to the parent process, in a child that has only a copy of it.
+        """Close the copy of the connection in a forked child, and leave the parent's open.
 
-        The copy is closed without ``shutdown``, which would end the connection of the parent.
-        Locks are left alone: another thread of the parent may have held them.
+        The socket is closed without ``shutdown``, which would end the connection of the parent. No
+        lock is taken: another thread of the parent may have held it during the fork.
         """
         self._why, self._ours = "the process was forked", True
         with suppress(OSError):
@@ -339,7 +293,7 @@ class WireConnection:
         self._close_pipe()
 
     def _close_pipe(self) -> None:
-        """Close both ends once: their numbers belong to other files afterwards."""
+        """Close both ends once: the numbers of closed descriptors are reused."""
         self._wake_end, self._woken_end, *ends = -1, -1, self._wake_end, self._woken_end
         for end in ends:
             if end >= 0:
@@ -347,25 +301,26 @@ class WireConnection:
 
     def _lost(self) -> BrokerUnavailableError:
         return BrokerUnavailableError(
-            f"The connection to the broker at {self.address} is lost: {self._why}."
+            f"The connection to the broker at {self.address} is lost: {self._why}. Check that "
+            "the broker is running."
         )
 
     def _wake(self) -> None:
-        """Let the reading thread look; under the lock."""
+        """Wake the reading thread. Call it under the lock."""
         if self._wake_end >= 0:
             with suppress(BlockingIOError):
                 os.write(self._wake_end, b"\0")
 
     def _run(self) -> None:
-        why = "reading it failed"
+        why = "reading from it failed"
         try:
             self._read_on()
         except ProtocolError as exc:
-            why = f"it does not speak Pulsar's protocol: {exc}"
+            why = f"the other side does not speak Pulsar's protocol: {exc}"
         except OSError as exc:
             why = exc.strerror or str(exc)
         except BrokerUnavailableError:
-            pass  # it was ended while it was to answer
+            pass  # The connection was ended before the broker answered.
         finally:
             self._end(why)
 
@@ -374,14 +329,14 @@ class WireConnection:
         poll.register(self._woken_end, select.POLLIN)
         keep_alive, came = self._keep_alive, 0
         while not self._why:
-            wanted = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+            wanted = select.POLLIN | (select.POLLOUT if self._has_unsent() else 0)
             poll.register(self._socket, wanted)
             wait_s = 0.0 if self._pending() else keep_alive.due_s() - time.monotonic()
             ready = dict(poll.poll(max(0.0, wait_s) * 1000 + 1))
             if self._woken_end in ready:
                 with suppress(BlockingIOError):
                     os.read(self._woken_end, 4096)
-            if self._unsent:
+            if self._has_unsent():
                 self._send_on()
             if self._pending() or self._socket.fileno() in ready:
                 data = self._read()
@@ -391,35 +346,20 @@ class WireConnection:
                     frames = self._frames.feed(data)
                     came += len(data)
                     if frames or came >= TRICKLE_BYTES:
-                        keep_alive.heard(time.monotonic())
+                        keep_alive.received(time.monotonic())
                         came = 0
                     self._take_all(frames)
             act = keep_alive.look(time.monotonic())
             if act is Act.GIVE_UP:
-                silent_s = time.monotonic() - keep_alive.heard_s
-                raise TimeoutError(f"the broker is silent for {silent_s:.0f} s")
+                silent_s = time.monotonic() - keep_alive.received_s
+                raise TimeoutError(f"the broker was silent for {silent_s:.0f} s")
             if act is Act.PING:
                 self.send("ping", api.Nothing())
             elif act is Act.UNRESPONSIVE:
-                self._give_up_early()
-
-    def _give_up_early(self) -> None:
-        """Tell those who would only wait: they may find another broker meanwhile."""
-        error = BrokerUnavailableError(self.unresponsive())
-        with self._lock:
-            given_up = {
-                number: answered
-                for number, (wanted, answered) in self._requests.items()
-                if wanted in _GIVEN_UP_EARLY
-            }
-            for number in given_up:
-                del self._requests[number]
-        for answered in given_up.values():
-            with suppress(InvalidStateError):
-                answered.set_exception(error)
+                self._requests.give_up_early(BrokerUnavailableError(self.unresponsive()))
 
     def _pending(self) -> bool:
-        """Whether bytes came that poll does not tell of."""
+        """Return whether TLS has buffered bytes, which ``poll`` does not report."""
         if not self._tls:
             return False
         with self._lock:
@@ -433,48 +373,63 @@ class WireConnection:
                 return None
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Bytes of it that were taken; under the lock. An error is the reading thread's to find."""
+        """Send bytes under the lock; return how many were accepted. The reader finds errors."""
         try:
             return self._socket.send(data)
         except (OSError, ValueError):
             return 0
 
+    def _has_unsent(self) -> bool:
+        return bool(self._unsent) or self._handles.ready
+
     def _send_on(self) -> None:
         with self._lock:
-            del self._unsent[: self._write(self._unsent)]
+            if self._unsent:
+                del self._unsent[: self._write(self._unsent)]
+            self._pump()
 
     def _take_all(self, frames: Sequence[bytes]) -> None:
-        """Entries are handed over together, before the command that follows them."""
+        """Handle frames. Deliver entries and receipts together, before any other command."""
         came: dict[int, list[RawEntry]] = {}
+        receipts: dict[int, list[Any]] = {}
         try:
             for one in read_frames(frames):
-                if isinstance(one, Frame):
-                    self._hand_over(came)
-                    came = {}
-                    self._take(one)
-                else:
+                if not isinstance(one, Frame):
                     came.setdefault(one[0], []).append(one[1])
+                elif one.name == _RECEIPT:
+                    receipts.setdefault(one.command.producer_id, []).append(one.command)
+                else:
+                    self._hand_over(came, receipts)
+                    came, receipts = {}, {}
+                    self._take(one)
         finally:
-            self._hand_over(came)
+            self._hand_over(came, receipts)
 
-    def _hand_over(self, came: Mapping[int, Sequence[RawEntry]]) -> None:
+    def _hand_over(
+        self, came: Mapping[int, Sequence[RawEntry]], receipts: Mapping[int, Sequence[Any]]
+    ) -> None:
         for consumer_id, entries in came.items():
-            handle = self._handles.get(consumer_id)
-            if handle is not None:
-                handle.came(consumer_id, entries)
+            if (handle := self._handles.get(consumer_id)) is not None:
+                handle.arrived(consumer_id, entries)
+        for producer_id, commands in receipts.items():
+            if (handle := self._handles.get(producer_id)) is not None:
+                handle.receipts(commands)
 
     def _take(self, frame: Frame) -> None:
         name, command = frame.name, frame.command
-        if name in _ANSWERS:
-            self._answer(name, command)
+        if name in ANSWERS:
+            self._requests.answer(name, command)
         elif name == "ping":
             self.send("pong", api.Nothing())
         elif name == "error":
             self._refuse(command)
         elif name == "close_consumer":
-            handle = self._taken_off(command.consumer_id)
-            if handle is not None:
-                handle.lost(command.consumer_id, ended=True)
+            self._ended_by_broker(command.consumer_id)
+        elif name == "close_producer":
+            self._ended_by_broker(command.producer_id)
+        elif name == "send_error":
+            if (handle := self._handles.get(command.producer_id)) is not None:
+                handle.refused(command)
         elif name == "topic_migrated":
             self._migrated(command)
         elif name == "connected":
@@ -484,80 +439,55 @@ class WireConnection:
             self._proving = True
             begin("keyshard-wire-auth", self._prove)
 
+    def _ended_by_broker(self, handle_id: int) -> None:
+        if (handle := self.unregister(handle_id)) is not None:
+            handle.lost(handle_id, ended=True)
+
     def _migrated(self, command: Any) -> None:
-        if command.resource_type != _OF_CONSUMER:
-            return
-        handle = self._taken_off(command.resource_id)
+        handle = self.unregister(command.resource_id)
         url = command.broker_url_tls if self._tls else command.broker_url
         if handle is not None:
             handle.migrated(command.resource_id, url.decode(errors="replace"))
 
-    def _answer(self, name: str, command: Any) -> None:
-        with self._lock:
-            wanted, waiting = self._requests.get(command.request_id, ("", None))
-            if waiting is None:
-                return
-            if name != wanted:
-                raise ProtocolError(f"{name!r} where {wanted!r} is the answer")
-            del self._requests[command.request_id]
-        with suppress(InvalidStateError):
-            if name in _MAY_FAIL and command.HasField("error"):
-                waiting.set_exception(RefusedError(command.error, command.message))
-            else:
-                waiting.set_result(command)
-
     def _refuse(self, command: Any) -> None:
         refused = RefusedError(command.error, command.message)
-        with self._lock:
-            _, waiting = self._requests.pop(command.request_id, ("", None))
+        waiting = self._requests.forget(command.request_id)
         if waiting is None and not self._connected.done():
             waiting = self._connected
         if waiting is not None:
-            with suppress(InvalidStateError):
-                waiting.set_exception(refused)
+            fail((waiting,), refused)
         elif command.request_id == _NO_REQUEST:
-            raise ConnectionResetError(f"the broker refuses it: {refused.said}")
+            raise ConnectionResetError(f"the broker refused it: {refused.said}")
 
     def _prove(self) -> None:
-        """Show the broker again who this is; what is shown may come from an issuer far away."""
+        """Send new credentials to the broker. Fetching them from an issuer may take long."""
         try:
             shown = self._credentials.show()
-            data = api.AuthData(
-                auth_method_name=shown.method.encode(), auth_data=shown.data.encode()
-            )
-            self.send(
-                "auth_response",
-                api.AuthResponse(
-                    client_version=_CLIENT, response=data, protocol_version=_PROTOCOL_VERSION
-                ),
-            )
+            self.send("auth_response", proof(shown.method, shown.data))
         except KeyShardError as exc:
-            _log.warning("the broker at %s asks who this is: %s", self.address, exc)
+            _log.warning("the broker at %s requests the credentials again: %s", self.address, exc)
         finally:
             self._proving = False
 
     def _end(self, why: str) -> None:
         with self._lock:
             self._why = self._why or why
-            handles = list(self._handles.items())
-            self._handles.clear()
-            waiting = [self._connected, *(one for _, one in self._requests.values())]
+            handles = self._handles.clear()
             with suppress(OSError):
-                # A forked child may have it open, too: the broker is told all the same.
+                # ``shutdown`` reaches the broker even if a forked child holds a copy of the socket.
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
             self._close_pipe()
         _connections.discard(self)
         if handles and not self._ours:
             _log.warning(
-                "the connection to the broker at %s is lost (%s); it is made again",
+                "the connection to the broker at %s is lost (%s); keyshard connects again",
                 self.address, self._why,
             )  # fmt: skip
-        for one in waiting:
-            with suppress(InvalidStateError):
-                one.set_exception(self._lost())
-        for consumer_id, handle in handles:
-            handle.lost(consumer_id, ended=False)
+        fail((self._connected,), self._lost())
+        self._requests.fail_all(self._lost())
+        for handle_id, handle in handles:
+            handle.lost(handle_id, ended=False)
 
 
 def _leave_to_parent() -> None:

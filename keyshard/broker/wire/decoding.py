@@ -1,10 +1,9 @@
-"""Entries as they are stored -> blocks with their content in Arrow columns.
+"""Decodes stored entries into blocks, with their content in Arrow columns.
 
-What is stored is the network's and the producers': every length is checked against what is there,
-nothing is allocated by a number that was only declared, and an entry that cannot be read is an
-error that names it. A walk over the bytes in plain Python; no object for a message beyond its
-columns. It is the reference for the compiled code of :mod:`keyshard.broker.wire.bulk`, which
-decodes what is plain where it is there.
+Stored bytes are untrusted: every length is checked against the available bytes, and no declared
+number alone causes an allocation. An unreadable entry becomes an error that names it. The decoder
+walks the bytes in plain Python, without an object per message. It is the reference for the
+compiled code of :mod:`keyshard.broker.wire.compiled`, which decodes plain entries if available.
 """
 
 from __future__ import annotations
@@ -17,29 +16,47 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import google_crc32c
 from google.protobuf.message import DecodeError
 
-from keyshard.arrow.content import METADATA, metadata_in, other_bytes, pack
-from keyshard.arrow.metadata import NOT_TEXT, TIME_MS_MAX, readable_times
 from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry, of_entry
-from keyshard.broker.wire import bulk
+from keyshard.broker.wire import compiled
+from keyshard.broker.wire.compression import unpacked
 from keyshard.broker.wire.entries import (
     ENTRY_MEMORY_MAX,
     ENTRY_MESSAGES_MAX,
-    KEPT_BYTES_MAX,
     MESSAGE_BYTES,
     PAYLOAD_AT_ONCE,
     PROPERTY_BYTES,
-    CutFrame,
     Decoded,
     RawEntry,
     UnreadableError,
 )
 from keyshard.broker.wire.frames import api
-from keyshard.broker.wire.unpacking import unpacked
-from keyshard.core.metadata_columns import BROKER_PUBLISH_TIME, KEY_BYTES, PRODUCER, SEQUENCE_ID
+from keyshard.broker.wire.stored_entry import (
+    SIZE,
+    SOURCES,
+    Source,
+    indices_of,
+    messages_in,
+    of_broker,
+    opened,
+    repeated_bytes,
+    schema_version_of,
+    stated_of,
+    too_much_memory,
+)
+from keyshard.columns.content import (
+    METADATA,
+    NOT_TEXT,
+    TIME_MS_MAX,
+    metadata_in,
+    other_bytes,
+    pack,
+    readable_times,
+)
+from keyshard.core.metadata_columns import STORED, Origin
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.protobuf import NotProtobufError
 from keyshard.core.ring.key_slot import slots_of
 from keyshard.errors import (
     ChunkedMessageError,
@@ -48,25 +65,30 @@ from keyshard.errors import (
 )
 
 ENTRIES_AT_ONCE = 40
-"""Entries after which other threads are let in, as with the client's messages."""
+"""Entries after which other threads may run, as for the messages of pulsar-client."""
 
-_BROKER_METADATA, _CHECKED = b"\x0e\x02", b"\x0e\x01"
-_SIZE = struct.Struct(">I")
 _KEY_VALUE = api.KeyValue.FromString
-_PROPERTIES_MAX = ENTRY_MEMORY_MAX // PROPERTY_BYTES
 _Pair = tuple[bytes, bytes]
 """Name and value of a property."""
 _NONE: dict[str, str] = {}
-"""Properties of all messages that have none."""
+"""Shared by all messages without properties."""
 
 
 @dataclass(slots=True)
 class _Columns:
-    """Content of messages of several entries, one value for each message."""
+    """Content of the messages of several entries, one value per message."""
 
     keeps_values: bool
-    metadata: dict[str, list[Any]]
-    """Columns beside the content, where they are wanted."""
+    requested: dict[str, list[Any]]
+    """Values of the requested metadata columns."""
+    of_entries: tuple[tuple[Source, list[Any]], ...]
+    """Those that all messages of an entry share, by an entry's metadata."""
+    of_broker: tuple[tuple[Source, list[Any]], ...]
+    """Those that the broker added."""
+    of_messages: tuple[tuple[Source, list[Any]], ...]
+    """Those of each message."""
+    key_bytes: list[bytes | None] | None
+    """The bytes of each key, if they are requested."""
     values: list[bytes | None] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     partition_keys: list[str | None] = field(default_factory=list)
@@ -77,23 +99,23 @@ class _Columns:
     publish_ms: list[int] = field(default_factory=list)
     properties: list[dict[str, str]] = field(default_factory=list)
     unreadable: dict[int, bool] = field(default_factory=dict)
-    """Rows of which something had to be made readable."""
-    producer: int = 0
-    """Bytes of the name of the producer of the newest entry: a column repeats it."""
+    """Rows with undecodable bytes that were replaced."""
+    repeated: int = 0
+    """Bytes of the newest entry that columns repeat for each message."""
     memory: int = 0
     """Memory of the messages of the newest entry, bytes."""
 
     def count(
         self, value: int, key: bytes | None, ordering_key: bytes | None, pairs: Sequence[_Pair]
     ) -> None:
-        """Count the memory of one more message of the newest entry, as ``native/decoder.rs`` does.
+        """Add the memory of one message of the newest entry, as ``native/decoder.rs`` does.
 
-        The columns that are wanted do not matter: a consumer and a Reader refuse the same entries.
+        The requested columns do not matter, so that consumers and Readers refuse the same entries.
 
         Raises:
-            UnreadableError: The messages of the entry take too much.
+            UnreadableError: The messages of the entry exceed the limit.
         """
-        memory = self.memory + MESSAGE_BYTES + self.producer + value
+        memory = self.memory + MESSAGE_BYTES + self.repeated + value
         if key:
             memory += 2 * len(key)
         if ordering_key:
@@ -102,11 +124,11 @@ class _Columns:
             memory += PROPERTY_BYTES + len(name) + len(text)
         self.memory = memory
         if memory > ENTRY_MEMORY_MAX:
-            raise _too_much_memory()
+            raise too_much_memory(ENTRY_MEMORY_MAX)
 
 
 class _Row(NamedTuple):
-    """An entry whose messages are rows of some columns."""
+    """An entry whose messages are rows of the columns."""
 
     raw: RawEntry
     start: int
@@ -115,7 +137,7 @@ class _Row(NamedTuple):
     indices: Sequence[int]
     schema_version: int | None
     stored_bytes: int
-    """Bytes of its messages as they are stored, unpacked."""
+    """Stored bytes of its messages, decompressed."""
 
 
 def decode(
@@ -125,23 +147,23 @@ def decode(
     *,
     at_once_bytes: int = PAYLOAD_AT_ONCE,
 ) -> Decoded:
-    """Decode entries, in delivery order; not all of them where they hold much.
+    """Decode entries, in delivery order, up to the limit of one decoding step.
 
     Args:
-        entries: As they came.
+        entries: The received entries.
         where: Their topic partition.
-        columns: Columns of the content that are wanted; ``None``: all of
-            :data:`~keyshard.arrow.content.CONTENT`.
-        at_once_bytes: Memory of what is decoded after which no more entries are, bytes.
+        columns: Columns of the content to decode; ``None``: all of
+            :data:`~keyshard.columns.content.CONTENT`.
+        at_once_bytes: Memory of decoded messages that ends the step, bytes.
     """
     keeps_values = columns is None or "value" in columns
     metadata = metadata_in(columns)
-    plain = bulk.decode(
+    plain = compiled.decode(
         entries, keeps_values=keeps_values, metadata=metadata, at_once_bytes=at_once_bytes
     )
     if plain is not None:
         return plain
-    into = _Columns(keeps_values, {name: [] for name in metadata})
+    into = _columns(metadata, keeps_values=keeps_values)
     rows: list[_Row] = []
     refused: KeyShardError | None = None
     messages = number = size = 0
@@ -149,7 +171,7 @@ def decode(
         start = len(into.sizes)
         try:
             row = _take(raw, where, into)
-        except UnreadableError as exc:
+        except (UnreadableError, NotProtobufError) as exc:
             refused = corrupt_entry(where, raw.id, str(exc), raw.data[raw.position :])
             messages += messages_in(raw)
         except (DecodeError, struct.error, IndexError) as exc:
@@ -176,47 +198,49 @@ def decode(
     return Decoded(blocks, refused, messages, number)
 
 
-def messages_in(raw: RawEntry) -> int:
-    """Messages that the broker counts against the permits of whom it sent an entry.
+def _columns(metadata: Collection[str], *, keeps_values: bool) -> _Columns:
+    """Return empty columns, with the requested metadata columns."""
+    requested = {one: list[Any]() for one in STORED if one.name in metadata}
 
-    The broker looks at no checksum. An entry whose metadata cannot be read counts as one.
-    """
-    try:
-        metadata, _, _ = _opened(raw, checked=False)
-    except (UnreadableError, DecodeError, struct.error, IndexError):
-        return 1
-    batched = metadata.HasField("num_messages_in_batch")
-    count: int = metadata.num_messages_in_batch if batched else 1
-    # What is declared may be any number.
-    if count < 1 or not raw.ack_set:
-        return count
-    return len(_indices(raw, min(count, 64 * len(raw.ack_set))))
+    def of(origin: Origin) -> tuple[tuple[Source, list[Any]], ...]:
+        return tuple(
+            (SOURCES[one.name], values) for one, values in requested.items() if one.origin is origin
+        )
+
+    return _Columns(
+        keeps_values,
+        {one.name: values for one, values in requested.items()},
+        of(Origin.ENTRY),
+        of(Origin.BROKER),
+        of(Origin.MESSAGE),
+        next((values for one, values in requested.items() if one.origin is Origin.KEY), None),
+    )
 
 
 def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
-    """Append the messages of an entry; ``None`` when none of them is to be delivered."""
-    metadata, data, position = _opened(raw)
+    """Append the messages of an entry; ``None`` if none of them is to be delivered."""
+    metadata, data, position = opened(raw)
     if metadata.num_chunks_from_msg > 1:
         raise _chunked(where, raw.id)
     if metadata.encryption_keys:
         raise encrypted_entry(where, raw.id, raw.data[raw.position :])
     batched = metadata.HasField("num_messages_in_batch")
-    # The keys and properties of an entry that is no batch lie before its payload.
+    # The keys and properties of an unbatched entry precede its payload.
     before = 0 if batched else len(raw.data) - raw.position - (len(data) - position)
     count = metadata.num_messages_in_batch if batched else 1
     if count > ENTRY_MESSAGES_MAX:
         raise UnreadableError(
-            f"it cannot hold {count} messages, because an entry has at most {ENTRY_MESSAGES_MAX}"
+            f"it declares {count} messages, more than {ENTRY_MESSAGES_MAX}, the limit of an entry"
         )
     if metadata.compression:
         data = unpacked(metadata.compression, metadata.uncompressed_size, data[position:])
         position = 0
     stored = before + len(data) - position
     start = len(into.sizes)
-    into.producer, into.memory = len(metadata.producer_name), 0
+    into.repeated, into.memory = repeated_bytes(metadata), 0
     if count < 1 or count > (len(data) - position) // 4 + 1:
-        raise UnreadableError(f"it cannot hold {count} messages")
-    indices = _indices(raw, count) if batched else range(1)
+        raise UnreadableError(f"it is too short for the declared {count} messages")
+    indices = indices_of(raw, count) if batched else range(1)
     if batched:
         skipped = set(range(count)).difference(indices) if len(indices) < count else ()
         _walk(data, position, count, skipped, into)
@@ -225,77 +249,25 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
     if not indices:
         return None
     into.publish_ms.extend([metadata.publish_time] * len(indices))
-    if PRODUCER in into.metadata:
-        name = metadata.producer_name.decode(errors="replace")
-        into.metadata[PRODUCER].extend([name] * len(indices))
-    if BROKER_PUBLISH_TIME in into.metadata:
-        into.metadata[BROKER_PUBLISH_TIME].extend([_broker_ms(raw)] * len(indices))
+    for source, values in into.of_entries:
+        values.extend([source.value(metadata)] * len(indices))
+    for source, values in into.of_broker:
+        values.extend([source.value(of_broker(raw))] * len(indices))
     version = schema_version_of(metadata.schema_version)
     return _Row(raw, start, count, batched, indices, version, stored * len(indices) // count)
-
-
-def _opened(raw: RawEntry, *, checked: bool = True) -> tuple[Any, bytes, int]:
-    """Metadata of an entry, and where its payload begins in which bytes."""
-    data, position = raw.data, raw.position
-    if checked and isinstance(data, CutFrame):
-        raise UnreadableError(f"it has {data.size} bytes, more than {KEPT_BYTES_MAX}")
-    if data[position : position + 2] == _BROKER_METADATA:
-        position += 6 + _SIZE.unpack_from(data, position + 2)[0]
-    if data[position : position + 2] == _CHECKED:
-        (checksum,) = _SIZE.unpack_from(data, position + 2)
-        data, position = data[position + 6 :], 0
-        if checked and google_crc32c.value(data) != checksum:
-            raise UnreadableError("its checksum is wrong")
-    (size,) = _SIZE.unpack_from(data, position)
-    position += 4 + size
-    if position > len(data):
-        raise UnreadableError("its metadata ends too early")
-    return api.MessageMetadata.FromString(data[position - size : position]), data, position
-
-
-def _broker_ms(raw: RawEntry) -> int | None:
-    """When the broker stored an entry; ``None`` where it says nothing that is a time."""
-    data, position = raw.data, raw.position
-    if data[position : position + 2] != _BROKER_METADATA:
-        return None
-    position += 6
-    end = position + _SIZE.unpack_from(data, position - 4)[0]
-    try:
-        time_ms: int = api.BrokerEntryMetadata.FromString(data[position:end]).broker_timestamp
-    except DecodeError:
-        return None
-    return time_ms if 0 < time_ms < TIME_MS_MAX else None
-
-
-def schema_version_of(written: bytes) -> int | None:
-    """The version of a schema as the broker names it; ``None`` for what is none."""
-    if len(written) != 8 or written[0] > 0x7F:
-        return None
-    return int.from_bytes(written, "big")
-
-
-def _indices(raw: RawEntry, count: int) -> Sequence[int]:
-    """Which messages of a batch are to be delivered."""
-    if not raw.ack_set:
-        return range(count)
-    bits = 0
-    for number, word in enumerate(raw.ack_set):
-        bits |= (word & 0xFFFF_FFFF_FFFF_FFFF) << (64 * number)
-    bits &= (1 << count) - 1
-    if bits == (1 << count) - 1:
-        return range(count)
-    return [index for index in range(min(count, bits.bit_length())) if bits >> index & 1]
 
 
 def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into: _Columns) -> None:
     """Append the messages of a batch."""
     end = len(data)
-    unpack, keeps_values = _SIZE.unpack_from, into.keeps_values
+    unpack, keeps_values = SIZE.unpack_from, into.keeps_values
+    of_messages, key_bytes = into.of_messages, into.key_bytes
+    tags = [source.tag for source, _ in of_messages]
     for index in range(count):
         (size,) = unpack(data, position)
         start = position + 4 + size
-        said = _said(data, position + 4, start)
-        length, key, ordering_key, of_bytes, event_ms, null, properties, sequence_id = said
+        said = stated_of(data, position + 4, start, tags)
+        length, key, ordering_key, of_bytes, event_ms, null, properties, stated = said
         position = start + length
         if position > end:
             raise UnreadableError(f"message {index} ends too early")
@@ -309,62 +281,17 @@ def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into
         into.event_ms.append(event_ms)
         into.properties.append(_properties(pairs, into) if pairs else _NONE)
         _append_keys(into, key, ordering_key, bool(of_bytes))
-        if into.metadata:
-            _append_metadata(into, key, bool(of_bytes), sequence_id)
+        for (_, tag, convert), values in of_messages:
+            value = stated.get(tag)
+            values.append(None if value is None else convert(value))
+        if key_bytes is not None:
+            key_bytes.append(_decoded(key) if of_bytes and key is not None else key)
     if position != end:
-        raise UnreadableError(f"behind its {count} messages are {end - position} bytes more")
-
-
-def _said(  # noqa: PLR0912 - one loop over the tags
-    data: bytes, position: int, stop: int
-) -> tuple[int, bytes | None, bytes | None, int, int, int, Sequence[bytes], int | None]:
-    """What is said of a message of a batch: ``SingleMessageMetadata``, by its tags."""
-    key = ordering_key = sequence_id = None
-    length = event_ms = of_bytes = null = 0
-    properties: list[bytes] = []
-    while position < stop:
-        tag = data[position]
-        position += 1
-        if tag > 0x7F:
-            tag, position = _varint(data, position - 1)
-        kind = tag & 7
-        if kind in (1, 5):
-            position += 8 if kind == 1 else 4
-            continue
-        value = data[position]
-        position += 1
-        if value > 0x7F:
-            value, position = _varint(data, position - 1)
-        if kind == 2:
-            found = data[position : position + value]
-            position += value
-            if tag == 0x12:
-                key = found
-            elif tag == 0x3A:
-                ordering_key = found
-            elif tag == 0x0A:
-                properties.append(found)
-                if len(properties) > _PROPERTIES_MAX:
-                    raise _too_much_memory()
-        elif kind:
-            raise UnreadableError("what is said of a message cannot be read")
-        elif tag == 0x18:
-            length = value + 1
-        elif tag == 0x28:
-            event_ms = value
-        elif tag == 0x30:
-            of_bytes = value
-        elif tag == 0x40:
-            sequence_id = value
-        elif tag == 0x48:
-            null = value
-    if position != stop or not length:
-        raise UnreadableError("what is said of a message cannot be read")
-    return length - 1, key, ordering_key, of_bytes, event_ms, null, properties, sequence_id
+        raise UnreadableError(f"it has {end - position} bytes after its {count} messages")
 
 
 def _append_single(metadata: Any, value: bytes, into: _Columns) -> None:
-    """Append the message of an entry that is no batch."""
+    """Append the message of an unbatched entry."""
     properties = metadata.properties
     pairs = _pairs(properties) if properties else ()
     into.count(len(value), metadata.partition_key, metadata.ordering_key, pairs)
@@ -376,20 +303,23 @@ def _append_single(metadata: Any, value: bytes, into: _Columns) -> None:
     key = metadata.partition_key if metadata.HasField("partition_key") else None
     ordering_key = metadata.ordering_key if metadata.HasField("ordering_key") else None
     _append_keys(into, key, ordering_key, metadata.partition_key_b64_encoded)
-    if into.metadata:
-        _append_metadata(into, key, metadata.partition_key_b64_encoded, metadata.sequence_id)
+    for source, values in into.of_messages:
+        values.append(source.value(metadata))
+    if into.key_bytes is not None:
+        of_bytes = metadata.partition_key_b64_encoded
+        into.key_bytes.append(_decoded(key) if of_bytes and key is not None else key)
 
 
 def _append_keys(
     into: _Columns, key: bytes | None, ordering_key: bytes | None, of_bytes: bool
 ) -> None:
-    """The keys of one more message, and what of them the broker hashes, also where it is empty."""
+    """Append the keys of a message and the bytes that the broker hashes; they may be empty."""
     routing_key = ordering_key
     if key is not None:
         try:
             text = key.decode()
         except UnicodeDecodeError:
-            # As the broker does before it hashes it.
+            # The broker also replaces broken bytes before it hashes the key.
             text = key.decode(errors="replace")
             key = text.encode()
             into.unreadable[len(into.sizes) - 1] = True
@@ -412,21 +342,8 @@ def _append_keys(
         into.unreadable[len(into.sizes) - 1] = True
 
 
-def _append_metadata(
-    into: _Columns, key: bytes | None, of_bytes: bool, sequence_id: int | None
-) -> None:
-    """What is wanted beside the content, of one more message."""
-    if KEY_BYTES in into.metadata:
-        into.metadata[KEY_BYTES].append(key if key is None or not of_bytes else _decoded(key))
-    if SEQUENCE_ID in into.metadata:
-        if sequence_id is not None:
-            # 64 bits, of which a column shows the first as a sign.
-            sequence_id = (sequence_id + (1 << 63)) % (1 << 64) - (1 << 63)
-        into.metadata[SEQUENCE_ID].append(sequence_id)
-
-
 def _decoded(key: bytes) -> bytes:
-    """The bytes that a key was set as."""
+    """Return the bytes that a key was set as."""
     try:
         return b64decode(key, validate=True)
     except NotBase64Error:
@@ -438,7 +355,7 @@ def _pairs(found: Iterable[Any]) -> list[_Pair]:
 
 
 def _properties(pairs: Iterable[_Pair], into: _Columns) -> dict[str, str]:
-    """Properties of the newest message; one in place of all where one is no text."""
+    """Return the properties of the newest message; one replaces all if a text is broken."""
     try:
         return {key.decode(): value.decode() for key, value in pairs}
     except UnicodeDecodeError as exc:
@@ -446,26 +363,14 @@ def _properties(pairs: Iterable[_Pair], into: _Columns) -> dict[str, str]:
         return {NOT_TEXT: exc.object.decode(errors="replace")}
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while shift < 70:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise UnreadableError("a number in it does not end")
-
-
 def _cut(into: _Columns, rows: int) -> None:
-    """Take back what was appended of an entry that is refused."""
+    """Remove the appended rows of a refused entry."""
     for name in _Columns.__slots__:
         column = getattr(into, name)
         if isinstance(column, list):
             del column[rows:]
-    for column in into.metadata.values():
-        del column[rows:]
+    for values in into.requested.values():
+        del values[rows:]
     for row in [row for row in into.unreadable if row >= rows]:
         del into.unreadable[row]
 
@@ -482,10 +387,10 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
         into.ordering_keys,
         event_ms,
         properties,
-        metadata=into.metadata,
+        metadata=into.requested,
     )
     blocks: list[EntryBlock] = []
-    named = other_bytes(content, METADATA.names) if into.metadata else None
+    named = other_bytes(content, METADATA.names) if into.requested else None
     for raw, start, batch_size, batched, indices, schema_version, stored in rows:
         stop = start + len(indices)
         payload = sum(into.sizes[start:stop])
@@ -507,23 +412,19 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
                 sum(row in unreadable for row in range(start, stop)) if unreadable else 0,
                 schema_version,
                 max(0, stored - payload) + (named(start, stop) if named else 0),
+                True,  # noqa: FBT003 - complete; by name, it costs a tenth of the block
             )
         )
     return blocks
 
 
-def _too_much_memory() -> UnreadableError:
-    return UnreadableError(
-        f"its messages take more than {ENTRY_MEMORY_MAX} bytes of memory, the most of an entry"
-    )
-
-
 def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:
     return of_entry(
         ChunkedMessageError,
-        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} is a part of a chunked message. "
-        "keyshard commits whole entries and a chunked message is several; nothing of it was "
-        "acknowledged. Switch chunking off at the producer or raise the broker's maxMessageSize.",
+        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} is a part of a chunked message. A "
+        "chunked message has several entries, which keyshard does not support. Nothing of it "
+        "was acknowledged. Disable chunking at the producer, or raise the broker's "
+        "maxMessageSize.",
         where,
         entry_id,
     )

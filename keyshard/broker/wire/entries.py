@@ -1,4 +1,4 @@
-"""An entry as it came, and what entries become."""
+"""Entries as received from the broker, and the result of decoding them."""
 
 from __future__ import annotations
 
@@ -9,58 +9,45 @@ from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.errors import KeyShardError
 
 PAYLOAD_AT_ONCE = 8 * 1024 * 1024
-"""Memory of messages after which no more entries are decoded at once, bytes: what is compressed may
-be a thousand times as large."""
+"""Memory of messages that ends a decoding step, bytes. A compressed entry may decompress to a
+thousand times its size."""
 ENTRY_MESSAGES_MAX = 1_000_000
-"""Messages of an entry: more than fit uncompressed into 5 MiB, the largest entry by default."""
+"""Maximum messages of an entry: more than fit uncompressed into 5 MiB, the default limit."""
 ENTRY_MEMORY_MAX = 256 * 1024 * 1024
-"""Memory that the messages of an entry take, bytes: those below, payload, properties, the name of
-the producer for each, and keys twice."""
+"""Maximum memory of the messages of an entry, bytes: the fixed sizes below, payload, properties,
+the producer name once per message, and keys twice."""
 MESSAGE_BYTES = 256
-"""Memory of a message beside its content, in either decoder, bytes."""
+"""Memory of a message in addition to its content, in either decoder, bytes."""
 PROPERTY_BYTES = 192
-"""Memory of a property beside its name and value, bytes."""
-
-
-KEPT_BYTES_MAX = 128 * 1024 * 1024
-"""Largest frame of which more than its beginning is kept, bytes, whatever the broker allows."""
-HEAD_BYTES = 64 * 1024
-"""Bytes that are kept of a larger frame."""
-
-
-class CutFrame(bytes):
-    """The beginning of a frame that is larger than :data:`KEPT_BYTES_MAX`."""
-
-    size = 0
-    """Bytes of the whole frame."""
+"""Memory of a property in addition to its name and value, bytes."""
 
 
 class RawEntry(NamedTuple):
-    """An entry as it came: nothing of what is stored has been looked at."""
+    """An entry as received; its stored bytes are not parsed yet."""
 
     id: EntryId
     redelivered: bool
     ack_set: Sequence[int]
-    """Words of 64 bits, one bit for each message that is still to be delivered; empty: all are."""
+    """64-bit words with one bit per message that is still to be delivered; empty: all of them."""
     data: bytes
-    """The frame it came in."""
+    """The frame of the entry."""
     position: int
-    """Where in it the stored bytes begin."""
+    """Offset of the stored bytes in the frame."""
 
 
 class Decoded(NamedTuple):
-    """What some entries became."""
+    """The result of decoding some entries."""
 
     blocks: list[EntryBlock]
-    """Of the entries before the first that is refused, in their order."""
+    """Blocks of the entries before the first refused one, in order."""
     refused: KeyShardError | None
-    """Why the next one is."""
+    """Why the next entry is refused; ``None`` if it is not."""
     messages: int
-    """Messages of the blocks and of what cannot be read, as the broker counts them."""
+    """Messages of the blocks and of unreadable entries, as the broker counts them."""
     seen: int
-    """Entries that this is about: up to the one that is refused, it included, or to the one with
-    which there was enough."""
+    """Number of processed entries: up to and including a refused one, or the one that reached the
+    limit of a decoding step."""
 
 
 class UnreadableError(Exception):
-    """Why an entry cannot be read."""
+    """The reason why an entry cannot be read."""

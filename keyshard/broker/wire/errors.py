@@ -1,13 +1,20 @@
-"""What a broker answers instead of what was asked, as keyshard's errors."""
+"""Translates error answers of a broker into keyshard's errors."""
 
 from __future__ import annotations
 
-from keyshard.broker.pulsar.refusals import lacks, not_accepted
+from keyshard.broker.auth.errors import lacks, not_accepted
+from keyshard.broker.unconfirmed import AcceptedLostError
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
+    DeduplicationError,
+    KeyShardError,
+    ProducerBusyError,
+    ProducerFencedError,
+    QuotaExceededError,
     RangeConflictError,
+    SchemaError,
     TopicMigratedError,
     TopicNotFoundError,
 )
@@ -15,37 +22,39 @@ from keyshard.redaction import redacted
 
 NOT_AUTHENTICATED, _NOT_AUTHORIZED, _TOPIC_NOT_FOUND = 3, 4, 11
 _CONFLICTS = {5, 19}
-_QUOTA = "the backlog quota is exceeded. Let the subscriptions catch up, or raise it"
+_QUOTA = "the backlog quota is exceeded. Let the subscriptions catch up, or raise the quota"
+_QUOTAS = {7, 8}
+_PRODUCER_BUSY, _INCOMPATIBLE_SCHEMA, _PRODUCER_FENCED = 16, 18, 25
 _PASSING = {
-    0: "an error happened there",
+    0: "it had an internal error",
     1: "its metadata store fails",
     2: "its storage fails",
     6: "it does not serve the topic at the moment",
     13: "it does not know the consumer",
-    14: "it has too many requests at once",
+    14: "it has too many concurrent requests",
 }
-"""Errors that go away by themselves, or by what is done at the broker."""
+"""Transient errors, and errors that an action at the broker resolves."""
 _NAMED = {
     7: f"ProducerBlockedQuotaExceededError: {_QUOTA}",
     8: f"ProducerBlockedQuotaExceededException: {_QUOTA}",
-    9: "ChecksumError: what was sent came damaged. Check the network",
-    10: "UnsupportedVersionError: the broker is too old for what was asked. Use a newer one, or "
-    "transport=client",
-    12: "SubscriptionNotFound: the subscription does not exist, and the broker makes none. Create "
-    "it, or set allowAutoSubscriptionCreation",
-    15: "TopicTerminatedError: the topic is terminated. Name another one",
-    16: "ProducerBusy: a producer has this name already",
-    17: "InvalidTopicName: the broker takes no such name. Correct it",
-    18: "IncompatibleSchema: the schema of the topic is another one",
-    20: "TransactionCoordinatorNotFound: the broker has no transactions",
+    9: "ChecksumError: the request was damaged on the way. Check the network",
+    10: "UnsupportedVersionError: the broker is too old for this request. Use a newer broker, "
+    "or set transport to client",
+    12: "SubscriptionNotFound: the subscription does not exist, and the broker does not create "
+    "it. Create it, or set allowAutoSubscriptionCreation",
+    15: "TopicTerminatedError: the topic is terminated. Use another topic",
+    16: "ProducerBusy: another producer has this name",
+    17: "InvalidTopicName: the topic name is not valid. Correct it",
+    18: "IncompatibleSchema: the topic has another schema",
+    20: "TransactionCoordinatorNotFound: the broker has transactions disabled",
     21: "InvalidTxnStatus: the transaction has ended",
-    22: "NotAllowedError: the broker or a policy does not allow it. Check the policies of topic "
-    "and namespace, among them which subscription types are enabled",
-    23: "TransactionConflict: another transaction has it",
-    24: "TransactionNotFound: there is no such transaction",
-    25: "ProducerFenced: another producer took over",
+    22: "NotAllowedError: the broker or a policy forbids it. Check the policies of the topic "
+    "and its namespace, such as the enabled subscription types",
+    23: "TransactionConflict: another transaction holds it",
+    24: "TransactionNotFound: the transaction does not exist",
+    25: "ProducerFenced: another producer replaced this one",
 }
-"""Other errors, by their names in Pulsar, what they mean and what to do."""
+"""Other errors by their names in Pulsar: their meaning, and the remedy."""
 
 
 class RefusedError(Exception):
@@ -53,35 +62,36 @@ class RefusedError(Exception):
 
     Args:
         code: Number of ``ServerError``.
-        said: What the broker says.
+        said: The broker's text.
     """
 
     def __init__(self, code: int, said: bytes) -> None:
         self.code = code
-        # Before it is cut: the rest of a secret would not be recognised.
+        # Redact before the cut: the truncated rest of a secret would not be recognised.
         self.said = redacted(said.decode(errors="replace")).splitlines()[0][:300] if said else ""
         super().__init__(code, self.said)
 
 
 def error_of(refused: RefusedError, action: str, what: object, topic: str, who: str) -> BrokerError:
-    """The error that a refusal is.
+    """Create the error for a refusal.
 
     Args:
-        refused: What the broker answered.
-        action: What could not be done, ``subscribe to``.
-        what: With what.
-        topic: Of which topic.
-        who: Who asked, for a sentence.
+        refused: The broker's answer.
+        action: The failed action, such as ``subscribe to``.
+        what: Its object.
+        topic: The topic.
+        who: The identity of this client, for the text.
     """
     code, said = refused.code, refused.said.rstrip(".")
     if code in _CONFLICTS:
         return RangeConflictError(
             f"Could not {action} {what}: another consumer holds the range or the subscription "
-            f"({said}). Stop it, or use another subscription name."
+            f"({said}). Stop that consumer, or use another subscription."
         )
     if code == _TOPIC_NOT_FOUND:
         return TopicNotFoundError(
-            f"Could not {action} {what}: the topic does not exist. Create it or correct its name."
+            f"Could not {action} {what}: the topic does not exist. Create the topic, or correct "
+            "its name."
         )
     if code == _NOT_AUTHORIZED:
         return lacks(who, "consume", topic, said)
@@ -89,20 +99,85 @@ def error_of(refused: RefusedError, action: str, what: object, topic: str, who: 
         return not_accepted("The broker", who, said)
     if code in _PASSING:
         return BrokerUnavailableError(
-            f"Could not {action} {what}: the broker says that {_PASSING[code]} ({said}). Check "
-            "that it is well."
+            f"Could not {action} {what}: the broker reports that {_PASSING[code]} ({said}). "
+            "Check the health of the broker."
         )
     named = _NAMED.get(code, f"the broker refuses with error {code}")
     return BrokerError(f"Could not {action} {what}: {named} (the broker says: {said}).")
 
 
+def producing_error(refused: RefusedError, action: str, what: str, who: str) -> KeyShardError:
+    """Create the error for a refusal of a producer or of a message.
+
+    Args:
+        refused: The broker's answer.
+        action: The failed action, such as ``publish to``.
+        what: The topic partition.
+        who: The identity of this client, for the text.
+    """
+    code, said = refused.code, refused.said.rstrip(".")
+    failed = f"Could not {action} {what}"
+    if code in _QUOTAS:
+        return QuotaExceededError(f"{failed}: {_QUOTA} (the broker says: {said}).")
+    if code == _PRODUCER_BUSY:
+        return ProducerBusyError(
+            f"{failed}: another connection publishes under this name ({said}). Stop that "
+            "program, or use another sink id."
+        )
+    if code == _PRODUCER_FENCED:
+        return ProducerFencedError(
+            f"{failed}: another producer replaced this one ({said}). Stop it."
+        )
+    if code == _INCOMPATIBLE_SCHEMA:
+        return SchemaError(f"{failed}: the schema of the messages is not compatible ({said}).")
+    if code == _NOT_AUTHORIZED:
+        return lacks(who, "produce", what, said)
+    return error_of(refused, action, what, what, who)
+
+
+def forgotten(where: TopicPartition, name: bytes) -> DeduplicationError:
+    """Create the error for a broker that does not remember the messages of a producer name."""
+    namespace = "/".join(where.topic.partition("://")[2].split("/")[:2])
+    return DeduplicationError(
+        f"Deduplication is disabled for {where}: the broker does not know the stored messages of "
+        f"producer {name.decode()!r}, so rows could be stored twice. Enable it: pulsar-admin "
+        f"namespaces set-deduplication {namespace} --enable"
+    )
+
+
+def fenced(where: TopicPartition, name: bytes, last_sequence_id: int) -> ProducerFencedError:
+    """Create the error for a producer name that another program uses."""
+    return ProducerFencedError(
+        f"Another program publishes to {where} as producer {name.decode()!r}: the broker already "
+        f"has message {last_sequence_id} of this name. Stop the other program, or use another "
+        "sink id."
+    )
+
+
+def accepted_lost(where: TopicPartition, name: bytes) -> AcceptedLostError:
+    """Create the error for messages that the broker accepted and then failed to store."""
+    return AcceptedLostError(
+        f"{where} has lost messages of producer {name.decode()!r} that an earlier attempt had "
+        "sent, because a write to its storage failed. Repeat the call."
+    )
+
+
+def order_broken(where: TopicPartition, name: bytes, sequence_id: int) -> ProducerFencedError:
+    """Create the error for a message that the broker stored before earlier ones of its name."""
+    return ProducerFencedError(
+        f"{where} stored message {sequence_id} of producer {name.decode()!r} before earlier ones, "
+        "so the broker drops the earlier ones as duplicates. Publish the batch with another sink "
+        "id, and stop other programs with this sink id."
+    )
+
+
 def migrated(where: TopicPartition, url: str) -> TopicMigratedError:
-    """The error that a topic is which was moved to another cluster."""
+    """Create the error for a topic that was moved to another cluster."""
     return TopicMigratedError(
-        f"{where} was moved to another cluster, which is reached at {url or 'an unknown URL'}. It "
-        "has other ids for the same entries, so no checkpoint of this one holds there. Read it "
-        "with that service_url and admin_url and a new checkpoint; its subscription there goes on "
-        "where it stands.",
+        f"{where} was moved to another cluster at {url or 'an unknown URL'}. Its entries have "
+        "other ids there, so this checkpoint does not apply. Set service_url and admin_url to "
+        "that cluster, and start with a new checkpoint. The subscription continues there at its "
+        "position.",
         topic_partition=where.name,
         service_url=url,
     )

@@ -1,41 +1,41 @@
-"""How many messages a broker may send ahead, and when it is told of more."""
+"""Counts permits: how many messages a broker may send ahead, and when to grant more."""
 
 from __future__ import annotations
 
 GRANT_MAX = 2**31 - 1
-"""Most messages of one grant: a broker refuses more, and ends the connection."""
+"""Maximum permits of one grant. A broker refuses more, and ends the connection."""
 LENT_MAX = 8
-"""Messages beyond its queue that a silent broker may be given: it may need more than one word."""
+"""Permits beyond its queue that a silent broker may get; one nudge may not be enough."""
 
 
 class Permits:
-    """Those of one subscription; counted in messages, as the broker counts them.
+    """The permits of one subscription, in messages as the broker counts them.
 
     Args:
-        ahead: Messages that may be sent ahead.
+        ahead: Messages that the broker may send ahead.
     """
 
     def __init__(self, ahead: int) -> None:
         self.ahead = self.ahead_max = ahead
         self._used = 0
-        """Messages taken that the broker has not been told of; below 0: what it may send beyond
-        ``ahead``, because that was lent, has become smaller since, or because a batch declared
-        fewer than no messages."""
+        """Taken messages whose permits were not granted again. Negative: messages that the broker
+        may send beyond ``ahead``, because permits were lent, because ``ahead`` shrank, or because a
+        batch declared a negative count."""
         self._lent = 0
-        """Most of that which was lent."""
+        """Maximum number of those that were lent."""
 
     def begin(self) -> int:
-        """What a new subscription gets."""
+        """Reset for a new subscription, and return its first grant."""
         self._used = self._lent = 0
         return self.ahead
 
     def use(self, messages: int) -> int:
-        """What to grant for messages that were taken; 0 until they are half of the queue.
+        """Return the permits to grant for taken messages; 0 until they are half of the queue.
 
         Args:
-            messages: How many, as the broker counts them.
+            messages: Their number, as the broker counts them.
         """
-        # The broker counts in 32 bits with a sign, also what a batch only declares.
+        # The broker counts in signed 32 bits, including the counts that a batch merely declares.
         held = (self.held - messages + 2**31) % 2**32 - 2**31
         self._used = self.ahead - held
         if 2 * self._used < self.ahead:
@@ -45,23 +45,23 @@ class Permits:
 
     @property
     def held(self) -> int:
-        """Messages that the broker may still send, as it counts them."""
+        """Permits that the broker still has, by its own count."""
         return self.ahead - self._used
 
     def resize(self, ahead: int) -> None:
-        """Let so many messages be sent ahead from now on; the next use grants what is more.
+        """Set how many messages may be sent ahead. The next use grants an increase.
 
-        Permits that were granted stay: they are used up first.
+        Permits cannot be revoked; a decrease takes effect as they are used.
         """
         self._used += ahead - self.ahead
         self.ahead = ahead
         self.ahead_max = max(self.ahead_max, ahead)
 
     def nudge(self) -> int:
-        """What to grant a broker that is silent, which may have forgotten to go on; 0 for nothing.
+        """Return the permits to grant to a silent broker, which may have stopped to dispatch.
 
-        It minds nothing but a grant: what was used, or where nothing was, one message more, which
-        is subtracted from what is used later.
+        Only a grant wakes the dispatcher. If no permits are owed, one is lent, and subtracted from
+        later grants. Returns 0 if nothing may be lent.
         """
         self._lent = min(self._lent, max(0, -self._used))
         if self._lent >= LENT_MAX:

@@ -1,8 +1,8 @@
-"""The schema of a topic, asked by Pulsar's protocol: whoever has no admin interface."""
+"""Requests the schema of a topic by Pulsar's protocol, if there is no admin interface."""
 
 from __future__ import annotations
 
-from keyshard.broker.pulsar.credentials import Credentials
+from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.config.connection import Connection
@@ -15,7 +15,7 @@ LEAVE_S = 2.0
 def ask_schema(
     connection: Connection, topic: str, version: int | None, timeout_s: float
 ) -> TopicSchema | None:
-    """A version of the schema of a topic, over a connection of its own; ``None`` where none is.
+    """Return a version of a topic's schema, over its own connection; ``None`` if there is none.
 
     Raises:
         BrokerUnavailableError: No answer in time (retriable).

@@ -1,1 +1,1 @@
-"""Which message a handler gets next, and what becomes of it."""
+"""Selection of the next message for a handler, and the outcome of each message."""

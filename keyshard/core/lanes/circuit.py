@@ -1,11 +1,11 @@
-"""Circuit breaker: tells an outage from poison keys by the history of the keys.
+"""Circuit breaker: distinguishes an outage from poison keys by the history of the keys.
 
 A poison key fails while others succeed. Its attempts count, and it is parked after its retries. In
-an outage, most keys fail that succeeded before, or nothing succeeds at all. Then no attempt counts,
+an outage, most keys that succeeded before fail, or no key succeeds. Then no attempt counts,
 handlers pause, and a few messages are tried from time to time.
 
-An attempt that starts after a key failed, and succeeds, shows that the handler works. So it
-*refutes* the failure of that key as evidence of an outage: the key itself is at fault.
+If an attempt starts after a key failed, and succeeds, the handler works. So it *refutes* the
+failure of that key as evidence of an outage: the key itself is at fault.
 
 =========  ===================================================  ==========
 state      event                                                next state
@@ -18,56 +18,56 @@ probing    the last probe of the round fails, or the round      open, for twice 
            takes too long                                       long as before
 =========  ===================================================  ==========
 
-If no other key can be received either, because the window is full of keys that fail, nothing could
-ever succeed. So after a time the failures of a few keys count: they are *on trial*, and are parked
-when their retries are used up, which makes room for others.
+If the window is full of failing keys, no other key can be received, so no key could ever succeed.
+So after a time the failures of a few keys count: they are *on trial*, and are parked when their
+retries are used up. That makes room for other keys.
 
-While it is not closed, or failures are unrefuted, a key that succeeded before and does not fail
-needs no pause: it is a *control*, tried at once, one at a time, before all keys that wait. Its
-success closes the circuit, as that of a probe does, and refutes the failures.
+While the circuit is not closed, or failures are unrefuted, keys that succeeded before and do not
+fail need no pause. Such a key is a *control*: it is tried at once, one at a time, before all
+waiting keys. Its success closes the circuit, as that of a probe does, and refutes the failures.
 
-Time comes in as an argument, in seconds of any clock. It is not thread-safe: the owner calls it
+Time is an argument, in seconds of any clock. The circuit is not thread-safe: its owner calls it
 under one lock. Its memory is bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
 from typing import TypedDict
 
 KEYS_MIN = 5
-"""Fewest keys that must fail: fewer do not tell an outage from poison keys."""
+"""Fewest failing keys that may be an outage. Fewer cannot be distinguished from poison keys."""
 SHARE_MIN = 0.8
-"""Share that must fail of the keys that succeeded before and were tried last."""
+"""Share of the compared keys (that succeeded before and were tried recently) that must fail."""
 KEYS_MAX = 100
-"""Keys that are compared, those that were tried last; also the most probes of a round."""
+"""Most keys that are compared, the most recently tried ones; also the most probes of a round."""
 KNOWN_MAX = 1_000
-"""Keys of which a success is remembered, those that succeeded last."""
+"""Most keys whose success is remembered, the most recent ones."""
 QUIET_S = 1.0
-"""Time for which failures of several keys must stay unrefuted, seconds. Meanwhile the failed keys
-wait, and all others are tried."""
+"""Time for which failures of several keys must stay unrefuted, seconds. Meanwhile the failed
+keys wait, and all others are tried."""
 PROBES = 3
-"""Keys that are tried in the first round of probes; twice as many in each that follows, so that the
-keys that do succeed are found soon, wherever they wait. Also the most controls of a round."""
+"""Probes of the first round; each further round has twice as many, so that working keys are
+found soon, wherever they wait. Also the most controls of a round."""
 MEMORY_S = 60.0
-"""Time after which a failure is no evidence any more, seconds."""
+"""Age from which a failure is no longer evidence, seconds."""
 RECENT_S = 15.0
-"""Time for which keys that succeeded before are compared, seconds; about what the default retries
-take."""
+"""Time for which keys that succeeded before are compared, seconds; about the duration of the
+default retries."""
 PAUSE_S = 0.5
-"""First pause until keys are tried again, and the time that a round may take after it, seconds."""
+"""First pause before probes, and the time limit of the round that follows, seconds."""
 PAUSE_MAX_S = 10.0
 """Longest pause, seconds."""
 CALM_S = 30.0
-"""Time after a closing in which a new opening goes on with the last pause, seconds."""
+"""If the circuit opens again within this time after closing, the last pause is used, seconds."""
 STUCK_S = 60.0
-"""Time for which every key at hand must fail, and no other can be received, until the failures of
-keys on trial count, seconds. An outage that ends before parks nothing."""
+"""Time for which every available key must fail, while no other can be received, before failures
+of keys on trial count, seconds. A shorter outage parks no key."""
 ON_TRIAL_MAX = PROBES
-"""Most keys that are on trial at the same time: in an outage that lasts, no more are parked in the
-time that all retries of one key take."""
+"""Most keys on trial at the same time. In a long outage, at most this many keys are parked in
+the time that all retries of one key take."""
 
 _NEVER = (0.0, False)
 
@@ -81,7 +81,7 @@ class CircuitState(str, Enum):
 
 
 class CircuitStatus(TypedDict):
-    """A circuit as plain JSON values."""
+    """Status of a circuit as JSON values."""
 
     state: str
     openings: int
@@ -94,60 +94,63 @@ class CircuitStatus(TypedDict):
 
 
 class Circuit:
-    """One for a run. Keys are any hashable things."""
+    """The circuit breaker of a run. Keys are any hashable values."""
 
     def __init__(self) -> None:
         self.state = CircuitState.CLOSED
         self.openings = 0
         """Number of openings from closed."""
         self.since_s = 0.0
-        """When it opened, while it is not closed."""
+        """Time of the opening; valid while the circuit is not closed."""
         self.error = ""
-        """Why the newest attempt failed."""
+        """Error of the newest failed attempt."""
         self._known: dict[Hashable, None] = {}
         """Keys that succeeded, newest last."""
         self._latest: dict[Hashable, tuple[float, bool]] = {}
-        """Time of the newest attempt of such keys, and whether it failed; newest last."""
+        """Time and failure of the newest attempt of such keys; newest last."""
         self._failing = 0
-        """Number of those that failed."""
+        """Number of failed ones in ``_latest``."""
         self._unrefuted: dict[Hashable, tuple[float, float]] = {}
-        """Keys whose failure nothing refuted, and when they failed first and last; newest last."""
+        """Keys with unrefuted failures, and the times of the first and last; newest last."""
         self._suspected_s: float | None = None
-        """Time since which those suffice for an outage, while it is closed."""
+        """While closed: time since which the unrefuted failures suffice for an outage."""
         self._worked_s = float("-inf")
         """Latest start of an attempt that succeeded."""
         self._worked_before_s = float("-inf")
-        """The same when it opened last."""
+        """``_worked_s`` at the newest opening."""
         self._pause_s = PAUSE_S
         self._probe_at_s = 0.0
         self._closed_at_s = float("-inf")
         self._probes: set[Hashable] = set()
-        """Keys whose running attempt closes it when it succeeds: probes, controls, and what started
-        under suspicion."""
+        """Keys whose running attempt closes the circuit if it succeeds: probes, controls, and
+        attempts that started under suspicion."""
         self._to_start = 0
         self._round = PROBES
         self._round_ends_s = 0.0
         self._tried: set[Hashable] = set()
-        """Keys that the round has tried."""
+        """Keys tried in this round."""
         self._in_round: set[Hashable] = set()
-        """Those whose attempt runs."""
+        """Keys of this round whose attempt runs."""
         self._control: Hashable | None = None
         self._controls_left = 0
         self._stuck_s: float | None = None
-        """Since when nothing at hand could succeed, while it is not closed."""
+        """Time since which no available key could succeed; only while the circuit is not closed."""
         self._on_trial: set[Hashable] = set()
 
-    # -- events -----------------------------------------------------------------------------------
+    # -- Events -----------------------------------------------------------------------------------
 
     def may_start(self, now_s: float) -> bool:
-        """Whether any handler may be called now; a probe may when its time has come."""
+        """Return whether any handler may be called now.
+
+        If due, this opens the circuit, or begins or ends a round of probes.
+        """
         if self.state is CircuitState.CLOSED:
             if self._suspected_s is None or now_s < self.held_until_s:
                 return True
             self._open(now_s)
             return False
         if self.state is CircuitState.PROBING and now_s >= self._round_ends_s and self._in_round:
-            # A probe hangs; the others do not wait for it.
+            # If a probe hangs, the other keys do not wait for it.
             self._end_round(now_s)
         if self.state is CircuitState.OPEN and now_s >= self._probe_at_s:
             self.state = CircuitState.PROBING
@@ -158,40 +161,41 @@ class Circuit:
         return self.state is CircuitState.PROBING and self._to_start > 0
 
     def controls(self) -> Iterator[Hashable]:
-        """Keys of which one may be called now as a control; those that succeeded last first."""
-        calm = self.closed and self._suspected_s is None
-        if calm or self._control is not None or not self._controls_left:
+        """Return keys of which one may be called now as a control; newest successes first."""
+        if self.closed and self._suspected_s is None:
+            return iter(())
+        if self._control is not None or not self._controls_left:
             return iter(())
         latest, newest = self._latest, islice(reversed(self._known), KEYS_MAX)
         return (key for key in newest if not latest.get(key, _NEVER)[1])
 
     def stuck(self, now_s: float, *, is_stuck: bool) -> None:
-        """Whether every key at hand failed, and no other can be received; told again and again."""
+        """Record whether every available key failed while no other can be received."""
         if self.closed or not is_stuck:
             self._stuck_s = None
         elif self._stuck_s is None:
             self._stuck_s = now_s
 
     def judges(self, now_s: float) -> bool:
-        """Whether it is stuck for so long that the failures of keys on trial count."""
+        """Return whether it has been stuck so long that the failures of keys on trial count."""
         return self._stuck_s is not None and now_s - self._stuck_s >= STUCK_S
 
     def put_on_trial(self, keys: Collection[Hashable]) -> None:
-        """These keys, at most ``ON_TRIAL_MAX``, are on trial from now on, and no others."""
+        """Replace the keys on trial; at most ``ON_TRIAL_MAX``."""
         self._on_trial = set(keys)
 
     def may_try(self, key: Hashable) -> bool:
-        """Whether a key is not tried in this round of probes yet."""
+        """Return whether a key has not been tried in this round of probes."""
         return key not in self._tried
 
     def started(self, key: Hashable, *, control: bool = False) -> None:
-        """A handler is called, after :meth:`may_start` or as one of :meth:`controls`."""
+        """Record the call of a handler, after :meth:`may_start` or as one of :meth:`controls`."""
         if control:
             self._control = key
             self._controls_left -= 1
             self._probes.add(key)
         elif self.state is CircuitState.PROBING:
-            # A failed key lines up behind all others: one that comes again is the last there is.
+            # A failed key queues behind all others. If it comes again, all keys were tried.
             self._to_start = 0 if key in self._tried else self._to_start - 1
             self._tried.add(key)
             self._in_round.add(key)
@@ -200,7 +204,13 @@ class Circuit:
             self._probes.add(key)
 
     def succeeded(self, key: Hashable, started_s: float, now_s: float) -> bool:
-        """An attempt succeeded that began at ``started_s``; whether that closes the circuit."""
+        """Record the success of an attempt; return whether it closes the circuit.
+
+        Args:
+            key: Its key.
+            started_s: Start of the attempt.
+            now_s: The time.
+        """
         self._known.pop(key, None)
         self._known[key] = None
         if len(self._known) > KNOWN_MAX:
@@ -230,14 +240,33 @@ class Circuit:
         self._suspect(now_s)
         return True
 
+    def succeeded_each(self, keys: Sequence[Hashable], started_s: float, now_s: float) -> None:
+        """Record successes while the circuit is :attr:`calm`, as :meth:`succeeded` does for each.
+
+        Args:
+            keys: The keys, in the order of the successes.
+            started_s: Start of the last attempt.
+            now_s: The time.
+        """
+        newest = list(dict.fromkeys(reversed(keys)))
+        known = self._known
+        for key in reversed(newest):
+            known.pop(key, None)
+            known[key] = None
+        for key in list(islice(known, max(0, len(known) - KNOWN_MAX))):
+            del known[key]
+        for key in reversed(newest[:KEYS_MAX]):
+            self._note(key, now_s, failed=False)
+        self._worked_s = max(self._worked_s, started_s)
+
     def failed(self, key: Hashable, now_s: float, error: str, first_s: float | None = None) -> bool:
-        """An attempt failed; whether it counts against its message.
+        """Record a failed attempt; return whether it counts against its message.
 
         Args:
             key: Its key.
             now_s: The time.
-            error: Why.
-            first_s: When the message failed first; ``None``: now.
+            error: The error.
+            first_s: Time of the message's first failure; ``None``: now.
         """
         self.error = error
         if key in self._known:
@@ -262,10 +291,10 @@ class Circuit:
         return refuted or self._suspected_s is None
 
     def undecided(self, key: Hashable, now_s: float) -> None:
-        """An attempt ended with neither: its handler asked for another time."""
+        """Record the end of an attempt whose handler asked for a later retry."""
         self._ended(key, now_s)
 
-    # -- looking ----------------------------------------------------------------------------------
+    # -- Status -----------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
@@ -273,26 +302,31 @@ class Circuit:
         return self.state is CircuitState.CLOSED
 
     @property
+    def calm(self) -> bool:
+        """Whether handlers run as usual, and no failure is unrefuted."""
+        return self.closed and not self._unrefuted
+
+    @property
     def held_until_s(self) -> float:
-        """End of the wait of keys whose failed attempt did not count; 0 if there is none."""
+        """Time until which keys wait whose failure did not count; 0 if there is none."""
         return 0.0 if self._suspected_s is None else self._suspected_s + QUIET_S
 
     def counts_on(self, first_s: float | None) -> bool:
-        """Whether a message keeps its failed attempts of before the newest opening.
+        """Return whether a message keeps its failed attempts from before the newest opening.
 
         Args:
-            first_s: When it failed first.
+            first_s: Time of the message's first failure.
         """
         return first_s is not None and first_s < self._worked_before_s
 
     @property
     def keys(self) -> tuple[int, int]:
-        """Number of keys that fail, and number of keys that are compared."""
+        """Number of failing keys, and number of compared keys."""
         failing = {key for key, (_, failed) in self._latest.items() if failed}
         return len(failing | self._unrefuted.keys()), len(self._latest.keys() | self._unrefuted)
 
     def status(self, now_s: float) -> CircuitStatus:
-        """As plain JSON values."""
+        """Return the status as JSON values."""
         failing, tried = self.keys
         is_open = not self.closed
         return {
@@ -315,13 +349,14 @@ class Circuit:
         parks = "no key is parked meanwhile"
         if self._on_trial:
             parks = (
-                "they fill the window, so no other key can be received, and a few of them are "
-                f"parked when their retries are used up ({len(self._on_trial)} at a time)"
+                "they fill the window, so no other key can be received. Up to "
+                f"{len(self._on_trial)} of them at a time are parked when their retries are "
+                "exhausted"
             )
         return (
-            f"{failing} of the {tried} keys tried last fail, so the cause is not a single message. "
-            f"A few keys are tried again, every {PAUSE_MAX_S:.0f} s at the latest, until one "
-            f"succeeds; {parks}. Newest error: {self.error}"
+            f"{failing} of the last {tried} keys fail, so a single message is not the cause. A "
+            f"few keys are tried again, at least every {PAUSE_MAX_S:.0f} s, until one succeeds; "
+            f"{parks}. Newest error: {self.error}"
         )
 
     def validate(self) -> None:
@@ -342,7 +377,7 @@ class Circuit:
             assert (len(self._in_round), self._to_start) == (0, 0)
         assert PAUSE_S <= self._pause_s <= PAUSE_MAX_S
 
-    # -- helpers ----------------------------------------------------------------------------------
+    # -- Helpers ----------------------------------------------------------------------------------
 
     def _note(self, key: Hashable, now_s: float, *, failed: bool) -> None:
         latest = self._latest
@@ -352,7 +387,7 @@ class Circuit:
             self._failing -= latest.pop(next(iter(latest)))[1]
 
     def _suspect(self, now_s: float) -> None:
-        """Whether so many keys fail that it may be an outage."""
+        """Update the suspicion: several keys with unrefuted failures may mean an outage."""
         if not self.closed or len(self._unrefuted) < KEYS_MIN:
             self._suspected_s = None
         elif self._suspected_s is None:
@@ -377,7 +412,7 @@ class Circuit:
             self._control = None
 
     def _ended(self, key: Hashable, now_s: float) -> None:
-        """An attempt ended without success; the last of a round ends it."""
+        """End an attempt without success. If it was the last of a round, the round ends."""
         is_last = key in self._in_round and len(self._in_round) == 1 and not self._to_start
         self._forget(key)
         if is_last and self.state is CircuitState.PROBING:

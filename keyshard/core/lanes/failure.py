@@ -1,7 +1,7 @@
-"""What a handler raised, as plain facts.
+"""Failures of handlers, as plain facts.
 
-A handler raises what it likes: errors without a text, signals with values that make no sense,
-classes that lie. Each is looked at once, here, and only the facts go on from here.
+A handler may raise anything: errors without a text, signals with invalid values, classes that
+report a false type. Each error is inspected once, here. All other code uses only the facts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ REJECTED = "rejected by the handler"
 
 
 class RetryLater(Exception):  # noqa: N818 - a signal of the handler, not an error of keyshard
-    """Raised by a handler: try this message again after a time; its key waits until then.
+    """Raised by a handler to retry this message after a time; its key waits until then.
 
     Args:
         after_s: Time until the next attempt, seconds. The attempt counts, and the limits of the
-            retry policy hold.
+            retry policy apply.
         reason: Shown where the message blocks its key.
     """
 
@@ -30,8 +30,8 @@ class RetryLater(Exception):  # noqa: N818 - a signal of the handler, not an err
         seconds = seconds_of(after_s)
         if seconds is None:
             raise ConfigError(
-                f"RetryLater after {text_of(after_s)} s: the time must be a finite number and not "
-                "negative."
+                f"RetryLater(after_s={text_of(after_s)}) is not valid. The time must be a finite "
+                "number of seconds, 0 or more."
             )
         super().__init__(after_s, reason)
         self.after_s = seconds
@@ -39,10 +39,10 @@ class RetryLater(Exception):  # noqa: N818 - a signal of the handler, not an err
 
 
 class Reject(Exception):  # noqa: N818 - a signal of the handler, not an error of keyshard
-    """Raised by a handler: this message will never succeed. Its key goes on without it.
+    """Raised by a handler if the message will never succeed. Its key continues without it.
 
     Args:
-        reason: Kept with the dead letter: a text, or an error that says why.
+        reason: Stored with the dead letter: a text, or an error.
     """
 
     def __init__(self, reason: object = "") -> None:
@@ -51,7 +51,7 @@ class Reject(Exception):  # noqa: N818 - a signal of the handler, not an error o
 
 
 class FailureKind(str, Enum):
-    """What a handler meant by what it raised."""
+    """Meaning of a handler's error."""
 
     FAILED = "failed"
     LATER = "later"
@@ -59,7 +59,7 @@ class FailureKind(str, Enum):
     REJECTED = "rejected"
     """By :class:`Reject`."""
     UNFIT = "unfit"
-    """The handler cannot be run at all: that ends the source."""
+    """The handler cannot be run at all; this ends the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class Failure:
     kind: FailureKind
     reason: str
     error: BaseException
-    """For retry policies, observers and tracebacks; every question to it may raise."""
+    """For retry policies, observers and tracebacks. Any access to it may raise."""
     after_s: float | None = None
     """Time that the handler asked for, seconds."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The facts of what a handler raised; never raises."""
+        """Return the facts about an error of a handler; never raises."""
         raised = type(error)  # isinstance would ask the error for its class
         if issubclass(raised, UnfitHandlerError):
             return cls(FailureKind.UNFIT, text_of(error), error)
@@ -88,24 +88,22 @@ class Failure:
                 after_s = None
             if after_s is not None:
                 return cls(FailureKind.LATER, _reason(error), error, after_s)
-            return cls(
-                FailureKind.FAILED, f"{name_of(error)} without a time that can be waited", error
-            )
+            return cls(FailureKind.FAILED, f"{name_of(error)} with a time that is not valid", error)
         return cls(FailureKind.FAILED, f"{name_of(error)}: {text_of(error)}", error)
 
 
 def text_of(thing: object) -> str:
-    """A text that can be written anywhere, of anything; never raises."""
+    """Return a printable text of any object; never raises."""
     try:
         text = thing.decode(errors="replace") if isinstance(thing, bytes) else str(thing)
-        # A str of its own class, or half a surrogate pair, would raise elsewhere.
+        # A subclass of str, or half a surrogate pair, could raise elsewhere.
         return str.encode(text, errors="replace").decode()[:REASON_CHARS_MAX]
     except BaseException as exc:  # noqa: BLE001 - a class of the user's
-        return f"(its text cannot be had: {name_of(exc)})"
+        return f" (its text cannot be read: {name_of(exc)})"
 
 
 def name_of(thing: object) -> str:
-    """The name of its class; never raises."""
+    """Return the name of an object's class; never raises."""
     try:
         return str.encode(type(thing).__name__, errors="replace").decode()
     except BaseException:  # noqa: BLE001 - a class of the user's
@@ -113,12 +111,12 @@ def name_of(thing: object) -> str:
 
 
 def times(count: int) -> str:
-    """A number of failures, for a sentence: ``once``, ``3 times``."""
+    """Return a number of failures for a sentence: ``once``, ``3 times``."""
     return "once" if count == 1 else f"{count:,} times"
 
 
 def seconds_of(value: object) -> float | None:
-    """A time that can be waited, seconds; ``None`` when it is none. Never raises."""
+    """Return a valid waiting time, seconds; ``None`` if the value is none. Never raises."""
     try:
         if isinstance(value, (str, bytes, bool)):
             return None

@@ -1,13 +1,13 @@
-"""Lanes: which message a handler gets next, so that each key is worked on in one lane at a time.
+"""Lanes: choose the next message for a handler, so that each key is in one lane at a time.
 
 Life of a message::
 
     waiting --next--> running --completed--> done; its entry is completed with its last message
-       ^                 |
-       +----- again -----+  (the key waits until a time, the other keys go on)
+      ^                 |
+      +----- again -----+  (the key waits until a time, the other keys continue)
 
-It is not thread-safe: its owner calls it under one lock. Time comes in as an argument, in seconds
-of any clock.
+Lanes are not thread-safe: the owner calls them under one lock. Time is an argument, in seconds of
+any clock.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from keyshard.core.dead_letter.letters import Resting
-from keyshard.core.lanes.due_keys import DueKeys
-from keyshard.core.lanes.queues import Entry, KeyQueue, LaneRange, RangeCounts, Work
+from keyshard.core.dead_letter import Resting
+from keyshard.core.lanes.queues import (
+    Arrival,
+    Entry,
+    KeyQueue,
+    LaneRange,
+    RangeCounts,
+    Work,
+    without,
+)
+from keyshard.core.lanes.retrying import DueKeys
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
@@ -29,14 +37,14 @@ KEYS_READY_MIN = 8
 
 
 class Lanes:
-    """All keys of a source, spread over its ranges.
+    """All keys of a source, distributed over its ranges.
 
     Args:
         ranges: Number of ranges.
-        lanes: Keys worked on at the same time in each range.
-        owner_of: Index of the range that owns a slot.
-        serialise_keyless: Whether messages without a key are one key per range, instead of each
-            a key of its own.
+        lanes: Keys that each range handles at the same time.
+        owner_of: Returns the index of the range that owns a slot.
+        serialise_keyless: Whether messages without a key form one key per range. If not, each is a
+            key of its own.
     """
 
     def __init__(
@@ -49,7 +57,7 @@ class Lanes:
     ) -> None:
         self.lanes = lanes
         self.owner_of = owner_of
-        """Index of the range that owns a slot."""
+        """Returns the index of the range that owns a slot."""
         self._serialise_keyless = serialise_keyless
         self._ranges = [LaneRange() for _ in range(ranges)]
         self._look_at: deque[LaneRange] = deque()
@@ -62,17 +70,17 @@ class Lanes:
         self._held = bytearray(RING_SIZE)
         self._aside: list[KeyQueue] = []
         self.held: tuple[HashRange, ...] = ()
-        """Slots of which nothing starts; see :meth:`hold`."""
+        """Held slots: no message of them starts; see :meth:`hold`."""
         self.running: dict[KeyQueue, Work] = {}
-        """What runs, by its key."""
+        """Running messages, by queue."""
         self.waiting = 0
-        """Messages that are not done and do not run."""
+        """Number of messages that are not done and do not run."""
         self.completed_entries: dict[TopicPartition, list[EntryId]] = {}
         """Entries all of whose messages are done, each once."""
         self.done = 0
-        """Messages that are done."""
+        """Number of messages that are done."""
 
-    # -- messages ---------------------------------------------------------------------------------
+    # -- Messages ---------------------------------------------------------------------------------
 
     def add(
         self,
@@ -80,8 +88,8 @@ class Lanes:
         range_index: int,
         entry_id: EntryId,
         messages: Sequence[Message],
-    ) -> None:
-        """Take the messages of a received entry, at least one, behind all others of their keys."""
+    ) -> Entry:
+        """Append the messages of a received entry, at least one, to the queues of their keys."""
         entry = Entry(topic_partition, entry_id, len(messages), messages[0].publish_time)
         self.waiting += len(messages)
         for message in messages:
@@ -94,16 +102,41 @@ class Lanes:
                 self._make_ready(queue)
         entry.owner = queue.owner
         self._ranges[entry.owner].entries[entry] = None
+        return entry
+
+    def passed(self, arrival: Arrival) -> None:
+        """Complete an entry whose messages were handled without queues."""
+        self.done += len(arrival.messages)
+        self._ranges[arrival.range_index % len(self._ranges)].done += len(arrival.messages)
+        self.completed_entries.setdefault(arrival.topic_partition, []).append(arrival.entry_id)
+
+    def adopt(
+        self, arrival: Arrival, running_since_s: float | None, *, done: int, started: bool
+    ) -> None:
+        """Append the rest of an entry, the older ``done`` messages of which had no queues.
+
+        If its first message runs since some time, :attr:`running` has it.
+        """
+        was_empty = self.empty
+        entry = self.add(*arrival)
+        entry.started = started
+        self.done += done
+        self._ranges[entry.owner].done += done
+        if running_since_s is not None:
+            assert was_empty, "a message that runs is older than all others"
+            head = arrival.messages[0]
+            queue = next(one for one in self._ready() if one.work[0].message is head)
+            without(self._ranges[queue.owner].ready, queue)
+            self._start(queue, running_since_s)
 
     def next(self, now_s: float, *, untried_first: bool = False) -> Work | None:
-        """The message to handle now; ``None`` when every lane is busy or has nothing to do.
+        """Start the next message; ``None`` if every lane is busy or has no work.
 
         Args:
             now_s: The time.
             untried_first: Whether a range prefers keys whose head did not fail.
         """
-        while self._later.heap and (due := self._later.pop(now_s)) is not None:
-            self._make_ready(due)
+        self._make_due_ready(now_s)
         look_at, lanes = self._look_at, self.lanes
         while look_at:
             owner = look_at.popleft()
@@ -118,7 +151,7 @@ class Lanes:
             work = queue.work[0]
             slot = work.message.slot
             if (slot is not None and self._held[slot]) or (
-                self._draining and not (work.entry and work.entry.begun)
+                self._draining and not (work.entry and work.entry.started)
             ):
                 self._aside.append(queue)
                 self._list(owner)
@@ -127,38 +160,39 @@ class Lanes:
         return None
 
     def next_of(self, keys: Iterable[Hashable], now_s: float) -> Work | None:
-        """The message to handle now of the first of some keys that waits for nothing but a lane.
+        """Start the head of the first of some keys that needs only a free lane.
 
-        A key whose head has failed, or that is held, is left out. Linear in the keys of one range.
+        Keys that are held, or whose head has failed, are left out. Linear in the keys of one range.
         """
         for key in keys:
             queue = self._keys.get(key) if isinstance(key, str) else None
             if queue is None or queue.running or queue.reason is not None:
                 continue
             owner, entry = self._ranges[queue.owner], queue.work[0].entry
-            begun = entry is not None and entry.begun
-            if owner.running >= self.lanes or self._is_held(queue) or self._draining > begun:
+            started = entry is not None and entry.started
+            if owner.running >= self.lanes or self._is_held(queue) or self._draining > started:
                 continue
-            if _without(owner.ready, queue):
+            if without(owner.ready, queue):
                 return self._start(queue, now_s)
         return None
 
     def next_failed(self, queues: Iterable[KeyQueue], now_s: float) -> Work | None:
-        """As :meth:`next_of`, of keys whose head has failed."""
+        """Start a message as :meth:`next_of`, of keys whose head has failed."""
         for queue in queues:
             owner = self._ranges[queue.owner]
             may_start = owner.running < self.lanes and not self._draining
-            if may_start and not self._is_held(queue) and _without(owner.failed, queue):
+            if may_start and not self._is_held(queue) and without(owner.failed, queue):
                 return self._start(queue, now_s)
         return None
 
-    def oldest_failed(self, count: int) -> list[KeyQueue]:
-        """The keys with the oldest heads of those whose head has failed, and may start."""
+    def oldest_failed(self, count: int, now_s: float) -> list[KeyQueue]:
+        """Return the startable keys with the oldest failed heads."""
+        self._make_due_ready(now_s)
         failed = (queue for owner in self._ranges for _, _, queue in owner.failed)
         return heapq.nsmallest(count, failed, key=lambda queue: queue.work[0].number)
 
     def completed(self, work: Work) -> None:
-        """A message is done: handled, rejected, or parked."""
+        """Mark a message as done: handled, rejected, or parked."""
         queue = work.queue
         self._end(queue)
         queue.work.popleft()
@@ -174,6 +208,7 @@ class Lanes:
         self.done += 1
         self._ranges[queue.owner].done += 1
         if entry is None:
+            self._ranges[queue.owner].replays -= 1
             return
         entry.waiting -= 1
         if not entry.waiting:
@@ -181,9 +216,9 @@ class Lanes:
             self.completed_entries.setdefault(entry.topic_partition, []).append(entry.id)
 
     def again(self, work: Work, not_before_s: float, reason: str, *, counted: bool = True) -> None:
-        """An attempt failed: the message stays the head of its key, which waits until a time.
+        """Put a failed message back at the head of its key, which waits until a time.
 
-        The key lines up behind all keys that wait, so that retries hold up no other key.
+        The key then queues behind all waiting keys, so that retries delay no other key.
         """
         queue = work.queue
         self._end(queue)
@@ -201,24 +236,25 @@ class Lanes:
     def insert(self, resting: Resting) -> None:
         """Replay a dead letter before all other messages of its key, which does not run.
 
-        The key lines up behind all keys that wait, so that a replay holds up no other key.
+        The key queues behind all waiting keys, so that a replay delays no other key.
         """
-        queue = self._queue_of(resting.letter.message, 0)
+        queue = self._queue_of(resting.dead_letter.message, 0)
         assert queue.key is not None, "a message without key is never parked"
         assert not queue.running
         assert not queue.attempts, "a parked key is not tried again"
-        queue.work.appendleft(Work(resting.letter.message, None, queue, resting=resting))
+        queue.work.appendleft(Work(resting.dead_letter.message, None, queue, resting=resting))
         self.waiting += 1
         self._ranges[queue.owner].waiting += 1
+        self._ranges[queue.owner].replays += 1
         queue.behind = self._received
         if len(queue.work) == 1:
             self._make_ready(queue)
 
     def replace(self, work: Work, resting: Resting) -> None:
-        """A replayed dead letter is done, and another one takes its place before the rest."""
+        """Mark a replayed dead letter as done, and put the next one at the head of its key."""
         queue = work.queue
         self._end(queue)
-        queue.work[0] = Work(resting.letter.message, None, queue, resting=resting)
+        queue.work[0] = Work(resting.dead_letter.message, None, queue, resting=resting)
         self.waiting += 1
         self._ranges[queue.owner].waiting += 1
         self.done += 1
@@ -228,59 +264,59 @@ class Lanes:
         self._make_ready(queue)
 
     def next_due_s(self) -> float | None:
-        """When the next key that waits for its time may go on; ``None`` when none waits."""
+        """Return the time at which the next waiting key may continue; ``None`` if none waits."""
         return self._later.due_s
 
     def pop_completed(self) -> dict[TopicPartition, list[EntryId]]:
-        """The completed entries, which are with the caller from now on."""
+        """Return the completed entries, and forget them."""
         completed, self.completed_entries = self.completed_entries, {}
         return completed
 
     def put_back(self, completed: Mapping[TopicPartition, Sequence[EntryId]]) -> None:
-        """Entries that no checkpoint had room for: the next :meth:`pop_completed` gives them."""
+        """Put back entries for which no checkpoint had room, for :meth:`pop_completed`."""
         for topic_partition, entries in completed.items():
             self.completed_entries.setdefault(topic_partition, []).extend(entries)
 
     def drain(self) -> None:
-        """From now on begin no entry: only finish those that have begun, so that they are whole.
+        """Start no further entry; finish only those that have started, so that they are complete.
 
-        Dead letters whose replay waits for a retry are left: they rest where they are.
+        Dead letters whose replay waits for a retry stay in the dead-letter topic.
         """
         if self._draining:
             return
         self._draining = True
-        self._aside += self._later.pop_letters()
+        self._aside += self._later.pop_dead_letters()
 
     def unfinished(self, until_s: float, *, held: bool) -> bool:
-        """While draining: whether an entry that has begun may still become whole until a time.
+        """While draining: return whether a started entry may still be completed until a time.
 
-        Not when all that is missing of it waits behind messages of an entry that has not begun.
+        It may not if all its missing messages wait behind an entry that has not started.
 
         Args:
             until_s: The time.
-            held: Whether keys that are held may go on until then.
+            held: Whether held keys may continue until then.
         """
         due_s = self._later.due_s
         if self.running or (due_s is not None and due_s <= until_s):
             return True
         heads = (queue.work[0].entry for queue in self._startable(held=held))
-        return any(entry is not None and entry.begun for entry in heads)
+        return any(entry is not None and entry.started for entry in heads)
 
-    # -- moving ranges ----------------------------------------------------------------------------
+    # -- Moves of ranges --------------------------------------------------------------------------
 
     def hold(self, slots: Sequence[HashRange]) -> None:
-        """Start nothing of the keys in there until :meth:`resume`."""
+        """Start no message of keys in these slots until :meth:`resume`."""
         self.held += tuple(slots)
         for hash_range in slots:
             self._held[hash_range.start : hash_range.end + 1] = b"\1" * len(hash_range)
 
     def blocking(self) -> list[Work]:
-        """What runs of the keys that are held; empty when they are idle."""
+        """Return the running messages of held keys; empty when they are idle."""
         running, held = self.running.values(), self._held
         return [w for w in running if w.message.slot is not None and held[w.message.slot]]
 
     def resume(self) -> None:
-        """Go on with all keys that were held."""
+        """Continue all held keys."""
         self._held = bytearray(RING_SIZE)
         self.held = ()
         aside, self._aside = self._aside, []
@@ -288,9 +324,9 @@ class Lanes:
             self._make_ready(queue)
 
     def reassign(self, ranges: int, owner_of: Callable[[int], int]) -> None:
-        """Another number of ranges, or other borders: queues go with their keys.
+        """Change the number or borders of ranges; queues move with their keys.
 
-        Keyless messages stay in the range that received them, as far as it is still there.
+        Keyless messages stay in the range that received them, if it still exists.
         """
         self.owner_of = owner_of
         queues, keyless = list(self.queues()), self._keyless.values()
@@ -301,6 +337,7 @@ class Lanes:
         for queue in queues:
             queue.owner = queue.owner % ranges if queue.slot is None else owner_of(queue.slot)
             self._ranges[queue.owner].waiting += len(queue.work) - queue.running
+            self._ranges[queue.owner].replays += queue.work[0].entry is None
             for work in queue.work:
                 if work.entry is not None:
                     work.entry.owner = queue.owner
@@ -315,35 +352,40 @@ class Lanes:
         for queue in ready:
             self._make_ready(queue)
 
-    # -- looking ----------------------------------------------------------------------------------
+    # -- Status -----------------------------------------------------------------------------------
+
+    @property
+    def empty(self) -> bool:
+        """Whether no message waits or runs."""
+        return not self.waiting and not self.running
 
     @property
     def ranges(self) -> int:
-        """Number of ranges."""
         return len(self._ranges)
 
     @property
     def hungry(self) -> bool:
-        """Whether some range has few keys ready, so that more messages may fill its lanes.
+        """Whether a range has few ready keys, so that more messages may fill its lanes.
 
-        Keys that failed do not count: while handlers pause, the others are to be found.
+        Failed keys do not count: while handlers pause, keys that succeed must be found. Replayed
+        keys do not count either: other keys continue while many keys are unparked.
         """
         enough = KEYS_READY_MIN * self.lanes
-        return any(len(owner.ready) < enough for owner in self._ranges)
+        return any(len(owner.ready) - owner.replays < enough for owner in self._ranges)
 
     @property
     def starving(self) -> bool:
-        """Whether some range has a free lane and no key for it, but for those that failed."""
+        """Whether a range has a free lane and no key for it, except failed ones."""
         return any(not owner.ready and owner.running < self.lanes for owner in self._ranges)
 
     @property
     def all_failed(self) -> bool:
-        """Whether there are keys that wait for a lane or a time, and the head of each failed."""
+        """Whether keys wait for a lane or a time, and the heads of all have failed."""
         return self.waiting > 0 and not any(owner.ready for owner in self._ranges)
 
     @property
     def runnable(self) -> int:
-        """Messages that :meth:`next` could give at once, at least; for waking workers."""
+        """Messages that :meth:`next` could start at once, at least; for waking executors."""
         return sum(
             min(owner.startable, self.lanes - owner.running)
             for owner in self._look_at
@@ -351,7 +393,7 @@ class Lanes:
         )
 
     def counts(self, index: int) -> RangeCounts:
-        """What a range holds now."""
+        """Return the present counts of a range."""
         owner = self._ranges[index]
         oldest = next(iter(owner.entries), None)
         return RangeCounts(
@@ -360,15 +402,15 @@ class Lanes:
         )  # fmt: skip
 
     def retrying(self, count_max: int) -> Iterator[KeyQueue]:
-        """Keys that wait for their time, at most so many of them."""
+        """Yield keys that wait for a time, up to a limit."""
         return islice(self._later, count_max)
 
     def queue(self, key: str) -> KeyQueue | None:
-        """The queue of a key; ``None`` when it has no message that is not done."""
+        """Return the queue of a key; ``None`` if all its messages are done."""
         return self._keys.get(key)
 
     def queues(self) -> Iterator[KeyQueue]:
-        """Every queue that has a message, running ones included."""
+        """Yield every queue that has a message, running or not."""
         every = chain(self._keys.values(), self._ready(), self._aside, self.running, self._later)
         return iter(dict.fromkeys(every))
 
@@ -385,12 +427,14 @@ class Lanes:
         waiting = sum(len(queue.work) - queue.running for queue in self.queues())
         assert self.waiting == waiting, "waiting messages are counted wrong"
         assert waiting == sum(owner.waiting for owner in self._ranges), "or per range"
+        replays = sum(queue.work[0].entry is None for queue in self.queues())
+        assert replays == sum(owner.replays for owner in self._ranges), "replays are counted wrong"
         entries = {work.entry for queue in self.queues() for work in queue.work} - {None}
         known = [entry for owner in self._ranges for entry in owner.entries]
         assert entries == set(known), "an entry is forgotten, or kept for ever"
         assert len(known) == len(entries), "an entry counts for two ranges"
 
-    # -- helpers ----------------------------------------------------------------------------------
+    # -- Helpers ----------------------------------------------------------------------------------
 
     def _queue_of(self, message: Message, range_index: int) -> KeyQueue:
         key = message.routing_key
@@ -408,11 +452,11 @@ class Lanes:
         return queue
 
     def _ready(self) -> Iterator[KeyQueue]:
-        """Keys that wait for a lane."""
+        """Yield the keys that wait for a lane."""
         return (queue for owner in self._ranges for _, _, queue in (*owner.ready, *owner.failed))
 
     def _startable(self, *, held: bool) -> Iterator[KeyQueue]:
-        """Keys that wait for a lane, and if asked for those that do while their slots are held."""
+        """Yield keys that wait for a lane; with ``held``, those of held slots as well."""
         yield from (queue for queue in self._ready() if held or not self._is_held(queue))
         if held:
             yield from filter(self._is_held, self._aside)
@@ -421,15 +465,16 @@ class Lanes:
         return queue.slot is not None and bool(self._held[queue.slot])
 
     def _start(self, queue: KeyQueue, now_s: float) -> Work:
-        """The head of a key runs from now on; the key is not among those that are ready."""
+        """Start the head of a key. The caller has removed the key from the ready ones."""
         owner, work = self._ranges[queue.owner], queue.work[0]
         if work.entry is not None:
-            work.entry.begun = True
+            work.entry.started = True
         queue.running = True
         owner.running += 1
         owner.waiting -= 1
         self.waiting -= 1
         work.started_s = now_s
+        work.publishing = False
         self.running[queue] = work
         self._list(owner)
         return work
@@ -442,6 +487,11 @@ class Lanes:
         heapq.heappush(ready, (number, self._readied, queue))
         self._list(owner)
 
+    def _make_due_ready(self, now_s: float) -> None:
+        """Make the keys ready whose time to be retried has come."""
+        while self._later.heap and (due := self._later.pop(now_s)) is not None:
+            self._make_ready(due)
+
     def _list(self, owner: LaneRange) -> None:
         if not owner.listed and owner.startable and owner.running < self.lanes:
             owner.listed = True
@@ -453,13 +503,3 @@ class Lanes:
         owner = self._ranges[queue.owner]
         owner.running -= 1
         self._list(owner)
-
-
-def _without(heap: list[tuple[int, int, KeyQueue]], queue: KeyQueue) -> bool:
-    """Take a key out of a heap; whether it was there."""
-    others = [one for one in heap if one[2] is not queue]
-    if len(others) == len(heap):
-        return False
-    heapq.heapify(others)
-    heap[:] = others
-    return True

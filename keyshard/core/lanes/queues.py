@@ -1,15 +1,28 @@
-"""What lanes are made of: entries, their messages, the queue of each key, and ranges."""
+"""Data of the lanes: entries, their messages, the queue of each key, and ranges."""
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from keyshard.core.dead_letter.letters import Resting
+from keyshard.core.dead_letter import Resting
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
+
+
+class Arrival(NamedTuple):
+    """A received entry whose messages are in no lane."""
+
+    topic_partition: TopicPartition
+    range_index: int
+    """Index of the range that received it."""
+    entry_id: EntryId
+    messages: Sequence[Message]
+    """In the order of their indices."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,11 +34,11 @@ class Entry:
     waiting: int
     """Messages that are not done yet."""
     published: datetime
-    """When its first message was published."""
+    """Publish time of its first message."""
     owner: int = 0
-    """Index of the range that it counts for."""
-    begun: bool = False
-    """Whether a message of it was started."""
+    """Index of the range that counts it."""
+    started: bool = False
+    """Whether one of its messages was started."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,16 +47,18 @@ class Work:
 
     message: Message
     entry: Entry | None
-    """``None`` for a dead letter that is replayed: its entry is done already."""
+    """``None`` for a replayed dead letter: its entry is done already."""
     queue: KeyQueue
     number: int = 0
-    """Where it stands in the order of receipt; 0 for a dead letter, which goes before."""
+    """Number in the order of receipt; 0 for a dead letter, which comes first."""
     started_s: float = 0.0
-    """When the running attempt began."""
+    """Start of the running attempt."""
     resting: Resting | None = None
     """The dead letter that is replayed."""
     parking: bool = False
-    """Whether a letter is being written, so that no handler works on it."""
+    """Whether a dead letter is being written; then no handler works on it."""
+    publishing: bool = False
+    """Whether its outputs are being published; then no handler works on it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,58 +67,70 @@ class KeyQueue:
 
     key: str | None
     slot: int | None
-    """Where the key lies on the ring; ``None`` for messages without a key."""
+    """Slot of the key on the ring; ``None`` for messages without a key."""
     owner: int
-    """Index of the range that has it now."""
+    """Index of the range that owns it now."""
     work: deque[Work] = field(default_factory=deque)
     running: bool = False
     attempts: int = 0
     """Failed attempts of the head."""
     failing_since_s: float = 0.0
-    """When the first attempt of the head began, if one failed."""
+    """Start of the first attempt of the head, if one failed."""
     reason: str | None = None
-    """Why the newest attempt of the head failed."""
+    """Error of the newest attempt of the head."""
     not_before_s: float = 0.0
-    """When the head may be tried again."""
+    """Earliest time of the next attempt of the head."""
     first_failed_s: float | None = None
-    """When an attempt of the head failed first; ``None`` while none did."""
-    weather: int = 0
-    """After which opening of the circuit its failed attempts were counted."""
+    """Time of the first failure of the head; ``None`` without one."""
+    outage: int = 0
+    """Number of the circuit's opening after which the failed attempts were counted."""
     behind: int = 0
-    """Number behind which it lines up, though its head is older."""
+    """Number behind which it queues, though its head is older."""
 
 
 @dataclass(slots=True, eq=False)
 class LaneRange:
-    """What waits in one range."""
+    """Waiting messages of one range."""
 
     ready: list[tuple[int, int, KeyQueue]] = field(default_factory=list)
-    """Heap of the keys whose head may be started and did not fail, by the number of the head: a key
-    with many messages keeps up with the others, and does not work alone at the end."""
+    """Heap of keys whose head may start and did not fail, by the number of the head. So a key
+    with many messages progresses with the others, and does not run alone at the end."""
     failed: list[tuple[int, int, KeyQueue]] = field(default_factory=list)
-    """The same of the keys whose head failed, and whose time has come."""
+    """Heap of keys whose head failed and may be retried now."""
     running: int = 0
     listed: bool = False
-    """Whether it is among the ranges to look at."""
+    """Whether it is in the list of ranges to check."""
     waiting: int = 0
     """Messages that are not done and do not run."""
     done: int = 0
-    """Messages that are done, since the ranges are as they are."""
+    """Messages done since the last change of ranges."""
+    replays: int = 0
+    """Keys whose head is a replayed dead letter."""
     entries: dict[Entry, None] = field(default_factory=dict)
     """Entries that are not completed, in order of receipt."""
 
     @property
     def startable(self) -> int:
-        """Keys whose head may be started."""
+        """Keys whose head may start."""
         return len(self.ready) + len(self.failed)
 
 
 class RangeCounts(NamedTuple):
-    """What one range holds at one moment; messages, but for ``ready``, which counts keys."""
+    """Counts of one range at one moment: messages, except ``ready``, which counts keys."""
 
     ready: int
     running: int
     waiting: int
     done: int
     oldest: datetime | None
-    """When the entry that it received first, of those not completed, was published."""
+    """Publish time of the uncompleted entry that it received first."""
+
+
+def without(heap: list[tuple[int, int, KeyQueue]], queue: KeyQueue) -> bool:
+    """Remove a key from a heap; return whether it was there."""
+    others = [one for one in heap if one[2] is not queue]
+    if len(others) == len(heap):
+        return False
+    heapq.heapify(others)
+    heap[:] = others
+    return True

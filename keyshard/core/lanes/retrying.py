@@ -1,7 +1,9 @@
-"""When a message whose handler failed is tried again, and when no more."""
+"""Retry policy of failed messages."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 import tenacity
 
 from keyshard.core.lanes.failure import Failure, FailureKind, name_of, seconds_of, text_of
+from keyshard.core.lanes.queues import KeyQueue
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
@@ -24,16 +27,16 @@ def _stop() -> Any:
 
 
 class Decision(NamedTuple):
-    """What a retry policy says."""
+    """The decision of a retry policy."""
 
     delay_s: float | None
-    """Time until the next attempt, seconds; ``None`` when there is none."""
+    """Time until the next attempt, seconds; ``None`` if there is none."""
     problem: str = ""
-    """Why the policy could not decide, and the default one did."""
+    """The reason why the policy could not decide; then the default policy did."""
 
 
 class Setback(NamedTuple):
-    """A failed attempt, and what the policy says."""
+    """A failed attempt, and the decision of the policy."""
 
     failure: Failure
     decision: Decision
@@ -41,7 +44,7 @@ class Setback(NamedTuple):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When a failed message is tried again, and when no more.
+    """Wait and stop strategies for the retries of a failed message.
 
     ::
 
@@ -60,17 +63,18 @@ class RetryPolicy:
         for name in ("wait", "stop"):
             if not callable(getattr(self, name)):
                 raise ConfigError(
-                    f"{name} of the retry policy is {shown(getattr(self, name))}; give a tenacity "
-                    "strategy, such as tenacity.wait_fixed(1) or tenacity.stop_after_attempt(5)."
+                    f"{name} of the retry policy is {shown(getattr(self, name))}; write a "
+                    "tenacity strategy, such as tenacity.wait_fixed(1) or "
+                    "tenacity.stop_after_attempt(5)."
                 )
 
     def decide(self, attempts: int, elapsed_s: float, failure: Failure) -> Decision:
-        """Whether and when there is another attempt; never raises.
+        """Decide whether and when to retry; never raises.
 
         Args:
             attempts: Failed attempts so far, this one included.
             elapsed_s: Time since the first attempt began, seconds.
-            failure: What the handler raised.
+            failure: The failure of this attempt.
         """
         if failure.kind is FailureKind.REJECTED:
             return Decision(None)
@@ -90,9 +94,45 @@ class RetryPolicy:
             waits = self.wait(state)
             delay_s = seconds_of(waits)
             if delay_s is None:
-                raise ValueError(f"wait gave {text_of(waits)}, which is no time in seconds")
+                raise ValueError(f"wait returned {text_of(waits)}, which is not a time in seconds")
         state.upcoming_sleep = delay_s
         return None if self.stop(state) else delay_s
 
 
 _DEFAULT = RetryPolicy()
+
+
+# -- Keys that wait for a retry, earliest first ----------------------------------------------------
+
+
+class DueKeys:
+    """A heap by :attr:`KeyQueue.not_before_s`; keys with the same time in order of arrival."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, KeyQueue]] = []
+        """Public: callers check it for every message, and an attribute is cheaper than a call."""
+        self._pushed = 0
+
+    def __iter__(self) -> Iterator[KeyQueue]:
+        return (queue for _, _, queue in self.heap)
+
+    @property
+    def due_s(self) -> float | None:
+        """Time at which the first key may continue; ``None`` if none waits."""
+        return self.heap[0][0] if self.heap else None
+
+    def push(self, queue: KeyQueue) -> None:
+        """Add a key that waits."""
+        self._pushed += 1
+        heapq.heappush(self.heap, (queue.not_before_s, self._pushed, queue))
+
+    def pop(self, now_s: float) -> KeyQueue | None:
+        """Remove and return a key that is due; ``None`` without one."""
+        return heapq.heappop(self.heap)[2] if self.heap and self.heap[0][0] <= now_s else None
+
+    def pop_dead_letters(self) -> list[KeyQueue]:
+        """Remove and return keys whose head is a replayed dead letter."""
+        dead_letters = [queue for queue in self if queue.work[0].entry is None]
+        self.heap = [one for one in self.heap if one[2].work[0].entry is not None]
+        heapq.heapify(self.heap)
+        return dead_letters

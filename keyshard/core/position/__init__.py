@@ -1,1 +1,1 @@
-"""Names of things at the broker, and exact sets of them: the position of a source."""
+"""Identifiers of the broker's objects, and exact sets of them: the position of a source."""

@@ -1,15 +1,17 @@
-"""Joins the messages of an entry that several deliveries brought.
+"""Joins the messages of an entry that came in several deliveries.
 
-One assembly belongs to one consumer. An entry is open until its last index. When another entry
-follows before that, two things may have happened, and the client shows neither:
+One assembly serves one consumer. Complete blocks need it only while it is not empty. An
+entry is open until its last index comes. If another entry comes first, there are two possible
+causes, and a client that splits entries shows neither:
 
-1. a reconnect cleared the client's queue: the entry will come again, from its first index;
-2. somebody acknowledged the missing indices one by one: they never come.
+1. a reconnect cleared the client's queue: the entry comes again, from its first index;
+2. another application acknowledged the missing indices one by one: they never come.
 
-They are told apart by asking again: the consumer is re-opened, which makes the broker deliver every
-unacknowledged entry once more. An entry that comes with the same indices twice is partial (case 2),
-if no reconnect can lie between its end and what follows: both came with one ``receive``, or nothing
-followed at all. Two connections can break at the same index; then its rest is still to come.
+Redelivery distinguishes the two: the consumer is re-opened, so the broker redelivers every
+unacknowledged entry. An entry that comes with the same indices twice is partial (case 2), if no
+reconnect can lie between its end and the next message. That is certain if both came with one
+``receive``, or if no message followed. Otherwise two connections may have broken at the same index,
+and the rest is still to come.
 """
 
 from __future__ import annotations
@@ -19,40 +21,52 @@ from dataclasses import dataclass, field
 from keyshard.core.position.entry import EntryBlock, EntryId
 
 ENDS_ALIKE = 2
-"""Ends at the same index that prove an entry partial, where no reconnect can have caused them."""
+"""Ends at the same index that prove an entry partial, if no reconnect can have caused them."""
 UNSURE_ENDS_ALIKE = 10
-"""The same of all ends: an entry may always end with a ``receive``."""
+"""Ends at the same index that prove an entry partial in any case. If an entry ends with a
+``receive`` every time, a reconnect can never be excluded."""
 DOUBTED_MAX = 10_000
-"""Entries that ended early which are remembered; the oldest is asked about once more."""
+"""Number of remembered entries that ended early. For a forgotten one, another redelivery is
+needed."""
 
 
 @dataclass(slots=True)
 class EntryAssembly:
-    """Assembles blocks, in delivery order, into entries."""
+    """Joins blocks, in delivery order, into entries."""
 
     open: EntryBlock | None = None
     """The entry whose last index has not come yet."""
     doubted: dict[EntryId, tuple[tuple[int, ...], int, int]] = field(default_factory=dict)
-    """Indices that came of entries which ended early, how often, and how often without a reconnect,
-    until one comes whole.
+    """Entries that ended early: their indices, how often they ended so, and how often without a
+    possible reconnect. An entry stays until it comes whole.
 
-    They stay after an entry proved partial: until it is acknowledged, it comes again with every
-    redelivery that another entry asks for, and must not be asked about a second time.
-    """
+    Partial entries stay as well. Until it is acknowledged, a partial entry comes again with
+    every redelivery, and must not cause another one."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no entry is open, and none ended early."""
+        return self.open is None and not self.doubted
 
     def add(self, block: EntryBlock, *, after_gap: bool = False) -> list[EntryBlock]:
-        """Take the next block; returns the entries that it completed, in order: none, one or two.
+        """Take the next block, and return the entries that it completed, in order.
 
         Args:
             block: Messages of one entry.
-            after_gap: Whether a reconnect may lie between the block before and this one.
+            after_gap: Whether a reconnect may lie between the previous block and this one.
+
+        Returns:
+            None, one or two entries.
 
         Raises:
-            RedeliveryNeeded: The open entry ended early, which is no proof yet. The block is not
-                taken: re-open the consumer, then everything unacknowledged comes again.
+            RedeliveryNeeded: The open entry ended early, without proof that it is partial. The
+                block is not taken. Re-open the consumer: then everything unacknowledged is
+                redelivered.
         """
-        done: list[EntryBlock] = []
         held = self.open
+        if held is None and not self.doubted and block.ends:
+            return [block]
+        done: list[EntryBlock] = []
         if held is not None and held.id != block.id:
             done.append(self.end_early(unsure=after_gap))
             held = None
@@ -60,20 +74,20 @@ class EntryAssembly:
             self.open = held = block
         else:
             self.open = held = held.joined(block)
-        if held.indices[-1] == held.batch_size - 1:
+        if held.ends:
             self.open = None
             self.doubted.pop(held.id, None)
             done.append(held)
         return done
 
     def end_early(self, *, unsure: bool = False) -> EntryBlock:
-        """Decide about the open entry when nothing more of it is to come.
+        """Close the open entry before its last index, and return it if it is proved partial.
 
         Args:
-            unsure: Whether a reconnect may have cut it off.
+            unsure: Whether a reconnect may have caused the end.
 
         Raises:
-            RedeliveryNeeded: It ended early, and that is no proof yet.
+            RedeliveryNeeded: There is no proof yet.
         """
         held = self.open
         assert held is not None
@@ -93,7 +107,7 @@ class EntryAssembly:
 
 
 class RedeliveryNeeded(Exception):  # noqa: N818 - an instruction to the caller, not an error
-    """The consumer must be re-opened; :attr:`entry_id` ended before its last index."""
+    """The consumer must be re-opened: :attr:`entry_id` ended before its last index."""
 
     def __init__(self, entry_id: EntryId) -> None:
         super().__init__(entry_id)

@@ -1,8 +1,8 @@
-"""Where a bounded read begins and ends, as users write it: positions and publish times.
+"""Bounds of a bounded read, as users write them: positions and publish times.
 
-A bound is ``"earliest"``, ``"latest"``, a position ``ledger:entry`` or ``ledger:entry:index`` as
-column ``__messageId`` has it, or a time. A read takes what lies from its start up to, and without,
-its end; so the end of one read is the start of the next.
+A bound is ``"earliest"``, ``"latest"``, a position ``ledger:entry`` or ``ledger:entry:index`` as in
+column ``__messageId``, or a time. The start is inclusive, the end exclusive. So the end of one read
+is the start of the next.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
 SECONDS_BELOW_MS = 10**11
-"""Numbers below, but 0, are taken for seconds by mistake: as milliseconds they mean before 1973."""
+"""Positive numbers below this are refused as times: as milliseconds they mean before 1973, so
+they are probably seconds."""
 _TIME_MS_END = 253_402_300_800_000
-"""Milliseconds of the year 10,000."""
+"""Start of the year 10,000, milliseconds since the epoch."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _ID = re.compile(r"(\d{1,19}):(\d{1,19})(?::(\d{1,9}))?", re.ASCII)
 _TIME = re.compile(
@@ -33,11 +34,11 @@ _TIME = re.compile(
 
 
 class Edge(str, Enum):
-    """An end of what is stored."""
+    """An end of the stored data."""
 
     EARLIEST = "earliest"
     LATEST = "latest"
-    """Behind the last entry at the time of planning."""
+    """After the last entry at the time of planning."""
 
 
 Bound: TypeAlias = Edge | MessageId | int
@@ -51,24 +52,24 @@ _WANTED = (
 def parse_bounds(
     name: str, given: object, topic_partitions: Collection[TopicPartition]
 ) -> dict[TopicPartition, Bound]:
-    """The bound of each topic partition.
+    """Parse the bound of each topic partition.
 
     Args:
         name: The option, for errors.
-        given: One bound for all, or one for each topic partition by its name.
-        topic_partitions: All that are read.
+        given: One bound for all, or a mapping from the name of each topic partition to its bound.
+        topic_partitions: All topic partitions of the read.
 
     Raises:
-        ConfigError: It is no bound; a topic partition has none, or is none of those that are read;
-            or it is one position for several.
+        ConfigError: A bound is malformed; a topic partition has none, or is not part of the read;
+            or a single position is given for several topic partitions.
     """
     if isinstance(given, Mapping):
         return _by_partition(name, given, topic_partitions)
     bound = parse_bound(name, given)
     if isinstance(bound, MessageId) and len(topic_partitions) > 1:
         raise ConfigError(
-            f"{name} is {shown(given)}, but {len(topic_partitions)} topic partitions are read and "
-            "a position is one of a single one. Give a dict with a position for each, such as "
+            f"{name} is {shown(given)}, but {len(topic_partitions)} topic partitions are read, and "
+            "a position belongs to one of them. Write a dict with a position for each, such as "
             f"{{'{min(topic_partitions)}': '{bound}', ...}}."
         )
     return dict.fromkeys(topic_partitions, bound)
@@ -82,7 +83,7 @@ def _by_partition(
         topic_partition = _topic_partition(name, key)
         if topic_partition not in known:
             raise ConfigError(
-                f"{name} names {topic_partition}, which is not read. Read are: "
+                f"{name} names {topic_partition}, which is not part of the read. Choose from: "
                 f"{_listed(sorted(known))}."
             )
         if topic_partition in found:
@@ -90,8 +91,8 @@ def _by_partition(
         found[topic_partition] = parse_bound(f"{name} of {topic_partition}", value)
     if missing := sorted(known - found.keys()):
         raise ConfigError(
-            f"{name} says nothing of {_listed(missing)}. Name every topic partition; 'earliest' "
-            "and 'latest' may stand for a position."
+            f"{name} has no position for {_listed(missing)}. Name every topic partition. A "
+            "position may also be 'earliest' or 'latest'."
         )
     return found
 
@@ -115,10 +116,10 @@ def _listed(topic_partitions: Collection[TopicPartition]) -> str:
 
 
 def parse_bound(name: str, given: object) -> Bound:
-    """One bound.
+    """Parse one bound.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The value is no bound.
     """
     if isinstance(given, datetime):
         return _milliseconds(name, given)
@@ -146,10 +147,10 @@ def _edge_or_id(text: str) -> Edge | MessageId | None:
 
 
 def parse_position(name: str, given: object) -> Edge | MessageId:
-    """An edge or a position, and no time.
+    """Parse an edge or a position. Times are refused.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The value is neither.
     """
     bound = _edge_or_id(given.strip()) if isinstance(given, str) else None
     if bound is not None:
@@ -161,18 +162,18 @@ def parse_position(name: str, given: object) -> Edge | MessageId:
 
 
 def parse_offsets(name: str, given: str) -> Edge | dict[str, Edge | MessageId]:
-    """One edge for all topic partitions, or JSON with an edge or position for each.
+    """Parse one edge for all topic partitions, or JSON with an edge or position for each.
 
     Raises:
-        ConfigError: It is something else; a topic partition is named twice.
+        ConfigError: The text is neither, or names a topic partition twice.
     """
     if not given.lstrip().startswith("{"):
         bound = parse_position(name, given)
         if isinstance(bound, Edge):
             return bound
         raise ConfigError(
-            f"{name} is {shown(given)}, and a position is one of a single topic partition. Write "
-            f'JSON such as {{"orders-partition-0": "{bound}"}}, with all that are read.'
+            f"{name} is {shown(given)}, but a position belongs to one topic partition. Write JSON "
+            f'with every topic partition of the read, such as {{"orders-partition-0": "{bound}"}}.'
         )
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -189,17 +190,17 @@ def parse_offsets(name: str, given: str) -> Edge | dict[str, Edge | MessageId]:
         raise
     except (ValueError, RecursionError) as exc:
         raise ConfigError(
-            f"{name} is {shown(given)}, which is no JSON: {exc}. Write 'earliest', 'latest', or "
+            f"{name} is {shown(given)}, which is not JSON: {exc}. Write 'earliest', 'latest', or "
             '{"orders-partition-0": "7:120"}.'
         ) from None
     return {key: parse_position(f"{name} of {shown(key)}", one) for key, one in parsed.items()}
 
 
 def parse_start(name: str, given: object) -> Edge | int | dict[str, Edge | MessageId]:
-    """Where a subscription begins: an edge, positions, or a publish time.
+    """Parse the start of a subscription: an edge, positions, or a publish time.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The value is none of these.
     """
     text = given.strip() if isinstance(given, str) else ""
     if _TIME.fullmatch(text):
@@ -214,10 +215,10 @@ def parse_start(name: str, given: object) -> Edge | int | dict[str, Edge | Messa
 
 
 def parse_time(name: str, given: str) -> int:
-    """A time as a text says it without doubt.
+    """Parse an unambiguous time, and return milliseconds since the epoch.
 
     Raises:
-        ConfigError: It is none, or says no zone.
+        ConfigError: The text is no time, or has no zone.
     """
     text = given.strip()
     if re.fullmatch(r"\d{1,18}", text, re.ASCII):
@@ -225,13 +226,13 @@ def parse_time(name: str, given: str) -> int:
     match = _TIME.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"{name} is {shown(given)}, which is no time; write '2026-11-21T08:00:00+01:00', or "
-            "milliseconds since 1970."
+            f"{name} is {shown(given)}, which is not a time; write '2026-11-21T08:00:00+01:00', "
+            "or milliseconds since 1970."
         )
     if match[5] is None:
         raise ConfigError(
-            f"{name} is {shown(given)}, which says no zone. Add 'Z' for UTC, or an offset such as "
-            "'+01:00'."
+            f"{name} is {shown(given)}, which has no time zone. Add 'Z' for UTC, or an offset "
+            "such as '+01:00'."
         )
     return _time(name, text, match)
 
@@ -239,11 +240,12 @@ def parse_time(name: str, given: str) -> int:
 def _number(name: str, given: int) -> int:
     if 0 < given < SECONDS_BELOW_MS:
         raise ConfigError(
-            f"{name} is {given}, which is in {_EPOCH.year + given // 31_557_600_000} as "
-            "milliseconds since 1970. If it is seconds, multiply it by 1000; else give a datetime."
+            f"{name} is {given}. In milliseconds since 1970, this is the year "
+            f"{_EPOCH.year + given // 31557600000}. If it is in seconds, multiply it by 1000. "
+            "Otherwise use a datetime."
         )
     if not 0 <= given < _TIME_MS_END:
-        raise ConfigError(f"{name} is {shown(given)}, which is no time; {_WANTED}.")
+        raise ConfigError(f"{name} is {shown(given)}, which is not a time; {_WANTED}.")
     return given
 
 
@@ -255,45 +257,49 @@ def _time(name: str, text: str, match: re.Match[str]) -> int:
     try:
         return _milliseconds(name, datetime.fromisoformat(f"{day}T{clock}{offset}"))
     except ValueError as exc:
-        raise ConfigError(f"{name} is {shown(text)}, which is no time: {exc}; {_WANTED}.") from exc
+        raise ConfigError(
+            f"{name} is {shown(text)}, which is not a time: {exc}; {_WANTED}."
+        ) from exc
 
 
 def _milliseconds(name: str, moment: datetime) -> int:
-    """Publish times are whole milliseconds: what is at or after a moment is so after rounding up.
+    """Return a time in milliseconds since the epoch, rounded up.
 
-    A time without a zone is one of UTC.
+    Publish times are whole milliseconds, so rounding up selects exactly those at or after the time.
+    A time without a zone is in UTC.
     """
     try:
         aware = moment if moment.utcoffset() is not None else moment.replace(tzinfo=timezone.utc)
         microseconds = (aware - _EPOCH) // timedelta(microseconds=1)
     except (ValueError, OverflowError, TypeError) as exc:
-        raise ConfigError(f"{name} is {shown(moment)}, which is no time: {exc}.") from exc
-    # Nothing was published before 1970, or behind what a datetime can say.
+        raise ConfigError(f"{name} is {shown(moment)}, which is not a time: {exc}.") from exc
+    # No message was published before 1970, or after the last year that a datetime can express.
     return min(max(0, -(-microseconds // 1_000)), _TIME_MS_END - 1)
 
 
 def check_order(
     starts: Mapping[TopicPartition, Bound], ends: Mapping[TopicPartition, Bound]
 ) -> None:
-    """Check that no start is after its end, where both are times, or both positions.
+    """Check that no start is after its end, if both are times or both are positions.
 
     Raises:
-        ConfigError: One is.
+        ConfigError: A start is after its end.
     """
     for topic_partition, start in starts.items():
         end = ends[topic_partition]
         comparable = type(start) is type(end) and not isinstance(start, Edge)
         if (comparable and start > end) or (start, end) == (Edge.LATEST, Edge.EARLIEST):  # type: ignore[operator]
             raise ConfigError(
-                f"start of {topic_partition} is {bound_text(start)}, after its end, which is "
-                f"{bound_text(end)}. Exchange them, or correct one."
+                f"start of {topic_partition} is {bound_text(start)}, after its end "
+                f"{bound_text(end)}. Correct one of them."
             )
 
 
 def fixed(bound: Bound, ledgers: Sequence[Ledger]) -> Bound:
-    """A bound that stays where it is: for ``latest`` the position behind all that is stored.
+    """Return a bound that later messages do not move.
 
-    So it is for a position that is ahead of that: what comes until then lies behind it.
+    ``latest``, or a position beyond the stored data, becomes the end of the stored data. So the
+    read does not include entries that come later.
     """
     if isinstance(bound, int) or bound is Edge.EARLIEST:
         return bound
@@ -304,7 +310,7 @@ def fixed(bound: Bound, ledgers: Sequence[Ledger]) -> Bound:
 
 
 def bound_text(bound: Bound) -> str:
-    """A bound as people read it."""
+    """Return a bound as readable text."""
     if isinstance(bound, int):
         return (_EPOCH + timedelta(milliseconds=bound)).isoformat()
     return bound.value if isinstance(bound, Edge) else str(bound)

@@ -1,4 +1,4 @@
-"""The checkpoint: what a host engine stores, and all that decides which entries come next.
+"""The checkpoint: the state that a host engine stores, and that decides which entries come next.
 
 Canonical JSON, because Spark compares offsets as strings::
 
@@ -8,7 +8,8 @@ Canonical JSON, because Spark compares offsets as strings::
 
 ``batch`` names the entries of this micro-batch explicitly. It is never computed as a difference of
 two checkpoints, because ``floor`` and ``delivered`` are pruned. Checkpoints of handlers may also
-say which keys are ``parked``, and that their ranges were ``rescaled``.
+contain the ``parked`` keys, and the fact that ranges were ``rescaled``. With a sink, they contain
+``outputs`` and have version 2: a release that ignored outputs would lose them.
 """
 
 from __future__ import annotations
@@ -16,46 +17,53 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet, index_runs, parse_indices
+from keyshard.core.position.outputs import Outputs
 from keyshard.core.ring.assignment import Rescaled
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import CheckpointError
+from keyshard.notebook import table
 from keyshard.redaction import shown
 
 VERSION = 1
 """Version of the JSON form."""
+OUTPUTS_VERSION = 2
+"""Version of the JSON form with outputs."""
+FEW_RUNS = 8
+"""Runs of a topic partition up to which its text costs no more than its length."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionCheckpoint:
-    """What is settled and what is in the batch, for one topic partition."""
+    """Delivered and resolved entries, and the entries of the batch, for one topic partition."""
 
     floor: EntryId | None = None
-    """Everything at or below it is settled; ``None`` when nothing is known to be."""
+    """Every entry up to this position is delivered or resolved; ``None`` if none is known to be."""
     delivered: EntrySet = field(default_factory=EntrySet)
     """Entries above the floor that are in a committed or planned batch."""
     batch: EntrySet = field(default_factory=EntrySet)
     """Entries of this batch; a subset of ``delivered``."""
     partial: Mapping[EntryId, frozenset[int]] = field(default_factory=dict)
-    """Of entries in ``batch`` that were delivered in part: the indices that were."""
+    """Delivered indices of those entries in ``batch`` that were delivered in part."""
     published_ms: int = 0
     """Highest publish time delivered, milliseconds since the epoch."""
-    _text: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Its JSON text, once somebody asked: most of a checkpoint is as in the one before."""
+    _text: str = field(default="", init=False, repr=False, compare=False)
+    """Cached JSON text: most of a checkpoint is the same as in the previous one."""
 
-    def settled(self, entry_id: EntryId) -> bool:
-        """Whether an entry is at or below the floor, or delivered."""
+    def covers(self, entry_id: EntryId) -> bool:
+        """Return whether an entry is at or below the floor, or delivered."""
         if self.floor is not None and entry_id <= self.floor:
             return True
         return entry_id in self.delivered
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object; fields that are empty are left out."""
+        """Return the JSON object without empty fields."""
         result: dict[str, Any] = {"delivered": str(self.delivered), "published": self.published_ms}
         if self.batch:
             result["batch"] = str(self.batch)
@@ -66,20 +74,34 @@ class PartitionCheckpoint:
         return dict(sorted(result.items()))
 
     def to_json(self) -> str:
-        """Canonical text of :meth:`to_dict`."""
+        """Return the canonical text of :meth:`to_dict`."""
         if not self._text:
-            self._text.append(_canonical(self.to_dict()))
-        return self._text[0]
+            # Written directly: an encoder takes several times as long, for each cut.
+            delivered = str(self.delivered)
+            batch = delivered if self.batch is self.delivered else str(self.batch)
+            floor, partial = self._rest()
+            text = (
+                f'{{{batch and _IN_BATCH % batch}"delivered":"{delivered}"{floor}{partial}'
+                f',"published":{self.published_ms}}}'
+            )
+            object.__setattr__(self, "_text", text)
+        return self._text
 
     @property
     def json_bytes(self) -> int:
-        """Length of :meth:`to_json`, which costs far more."""
-        if self._text:
-            return len(self._text[0])
-        rest = replace(self, delivered=EntrySet(), batch=EntrySet(), partial={}).to_json()
-        batch = len(',"batch":""') + self.batch.text_bytes if self.batch else 0
-        partial = len(_canonical(self._partial())) + len(',"partial":') if self.partial else 0
-        return len(rest) + self.delivered.text_bytes + batch + partial
+        """Length of the text of :meth:`to_json`; of many runs, much cheaper than the text."""
+        if self._text or self.delivered.run_count <= FEW_RUNS:
+            return len(self.to_json())
+        batch = len(_IN_BATCH % "") + self.batch.text_bytes if self.batch else 0
+        floor, partial = self._rest()
+        rest = _STATE_BYTES + len(str(self.published_ms)) + len(floor) + len(partial)
+        return rest + self.delivered.text_bytes + batch
+
+    def _rest(self) -> tuple[str, str]:
+        """Return the text of the floor and of partial entries, empty without them."""
+        at = self.floor
+        floor = "" if at is None else f',"floor":"{at.ledger}:{at.entry}"'
+        return floor, f',"partial":{_canonical(self._partial())}' if self.partial else ""
 
     def _partial(self) -> dict[str, str]:
         return {
@@ -89,7 +111,11 @@ class PartitionCheckpoint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartitionCheckpoint:
-        """Read :meth:`to_dict`'s form; raises ``KeyError``, ``TypeError`` or ``ValueError``."""
+        """Parse the form of :meth:`to_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: The object has another form.
+        """
         unknown = data.keys() - {"batch", "delivered", "floor", "partial", "published"}
         if unknown:
             raise ValueError(f"unknown field {min(unknown)!r}")
@@ -97,11 +123,11 @@ class PartitionCheckpoint:
         if type(published) is not int:
             raise ValueError(f"published is {published!r}, not an integer")
         result = cls(
-            floor=_parse_id(data["floor"]) if "floor" in data else None,
+            floor=EntryId.parse(data["floor"]) if "floor" in data else None,
             delivered=EntrySet.parse(data["delivered"]),
             batch=EntrySet.parse(data.get("batch", "")),
             partial={
-                _parse_id(name): parse_indices(indices)
+                EntryId.parse(name): parse_indices(indices)
                 for name, indices in data.get("partial", {}).items()
             },
             published_ms=published,
@@ -114,107 +140,156 @@ class PartitionCheckpoint:
 
 
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+_IN_BATCH = '"batch":"%s",'
+_STATE_BYTES = len('{"delivered":"","published":}')
+_NAMES_KEPT = 20_000
+"""Size of the cache of names. Each checkpoint has the names of all topic partitions."""
 
 
-def _parse_id(text: str) -> EntryId:
-    ledger, _, entry = text.partition(":")
-    result = EntryId(int(ledger), int(entry))
-    if min(result) < 0 or text != f"{result.ledger}:{result.entry}":
-        raise ValueError(f"{text!r} is not an entry id")
-    return result
+@lru_cache(_NAMES_KEPT)
+def named(topic_partition: TopicPartition) -> tuple[str, str]:
+    """Return the name of a topic partition, and its text before its state."""
+    name = topic_partition.name
+    return name, f"{encode_basestring_ascii(name)}:"
+
+
+def partition_texts(
+    states: Mapping[TopicPartition, PartitionCheckpoint],
+) -> dict[TopicPartition, str]:
+    """Return the canonical text of each topic partition, in the order of a checkpoint's text."""
+    ordered = sorted(states, key=lambda one: named(one)[0])
+    return {one: named(one)[1] + states[one].to_json() for one in ordered}
+
+
+class WrittenStates(dict[TopicPartition, PartitionCheckpoint]):
+    """States of topic partitions with their text, so that each checkpoint writes only new states.
+
+    Args:
+        states: The states.
+        text: :func:`partition_texts` of them, joined.
+    """
+
+    __slots__ = ("text",)
+
+    def __init__(self, states: Mapping[TopicPartition, PartitionCheckpoint], text: str) -> None:
+        super().__init__(states)
+        self.text = text
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A durable point of one subscription over all its topic partitions."""
+    """A durable point of one subscription, over all its topic partitions."""
 
     cluster: str
-    """Name of the Pulsar cluster, empty where no admin_url tells it."""
+    """Name of the Pulsar cluster; empty without ``admin_url``."""
     subscription: str
     ranges: int
-    """Number of hash ranges that the layout of this batch uses."""
+    """Number of hash ranges in the layout of this batch."""
     partitions: Mapping[TopicPartition, PartitionCheckpoint] = field(default_factory=dict)
     merged: int | None = None
     """Number of layout partitions when ranges share them; ``None``: one per range."""
     parked: Mapping[str, Any] | None = None
-    """Keys whose messages rest in the dead-letter topic, as
-    :meth:`keyshard.core.dead_letter.parking.Parked.to_dict` says it; ``None``: only the topic
-    says it."""
+    """Parked keys, as :meth:`keyshard.dead_letters.parking.Parked.to_dict` writes them;
+    ``None``: only the dead-letter topic knows them."""
     rescaled: Rescaled | None = None
-    """What a restart begins with instead of one range for each of ``parallelism``; only handlers
-    and ``batches()`` write it. ``None``: nothing else."""
+    """Ranges with which a restart begins, instead of ``parallelism`` equal ones. Only handlers
+    and ``batches()`` write it. ``None``: begin with ``parallelism``."""
+    outputs: Outputs | None = None
+    """Outputs of the run; ``None`` without a sink."""
     _batch_id: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def _repr_html_(self) -> str:
+        states = sorted(self.partitions.items(), key=lambda one: one[0].name)
+        return table(
+            f"Checkpoint {self.batch_id} of {self.subscription}, {self.ranges} ranges",
+            (
+                (
+                    where.name,
+                    None if one.floor is None else f"{one.floor.ledger}:{one.floor.entry}",
+                    len(one.delivered),
+                    one.delivered.run_count,
+                    len(one.batch),
+                )
+                for where, one in states
+            ),
+            ("topic partition", "floor", "delivered entries above", "runs", "entries of the batch"),
+        )
 
     @property
     def batch_id(self) -> str:
-        """Name of the batch that ends here: Spark passes no batch id to a source."""
+        """Name of the batch that ends here. Spark passes no batch id to a source."""
         if not self._batch_id:
             self._batch_id.append(hashlib.sha256(self.to_json().encode()).hexdigest()[:16])
         return self._batch_id[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object, keys in canonical order."""
+        """Return the JSON object, keys in canonical order."""
         before, after = self._around()
-        partitions = {partition.name: state.to_dict() for partition, state in self._sorted()}
+        ordered = sorted(self.partitions, key=lambda one: one.name)
+        partitions = {one.name: self.partitions[one].to_dict() for one in ordered}
         return before | {"partitions": partitions} | after
 
     def to_json(self) -> str:
-        """Canonical text: equal checkpoints have equal texts.
-
-        Only what is new since an earlier checkpoint is written anew.
-        """
+        """Return the canonical text: equal checkpoints have equal texts."""
         before, after = map(_canonical, self._around())
-        partitions = ",".join(
-            f"{encode_basestring_ascii(partition.name)}:{state.to_json()}"
-            for partition, state in self._sorted()
+        states = self.partitions
+        partitions = (
+            states.text
+            if isinstance(states, WrittenStates)
+            else ",".join(partition_texts(states).values())
         )
         return f'{before[:-1]},"partitions":{{{partitions}}},{after[1:]}'
 
     def _around(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What stands before and after the partitions, in canonical order."""
+        """Return the text before and after the partitions, in canonical order."""
         merged = {} if self.merged is None else {"merged": self.merged}
+        outputs = {} if self.outputs is None else {"outputs": self.outputs.to_dict()}
         parked = {} if self.parked is None else {"parked": dict(self.parked)}
         rescaled = {} if self.rescaled is None else {"rescaled": self.rescaled.to_dict()}
-        after = {"subscription": self.subscription, "version": VERSION}
-        before = {"cluster": self.cluster, **merged, **parked}
+        version = VERSION if self.outputs is None else OUTPUTS_VERSION
+        after = {"subscription": self.subscription, "version": version}
+        before = {"cluster": self.cluster, **merged, **outputs, **parked}
         return before, {"ranges": self.ranges, **rescaled, **after}
-
-    def _sorted(self) -> list[tuple[TopicPartition, PartitionCheckpoint]]:
-        return sorted(self.partitions.items(), key=lambda item: item[0].name)
 
     @classmethod
     def from_json(cls, text: str) -> Checkpoint:
-        """Read :meth:`to_json`'s text.
+        """Parse the text of :meth:`to_json`.
 
         Raises:
-            CheckpointError: It is not JSON, or not a checkpoint of this version.
+            CheckpointError: The text is not JSON, or not a checkpoint of this version.
         """
         if not isinstance(text, str):
-            raise CheckpointError(
-                f"The checkpoint is {shown(text)}; give the text that was stored, or None."
-            )
+            raise CheckpointError(f"The checkpoint is {shown(text)}; use the stored text, or None.")
         try:
             data = json.loads(text)
         except ValueError as exc:
-            raise CheckpointError(f"The checkpoint is not JSON: {exc}.") from exc
+            raise CheckpointError(
+                f"The checkpoint is not JSON: {exc}. Restore it, or start with a new checkpoint."
+            ) from exc
         except RecursionError:
-            raise CheckpointError("The checkpoint is not one: it is nested too deeply.") from None
+            raise CheckpointError(
+                "The checkpoint cannot be read: it is nested too deeply. Restore it, or start "
+                "with a new checkpoint."
+            ) from None
         return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
-        """Read :meth:`to_dict`'s form.
+        """Parse the form of :meth:`to_dict`.
 
         Raises:
-            CheckpointError: A field is missing or wrong, or the version is another one.
+            CheckpointError: A field is missing or wrong, or the version differs.
         """
         if not isinstance(data, Mapping):
-            raise CheckpointError(f"The checkpoint is {type(data).__name__}, not an object.")
-        version = data.get("version")
-        if type(version) is not int or version != VERSION:
             raise CheckpointError(
-                f"The checkpoint has version {version!r}; this keyshard reads version "
-                f"{VERSION}. Use the keyshard release that wrote it."
+                f"The checkpoint is {type(data).__name__}, not a JSON object. Restore it, or "
+                "start with a new checkpoint."
+            )
+        version = data.get("version")
+        if type(version) is not int or version not in (VERSION, OUTPUTS_VERSION):
+            raise CheckpointError(
+                f"The checkpoint has version {version!r}, but this release of keyshard reads "
+                f"versions {VERSION} and {OUTPUTS_VERSION}. Use the release that wrote it."
             )
         name = "the checkpoint"
         try:
@@ -228,6 +303,8 @@ class Checkpoint:
             if parked is not None and not isinstance(parked, Mapping):
                 raise ValueError(f"parked is {parked!r}")
             rescaled = Rescaled.from_dict(data["rescaled"]) if "rescaled" in data else None
+            has_outputs = version == OUTPUTS_VERSION
+            outputs = Outputs.from_dict(data["outputs"]) if has_outputs else None
             cluster, subscription = str(data["cluster"]), str(data["subscription"])
             partitions: dict[TopicPartition, PartitionCheckpoint] = {}
             for name, state in data["partitions"].items():
@@ -235,7 +312,12 @@ class Checkpoint:
         except CheckpointError:
             raise
         except KeyError as exc:
-            raise CheckpointError(f"Field {exc} is missing in {name}.") from exc
+            raise CheckpointError(
+                f"Field {exc} is missing in {name}. Restore the checkpoint, or start with a new "
+                "one."
+            ) from exc
         except (ValueError, TypeError, AttributeError) as exc:
-            raise CheckpointError(f"Cannot read {name}: {exc}.") from exc
-        return cls(cluster, subscription, ranges, partitions, merged, parked, rescaled)
+            raise CheckpointError(
+                f"Cannot read {name}: {exc}. Restore the checkpoint, or start with a new one."
+            ) from exc
+        return cls(cluster, subscription, ranges, partitions, merged, parked, rescaled, outputs)

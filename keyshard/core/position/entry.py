@@ -1,4 +1,4 @@
-"""Names of things at the broker: topic partitions, entries, and the messages of an entry."""
+"""The broker's units: topic partitions, entries, and the messages of an entry."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
 _PARTITION_SUFFIX = re.compile(r"(?P<topic>.+)-partition-(?P<partition>0|[1-9][0-9]{0,8})")
-"""As Pulsar reads it: ``-partition-007`` ends the name of a topic."""
+"""Pulsar's own rule: ``-partition-007``, with leading zeros, belongs to the name of the topic."""
 _TOPIC_PART = re.compile(r"^[^/\s]+$")
 
 ROW_BYTES = 32
 """Memory of a message beside its bytes: offsets, times and validity of its columns."""
 MIXED_SLOT_BYTES = 40
-"""The same of its slot, where the messages of an entry have different ones."""
+"""Memory of a message's slot, if the messages of an entry have different slots."""
 ENTRY_BYTES = 500
 """Memory of an entry beside its messages: its objects here and in the window."""
 DELIVERY_BYTES = 5_000
 """Memory of one delivery's columns beside their rows: buffers and the objects around them."""
 PART_BYTES = 200
-"""Memory of one more part of an entry."""
+"""Memory of each additional part of an entry."""
 
 
 def full_topic_name(name: str) -> str:
@@ -42,8 +42,8 @@ def full_topic_name(name: str) -> str:
         domain, rest = "persistent", name if "/" in name else f"public/default/{name}"
     if domain == "non-persistent":
         raise NonPersistentTopicError(
-            f"Topic {shown(name)} is non-persistent: all its messages have the same position, so "
-            "they cannot be acknowledged on checkpoint. Use a persistent topic.",
+            f"Topic {shown(name)} is non-persistent. Its messages have no position of their own, "
+            "so they cannot be acknowledged after a checkpoint. Use a persistent topic.",
             topic=name,
         )
     parts = rest.split("/")
@@ -56,26 +56,28 @@ def full_topic_name(name: str) -> str:
 
 
 def is_system_topic(topic: str) -> bool:
-    """Whether a topic is Pulsar's own, such as ``__change_events``: its name says so."""
+    """Return whether the name is that of a system topic of Pulsar, such as ``__change_events``."""
     return topic.rpartition("/")[2].startswith("__")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TopicPartition:
-    """One topic partition; ``partition`` is -1 for a topic that is not partitioned."""
+class TopicPartition(NamedTuple):
+    """One topic partition. ``partition`` is -1 if the topic is not partitioned.
+
+    A tuple, because it is the key of most dictionaries: its hash and its order cost little.
+    """
 
     topic: str
     partition: int = -1
 
     @classmethod
     def parse(cls, name: str) -> TopicPartition:
-        """Read a full name as the broker writes it, with or without ``-partition-N``."""
+        """Parse a full name of the broker, with or without ``-partition-N``."""
         match = _PARTITION_SUFFIX.fullmatch(name)
         return cls(match["topic"], int(match["partition"])) if match else cls(name)
 
     @property
     def name(self) -> str:
-        """The broker's name for it."""
+        """The broker's name of the topic partition."""
         return self.topic if self.partition < 0 else f"{self.topic}-partition-{self.partition}"
 
     def __str__(self) -> str:
@@ -88,69 +90,87 @@ class EntryId(NamedTuple):
     ledger: int
     entry: int
 
+    @classmethod
+    def parse(cls, text: str) -> EntryId:
+        """Parse ``ledger:entry``.
+
+        Raises:
+            ValueError: The text is no entry id, or not canonical.
+        """
+        ledger, _, entry = text.partition(":")
+        result = cls(int(ledger), int(entry))
+        if min(result) < 0 or text != f"{result.ledger}:{result.entry}":
+            raise ValueError(f"{text!r} is not an entry id")
+        return result
+
 
 class Part(NamedTuple):
-    """Where the content of some messages is: ``rows`` rows from row ``start`` on."""
+    """Content of some messages: ``rows`` rows from row ``start`` on."""
 
     content: Any
-    """A ``pyarrow.RecordBatch`` of :data:`keyshard.arrow.content.CONTENT`, shared by all entries
-    of one delivery. Decisions never look into it."""
+    """A ``pyarrow.RecordBatch`` of :data:`keyshard.columns.content.CONTENT`, shared by all
+    entries of one delivery. Decisions never look into it."""
     start: int
     rows: int
-    kept: Any = None
-    """Where the content is instead: a :class:`keyshard.broker.hosted.wire.Kept`; then only keys may
-    be here."""
+    remote: Any = None
+    """A :class:`keyshard.workers.encoding.RemoteContent` if a worker keeps the content. Then
+    this process may have only the keys."""
 
 
 @dataclass(slots=True)
 class EntryBlock:
-    """Messages of one entry as one delivery brought them.
+    """Messages of one entry, from one delivery.
 
-    A block that came with one ``receive`` may hold a part of its entry; an assembly joins parts.
-    What is in a window is changed by that window alone, and only in who received it.
+    A block may hold only a part of its entry; an assembly joins parts. Only the window changes a
+    block that it holds: ``received_by``, and a missing ``publish_ms``.
     """
 
     id: EntryId
     batch_size: int
-    """Messages in the entry as published; 1 for an entry that is no producer batch."""
+    """Messages in the entry as published; 1 if the entry is no producer batch."""
     batched: bool
-    """Whether the entry is a producer batch; then acknowledging counts per index at the client."""
+    """Whether the entry is a producer batch. If so, the client counts acknowledgements per
+    index."""
     indices: Sequence[int]
-    """Batch indices, ascending; 0 alone for an entry that is no producer batch."""
+    """Batch indices, ascending; only 0 if the entry is no producer batch."""
     slot: int | None
-    """Slot that routed the entry: that of its first message; ``None`` when keyless."""
+    """Slot that routed the entry: the slot of its first message; ``None`` if keyless."""
     mixed_slots: list[int | None] | None
-    """Slot of each message where they differ, because the producer does not batch by key."""
+    """Slot of each message, if they differ because the producer does not batch by key."""
     publish_ms: int
-    """Publish time, milliseconds since the epoch; a producer batch has one for all messages. 0 when
-    it is unset or no time."""
+    """Publish time, milliseconds since the epoch; the same for all messages of a producer batch.
+    0 if unset or invalid."""
     payload_bytes: int
     """Sum of the lengths of the values."""
     content: Any
-    """Content of the messages, in the order of ``indices``: as in :class:`Part`, but for those of
-    ``later_parts``."""
+    """Content of the messages, in the order of ``indices``, as in :class:`Part`; without those
+    in ``later_parts``."""
     start: int
-    """Row of the content where they begin."""
+    """First row of the messages in the content."""
     redelivered: bool = False
-    """Whether the broker counts a delivery before this one; a consumer that went away is none."""
+    """Whether the broker counts an earlier delivery. It does not count one to a consumer that
+    closed."""
     keys_of_bytes: bool = False
-    """Whether its keys are known to be set as bytes: by its metadata or, where the client hides
-    that, by the range it came to."""
+    """Whether the keys are known to be set as bytes. The metadata says so or, if the client
+    hides the metadata, the range that received the entry."""
     unreadable: int = 0
-    """Messages with a time, key or property that cannot be what it should; see
-    :mod:`keyshard.arrow.metadata`."""
+    """Messages with an invalid time, key or property; see :mod:`keyshard.columns.content`."""
     schema_version: int | None = None
-    """Version of the topic's schema that its messages were written with; ``None``: it says none."""
+    """Version of the topic's schema that the messages were written with; ``None`` if unset."""
     other_bytes: int = 0
-    """Bytes of what its messages have beside their values: keys, properties, metadata. Follows from
-    the entry alone, as ``payload_bytes`` does: over the wire, the bytes that are stored of it."""
-    kept: Any = None
+    """Bytes of keys, properties and metadata. Depends on the entry only, as ``payload_bytes``
+    does. With the wire transport: the stored bytes."""
+    complete: bool = False
+    """Whether the block has all messages of the entry that the delivery has; missing ones were
+    acknowledged before. If a client does not show where a delivery ends, only a block with every
+    index is known to be complete."""
+    remote: Any = None
     """As in :class:`Part`."""
     later_parts: tuple[Part, ...] = ()
-    """Content of what was joined, in the order of ``indices``. An entry that came whole has none:
-    each object of an entry costs the collector as much as decoding a message."""
+    """Content of joined blocks, in the order of ``indices``. Empty for an entry that came whole,
+    because each object per entry costs the garbage collector as much as decoding a message."""
     received_by: int = field(default=-1, compare=False)
-    """Index of the range that it counts as received by, once it is in a window."""
+    """Index of the range that received the entry; set in a window."""
 
     @property
     def rows(self) -> int:
@@ -159,14 +179,14 @@ class EntryBlock:
 
     @property
     def column_bytes(self) -> int:
-        """Memory of its messages as columns, bytes; follows from the entry alone."""
+        """Memory of the messages as columns, bytes. Depends on the entry only."""
         return self.payload_bytes + self.other_bytes + len(self.indices) * ROW_BYTES
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that holding it takes, bytes: what every limit in bytes counts.
+        """Memory of the block, bytes. Every limit in bytes counts this.
 
-        The first entry of a delivery counts what the delivery takes however few messages it has.
+        The first entry of a delivery includes the fixed memory of the delivery.
         """
         size = self.payload_bytes + self.other_bytes + len(self.indices) * ROW_BYTES + ENTRY_BYTES
         if not self.start:
@@ -179,14 +199,19 @@ class EntryBlock:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Where the content of the messages is, in the order of ``indices``."""
+        """Content of the messages, in the order of ``indices``."""
         rows = len(self.indices) - sum(part.rows for part in self.later_parts)
-        return (Part(self.content, self.start, rows, self.kept), *self.later_parts)
+        return (Part(self.content, self.start, rows, self.remote), *self.later_parts)
 
     @property
     def whole(self) -> bool:
-        """Whether every index of the entry is here."""
+        """Whether the block has every index of the entry."""
         return len(self.indices) == self.batch_size
+
+    @property
+    def ends(self) -> bool:
+        """Whether no later block of the same delivery has messages of the entry."""
+        return self.complete or self.indices[-1] == self.batch_size - 1
 
     @property
     def slots(self) -> list[int | None]:
@@ -203,7 +228,7 @@ class EntryBlock:
 
     @property
     def possible_slots(self) -> tuple[int, ...]:
-        """Slots that may have routed the entry: not every Reader knows of keys set as bytes."""
+        """Slots that may have routed the entry. Not every Reader sees keys set as bytes."""
         if self.slot is None:
             return ()
         key, ordering_key = (
@@ -218,11 +243,11 @@ class EntryBlock:
 
     @property
     def partition_keys(self) -> list[str | None]:
-        """Partition key of each message; ``None`` where it has none."""
+        """Partition key of each message; ``None`` without one."""
         return self.column("__key")
 
     def joined(self, later: EntryBlock) -> EntryBlock:
-        """This block and one with later indices of the same entry."""
+        """Join this block and one with later indices of the same entry."""
         mixed = self.mixed_slots or later.mixed_slots or self.slot != later.slot
         return replace(
             self,
@@ -236,7 +261,7 @@ class EntryBlock:
         )
 
     def column(self, name: str) -> list[Any]:
-        """A column of the content, one value for each message."""
+        """Return a column of the content, one value per message."""
         return [
             value
             for part in self.parts

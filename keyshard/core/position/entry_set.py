@@ -1,20 +1,20 @@
 """Exact sets of entries of one topic partition, as runs.
 
-Positions inside one hash range are not monotonic, so what was delivered is a set, never an offset.
-The text form is what checkpoints store: ``ledger:first-last,entry;ledger:first-last``, ascending,
-runs as long as possible, so equal sets have equal texts.
+Positions inside one hash range are not monotonic, so delivered entries are a set, not an offset.
+Checkpoints store the text form: ``ledger:first-last,entry;ledger:first-last``, ascending, with runs
+as long as possible. So equal sets have equal texts.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from keyshard.core.position.entry import EntryId
 from keyshard.errors import CheckpointError
 
 INDEX_MAX = 1_000_000
-"""Highest batch index that is read from a text; no broker takes a batch of more messages."""
+"""Highest batch index accepted in a text. Brokers refuse batches with more messages."""
 
 Run = tuple[int, int]
 Runs = tuple[Run, ...]
@@ -22,24 +22,27 @@ Runs = tuple[Run, ...]
 _AFTER_ALL = float("inf")
 
 
-def _runs_of(entries: Iterable[int]) -> Runs:
-    """Longest runs of distinct or repeated integers in any order."""
+def _runs_of(entries: Collection[int]) -> Runs:
+    """Return the longest runs of integers, which come in any order and may repeat."""
+    if len(entries) < 2:
+        return tuple([(entry, entry) for entry in entries])
+    ascending = sorted(set(entries))
+    first, end = ascending[0], ascending[-1]
+    if end - first == len(ascending) - 1:
+        return ((first, end),)
     runs: list[Run] = []
-    first = last = None
-    for entry in sorted(entries):
-        if last is not None and first is not None and entry <= last + 1:
-            last = entry
-            continue
-        if last is not None and first is not None:
+    last = first
+    for entry in ascending:
+        if entry > last + 1:
             runs.append((first, last))
-        first = last = entry
-    if last is not None and first is not None:
-        runs.append((first, last))
+            first = entry
+        last = entry
+    runs.append((first, last))
     return tuple(runs)
 
 
 def _touched(runs: Runs, first: int, last: int, at: int) -> tuple[int, int]:
-    """Which runs, from index ``at`` on, have an entry from ``first`` to ``last``: from, up to."""
+    """Return start and stop of the runs, from index ``at`` on, that overlap the interval."""
     start = bisect_right(runs, (first, _AFTER_ALL), at)
     if start > at and runs[start - 1][1] >= first:
         start -= 1
@@ -47,9 +50,9 @@ def _touched(runs: Runs, first: int, last: int, at: int) -> tuple[int, int]:
 
 
 def _union(left: Runs, right: Runs) -> tuple[Runs, int]:
-    """Both, and by how much the text of ``left`` grows.
+    """Return the union, and the growth of the text of ``left``.
 
-    Costs what ``right`` has of runs, but for a copy.
+    Linear in the runs of ``right``, except for a copy of ``left``.
     """
     runs: list[Run] = []
     at = growth = 0
@@ -72,7 +75,7 @@ def _union(left: Runs, right: Runs) -> tuple[Runs, int]:
 
 
 def _overlaps(few: Runs, many: Runs) -> Iterator[tuple[Run, Runs]]:
-    """Each run of ``few``, and those of ``many`` that have an entry of it."""
+    """Yield each run of ``few`` with the runs of ``many`` that overlap it."""
     at = 0
     for run in few:
         start, stop = _touched(many, *run, at)
@@ -107,7 +110,7 @@ def _difference_from_few(few: Runs, many: Runs) -> Runs:
 
 
 def _cut(many: Runs, few: Runs) -> Runs:
-    """``many`` without ``few``; costs what ``few`` has of runs, but for a copy."""
+    """Return ``many`` without ``few``. Linear in the runs of ``few``, except for a copy."""
     runs: list[Run] = []
     at = 0
     for first, last in few:
@@ -116,7 +119,7 @@ def _cut(many: Runs, few: Runs) -> Runs:
         at = stop
         cut = many[start:stop]
         if runs and runs[-1][1] >= first:
-            # The run before cut this one, too, and left its end.
+            # The previous run has already cut this one and left its end.
             cut = (runs.pop(), *cut)
         if cut and cut[0][0] < first:
             runs.append((cut[0][0], first - 1))
@@ -127,7 +130,7 @@ def _cut(many: Runs, few: Runs) -> Runs:
 
 
 def _length(runs: Sequence[Run]) -> int:
-    """Length of the text of some runs, with something behind each."""
+    """Return the length of the text of some runs, including one separator after each."""
     return sum([
         len(str(first)) + 1 + (len(str(last)) + 1 if last != first else 0) for first, last in runs
     ])  # fmt: skip
@@ -136,33 +139,43 @@ def _length(runs: Sequence[Run]) -> int:
 class EntrySet:
     """Immutable set of :class:`EntryId` with exact set algebra.
 
-    An operation costs what the set with fewer runs has of them, times the logarithm of those of the
-    other, but for a copy of what stays; so does the length of the text of a union. Only the text
-    itself is linear in all runs. Entries cost nothing.
+    Let n be the runs of the smaller set and m those of the larger. An operation costs n log m, plus
+    a copy of the runs that stay. The length of the text of a union costs the same. Only the text
+    itself is linear in all runs. The number of entries does not matter.
     """
 
-    __slots__ = ("_ledgers", "_lengths", "_text")
+    __slots__ = ("_ledgers", "_lengths", "_text", "_text_bytes")
 
     def __init__(self, ledgers: Mapping[int, Runs] | None = None) -> None:
         self._text: str | None = None
-        self._ledgers: dict[int, Runs] = {
-            ledger: runs for ledger, runs in sorted((ledgers or {}).items()) if runs
-        }
+        self._text_bytes: int | None = None
+        items = ledgers.items() if ledgers else ()
+        ascending = sorted(items) if len(items) > 1 else items
+        self._ledgers: dict[int, Runs] = {ledger: runs for ledger, runs in ascending if runs}
         self._lengths: dict[int, int] = {}
-        """Of the texts of the runs of ledgers, as far as known."""
+        """Cached text lengths of the runs of ledgers."""
 
     @classmethod
     def of(cls, entries: Iterable[EntryId]) -> EntrySet:
-        """The set of the given entries, in any order, repeats allowed."""
+        """Return the set of the given entries, in any order, repeats allowed."""
         by_ledger: dict[int, list[int]] = {}
         for ledger, entry in entries:
-            by_ledger.setdefault(ledger, []).append(entry)
-        return cls({ledger: _runs_of(numbers) for ledger, numbers in by_ledger.items()})
+            own = by_ledger.get(ledger)
+            if own is None:
+                by_ledger[ledger] = [entry]
+            else:
+                own.append(entry)
+        result = cls()
+        ascending = sorted(by_ledger) if len(by_ledger) > 1 else by_ledger
+        result._ledgers = {ledger: _runs_of(by_ledger[ledger]) for ledger in ascending}
+        return result
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, int, int]]) -> EntrySet:
-        """The set of some runs as (ledger, first entry, last entry), in any order; they may touch
-        and overlap."""
+        """Return the set of (ledger, first entry, last entry) runs, in any order.
+
+        Runs may touch and overlap.
+        """
         ledgers: dict[int, list[Run]] = {}
         for ledger, first, last in sorted(runs):
             own = ledgers.setdefault(ledger, [])
@@ -174,7 +187,7 @@ class EntrySet:
 
     @classmethod
     def parse(cls, text: str) -> EntrySet:
-        """Read the text form.
+        """Parse the text form.
 
         Raises:
             CheckpointError: The text is not the canonical form of a set.
@@ -192,53 +205,63 @@ class EntrySet:
         return result
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """All runs as (ledger, first entry, last entry), ascending, ends inclusive."""
+        """Yield all runs as (ledger, first entry, last entry), ascending, ends inclusive."""
         for ledger, runs in self._ledgers.items():
             for first, last in runs:
                 yield ledger, first, last
 
     @property
     def run_count(self) -> int:
-        """Number of runs; what the text form's length depends on."""
+        """Number of runs; determines the length of the text form."""
         return sum(map(len, self._ledgers.values()))
 
     @property
     def text_bytes(self) -> int:
         """Length of the text form."""
-        lengths = self._lengths
-        for ledger, runs in self._ledgers.items():
-            if ledger not in lengths:
-                lengths[ledger] = _length(runs)
-        names = sum(len(str(ledger)) + 1 for ledger in self._ledgers)
-        return max(0, names + sum(lengths.values()) - 1)
+        if self._text is not None:
+            return len(self._text)
+        if self._text_bytes is None:
+            lengths, size = self._lengths, 0
+            for ledger, runs in self._ledgers.items():
+                length = lengths.get(ledger)
+                if length is None:
+                    length = lengths[ledger] = _length(runs)
+                size += len(str(ledger)) + 1 + length
+            self._text_bytes = max(0, size - 1)
+        return self._text_bytes
 
     @property
     def first(self) -> EntryId | None:
-        """Lowest entry, ``None`` when empty."""
+        """Lowest entry; ``None`` if empty."""
         for ledger, runs in self._ledgers.items():
             return EntryId(ledger, runs[0][0])
         return None
 
     @property
     def last(self) -> EntryId | None:
-        """Highest entry, ``None`` when empty."""
+        """Highest entry; ``None`` if empty."""
         if not self._ledgers:
             return None
         ledger, runs = next(reversed(self._ledgers.items()))
         return EntryId(ledger, runs[-1][1])
 
     def run_end(self, entry_id: EntryId) -> EntryId | None:
-        """Last entry of the run that holds ``entry_id``, ``None`` when it is not in the set."""
+        """Return the last entry of the run that holds ``entry_id``; ``None`` without one."""
         ledger, entry = entry_id
         runs = self._ledgers.get(ledger, ())
         at = bisect_right(runs, (entry, _AFTER_ALL)) - 1
         return EntryId(ledger, runs[at][1]) if at >= 0 and entry <= runs[at][1] else None
 
     def above(self, entry_id: EntryId) -> EntrySet:
-        """The entries after ``entry_id``."""
+        """Return the entries after ``entry_id``."""
         ledger, entry = entry_id
-        first = self.first
-        if first is None or first > entry_id:
+        for lowest, runs in self._ledgers.items():
+            if (lowest, runs[0][0]) > entry_id:
+                return self
+            if len(self._ledgers) == 1 and (lowest, runs[-1][1]) <= entry_id:
+                return EMPTY
+            break
+        else:
             return self
         result = EntrySet()
         result._ledgers = {other: runs for other, runs in self._ledgers.items() if other > ledger}
@@ -255,6 +278,21 @@ class EntrySet:
                 gone = _length(own[:at]) - _length(kept[: len(cut)])
                 result._lengths[ledger] = self._lengths[ledger] - gone
         return result
+
+    def following(self, entry_id: EntryId) -> tuple[EntryId, EntrySet]:
+        """Return the end of the run that holds the next entry, and the entries after that end.
+
+        Without such a run, the end is ``entry_id`` itself.
+        """
+        ledger, entry = entry_id
+        runs = self._ledgers.get(ledger)
+        if runs is not None and runs[0][0] == entry + 1:
+            entry_id = EntryId(ledger, runs[0][1])
+            if len(runs) == len(self._ledgers) == 1:
+                return entry_id, EMPTY
+        else:
+            entry_id = self.run_end(EntryId(ledger, entry + 1)) or entry_id
+        return entry_id, self.above(entry_id)
 
     def __contains__(self, entry_id: EntryId) -> bool:
         ledger, entry = entry_id
@@ -276,8 +314,10 @@ class EntrySet:
         return bool(self._ledgers)
 
     def __or__(self, other: EntrySet) -> EntrySet:
-        if not self or not other:
-            return self or other
+        if not other._ledgers:
+            return self
+        if not self._ledgers:
+            return other
         ledgers, lengths = dict(self._ledgers), dict(self._lengths)
         for ledger, runs in other._ledgers.items():
             many, few, known = ledgers.get(ledger, ()), runs, self._lengths
@@ -295,7 +335,7 @@ class EntrySet:
         return self._merged(other, _intersection, self._ledgers.keys() & other._ledgers.keys())
 
     def __sub__(self, other: EntrySet) -> EntrySet:
-        if not self or not other:
+        if not self._ledgers or not other._ledgers:
             return self
         return self._merged(other, _difference, self._ledgers.keys())
 
@@ -318,24 +358,28 @@ class EntrySet:
 
     def __str__(self) -> str:
         if self._text is None:
-            parts = (f"{ledger}:{format_runs(runs)}" for ledger, runs in self._ledgers.items())
-            self._text = ";".join(parts)
+            self._text = ";".join([
+                f"{ledger}:{format_runs(runs)}" for ledger, runs in self._ledgers.items()
+            ])  # fmt: skip
         return self._text
 
     def __repr__(self) -> str:
         return f"EntrySet({str(self)!r})"
 
 
+EMPTY = EntrySet()
+
+
 def format_runs(runs: Runs) -> str:
-    """Text form of runs: ``0-3,7``."""
+    """Return the text form of runs: ``0-3,7``."""
     return ",".join([str(first) if first == last else f"{first}-{last}" for first, last in runs])
 
 
 def parse_runs(text: str) -> Runs:
-    """Read ``0-3,7``.
+    """Parse ``0-3,7``.
 
     Raises:
-        ValueError: It is no ascending list of non-negative runs, each as long as possible.
+        ValueError: The text is no ascending list of non-negative runs, each as long as possible.
     """
     runs: list[Run] = []
     for part in text.split(","):
@@ -351,26 +395,26 @@ def parse_runs(text: str) -> Runs:
     return result
 
 
-def index_runs(indices: Iterable[int]) -> str:
-    """Text form of a set of batch indices."""
+def index_runs(indices: Collection[int]) -> str:
+    """Return the text form of a set of batch indices."""
     return format_runs(_runs_of(indices))
 
 
 def parse_indices(text: str) -> frozenset[int]:
-    """Read the text form of a set of batch indices.
+    """Parse the text form of a set of batch indices.
 
     Raises:
-        ValueError: It is not canonical, or an index is above :data:`INDEX_MAX`.
+        ValueError: The text is not canonical, or an index is above :data:`INDEX_MAX`.
     """
     runs = parse_runs(text)
     if runs[-1][1] > INDEX_MAX:
-        raise ValueError(f"{runs[-1][1]} is no batch index")
+        raise ValueError(f"{runs[-1][1]} is not a batch index")
     return frozenset(i for first, last in runs for i in range(first, last + 1))
 
 
 def _bad(text: str) -> str:
     shown = text if len(text) <= 60 else f"{text[:57]}..."
     return (
-        f"{shown!r} is no entry set; expected runs such as '12:0-99,101;13:0-5'. The checkpoint "
-        "was changed by something other than keyshard: restore it from a backup."
+        f"{shown!r} is not an entry set, such as '12:0-99,101;13:0-5'. Another program changed "
+        "the checkpoint: restore it from a backup."
     )

@@ -7,29 +7,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from keyshard.core.position.entry import EntryId
+from keyshard.core.position.replicas import UNKNOWN, Placement, replicas_of
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A stored ledger at one moment; the last of a list is the one written to."""
+    """A stored ledger at one moment. The last ledger of a list is the one being written."""
 
     id: int
     entries: int
     size_bytes: int
-    """What its entries take as they are stored: with metadata, and compressed where producers
-    compress."""
+    """Stored size of its entries: with metadata, and after compression."""
+    placement: Placement = UNKNOWN
+    """Where its entries are stored, if that was asked for."""
 
 
 def ledgers_of(stats: Mapping[str, Any]) -> tuple[Ledger, ...]:
-    """Ledgers of the admin interface's ``internalStats``, ascending.
+    """Return the ledgers in ``internalStats`` of the admin interface, ascending.
 
     Raises:
-        KeyError, TypeError, ValueError: The broker names or writes things otherwise.
+        KeyError, TypeError, ValueError: The broker's answer has another format.
     """
     found = {int(each["ledgerId"]): each for each in stats["ledgers"]}
-    # Of the ledger that is written to, the list does not tell the size. "currentLedgerEntries"
-    # counts entries that are on their way to the disk, which nobody is shown and which may never
-    # get there; and that of the ledger before, where one was closed while the broker answered.
+    # The list has no size for the ledger being written. "currentLedgerEntries" also counts entries
+    # that are not stored yet, which no consumer sees and which may never be stored. If a ledger was
+    # closed while the broker answered, it is the count of the previous ledger.
     written, confirmed = last_written_of(stats)
     ledgers = []
     for ledger, each in sorted(found.items()):
@@ -41,22 +43,32 @@ def ledgers_of(stats: Mapping[str, Any]) -> tuple[Ledger, ...]:
     return tuple(ledgers)
 
 
-def last_written_of(stats: Mapping[str, Any]) -> EntryId:
-    """The last entry that was written, by the admin interface's ``internalStats``.
+def placed_ledgers_of(stats: Mapping[str, Any]) -> tuple[Ledger, ...]:
+    """Return the ledgers in ``internalStats?metadata=true``, and where each is stored.
 
     Raises:
-        KeyError, TypeError, ValueError: The broker names or writes things otherwise.
+        KeyError, TypeError, ValueError: The broker's answer has another format.
+    """
+    placed = replicas_of(stats)
+    return tuple(replace(one, placement=placed[one.id]) for one in ledgers_of(stats))
+
+
+def last_written_of(stats: Mapping[str, Any]) -> EntryId:
+    """Return the last written entry in ``internalStats`` of the admin interface.
+
+    Raises:
+        KeyError, TypeError, ValueError: The broker's answer has another format.
     """
     ledger, entry = map(int, str(stats["lastConfirmedEntry"]).split(":"))
     return EntryId(ledger, entry)
 
 
 def shown(ledgers: Sequence[Ledger], last: EntryId | None) -> tuple[Ledger, ...]:
-    """Ledgers without what the broker shows nobody yet.
+    """Return the ledgers without entries that the broker does not show to consumers yet.
 
     Args:
-        ledgers: All, ascending.
-        last: The last entry that it shows; ``None``: it shows all.
+        ledgers: All ledgers, ascending.
+        last: The last entry that the broker shows; ``None``: it shows all.
     """
     if last is None:
         return tuple(ledgers)

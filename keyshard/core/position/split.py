@@ -1,9 +1,10 @@
-"""Splits: what one task of a bounded read takes of a topic partition.
+"""Splits: the parts of a bounded read that tasks take.
 
-A read is a stretch of each topic partition, from its start to an end that is fixed when the read is
-planned. A stretch is a split already; :func:`cut` makes more of them, about equal in bytes, as many
-as the host wants, whatever the number of topic partitions. The splits of a stretch are disjoint and
-together exactly it: each entry of the ledger list is in one, and an entry is never cut.
+For each topic partition, a read covers one stretch: from a start to an end that is fixed at
+planning. A stretch is already a split. :func:`cut` divides stretches into as many splits as the
+host wants, about equal in bytes, independent of the number of topic partitions. The splits of a
+stretch are disjoint and cover it exactly: each entry of the ledger list is in one split, and no
+entry is divided.
 """
 
 from __future__ import annotations
@@ -18,87 +19,94 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import Bound
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
+from keyshard.core.position.replicas import UNKNOWN, LedgerReplicas, Placement
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Entries of one ledger that follow one another."""
+    """Consecutive entries of one ledger."""
 
     ledger: int
     first: int
     end: int
     """Exclusive."""
     size_bytes: int
-    """Estimate by the mean size of the ledger's entries."""
+    """Estimate from the mean size of the ledger's entries."""
+    placement: Placement = UNKNOWN
+    """Where the entries were stored at planning, or why they are read by the broker."""
 
     @property
     def entries(self) -> int:
-        """How many."""
+        """Number of entries."""
         return self.end - self.first
 
     def part(self, start: int, end: int) -> Span:
-        """Entries from one number of the span to another; parts that join have all its bytes."""
+        """Return the entries between two numbers. Adjoining parts add up to all its bytes."""
         size = self.size_bytes * end // self.entries - self.size_bytes * start // self.entries
-        return Span(self.ledger, self.first + start, self.first + end, size)
+        first, stop, placement = self.first + start, self.first + end, self.placement
+        if isinstance(placement, LedgerReplicas):
+            placement = placement.part(first, stop)
+        return Span(self.ledger, first, stop, size, placement)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Entries of one topic partition, and what of them is read; small, picklable, prints well."""
+    """Entries of one topic partition, and the bounds of the read; small and picklable."""
 
     topic_partition: TopicPartition
     spans: tuple[Span, ...]
     """Ascending, none empty."""
     first_index: int = 0
-    """Messages of the first entry with a lower batch index are not read."""
+    """Batch index at which the read of the first entry starts, inclusive."""
     end_index: int | None = None
-    """Messages of the last entry from this batch index on are not read; ``None``: all are."""
+    """Batch index at which the read of the last entry ends, exclusive; ``None``: no limit."""
     start_ms: int | None = None
-    """Publish time, milliseconds since the epoch, from which on messages are read."""
+    """First publish time that is read, milliseconds since the epoch."""
     end_ms: int | None = None
-    """Publish time up to which they are, exclusive."""
+    """End of the publish times that are read, exclusive, milliseconds since the epoch."""
     end: Bound | None = None
-    """Where the stretch ends that it is a part of: what is read next begins there."""
+    """End of the whole stretch; the next read begins there."""
     created: str = ""
-    """When its storage was created, as the broker says it; empty where that is not known."""
+    """Creation time of the storage, in the broker's words; empty if unknown."""
 
     def __post_init__(self) -> None:
         assert all(span.first < span.end for span in self.spans), "no span is empty"
 
     @property
     def entries(self) -> int:
-        """Entries at most: what nobody receives, such as a transaction marker, counts as well."""
+        """Upper limit of the number of entries.
+
+        It includes entries that no consumer receives, such as transaction markers.
+        """
         return sum(span.entries for span in self.spans)
 
     @property
     def size_bytes(self) -> int:
-        """Estimate of what they take as they are stored."""
+        """Estimate of the stored size, bytes."""
         return sum(span.size_bytes for span in self.spans)
 
     @property
     def first(self) -> EntryId:
-        """The first entry."""
         return EntryId(self.spans[0].ledger, self.spans[0].first)
 
     @property
     def last(self) -> EntryId:
-        """The last entry."""
         return EntryId(self.spans[-1].ledger, self.spans[-1].end - 1)
 
     @property
     def weight(self) -> int:
-        """What a part's share goes by; never 0."""
+        """Weight for an equal division; never 0."""
         return sum(map(_weight, self.spans))
 
     def matches(self, publish_ms: int) -> bool:
-        """Whether a publish time is one that is read; 0, for none, is in no bounds of time."""
+        """Return whether a publish time is within the bounds, if any; 0 means no time."""
         if self.start_ms is None and self.end_ms is None:
             return True
         after = publish_ms > 0 and (self.start_ms is None or publish_ms >= self.start_ms)
         return after and (self.end_ms is None or publish_ms < self.end_ms)
 
     def cut(self, parts: int) -> list[Split]:
-        """This split as so many, or as many as it has entries; in their order."""
+        """Divide this split into ``parts`` parts, in order; into single entries if it has fewer."""
         parts = min(parts, self.entries)
         if parts <= 1:
             return [self]
@@ -114,7 +122,7 @@ class Split:
         return made
 
     def _cuts(self, parts: int) -> Iterator[int]:
-        """Numbers of entries before which to cut, each entry of a ledger weighing the same."""
+        """Yield the entry numbers at which parts begin; all entries of a ledger weigh the same."""
         weights = list(accumulate(map(_weight, self.spans), initial=0))
         offsets = list(accumulate((span.entries for span in self.spans), initial=0))
         at, entries = 0, self.entries
@@ -122,7 +130,7 @@ class Split:
             target = weights[-1] * number // parts
             i = bisect_right(weights, target) - 1
             share = (target - weights[i]) * self.spans[i].entries // (weights[i + 1] - weights[i])
-            # Each part has an entry, also those that follow.
+            # Leave at least one entry for each part, including the following ones.
             at = min(max(offsets[i] + share, at + 1), entries - (parts - number))
             yield at
 
@@ -147,15 +155,18 @@ def stretch(
     start_ms: int | None = None,
     end_ms: int | None = None,
 ) -> Split:
-    """What a read takes of a topic partition, as one split; without spans when that is nothing.
+    """Return the stretch of a read in a topic partition, as one split.
 
     Args:
-        topic_partition: Which.
-        ledgers: All that is stored, ascending.
-        start: First message; ``None``: the first that is stored.
-        end: Message that is not read any more; ``None``: all up to the last that is stored.
-        start_ms: First publish time.
-        end_ms: Publish time that is not read any more.
+        topic_partition: The topic partition.
+        ledgers: All stored ledgers, ascending.
+        start: First message, inclusive; ``None``: the first stored one.
+        end: End of the messages, exclusive; ``None``: after the last stored one.
+        start_ms: First publish time, inclusive, milliseconds since the epoch.
+        end_ms: End of the publish times, exclusive.
+
+    Returns:
+        The split; without spans if the stretch is empty.
     """
     spans, first_index, end_index = [], 0, None
     for ledger in ledgers:
@@ -163,11 +174,12 @@ def stretch(
         if start is not None and ledger.id <= start.ledger:
             first = stop if ledger.id < start.ledger else min(start.entry, stop)
         if end is not None and ledger.id >= end.ledger:
-            # Of the entry that the end is in, the messages before it are read.
+            # If the end is inside a producer batch, its entry is read up to the end.
             reach = end.entry + (end.batch_index > 0)
             stop = 0 if ledger.id > end.ledger else min(reach, stop)
         if first < stop:
-            spans.append(Span(ledger.id, 0, ledger.entries, ledger.size_bytes).part(first, stop))
+            whole = Span(ledger.id, 0, ledger.entries, ledger.size_bytes, ledger.placement)
+            spans.append(whole.part(first, stop))
     if spans and start is not None:
         first_entry = (spans[0].ledger, spans[0].first)
         first_index = start.batch_index if first_entry == start[:2] else 0
@@ -180,14 +192,14 @@ def stretch(
 
 
 def cut(stretches: Sequence[Split], splits: int) -> list[Split]:
-    """Cut stretches into so many splits, about equal in bytes; in the order of the stretches.
+    """Cut stretches into ``splits`` splits of about equal bytes, in the order of the stretches.
 
-    At least one for each stretch that is not empty, at most one for each entry.
+    Each stretch that is not empty gives at least one split. An entry is never divided.
     """
     stretches = [one for one in stretches if one.spans]
     parts = [1] * len(stretches)
     weights, limits = [one.weight for one in stretches], [one.entries for one in stretches]
-    # The stretch whose parts are the largest is cut into one more.
+    # Repeatedly give one more part to the stretch with the largest parts.
     largest = [(-weight, i) for i, weight in enumerate(weights) if limits[i] > 1]
     heapq.heapify(largest)
     for _ in range(splits - len(stretches)):
@@ -203,13 +215,16 @@ def cut(stretches: Sequence[Split], splits: int) -> list[Split]:
 
 
 def grouped(splits: Sequence[Split], tasks: int) -> list[list[Split]]:
-    """Splits in at most so many groups of neighbours, about equal in bytes; none is empty."""
+    """Group neighbouring splits into at most ``tasks`` groups of about equal bytes.
+
+    No group is empty.
+    """
     if len(splits) <= tasks:
         return [[split] for split in splits]
     groups: list[list[Split]] = [[] for _ in range(tasks)]
     total, before = sum(split.weight for split in splits), 0
     for split in splits:
-        # By its middle, so that no group takes more than its share and a half of a split.
+        # By the middle of the split, so that no group exceeds its share by more than half a split.
         groups[(2 * before + split.weight) * tasks // (2 * total)].append(split)
         before += split.weight
     return [group for group in groups if group]

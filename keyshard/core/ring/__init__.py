@@ -1,1 +1,1 @@
-"""The ring of hash slots: ranges, who owns them, and how they move."""
+"""The ring of hash slots: ranges, their owners, and their moves."""

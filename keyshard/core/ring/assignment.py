@@ -1,8 +1,8 @@
-"""Who owns which slots of the ring, and how another number of owners takes over few of them.
+"""Assignments: the owner of each slot of the ring, and changes that move few slots.
 
-One contiguous range per owner cannot change cheaply: from 10 to 11 equal ranges, 27.3 % of the ring
-change hands however the new ranges are numbered, though 9.1 % would do. So an owner may have
-several ranges after a change, which a STICKY consumer may have too.
+One contiguous range per owner cannot change cheaply. From 10 to 11 equal ranges, 27.3 % of the ring
+change hands however the new ranges are numbered; 9.1 % would suffice. So after a change, an owner
+may have several ranges. STICKY consumers support that.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from typing import Any
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange, split_ring
 
 Assignment = tuple[tuple[HashRange, ...], ...]
-"""Ranges of each owner, ascending; together they cover the ring, and none overlaps another."""
+"""Ranges of each owner, ascending; together they cover the ring without overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rescaled:
-    """What a restart begins with after a rescale, as the checkpoint has it."""
+    """The assignment with which a restart begins after a rescale, as in the checkpoint."""
 
     parallelism: int
-    """What was configured then: where that is another one now, it counts and this does not."""
+    """The option ``parallelism`` at that time. If the option has changed since, this record is
+    ignored."""
     assignment: Assignment
     _text: list[int | str] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Owners as JSON has them, once somebody asked: every checkpoint has the same."""
+    """Cached JSON text of the owners: it is the same in every checkpoint."""
 
     @classmethod
     def of(cls, parallelism: int, assignment: Assignment) -> Rescaled | None:
-        """What has to be remembered of an assignment; ``None`` where it follows from parallelism.
+        """Return the state to store for an assignment; ``None`` if parallelism implies it.
 
-        Nobody owns anything at a restart, so moving is free then: one range each for as many
-        owners, where their parts of the ring are equal. Other sizes come from a balance, and where
-        the load lies inside of a piece is not known any more: its pieces stay as they are.
+        At a restart, no range has an owner, so moves are free. If the owners have equal parts,
+        their number suffices: each gets one range. Unequal parts come from a balance. The load
+        inside a piece is no longer known then, so its pieces are stored as they are.
         """
         begins = fewest_pieces(assignment)
         return None if begins == assign(parallelism) else cls(parallelism, begins)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object: a number of equal ranges, or the ranges of each owner."""
+        """Return the JSON object: a number of equal ranges, or the ranges of each owner."""
         if not self._text:
             equal = self.assignment == assign(len(self.assignment))
             self._text.append(len(self.assignment) if equal else _text_of(self.assignment))
@@ -49,21 +50,21 @@ class Rescaled:
 
     @classmethod
     def from_dict(cls, data: Any) -> Rescaled:
-        """Read :meth:`to_dict`'s form; raises ``ValueError``."""
+        """Parse the form of :meth:`to_dict`; raises ``ValueError``."""
         if not isinstance(data, dict) or data.keys() != {"owners", "parallelism"}:
             raise ValueError("rescaled is not an object of owners and parallelism")
         owners, parallelism = data["owners"], data["parallelism"]
         if type(parallelism) is not int or not 1 <= parallelism <= RING_SIZE:
-            raise ValueError(f"the parallelism that it was rescaled from is {parallelism!r}")
+            raise ValueError(f"its parallelism before the rescale is {parallelism!r}")
         if type(owners) is int and 1 <= owners <= RING_SIZE:
             return cls(parallelism, assign(owners))
         if not isinstance(owners, str):
-            raise ValueError(f"the owners of its ranges are {owners!r}")
+            raise ValueError(f"its owners are {owners!r}")
         return cls(parallelism, _parse(owners))
 
 
 def assign(count: int) -> Assignment:
-    """One range of the ring for each of ``count`` owners.
+    """Assign one range of the ring to each of ``count`` owners.
 
     Raises:
         ConfigError: ``count`` is not 1 to 65,536.
@@ -72,14 +73,14 @@ def assign(count: int) -> Assignment:
 
 
 def reassign(assignment: Assignment, count: int) -> Assignment:
-    """Spread the ring over another number of owners; as few slots as possible change hands.
+    """Distribute the ring over another number of owners; as few slots as possible change hands.
 
-    Owners keep their numbers; those from ``count`` on leave. An owner keeps at most the smaller of
-    what it has and what it may have. With sizes that differ by at most one, the sum of that is
-    largest when those who have most may have the slot more, and all of it is kept.
+    Owners keep their numbers; those from ``count`` on leave. An owner keeps at most the minimum of
+    its old and its new size. Sizes differ by at most one. The sum of the kept slots is largest if
+    the owners with the most slots get the larger size, and all of it is kept.
 
     Args:
-        assignment: Who owns what now.
+        assignment: The present assignment.
         count: Number of owners, 1 to 65,536.
 
     Returns:
@@ -106,14 +107,17 @@ def reassign(assignment: Assignment, count: int) -> Assignment:
 
 
 def fewest_pieces(assignment: Assignment) -> Assignment:
-    """The fewest ranges in which as many owners have loads like these, when all may move."""
+    """Return an assignment of one range per owner if all parts are equal, else the given one.
+
+    Use this only when all slots may move.
+    """
     equal = assign(len(assignment))
     sizes, equal_sizes = (sorted(map(_slots, one)) for one in (assignment, equal))
     return equal if sizes == equal_sizes and assignment != equal else assignment
 
 
 def moved_slots(old: Assignment, new: Assignment) -> int:
-    """Slots whose owner is another one in ``new``."""
+    """Return the number of slots whose owner differs in ``new``."""
     stay = sum(
         max(0, min(before.end, after.end) - max(before.start, after.start) + 1)
         for had, has in zip(old, new, strict=False)
@@ -124,10 +128,10 @@ def moved_slots(old: Assignment, new: Assignment) -> int:
 
 
 def fewest_moved(assignment: Assignment, count: int) -> int:
-    """Fewest slots that change hands when ``count`` owners get sizes that differ by at most one.
+    """Return the fewest slots that change hands when ``count`` owners get equal sizes.
 
-    Who stays keeps at most the smaller size, and one slot more if it has that and is among those
-    who may have the larger size.
+    Sizes may differ by one slot. A remaining owner keeps at most the smaller size. It keeps one
+    slot more if it has that slot and is among those that may have the larger size.
     """
     small, larger = divmod(RING_SIZE, count)
     stay = [_slots(ranges) for ranges in assignment[:count]]
@@ -136,7 +140,7 @@ def fewest_moved(assignment: Assignment, count: int) -> int:
 
 
 def slot_owners(assignment: Assignment) -> list[int]:
-    """The owner of each slot."""
+    """Return the owner of each slot."""
     owners = [0] * RING_SIZE
     for owner, ranges in enumerate(assignment):
         for part in ranges:
@@ -145,7 +149,7 @@ def slot_owners(assignment: Assignment) -> list[int]:
 
 
 def moved_ranges(old: Assignment, new: Assignment) -> tuple[HashRange, ...]:
-    """The parts of the ring whose owner is another one in ``new``, ascending."""
+    """Return the parts of the ring whose owner differs in ``new``, ascending."""
     moved = bytes(map(ne, slot_owners(old), slot_owners(new)))
     parts: list[HashRange] = []
     start = moved.find(1)
@@ -158,7 +162,7 @@ def moved_ranges(old: Assignment, new: Assignment) -> tuple[HashRange, ...]:
 
 
 def joined(ranges: Iterable[HashRange]) -> tuple[HashRange, ...]:
-    """Ascending, neighbours as one range."""
+    """Return ranges in ascending order, with neighbours joined."""
     whole: list[HashRange] = []
     for hash_range in sorted(ranges):
         if whole and whole[-1].end + 1 == hash_range.start:
@@ -176,7 +180,7 @@ def _text_of(assignment: Assignment) -> str:
 
 
 def _parse(text: str) -> Assignment:
-    """Read :func:`_text_of`'s form; raises ``ValueError``."""
+    """Parse the form of :func:`_text_of`; raises ``ValueError``."""
     parts: list[list[HashRange]] = []
     for owner in text.split(";"):
         parts.append([])
@@ -188,7 +192,7 @@ def _parse(text: str) -> Assignment:
             parts[-1].append(HashRange(start, end))
     assignment = tuple(map(joined, parts))
     if _text_of(assignment) != text:
-        raise ValueError("the owners of its ranges are not written as keyshard writes them")
+        raise ValueError("its owners are not in the form that keyshard writes")
     free = 0
     for hash_range in sorted(part for ranges in assignment for part in ranges):
         if hash_range.start != free:
@@ -207,7 +211,7 @@ def _slots(ranges: Iterable[HashRange]) -> int:
 
 
 def _divide(ranges: Iterable[HashRange], slots: int) -> tuple[list[HashRange], list[HashRange]]:
-    """The first ``slots`` slots, and the rest."""
+    """Return the first ``slots`` slots, and the rest."""
     first: list[HashRange] = []
     rest: list[HashRange] = []
     for hash_range in ranges:
@@ -218,3 +222,94 @@ def _divide(ranges: Iterable[HashRange], slots: int) -> tuple[list[HashRange], l
             rest.append(HashRange(max(hash_range.start, border), hash_range.end))
         slots = max(0, slots - len(hash_range))
     return first, rest
+
+
+# -- Effects of another number of ranges: moved slots, and the throughput limit --------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A part of the ring that changes its range."""
+
+    hash_range: HashRange
+    source: int
+    """Index of the present range."""
+    target: int
+    """Index of the new range."""
+
+
+@dataclass(frozen=True, slots=True)
+class RescalePlan:
+    """Moves from one number of ranges to another."""
+
+    before: Assignment
+    after: Assignment
+    moves: tuple[Move, ...]
+
+    @classmethod
+    def make(cls, before: Assignment, count: int) -> RescalePlan:
+        """Plan ``count`` ranges from the present assignment, without applying the plan.
+
+        Raises:
+            ConfigError: ``count`` is not 1 to 65,536.
+        """
+        after = reassign(before, count)
+        moves: list[Move] = []
+        old, new = _by_slot(before), _by_slot(after)
+        while old and new:
+            (had, source), (has, target) = old[-1], new[-1]
+            end = min(had.end, has.end)
+            if source != target:
+                moves.append(Move(HashRange(max(had.start, has.start), end), source, target))
+            for ranges in (old, new):
+                if ranges[-1][0].end == end:
+                    ranges.pop()
+        return cls(before, after, tuple(moves))
+
+    @property
+    def moved_fraction(self) -> float:
+        """Fraction of the ring that changes its range, 0 to 1."""
+        return moved_slots(self.before, self.after) / RING_SIZE
+
+    @property
+    def optimum_fraction(self) -> float:
+        """Smallest fraction of the ring that must move for ranges of equal size."""
+        return fewest_moved(self.before, len(self.after)) / RING_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """Throughput limit of the handlers, independent of the broker."""
+
+    keys: int
+    """Keys handled at the same time."""
+    rows_per_s: float | None
+    """Messages per second; ``None`` if the handler's time is unknown."""
+    limited_by: str
+    """``lanes`` or ``workers``."""
+
+    @classmethod
+    def of(
+        cls, ranges: int, lanes: int, handler_s: float | None, workers: int | None = None
+    ) -> Ceiling:
+        """Return the limit of a number of ranges.
+
+        Args:
+            ranges: Number of ranges.
+            lanes: Keys that a range handles at the same time.
+            handler_s: Mean time of the handler, seconds, if known.
+            workers: Handlers that may run at the same time; ``None``: the number of lanes.
+        """
+        keys = ranges * lanes
+        limited_by = "lanes"
+        if workers is not None and workers < keys:
+            keys, limited_by = workers, "workers"
+        return cls(keys, keys / handler_s if handler_s else None, limited_by)
+
+
+def _by_slot(assignment: Assignment) -> list[tuple[HashRange, int]]:
+    """Yield ranges with their owners, the last slots first."""
+    owned = [
+        (hash_range, owner) for owner, ranges in enumerate(assignment) for hash_range in ranges
+    ]
+    return sorted(owned, reverse=True)

@@ -1,10 +1,11 @@
-"""Ranges by weight: owners get equal loads instead of equal parts of the ring.
+"""Weighted assignment: owners get equal loads instead of equal parts of the ring.
 
-The finest unit is a slot: keys that share one cannot be told apart by the broker, and one key is
-worked on by one owner. So a hot slot sets a floor that no assignment goes below.
+The finest unit is a slot: the broker cannot separate keys that share a slot, and one key has one
+owner. So a hot slot is a lower bound for every assignment.
 
-Load moves from the owner with the most to one with little, in contiguous pieces from the ends of
-what an owner has, and no further than it pays: each piece is one more consumer per topic partition.
+Load moves from the busiest owner to one with little load, in contiguous pieces cut from the ends of
+the owner's ranges. A move must reduce the load, because each piece needs one more consumer per
+topic partition.
 """
 
 from __future__ import annotations
@@ -21,35 +22,36 @@ from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.core.ring.slot_load import SlotLoad
 
 TOLERANCE = 0.03
-"""Load above the level that is left where it is, as a part of the level."""
+"""Excess over the level that is left in place, as a fraction of the level."""
 RESERVE = 0.02
-"""Part of the load that is spread over all slots: one without messages may get some later."""
+"""Fraction of the load that is spread over all slots: an idle slot may get messages later."""
 MOVES_PER_OWNER = 4
-"""Most pieces that move, for each owner; by far the most balances need fewer than one."""
+"""Most pieces that move, per owner. Nearly all balances need less than one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """A weighted assignment, and what it brings."""
+    """A weighted assignment and its effect."""
 
     assignment: Assignment
     messages: int
-    """Messages that the load was measured with."""
+    """Number of messages in the measured load."""
     max_over_mean_before: float
     """Load of the busiest owner over the mean, before; 1 is even."""
     max_over_mean_after: float
-    """The same after."""
+    """Load of the busiest owner over the mean, after."""
     hot_key_floor: float | None
-    """Share of the hottest key times the number of owners, when that is above 1: no assignment
-    brings the busiest owner below it. ``None``: no key stands in the way."""
+    """Share of the hottest key times the number of owners, if above 1: a lower bound for the
+    busiest owner in any assignment. ``None``: no key is a limit."""
     hot_key: str | None
-    """That key."""
+    """The hottest key."""
     hot_slot_floor: float | None
-    """The same for the hottest slot, which may hold several keys; slots are the finest unit."""
+    """Share of the hottest slot, which may hold several keys, times the number of owners, if
+    above 1."""
     hot_slot: int | None
-    """That slot."""
+    """The hottest slot."""
     hot_slot_keys: tuple[str, ...]
-    """Frequent keys in it, the most frequent first."""
+    """Frequent keys in the hottest slot, the most frequent first."""
 
     def __str__(self) -> str:
         text = f"max/mean {self.max_over_mean_before:.2f} -> {self.max_over_mean_after:.2f}"
@@ -62,11 +64,11 @@ class Balance:
 
 
 def balance(assignment: Assignment, load: SlotLoad) -> Balance:
-    """Spread the load evenly over the owners there are; what is even enough stays.
+    """Spread the load evenly over the present owners; a load within the tolerance stays.
 
     Args:
-        assignment: Who owns what now.
-        load: Messages by slot; without any, nothing moves.
+        assignment: The present assignment.
+        load: Messages by slot. Without messages, no slot moves.
     """
     before = max_over_mean(assignment, load)
     after = _Moves(assignment, load).made() if load.messages else assignment
@@ -90,7 +92,7 @@ def balance(assignment: Assignment, load: SlotLoad) -> Balance:
 
 
 def max_over_mean(assignment: Assignment, load: SlotLoad) -> float:
-    """Load of the busiest owner over the mean of all; 1 when there is no load."""
+    """Return the load of the busiest owner over the mean of all; 1 without load."""
     if not load.messages:
         return 1.0
     busiest = max(
@@ -109,9 +111,9 @@ class _Move:
     piece: HashRange
     taker: int
     highest: float
-    """Load of the busier one of the two afterwards, or the level that is good enough."""
+    """Higher load of the two owners afterwards, or the level that is good enough."""
     pieces: int
-    """Ranges that this adds to all: none where the taker is the neighbour."""
+    """Number of ranges that this adds in total; none if the taker is the neighbour."""
 
     @property
     def cost(self) -> tuple[float, int, int]:
@@ -119,7 +121,7 @@ class _Move:
 
 
 class _Moves:
-    """Moves pieces, each time one from the busiest owner that can give any."""
+    """Moves pieces, each from the busiest owner that can give any."""
 
     def __init__(self, assignment: Assignment, load: SlotLoad) -> None:
         reserve = load.messages * RESERVE / RING_SIZE
@@ -133,7 +135,7 @@ class _Moves:
         self._enough = self._level * (1 + TOLERANCE)
 
     def made(self) -> Assignment:
-        """The assignment after all moves that pay."""
+        """Make all moves that reduce the load, and return the assignment."""
         stuck: set[int] = set()
         for _ in range(MOVES_PER_OWNER * len(self._owned)):
             busy = [
@@ -152,7 +154,7 @@ class _Moves:
         return tuple(joined(ranges) for ranges in self._owned)
 
     def _possible(self, giver: int) -> Iterator[_Move]:
-        """Moves after which neither of the two is as busy as the giver is now."""
+        """Yield moves after which both owners have less load than the giver has now."""
         least = min(range(len(self._loads)), key=self._loads.__getitem__)
         hottest = max(max(self._weights[r.start : r.end + 1]) for r in self._owned[giver])
         spare = self._loads[giver] - max(self._level, hottest)
@@ -172,7 +174,7 @@ class _Moves:
                         yield _Move(giver, whole, piece, taker, max(highest, self._enough), added)
 
     def _ends(self, whole: HashRange, weight: float) -> Iterator[HashRange]:
-        """Parts at the ends of a range that weigh nearly as much as wanted, and nearly more."""
+        """Yield parts at the ends of a range, just lighter and just heavier than wanted."""
         below = self._below
         after = bisect_left(below, below[whole.start] + weight, whole.start + 1, whole.end + 1)
         for border in {max(whole.start + 1, after - 1), after}:
@@ -206,7 +208,7 @@ class _Moves:
 
 
 def _level(weights: Sequence[float], owners: int) -> float:
-    """The load that each owner has when the slots that weigh more have an owner of their own."""
+    """Return the mean load of the owners without those that have one slot above the mean."""
     rest, left = sum(weights), owners
     for weight in nlargest(owners, weights):
         if weight * left <= rest:

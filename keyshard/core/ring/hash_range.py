@@ -1,7 +1,7 @@
 """Hash ranges of the 16-bit ring, and how the ring is split.
 
-Source of the ring: Pulsar Key_Shared STICKY mode hashes keys to 0-65535 and lets each consumer own
-inclusive intervals of it; together they must cover the ring, or a partition stops.
+In Key_Shared STICKY mode, Pulsar hashes keys to 0-65535, and each consumer owns inclusive
+intervals. Together they must cover the ring; otherwise the topic partition stops.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class HashRange:
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.end < RING_SIZE:
             raise ConfigError(
-                f"A hash range needs 0 <= start <= end <= {RING_SIZE - 1}, "
-                f"got [{self.start}, {self.end}]."
+                f"A hash range needs 0 <= start <= end <= {RING_SIZE - 1}, but is [{self.start}, "
+                f"{self.end}]."
             )
 
     def __contains__(self, slot: int) -> bool:
@@ -52,7 +52,7 @@ def split_ring(count: int) -> tuple[HashRange, ...]:
         ConfigError: ``count`` is outside its limits.
     """
     if not 1 <= count <= RING_SIZE:
-        raise ConfigError(f"parallelism must be 1 to {RING_SIZE}, got {count}.")
+        raise ConfigError(f"parallelism is {count}; it must be an integer from 1 to {RING_SIZE}.")
     return tuple(
         HashRange(-(-i * RING_SIZE // count), -(-(i + 1) * RING_SIZE // count) - 1)
         for i in range(count)
@@ -60,12 +60,12 @@ def split_ring(count: int) -> tuple[HashRange, ...]:
 
 
 def range_index(slot: int, count: int) -> int:
-    """Index, in ``split_ring(count)``, of the range that holds ``slot``."""
+    """Return the index, in ``split_ring(count)``, of the range that holds ``slot``."""
     return slot * count // RING_SIZE
 
 
 def gaps(owned: Iterable[HashRange]) -> tuple[HashRange, ...]:
-    """Parts of the ring that no range covers, ascending; ranges may overlap."""
+    """Return the parts of the ring that no range covers, ascending; ranges may overlap."""
     found: list[HashRange] = []
     free = 0
     for hash_range in sorted(owned):
@@ -78,7 +78,7 @@ def gaps(owned: Iterable[HashRange]) -> tuple[HashRange, ...]:
 
 
 def overlap(some: Iterable[HashRange], others: Sequence[HashRange]) -> bool:
-    """Whether a slot lies in both."""
+    """Return whether two ranges share a slot."""
     return any(
         one.start <= other.end and other.start <= one.end for one in some for other in others
     )

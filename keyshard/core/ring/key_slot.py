@@ -1,11 +1,12 @@
-"""The slot of a message: where on the ring the broker routes it.
+"""The slot of a message: the place on the ring by which the broker routes it.
 
 Rule of Pulsar 4.0 (``Murmur3_32Hash``, ``StickyKeyConsumerSelectorUtils``, ``Commands``): the
-ordering key decides, else the partition key; a producer batch is routed whole by its first message.
+ordering key decides, else the partition key. The first message of a producer batch routes the whole
+batch.
 
-A partition key set as bytes travels as base64 with a flag, and the broker hashes the bytes. The
-client shows the text and not the flag, and many a plain key is base64 by chance. So the range that
-an entry came to decides; see :func:`slots_of`.
+A partition key set as bytes is sent as base64 with a flag, and the broker hashes the bytes. The
+client exposes the text but not the flag, and plain keys may look like base64 by chance. So the
+range that received the entry decides; see :func:`slots_of`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 
 
 def key_slot(key: str | bytes) -> int:
-    """Slot of a routing key, 1 to 65,535; the broker maps slot 0 to 1.
+    """Return the slot of a routing key, 1 to 65,535; the broker maps slot 0 to 1.
 
     Args:
         key: Ordering key, else partition key. A string is hashed as the UTF-8 of
             :func:`broker_text`.
     """
     if isinstance(key, str):
-        # mmh3 crashes on a string that has no UTF-8, so it gets bytes only.
+        # mmh3 crashes on a string that cannot be encoded as UTF-8, so it gets only bytes.
         try:
             data = key.encode()
         except UnicodeEncodeError:
@@ -38,9 +39,9 @@ def key_slot(key: str | bytes) -> int:
 
 
 def broker_text(key: str) -> str:
-    """A key as the broker reads it; it differs from ``key`` only where that has lone surrogates.
+    """Return a key as the broker reads it; it differs only for lone surrogates.
 
-    Python holds a byte of a command line that is not UTF-8 as a lone surrogate from U+DC80 to
+    Python stores a byte of a command line that is not UTF-8 as a lone surrogate from U+DC80 to
     U+DCFF. The broker replaces such bytes by U+FFFD before it hashes a key. Java's client sends any
     other lone surrogate as a question mark.
     """
@@ -51,15 +52,16 @@ def broker_text(key: str) -> str:
 
 
 def routing_key(partition_key: str | None, ordering_key: str | None) -> str | None:
-    """The key that routes a message: the ordering key, else the partition key, else ``None``."""
+    """Return the key that routes a message: the ordering key, else the partition key."""
     return ordering_key if ordering_key is not None else partition_key
 
 
 def bytes_slot(key: str) -> int | None:
-    """Slot of a partition key that was set as bytes; ``None`` when it cannot have been.
+    """Return the slot of a partition key set as bytes; ``None`` if it cannot have been.
 
     Args:
-        key: What the client shows: base64 as the Java client writes it, else it is plain text.
+        key: The key that the client exposes. If it is not base64 in the Java client's form, it is
+            plain text.
     """
     if len(key) % 4:
         return None
@@ -71,7 +73,7 @@ def bytes_slot(key: str) -> int | None:
 
 
 def possible_slots(key: str) -> tuple[int, ...]:
-    """Slots that a message of a key may have: as a text and, where it may be, as bytes."""
+    """Return the slots that a key may have: as a text and, if possible, as bytes."""
     text, as_bytes = key_slot(key), bytes_slot(key)
     return (text,) if as_bytes is None else (text, as_bytes)
 
@@ -79,29 +81,29 @@ def possible_slots(key: str) -> tuple[int, ...]:
 def slots_of(
     routing_keys: Sequence[str | bytes | None], came_to: HashRange | None = None
 ) -> tuple[int | None, list[int | None] | None, bool]:
-    """Slots of the messages of one entry.
+    """Return the slots of the messages of one entry.
 
-    The first message routed the entry into the range that it came to. Where its text does not lie
-    there and its bytes do, the keys were set as bytes; else the text counts, also where both lie
-    there. So a range that becomes smaller may tell what a larger one left open: whoever keeps the
-    order of a key goes by the key, and by its slot only to learn who owns it now.
+    The first message routed the entry into its range. If its slot as text is outside that range and
+    its slot as bytes is inside, the keys were set as bytes. Otherwise the text counts, even if both
+    are inside. So a smaller range may decide what a larger one left open. Code that keeps the order
+    of a key must therefore use the key. The slot only shows the present owner.
 
     Args:
-        routing_keys: Routing key of each message; ``None`` when keyless. At least one. Bytes for
-            an ordering key that is no text.
-        came_to: Range whose consumer received it, if a partition key routed it; ``None`` where no
-            range is known: then the texts count.
+        routing_keys: Routing key of each message; ``None`` when keyless. At least one. Bytes for an
+            ordering key that is no text.
+        came_to: Range whose consumer received the entry, if a partition key routed it. ``None`` if
+            unknown: then the texts count.
 
     Returns:
-        (slot of the first message, which routes the entry; slot of each message where they differ,
-        else ``None``; whether the keys are known to be set as bytes).
+        (slot of the first message, which routes the entry; slot of each message if they differ,
+            else ``None``; whether the keys are known to be set as bytes).
     """
     first = routing_keys[0]
     slot: int | None = None
     of_bytes = False
     if first is not None:
         slot = key_slot(first)
-        # Every entry passes here: a range costs less to compare than to ask.
+        # Runs for every entry: comparing the bounds of a range is cheaper than a method call.
         inside = came_to is None or came_to.start <= slot <= came_to.end
         if not inside and isinstance(first, str):
             other = bytes_slot(first)
@@ -119,5 +121,5 @@ def _slot(key: str | bytes, of_bytes: bool) -> int:
 
 
 def differing(slots: list[int | None]) -> list[int | None] | None:
-    """Slots of the messages of one entry, at least one; ``None`` when all are the same."""
+    """Return the slots of the messages of one entry, at least one; ``None`` if all are equal."""
     return slots if slots.count(slots[0]) < len(slots) else None

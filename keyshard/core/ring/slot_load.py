@@ -1,32 +1,39 @@
-"""Which slots and which keys the messages of a source have: the load, in bounded memory.
+"""The load of slots and keys, in bounded memory.
 
-Slots are counted one by one: there are 65,536. Of keys only the frequent ones are kept. When there
-is no room for another, all counts become smaller by their median, and half of the keys leave; a key
-that makes more than 1/``KEYS_MAX`` of the messages never does.
+Each of the 65,536 slots has a counter. Of the keys, only frequent ones are kept. If there is no
+room for another key, all counts are reduced by their median, and half of the keys leave. A key with
+more than 1/``KEYS_MAX`` of the messages never leaves.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from heapq import nlargest
+from operator import itemgetter
 
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.ring.key_slot import possible_slots
 
 KEYS_MAX = 1_024
-"""Keys that are kept for sure, if they are frequent enough; twice as many are counted."""
+"""Number of frequent keys that are certain to be kept; twice as many are counted."""
 MESSAGES_MAX = 4_000_000
-"""Messages after which every count is halved, so that the load is that of the recent past."""
+"""Number of messages after which all counts are halved, so that recent messages dominate."""
 
 
 class SlotLoad:
-    """Counts messages by slot, and those of the frequent keys. Not thread-safe."""
+    """Counts messages by slot, and by frequent key. Not thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        messages_max: Messages after which all counts are halved; ``None``: ``MESSAGES_MAX``.
+    """
+
+    def __init__(self, messages_max: int | None = None) -> None:
+        self._messages_max = messages_max or MESSAGES_MAX
         self._slots = array("Q", bytes(8 * RING_SIZE))
         self._keys: dict[str, int] = {}
         self.messages = 0
-        """Messages that are counted, those of the recent past."""
+        """Number of counted messages, after halving."""
 
     @property
     def slots(self) -> Sequence[int]:
@@ -37,9 +44,9 @@ class SlotLoad:
         """Count messages of one slot.
 
         Args:
-            slot: Where they lie on the ring.
-            messages: How many.
-            key: Their routing key, where it is known.
+            slot: Slot of the messages.
+            messages: Number of messages.
+            key: Their routing key, if known.
         """
         self._slots[slot] += messages
         self.messages += messages
@@ -47,20 +54,32 @@ class SlotLoad:
             self._keys[key] = self._keys.get(key, 0) + messages
             if len(self._keys) > 2 * KEYS_MAX:
                 self._drop_rare()
-        if self.messages > MESSAGES_MAX:
-            self._halve()
+        if self.messages > self._messages_max:
+            self.halve()
 
     def hottest_keys(self) -> list[tuple[str, int]]:
-        """The most frequent keys that are known, and how many messages each has at least."""
+        """Return the known most frequent keys, and a lower bound of the messages of each."""
         return sorted(self._keys.items(), key=lambda item: (-item[1], item[0]))
 
+    def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]]:
+        """Return the most frequent keys, and a lower bound of the share of each.
+
+        Args:
+            count_max: Most keys.
+            share_min: Smallest share of the messages.
+        """
+        least = max(1.0, share_min * self.messages)
+        known = ((key, count) for key, count in self._keys.items() if count >= least)
+        hottest = nlargest(count_max, known, key=itemgetter(1))
+        return [(key, count / self.messages) for key, count in hottest]
+
     def keys_in(self, slot: int) -> list[str]:
-        """Frequent keys of one slot, the most frequent first."""
+        """Return frequent keys of one slot, the most frequent first."""
         return [key for key, _ in self.hottest_keys() if slot in possible_slots(key)]
 
     def copy(self) -> SlotLoad:
-        """The load as it is now; it does not change with this one."""
-        copied = SlotLoad()
+        """Return an independent copy."""
+        copied = SlotLoad(self._messages_max)
         copied._slots = self._slots[:]
         copied._keys = dict(self._keys)
         copied.messages = self.messages
@@ -70,7 +89,8 @@ class SlotLoad:
         median = sorted(self._keys.values())[len(self._keys) // 2]
         self._keys = {key: count - median for key, count in self._keys.items() if count > median}
 
-    def _halve(self) -> None:
+    def halve(self) -> None:
+        """Halve all counts, so that later messages count more than those so far."""
         self._slots = array("Q", [count // 2 for count in self._slots])
         self._keys = {key: count // 2 for key, count in self._keys.items() if count > 1}
         self.messages = sum(self._slots)

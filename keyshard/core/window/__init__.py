@@ -1,1 +1,1 @@
-"""What is received and not yet released, and how much of it makes a batch."""
+"""Entries that are received and not released, and the batches made of them."""

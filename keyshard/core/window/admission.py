@@ -1,8 +1,11 @@
-"""How much goes into a batch: limits split over topic partitions, and the cut by position."""
+"""Size of a batch: limits split over topic partitions, and the cut by position."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import le
 from typing import NamedTuple, TypeVar
 
 from keyshard.core.position.entry import EntryBlock
@@ -17,9 +20,9 @@ def share_out(limit: int, demand: Mapping[K, int]) -> dict[K, int]:
     """Split a limit in proportion to demand, so that small demands are not starved.
 
     Args:
-        limit: What may be given out in all, at least 1.
-        demand: What each key could take, positive. The order of keys decides who comes first when
-            the limit is smaller than the number of keys.
+        limit: Amount to distribute, at least 1.
+        demand: Positive demand of each key. If the limit is smaller than the number of keys, the
+            first keys come first.
 
     Returns:
         Per key at most its demand; at least 1 while the limit lasts; the sum is at most ``limit``.
@@ -42,17 +45,22 @@ def share_out(limit: int, demand: Mapping[K, int]) -> dict[K, int]:
 def split_limits(
     demands: Mapping[K, Sizes], limits: tuple[int, int, int | None], left_out: Collection[K]
 ) -> dict[K, Sizes]:
-    """Most that a cut takes of each topic partition.
+    """Return the most that a cut takes of each topic partition.
 
     Args:
-        demands: What each has, positive, in the order of keys as for :func:`share_out`.
+        demands: Positive demand of each topic partition; order as for :func:`share_out`.
         limits: Most rows, memory and payload of the batch; ``None``: any payload.
-        left_out: Who was left out of the cut before has a part in this one, whatever the limit.
+        left_out: Topic partitions with ranges that the previous cut left out. They get at least one
+            row, whatever the limit.
 
     Returns:
-        Per topic partition that may give any rows: most rows, memory and payload.
+        Most rows, memory and payload of each topic partition that may give rows.
     """
     rows_max, memory_max, payload_max = limits
+    totals = map(sum, zip(*demands.values(), strict=True))
+    limited = (rows_max, memory_max, payload_max or math.inf)
+    if all(map(le, totals, limited)):
+        return dict(demands)
     rows = share_out(rows_max, {key: sizes[0] for key, sizes in demands.items()})
     memory = share_out(memory_max, {key: sizes[1] for key, sizes in demands.items()})
     payload = {key: sizes[2] for key, sizes in demands.items()}
@@ -76,9 +84,9 @@ def take_aligned(
     Args:
         received: Entries, ascending by position.
         limits: Most rows, memory and payload; the first entry is taken whatever its size.
-        sizes: What an entry uses of them.
-        left_out: Ranges that had data and no part in the cut before: the first entry of each is
-            taken even beyond the cut position and the limits.
+        sizes: Returns rows, memory and payload of an entry.
+        left_out: Ranges that had data and were left out of the previous cut. The first entry of
+            each is taken, even beyond the cut position and the limits.
 
     Returns:
         (taken, rest), both ascending by position.
@@ -108,12 +116,12 @@ def take_aligned(
 
 
 def waits_for_more(rows: int, rows_min: int, waited_s: float, delay_max_s: float) -> bool:
-    """Whether a cut waits until there are ``rows_min`` rows, for at most ``delay_max_s`` seconds.
+    """Return whether a cut waits until there are ``rows_min`` rows, or ``delay_max_s`` has passed.
 
     Args:
         rows: Rows that could be cut.
         rows_min: Fewest rows of a batch.
-        waited_s: Time since the cut before, seconds.
+        waited_s: Time since the previous cut, seconds.
         delay_max_s: Longest time between cuts while there are rows, seconds.
     """
     return rows < rows_min and waited_s < delay_max_s
@@ -123,7 +131,9 @@ class Held(NamedTuple):
     """Messages of one topic partition that a source leaves unacknowledged."""
 
     rows: int
-    """Most rows in its window; 0 or less: the broker's limits leave no room for any."""
+    """Most rows in its window; 0 or less if the broker's limits leave no room."""
+    range_rows: int | None
+    """Most of those rows that one range received; ``None`` for no limit."""
     queue: int
     """Most messages in the client queue of each consumer."""
 
@@ -137,12 +147,12 @@ def held_max(
     per_consumer: int,
     per_subscription: int,
 ) -> Held:
-    """What may be held of one topic partition.
+    """Return how many messages of one topic partition the source may hold unacknowledged.
 
-    It stays below what the broker leaves unacknowledged, client queues included: a consumer at its
-    limit gets nothing more, and holds up the other ranges. One range may have all rows of a
-    partition, so the limit per consumer counts for the whole. Where both do not fit, the queues
-    become smaller first, until rows and queues have half each.
+    The sum stays below the broker's limits, client queues included. At the limit of a subscription
+    the broker sends nothing more until half is acknowledged. An entry may exceed the permits of its
+    consumer, so the queues count twice where rows have more than half. If rows and queues do not
+    fit together, the queues shrink first, until both have half each.
 
     Args:
         window_rows_max: Most rows over all topic partitions.
@@ -153,9 +163,48 @@ def held_max(
         per_subscription: Broker's limit per subscription and topic partition; 0 for none.
     """
     rows = max(1, window_rows_max // max(1, topic_partitions))
-    for limit, consumers in ((per_consumer, 1), (per_subscription, ranges)):
-        if limit:
-            left = limit - min(rows, limit // 2)
-            queue = max(1, min(queue, left // consumers))
-            rows = min(rows, limit - consumers * queue)
-    return Held(rows, queue)
+    range_rows = None
+    if per_consumer:
+        queue = max(1, min(queue, per_consumer - min(rows, per_consumer // 2)))
+        range_rows = per_consumer - queue
+        rows = min(rows, ranges * range_rows)
+    if per_subscription:
+        left = per_subscription - min(rows, per_subscription // 2)
+        queue = max(1, min(queue, left // ranges))
+        queues = ranges * queue
+        rows = min(rows, per_subscription - queues)
+        if 2 * rows > per_subscription:
+            rows = max(per_subscription // 2, min(rows, per_subscription - 2 * queues))
+    return Held(rows, range_rows, queue)
+
+
+# -- The limits of a window, and the share of each topic partition ---------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The limits of a window, for received and planned entries together."""
+
+    rows_max: int
+    bytes_max: int
+    partition_rows_max: int | None = None
+    """Most rows of one topic partition; ``None``: only its share of ``rows_max``."""
+    checkpoint_bytes_max: int = 256 * 1024
+    """Size of a checkpoint at which the fast ranges of a topic partition pause."""
+    queue_max: int = 1_000
+    """Most messages in the client queue of each consumer, in addition to those rows."""
+    range_rows_max: int | None = None
+    """Most rows of one topic partition that one range received; ``None``: no limit."""
+
+    def fill(self, rows: int, size: int, shares: int) -> float:
+        """Return how full a topic partition's share is, from 0 to 1, rarely more.
+
+        Args:
+            rows: Held rows of the topic partition.
+            size: Their memory, bytes.
+            shares: Number of topic partitions.
+        """
+        rows_max = self.rows_max / shares
+        if self.partition_rows_max is not None:
+            rows_max = min(rows_max, self.partition_rows_max)
+        return max(rows / rows_max, size * shares / self.bytes_max)

@@ -1,12 +1,12 @@
-"""Keeps a checkpoint small while a range is slow.
+"""Limits the size of a checkpoint while a range is slow.
 
-What the fast ranges deliver around the missing entries of a slow one makes runs, and runs are the
-size of a checkpoint. So a cut takes only what fits, and ranges with many entries that did not fit
-pause. The entries that the slow range is going to bring lie in the holes: they join runs, always
-fit, and their range keeps receiving whatever else is full.
+Entries that fast ranges deliver around the missing entries of a slow range form runs. The number of
+runs determines the size of a checkpoint. So a cut takes only entries that fit, and ranges with many
+entries that did not fit pause. Missing entries of the slow range lie in ack gaps. They join runs,
+so they always fit, and their range never pauses.
 
-However many topic partitions there are, and whatever the others take: what makes no new run always
-fits, and so do the first few runs of each.
+Entries that make no new run always fit. So do the first few runs of each topic partition, however
+many topic partitions there are.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_set import EntrySet
 
 RUN_BYTES_MAX = 24
-"""Text of one run with generous numbers, bytes; for an estimate from above."""
+"""Upper estimate for the text of one run, bytes."""
 PARTITION_BYTES = 300
 """Text of a topic partition beside its sets: names, floor, publish time; bytes."""
 RUNS_ALWAYS = 4
-"""Runs that a topic partition may always have: one cannot wait for the proof that a ledger has
-ended before the next ledger begins."""
+"""Runs that a topic partition may always have. With a single run, the next ledger would have to
+wait for proof that the previous one has ended."""
 
 
 def fitting(delivered: EntrySet, received: Sequence[EntryBlock], bytes_max: int) -> int:
-    """How many of the received entries, ascending, a checkpoint of ``bytes_max`` has room for.
+    """Return how many of the received entries, ascending, fit into a checkpoint of ``bytes_max``.
 
-    Entries beyond the newest delivered one use three quarters of the room: the rest is kept for
-    those that come late. The first late entry always fits, so a slow range is never locked out;
-    and so does what leaves the set in few runs.
+    Entries after the newest delivered one may use three quarters of the room; the rest is reserved
+    for late entries. The first late entry always fits, so a slow range is never locked out. Entries
+    that leave the set in few runs always fit as well.
     """
     room = bytes_max - PARTITION_BYTES
+    if not received or (2 * len(received) + delivered.run_count) * RUN_BYTES_MAX <= room * 3 // 4:
+        return len(received)
     ids = [block.id for block in received]
-    # Sets of this many runs are far from the limit: most cuts end here.
+    # Most sets have few runs and are far from the limit, so most cuts end here.
     if (2 * _runs_in(ids) + delivered.run_count) * RUN_BYTES_MAX <= room * 3 // 4:
         return len(ids)
     newest = delivered.last
@@ -55,7 +57,7 @@ def fitting(delivered: EntrySet, received: Sequence[EntryBlock], bytes_max: int)
 
 
 def _joining(delivered: EntrySet, ids: Sequence[EntryId]) -> int:
-    """How many entries, ascending, leave a set in few runs, or in no more than it has."""
+    """Return how many entries, ascending, leave a set in few runs, or add none."""
     runs = delivered.run_count
     most = max(runs, RUNS_ALWAYS)
     newest: EntryId | None = None
@@ -71,6 +73,10 @@ def _joining(delivered: EntrySet, ids: Sequence[EntryId]) -> int:
 
 
 def _runs_in(ids: Sequence[EntryId]) -> int:
+    """Return about how many runs these ids have: at least one, ascending."""
+    first, last = ids[0], ids[-1]
+    if first.ledger == last.ledger and last.entry - first.entry == len(ids) - 1:
+        return 1
     return 1 + sum(later.entry != entry.entry + 1 for entry, later in pairwise(ids))
 
 
@@ -81,17 +87,17 @@ def paused_ranges(
     ranges: int,
     owners: Collection[int],
 ) -> frozenset[int]:
-    """Ranges that pause while a partition's checkpoint has no room.
+    """Return the ranges that pause while a partition's checkpoint has no room.
 
-    Each range may hold its part of half the budget, so a slow one that ran ahead in some of its
-    keys still gets to the rest.
+    Each range may hold its part of half the budget. So a slow range that received some keys ahead
+    still gets to the other keys.
 
     Args:
-        waiting: Received entries, which no cut takes now.
+        waiting: Received entries that no cut takes now.
         rows_share: Rows the topic partition may hold.
         bytes_share: Bytes the topic partition may hold.
         ranges: Number of ranges.
-        owners: Ranges that are known to owe an entry of a hole: they never pause.
+        owners: Ranges known to owe an entry of an ack gap. They never pause.
     """
     rows: Counter[int] = Counter()
     size: Counter[int] = Counter()

@@ -1,7 +1,7 @@
-"""Size of a consumer's client queue, in messages: memory that no window counts.
+"""Size of a consumer's client queue, in messages. The window does not count this memory.
 
-:class:`ClientQueue` sizes a queue that keeps the size it was made with. :class:`SentAhead` sizes
-one that changes with every grant, because its client speaks the protocol itself.
+:class:`ClientQueue` is for clients whose queue has a fixed size. :class:`SentAhead` is for the
+client that implements the protocol itself and changes the size with every grant of permits.
 """
 
 from __future__ import annotations
@@ -9,41 +9,42 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MESSAGE_BYTES_GUESS = 10_000
-"""Size of a message as long as none was seen, bytes."""
+"""Assumed size of a message before one was received, bytes."""
 FIRST_MIN = 20
-"""Messages that a queue begins with although so many of the guessed size do not fit, if so many
-empty ones do: of two or three the broker waits for the client after every entry."""
+"""Smallest initial queue, in messages, if that many empty messages fit. With two or three, the
+broker waits for the client after every entry."""
 POLLED_MAX = 30
-"""Messages up to which a queue is taken message by message. A round of the client's batch receive
-waits for more while the queue is not full, and so small a queue has many consumers beside it."""
+"""Largest queue that is received message by message. The client's batch receive waits while the
+queue is not full, and with queues this small there are many other consumers."""
 MESSAGE_OVERHEAD_BYTES = 1_024
-"""Memory that a message takes in the client beside its payload, bytes."""
+"""Memory of a message in the client beside its payload, bytes."""
 SHRINK_MIN = 1.5
-"""Factor from which a smaller queue is worth a new subscription."""
+"""Shrink factor that justifies a new subscription."""
 NEWEST_WEIGHT = 0.25
 """Weight of the newest delivery in the average size."""
 SMALLER_WEIGHT = 0.125
-"""The same where it is smaller, and the queue is to grow: large messages may come again."""
+"""Weight of a delivery with smaller messages, which lets the queue grow. Low, because large
+messages may come again."""
 RAW_ENTRY_BYTES = 300
-"""Memory of an entry that is not decoded yet, beside its bytes."""
+"""Memory of an entry before decoding, beside its bytes."""
 
 
 @dataclass(slots=True)
 class ClientQueue:
     """Size of one consumer's queue, from its share of a budget and the messages it receives.
 
-    It begins with a guess, and larger messages make it smaller. It never grows: that would take a
-    new subscription, with everything delivered again, at every start.
+    The size begins with a guess and shrinks if messages are larger. It never grows: that would need
+    a new subscription, and redelivery of everything, at every start.
     """
 
     bytes_max: int
-    """Memory that the queue may take, bytes."""
+    """Most memory of the queue, bytes."""
     messages_max: int
-    """Messages that the queue may hold, however small they are."""
+    """Most messages in the queue, however small."""
     adapts: bool = False
-    """Whether the client sizes its queue by itself: then nothing is decided here."""
+    """Whether the client sizes its own queue; then ``size`` is constant."""
     size: int = field(init=False)
-    """Messages that the client may ask for ahead."""
+    """Messages that the client may prefetch."""
     _message_bytes: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -54,11 +55,11 @@ class ClientQueue:
 
     @property
     def polled(self) -> bool:
-        """Whether messages are taken one by one: then a reconnect may lie between any two."""
+        """Whether messages are received one by one; then a reconnect may happen between any two."""
         return self.size <= POLLED_MAX
 
     def suits(self, messages: int, size_bytes: int) -> bool:
-        """Take a delivery into account; whether ``size`` stays. Otherwise subscribe anew.
+        """Count a delivery, and return whether ``size`` stays. If not, the caller must resubscribe.
 
         Args:
             messages: Messages of the delivery, at least 1.
@@ -84,27 +85,27 @@ class ClientQueue:
 class SentAhead:
     """Number of messages that a broker may send ahead within a share of memory.
 
-    It begins small, and at most doubles with each delivery: before, nobody knows how large messages
-    are. A larger message counts at once, a smaller one little by little.
+    The number begins small, because the size of messages is unknown, and at most doubles with each
+    delivery. Larger messages reduce it at once; smaller ones raise it gradually.
     """
 
     messages_max: int
-    """Messages that may be sent ahead, however small they are."""
+    """Most messages to send ahead, however small."""
     bytes_max: int
-    """Memory that they may take, bytes; one message may take more."""
+    """Most memory of these messages, bytes; a single message may exceed it."""
     size: int = 1
-    """Messages that may be sent ahead now."""
+    """Messages that the broker may send ahead now."""
     _message_bytes: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.size = max(1, min(self.size, self.messages_max))
 
     def measure(self, messages: int, size_bytes: int) -> int:
-        """Take a delivery into account; the size from now on.
+        """Count a delivery, and return the new size.
 
         Args:
             messages: Messages of the delivery, at least 1.
-            size_bytes: Memory that they took before they were decoded.
+            size_bytes: Memory of the messages before decoding, bytes.
         """
         newest, before = size_bytes / messages, self._message_bytes
         self._message_bytes += (newest - before) * (1.0 if newest > before else SMALLER_WEIGHT)

@@ -1,39 +1,40 @@
-"""The layout of a batch: which entries go to which partition of the host, in which order.
+"""The layout of a batch: the host's partition of each entry, and the order in it.
 
-A pure function of the batch's end checkpoint and its entries, so that a batch which runs again,
-under another number of ranges or another release, has the same rows in the same places.
+The layout is a pure function of the batch's end checkpoint and its entries. So a batch that runs
+again, with another number of ranges or another release, has the same rows in the same places.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.ring.hash_range import range_index
+from keyshard.core.ring.hash_range import RING_SIZE, range_index
 from keyshard.core.ring.key_slot import key_slot
 
-ROWS_PER_PARTITION_MIN = 100
-"""Rows that are worth a partition of the host, unless they are large."""
-BYTES_PER_PARTITION_MIN = 1024 * 1024
-"""Payload that is worth a partition of the host, bytes."""
+ROWS_PER_PARTITION_MIN = 50_000
+"""Row count that justifies a partition of the host, unless the rows are large."""
+BYTES_PER_PARTITION_MIN = 8 * 1024 * 1024
+"""Payload that justifies a partition of the host, bytes."""
 
 Located = tuple[TopicPartition, EntryBlock]
-"""An entry and the topic partition it lies in."""
+"""An entry and its topic partition."""
 
 
 def home_range(
     topic_partition: TopicPartition, entry_id: EntryId, slot: int | None, ranges: int
 ) -> int:
-    """Index of the range that an entry belongs to; keyless entries are spread by their position."""
+    """Return the index of the range of an entry. Keyless entries are spread by their position."""
     if slot is None:
         slot = key_slot(f"{topic_partition.name}:{entry_id.ledger}:{entry_id.entry}")
     return range_index(slot, ranges)
 
 
 def merged(rows: int, size_bytes: int, ranges: int) -> int:
-    """Number of partitions for a batch: a small one puts several ranges into one partition.
+    """Return the number of partitions of a batch, while nothing is known of the cost of its rows.
 
-    A host pays tens of milliseconds for each partition, whatever is in it.
+    Small batches merge neighbouring ranges: a host needs tens of milliseconds for each partition.
 
     Args:
         rows: Rows of the batch.
@@ -41,14 +42,14 @@ def merged(rows: int, size_bytes: int, ranges: int) -> int:
         ranges: Number of ranges.
 
     Returns:
-        1 to ``ranges``; decided at the cut and stored in the batch's checkpoint.
+        1 to ``ranges``.
     """
     wanted = max(rows // ROWS_PER_PARTITION_MIN, size_bytes // BYTES_PER_PARTITION_MIN)
     return min(ranges, max(1, wanted))
 
 
 def shared_partition(range_index: int, ranges: int, partitions: int) -> int:
-    """The partition of a batch that a range lies in, when neighbouring ranges share them."""
+    """Return the partition of a range when neighbouring ranges share partitions."""
     return range_index * partitions // ranges
 
 
@@ -61,20 +62,24 @@ def lay_out(
 
     Args:
         entries: Entries of the batch per topic partition, ascending by position.
-        ranges: Number of ranges written in the batch's end checkpoint.
-        partitions: Number of partitions written there, when neighbouring ranges share them;
-            ``None``: one per range.
+        ranges: Number of ranges in the batch's end checkpoint.
+        partitions: Number of partitions in that checkpoint, if ranges share them; ``None``: one per
+            range.
 
     Returns:
-        Per partition that has data, ascending: its entries by (topic partition, ledger, entry).
+        For each partition with data, ascending: its entries by (topic partition, ledger, entry).
     """
-    result: dict[int, list[Located]] = {}
+    result: defaultdict[int, list[Located]] = defaultdict(list)
     count = partitions or ranges
     for topic_partition in sorted(entries):
         for block in entries[topic_partition]:
-            # By the text of its key: a batch that is read again knows no range that it came to.
+            # By the text of its key: a replayed batch does not know which range received it.
             slot = block.text_slots[0] if block.keys_of_bytes else block.slot
-            index = home_range(topic_partition, block.id, slot, ranges)
-            part = shared_partition(index, ranges, count)
-            result.setdefault(part, []).append((topic_partition, block))
+            # Runs for every entry: a call for each is half of the cost.
+            index = (
+                home_range(topic_partition, block.id, slot, ranges)
+                if slot is None
+                else slot * ranges // RING_SIZE
+            )
+            result[index * count // ranges].append((topic_partition, block))
     return dict(sorted(result.items()))

@@ -1,35 +1,37 @@
-"""The window's share of one topic partition: its entries and evidence, and their counts."""
+"""The window of one topic partition: its entries, its evidence, and their counts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from operator import attrgetter, le
+from operator import attrgetter
 
-from keyshard.core.holes.settling import Proofs, Settled, settle, settles_more
-from keyshard.core.position.checkpoint import PartitionCheckpoint
-from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.position.fingerprint import (
+from keyshard.core.ack_gaps import Proofs, Resolution, resolve, resolves_more
+from keyshard.core.fingerprint import (
     Known,
     check_delivered,
     check_held,
     check_unknown,
 )
+from keyshard.core.position.checkpoint import PartitionCheckpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.window.admission import Sizes, take_aligned
 from keyshard.core.window.checkpoint_size import fitting
 
 
 class Receipt(Enum):
-    """What became of a delivered entry."""
+    """The outcome of a delivery."""
 
     ACCEPTED = auto()
-    """It is new and in the window now."""
+    """The entry is new and is in the window now."""
     HELD = auto()
-    """It is in the window already: dropped; acknowledged when its batch is released."""
+    """The window has the entry already. It is dropped, and acknowledged when its batch is
+    released."""
     COMMITTED = auto()
-    """Its batch is committed, or it is settled: dropped; acknowledge it, the broker forgot."""
+    """The entry is committed or resolved. Drop it, and acknowledge it again."""
 
 
 @dataclass(slots=True)
@@ -40,39 +42,41 @@ class PartitionWindow:
     """
 
     state: PartitionCheckpoint
-    """Floor and delivered set as of the newest cut; ``batch`` is that cut's."""
+    """Floor and delivered set as of the newest cut; ``batch`` is the batch of that cut."""
     received: list[EntryBlock] = field(default_factory=list)
-    """Entries not yet cut."""
+    """Entries received and not cut."""
     taken: dict[EntryId, EntryBlock] = field(default_factory=dict)
-    """Entries handed to handlers, until a batch has them."""
+    """Entries handed to handlers and not in a batch."""
     held: dict[EntryId, int] = field(default_factory=dict)
     """All entries received, taken or planned, with their publish times."""
     expected: EntrySet = field(default_factory=EntrySet)
-    """Ids of a planned batch that is not read again yet."""
+    """Ids of a planned batch that is not replayed yet."""
     rows: int = 0
     bytes: int = 0
-    """What is held: received, taken and planned."""
+    """All held entries (received, taken, planned): rows, and memory in bytes."""
     received_rows: int = 0
     received_bytes: int = 0
     received_payload: int = 0
-    """What is received and not cut: rows, memory and payload."""
+    """Entries received and not cut: rows; memory and payload in bytes."""
+    range_rows: Counter[int] = field(default_factory=Counter)
+    """Rows of all held entries by the range that received them; of a replay, under -1."""
     left_out: set[int] = field(default_factory=set)
-    """Ranges that had data and no part in the newest cut."""
+    """Ranges that had data and were left out of the newest cut."""
     proofs: Proofs = field(default_factory=Proofs)
     """Evidence that the next cut with rows puts into its checkpoint."""
     owners: frozenset[int] = frozenset()
-    """Ranges that owe an entry of a hole, as far as known."""
+    """Ranges known to owe an entry of an ack gap."""
     tight: bool = False
     """Whether the newest cut or commit left entries out because the checkpoint had no room."""
     waiting_rows: int = 0
-    """Received rows that no cut takes before something else comes."""
+    """Received rows that no cut can take until a new entry or evidence comes."""
     lowest_ledger: int = -1
-    """Lowest ledger that the checkpoint of the start knows; -1 when it knows none."""
+    """Lowest ledger in the checkpoint of the start; -1 if it has none."""
     doubted: Known | None = None
-    """What was known when nothing showed any longer that this is the same topic partition; ``None``
-    while that is sure."""
+    """The known state at the time when the identity of the topic partition became uncertain;
+    ``None`` while it is certain."""
     gone: bool = False
-    """Whether the topic partition exists no more: the next checkpoint leaves it out."""
+    """Whether the topic partition was deleted. The next checkpoint leaves it out."""
 
     @property
     def ready_rows(self) -> int:
@@ -81,18 +85,18 @@ class PartitionWindow:
 
     @property
     def received_sizes(self) -> Sizes:
-        """What is received and not cut."""
+        """Rows, memory and payload of entries received and not cut."""
         return self.received_rows, self.received_bytes, self.received_payload
 
     @property
-    def holes(self) -> int:
-        """Gaps between the runs of delivered entries."""
+    def ack_gaps(self) -> int:
+        """Number of gaps between runs of delivered entries."""
         return max(0, self.state.delivered.run_count - 1)
 
     def receive(self, block: EntryBlock, range_index: int) -> None:
         """Take a new entry that a range received."""
-        rows, memory = self.hold(block)
         block.received_by = range_index
+        rows, memory = self.hold(block)
         self.received.append(block)
         self.waiting_rows = 0
         self.received_rows += rows
@@ -100,7 +104,7 @@ class PartitionWindow:
         self.received_payload += block.payload_bytes
 
     def reassign(self, owners: Sequence[int], ranges: int) -> None:
-        """Others own the ring now: what is received is theirs, keyless entries stay as they are.
+        """Move received entries to the new owners of the ring. Keyless entries stay.
 
         Args:
             owners: The range that owns each slot.
@@ -110,13 +114,15 @@ class PartitionWindow:
         for block in self.received:
             before, slot = block.received_by, block.slot
             block.received_by = before % ranges if slot is None else owners[slot]
+            self.range_rows[before] -= block.rows
+            self.range_rows[block.received_by] += block.rows
             if before in self.left_out:
                 left_out.add(block.received_by)
         self.left_out = left_out
         self.owners = frozenset()
 
     def drop_received(self) -> None:
-        """Forget what is received and in no batch."""
+        """Forget received entries that are in no batch."""
         self.let_go(self.received)
         self.received = []
         self.received_rows = self.received_bytes = self.received_payload = 0
@@ -124,10 +130,10 @@ class PartitionWindow:
         self.left_out = set()
 
     def take_oldest(self, rows_max: int | None) -> list[EntryBlock]:
-        """Hand out what was received first; it stays held.
+        """Hand out the entries received first. They stay held.
 
         Args:
-            rows_max: Rows after which no entry is begun; ``None``: everything.
+            rows_max: Row count after which no further entry is taken; ``None``: no limit.
         """
         count, rows = len(self.received), self.received_rows
         if rows_max is not None and rows > rows_max:
@@ -138,7 +144,7 @@ class PartitionWindow:
         taken, self.received = self.received[:count], self.received[count:]
         self.received_rows -= rows
         self.received_bytes -= sum(map(_memory, taken))
-        self.received_payload -= sum(block.payload_bytes for block in taken)
+        self.received_payload -= payload_of(taken)
         self.waiting_rows = 0
         self.taken.update((block.id, block) for block in taken)
         return taken
@@ -146,11 +152,11 @@ class PartitionWindow:
     def give_back(
         self, completed: Collection[EntryId], checkpoint_bytes_max: int
     ) -> list[EntryBlock]:
-        """The entries of the next batch out of what handlers completed; they stay held.
+        """Select completed entries for the next batch. They stay held.
 
         Args:
-            completed: Ids of entries that were handed out.
-            checkpoint_bytes_max: Size of this topic partition's share of the checkpoint; completed
+            completed: Ids of entries that handlers took.
+            checkpoint_bytes_max: Size of this topic partition's share of the checkpoint. Completed
                 entries that do not fit stay taken.
         """
         blocks = [self.taken[entry_id] for entry_id in sorted(completed)]
@@ -160,14 +166,14 @@ class PartitionWindow:
         return blocks[:count]
 
     def holds(self, entry_id: EntryId) -> bool:
-        """Whether an entry is received, taken or planned, perhaps before it is read again."""
+        """Return whether an entry is received, taken, planned or expected."""
         return entry_id in self.held or entry_id in self.expected
 
     def check_known(self, topic_partition: TopicPartition, block: EntryBlock) -> Receipt:
-        """What becomes of an entry whose id is held or settled.
+        """Return the outcome for an entry whose id is held or resolved.
 
         Raises:
-            TopicRecreatedError: The id was handed out a second time.
+            TopicRecreatedError: The broker assigned the id a second time.
         """
         latest_ms, published_ms = self._latest_ms_of(block.id), self.held.get(block.id)
         if published_ms is None and self.expected and block.id in self.expected:
@@ -179,14 +185,14 @@ class PartitionWindow:
         return Receipt.COMMITTED
 
     def _latest_ms_of(self, entry_id: EntryId) -> int:
-        """Latest time at which an entry that is settled may have been published."""
+        """Return the latest possible publish time of a resolved entry, milliseconds."""
         known = self.doubted
         return (known if known and entry_id in known else self.state).published_ms
 
     def doubt(self) -> None:
-        """Nothing shows any longer that this is the topic partition that was received from.
+        """Mark the identity of the topic partition as uncertain.
 
-        What was proved of it and is in no checkpoint yet is proved anew, of whatever is there then.
+        Evidence that is in no checkpoint yet is dropped, and must be gathered again.
         """
         self.proofs = Proofs()
         if self.doubted is None:
@@ -195,13 +201,13 @@ class PartitionWindow:
             self.doubted = known or None
 
     def compare(self, topic_partition: TopicPartition, block: EntryBlock) -> bool:
-        """Whether what is stored of this topic partition, if that is doubted, ends the doubt.
+        """Compare a stored entry with the known state; return whether it ends the doubt.
 
-        It does where the id is known and the entry as old as it should be; and where the id is
-        higher than all that are known, because ids only grow.
+        It ends the doubt in two cases: the id is known and the publish time fits; or the id is
+        above all known ones, because ids only grow.
 
         Raises:
-            TopicRecreatedError: The ids were handed out a second time.
+            TopicRecreatedError: The broker assigned the ids a second time.
         """
         known = self.doubted
         if known is None:
@@ -216,55 +222,66 @@ class PartitionWindow:
         return True
 
     def compare_id(self, entry_id: EntryId) -> bool:
-        """As :meth:`compare`, of an entry that cannot be read: its id alone may be the higher."""
+        """Compare the id of an unreadable entry. Only an id above all known ones ends the doubt."""
         known = self.doubted
         if known is not None and entry_id > known.span[1]:
             self.doubted = None
         return self.doubted is None
 
     def hold(self, block: EntryBlock) -> tuple[int, int]:
-        """Count an entry as held; its rows and memory."""
+        """Count an entry as held, with its rows and memory."""
         self.held[block.id] = block.publish_ms
         rows = block.rows
         memory = block.memory_bytes
         self.rows += rows
+        self.range_rows[block.received_by] += rows
         self.bytes += memory
         return rows, memory
 
     def date(self, block: EntryBlock, published_ms: int) -> None:
-        """A held entry that tells no publish time was published at this one, or before."""
+        """Set an upper bound for the publish time of a held entry that has none."""
         self.held[block.id] = block.publish_ms = published_ms
 
     def let_go(self, blocks: Sequence[EntryBlock]) -> None:
-        """Count entries as held no longer."""
-        held, rows = self.held, 0
+        """Stop counting entries as held."""
+        held, range_rows, rows = self.held, self.range_rows, 0
         for block in blocks:
             held.pop(block.id, None)
-            rows += len(block.indices)
+            count = len(block.indices)
+            range_rows[block.received_by] -= count
+            rows += count
         self.rows -= rows
         self.bytes -= sum(map(_memory, blocks))
 
     def take(self, limits: Sizes, checkpoint_bytes_max: int) -> list[EntryBlock]:
-        """Take the entries of the next batch out of what is received; they stay held.
+        """Take the entries of the next batch out of the received ones. They stay held.
 
         Args:
             limits: Most rows, memory and payload; a single larger entry is still taken.
             checkpoint_bytes_max: Size of this topic partition's share of the checkpoint.
         """
-        self.received.sort(key=_id)
-        count = self._fitting(self.received, checkpoint_bytes_max)
+        received = self.received
+        if len(received) > 1:
+            received.sort(key=_id)
+        count = self._fitting(received, checkpoint_bytes_max)
         if not count:
             self.waiting_rows = self.received_rows
             return []
-        if count == len(self.received) and all(map(le, self.received_sizes, limits)):
+        rows_max, memory_max, payload_max = limits
+        if (
+            count == len(received)
+            and self.received_rows <= rows_max
+            and self.received_bytes <= memory_max
+            and self.received_payload <= payload_max
+        ):
             return self._take_all()
-        taken, rest = take_aligned(self.received[:count], limits, _sizes, self.left_out)
-        self.received = rest + self.received[count:]
+        taken, rest = take_aligned(received[:count], limits, _sizes, self.left_out)
+        self.received = rest + received[count:]
         self.left_out = {block.received_by for block in self.received}
         self.left_out -= {block.received_by for block in taken}
-        self.received_rows -= sum(block.rows for block in taken)
+        self.received_rows -= rows_of(taken)
         self.received_bytes -= sum(map(_memory, taken))
-        self.received_payload -= sum(block.payload_bytes for block in taken)
+        self.received_payload -= payload_of(taken)
         return taken
 
     def _take_all(self) -> list[EntryBlock]:
@@ -274,12 +291,12 @@ class PartitionWindow:
         return blocks
 
     def _fitting(self, entries: Sequence[EntryBlock], bytes_max: int) -> int:
-        """How many of some entries, ascending, the next checkpoint has room for."""
+        """Return how many of the given ascending entries fit into the next checkpoint."""
         count = fitting(self.state.delivered, entries, bytes_max)
         if count < len(entries) and self._evidence:
-            # The checkpoint of this cut is going to have fewer holes than the newest.
-            settled = settle(self.state, self._evidence, self._undelivered())
-            count = fitting(settled.delivered, entries, bytes_max)
+            # Proofs close ack gaps, so the checkpoint of this cut has more room than the newest.
+            resolved = resolve(self.state, self._evidence, self._undelivered())
+            count = fitting(resolved.delivered, entries, bytes_max)
         self.tight = count < len(entries)
         return count
 
@@ -287,31 +304,41 @@ class PartitionWindow:
         """Make the state after a batch with these entries the newest.
 
         Returns:
-            Entries of holes that it calls settled, and the state before did not.
+            Number of entries of ack gaps that became resolved.
         """
-        settled = self._settle(blocks)
-        batch = EntrySet.of(block.id for block in blocks)
-        published_ms = [block.publish_ms for block in blocks]
+        evidence, ids, before = self._evidence, list(map(_id, blocks)), self.state
+        floor, delivered, newly = before.floor, before.delivered, 0
+        if evidence:
+            floor, delivered, newly = self._resolve(evidence, ids)
+        elif floor is not None:
+            # No other entry can be in the run after the floor, because none of them is delivered.
+            floor, delivered = delivered.following(floor)
+        batch = EntrySet.of(ids)
         self.state = PartitionCheckpoint(
-            floor=settled.floor,
-            delivered=settled.delivered | batch,
+            floor=floor,
+            delivered=delivered | batch,
             batch=batch,
-            partial={block.id: frozenset(block.indices) for block in blocks if not block.whole},
-            published_ms=max(self.state.published_ms, self._evidence.published_ms, *published_ms),
+            partial={
+                block.id: frozenset(block.indices)
+                for block in blocks
+                if len(block.indices) != block.batch_size
+            },
+            published_ms=max(
+                [before.published_ms, evidence.published_ms, *map(_publish_ms, blocks)]
+            ),
         )
-        return settled.newly
+        return newly
 
-    def _settle(self, blocks: Sequence[EntryBlock]) -> Settled:
-        """What the evidence makes of the newest state, before ``blocks`` join it."""
-        evidence = self._evidence
-        undelivered = self._undelivered() if settles_more(self.state, evidence) else []
-        settled = settle(self.state, evidence, [*undelivered, *(block.id for block in blocks)])
-        evidence.applied(settled.floor)
-        return settled
+    def _resolve(self, evidence: Proofs, joining: Sequence[EntryId]) -> Resolution:
+        """Apply the evidence to the newest state, before other entries, ascending, join it."""
+        undelivered = self._undelivered() if resolves_more(self.state, evidence) else []
+        resolved = resolve(self.state, evidence, [*undelivered, *joining])
+        evidence.applied(resolved.floor)
+        return resolved
 
     @property
     def _evidence(self) -> Proofs:
-        """What may enter a checkpoint: nothing, while it may be of another topic partition."""
+        """Evidence for the next checkpoint; none while the topic partition is doubted."""
         return self.proofs if self.doubted is None else Proofs()
 
     def _undelivered(self) -> list[EntryId]:
@@ -319,7 +346,7 @@ class PartitionWindow:
         return [*map(_id, self.received), *self.taken]
 
     def prove(self, proofs: Proofs, owners: frozenset[int]) -> None:
-        """Take evidence, and the ranges that owe an entry of a hole."""
+        """Take evidence, and the ranges that owe an entry of an ack gap."""
         self.proofs.merge(proofs)
         self.owners = owners
         if proofs:
@@ -329,7 +356,7 @@ class PartitionWindow:
         """Assert the invariants.
 
         Args:
-            planned: Entries that are in a checkpoint, and held until their release.
+            planned: Entries that are in a checkpoint and not released.
         """
         ids = list(map(_id, self.received))
         received, in_batches = set(ids), {block.id for block in planned}
@@ -337,15 +364,32 @@ class PartitionWindow:
         assert len(in_batches) == len(planned), "an entry is planned twice"
         assert not any(one in self.expected for one in in_batches), "or read again twice"
         assert self.held.keys() == in_batches | received | self.taken.keys()
-        assert not any(map(self.state.settled, ids)), "a received entry is settled"
-        assert all(map(self.state.settled, in_batches | set(self.expected)))
+        assert not any(map(self.state.covers, ids)), "a received entry is resolved"
+        assert all(map(self.state.covers, in_batches | set(self.expected)))
         assert self.received_rows == sum(block.rows for block in self.received)
         others = [*planned, *self.taken.values()]
         assert self.rows == self.received_rows + sum(block.rows for block in others)
+        of_ranges: Counter[int] = Counter()
+        for block in [*self.received, *others]:
+            of_ranges[block.received_by] += block.rows
+        assert +self.range_rows == of_ranges, "the rows of a range are counted wrong"
 
 
 _id = attrgetter("id")
 _memory = attrgetter("memory_bytes")
+_indices = attrgetter("indices")
+_payload = attrgetter("payload_bytes")
+_publish_ms = attrgetter("publish_ms")
+
+
+def rows_of(blocks: Iterable[EntryBlock]) -> int:
+    """Return the number of messages of some entries."""
+    return sum(map(len, map(_indices, blocks)))
+
+
+def payload_of(blocks: Iterable[EntryBlock]) -> int:
+    """Return the payload of some entries, bytes."""
+    return sum(map(_payload, blocks))
 
 
 def _sizes(block: EntryBlock) -> Sizes:

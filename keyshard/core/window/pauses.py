@@ -1,56 +1,71 @@
-"""How full a window is, and which ranges pause: all of a full topic partition, or some while its
-checkpoint has no room."""
+"""Fill level of a window, and its pauses.
+
+All ranges of a full topic partition pause. A range pauses alone if it received as many rows as the
+broker leaves one consumer unacknowledged. Some ranges pause while a checkpoint has no room.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.window.admission import Budget
 from keyshard.core.window.checkpoint_size import paused_ranges
+from keyshard.core.window.partition_window import PartitionWindow
 
-if TYPE_CHECKING:
-    from keyshard.core.window.window import Window
+
+class Filled(Protocol):
+    """The facts that decide pauses: the entries of a window, and its limits."""
+
+    known: dict[TopicPartition, PartitionWindow]
+    active: dict[TopicPartition, None]
+    tight: set[TopicPartition]
+    budget: Budget
+    ranges: int
 
 
 class Pauses:
-    """A part of one window, which tells what changed.
+    """The pauses of one window. The window reports its changes.
 
-    Only :meth:`include` may be asked by any thread without the window's lock: a receive thread that
-    pauses one round early or late does no harm.
+    Any thread may call :meth:`include` without the window's lock: a receive thread that pauses one
+    round early or late does no harm. All other methods need the lock.
 
     Args:
-        window: What is received and held.
+        window: The window.
     """
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Filled) -> None:
         self._window = window
         self._full: set[TopicPartition] = set()
+        self._full_ranges: set[tuple[TopicPartition, int]] = set()
         self._named: dict[TopicPartition, frozenset[int]] = {}
-        """Ranges that pause while a checkpoint has no room; goes before ``_full``: the others go on
-        receiving, even when the window is full."""
+        """Ranges that pause while a checkpoint has no room. Takes precedence over ``_full``: the
+        other ranges continue to receive, even if the window is full."""
 
     @property
     def any_full(self) -> bool:
-        """Whether a topic partition has become full since the newest release."""
-        return bool(self._full)
+        """Whether any topic partition or range is full; one stays so until a release."""
+        return bool(self._full or self._full_ranges)
 
     @property
     def for_checkpoint(self) -> int:
-        """Number of ranges that pause for the size of the checkpoint."""
+        """Number of ranges that pause because of the size of the checkpoint."""
         return sum(map(len, self._named.values()))
 
     def include(self, topic_partition: TopicPartition, range_index: int) -> bool:
-        """Whether a range pauses."""
+        """Return whether a range pauses."""
         named = self._named.get(topic_partition)
-        return topic_partition in self._full if named is None else range_index in named
+        if named is not None:
+            return range_index in named
+        return topic_partition in self._full or (topic_partition, range_index) in self._full_ranges
 
     def is_full(self, topic_partition: TopicPartition) -> bool:
-        """Whether the topic partition's share of the budget is used up."""
+        """Return whether the topic partition's share of the budget is used up."""
         return topic_partition in self._window.active and self._fill(topic_partition) >= 1
 
     def fill(self) -> float:
-        """How full the fullest topic partition's share is, 0 to 1 and rarely more."""
+        """Return how full the fullest topic partition's share is, from 0 to 1, rarely more."""
         return max(map(self._fill, self._window.known), default=0.0)
 
     def _fill(self, topic_partition: TopicPartition) -> float:
@@ -58,14 +73,20 @@ class Pauses:
         held = window.known[topic_partition]
         return window.budget.fill(held.rows, held.bytes, max(1, len(window.active)))
 
-    def received(self, topic_partition: TopicPartition) -> None:
-        """A topic partition received entries; when that fills it, it is full until a release."""
+    def _is_range_full(self, topic_partition: TopicPartition, range_index: int) -> bool:
+        most, held = self._window.budget.range_rows_max, self._window.known.get(topic_partition)
+        return most is not None and held is not None and held.range_rows[range_index] >= most
+
+    def received(self, topic_partition: TopicPartition, range_index: int) -> None:
+        """Update after a receive. A full topic partition or range stays so until a release."""
         if self.is_full(topic_partition):
             self._full.add(topic_partition)
+        if self._is_range_full(topic_partition, range_index):
+            self._full_ranges.add((topic_partition, range_index))
         self.fitted(topic_partition)
 
     def fitted(self, topic_partition: TopicPartition) -> None:
-        """A topic partition was cut, or evidence about it came: what fits may be other entries."""
+        """Update after a cut or new evidence: different entries may fit into the checkpoint."""
         named = self._paused(topic_partition)
         if named is None:
             self._named.pop(topic_partition, None)
@@ -82,21 +103,23 @@ class Pauses:
         return paused_ranges(held.received, rows_share, bytes_share, window.ranges, held.owners)
 
     def cut(self) -> None:
-        """A batch was cut."""
+        """Update after the cut of a batch."""
         for topic_partition in self._window.tight | self._named.keys():
             self.fitted(topic_partition)
 
     def released(self, topic_partitions: Iterable[TopicPartition]) -> None:
-        """Something of these is held no longer, or is put back."""
+        """Update after entries of these topic partitions were released or put back."""
         for topic_partition in topic_partitions:
             if self.is_full(topic_partition):
                 self._full.add(topic_partition)
             else:
                 self._full.discard(topic_partition)
+        if self._full_ranges:
+            self._full_ranges = {one for one in self._full_ranges if self._is_range_full(*one)}
 
     def shared_anew(self) -> None:
-        """Topic partitions came or went, or others own the ring: every share is another one."""
-        consumed = set(self._window.partitions)
+        """Update after topic partitions came or went, or ranges moved: all shares changed."""
+        consumed = set(self._window.active)
         self._named = {where: named for where, named in self._named.items() if where in consumed}
         for topic_partition in consumed:
             self.fitted(topic_partition)

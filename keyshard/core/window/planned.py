@@ -1,4 +1,4 @@
-"""Planned batches: laid out for the host, from their cut or replay to their release."""
+"""Planned batches, from their cut or replay to their release, and the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.checkpoint import (
+    Checkpoint,
+    PartitionCheckpoint,
+    WrittenStates,
+    named,
+    partition_texts,
+)
 from keyshard.core.position.entry import EntryBlock, TopicPartition
+from keyshard.core.window.checkpoint_size import PARTITION_BYTES
 from keyshard.core.window.layout import Located, lay_out
 from keyshard.errors import BatchReleasedError, BatchUnknownError
 
 RELEASED_REMEMBERED = 1_000
-"""Released batches that are still told apart from unknown ones."""
+"""Number of released batches that are remembered, to distinguish them from unknown ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,7 @@ class PlannedBatch:
     checkpoint: Checkpoint
     entries: dict[TopicPartition, list[EntryBlock]]
     layout: dict[int, list[Located]]
-    """Its partitions with data, ascending, and the entries of each in their order."""
+    """Entries of each partition that has data, in their order; partitions ascending."""
 
     @property
     def rows(self) -> int:
@@ -30,8 +37,7 @@ class PlannedBatch:
 
 
 class PlannedBatches:
-    """What the host may read now, and which batches were released; iterates over ids, oldest
-    first."""
+    """Batches that the host may read now, and released batches. Iterates over ids, oldest first."""
 
     def __init__(self) -> None:
         self._planned: dict[str, PlannedBatch] = {}
@@ -44,11 +50,11 @@ class PlannedBatches:
         return iter(self._planned)
 
     def __getitem__(self, batch_id: str) -> PlannedBatch:
-        """A planned batch.
+        """Return a planned batch.
 
         Raises:
-            BatchReleasedError: It was released.
-            BatchUnknownError: It was never planned here.
+            BatchReleasedError: The batch was released.
+            BatchUnknownError: The batch was never planned here.
         """
         try:
             return self._planned[batch_id]
@@ -56,20 +62,19 @@ class PlannedBatches:
             raise self._missing(batch_id, "") from None
 
     def values(self) -> Iterator[PlannedBatch]:
-        """All planned batches, oldest first."""
         return iter(self._planned.values())
 
     def add(self, checkpoint: Checkpoint, entries: dict[TopicPartition, list[EntryBlock]]) -> None:
-        """Lay out the batch of these entries that ends at ``checkpoint``."""
+        """Lay out the batch of these entries, which ends at ``checkpoint``."""
         layout = lay_out(entries, checkpoint.ranges, checkpoint.merged)
         self._planned[checkpoint.batch_id] = PlannedBatch(checkpoint, entries, layout)
 
     def partition(self, batch_id: str, index: int) -> list[Located]:
-        """Entries of one partition of a planned batch, in their order.
+        """Return the entries of one partition of a planned batch, in their order.
 
         Raises:
             BatchReleasedError: The batch was released.
-            BatchUnknownError: It was never planned here, or has no such partition.
+            BatchUnknownError: The batch was never planned here, or has no such partition.
         """
         try:
             return self._planned[batch_id].layout[index]
@@ -77,20 +82,20 @@ class PlannedBatches:
             raise self._missing(batch_id, f" with a partition {index}") from None
 
     def restore(self, batch_id: str, entries: dict[TopicPartition, list[EntryBlock]]) -> None:
-        """Lay a batch out anew, of its entries as they were read again.
+        """Lay out a batch again, after a replay of its entries.
 
         Raises:
             BatchReleasedError: The batch was released.
-            BatchUnknownError: It was never planned here.
+            BatchUnknownError: The batch was never planned here.
         """
         batch = self[batch_id]
         laid_out = lay_out(entries, batch.checkpoint.ranges, batch.checkpoint.merged)
-        # What is stored no longer, and may be, leaves its partition empty.
+        # If entries are no longer stored and data loss is allowed, their partition stays, empty.
         layout = {index: laid_out.get(index, []) for index in batch.layout}
         self._planned[batch_id] = replace(batch, layout=layout)
 
     def release(self, batch_id: str) -> list[PlannedBatch]:
-        """Forget a batch and all that are older; nothing when it is not planned."""
+        """Forget a batch and all older ones; does nothing if the batch is not planned."""
         if batch_id not in self._planned:
             return []
         count = list(self._planned).index(batch_id) + 1
@@ -99,18 +104,112 @@ class PlannedBatches:
         return released
 
     def is_released(self, batch_id: str) -> bool:
-        """Whether a batch was released, as far as remembered."""
+        """Return whether a batch was released, among those remembered."""
         return batch_id in self._released
 
     def _missing(self, batch_id: str, part: str) -> BatchReleasedError | BatchUnknownError:
         if self.is_released(batch_id):
             return BatchReleasedError(
-                f"Batch {batch_id} is committed and its rows are gone. Cache the DataFrame if it "
-                "is needed after the batch, or read it inside foreachBatch.",
+                f"Batch {batch_id} is committed, and its rows are released. Read the DataFrame "
+                "inside foreachBatch, or cache it there for later use.",
                 batch_id=batch_id,
             )
         return BatchUnknownError(
-            f"This process planned no batch {batch_id}{part}. It may be a task of an earlier run: "
-            "let it fail, the batch is planned again.",
+            f"This process planned no batch {batch_id}{part}. If the task belongs to an earlier "
+            "run, ignore this error: the batch is planned again.",
             batch_id=batch_id,
         )
+
+
+# -- The newest checkpoint, stored per topic partition: a cut changes only those that it touches ---
+
+
+class NewestCheckpoint:
+    """The checkpoint that the next cut continues, and its size.
+
+    Args:
+        checkpoint: The first checkpoint. The caller must record its topic partitions.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._whole: Checkpoint | None = checkpoint
+        self._frame = replace(checkpoint, partitions={})
+        self._states: dict[TopicPartition, PartitionCheckpoint] = {}
+        self._sizes: dict[TopicPartition, int] = {}
+        """Approximate size of the text of each of them."""
+        self._texts: dict[TopicPartition, str] = {}
+        """Text of each of them as of the newest complete checkpoint, in the order of the text."""
+        self._unwritten: dict[TopicPartition, None] = {}
+        """Topic partitions with a newer state."""
+        self.bytes = 0
+        """Approximate size of the text."""
+
+    def __contains__(self, topic_partition: TopicPartition) -> bool:
+        return topic_partition in self._states
+
+    @property
+    def whole(self) -> Checkpoint:
+        """The complete checkpoint."""
+        if self._whole is None:
+            self._write()
+            states = WrittenStates(self._states, ",".join(self._texts.values()))
+            self._whole = replace(self._frame, partitions=states)
+        return self._whole
+
+    def _write(self) -> None:
+        """Write the texts of new states. The other texts stay: there may be many."""
+        new = {one: self._states[one] for one in self._unwritten}
+        texts, self._unwritten = partition_texts(new), {}
+        if texts.keys() <= self._texts.keys():
+            self._texts |= texts
+        else:
+            self._texts = partition_texts(self._states)
+
+    def record(self, topic_partition: TopicPartition, state: PartitionCheckpoint | None) -> None:
+        """Store the state of a topic partition; ``None`` removes it."""
+        self.bytes -= self._sizes.pop(topic_partition, 0)
+        if state is None:
+            self._states.pop(topic_partition, None)
+            self._texts.pop(topic_partition, None)
+            self._unwritten.pop(topic_partition, None)
+        else:
+            self._states[topic_partition] = state
+            self._unwritten[topic_partition] = None
+            size = self._sizes[topic_partition] = _text_bytes(topic_partition, state)
+            self.bytes += size
+
+    def advance(self, ranges: int, merged: int) -> None:
+        """Begin the next checkpoint, with a number of ranges and of partitions of its batch."""
+        self._frame = replace(
+            self._frame, ranges=ranges, merged=None if merged == ranges else merged
+        )
+        self._whole = None
+
+    def room(self, topic_partition: TopicPartition, others: int, bytes_max: int) -> int:
+        """Return the size that a topic partition may have in the next checkpoint, bytes.
+
+        That is its present size, and an equal share of the free space.
+
+        Args:
+            topic_partition: The topic partition.
+            others: Number of topic partitions that share the free space.
+            bytes_max: Size limit of the whole checkpoint.
+        """
+        left = max(0, bytes_max - self.bytes) // others
+        state = self._states.get(topic_partition)
+        if state is None:
+            return left
+        return PARTITION_BYTES + state.delivered.text_bytes + state.batch.text_bytes + left
+
+    def validate(self) -> None:
+        """Assert that the size is counted correctly."""
+        sizes = {where: _text_bytes(where, state) for where, state in self._states.items()}
+        assert self._sizes == sizes, "the checkpoint's size is counted wrong"
+        assert self.bytes == sum(sizes.values())
+        if self._whole is not None:
+            plain = replace(self._whole, partitions=dict(self._whole.partitions))
+            assert self._whole.to_json() == plain.to_json(), "the text of a state is old"
+
+
+def _text_bytes(topic_partition: TopicPartition, state: PartitionCheckpoint) -> int:
+    return len(named(topic_partition)[0]) + state.json_bytes + 4

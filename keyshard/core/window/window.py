@@ -1,4 +1,4 @@
-"""The window: entries received and not yet released, and the cut that makes a batch of them.
+"""The window: entries received and not released, and the cut that makes a batch of them.
 
 One window serves one source. It is not thread-safe: its owner calls it under one lock.
 
@@ -8,27 +8,30 @@ Life of an entry::
         |                                ^   ^               in ``delivered``)
         +--take--> taken --commit--------+   +-- replayed after a restart
 
-Delivered again at any time, it is dropped, and acknowledged if it is committed.
+A redelivered entry is dropped in every state. If it is committed, it is acknowledged again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from dataclasses import dataclass
+from itertools import chain, islice
 
-from keyshard.core.holes.settling import Proofs
+from keyshard.core.ack_gaps import Proofs
+from keyshard.core.fingerprint import check_unknown, lowest_known_ledger
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.position.fingerprint import check_unknown, lowest_known_ledger
-from keyshard.core.window.admission import split_limits
-from keyshard.core.window.budget import Budget
-from keyshard.core.window.counters import Counters
-from keyshard.core.window.layout import merged
-from keyshard.core.window.newest import NewestCheckpoint
-from keyshard.core.window.partition_window import PartitionWindow, Receipt
+from keyshard.core.window.admission import Budget, split_limits
+from keyshard.core.window.partition_window import (
+    PartitionWindow,
+    Receipt,
+    payload_of,
+    rows_of,
+)
 from keyshard.core.window.pauses import Pauses
-from keyshard.core.window.planned import PlannedBatches
+from keyshard.core.window.planned import NewestCheckpoint, PlannedBatches
+from keyshard.core.window.task_costs import TaskCosts
 
 
 class Window:
@@ -39,23 +42,28 @@ class Window:
         self.ranges = ranges
         self.budget = budget
         self.known: dict[TopicPartition, PartitionWindow] = {}
-        """Topic partitions that are consumed, and others until all of them is forgotten."""
+        """Consumed topic partitions, and former ones until they are forgotten completely."""
         self.active: dict[TopicPartition, None] = {}
-        """Topic partitions that are consumed."""
+        """Consumed topic partitions."""
         self._filled: dict[TopicPartition, None] = {}
-        """Topic partitions with received entries, the next in turn first."""
+        """Topic partitions with received entries; the next in turn comes first."""
         self._changing: dict[TopicPartition, None] = {}
-        """Of these the next checkpoint says something else, also without new entries."""
+        """Topic partitions whose state changes in the next checkpoint, even without new entries."""
         self.received_rows = 0
         """Rows that a cut could take."""
         self.tight: set[TopicPartition] = set()
-        """Topic partitions whose newest cut or commit left entries out: there was no room."""
+        """Topic partitions whose newest cut or commit left entries out, because the checkpoint
+        was full."""
         self.pauses = Pauses(self)
-        """Which ranges pause. :meth:`Pauses.shared_anew` is left to who adds and drops."""
+        """Ranges that pause. The caller that adds or drops partitions calls
+        :meth:`Pauses.shared_anew`."""
         self.batches = PlannedBatches()
+        self.task_costs = TaskCosts()
+        """Decides the number of partitions of a batch at its cut; the checkpoint stores it."""
         self.completed: dict[TopicPartition, list[EntryBlock]] = {}
-        """What :meth:`plan_completed` took and :meth:`release_completed` has not let go."""
-        self.counters = Counters()
+        """Entries planned by :meth:`plan_completed` and not released by
+        :meth:`release_completed`."""
+        self.counters = WindowCounters()
         for topic_partition, state in checkpoint.partitions.items():
             self.known[topic_partition] = PartitionWindow(
                 state, lowest_ledger=lowest_known_ledger(state)
@@ -69,7 +77,7 @@ class Window:
         return self._newest.whole
 
     def add_partition(self, topic_partition: TopicPartition) -> None:
-        """Make room for a topic partition, also for one that was dropped. Idempotent."""
+        """Add a topic partition, or activate a dropped one again. Idempotent."""
         window = self.known.get(topic_partition)
         if window is None:
             window = self.known[topic_partition] = PartitionWindow(PartitionCheckpoint())
@@ -78,11 +86,12 @@ class Window:
         self.active[topic_partition] = self._changing[topic_partition] = None
 
     def drop_partition(self, topic_partition: TopicPartition, *, gone: bool) -> None:
-        """Forget what a topic partition has received; what is planned stays until its release.
-        Idempotent.
+        """Forget the received entries of a topic partition. Idempotent.
+
+        Planned entries stay until their release.
 
         Args:
-            gone: Whether it exists no more, or else is only not consumed any longer: then its
+            gone: Whether the topic partition was deleted. If it is only no longer consumed, its
                 delivered set stays in the checkpoint.
         """
         window = self.known.get(topic_partition)
@@ -97,13 +106,13 @@ class Window:
         self._forget(topic_partition)
 
     def reassign(self, owners: Sequence[int], budget: Budget) -> None:
-        """Others own the ring now: their number counts from the next cut on.
+        """Change the owners of the ring. The new number of ranges counts from the next cut on.
 
-        Planned batches keep the layout that their checkpoints say.
+        Planned batches keep the layout of their checkpoints.
 
         Args:
             owners: The range that owns each slot.
-            budget: Most that the window holds from now on.
+            budget: The new limits of the window.
         """
         self.ranges = max(owners) + 1
         self.budget = budget
@@ -117,13 +126,14 @@ class Window:
         """Take a delivered entry.
 
         Raises:
-            TopicRecreatedError: The ids were handed out a second time: it was published later than
-                everything delivered, but the checkpoint calls its id delivered, or its ledger lies
-                below all that the checkpoint knows; or later than what is held under its id.
+            TopicRecreatedError: The broker assigned the ids a second time. Either the entry is
+                newer than all delivered ones, but the checkpoint has its id as delivered, or its
+                ledger is below all known ones. Or the entry is newer than the one held under its
+                id.
         """
         window = self.known[topic_partition]
         rows = block.rows
-        if block.id in window.held or window.state.settled(block.id):
+        if block.id in window.held or window.state.covers(block.id):
             self.counters.duplicates_dropped += rows
             return window.check_known(topic_partition, block)
         check_unknown(topic_partition, window.state.published_ms, window.lowest_ledger, block)
@@ -132,30 +142,31 @@ class Window:
             self._filled[topic_partition] = None
         window.receive(block, range_index)
         self.counters.rows_received += rows
+        self.counters.entries_received += 1
         return Receipt.ACCEPTED
 
     def cut(self, rows_max: int | None = None, payload_max: int | None = None) -> Checkpoint | None:
-        """Plan the next batch of what was received; ``None`` without rows.
+        """Plan the next batch of received entries; ``None`` without rows.
 
-        At most half of the budget is taken, so that receiving goes on while the host works. Limits
-        are split over the topic partitions by what each has; a single larger entry is still taken.
+        A cut takes at most half of the budget, so that receiving continues while the host works.
+        Limits are split over the topic partitions in proportion to their received rows. A single
+        larger entry is still taken.
 
         Args:
             rows_max: Most rows of the batch.
             payload_max: Most payload of the batch, bytes.
         """
-        filled = {tp: self.known[tp] for tp in self._filled}
+        filled = {tp: self.known[tp] for tp in sorted(self._filled)}
         ready = {tp: window for tp, window in filled.items() if not window.waiting_rows}
-        order = sorted(ready)
         budget = self.budget
         limits = split_limits(
-            {tp: ready[tp].received_sizes for tp in order},
+            {tp: window.received_sizes for tp, window in ready.items()},
             (
                 min(rows_max or budget.rows_max, max(1, budget.rows_max // 2)),
                 max(1, budget.bytes_max // 2),
                 payload_max,
             ),
-            {tp for tp in order if ready[tp].left_out},
+            {tp for tp, window in ready.items() if window.left_out},
         )
         cuts = {
             tp: ready[tp].take(
@@ -166,7 +177,7 @@ class Window:
         entries = {tp: blocks for tp, blocks in cuts.items() if blocks}
         for tp in limits:
             self._looked(tp)
-        self.received_rows = sum(window.ready_rows for window in filled.values())
+        self.received_rows = sum([self.known[tp].ready_rows for tp in self._filled])
         for tp in ready.keys() - entries:
             ready[tp].left_out = {block.received_by for block in ready[tp].received}
         if entries:
@@ -176,14 +187,14 @@ class Window:
         return self.newest if entries else None
 
     def take(self, rows_max: int | None = None) -> list[tuple[TopicPartition, int, EntryBlock]]:
-        """Hand received entries to handlers; they stay held until their batch is released.
+        """Hand received entries to handlers. The entries stay held until their batch is released.
 
         Args:
-            rows_max: About how many rows, the same of each topic partition; default: all.
+            rows_max: Approximate number of rows, split equally over topic partitions; default: all.
 
         Returns:
             (topic partition, index of the range that received it, entry), in order of receipt per
-            topic partition.
+                topic partition.
         """
         turn = list(islice(self._filled, rows_max))
         share = None if rows_max is None or not turn else max(1, rows_max // len(turn))
@@ -207,7 +218,7 @@ class Window:
             completed: Entries that :meth:`take` handed out.
 
         Returns:
-            The entries that the checkpoint has no room for.
+            Entries for which the checkpoint has no room.
         """
         entries: dict[TopicPartition, list[EntryBlock]] = {}
         left: dict[TopicPartition, list[EntryId]] = {}
@@ -227,7 +238,7 @@ class Window:
         return left
 
     def release_completed(self) -> dict[TopicPartition, list[EntryId]]:
-        """Forget what is committed: the newest checkpoint is durable, or there is to be none.
+        """Forget committed entries. The newest checkpoint must be durable, unless none is stored.
 
         Returns:
             The entries to acknowledge.
@@ -238,9 +249,9 @@ class Window:
         return released
 
     def expect(self, checkpoint: Checkpoint) -> None:
-        """Hold the ids of a planned batch that is going to be read again.
+        """Hold the ids of a planned batch before its replay.
 
-        Without this, a redelivery that comes first would pass for committed and be acknowledged.
+        Without this, a redelivery that arrives first would count as committed and be acknowledged.
         """
         for topic_partition, state in checkpoint.partitions.items():
             window = self.known[topic_partition]
@@ -249,9 +260,9 @@ class Window:
     def plan(
         self, checkpoint: Checkpoint, entries: Mapping[TopicPartition, Sequence[EntryBlock]]
     ) -> None:
-        """Put back an expected batch that was read again after a restart.
+        """Put back an expected batch that was replayed after a restart.
 
-        What is missing in ``entries`` is lost, counted, and expected no longer.
+        Entries missing in ``entries`` are lost: they are counted and no longer expected.
         """
         for topic_partition, blocks in entries.items():
             window = self.known[topic_partition]
@@ -264,15 +275,15 @@ class Window:
             window.expected -= gone
             self.counters.entries_lost += len(gone)
             self._forget(topic_partition)
-        # A topic partition of which nothing is left may be forgotten before the batch is released.
+        # A topic partition without entries may be forgotten before the batch is released.
         self.batches.add(checkpoint, {tp: list(blocks) for tp, blocks in entries.items() if blocks})
         self.pauses.released(entries)
 
     def release(self, checkpoint: Checkpoint) -> dict[TopicPartition, list[EntryId]]:
-        """Forget every batch up to ``checkpoint``, which is durable now.
+        """Forget every batch up to ``checkpoint``, which is durable. Idempotent.
 
         Returns:
-            The entries to acknowledge; empty when the batch was released before. Idempotent.
+            The entries to acknowledge; empty if the batch was released before.
         """
         released: dict[TopicPartition, list[EntryId]] = {}
         for batch in self.batches.release(checkpoint.batch_id):
@@ -284,12 +295,12 @@ class Window:
     def prove(
         self, topic_partition: TopicPartition, proofs: Proofs, owners: frozenset[int] = frozenset()
     ) -> None:
-        """Take evidence; the next cut with rows applies it.
+        """Take evidence. The next cut with rows applies it.
 
         Args:
-            topic_partition: What it is about.
-            proofs: Entries and ledgers that are settled.
-            owners: Ranges that owe an entry of a hole: they go on receiving.
+            topic_partition: Topic partition of the evidence.
+            proofs: Entries and ledgers that are resolved.
+            owners: Ranges that owe an entry of an ack gap. They never pause.
         """
         window = self.known.get(topic_partition)
         if window is None:
@@ -302,26 +313,29 @@ class Window:
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
-        """All topic partitions that are consumed."""
+        """All consumed topic partitions."""
         return tuple(self.active)
 
     @property
-    def holes(self) -> int:
-        """Gaps between the runs of delivered entries, over all topic partitions."""
-        return sum(window.holes for window in self.known.values())
+    def ack_gaps(self) -> int:
+        """Number of gaps between runs of delivered entries, over all topic partitions."""
+        return sum(window.ack_gaps for window in self.known.values())
 
     @property
     def rows(self) -> int:
         """Rows held: received, taken and planned."""
         return sum(window.rows for window in self.known.values())
 
-    def oldest_published_ms(self) -> int | None:
-        """Publish time of the oldest row held that has one, milliseconds since the epoch."""
-        published = (ms for window in self.known.values() for ms in window.held.values())
-        return min(filter(None, published), default=None)
+    def oldest_published_ms(self) -> dict[TopicPartition, int]:
+        """Return the publish time of the oldest held row, milliseconds since the epoch."""
+        oldest = {
+            where: min(filter(None, window.held.values()), default=None)
+            for where, window in self.known.items()
+        }
+        return {where: ms for where, ms in oldest.items() if ms is not None}
 
     def _unreleased(self) -> Iterator[Mapping[TopicPartition, Sequence[EntryBlock]]]:
-        """What is in a checkpoint and held."""
+        """Yield the held entries that are in a checkpoint."""
         yield self.completed
         for batch in self.batches.values():
             yield batch.entries
@@ -353,25 +367,22 @@ class Window:
             window = self.known[topic_partition]
             own, old = entries.get(topic_partition, ()), window.state
             if own or old.delivered or old.floor is not None:
-                self.counters.holes_settled += window.advance(own)
+                self.counters.ack_gaps_resolved += window.advance(own)
                 self._record(topic_partition, None if window.gone else window.state)
-            self._forget(topic_partition)
-        blocks = [block for part in entries.values() for block in part]
-        together = merged(
-            sum(block.rows for block in blocks),
-            sum(block.payload_bytes for block in blocks),
-            self.ranges,
-        )
+            if window.gone:
+                self._forget(topic_partition)
+        blocks = list(chain.from_iterable(entries.values()))
+        together = self.task_costs.tasks(rows_of(blocks), payload_of(blocks), self.ranges)
         self._newest.advance(self.ranges, together)
 
     def _record(self, topic_partition: TopicPartition, state: PartitionCheckpoint | None) -> None:
-        """What the newest checkpoint says of a topic partition; ``None``: nothing any more."""
+        """Store the state of a topic partition in the newest checkpoint; ``None`` removes it."""
         self._newest.record(topic_partition, state)
         if state is not None and state.batch:
             self._changing[topic_partition] = None
 
     def _looked(self, topic_partition: TopicPartition) -> None:
-        """Follow a topic partition from which entries were taken."""
+        """Update the bookkeeping of a topic partition from which entries were taken."""
         window = self.known[topic_partition]
         self._filled.pop(topic_partition, None)
         if window.received:
@@ -391,10 +402,36 @@ class Window:
         return {where: [block.id for block in blocks] for where, blocks in entries.items()}
 
     def _forget(self, topic_partition: TopicPartition) -> None:
-        """Forget a topic partition that is gone, once nothing of it is held or checkpointed."""
+        """Forget a deleted topic partition once none of its entries is held or checkpointed."""
         window = self.known[topic_partition]
         held = window.held or window.expected
         if window.gone and not held and topic_partition not in self._newest:
             del self.known[topic_partition]
             self._changing.pop(topic_partition, None)
             self.tight.discard(topic_partition)
+
+
+# -- Counts of a window ----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class WindowCounters:
+    """Counts for users, since the start of this run."""
+
+    rows_received: int = 0
+    entries_received: int = 0
+    duplicates_dropped: int = 0
+    """Messages that were redelivered and dropped."""
+    misrouted: int = 0
+    """Messages whose slot is outside the range that received them."""
+    keyless: int = 0
+    unreadable: int = 0
+    """Messages with an invalid time, key or property."""
+    corrupt_skipped: int = 0
+    """Unreadable entries that were acknowledged because ``on_corrupt`` is ``skip``."""
+    encrypted_skipped: int = 0
+    """Encrypted entries that were acknowledged because ``on_encrypted`` is ``skip``."""
+    ack_gaps_resolved: int = 0
+    """Entries of ack gaps that a checkpoint counts as resolved."""
+    entries_lost: int = 0
+    """Entries left out because they are gone or were acknowledged by another application."""

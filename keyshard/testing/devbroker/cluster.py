@@ -6,37 +6,41 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from keyshard.broker.pulsar.admin_http import AdminHttp
+from keyshard.broker.admin.http import AdminHttp
 from keyshard.config.connection import Connection
 from keyshard.errors import BrokerError, ConfigError, DevBrokerError
-from keyshard.testing.devbroker.config import DEFAULT_SETTINGS, render_config
-from keyshard.testing.devbroker.devbroker import class_option
+from keyshard.testing.devbroker.devbroker import DEFAULT_SETTINGS, class_option, render_config
 from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install
-from keyshard.testing.devbroker.java import java_home
-from keyshard.testing.devbroker.jvm import jvm_environment
+from keyshard.testing.devbroker.java import java_home, jvm_environment
 from keyshard.testing.devbroker.members import START_S, Bookie, ClusterBroker, ClusterMember
-from keyshard.testing.devbroker.ports import LOOPBACK, free_port, give_back, loopback_interface
-from keyshard.testing.devbroker.process import BrokerProcess, log_tail
+from keyshard.testing.devbroker.process import (
+    LOOPBACK,
+    BrokerProcess,
+    free_port,
+    give_back,
+    log_tail,
+    loopback_interface,
+)
 
 _POLL_S = 0.1
 _CLUSTER = "dev"
 _MEMORY = "-Xms64m -Xmx512m -XX:MaxDirectMemorySize=512m"
 _SESSION_MS = 6_000
-"""A broker that is gone this long loses its topics to the others, milliseconds."""
+"""Time after which a dead broker loses its topics to the others, milliseconds."""
 _MEMBERS_MAX = 5
 
 
 class DevCluster:
-    """ZooKeeper, bookies and brokers on loopback, for tests of what several brokers do.
+    """ZooKeeper, bookies and brokers on loopback, for tests with several brokers.
 
-    Topics are spread over the brokers by bundles. The load balancer moves none by itself, so that
-    only :meth:`move`, :meth:`split` and faults of members do. Everything ends with the process that
-    started it.
+    Topics are spread over the brokers by bundles. The load balancer moves none by itself: only
+    :meth:`move`, :meth:`split` and faults of members do. All processes end with the process that
+    started them.
 
     ::
 
@@ -58,9 +62,9 @@ class DevCluster:
 
         Args:
             brokers: Number of brokers.
-            bookies: Number of bookies. Each entry is stored on two of them, where there are two.
+            bookies: Number of bookies. With two or more, each entry is stored on two of them.
             version: Pulsar version; fetched on the first start ever.
-            data_dir: Where data and logs go; by default a temporary directory that
+            data_dir: Directory of data and logs; by default a temporary directory that
                 :meth:`close` removes.
             settings: Lines for the configuration of every broker.
 
@@ -69,7 +73,7 @@ class DevCluster:
         """
         for name, count in (("brokers", brokers), ("bookies", bookies)):
             if not 1 <= count <= _MEMBERS_MAX:
-                raise ConfigError(f"{name} is {count}; a cluster has 1 to {_MEMBERS_MAX}.")
+                raise ConfigError(f"{name} is {count}; it must be from 1 to {_MEMBERS_MAX}.")
         render_config("", settings or {})
         self._version = version
         self._temporary = data_dir is None
@@ -116,7 +120,7 @@ class DevCluster:
 
     @property
     def admin_url(self) -> str:
-        """URL of the admin REST interface of the first broker, which sends on what others own."""
+        """Admin URL of the first broker, which redirects requests to the owners of topics."""
         return self.brokers[0].admin_url
 
     @property
@@ -125,7 +129,7 @@ class DevCluster:
         return Connection(self.service_url, self.admin_url)
 
     def start(self, timeout_s: float = START_S) -> None:
-        """Start what does not run, and return when every process serves.
+        """Start the members that do not run, and return when every process serves.
 
         Args:
             timeout_s: Seconds for each of ZooKeeper, the bookies and the brokers.
@@ -155,41 +159,54 @@ class DevCluster:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def owner(self, topic: str) -> ClusterBroker:
-        """The broker that serves a topic, or a topic partition.
+        """Return the broker that serves a topic, or a topic partition.
 
         Raises:
-            DevBrokerError: No broker says so.
+            DevBrokerError: No broker names an owner that belongs to this cluster.
         """
         url = self.ask("GET", _lookup(topic)).json()["brokerUrl"]
-        return next(broker for broker in self.brokers if url.endswith(f":{broker.port}"))
+        for broker in self.brokers:
+            if str(url).endswith(f":{broker.port}"):
+                return broker
+        raise DevBrokerError(
+            f"{topic} is served by {url!r}, which is not a broker of this cluster."
+        )
 
     def bundle(self, topic: str) -> str:
-        """The bundle of a topic, such as ``0x00000000_0x40000000``."""
+        """Return the bundle of a topic, such as ``0x00000000_0x40000000``."""
         return str(self.ask("GET", f"{_lookup(topic)}/bundle").text).strip('"')
 
     def move(self, topic: str, broker: ClusterBroker, timeout_s: float = 30.0) -> None:
-        """Have a broker serve a topic, and all others of its bundle.
+        """Move a topic, and all others of its bundle, to a broker.
 
-        A look-up of a bundle that has no owner makes the broker its owner that is told to decide
-        (``authoritative``). The admin interface's own ``destinationBroker`` sends requests round in
-        a circle where the bundle's owner is not the leader (Pulsar 4.0.8).
+        If a bundle has no owner, a look-up with ``authoritative`` makes the asked broker its owner.
+        The admin interface's own ``destinationBroker`` sends requests in a circle if the bundle's
+        owner is not the leader (Pulsar 4.0.8).
 
         Args:
             topic: The topic.
             broker: Its next owner.
-            timeout_s: Clients look it up as well; seconds for all tries.
+            timeout_s: Seconds for all attempts; clients look the topic up at the same time.
 
         Raises:
             DevBrokerError: The brokers refuse it, or clients were faster each time.
         """
         deadline = time.monotonic() + timeout_s
         bundle = f"/admin/v2/namespaces/{_namespace(topic)}/{self.bundle(topic)}"
-        while self.owner(topic) is not broker:
+        while not self._is_owner(broker, topic):
             if time.monotonic() >= deadline:
-                raise DevBrokerError(f"{topic} did not move to {broker.name} in {timeout_s:g} s.")
+                raise DevBrokerError(
+                    f"{topic} did not move to {broker.name} within {timeout_s:g} s. See the log "
+                    "of the broker."
+                )
             self.ask("PUT", f"{bundle}/unload")
             with closing(AdminHttp(broker.connection)) as admin:
                 admin.request("GET", _lookup(topic), params={"authoritative": "true"})
+
+    def _is_owner(self, broker: ClusterBroker, topic: str) -> bool:
+        with suppress(DevBrokerError):
+            return self.owner(topic) is broker
+        return False
 
     def split(self, topic: str) -> None:
         """Split the bundle of a topic in two, and unload both.
@@ -201,16 +218,16 @@ class DevCluster:
         self.ask("PUT", path, params={"unload": "true"})
 
     def ask(self, method: str, path: str, timeout_s: float = 30.0, **content: Any) -> Any:
-        """One admin request to a broker that answers it; repeated until one does.
+        """Send one admin request to each broker in turn, until one answers with success.
 
         Args:
-            method: Such as ``GET``.
-            path: Behind the URL of the admin interface.
-            timeout_s: Seconds for all tries.
-            **content: Parameters or JSON, as httpx has them.
+            method: HTTP method, such as ``GET``.
+            path: Path below the URL of the admin interface.
+            timeout_s: Seconds for all attempts.
+            **content: Parameters or JSON, as for httpx.
 
         Raises:
-            DevBrokerError: None answered with success in time.
+            DevBrokerError: No broker answered with success in time.
         """
         deadline = time.monotonic() + timeout_s
         said: object = "no broker runs"
@@ -228,7 +245,9 @@ class DevCluster:
                     return response
                 said = f"{response.status_code} {response.text[:200]}"
             time.sleep(_POLL_S)
-        raise DevBrokerError(f"{method} {path} was refused for {timeout_s:g} s: {said}")
+        raise DevBrokerError(
+            f"{method} {path} was refused for {timeout_s:g} s: {said}. See the log of the broker."
+        )
 
     # -- processes --------------------------------------------------------------------------------
 
@@ -327,7 +346,7 @@ class DevCluster:
             "dbStorage_writeCacheMaxSizeMb": "32",
             "dbStorage_readAheadCacheMaxSizeMb": "16",
             "dbStorage_rocksDB_blockCacheSize": "16777216",
-            # The provider by default serves statistics on port 8000 of every address.
+            # The default provider serves statistics on port 8000 of every address.
             "statsProviderClass": "org.apache.bookkeeper.stats.NullStatsProvider",
             "autoRecoveryDaemonEnabled": "false",
             "zkTimeout": str(_SESSION_MS),
@@ -342,6 +361,9 @@ class DevCluster:
             "metadataStoreUrl": self._store,
             "configurationMetadataStoreUrl": self._store,
             "metadataStoreSessionTimeoutMillis": str(_SESSION_MS),
+            # A broker that continues with the metadata of an ended session may write the same
+            # ledger's again and again, and load no more topics. So it ends, to be started again.
+            "zookeeperSessionExpiredPolicy": "shutdown",
             "bindAddress": LOOPBACK,
             "advertisedAddress": LOOPBACK,
             "brokerServicePort": str(member.port),
@@ -349,7 +371,7 @@ class DevCluster:
             "narExtractionDirectory": str(member.folder / "nar"),
             "managedLedgerDefaultEnsembleSize": copies,
             "managedLedgerDefaultWriteQuorum": copies,
-            # One bookie may be away: an entry that the other one has is stored.
+            # One bookie may be down: an entry is stored if the other one has it.
             "managedLedgerDefaultAckQuorum": "1",
             "bookkeeper_delayEnsembleChange": "true",
             "managedLedgerCacheSizeMB": "32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -12,20 +13,21 @@ from types import TracebackType
 
 from keyshard.config.connection import Connection, Token
 from keyshard.errors import ConfigError, DevBrokerError
-from keyshard.testing.devbroker.classes import class_archive
-from keyshard.testing.devbroker.config import DEFAULT_SETTINGS, render_config
 from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install
-from keyshard.testing.devbroker.java import java_home
-from keyshard.testing.devbroker.jvm import jvm_environment
-from keyshard.testing.devbroker.ports import (
+from keyshard.testing.devbroker.java import class_archive, java_home, jvm_environment
+from keyshard.testing.devbroker.process import (
     LOOPBACK,
+    BrokerProcess,
+    LogWatch,
+    ProcessOwner,
+    StartResult,
     free_port,
     give_back,
+    log_tail,
     loopback_interface,
     port_is_free,
+    wait_until_ready,
 )
-from keyshard.testing.devbroker.process import BrokerProcess, ProcessOwner, log_tail
-from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
 from keyshard.testing.devbroker.security import (
     ADMIN,
     Authority,
@@ -35,7 +37,7 @@ from keyshard.testing.devbroker.security import (
 )
 
 _ARCHIVE_TIMEOUT_S = 120.0
-"""Longest time in which a JVM that ends writes the archive of its classes, seconds."""
+"""Longest time in which an ending JVM writes the archive of its classes, seconds."""
 _MEMORY = "-Xms256m -Xmx1g -XX:MaxDirectMemorySize=1g"
 _STATE = "devbroker.json"
 
@@ -43,15 +45,15 @@ _STATE = "devbroker.json"
 class DevBroker(ProcessOwner):
     """A Pulsar standalone broker that listens on the loopback address only.
 
-    Several run side by side, each with its own ports and data directory. Use it as a context
-    manager: it is started on entry, and ended on exit, when a data directory it made goes too.
+    Several can run side by side, each with its own ports and data directory. As a context manager
+    it starts on entry, and stops on exit, when a temporary data directory is removed too.
 
     ::
 
         with DevBroker() as broker:
             client = pulsar.Client(broker.service_url)
 
-    A broker dies with the process that started it, even when that is killed, unless ``detached``.
+    Unless ``detached``, a broker ends with the process that started it, even if that is killed.
     """
 
     def __init__(
@@ -73,24 +75,24 @@ class DevBroker(ProcessOwner):
             version: Pulsar version; fetched on the first start ever.
             port: Port of the binary protocol; a free one by default.
             admin_port: Port of the admin REST interface; a free one by default.
-            data_dir: Where it keeps its data and its log; by default a temporary directory that is
-                removed by :meth:`close`.
+            data_dir: Directory of its data and log; by default a temporary directory that
+                :meth:`close` removes.
             settings: Lines for the broker's configuration, such as
                 ``{"managedLedgerMaxEntriesPerLedger": "1000"}``.
-            detached: Whether it lives on when this process ends.
-            tls: Whether both ports speak TLS, with certificates of an authority of its own.
-            tokens: Whether it asks everybody for a token (with ``tls`` a certificate will do), and
-                lets nobody but the role ``admin`` do what it was not granted.
-            optimised: Whether its JVM compiles as one that runs long, for measuring it under load.
+            detached: Whether it outlives this process.
+            tls: Whether both ports use TLS, with certificates of the broker's own authority.
+            tokens: Whether every client needs a token (or a certificate, with ``tls``), and every
+                role but ``admin`` needs grants.
+            optimised: Whether its JVM compiles as for a long run, to measure it under load.
 
         Raises:
             ConfigError: A port or a setting is not possible.
         """
         for named in (port, admin_port):
             if named is not None and not 1 <= named <= 65_535:
-                raise ConfigError(f"A port must be 1 to 65535, got {named}.")
+                raise ConfigError(f"A port must be from 1 to 65535, but is {named}.")
         if port is not None and port == admin_port:
-            raise ConfigError(f"port and admin_port must differ, both are {port}.")
+            raise ConfigError(f"port and admin_port are both {port}; they must differ.")
         render_config("", settings or {})
         self.version = version
         self._port = port
@@ -152,7 +154,7 @@ class DevBroker(ProcessOwner):
 
     @property
     def connection(self) -> Connection:
-        """How it is reached, by the role ``admin`` where it asks for tokens."""
+        """Connection to the broker; with tokens, as the role ``admin``."""
         return Connection(
             self.service_url,
             self.admin_url,
@@ -162,12 +164,12 @@ class DevBroker(ProcessOwner):
 
     @property
     def authority(self) -> Authority:
-        """Who signs its certificate, and those of its clients; for a broker with ``tls``."""
+        """Authority of its certificate and those of its clients; for a broker with ``tls``."""
         return Authority(self.data_dir / "security")
 
     @property
     def signer(self) -> TokenSigner:
-        """Who signs the tokens that it takes; for a broker with ``tokens``."""
+        """Signer of the tokens that it accepts; for a broker with ``tokens``."""
         return TokenSigner(self.data_dir / "security")
 
     @property
@@ -183,11 +185,11 @@ class DevBroker(ProcessOwner):
         return self.data_dir / "broker.log"
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Start the broker and return when it serves requests; does nothing when it runs.
+        """Start the broker and return when it serves requests; does nothing if it runs.
 
         Args:
-            timeout_s: Seconds until it must be ready, not counting what the first start ever
-                fetches and prepares.
+            timeout_s: Longest time until it is ready, seconds, without the downloads and
+                preparations of the first start ever.
 
         Raises:
             DevBrokerError: It cannot be fetched, a port is taken, or it died or was not ready in
@@ -202,26 +204,26 @@ class DevBroker(ProcessOwner):
         self._prepare(home)
         self._check_ports()
         deadline = time.monotonic() + timeout_s
-        outcome = Outcome.STUCK
-        while outcome is Outcome.STUCK and time.monotonic() < deadline:
+        outcome = StartResult.STUCK
+        while outcome is StartResult.STUCK and time.monotonic() < deadline:
             log_from = self.log_path.stat().st_size if self.log_path.exists() else 0
             outcome = self._launch(home, java, log_from, deadline)
-        if outcome is not Outcome.READY:
+        if outcome is not StartResult.READY:
             raise DevBrokerError(
                 f"The broker did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
                 f"{self.log_path} and ends:\n{log_tail(self.log_path, log_from)}",
                 log_path=str(self.log_path),
             )
 
-    def _launch(self, home: Path, java: Path, log_from: int, deadline: float) -> Outcome:
-        """Start the process and wait; it is killed again unless it became ready."""
+    def _launch(self, home: Path, java: Path, log_from: int, deadline: float) -> StartResult:
+        """Start the process and wait; kill it again unless it becomes ready."""
         process = BrokerProcess(
             self._command(home),
             self._environment(home, java),
             self.log_path,
             remove_if_orphaned=self.data_dir if self._temporary else None,
         )
-        outcome = Outcome.LATE
+        outcome = StartResult.LATE
         try:
             outcome = wait_until_ready(
                 self.connection,
@@ -230,7 +232,7 @@ class DevBroker(ProcessOwner):
                 deadline=deadline,
             )
         finally:
-            if outcome is Outcome.READY:
+            if outcome is StartResult.READY:
                 self._process = process
                 if self._detached:
                     process.let_go()
@@ -239,10 +241,10 @@ class DevBroker(ProcessOwner):
         return outcome
 
     def restart(self, timeout_s: float = 60.0) -> None:
-        """Start again with the same ports and data; stops it first when it runs.
+        """Start again with the same ports and data; stops a running broker first.
 
         Args:
-            timeout_s: Seconds until it must be ready.
+            timeout_s: Longest time until it is ready, seconds.
 
         Raises:
             DevBrokerError: As for :meth:`start`.
@@ -257,15 +259,12 @@ class DevBroker(ProcessOwner):
             DevBrokerError: It runs.
         """
         if self.is_running():
-            raise DevBrokerError("The broker runs. Stop it before its data is deleted.")
+            raise DevBrokerError("The broker is running. Stop it before you delete its data.")
         for name in ("metadata", "bookkeeper", "logs"):
             shutil.rmtree(self.data_dir / name, ignore_errors=True)
 
     def close(self) -> None:
-        """End the broker, and remove its data directory when it is a temporary one.
-
-        Its ports are free for others then.
-        """
+        """Stop the broker, remove a temporary data directory, and free the ports."""
         for port in (self._port, self._admin_port, self._bookie_port):
             if port is not None:
                 give_back(port)
@@ -292,7 +291,7 @@ class DevBroker(ProcessOwner):
             self._config_path.write_text(render_config(template, self._all_settings()))
         except (OSError, ValueError, KeyError) as exc:
             raise DevBrokerError(
-                f"The data directory {self.data_dir} cannot be used: {exc}. Name another one."
+                f"The data directory {self.data_dir} cannot be used: {exc}. Use another one."
             ) from exc
 
     @property
@@ -305,7 +304,7 @@ class DevBroker(ProcessOwner):
             "bindAddress": LOOPBACK,
             "advertisedAddress": LOOPBACK,
             # The bookie reads this file too. Without an interface it listens on all addresses, and
-            # it takes the port it is given only when it may take any.
+            # it takes the given port only if ephemeral ports are allowed.
             "listeningInterface": loopback_interface(),
             "allowEphemeralPorts": "true",
             "brokerServicePort": str(self.port),
@@ -320,7 +319,8 @@ class DevBroker(ProcessOwner):
         for port in (self.port, self.admin_port, self._bookie_port):
             if port is not None and not port_is_free(port):
                 raise DevBrokerError(
-                    f"Port {port} is in use by another process. End it, or choose other ports.",
+                    f"Port {port} is in use by another process. End that process, or use other "
+                    "ports.",
                     port=port,
                 )
 
@@ -348,7 +348,7 @@ class DevBroker(ProcessOwner):
 
 
 def class_option(version: str, home: Path, java: Path) -> str:
-    """Option with which a JVM maps the classes of its broker; empty where it cannot.
+    """Return the option with which a JVM maps the classes of its broker; empty if it cannot.
 
     Args:
         version: Pulsar version.
@@ -357,7 +357,7 @@ def class_option(version: str, home: Path, java: Path) -> str:
     """
 
     def record(archive: Path) -> None:
-        """Run a broker, whose JVM writes down at its end which classes it had."""
+        """Run a broker whose JVM writes the list of its classes at its end."""
         broker = DevBroker(version)
         broker._classes_option = f"-XX:ArchiveClassesAtExit={archive}"
         with broker:
@@ -365,3 +365,41 @@ def class_option(version: str, home: Path, java: Path) -> str:
 
     archive = class_archive(home, java, record)
     return f"-XX:SharedArchiveFile={archive}" if archive else ""
+
+
+# -- The configuration file of a development broker ------------------------------------------------
+
+_SETTING = re.compile(r"\s*([A-Za-z][\w.]*)\s*=")
+
+DEFAULT_SETTINGS: Mapping[str, str] = {
+    # By default a topic without a subscription is deleted after a minute, with its messages.
+    "brokerDeleteInactiveTopicsEnabled": "false",
+    "brokerShutdownTimeoutMs": "5000",
+    "webSocketServiceEnabled": "false",
+}
+"""Differences from Pulsar's own standalone settings, besides addresses and ports."""
+
+
+def render_config(template: str, settings: Mapping[str, str]) -> str:
+    """Return a broker's configuration: the template with some settings replaced or added.
+
+    Args:
+        template: Text of Pulsar's ``standalone.conf``.
+        settings: Names and values; lines of the template with one of these names are removed.
+
+    Raises:
+        ConfigError: A name or a value is not valid in the file.
+    """
+    for name, value in settings.items():
+        if not re.fullmatch(r"[A-Za-z][\w.]*", name) or "\n" in value or "\r" in value:
+            raise ConfigError(
+                f"Broker setting {name!r}={value!r} is not valid. A name has letters, digits, "
+                "'_' and '.', and a value has one line."
+            )
+    kept = [
+        line
+        for line in template.splitlines()
+        if not (match := _SETTING.match(line)) or match[1] not in settings
+    ]
+    added = [f"{name}={value}" for name, value in settings.items()]
+    return "\n".join([*kept, "", "# Set by keyshard", *added, ""])

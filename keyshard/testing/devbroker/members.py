@@ -1,4 +1,4 @@
-"""The processes of a development cluster, each with ports and data of its own."""
+"""The processes of a development cluster, each with its own ports and data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ from pathlib import Path
 
 from keyshard.config.connection import Connection
 from keyshard.errors import DevBrokerError
-from keyshard.testing.devbroker.ports import LOOPBACK
-from keyshard.testing.devbroker.process import BrokerProcess, ProcessOwner, log_tail
-from keyshard.testing.devbroker.readiness import LogWatch, Outcome, wait_until_ready
+from keyshard.testing.devbroker.process import (
+    LOOPBACK,
+    BrokerProcess,
+    LogWatch,
+    ProcessOwner,
+    StartResult,
+    log_tail,
+    wait_until_ready,
+)
 
 START_S = 180.0
 """Longest time until a process serves, seconds; a whole cluster takes 10 to 45 on two cores."""
+_FROZEN_S = 3.0
+"""Time from which a frozen broker may lose its session, seconds: half of the session's time-out."""
+_ENDS_S = 5.0
+"""Longest wait for the end of a broker that was frozen for longer, seconds."""
 _POLL_S = 0.1
 _BOOKIE_ENDS = b"Shutting down Bookie-"
 _BOOKIE_STARTED = b"Started component bookie-server"
@@ -34,7 +44,7 @@ class ClusterMember(ProcessOwner):
     folder: Path
     """Folder of its data, its configuration and its log."""
     settings: dict[str, str]
-    """Lines of its configuration; a change counts from its next start."""
+    """Lines of its configuration; a change takes effect at its next start."""
     run: Callable[[ClusterMember], BrokerProcess]
     """Starts its process."""
     _log_from: int = field(default=0, init=False)
@@ -49,8 +59,9 @@ class ClusterMember(ProcessOwner):
         return self.folder / "process.log"
 
     def launch(self) -> None:
-        """Start the process without waiting for it; does nothing when it runs."""
+        """Start the process without waiting for it; does nothing if it runs."""
         if not self.is_running():
+            self.kill()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._log_from = self.log_path.stat().st_size if self.log_path.exists() else 0
             self._process = self.run(self)
@@ -62,7 +73,7 @@ class ClusterMember(ProcessOwner):
             DevBrokerError: It died or did not serve in time; the message ends with its log.
         """
         outcome = self._serves(time.monotonic() + timeout_s)
-        if outcome is not Outcome.READY:
+        if outcome is not StartResult.READY:
             raise DevBrokerError(
                 f"{self.name} did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
                 f"{self.log_path} and ends:\n{log_tail(self.log_path, self._log_from)}",
@@ -79,60 +90,79 @@ class ClusterMember(ProcessOwner):
         self.wait(timeout_s)
 
     def freeze(self) -> None:
-        """Stop it without closing anything (SIGSTOP): its connections stay open and silent."""
+        """Freeze the process (SIGSTOP): its connections stay open and silent."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a frozen one go on (SIGCONT)."""
+        """Resume a frozen process (SIGCONT)."""
         self._signal(signal.SIGCONT)
 
-    def _serves(self, deadline: float) -> Outcome:
-        """Wait until it takes connections."""
+    def _serves(self, deadline: float) -> StartResult:
+        """Wait until it accepts connections."""
         while self.is_running():
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
                 probe.settimeout(1.0)
                 if probe.connect_ex((LOOPBACK, self.port)) == 0:
-                    return Outcome.READY
+                    return StartResult.READY
             if time.monotonic() >= deadline:
-                return Outcome.LATE
+                return StartResult.LATE
             time.sleep(_POLL_S)
-        return Outcome.DIED
+        return StartResult.DIED
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is None:
-            raise DevBrokerError(f"{self.name} does not run.")
+            raise DevBrokerError(f"{self.name} does not run. Start it first.")
         os.killpg(self._process.pid, number)
 
 
 class Bookie(ClusterMember):
     """A bookie of a cluster, which serves once it is registered.
 
-    One that finds the registration of its former process shuts down, but its process stays
-    (apache/pulsar#17759): it is started again.
+    If it finds the registration of its former process, it shuts down, but its process stays
+    (apache/pulsar#17759). Then it is started again.
     """
 
     @property
     def has_shut_down(self) -> bool:
-        """Whether it serves no more, though its process may run."""
+        """Whether it has stopped serving, though its process may run."""
         return not self.is_running() or LogWatch(self.log_path, self._log_from).has(_BOOKIE_ENDS)
 
-    def _serves(self, deadline: float) -> Outcome:
+    def _serves(self, deadline: float) -> StartResult:
         while self.is_running():
             if self.has_shut_down:
                 self.kill()
                 self.launch()
             elif LogWatch(self.log_path, self._log_from).has(_BOOKIE_STARTED):
-                return Outcome.READY
+                return StartResult.READY
             if time.monotonic() >= deadline:
-                return Outcome.LATE
+                return StartResult.LATE
             time.sleep(_POLL_S)
-        return Outcome.DIED
+        return StartResult.DIED
 
 
 class ClusterBroker(ClusterMember):
     """A broker of a cluster."""
 
     admin_port: int = 0
+    _frozen_s: float = 0.0
+
+    def freeze(self) -> None:
+        self._frozen_s = time.monotonic()
+        super().freeze()
+
+    def resume(self) -> None:
+        """Let a frozen broker go on (SIGCONT).
+
+        If its session with ZooKeeper has expired meanwhile, it ends, and is launched again.
+        """
+        frozen_s = time.monotonic() - self._frozen_s
+        super().resume()
+        end = time.monotonic() + (_ENDS_S if frozen_s > _FROZEN_S else 0.0)
+        while self.is_running() and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        if not self.is_running():
+            self.kill()
+            self.launch()
 
     @property
     def service_url(self) -> str:
@@ -149,8 +179,8 @@ class ClusterBroker(ClusterMember):
         """Connection to this broker alone."""
         return Connection(self.service_url, self.admin_url)
 
-    def _serves(self, deadline: float) -> Outcome:
-        """Wait until it finds topics and takes connections."""
+    def _serves(self, deadline: float) -> StartResult:
+        """Wait until it finds topics and accepts connections."""
         return wait_until_ready(
             self.connection,
             returncode=lambda: None if self.is_running() else 1,

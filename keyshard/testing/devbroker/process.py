@@ -1,26 +1,37 @@
-"""The broker's process: starting it in a group of its own, and ending the whole group."""
+"""The broker's process: its ports, its process group, whether it serves, and its end."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import random
+import re
 import signal
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
+from enum import Enum
 from pathlib import Path
 
-from keyshard.errors import DevBrokerError
+from keyshard.broker.admin.http import AdminHttp
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.preflight import missing_topics
+from keyshard.config.connection import Connection
+from keyshard.errors import BrokerError, DevBrokerError
 
 STOP_S = 20.0
-"""Longest time that a process has for an orderly end, seconds."""
+"""Longest time for an orderly end of a process, seconds."""
 _POLL_S = 0.02
 _KILL_TIMEOUT_S = 10.0
 _LOG_LINES = 15
 
-# A pipe tells the death of the parent, whatever killed it. (PR_SET_PDEATHSIG would also fire when
-# only the *thread* that started the broker ends, and needs code between fork and exec.) A line says
-# that the broker was ended in order; end of file without a line that the parent is gone.
+# A pipe detects the death of the parent, whatever killed it. (PR_SET_PDEATHSIG would also fire when
+# only the *thread* that started the broker ends, and needs code between fork and exec.) A line
+# means that the broker was stopped in order; end of file without it means a dead parent.
 _WATCHDOG = """\
 read -r line && exit 0
 kill -s KILL -- "-$1"
@@ -33,7 +44,7 @@ done
 
 
 class BrokerProcess:
-    """A running process in a group of its own, with its output in a file."""
+    """A running process in its own process group, with its output in a file."""
 
     def __init__(
         self,
@@ -43,13 +54,13 @@ class BrokerProcess:
         *,
         remove_if_orphaned: Path | None = None,
     ) -> None:
-        """Start the process; it is killed when this one ends, unless it was let go.
+        """Start the process; it is killed when this process ends, unless :meth:`let_go` was called.
 
         Args:
             command: Program and arguments.
             env: Its whole environment.
-            log_path: File that its output is appended to.
-            remove_if_orphaned: Directory to remove when it is killed because this process ended.
+            log_path: File to which its output is appended.
+            remove_if_orphaned: Directory to remove if it is killed because this process ended.
         """
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -70,14 +81,14 @@ class BrokerProcess:
         return self._process.pid
 
     def returncode(self) -> int | None:
-        """Exit status, or ``None`` while it runs."""
+        """Return the exit status, or ``None`` while it runs."""
         return self._process.poll()
 
     def stop(self, timeout_s: float) -> None:
-        """Ask the process to end (SIGTERM) and kill its group when it does not in time.
+        """Ask the process to end (SIGTERM), and kill its group if it does not end in time.
 
         Args:
-            timeout_s: Seconds before it is killed.
+            timeout_s: Time before it is killed, seconds.
         """
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -90,37 +101,37 @@ class BrokerProcess:
         """Kill the whole group (SIGKILL) and return when it is gone.
 
         Raises:
-            DevBrokerError: It is still there at the deadline.
+            DevBrokerError: It still exists at the deadline.
         """
         kill_group(self.pid, reap=self._process.poll)
         self.let_go()
 
     def let_go(self) -> None:
-        """Let it live on when this process ends. Idempotent."""
+        """Let the process outlive this one. Idempotent."""
         if self._watchdog is not None:
             _dismiss(self._watchdog)
             self._watchdog = None
 
 
 class ProcessOwner:
-    """Base of everything that has one process at a time."""
+    """Base of classes that own one process at a time."""
 
     _process: BrokerProcess | None = None
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs, else ``None``."""
+        """Process id while it runs, otherwise ``None``."""
         return self._process.pid if self._process is not None and self.is_running() else None
 
     def is_running(self) -> bool:
-        """Whether its process is alive; a frozen one is."""
+        """Whether its process is alive; a frozen process is."""
         return self._process is not None and self._process.returncode() is None
 
     def stop(self, timeout_s: float = STOP_S) -> None:
-        """End it in order (SIGTERM): a broker hands its topics over. Kills it after the time-out.
+        """Stop it in order (SIGTERM), so that a broker hands over its topics; then kill it.
 
         Args:
-            timeout_s: Seconds before it is killed.
+            timeout_s: Time before it is killed, seconds.
         """
         if self._process is not None:
             self._process.stop(timeout_s)
@@ -138,10 +149,10 @@ def kill_group(pid: int, reap: Callable[[], object] | None = None) -> None:
 
     Args:
         pid: Process id of the group's leader.
-        reap: Function to call while waiting, which collects a dead child.
+        reap: Called while waiting, to collect a dead child.
 
     Raises:
-        DevBrokerError: It is still there at the deadline.
+        DevBrokerError: It still exists at the deadline.
     """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while True:
@@ -149,23 +160,26 @@ def kill_group(pid: int, reap: Callable[[], object] | None = None) -> None:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             break
-        except PermissionError:  # macOS says so for a group of zombies.
+        except PermissionError:  # macOS raises it for a group of zombies.
             break
         if reap is not None:
             reap()
         elif start_ticks(pid) is None:
             break
         if time.monotonic() >= deadline:
-            raise DevBrokerError(f"The broker (process {pid}) does not end after SIGKILL.")
+            raise DevBrokerError(
+                f"The broker (process {pid}) did not end after SIGKILL. Check the state of the "
+                "process."
+            )
         time.sleep(_POLL_S)
     if reap is not None:
         reap()
 
 
 def start_ticks(pid: int) -> str | None:
-    """When a live process was started, as the system says it; ``None`` when there is none.
+    """Return the start time of a live process, as the system writes it; ``None`` if it is dead.
 
-    Together with the process id this names one process: ids are used again.
+    Process ids are reused: the start time and the id together identify a process.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -177,11 +191,11 @@ def start_ticks(pid: int) -> str | None:
 
 
 def log_tail(path: Path, start: int = 0) -> str:
-    """The last lines of a log, indented, for an error.
+    """Return the last lines of a log, indented, for an error.
 
     Args:
         path: The log.
-        start: Bytes of it that belong to an earlier process.
+        start: Leading bytes that belong to an earlier process.
     """
     try:
         with path.open("rb") as log:
@@ -216,3 +230,195 @@ def _start_watchdog(pid: int, remove: Path | None) -> subprocess.Popen[bytes]:
 def _dismiss(watchdog: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
         watchdog.communicate(b"done\n", timeout=_KILL_TIMEOUT_S)
+
+
+# -- Whether a started program serves --------------------------------------------------------------
+
+_READY_POLL_S = 0.1
+_NAMESPACE = "public/default"
+_PROBE = f"/lookup/v2/topic/persistent/{_NAMESPACE}/keyshard-probe"
+_STUCK = re.compile(rb"Lock on resource /ledgers/available/\S+ was invalidated\. state Valid")
+_STUCK_LINES = 3
+_IN_USE = b"Address already in use"
+
+
+class StartResult(Enum):
+    """Outcome of a start, in words for a user."""
+
+    READY = "it is ready"
+    DIED = "its process ended"
+    TAKEN = "another process listens on one of its ports"
+    LATE = "it was not ready in time"
+    STUCK = "its storage keeps losing its registration"
+
+
+class LogWatch:
+    """Finds in a broker's log a start that can never succeed.
+
+    A killed bookie leaves its registration behind. The next start deletes it and registers anew.
+    The notice of that deletion often comes so late that it counts as a loss of the new
+    registration. That one is then deleted and made again, several hundred times a second without
+    end: the compared values have no ``equals`` (apache/pulsar#17759). Meanwhile reads time out. The
+    loop shows within two seconds, before the broker serves clients, and another start ends it.
+    """
+
+    def __init__(self, path: Path, start: int) -> None:
+        """Watch what is written to ``path`` after its first ``start`` bytes."""
+        self._path = path
+        self._start = start
+        self._next = start
+        self._rest = b""
+        self._found = 0
+
+    def has(self, text: bytes) -> bool:
+        """Whether a text was written."""
+        with self._path.open("rb") as log:
+            log.seek(self._start)
+            return text in log.read()
+
+    def stuck(self) -> bool:
+        """Whether the storage is in that loop."""
+        with self._path.open("rb") as log:
+            log.seek(self._next)
+            new = log.read()
+        self._next += len(new)
+        lines, newline, rest = (self._rest + new).rpartition(b"\n")
+        self._rest = rest
+        self._found += len(_STUCK.findall(lines)) if newline else 0
+        return self._found >= _STUCK_LINES
+
+
+def wait_until_ready(
+    connection: Connection,
+    *,
+    returncode: Callable[[], int | None],
+    log: LogWatch,
+    deadline: float,
+) -> StartResult:
+    """Wait until the broker has its namespace, finds the owner of a topic, and accepts connections.
+
+    Args:
+        connection: Connection to the broker.
+        returncode: Returns the exit status of its process, ``None`` while it runs.
+        log: Its log.
+        deadline: End of the wait, monotonic seconds.
+    """
+    with closing(AdminHttp(connection)) as admin:
+        while True:
+            if returncode() is not None:
+                return StartResult.TAKEN if log.has(_IN_USE) else StartResult.DIED
+            if log.stuck():
+                return StartResult.STUCK
+            if _serves(connection, admin):
+                return StartResult.READY
+            if time.monotonic() >= deadline:
+                return StartResult.LATE
+            time.sleep(_READY_POLL_S)
+
+
+def _serves(connection: Connection, admin: AdminHttp) -> bool:
+    try:
+        namespaces = admin.request("GET", "/admin/v2/namespaces/public")
+        if namespaces.status_code != 200 or _NAMESPACE not in namespaces.json():
+            return False
+        if admin.request("GET", _PROBE).status_code != 200:
+            return False
+        missing_topics(connection, Credentials(connection), ())
+    except (BrokerError, ValueError):
+        return False
+    return True
+
+
+# -- Free ports of the loopback interface ----------------------------------------------------------
+
+LOOPBACK = "127.0.0.1"
+"""The only address on which a development broker listens."""
+
+_FIRST, _LAST = 20_000, 32_000
+_TRIES_MAX = 200
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_held: dict[int, socket.socket] = {}
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server can listen on a loopback port now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(taken: Collection[int] = ()) -> int:
+    """Return a free loopback port outside the kernel's range for outgoing connections.
+
+    A client that reconnects to a dead broker could otherwise get the broker's own port for its
+    end. It would connect to itself, and keep the broker from starting again.
+
+    On Linux the port is reserved until :func:`give_back`, or the end of this process. Many brokers
+    start side by side, seconds pass between the choice and the listening, and a dead broker comes
+    back to its port.
+
+    Args:
+        taken: Ports not to choose.
+
+    Raises:
+        DevBrokerError: None was found.
+    """
+    last = min(_LAST, _ephemeral_start() - 1)
+    first = _FIRST if last - _FIRST > _TRIES_MAX else 1_100
+    chooser = random.SystemRandom()
+    for _ in range(_TRIES_MAX):
+        port = chooser.randint(first, last)
+        if port not in taken and _hold(port):
+            return port
+    raise DevBrokerError(f"No free port was found between {first} and {last}. Name a port.")
+
+
+def give_back(port: int) -> None:
+    """Release a reserved port; does nothing if it is not reserved."""
+    if port in _held:
+        _held.pop(port).close()
+
+
+@atexit.register
+def _give_all_back() -> None:
+    """Close what is still reserved; a socket that Python itself closes is a ``ResourceWarning``."""
+    for port in list(_held):
+        give_back(port)
+
+
+def _hold(port: int) -> bool:
+    """Reserve a free port by binding it without listening; ``False`` if it is not free.
+
+    Linux lets a server listen beside a socket that is only bound, if both may share the address
+    (``SO_REUSEADDR``, as servers usually do). A bind without sharing is refused, so holders notice
+    one another.
+    """
+    if sys.platform != "linux":
+        return port_is_free(port)
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        holder.bind((LOOPBACK, port))
+    except OSError:
+        holder.close()
+        return False
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _held[port] = holder
+    return True
+
+
+def loopback_interface() -> str:
+    """Return the network interface with the loopback address, such as ``lo``."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "lo")
+
+
+def _ephemeral_start() -> int:
+    try:
+        start = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return _LAST + 1
+    return start if start > _FIRST else _LAST + 1

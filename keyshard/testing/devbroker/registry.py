@@ -1,4 +1,4 @@
-"""Which detached brokers run: a small file for each data directory, in the user's cache."""
+"""Registry of detached brokers: a small file for each data directory, in the user's cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keyshard.errors import DevBrokerError
 from keyshard.redaction import shown
-from keyshard.testing.devbroker.cache import cache_dir
+from keyshard.testing.devbroker.distribution import cache_dir
 from keyshard.testing.devbroker.process import kill_group, start_ticks
 
 _STOP_TIMEOUT_S = 20.0
@@ -25,7 +25,7 @@ class BrokerRecord:
 
     pid: int
     started: str
-    """When the process was started, as the system says it: process ids are used again."""
+    """Start time of the process, as the system writes it: process ids are reused."""
     version: str
     port: int
     admin_port: int
@@ -35,7 +35,7 @@ class BrokerRecord:
 
 
 def data_dir(named: Path | None) -> Path:
-    """The data directory a person named, or the default one.
+    """Return the data directory that a user named, or the default one.
 
     Raises:
         DevBrokerError: No directory can have this name.
@@ -46,7 +46,7 @@ def data_dir(named: Path | None) -> Path:
         os.fsencode(found).decode()
     except (OSError, RuntimeError, ValueError) as exc:
         raise DevBrokerError(
-            f"The data directory {shown(str(folder))} cannot be used: {exc}. Name another one."
+            f"The data directory {shown(str(folder))} cannot be used: {exc}. Use another one."
         ) from exc
     return found
 
@@ -55,14 +55,14 @@ def remember(
     pid: int, version: str, port: int, admin_port: int, folder: Path, *,
     tls: bool = False, tokens: bool = False,
 ) -> BrokerRecord:  # fmt: skip
-    """Write down that a broker runs.
+    """Register a running broker.
 
     Raises:
         DevBrokerError: It ended meanwhile, or the file cannot be written.
     """
     started = start_ticks(pid)
     if started is None:
-        raise DevBrokerError(f"The broker ended at once. Its log is {folder / 'broker.log'}.")
+        raise DevBrokerError(f"The broker ended immediately. See its log {folder / 'broker.log'}.")
     record = BrokerRecord(pid, started, version, port, admin_port, str(folder), tls, tokens)
     path = _path(folder)
     try:
@@ -72,17 +72,19 @@ def remember(
         fresh.replace(path)
     except OSError as exc:
         kill_group(pid)
-        raise DevBrokerError(f"{path} cannot be written: {exc}. Set KEYSHARD_CACHE.") from exc
+        raise DevBrokerError(
+            f"{path} cannot be written: {exc}. Set KEYSHARD_CACHE to a writable directory."
+        ) from exc
     return record
 
 
 def find(folder: Path) -> BrokerRecord | None:
-    """The broker that runs on a data directory; what is written about a dead one is removed."""
+    """Return the broker that runs on a data directory; remove the record of a dead one."""
     return _read(_path(folder))
 
 
 def running() -> list[BrokerRecord]:
-    """Every broker that runs, by data directory."""
+    """Return every running broker, by data directory."""
     found = map(_read, _folder().glob("*.json"))
     return sorted(filter(None, found), key=lambda record: record.data_dir)
 
@@ -101,15 +103,15 @@ def _read(path: Path) -> BrokerRecord | None:
 
 
 def forget(folder: Path) -> None:
-    """Remove what is written about the broker of a data directory."""
+    """Remove the record of the broker of a data directory."""
     _path(folder).unlink(missing_ok=True)
 
 
 def stop(record: BrokerRecord) -> None:
-    """End a broker in order (SIGTERM), or by SIGKILL when it takes too long.
+    """Stop a broker in order (SIGTERM), or by SIGKILL if it takes too long.
 
     Raises:
-        DevBrokerError: It belongs to somebody else, or does not end.
+        DevBrokerError: It belongs to another user, or does not end.
     """
     deadline = time.monotonic() + _STOP_TIMEOUT_S
     try:
@@ -117,7 +119,9 @@ def stop(record: BrokerRecord) -> None:
     except ProcessLookupError:
         pass
     except PermissionError as exc:
-        raise DevBrokerError(f"Process {record.pid} belongs to another user.") from exc
+        raise DevBrokerError(
+            f"Process {record.pid} belongs to another user. Stop the broker as that user."
+        ) from exc
     while start_ticks(record.pid) == record.started and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if start_ticks(record.pid) == record.started:

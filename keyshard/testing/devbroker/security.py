@@ -1,4 +1,4 @@
-"""What a development broker with TLS or tokens needs: an authority, certificates, signed tokens."""
+"""TLS and tokens of a development broker: its authority, certificates, signed tokens."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import Any
 from keyshard.config.connection import Connection, Token
 from keyshard.errors import DevBrokerError
 from keyshard.redaction import Secret
-from keyshard.testing.devbroker.ports import LOOPBACK
+from keyshard.testing.devbroker.process import LOOPBACK
 
 ADMIN = "admin"
 """Role that may do everything."""
 
 _DAYS = 3_650
-"""Life of a certificate: it is as old as its data directory, which may be kept."""
+"""Lifetime of a certificate, days: it lasts as long as its data directory, which may be kept."""
 _PRIVATE = 0o600
 
 
 class Authority:
-    """A certificate authority of one broker, in a folder of its own.
+    """The certificate authority of one broker, in its own folder.
 
     Args:
-        folder: Where its files are; made when they are missing.
+        folder: Folder of its files, which are created if they are missing.
 
     Raises:
         DevBrokerError: The package that makes certificates is not installed.
@@ -45,14 +45,19 @@ class Authority:
         if not self.path.exists():
             self._make("ca", "keyshard development authority", signed_by=None)
 
-    def certificate(self, name: str) -> tuple[Path, Path]:
-        """Certificate and key of a server at the loopback address, or of a client's role."""
+    def certificate(self, name: str, unit: str = "") -> tuple[Path, Path]:
+        """Return certificate and key of a server at the loopback address, or of a client's role.
+
+        Args:
+            name: Its common name.
+            unit: Its organizational unit, where bookies look for roles (``0:role``); may be empty.
+        """
         path, key = self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
         if not (path.exists() and key.exists()):
-            self._make(name, name, signed_by="ca")
+            self._make(name, name, signed_by="ca", unit=unit)
         return path, key
 
-    def _make(self, file: str, subject: str, *, signed_by: str | None) -> None:
+    def _make(self, file: str, subject: str, *, signed_by: str | None, unit: str = "") -> None:
         try:
             from cryptography import x509  # noqa: PLC0415 - an extra
             from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
@@ -63,7 +68,8 @@ class Authority:
                 "'keyshard[broker]'."
             ) from exc
         own = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
-        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject)])
+        facts = {x509.NameOID.COMMON_NAME: subject, x509.NameOID.ORGANIZATIONAL_UNIT_NAME: unit}
+        name = x509.Name([x509.NameAttribute(kind, text) for kind, text in facts.items() if text])
         now = datetime.now(timezone.utc)
         builder = (
             x509.CertificateBuilder()
@@ -97,7 +103,7 @@ class Authority:
 
 
 class TokenSigner:
-    """Signs tokens (JWT, HS256) with a secret in a folder; it is made when it is missing."""
+    """Signs tokens (JWT, HS256) with a secret in a folder; a missing secret is created."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,11 +112,11 @@ class TokenSigner:
             _write(self.path, secrets.token_bytes(32))
 
     def token(self, role: str, expires_in_s: float | None = None) -> str:
-        """A token of a role.
+        """Return a token of a role.
 
         Args:
-            role: Who it makes of its holder.
-            expires_in_s: Seconds until it expires, negative for one that has; never by default.
+            role: Role of the token's holder.
+            expires_in_s: Seconds until it expires; negative: it has expired; default: never.
         """
         claims: dict[str, Any] = {"sub": role}
         if expires_in_s is not None:
@@ -121,7 +127,7 @@ class TokenSigner:
 
 
 def tls_settings(authority: Authority, port: int, admin_port: int) -> dict[str, str]:
-    """Broker settings for TLS on both ports, and none without."""
+    """Return broker settings for TLS on both ports, and no port without TLS."""
     certificate, key = authority.certificate("broker")
     return {
         "brokerServicePort": "",
@@ -137,7 +143,7 @@ def tls_settings(authority: Authority, port: int, admin_port: int) -> dict[str, 
 
 
 def token_settings(signer: TokenSigner, *, tls: bool) -> dict[str, str]:
-    """Broker settings for authentication and authorization: only :data:`ADMIN` may do anything."""
+    """Return settings for authentication and authorization: only :data:`ADMIN` has rights."""
     providers = ["Token", "Tls"] if tls else ["Token"]
     prefix = "org.apache.pulsar.broker.authentication.AuthenticationProvider"
     return {
@@ -155,7 +161,7 @@ def token_settings(signer: TokenSigner, *, tls: bool) -> dict[str, str]:
 
 
 def write_client_conf(path: Path, connection: Connection) -> None:
-    """Write down, as a ``client.conf`` of Pulsar, how a broker is reached; only its user reads it.
+    """Write a ``client.conf`` of Pulsar for a broker; only the user can read the file.
 
     Raises:
         DevBrokerError: It cannot be written.
@@ -175,7 +181,7 @@ def write_client_conf(path: Path, connection: Connection) -> None:
     try:
         _write(path, text.encode())
     except OSError as exc:
-        raise DevBrokerError(f"{path} cannot be written: {exc}. Name another --data.") from exc
+        raise DevBrokerError(f"{path} cannot be written: {exc}. Use another --data.") from exc
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Checkers of what becomes of messages: loss, order, duplicates, batches that run again."""
+"""Checkers of messages: loss, order, duplicates, batches that run again."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from keyshard.testing.verify.history import Event, Name
-from keyshard.testing.verify.history_view import BatchRun, HistoryView, Host
+from keyshard.testing.verify.history_view import HistoryView, HostKind, RecordedRun
 from keyshard.testing.verify.verdict import Findings, Verdict
 
 LIVENESS_S = 60.0
-"""Default time in which everything must be done once the faults have stopped, seconds."""
+"""Default time in which everything must be done after the last fault, seconds."""
 
 
 def no_loss(events: Sequence[Event]) -> Verdict:
-    """Every message that was sent is done at the end: see :class:`.history_view.Host`."""
+    """Check that every sent message is done at the end; see :class:`.history_view.HostKind`."""
     view = HistoryView.of(events)
     found = Findings("no loss", "messages sent", "no message was sent")
     done = view.done
     for event in view.sent:
         found.checked += 1
         if event.message not in done:
-            found.violation(f"{_text(event)} was sent and never done", event)
+            found.violation(f"{_text(event)} was sent, but never done", event)
     return found.verdict()
 
 
 def key_order(events: Sequence[Event]) -> Verdict:
-    """The messages of a key in a topic partition reach user code in the order of ``seq``.
+    """Check that messages of a key in a topic partition reach user code in the order of ``seq``.
 
-    Without ``seq``, in the order of their positions. In batches: over all committed batches, in the
-    order of their checkpoints; a key lies in one part of a batch. Elsewhere a key may start again
-    from an earlier message, once after a fault, but a message that comes for the first time never
-    comes after a later one. A dead letter that was let out may come between older messages which
-    the fault brings again: they go on where they were, and where the letter comes again, too, it
-    runs again behind them.
+    Messages without ``seq`` are compared by position. In batches, the order covers all committed
+    batches, in the order of their checkpoints; a key lies in one part of a batch. Otherwise a key
+    may start again from an earlier message, once after each fault. A message that comes for the
+    first time never comes after a later one. An unparked dead letter may come between older
+    messages that are redelivered after a fault: those continue where they were. If the dead letter
+    is redelivered too, it runs again after them.
     """
     view = HistoryView.of(events)
-    found = Findings("order per key", "messages with a key", "nothing with a key was consumed")
-    if view.host is Host.BATCHES:
+    found = Findings("order per key", "messages with a key", "no message with a key was consumed")
+    if view.host is HostKind.BATCHES:
         _order_of_commits(view, found)
     else:
         _order_of_deliveries(view, found)
@@ -57,7 +57,7 @@ def _order_of_commits(view: HistoryView, found: Findings) -> None:
             first = first_of_key.setdefault(routing_name, row)
             if first.part != row.part:
                 found.violation(
-                    f"key {row.key!r} lies in the parts {first.part} and {row.part} of batch "
+                    f"key {row.key!r} is in the parts {first.part} and {row.part} of batch "
                     f"{row.batch}",
                     *(first, row),
                 )
@@ -72,20 +72,21 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
     last: dict[Name, Event] = {}
     highest: dict[Name, Event] = {}
     faults_of: dict[Name, int] = {}
-    """Faults before a message came last."""
+    """Number of faults before the last delivery of a message to user code."""
     used: dict[Name, int] = {}
-    """Faults before the broker delivered what a key started again with last. It may come late:
-    a handler has another message of the key in hand, or they wait, when a broker forgets."""
+    """Number of faults before the delivery by the broker with which a key started again last. It
+    may reach user code late: another message of the key is being handled, or waits, when a broker
+    forgets acknowledgements."""
     stored_twice = _StoredTwice(view)
-    letters = _LettersBetween()
-    for event, faults, arrival, is_letter in view.seen_with_arrivals():
+    dead_letters = _LettersBetween()
+    for event, faults, arrival, is_dead_letter in view.seen_with_arrivals():
         if event.key is None:
             continue
         found.checked += 1
         routing_name, order = event.routing_name, _order(event)
         faults_then = faults_of.get(event.stored)
         faults_of[event.stored] = faults
-        ahead = letters.ahead_of(event, is_letter=is_letter)
+        ahead = dead_letters.ahead_of(event, is_dead_letter=is_dead_letter)
         before, top = last.get(routing_name, event), highest.get(routing_name, event)
         last[routing_name] = event
         if order >= _order(top):
@@ -100,30 +101,30 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
         then, back = used.get(routing_name, 0), order < _order(before)
         came_again = (arrival.latest if arrival else faults) > max(faults_then, then)
         if back and not came_again:
-            letters.owe(ahead, event)
+            dead_letters.owe(ahead, event)
             if not ahead:
                 found.violation(f"{_text(event)} came after {_text(before)}", before, event)
         if arrival is not None and event.stored not in view.parked:
             used[routing_name] = max(then, arrival.first)
         elif back:
             used[routing_name] = arrival.latest if arrival else faults
-    for letter, older in letters.owed.values():
-        if letter.stored in view.left_out:
+    for dead_letter, older in dead_letters.owed.values():
+        if dead_letter.stored in view.left_out:
             found.violation(
-                f"{_text(letter)} came before {_text(older)}, and not again behind it",
-                *(letter, older),
+                f"{_text(dead_letter)} came before {_text(older)}, and did not run again after it",
+                *(dead_letter, older),
             )
 
 
 def exactly_once(events: Sequence[Event]) -> Verdict:
-    """Every message that was sent is in exactly one committed batch, as one row."""
+    """Check that every sent message is in exactly one committed batch, as one row."""
     view = HistoryView.of(events)
     found = Findings(
         "exactly once into the checkpoint",
         "rows of committed batches",
-        "the history names no batches",
+        "the history has no batches",
     )
-    if view.host is not Host.BATCHES:
+    if view.host is not HostKind.BATCHES:
         return found.verdict()
     rows: dict[Name, Event] = {}
     for commit in view.commits:
@@ -143,12 +144,12 @@ def exactly_once(events: Sequence[Event]) -> Verdict:
 
 
 def bounded_duplicates(events: Sequence[Event], deliveries_max: int | None = None) -> Verdict:
-    """User code gets a message at most once, and once more per fault before.
+    """Check that user code gets a message at most once, and once more per earlier fault.
 
     Args:
         events: The history.
-        deliveries_max: Most times instead; ``None``: 1, and 1 for each ``crashed`` or
-            ``disconnected`` before, and for each ``failed`` of the message.
+        deliveries_max: Most deliveries instead; ``None``: 1, plus 1 for each earlier ``crashed``
+            or ``disconnected``, and for each ``failed`` of the message.
     """
     view = HistoryView.of(events)
     found = Findings("bounded duplicates", "deliveries to user code", "nothing was consumed")
@@ -161,24 +162,26 @@ def bounded_duplicates(events: Sequence[Event], deliveries_max: int | None = Non
         allowed = 1 + faults + failures[name] if deliveries_max is None else deliveries_max
         if times[name] > allowed:
             found.violation(
-                f"{_text(event)} came {times[name]} times where {allowed} were allowed", event
+                f"{_text(event)} was delivered {times[name]} times, but {allowed} times are "
+                "allowed",
+                event,
             )
     return found.verdict()
 
 
 def liveness(events: Sequence[Event], liveness_s: float = LIVENESS_S) -> Verdict:
-    """Once the faults have stopped, everything that was sent is done in time.
+    """Check that everything sent is done in time after the last fault.
 
     Args:
         events: The history.
-        liveness_s: Longest time, from the last fault or ``faults_stopped``, or from the sending
-            where that is later, seconds.
+        liveness_s: Longest time, seconds, from the last fault or ``faults_stopped``, or from the
+            sending if that is later.
     """
     view = HistoryView.of(events)
     found = Findings(
         "done in time after the faults",
         "messages sent",
-        "there was no fault and no faults_stopped, or no message was sent",
+        "there was no fault, no faults_stopped, or no sent message",
     )
     times = [event.t for event in view.faults]
     times += [event.t for event in view if event.kind == "faults_stopped"]
@@ -198,12 +201,12 @@ def liveness(events: Sequence[Event], liveness_s: float = LIVENESS_S) -> Verdict
 
 
 def rerun_equality(events: Sequence[Event]) -> Verdict:
-    """A batch that runs again has the same rows in the same parts in the same order.
+    """Check that a batch that runs again has the same rows in the same parts in the same order.
 
-    Tasks read the parts of a batch at the same time, so a run that is broken off ends in each part
-    by itself, and two of those need not contain one another. What a run has of a part must be the
-    beginning of that part in a complete run; where none is complete, of the longest that any run
-    has of it, and then no row may lie in two parts.
+    Tasks read the parts of a batch at the same time, so an aborted run may end in each part
+    elsewhere. Neither of two aborted runs need contain the other. The rows of a run in a part must
+    be the beginning of that part in a complete run. If no run is complete, they must be the
+    beginning of the longest run of that part. Then no row may lie in two parts.
     """
     view = HistoryView.of(events)
     found = Findings("re-runs are equal", "runs of batches compared", "no batch ran twice")
@@ -226,8 +229,8 @@ _Parts = dict[int | None, list[Event]]
 """Rows of a run, or of all runs of a batch, by part."""
 
 
-def _longest(runs: Iterable[BatchRun]) -> _Parts:
-    """The most that is known of each part: of rightful runs, all others are beginnings of it."""
+def _longest(runs: Iterable[RecordedRun]) -> _Parts:
+    """Return the longest run of each part: in correct runs, all others are beginnings of it."""
     whole: _Parts = {}
     for run in runs:
         for part, rows in _parts(run).items():
@@ -250,29 +253,29 @@ def _check_parts(found: Findings, batch: str, whole: _Parts) -> None:
                 return
 
 
-def _compare(found: Findings, batch: str, run: BatchRun, whole: _Parts) -> None:
+def _compare(found: Findings, batch: str, run: RecordedRun, whole: _Parts) -> None:
     parts = _parts(run)
-    # A run that was broken off may lack whole parts.
+    # An aborted run may lack whole parts.
     for part in sorted(parts.keys() | whole.keys() if run.complete else parts, key=str):
         left, right = parts.get(part, []), whole.get(part, [])
         for a, b in zip(left, right, strict=False):
             if (a.stored, a.message) != (b.stored, b.message):
                 found.violation(
-                    f"batch {batch} has {_text(a)} in part {part} in one run and {_text(b)} in its "
-                    "place in another",
+                    f"batch {batch} has {_text(a)} in part {part} in one run, and {_text(b)} at "
+                    "its position in another",
                     *(a, b),
                 )
                 return
         if len(left) > len(right) or (run.complete and len(left) < len(right)):
             more = left[len(right) :] or right[len(left) :]
             found.violation(
-                f"batch {batch} has {_text(more[0])} in part {part} in one run and not in another",
+                f"batch {batch} has {_text(more[0])} in part {part} in one run, but not in another",
                 more[0],
             )
             return
 
 
-def _parts(run: BatchRun) -> _Parts:
+def _parts(run: RecordedRun) -> _Parts:
     result: _Parts = {}
     for row in run.rows:
         result.setdefault(row.part, []).append(row)
@@ -280,26 +283,28 @@ def _parts(run: BatchRun) -> _Parts:
 
 
 class _LettersBetween:
-    """Dead letters that were let out between older messages of their key which come again.
+    """Unparked dead letters between redelivered older messages of their key.
 
-    Nobody who lets a key out knows what a broker will deliver again. So a key is where its last
-    message is that was no letter, and letters that ran ahead run again behind it where they come
-    again, too.
+    A user who unparks a key cannot know what a broker will redeliver. So the position of a key is
+    that of its last message that was no dead letter. Dead letters that ran before it run again
+    after it, if they are redelivered too.
     """
 
     def __init__(self) -> None:
         self._last: dict[Name, Event] = {}
         self._ahead: dict[Name, list[Event]] = {}
-        """Letters since then."""
+        """Dead letters since that message."""
         self.owed: dict[Name, tuple[Event, Event]] = {}
-        """Letters that have to run again, each with the older message that ran behind it."""
+        """Dead letters that must run again, each with the older message that ran after it."""
 
-    def ahead_of(self, event: Event, *, is_letter: bool) -> list[Event]:
-        """Newer letters that came since a key was where it goes on with a message; none where it
-        does not go on."""
+    def ahead_of(self, event: Event, *, is_dead_letter: bool) -> list[Event]:
+        """Return newer dead letters since the position from which a message continues its key.
+
+        Empty if the message does not continue the key.
+        """
         name, order = event.routing_name, _order(event)
         self.owed.pop(event.stored, None)
-        if is_letter:
+        if is_dead_letter:
             self._ahead.setdefault(name, []).append(event)
             return []
         last, self._last[name] = self._last.get(name), event
@@ -308,16 +313,16 @@ class _LettersBetween:
             return []
         return [one for one in ahead if _order(one) > order]
 
-    def owe(self, letters: Iterable[Event], older: Event) -> None:
-        """Letters have to run again behind an older message."""
-        self.owed |= {letter.stored: (letter, older) for letter in letters}
+    def owe(self, dead_letters: Iterable[Event], older: Event) -> None:
+        """Note that dead letters must run again after an older message."""
+        self.owed |= {dead_letter.stored: (dead_letter, older) for dead_letter in dead_letters}
 
 
 class _StoredTwice:
-    """Messages that a producer sent again, and that the broker stored twice.
+    """Messages that a producer sent again and the broker stored twice.
 
-    The second one brings an old ``seq`` at a later position, which is no fault of the consumer.
-    Looked up rarely, so it is worked out when it is first asked.
+    The second copy brings an old ``seq`` at a later position, which is no fault of the consumer. It
+    is rarely needed, so it is computed at the first use.
     """
 
     def __init__(self, view: HistoryView) -> None:
@@ -338,7 +343,7 @@ class _StoredTwice:
 
 
 def _order(event: Event) -> tuple[int, int, int]:
-    """What ascends along a key: ``seq``, else the position."""
+    """Return the order of an event along its key: ``seq``, or else the position."""
     return _position(event) if event.seq is None else (event.seq, 0, 0)
 
 

@@ -47,15 +47,15 @@ def check(
     deliveries_max: int | None = None,
     liveness_s: float = LIVENESS_S,
 ) -> list[Verdict]:
-    """The verdict of every checker.
+    """Return the verdict of every checker.
 
     Args:
-        events: A history, in the order in which it was written.
+        events: A history, in the order of writing.
         deliveries_max: See :func:`bounded_duplicates`.
         liveness_s: See :func:`liveness`, seconds.
 
     Raises:
-        HistoryError: There is nothing in it that a checker looks at.
+        HistoryError: The history has no event that a checker needs.
     """
     view = HistoryView(events)
     verdicts = [
@@ -71,5 +71,7 @@ def check(
         liveness(view, liveness_s),
     ]
     if not any(verdict.checked for verdict in verdicts):
-        raise HistoryError("The history holds nothing that can be checked.")
+        raise HistoryError(
+            "The history contains no events to check. Record events that docs/history.md describes."
+        )
     return verdicts

@@ -1,8 +1,8 @@
-"""Reads what a Spark file sink committed, batch by batch, and has the checkers judge it.
+"""Reads the committed files of a Spark file sink, batch by batch, for the checkers.
 
 Spark's file sink names the files of a batch in ``_spark_metadata/<batch>`` (JSON lines); every
-tenth log, ``<batch>.compact``, also repeats all earlier ones. Files that it does not name are
-leftovers of killed runs.
+tenth log, ``<batch>.compact``, also repeats all earlier ones. Files that no log names are leftovers
+of killed runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TASK = re.compile(r"part-(\d+)-")
 
 
 def committed_files(sink: Path) -> dict[int, list[Path]]:
-    """Files of each committed batch, by Spark partition.
+    """Return the files of each committed batch, by Spark partition.
 
     Args:
         sink: Directory of the file sink.
@@ -58,16 +58,16 @@ def _named(log: Path) -> Iterator[Path]:
 
 
 def task_of(path: Path) -> int:
-    """Spark partition that wrote a file of the sink."""
+    """Return the Spark partition that wrote a file of the sink."""
     match = _TASK.search(path.name)
     if match is None:
-        raise ValueError(f"{path.name} is no file of a Spark task")
+        raise ValueError(f"{path.name} is not a file of a Spark task")
     return int(match[1])
 
 
 @dataclass
 class SinkCheck:
-    """Counts and judges a sink; feed it every batch once, in order."""
+    """Counts and checks the rows of a sink; add every batch once, in order."""
 
     rows: int = 0
     rows_of_range: Counter[int] = field(default_factory=Counter)
@@ -76,7 +76,7 @@ class SinkCheck:
     _events: list[Event] = field(default_factory=list)
 
     def add(self, files: Iterable[Path], ranges: int) -> None:
-        """Take the files of the next batch, in the order of its Spark partitions."""
+        """Add the files of the next batch, in the order of its Spark partitions."""
         batch = str(self._batches)
         self._batches += 1
         for path in files:
@@ -88,11 +88,11 @@ class SinkCheck:
         self._events.append(Event(0.0, "checkpointed", batch=batch))
 
     def verdicts(self, topic: str, sent: Mapping[str, int]) -> dict[str, Verdict]:
-        """What the checkers say of the sink, by promise.
+        """Return the verdicts on the sink, by promise.
 
         Args:
             topic: Topic name, short or full.
-            sent: Number of messages per key that were published to it.
+            sent: Number of published messages per key.
         """
         published = sent_events(full_topic_name(topic), sent, 0.0)
         return {verdict.name: verdict for verdict in check([*published, *self._events])}
@@ -105,7 +105,7 @@ def _rows(path: Path, batch: str) -> Iterator[Event]:
 
 
 def message_ids(path: Path) -> list[tuple[int, str]]:
-    """(topic partition, message id) of every row of a file, in order."""
+    """Return (topic partition, message id) of every row of a file, in order."""
     table = pq.read_table(path, columns=["__partition", "__messageId"])
     partitions, ids = (column.to_pylist() for column in table.columns)
     return list(zip(partitions, ids, strict=True))

@@ -1,7 +1,7 @@
-"""A history: what happened in one run of one subscription, one event per line of JSON.
+"""A history: the events of one run of one subscription, one JSON line per event.
 
-Any program can write one; ``docs/history.md`` says which kind of event needs which fields, and in
-which order a program has to write them. :mod:`keyshard.testing.verify.checkers` judges a history.
+Any program can write one. ``docs/history.md`` names the fields of each kind of event, and the order
+in which a program must write them. :mod:`keyshard.testing.verify.checkers` checks a history.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ KINDS: dict[str, str] = {
     "sent": "the broker confirmed a message to its producer",
     "delivered": "a worker received a message; with batch: it is a row of that batch's run",
     "started": "a handler begins with a message; without a message: a run of a batch begins",
-    "completed": "the handler is done with it; without a message: the run has handed out every row",
-    "failed": "the handler ended without completing the message, which will be tried again",
-    "acked": "a worker acknowledges an entry, or one message of it when index is given",
+    "completed": "the handler has completed it; without a message: the run has delivered every row",
+    "failed": "the handler returned without completing the message, which is tried again",
+    "acked": "a worker acknowledges an entry, or with index one of its messages",
     "range_gained": "a worker owns a hash range from now on",
-    "range_lost": "a worker gives a hash range up",
+    "range_lost": "a worker gives up a hash range",
     "checkpointed": "the checkpoint that ends with this batch is durable",
-    "crashed": "a worker, the broker, or with no worker named everything, was killed",
-    "disconnected": "a connection to the broker broke: what is unacknowledged may come again",
+    "crashed": "a worker or the broker was killed; without a worker: everything was killed",
+    "disconnected": "a connection was lost, so unacknowledged messages may be delivered again",
     "faults_stopped": "no fault is injected from now on",
 }
-"""Every kind of event, and what it says."""
+"""Every kind of event, and its meaning."""
 
 FAULTS = frozenset({"crashed", "disconnected"})
 """Kinds after which a message may be delivered once more."""
@@ -46,7 +46,7 @@ _MESSAGE_OR_BATCH_KINDS = frozenset({"started", "completed"})
 _RANGE_KINDS = frozenset({"range_gained", "range_lost"})
 
 Name = tuple[object, ...]
-"""What two events of one message have in common."""
+"""Identity of a message, equal in all its events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class Event:
     A message is named by its topic, key and ``seq``; without ``seq`` by its position.
 
     Raises:
-        HistoryError: The kind is unknown, or lacks a field that it needs.
+        HistoryError: The kind is unknown, or a required field is missing.
     """
 
     t: float
-    """When, in seconds of any clock that all writers share."""
+    """Time of the event, seconds, of any clock that all writers share."""
     kind: str
     """One of :data:`KINDS`."""
     topic: str | None = None
@@ -70,19 +70,19 @@ class Event:
     ledger: int | None = None
     entry: int | None = None
     index: int | None = None
-    """Index in the entry; 0 when it is no producer batch."""
+    """Index in the entry; 0 if the entry is no producer batch."""
     key: str | None = None
-    """Routing key: ordering key, else partition key; none when keyless."""
+    """Routing key: ordering key, or else partition key; none if keyless."""
     seq: int | None = None
     """Sequence number, ascending in publish order per topic and key."""
     range: str | None = None
     """Hash range ``start-end``, both inclusive."""
     epoch: int | None = None
-    """Number of the assignment generation."""
+    """Number of the assignment."""
     worker: str | None = None
-    """Name of the process, thread or host that did it."""
+    """Name of the process, thread or host of the event."""
     batch: str | None = None
-    """Name of the batch; the same when the batch runs again."""
+    """Name of the batch; the same if the batch runs again."""
     part: int | None = None
     """Number of the host's partition that holds the row of a batch."""
 
@@ -101,7 +101,9 @@ class Event:
         elif kind in KINDS:
             missing = None
         else:
-            raise HistoryError(f"{shown(kind)} is no kind of event. Known: {', '.join(KINDS)}.")
+            raise HistoryError(
+                f"{shown(kind)} is not a kind of event. The kinds are: {', '.join(KINDS)}."
+            )
         if missing:
             raise HistoryError(f"An event of kind {kind!r} needs {missing}.")
         if self.range is not None:
@@ -116,16 +118,16 @@ class Event:
 
     @property
     def message(self) -> Name:
-        """Name of the message: (topic, key, seq), or its position when it has no ``seq``."""
+        """Name of the message: (topic, key, seq), or its position if it has no ``seq``."""
         if self.seq is not None:
             return (self.topic, self.key, self.seq)
         return (self.topic, self.partition, self.ledger, self.entry, self.index)
 
     @property
     def stored(self) -> Name:
-        """Name of the message as the broker stored it: its position, else :attr:`message`.
+        """Name of the message as the broker stored it: its position, or else :attr:`message`.
 
-        They differ when a producer sent a message again and the broker stored it twice.
+        They differ if a producer sent a message again and the broker stored it twice.
         """
         if self.ledger is not None:
             return (self.topic, self.partition, self.ledger, self.entry, self.index)
@@ -133,7 +135,7 @@ class Event:
 
     @property
     def entry_name(self) -> Name | None:
-        """Name of the entry; ``None`` when the event does not say which."""
+        """Name of the entry; ``None`` if the event does not contain it."""
         if self.topic is None or self.partition is None:
             return None
         if self.ledger is None or self.entry is None:
@@ -142,21 +144,21 @@ class Event:
 
     @property
     def routing_name(self) -> Name:
-        """Where order is promised: topic partition and key."""
+        """Scope of order: topic partition and key."""
         return (self.topic, self.partition, self.key)
 
     def to_json(self) -> str:
-        """One line without its end; fields that are not set are left out."""
+        """Return one line without its end; unset fields are left out."""
         return _ENCODER.encode(self.to_dict())
 
     def to_dict(self) -> dict[str, object]:
-        """The fields that are set, by name."""
+        """Return the set fields, by name."""
         named = zip(_NAMES, _values(self), strict=True)
         return {name: value for name, value in named if value is not None}
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Event:
-        """Read what :meth:`to_json` wrote.
+        """Read the form of :meth:`to_json`.
 
         Raises:
             HistoryError: It is no JSON object, or a field is unknown, missing or of a wrong type.
@@ -164,18 +166,18 @@ class Event:
         try:
             data = _DECODER.decode(line if isinstance(line, str) else line.decode())
         except (ValueError, RecursionError) as exc:  # Also a broken encoding.
-            raise HistoryError(f"It is no JSON: {exc}.") from exc
+            raise HistoryError(f"The line is not JSON: {exc}.") from exc
         if type(data) is not dict:
-            raise HistoryError("It is no JSON object.")
+            raise HistoryError("The line is not a JSON object.")
         return cls(**_checked(data))
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 _TIME_MAX = 1e15
-"""All times are less, seconds: a float holds them to a tenth."""
+"""Upper bound of all times, seconds: up to it, a float is exact to a tenth."""
 _INTEGER_MAX = 2**63 - 1
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
@@ -188,11 +190,13 @@ _TYPES: dict[str, type] = {
 
 
 def _checked(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an event, each of its type; texts that come again and again are shared."""
+    """Return the fields of an event, each of its type; repeated texts are shared."""
     for name, value in data.items():
         kind = _TYPES.get(name)
         if kind is None:
-            raise HistoryError(f"{shown(name)} is no field. Known: {', '.join(_NAMES)}.")
+            raise HistoryError(
+                f"{shown(name)} is not a field. The fields are: {', '.join(_NAMES)}."
+            )
         given = type(value)
         if given is str and kind is str:
             data[name] = sys.intern(value)
@@ -212,17 +216,17 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=100_000)
 def parse_range(text: str) -> HashRange:
-    """The hash range that ``str(HashRange)`` wrote.
+    """Parse the form of ``str(HashRange)``.
 
     Raises:
-        HistoryError: It is none.
+        HistoryError: It is no hash range.
     """
     start, _, end = text.partition("-")
     try:
         return HashRange(int(start), int(end))
     except (ValueError, ConfigError) as exc:
         raise HistoryError(
-            f"{shown(text)} is no hash range; write start-end, 0 to 65535, both inclusive."
+            f"{shown(text)} is not a hash range. Write start-end, from 0 to 65535, both inclusive."
         ) from exc
 
 
@@ -231,7 +235,7 @@ def read_history(path: Path | str, *, torn_end: bool = False) -> Iterator[Event]
 
     Args:
         path: A file of JSON lines.
-        torn_end: Leave out a last line that has no end, as a writer leaves it that was killed.
+        torn_end: Leave out an incomplete last line, which a killed writer leaves.
 
     Raises:
         HistoryError: The file cannot be read, or a line is no event; it names the line.
@@ -244,24 +248,26 @@ def read_history(path: Path | str, *, torn_end: bool = False) -> Iterator[Event]
                 if not line.isspace():
                     yield _event(line, f"Line {number} of {path}")
     except OSError as exc:
-        raise HistoryError(f"The history {path} cannot be read: {exc.strerror}.") from exc
+        raise HistoryError(
+            f"The history {path} cannot be read: {exc.strerror}. Check its path and permissions."
+        ) from exc
 
 
 def _event(line: bytes, where: str) -> Event:
     try:
         return Event.from_json(line)
     except HistoryError as exc:
-        raise HistoryError(f"{where} is no event. {exc.message}") from exc
+        raise HistoryError(f"{where} is not an event. {exc.message}") from exc
 
 
 class HistoryWriter:
     """Appends events to a file; a context manager, safe to use from several threads.
 
-    Events given together are written with one system call, so several processes may append to one
-    file, and one that is killed leaves whole lines. A torn last line is cut off on opening.
+    Events of one call are written with one system call. So several processes may append to one
+    file, and a killed process leaves whole lines. An incomplete last line is cut off on opening.
 
     Args:
-        path: A file of JSON lines; it is created when it is missing.
+        path: A file of JSON lines; a missing one is created.
 
     Raises:
         HistoryError: The file cannot be written.
@@ -273,14 +279,16 @@ class HistoryWriter:
             self._file = Path(path).open("a+b", buffering=0)  # noqa: SIM115 - open until close()
             _cut_torn_end(self._file.fileno())
         except OSError as exc:
-            raise HistoryError(f"The history {path} cannot be written: {exc.strerror}.") from exc
+            raise HistoryError(
+                f"The history {path} cannot be written: {exc.strerror}. Use another file."
+            ) from exc
 
     def write(self, *events: Event) -> None:
-        """Append events; they are with the operating system when this returns."""
+        """Append events; they have reached the operating system when this returns."""
         self.write_all(events)
 
     def write_all(self, events: Iterable[Event]) -> None:
-        """Append many events, in their order and with nobody else's between them."""
+        """Append many events in their order, without events of other threads between them."""
         lines = "".join(f"{event.to_json()}\n" for event in events).encode()
         with self._lock:
             while lines:

@@ -1,4 +1,4 @@
-"""A history with what several checkers need to know of it, worked out once."""
+"""A history with derived facts that several checkers need, computed once."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from typing import NamedTuple, overload
 from keyshard.testing.verify.history import FAULTS, Event, Name
 
 
-class Host(Enum):
-    """What kind of program consumed, and so when a message counts as done."""
+class HostKind(Enum):
+    """Kind of the consuming program; it defines when a message counts as done."""
 
-    BATCHES = "a message is done when a batch that holds it is checkpointed"
+    BATCHES = "a message is done when a batch with it is checkpointed"
     HANDLERS = "a message is done when its handler completed"
     DELIVERIES = "a message is done when it was delivered"
 
 
 @dataclass(slots=True)
-class BatchRun:
-    """One run of a batch: the rows it handed out, in this order."""
+class RecordedRun:
+    """One run of a batch: its rows, in the order in which it handed them out."""
 
     rows: list[Event] = field(default_factory=list)
     complete: bool = False
-    """Whether it is known to have handed out every row."""
+    """Whether it is known to have delivered every row."""
 
 
 @dataclass(slots=True)
 class Commit:
-    """A batch whose checkpoint became durable, with the rows of its last run before that."""
+    """A batch with a durable checkpoint, and the rows of its last run before that."""
 
     event: Event
     rows: list[Event]
 
 
 class Arrival(NamedTuple):
-    """How often faults had come when the broker delivered a message."""
+    """Number of faults before deliveries of a message by the broker."""
 
     first: int
     latest: int
-    """The same, the last time: what a program holds already comes to it again and is dropped."""
+    """The same for the last delivery: a message that a program holds is redelivered and dropped."""
 
 
 class Seen(NamedTuple):
-    """One time that user code got a message."""
+    """One delivery of a message to user code."""
 
     event: Event
     faults: int
-    """Faults before it."""
+    """Number of earlier faults."""
     arrival: Arrival | None
-    """How it came since user code got it before; ``None``: not again, so it is another attempt."""
-    is_letter: bool
-    """Whether it rested as a dead letter, and somebody let it out."""
+    """Deliveries by the broker since user code got it before; ``None``: none, so it is a retry."""
+    is_dead_letter: bool
+    """Whether it rested as a dead letter and was unparked."""
 
 
 class HistoryView(Sequence[Event]):
-    """Events in the order in which they were written.
+    """Events in the order of writing.
 
     Args:
         events: The history.
@@ -68,7 +68,7 @@ class HistoryView(Sequence[Event]):
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> HistoryView:
-        """The view itself, or a new one."""
+        """Return the view itself, or a new one."""
         return events if isinstance(events, cls) else cls(events)
 
     @overload
@@ -87,47 +87,47 @@ class HistoryView(Sequence[Event]):
         return iter(self._events)
 
     @cached_property
-    def host(self) -> Host:
-        """A history that names batches is one of batches; else one with handlers is of handlers."""
+    def host(self) -> HostKind:
+        """Batches if the history names batches; otherwise handlers if it has handlers."""
         handlers = False
         for event in self._events:
             if event.batch is not None:
-                return Host.BATCHES
+                return HostKind.BATCHES
             handlers = handlers or event.kind in {"started", "completed"}
-        return Host.HANDLERS if handlers else Host.DELIVERIES
+        return HostKind.HANDLERS if handlers else HostKind.DELIVERIES
 
     @cached_property
     def sent(self) -> list[Event]:
-        """Messages that were published."""
+        """Published messages."""
         return [event for event in self._events if event.kind == "sent"]
 
     @cached_property
     def faults(self) -> list[Event]:
-        """What may cause duplicates."""
+        """Events that may cause duplicates."""
         return [event for event in self._events if event.kind in FAULTS]
 
     @cached_property
-    def runs(self) -> dict[str, list[BatchRun]]:
+    def runs(self) -> dict[str, list[RecordedRun]]:
         """Runs of each batch."""
         return self._batches[0]
 
     @cached_property
     def commits(self) -> list[Commit]:
-        """Batches whose checkpoint became durable, in that order, each once."""
+        """Batches with a durable checkpoint, in the order of the checkpoints, each once."""
         return self._batches[1]
 
     @cached_property
     def seen(self) -> list[Event]:
-        """Each time user code got a message: a row, a handler's start, else a delivery."""
-        if self.host is Host.BATCHES:
+        """Each delivery to user code: a row, a handler's start, or else a delivery."""
+        if self.host is HostKind.BATCHES:
             return [event for event in self._events if is_row(event)]
-        if self.host is Host.DELIVERIES:
+        if self.host is HostKind.DELIVERIES:
             return [event for event in self._events if event.kind == "delivered"]
         started = [event for event in self._events if event.kind == "started"]
         return started or [event for event in self._events if event.kind == "completed"]
 
     def seen_between_faults(self) -> Iterator[tuple[Event, int]]:
-        """:attr:`seen`, each with the number of faults before it."""
+        """Yield :attr:`seen`, each with the number of earlier faults."""
         seen = iter(self.seen)
         following = next(seen, None)
         faults = 0
@@ -139,11 +139,13 @@ class HistoryView(Sequence[Event]):
                 faults += 1
 
     def seen_with_arrivals(self) -> Iterator[Seen]:
-        """:attr:`seen`, each with how it came.
+        """Yield :attr:`seen`, each with its deliveries by the broker.
 
-        A history that does not say what the broker delivered calls each a new arrival.
+        If the history does not contain deliveries, each one counts as a new delivery.
         """
-        told = self.host is Host.HANDLERS and any(one.kind == "delivered" for one in self._events)
+        has_deliveries = self.host is HostKind.HANDLERS and any(
+            one.kind == "delivered" for one in self._events
+        )
         arrivals: dict[Name, Arrival] = {}
         resting = _Resting()
         seen = iter(self.seen)
@@ -151,34 +153,36 @@ class HistoryView(Sequence[Event]):
         faults = 0
         for event in self._events:
             if event is following:
-                now = None if told else Arrival(faults, faults)
+                now = None if has_deliveries else Arrival(faults, faults)
                 arrival = arrivals.pop(event.stored, now)
-                is_letter = event.kind == "started" and resting.has(event.stored)
-                yield Seen(event, faults, arrival, is_letter)
+                is_dead_letter = event.kind == "started" and resting.has(event.stored)
+                yield Seen(event, faults, arrival, is_dead_letter)
                 following = next(seen, None)
             elif event.kind in FAULTS:
                 faults += 1
-            elif told and event.kind == "delivered":
+            elif has_deliveries and event.kind == "delivered":
                 first = arrivals.get(event.stored, Arrival(faults, faults)).first
                 arrivals[event.stored] = Arrival(first, faults)
             resting.pass_by(event)
 
     @cached_property
     def left_out(self) -> set[Name]:
-        """Stored messages that the broker delivered after user code got them last; where the
-        history does not say what it delivered, all."""
+        """Stored messages that the broker delivered after user code got them last.
+
+        All messages, if the history does not contain deliveries.
+        """
         result: set[Name] = set()
         for event in self._events:
             if event.kind == "delivered":
                 result.add(event.stored)
             elif event.kind == "started" and event.has_message:
                 result.discard(event.stored)
-        told = any(event.kind == "delivered" for event in self._events)
-        return result if told else {event.stored for event in self.seen}
+        has_deliveries = any(event.kind == "delivered" for event in self._events)
+        return result if has_deliveries else {event.stored for event in self.seen}
 
     @cached_property
     def parked(self) -> set[Name]:
-        """Stored messages that may have rested, and come again when somebody lets them out."""
+        """Stored messages that may have rested as dead letters, and come again when unparked."""
         started: set[Name] = set()
         result: set[Name] = set()
         for event in self._events:
@@ -192,32 +196,32 @@ class HistoryView(Sequence[Event]):
 
     @cached_property
     def done(self) -> dict[Name, Event]:
-        """Per message, by name: the event that first made it done."""
+        """The event that first made each message done, by the name of the message."""
         result: dict[Name, Event] = {}
-        if self.host is Host.BATCHES:
+        if self.host is HostKind.BATCHES:
             for commit in self.commits:
                 for row in commit.rows:
                     result.setdefault(row.message, commit.event)
             return result
-        kind = "completed" if self.host is Host.HANDLERS else "delivered"
+        kind = "completed" if self.host is HostKind.HANDLERS else "delivered"
         for event in self._events:
             if event.kind == kind:
                 result.setdefault(event.message, event)
         return result
 
     @cached_property
-    def _batches(self) -> tuple[dict[str, list[BatchRun]], list[Commit]]:
-        runs: dict[str, list[BatchRun]] = {}
+    def _batches(self) -> tuple[dict[str, list[RecordedRun]], list[Commit]]:
+        runs: dict[str, list[RecordedRun]] = {}
         commits: dict[str, Commit] = {}
         for event in self._events:
             if event.batch is None:
                 continue
             of_batch = runs.setdefault(event.batch, [])
             if event.kind == "started" and not event.has_message:
-                of_batch.append(BatchRun())
+                of_batch.append(RecordedRun())
                 continue
             if not of_batch:
-                of_batch.append(BatchRun())
+                of_batch.append(RecordedRun())
             if is_row(event):
                 of_batch[-1].rows.append(event)
             elif event.kind == "completed" and not event.has_message:
@@ -231,23 +235,23 @@ class HistoryView(Sequence[Event]):
 class _Resting:
     """Messages that rest as dead letters, event by event.
 
-    One becomes a letter where it is ``completed`` and no handler has it, and is none any more when
-    a handler completes it.
+    A message becomes a dead letter when it is ``completed`` while no handler has it. It stops being
+    one when a handler completes it.
     """
 
     def __init__(self) -> None:
         self._resting: set[Name] = set()
         self._running: dict[Name, str | None] = {}
-        """By which worker."""
+        """The worker of each running message."""
         self._of_worker: dict[str | None, set[Name]] = {}
-        """The same, by worker."""
+        """Running messages by worker."""
 
     def has(self, name: Name) -> bool:
         """Whether a message rests."""
         return name in self._resting
 
     def pass_by(self, event: Event) -> None:
-        """The next event."""
+        """Take the next event."""
         if event.kind == "crashed":
             if event.worker is None:
                 self._running.clear()
@@ -268,7 +272,7 @@ class _Resting:
             (self._resting.discard if is_run else self._resting.add)(name)
 
     def _ends(self, name: Name) -> str | None:
-        """No handler has a message any more; which worker's had it."""
+        """Note that no handler has a message any more; return the worker whose handler had it."""
         if name not in self._running:
             return None
         worker = self._running.pop(name)

@@ -1,4 +1,4 @@
-"""Writes the history of a source in Python: what its host sees, and what passes at its broker.
+"""Writes the history of a source in Python: the events of its host and of its broker.
 
 ::
 
@@ -14,14 +14,15 @@
             recorder.checkpointed(batch)  # it is durable now
             stream.commit(batch)
 
-Without :meth:`Recorder.broker`, a plain ``source.open()`` does as well; then the history lacks
-ranges, acknowledgements and what the broker delivered.
+Without :meth:`Recorder.broker`, a plain ``source.open()`` works too; then the history lacks ranges,
+acknowledgements and deliveries by the broker.
 
-A recorder is an observer of handlers too: ``source.run(handle, observers=[recorder])``. Parked and
-rejected messages are done when their dead letter is confirmed, which :meth:`Recorder.broker` sees.
+A recorder is also an observer of handlers: ``source.run(handle, observers=[recorder])``. Parked and
+rejected messages are done when their dead letter is confirmed, which :meth:`Recorder.broker`
+records.
 
-The values must be those of a :class:`keyshard.testing.verify.workloads.Workload` with keys;
-messages of others are recorded without a sequence number.
+The values must be those of a :class:`keyshard.testing.verify.workloads.Workload` with keys; other
+messages are recorded without a sequence number.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from keyshard.testing.verify.recording_broker import RecordingBroker, message_na
 
 
 class History(Protocol):
-    """Where events go, such as a :class:`keyshard.testing.verify.history.HistoryWriter`."""
+    """Destination of events, such as a :class:`keyshard.testing.verify.history.HistoryWriter`."""
 
     def write_all(self, events: Iterable[Event]) -> None: ...
 
 
 class Recorder:
-    """Writes the events of one host; may be used from several threads.
+    """Writes the events of one host; several threads may use it.
 
     Args:
-        history: Where they go.
-        worker: Name of this host, which a ``crashed`` event names when it is killed.
-        clock: Seconds, the same clock for all writers of a history.
+        history: Destination of the events.
+        worker: Name of this host; a ``crashed`` event names it when it is killed.
+        clock: Returns seconds, of the same clock for all writers of a history.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class Recorder:
         epoch: Callable[[], int | None] = lambda: None,
         subscription: str | None = None,
     ) -> RecordingBroker:
-        """A broker that also writes ranges, deliveries and acknowledgements to the history.
+        """Wrap a broker so that ranges, deliveries and acknowledgements are recorded.
 
         Args:
-            broker: What does the work.
-            epoch: Number of the assignment generation now, where somebody counts.
-            subscription: The one that the history is about, where parked keys need another one;
-                ``None``: whatever is subscribed.
+            broker: The broker that does the work.
+            epoch: Returns the number of the current assignment, or ``None`` if nothing counts it.
+            subscription: Subscription to record, because parked keys need another one; ``None``:
+                all subscriptions.
         """
         return RecordingBroker(
             broker, self._history.write_all, self._worker, self._clock,
@@ -85,16 +86,16 @@ class Recorder:
         )  # fmt: skip
 
     def sent(self, topic: str, per_key: Mapping[str, int]) -> None:
-        """A workload was published, and confirmed.
+        """Record that a workload was published and confirmed.
 
         Args:
             topic: Full topic name.
-            per_key: Number of messages of each key, as a ``ProduceReport`` tells it.
+            per_key: Number of messages of each key, as in a ``ProduceReport``.
         """
         self._history.write_all(sent_events(topic, per_key, self._clock()))
 
     def rows(self, batch: SourceBatch) -> Iterator[pa.RecordBatch]:
-        """One run of a batch: its record batches, each written down before it is handed out."""
+        """Yield the record batches of one run of a batch, each recorded before it is yielded."""
         name = batch.end.batch_id
         self._write("started", batch=name)
         for part in batch.partitions:
@@ -110,21 +111,21 @@ class Recorder:
         self._write("completed", batch=name)
 
     def checkpointed(self, batch: SourceBatch) -> None:
-        """The checkpoint of a batch is durable; call it before ``SourceStream.commit``."""
+        """Record that a batch's checkpoint is durable; call it before ``SourceStream.commit``."""
         self._write("checkpointed", batch=batch.end.batch_id)
 
     # -- handlers: a recorder is an observer of ``source.run`` -------------------------------------
 
     def started(self, message: Message) -> None:
-        """A handler begins."""
+        """Record that a handler begins."""
         self._handled("started", message)
 
     def completed(self, message: Message, _seconds: float) -> None:
-        """A handler returned."""
+        """Record that a handler returned."""
         self._handled("completed", message)
 
     def failed(self, message: Message, _seconds: float, _error: BaseException) -> None:
-        """A handler raised."""
+        """Record that a handler raised."""
         self._handled("failed", message)
 
     def _handled(self, kind: str, message: Message) -> None:
@@ -140,10 +141,10 @@ class Recorder:
     # -- batches that a program acknowledges -------------------------------------------------------
 
     def records(self, name: str, batch: Batch) -> pa.RecordBatch:
-        """The rows of a batch of ``source.batches()``, written down before they are handed out.
+        """Record and return the rows of a batch of ``source.batches()``.
 
         Args:
-            name: Of the batch, another one for each.
+            name: Name of the batch, unique in the history.
             batch: The batch.
         """
         self._write("started", batch=name)
@@ -153,17 +154,17 @@ class Recorder:
         return batch.records
 
     def acknowledging(self, name: str) -> None:
-        """The program is done with a batch; call it before ``Batch.ack``."""
+        """Record that the program completed a batch; call it before ``Batch.ack``."""
         self._write("checkpointed", batch=name)
 
     # -- faults ------------------------------------------------------------------------------------
 
     def crashed(self) -> None:
-        """This host lost what it held in memory."""
+        """Record that this host lost its memory."""
         self._write("crashed")
 
     def faults_stopped(self) -> None:
-        """No fault is injected from now on."""
+        """Record that no fault is injected from now on."""
         self._history.write_all([Event(self._clock(), "faults_stopped")])
 
     def _write(self, kind: str, batch: str | None = None) -> None:
@@ -171,10 +172,10 @@ class Recorder:
 
 
 def part_range(end: Checkpoint, part: int) -> HashRange:
-    """The part of the ring whose rows lie in one partition of a batch's layout.
+    """Return the part of the ring whose rows lie in one partition of a batch's layout.
 
     Args:
-        end: The batch's end checkpoint; it says how many ranges share a partition.
+        end: The batch's end checkpoint; it contains the number of ranges per partition.
         part: Number of the partition.
     """
     count = end.merged or end.ranges
@@ -187,16 +188,16 @@ def part_range(end: Checkpoint, part: int) -> HashRange:
 
 
 ROW_COLUMNS = ("value", "__key", "__topic", "__partition", "__messageId", "__slot")
-"""Columns that name the message of a row."""
+"""Columns that identify the message of a row."""
 
 
 def sent_events(topic: str, per_key: Mapping[str, int], t: float) -> Iterator[Event]:
-    """A ``sent`` for each message of a workload.
+    """Yield a ``sent`` event for each message of a workload.
 
     Args:
         topic: Full topic name.
         per_key: Number of messages of each key.
-        t: When they were confirmed, seconds.
+        t: Time of the confirmation, seconds.
     """
     for key, count in per_key.items():
         for seq in range(count):
@@ -204,12 +205,12 @@ def sent_events(topic: str, per_key: Mapping[str, int], t: float) -> Iterator[Ev
 
 
 def row_events(t: float, records: pa.RecordBatch, where: Mapping[str, Any]) -> Iterator[Event]:
-    """A ``delivered`` for each row.
+    """Yield a ``delivered`` event for each row.
 
     Args:
-        t: When, seconds.
-        records: Rows that have at least :data:`ROW_COLUMNS`.
-        where: Fields that all of them share, such as ``batch`` and ``part``.
+        t: Time of the delivery, seconds.
+        records: Rows with at least :data:`ROW_COLUMNS`.
+        where: Fields that all events share, such as ``batch`` and ``part``.
     """
     columns = (records.column(name).to_pylist() for name in ROW_COLUMNS)
     for value, key, topic, partition, message_id, slot in zip(*columns, strict=True):

@@ -1,26 +1,29 @@
-"""A broker behind the port that writes down what passes.
+"""A broker behind the port that records events.
 
-That is ranges, deliveries, acknowledgements, and the dead letters with which messages are done.
+It records ranges, deliveries, acknowledgements, and the dead letters that complete messages.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keyshard.broker.port import (
-    ANYHOW,
+    DEFAULT_READ_OPTIONS,
     Broker,
     Consumer,
-    HowToRead,
+    EntryProducer,
     Producer,
+    PublishOptions,
     Reader,
+    ReadOptions,
     StartPosition,
+    SubscriptionSpec,
     WorkerFacts,
 )
-from keyshard.core.dead_letter.letters import PREFIX
+from keyshard.core.dead_letter import PREFIX
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import possible_slots, routing_key
@@ -29,11 +32,11 @@ from keyshard.testing.verify.workloads import parse_value
 
 
 def message_name(value: bytes | None, key: str | None) -> tuple[str | None, int | None]:
-    """Key and sequence number of a message, as a history names it.
+    """Return key and sequence number of a message, as a history names it.
 
     Args:
-        value: Its payload; that of a workload carries both.
-        key: Its routing key; ``None`` when it is keyless, and then it has no number.
+        value: Its payload; the payload of a workload contains both.
+        key: Its routing key; ``None`` if it is keyless, and then it has no number.
     """
     if key is None:
         return None, None
@@ -44,18 +47,18 @@ def message_name(value: bytes | None, key: str | None) -> tuple[str | None, int 
 
 
 class RecordingBroker:
-    """Passes every call on. A range counts as given up just before its consumer closes.
+    """Forwards every call and records it. A range counts as lost just before its consumer closes.
 
-    Not where another consumer is to take its place: then it is owned on, and whoever else gains it
-    before that one comes is a second owner.
+    If another consumer replaces it, the range stays owned. An owner that gains the range before the
+    replacement comes is recorded as a second owner.
 
     Args:
-        broker: What does the work.
+        broker: The broker that does the work.
         write: Takes events, from any thread.
-        worker: Who owns the ranges.
-        clock: Seconds.
-        epoch: Number of the assignment generation now; ``None``: nobody counts.
-        subscription: The one to write about; ``None``: whatever is subscribed.
+        worker: Name of the owner of the ranges.
+        clock: Returns seconds.
+        epoch: Returns the number of the current assignment, or ``None`` if nothing counts it.
+        subscription: Subscription to record; ``None``: all.
     """
 
     def __init__(
@@ -77,9 +80,9 @@ class RecordingBroker:
         self._lock = threading.Lock()
         self._open: set[_RecordingConsumer] = set()
         self._owners: Counter[tuple[TopicPartition, HashRange]] = Counter()
-        """Consumers of each range: one that takes a lost one's place comes before that goes."""
+        """Consumers of each range: a replacement subscribes before the lost one is closed."""
         self._replaced: dict[tuple[TopicPartition, HashRange], _RecordingConsumer] = {}
-        """Those of them that are closed, and wait for another one."""
+        """Closed consumers that wait for their replacement."""
 
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return self._broker.missing(topics)
@@ -87,32 +90,12 @@ class RecordingBroker:
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         return self._broker.partitions(topic)
 
-    def subscribe(
-        self,
-        topic_partition: TopicPartition,
-        subscription: str,
-        hash_range: HashRange,
-        *,
-        start: StartPosition,
-        consumer_name: str,
-        receiver_queue_size: int,
-        receiver_queue_bytes: int | None = None,
-        columns: Collection[str] | None = None,
-    ) -> Consumer:
-        consumer = self._broker.subscribe(
-            topic_partition,
-            subscription,
-            hash_range,
-            start=start,
-            consumer_name=consumer_name,
-            receiver_queue_size=receiver_queue_size,
-            receiver_queue_bytes=receiver_queue_bytes,
-            columns=columns,
-        )
-        if self._subscription not in {None, subscription}:
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
+        consumer = self._broker.subscribe(spec, start)
+        if self._subscription not in {None, spec.subscription}:
             return consumer
         recording = _RecordingConsumer(consumer, self)
-        owned = topic_partition, hash_range
+        owned = spec.topic_partition, spec.hash_range
         with self._lock:
             self._open.add(recording)
             self._owners[owned] += 1
@@ -120,17 +103,25 @@ class RecordingBroker:
             if replaced in self._open:
                 self._open.remove(replaced)
                 self._owners[owned] -= 1
-        gained = self._event("range_gained", consumer, range=str(hash_range), epoch=self._epoch())
+        gained = self._event(
+            "range_gained", consumer, range=str(spec.hash_range), epoch=self._epoch()
+        )
         self._write([gained])
         return recording
 
     def reader(
-        self, topic_partition: TopicPartition, start: EntryId, how: HowToRead = ANYHOW
+        self,
+        topic_partition: TopicPartition,
+        start: EntryId,
+        how: ReadOptions = DEFAULT_READ_OPTIONS,
     ) -> Reader:
         return self._broker.reader(topic_partition, start, how)
 
     def workers(self) -> Sequence[WorkerFacts]:
         return self._broker.workers()
+
+    def entry_producer(self, topic_partition: TopicPartition, how: PublishOptions) -> EntryProducer:
+        return self._broker.entry_producer(topic_partition, how)
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
         producer = self._broker.producer(topic_partition, send_timeout_ms=send_timeout_ms)
@@ -146,7 +137,8 @@ class RecordingBroker:
     # -- called by its consumers ------------------------------------------------------------------
 
     def give_up(self, recording: _RecordingConsumer, *, for_another: bool = False) -> None:
-        """Write once that a range is given up, unless it is for another consumer of it."""
+        """Record once that a range is lost, unless another consumer of it follows."""
+        recording.receive_no_more()
         with self._lock:
             if recording not in self._open:
                 return
@@ -162,11 +154,11 @@ class RecordingBroker:
         self._write([self._event("range_lost", consumer, range=str(consumer.hash_range))])
 
     def delivered(self, consumer: Consumer, blocks: Sequence[EntryBlock]) -> None:
-        """Write what a consumer received."""
+        """Record the entries that a consumer received."""
         self._write(self._deliveries(consumer, blocks))
 
     def acknowledged(self, consumer: Consumer, entries: Sequence[EntryId]) -> None:
-        """Write what is about to be acknowledged."""
+        """Record the entries that are about to be acknowledged."""
         self._write(
             self._event("acked", consumer, ledger=ledger, entry=entry) for ledger, entry in entries
         )
@@ -174,7 +166,7 @@ class RecordingBroker:
     def published(
         self, properties: Mapping[str, str], value: bytes | None, key: str | None
     ) -> None:
-        """Write that a message is done for good, when what was stored is its dead letter."""
+        """Record that a message is done, if the stored message is its dead letter."""
         if not properties.get(f"{PREFIX}messageId"):
             return
         name, seq = message_name(value, key)
@@ -192,7 +184,7 @@ class RecordingBroker:
         for block in blocks:
             keys = zip(block.partition_keys, block.slots, strict=True)
             for index, value, (own, slot) in zip(block.indices, block.values, keys, strict=True):
-                # A message that an ordering key routes has no name by its partition key.
+                # A message routed by its ordering key cannot be named by its partition key.
                 routed_by = own if own is not None and slot in possible_slots(own) else None
                 key, seq = message_name(value, routed_by)
                 yield self._event(
@@ -209,11 +201,14 @@ class RecordingBroker:
 
 
 class _RecordingConsumer:
-    """A consumer that tells its broker what passes."""
+    """A consumer that reports its calls to its broker."""
 
     def __init__(self, consumer: Consumer, broker: RecordingBroker) -> None:
         self.consumer = consumer
         self._broker = broker
+        self._lock = threading.Lock()
+        """Held from a receive to its record: the range is not recorded as lost in between."""
+        self._given_up = False
 
     @property
     def topic_partition(self) -> TopicPartition:
@@ -224,10 +219,18 @@ class _RecordingConsumer:
         return self.consumer.hash_range
 
     def receive(self, timeout_ms: int) -> list[EntryBlock]:
-        blocks = self.consumer.receive(timeout_ms)
-        if blocks:
-            self._broker.delivered(self.consumer, blocks)
-        return blocks
+        with self._lock:
+            if self._given_up:
+                return []
+            blocks = self.consumer.receive(timeout_ms)
+            if blocks:
+                self._broker.delivered(self.consumer, blocks)
+            return blocks
+
+    def receive_no_more(self) -> None:
+        """Wait for a receive in progress; later ones return nothing."""
+        with self._lock:
+            self._given_up = True
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         self.consumer.when_ready(callback)
@@ -254,7 +257,7 @@ class _RecordingConsumer:
 
 
 class _RecordingProducer:
-    """A producer that tells its broker what is stored."""
+    """A producer that reports stored messages to its broker."""
 
     def __init__(self, producer: Producer, broker: RecordingBroker) -> None:
         self._producer = producer

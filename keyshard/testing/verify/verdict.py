@@ -1,4 +1,4 @@
-"""What a checker found."""
+"""Verdicts of checkers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Verdict:
     name: str
     """The promise."""
     holds: bool
-    """Whether no violation was found; true, with ``checked`` 0, when there was nothing to check."""
+    """Whether there is no violation; also true, with ``checked`` 0, if nothing could be checked."""
     checked: int
-    """Things looked at; ``message`` says of which sort."""
+    """Number of checked things; ``message`` names their kind."""
     violations: int
     offending: tuple[Event, ...] = field(repr=False)
-    """Events of the first violations, those of one violation together."""
+    """Events of the first violations, grouped by violation."""
     message: str
     """One sentence: what was checked, or the first violation, or why nothing could be checked."""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain JSON values; the offending events as in a history."""
+        """Return plain JSON values; the offending events as in a history."""
         return {
             "name": self.name,
             "holds": self.holds,
@@ -39,12 +39,12 @@ class Verdict:
 
 
 class Findings:
-    """Counts what a checker sees, and keeps the first violations.
+    """Counts what a checker checks, and keeps the first violations.
 
     Args:
         name: The promise.
-        what: What is counted, in the plural.
-        nothing: Why there may be nothing to check: what the history then lacks.
+        what: The counted things, in the plural.
+        nothing: Why there may be nothing to check: the events that the history lacks.
     """
 
     def __init__(self, name: str, what: str, nothing: str) -> None:
@@ -61,7 +61,7 @@ class Findings:
 
         Args:
             why: A sentence without its full stop.
-            events: What shows it; at least one.
+            events: The events that show it; at least one.
         """
         self.violations += 1
         self._first = self._first or why
@@ -69,7 +69,7 @@ class Findings:
             self._offending += events
 
     def verdict(self) -> Verdict:
-        """The verdict, once everything was seen."""
+        """Return the verdict, after the last event."""
         if self.violations:
             count = f"{self.violations:,} violation{'s' * (self.violations > 1)}"
             message = f"{count} in {self.checked:,} {self._what}; the first: {self._first}."

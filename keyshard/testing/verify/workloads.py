@@ -1,4 +1,4 @@
-"""Loads whose order, loss and duplicates can be judged from the messages alone.
+"""Loads whose order, loss and duplicates can be checked from the messages alone.
 
 Every value starts with ``key:seq:``, where ``seq`` counts the messages of its key from 0.
 """
@@ -17,12 +17,12 @@ from typing import Any, Literal, get_args
 import _pulsar
 import pulsar
 
-from keyshard.broker.pulsar.admin import PulsarAdmin
-from keyshard.broker.pulsar.client import client_of
-from keyshard.broker.pulsar.client_log import close_client
-from keyshard.broker.pulsar.credentials import Credentials
-from keyshard.broker.pulsar.first_question import missing_topics
-from keyshard.broker.pulsar.refusals import lacks
+from keyshard.broker.admin.rest import PulsarAdmin
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.auth.errors import lacks
+from keyshard.broker.client.connection import client_of
+from keyshard.broker.client.log import close_client
+from keyshard.broker.preflight import missing_topics
 from keyshard.config.connection import Connection
 from keyshard.core.option_checks import check_text
 from keyshard.core.position.entry import full_topic_name
@@ -43,8 +43,8 @@ _DRAW = 4_096
 _BATCH_MESSAGES = 1_000
 _BATCH_BYTES = 128 * 1024
 _BATCH_DELAY_MS = 50
-# A run is handed over without a pause, so a batch that is cut by its size fills at once; the delay
-# only ends the last one. Long: a batch cut by the clock would leave the next runs cut in two.
+# Runs are sent without a pause, so a batch limited by its size fills at once, and the delay only
+# ends the last one. It is long, because a batch ended by the clock would split the next runs.
 _RUN_DELAY_MS = 1_000
 _PENDING_MESSAGES = 20_000
 _OPERATION_TIMEOUT_MS = 15_000
@@ -54,16 +54,16 @@ _REPORT_EVERY = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What to publish; the same description gives the same messages in the same order."""
+    """Messages to publish; equal descriptions give the same messages in the same order."""
 
     messages: int
     """Number of messages."""
     keys: int
     """Number of different keys, ``k0`` and so on."""
     zipf: float | None = None
-    """Exponent of a Zipf distribution over the keys, ``k0`` first; default: all keys evenly."""
+    """Exponent of a Zipf distribution over the keys, ``k0`` first; default: uniform."""
     size_bytes: int = 100
-    """Length values are padded to, bytes; a longer ``key:seq:`` stays whole. Default 100."""
+    """Length to which values are padded, bytes; a longer ``key:seq:`` stays whole. Default 100."""
     rate_per_s: float | None = None
     """Messages per second; default: as fast as the broker takes them."""
     batching: Batching = "keyed"
@@ -80,9 +80,9 @@ class Workload:
         _between("keys", self.keys, 1, _KEYS_MAX)
         _between("size_bytes", self.size_bytes, 1, ENTRY_BYTES_MAX)
         if self.zipf is not None and not 0 < self.zipf <= 10:
-            raise ConfigError(f"zipf must be above 0 and at most 10, got {self.zipf:g}.")
+            raise ConfigError(f"zipf is {self.zipf:g}; it must be above 0 and at most 10.")
         if self.rate_per_s is not None and not 0 < self.rate_per_s < float("inf"):
-            raise ConfigError(f"rate_per_s must be above 0, got {self.rate_per_s:g}.")
+            raise ConfigError(f"rate_per_s is {self.rate_per_s:g}; it must be above 0.")
         _one_of("batching", self.batching, get_args(Batching))
         _one_of("key_kind", self.key_kind, get_args(KeyKind))
         if self.entry_messages is None:
@@ -90,13 +90,13 @@ class Workload:
         _between("entry_messages", self.entry_messages, 1, 100_000)
         if self.batching == "none" and self.entry_messages > 1:
             raise ConfigError(
-                f"entry_messages={self.entry_messages} needs batching; with batching='none' every "
-                "message is an entry."
+                f"entry_messages={self.entry_messages} needs batching. Set batching to 'keyed', "
+                "or leave entry_messages out."
             )
         if self.entry_messages * self.size_bytes > ENTRY_BYTES_MAX:
             raise ConfigError(
-                f"entry_messages={self.entry_messages} of size_bytes={self.size_bytes} make an "
-                f"entry above {ENTRY_BYTES_MAX} bytes. Lower one of them."
+                f"entry_messages={self.entry_messages} of size_bytes={self.size_bytes} exceed "
+                f"the limit of an entry, {ENTRY_BYTES_MAX} bytes. Lower one of them."
             )
 
     @property
@@ -105,7 +105,7 @@ class Workload:
         return self.entry_messages or 1
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """The runs in publish order: number of the key, first sequence number, length."""
+        """Yield the runs in publish order: number of the key, first sequence number, length."""
         following = [0] * self.keys
         left = self.messages
         for key in self._key_numbers():
@@ -117,7 +117,7 @@ class Workload:
                 return
 
     def sequence(self) -> Iterator[tuple[str, int]]:
-        """Key and sequence number of each message in publish order."""
+        """Yield key and sequence number of each message in publish order."""
         for key, first, length in self.runs():
             for seq in range(first, first + length):
                 yield f"k{key}", seq
@@ -138,12 +138,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class ProduceReport:
-    """What was published; every message was confirmed by the broker."""
+    """Figures of a published workload; the broker confirmed every message."""
 
     sent: int
     """Number of messages."""
     seconds: float
-    """From the first message to the last confirmation."""
+    """Time from the first message to the last confirmation, seconds."""
     per_key: dict[str, int] = field(repr=False)
     """Messages of each key that has any."""
 
@@ -154,20 +154,20 @@ class ProduceReport:
 
 
 def parse_value(value: bytes) -> tuple[str, int]:
-    """Key and sequence number of a value.
+    """Return key and sequence number of a value.
 
     Raises:
-        ValueError: The value is not one of a workload.
+        ValueError: The value is not from a workload.
     """
     key, first, rest = value.partition(b":")
     seq, second, _ = rest.partition(b":")
     if not (key and first and second and seq.isdigit()):
-        raise ValueError(f"{value[:40]!r} is not the value of a workload: it needs 'key:seq:'.")
+        raise ValueError(f"{value[:40]!r} is not a value of a workload: it needs 'key:seq:'.")
     return key.decode(), int(seq)
 
 
 def partition_key_of(key: str) -> str:
-    """The partition key beside an ordering key: another one, but always the same for a key."""
+    """Return the partition key beside an ordering key: different, but always the same for a key."""
     return f"p{zlib.crc32(key.encode('ascii')) % _PARTITION_KEYS}"
 
 
@@ -181,13 +181,13 @@ def produce(
 
     Args:
         workload: What to publish.
-        connection: How the cluster is reached, or the URL of the broker.
-        topic: Topic name, short or full; the broker makes a plain topic when it does not exist.
-        progress: Told from time to time how many more messages were handed over.
+        connection: Connection to the cluster, or the URL of the broker.
+        topic: Topic name, short or full; the broker creates a missing one without partitions.
+        progress: Called from time to time with the number of further messages sent.
 
     Raises:
         BrokerUnavailableError: The broker cannot be reached or did not confirm in time.
-        BrokerError: The broker refused something; the message names its first answer.
+        BrokerError: The broker refused a message; the error contains its first answer.
     """
     if isinstance(connection, str):
         connection = Connection(connection)
@@ -216,15 +216,15 @@ def produce(
 
 
 def create_partitioned_topic(connection: Connection | str, topic: str, partitions: int) -> bool:
-    """Make sure that a partitioned topic exists with this number of partitions.
+    """Ensure that a partitioned topic exists with a number of partitions.
 
     Args:
-        connection: How the cluster is reached, or the URL of its admin REST interface.
+        connection: Connection to the cluster, or the URL of its admin REST interface.
         topic: Topic name, short or full.
         partitions: Number of partitions, at least 1.
 
     Returns:
-        Whether it was created now.
+        Whether this call created it.
 
     Raises:
         ConfigError: A name or number is not possible.
@@ -260,10 +260,10 @@ def _producer_options(workload: Workload) -> dict[str, Any]:
 def _send_all(
     workload: Workload, producer: Any, answers: dict[Any, Any], progress: Callable[[int], None]
 ) -> list[int]:
-    """Hand over every message; returns how many each key got.
+    """Send every message, and return the number of messages of each key.
 
-    Speed: the compiled builder and a callback in C (``setdefault`` keeps the first message id of
-    each kind of answer) stand here instead of the client's Python wrappers.
+    For speed, it uses the compiled builder and a callback in C instead of the client's Python
+    wrappers. ``setdefault`` keeps the first message id of each kind of answer.
     """
 
     send, answer = producer._producer.send_async, answers.setdefault
@@ -297,7 +297,7 @@ def _send_all(
 
 
 class _Pace:
-    """Keeps a sender at a rate; what it is late it may catch up."""
+    """Keeps a sender at a rate; it may catch up after a delay."""
 
     def __init__(self, rate_per_s: float | None, started: float) -> None:
         self.limited = rate_per_s is not None
@@ -315,15 +315,15 @@ def _check(answers: dict[Any, Any], topic: str) -> None:
     if failed:
         error = BrokerUnavailableError if failed[0] == pulsar.Result.Timeout else BrokerError
         raise error(
-            f"Publishing to {topic} failed; the first failure was {failed[0].name}. The messages "
-            "before it may be stored: use a new topic.",
+            f"Publishing to {topic} failed; the first failure was {failed[0].name}. Earlier "
+            "messages may be stored, so use a new topic.",
             topic=topic,
         )
 
 
 @contextmanager
 def _hinted() -> Iterator[None]:
-    """Who publishes a load may well have no broker yet."""
+    """Add a hint to connection errors: a user who publishes a load may have no broker yet."""
     try:
         yield
     except BrokerUnavailableError as exc:
@@ -336,18 +336,21 @@ def _translated(exc: Exception, connection: Connection, topic: str) -> BrokerErr
     away = (pulsar.exceptions.ConnectError, pulsar.exceptions.Timeout)
     if isinstance(exc, away):
         return BrokerUnavailableError(
-            f"The broker at {where} cannot be reached or does not answer ({exc})."
+            f"The broker at {where} cannot be reached, or does not answer ({exc}). Check that it "
+            "is running."
         )
     if isinstance(exc, pulsar.exceptions.AuthorizationError):
         return lacks(Credentials(connection).who(), "produce", topic)
-    return BrokerError(f"Publishing to {topic} at {where} was refused: {exc}.", topic=topic)
+    return BrokerError(
+        f"The broker at {where} refused a message to {topic}: {exc}. See its log.", topic=topic
+    )
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise ConfigError(f"{name} must be {low} to {high}, got {value}.")
+        raise ConfigError(f"{name} is {value}; it must be from {low} to {high}.")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.")

@@ -8,29 +8,37 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
-from keyshard.broker.port import Reader
-from keyshard.broker.wire import broker, connection, receipts, subscribed
+from keyshard.broker.port import Reader, StartPosition, SubscriptionSpec
+from keyshard.broker.wire import (
+    ack_grouping,
+    broker,
+    connection,
+    producer,
+    reconnect,
+    requests,
+)
 from keyshard.broker.wire.broker import WireBroker
+from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.consumer import WireConsumer, WireReader
-from keyshard.broker.wire.dialling import Address
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError
-from tests.simulation.frames.served import BROKERS, PORT, Cluster
+from tests.simulation.frames.broker import BROKERS, PORT, Cluster
 from tests.simulation.frames.sockets import Descriptors, Socket, answers
 from tests.simulation.handling.network import HandlerClient
+from tests.simulation.install import replaced
 from tests.simulation.network import Client, Consumer, Network
 from tests.simulation.network import _Reader as CutReader
 from tests.simulation.scheduler import Process, Scheduler
 
 
 class Frames:
-    """What the connections of one run have in common.
+    """The state that the connections of one run share.
 
     Args:
-        seed: Decides everything.
-        scheduler: Whose time passes.
+        seed: Decides all random draws.
+        scheduler: Owns the time.
     """
 
     def __init__(self, seed: str, scheduler: Scheduler) -> None:
@@ -52,7 +60,7 @@ class Frames:
         return Socket(self._scheduler, self._descriptors.new(), self._random, process)
 
     def brokers(self, client: FramedClient) -> str:
-        """The host by which a client knows its brokers, and nobody else does."""
+        """A host name of the brokers, unique to one client."""
         name = f"brokers-of-{len(self._clients)}"
         self._clients[name] = client
         return name
@@ -62,31 +70,28 @@ class Frames:
         """Simulated sockets beneath the transport, until the block ends."""
         answer = answers(self._scheduler)
         stand_ins: list[tuple[Any, str, Any]] = [
-            (connection, "dialled", self._dialled),
+            (connection, "open_socket", self._open_socket),
             (connection, "os", self._descriptors),
             (connection, "select", self._descriptors),
-            (connection, "_request_ids", itertools.count(1)),
-            (subscribed, "_ids", itertools.count(1)),
+            (requests, "_ids", itertools.count(1)),
+            (reconnect, "_ids", itertools.count(1)),
             (broker, "close_at_exit", lambda _: None),
             (broker, "weakref", _Ordered),
-            *((module, "Future", answer) for module in (connection, subscribed, receipts)),
+            *(
+                (module, "Future", answer)
+                for module in (connection, reconnect, producer, ack_grouping)
+            ),
         ]
-        before = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
-        for module, name, value in stand_ins:
-            setattr(module, name, value)
-        try:
+        with replaced(*stand_ins):
             yield
-        finally:
-            for module, name, value in before:
-                setattr(module, name, value)
 
-    def _dialled(self, address: Address, _: Connection, timeout_s: float) -> Socket:
+    def _open_socket(self, address: Address, _: Connection, timeout_s: float) -> Socket:
         client = self._clients[address.host]
         return client.cluster.dial(client, address, timeout_s)
 
 
 class _Ordered:
-    """Stands where the module ``weakref`` stood: who is closed first is no matter of addresses."""
+    """Replaces the module ``weakref``: the order of closing does not depend on addresses."""
 
     class WeakSet(dict[Any, None]):
         def add(self, one: Any) -> None:
@@ -106,7 +111,7 @@ class FramedClient(Client):
         assert network.frames is not None, "a world with frames says so"
         self.cluster: Cluster = network.frames.cluster(network)
         self.brokers: str = network.frames.brokers(self)
-        """Their host, by a name that nobody else has."""
+        """Their host name, unique to this client."""
         hosts = ",".join(f"{self.brokers}:{PORT + number}" for number in range(BROKERS))
         self._wire = WireBroker(Connection(f"pulsar://{hosts}"))
         self.frozen = False
@@ -115,10 +120,8 @@ class FramedClient(Client):
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         return self._wire.partitions(topic)
 
-    def subscribe(
-        self, topic_partition: TopicPartition, subscription: str, hash_range: HashRange, **how: Any
-    ) -> FramedConsumer:
-        inner = self._wire.subscribe(topic_partition, subscription, hash_range, **how)
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> FramedConsumer:
+        inner = self._wire.subscribe(spec, start)
         self.consumers.append(FramedConsumer(self, inner))
         return self.consumers[-1]
 
@@ -174,7 +177,7 @@ class FramedConsumer(Consumer):
         self._inner.acknowledge(entries)
 
     def flush(self) -> None:
-        """Nothing waits: what is acknowledged is sent at once."""
+        """No effect: acknowledgements are sent at once."""
 
     def lose(self) -> bool:
         cluster = self._client.cluster

@@ -1,10 +1,10 @@
-"""Brokers that mean harm: frames and answers that no broker sends, against the wire transport.
+"""Hostile brokers: frames and answers that no broker sends, against the wire transport.
 
 python -m tests.simulation.frames.hostile --seeds 1000 --seed-start 0
 
-Threads, sockets and time are simulated, so a byte each second costs nothing. Whatever comes, a call
-ends in its time with an answer or one of keyshard's errors, nobody gets rows that were not sent to
-them, nothing goes in a circle, and what a client holds has a limit.
+Threads, sockets and time are simulated, so a byte each second costs nothing. Each call ends in time
+with an answer or one of keyshard's errors, no consumer gets rows of another, no request goes in a
+circle, and the memory of a client has a limit.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from keyshard.broker.port import StartPosition
-from keyshard.broker.pulsar.credentials import Credentials, Shown
+from keyshard.broker import framing
+from keyshard.broker.auth.credentials import Credentials, Shown
+from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.broker.wire import broker as brokering
-from keyshard.broker.wire import connection as connecting
-from keyshard.broker.wire import decoding, keep_alive
-from keyshard.broker.wire import frames as framing
-from keyshard.broker.wire import schema as asking
+from keyshard.broker.wire import connection, keep_alive, schema, stored_entry
 from keyshard.broker.wire.broker import CLOSE_S, LEAVE_S, WireBroker
+from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.consumer import CONFIRM_S, WireConsumer, WireReader
-from keyshard.broker.wire.dialling import Address
-from keyshard.broker.wire.frames import NAMES, api, frame_of
+from keyshard.broker.wire.frames import api, frame_of
 from keyshard.broker.wire.schema import ask_schema
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import BrokerUnavailableError, KeyShardError
+from tests.helpers import present
 from tests.simulation.frames.client import Frames
 from tests.simulation.frames.sockets import Socket, Way
-from tests.simulation.install import installed
+from tests.simulation.install import installed, replaced
 from tests.simulation.scheduler import Scheduler, StuckError
 from tests.stored_entries import batch, damaged, extreme, plain, single
+from tests.support.frame_broker import FrameSession
 
 TIMEOUT_S = 5.0
 """Of a request, seconds."""
 SLACK_S = 1.0
-"""What a call may take longer, seconds: the simulated network is never this slow."""
+"""Tolerance for the time of a call, seconds: the simulated network is never this slow."""
 TASKS_MAX = 40
 """Threads that a client may have at once."""
 GIVEN_UP_S = 2 * keep_alive.KEEP_ALIVE_S + TIMEOUT_S
@@ -58,25 +58,25 @@ URLS = (
     b"pulsar://a..b:6650", b"pulsar://a\0b:6650", b"\xff\xfe", b"http://broker/", b"pulsar://else:1",
 )  # fmt: skip
 KEPT_BYTES = 300_000
-"""Largest frame that is kept whole in a run, bytes: as many of them as a real limit has would take
+"""Largest frame that is kept whole in a run, bytes: sending frames of the real limit would take
 long to send."""
 COUNTS = (0, 1, 3, 2**31 - 1, 2**31, 2**32 - 1)
 
 
 class HarmError(AssertionError):
-    """What a broker achieved."""
+    """A harm that a broker did."""
 
 
-class Session:
-    """A connection that came: answers, and does harm."""
+class Session(FrameSession):
+    """A connection: answers, and does harm."""
 
     def __init__(self, run: Run, socket: Socket) -> None:
+        super().__init__()
         self._run = run
         self._random = run.random
         self._socket = socket
-        self._came = bytearray()
         self._out = Way(run, run.random, run.process, socket.came)
-        socket.out = Way(run, run.random, run.process, self._take)
+        socket.out = Way(run, run.random, run.process, self.feed)
         socket.closed = self._closed
         self.over = False
         self.consumers: dict[int, str] = {}
@@ -89,29 +89,11 @@ class Session:
         if not self._silent:
             self._out.put(data)
 
-    def say(self, name: str, content: Any, stored: bytes = b"") -> None:
-        frame = frame_of(name, content)
-        if stored:
-            frame = struct.pack(">I", len(frame) - 4 + len(stored)) + frame[4:] + stored
-        self.put(frame)
-
     def cut(self) -> None:
         self._socket.came(self._out.cut())
         self._socket.end()
 
-    def _take(self, piece: bytes) -> None:
-        self._came += piece
-        while len(self._came) >= 4:
-            (size,) = struct.unpack_from(">I", self._came)
-            if len(self._came) < 4 + size:
-                break
-            (length,) = struct.unpack_from(">I", self._came, 4)
-            command = api.BaseCommand.FromString(bytes(self._came[8 : 8 + length]))
-            del self._came[: 4 + size]
-            name = NAMES[command.type]
-            self._answer(name, getattr(command, name))
-
-    def _answer(self, name: str, asked: Any) -> None:
+    def handle(self, name: str, asked: Any) -> None:
         how = "honest" if self._random.random() > self._run.harm else self._random.choice(
             ("nothing", "twice", "other", "refused", "late", "strange", "unknown", "noise")
         )  # fmt: skip
@@ -132,22 +114,22 @@ class Session:
             self._run.scheduler.spawn(self._run.process, "late", lambda: self._later(*answer))
             return
         for _ in range(1 + (how == "twice")):
-            self.say(*answer)
+            self.send(*answer)
 
     def _later(self, name: str, content: Any) -> None:
         self._run.scheduler.sleep(self._random.random() * 3 * TIMEOUT_S)
-        self.say(name, content)
+        self.send(name, content)
 
     def _honest(self, name: str, asked: Any, *, strange: bool) -> tuple[str, Any] | None:
-        """What a broker answers; ``strange``: with values that make no sense."""
-        made = getattr(self, f"_{name}", None)
+        """The answer of a broker; ``strange``: with absurd values."""
+        made = getattr(self, f"_answer_{name}", None)
         return None if made is None else made(asked, strange)
 
-    def _connect(self, _: Any, strange: bool) -> tuple[str, Any]:
+    def _answer_connect(self, _: Any, strange: bool) -> tuple[str, Any]:
         most = self._random.choice((-1, 0, 600 << 20, 2**31 - 1)) if strange else 5 << 20
         return "connected", api.Connected(server_version=b"h", max_message_size=most)
 
-    def _lookup(self, asked: Any, strange: bool) -> tuple[str, Any]:
+    def _answer_lookup(self, asked: Any, strange: bool) -> tuple[str, Any]:
         draw = self._random
         url = draw.choice(URLS) if strange else b"pulsar://broker:%d" % draw.choice((6650, 6651))
         return "lookup_response", api.LookupResponse(
@@ -156,35 +138,35 @@ class Session:
             through_proxy=strange and not draw.randrange(3),
         )  # fmt: skip
 
-    def _partitioned_metadata(self, asked: Any, strange: bool) -> tuple[str, Any]:
+    def _answer_partitioned_metadata(self, asked: Any, strange: bool) -> tuple[str, Any]:
         count = self._random.choice(COUNTS) if strange else 3
         told = api.PartitionedMetadataResponse(request_id=asked.request_id, partitions=count)
         return "partitioned_metadata_response", told
 
-    def _subscribe(self, asked: Any, _: bool) -> tuple[str, Any]:
+    def _answer_subscribe(self, asked: Any, _: bool) -> tuple[str, Any]:
         reads = asked.HasField("start_message_id")
         tag = "reader" if reads else str(asked.key_shared.hash_ranges[0].start)
         self.consumers[asked.consumer_id] = f"{asked.topic.decode()} {tag}"
         return self._success(asked)
 
-    def _close_consumer(self, asked: Any, _: bool) -> tuple[str, Any]:
+    def _answer_close_consumer(self, asked: Any, _: bool) -> tuple[str, Any]:
         return self._success(asked)
 
     def _success(self, asked: Any) -> tuple[str, Any]:
         return "success", api.Success(request_id=asked.request_id)
 
-    def _get_last_message_id(self, asked: Any, strange: bool) -> tuple[str, Any]:
+    def _answer_get_last_message_id(self, asked: Any, strange: bool) -> tuple[str, Any]:
         entry = self._random.choice((2**64 - 1, 2**63, 2**63 - 1)) if strange else 7
         where = api.MessageId(ledger=2**64 - 1 if strange else 3, entry=entry)
         return "get_last_message_id_response", api.GetLastMessageIdResponse(
             request_id=asked.request_id, last_message_id=where
         )
 
-    def _ack(self, asked: Any, _: bool) -> tuple[str, Any]:
+    def _answer_ack(self, asked: Any, _: bool) -> tuple[str, Any]:
         said: dict[str, Any] = {"consumer_id": asked.consumer_id, "request_id": asked.request_id}
         return "ack_response", api.AckResponse(**said)
 
-    def _flow(self, asked: Any, _: bool) -> None:
+    def _answer_flow(self, asked: Any, _: bool) -> None:
         run = self._run
         if not 0 < asked.permits < 2**31:
             raise HarmError(f"{asked.permits} messages are asked for, which no broker takes")
@@ -192,7 +174,7 @@ class Session:
             run.process, "deliver", lambda: self.deliver(asked.consumer_id, asked.permits)
         )
 
-    def _get_schema(self, asked: Any, strange: bool) -> tuple[str, Any]:
+    def _answer_get_schema(self, asked: Any, strange: bool) -> tuple[str, Any]:
         draw = self._random
         told = api.GetSchemaResponse(request_id=asked.request_id, version=bytes(8))
         if strange:
@@ -202,7 +184,7 @@ class Session:
             told.schema.properties.add(key=draw.randbytes(3), value=draw.randbytes(3))
         return "get_schema_response", told
 
-    def _ping(self, *_: Any) -> tuple[str, Any]:
+    def _answer_ping(self, *_: Any) -> tuple[str, Any]:
         return "pong", api.Nothing()
 
     def _other(self, number: int) -> tuple[str, Any]:
@@ -217,7 +199,7 @@ class Session:
                 request_id=number, last_message_id=where)),
         ))  # fmt: skip
 
-    # -- what nobody asked for -------------------------------------------------------------------
+    # -- unrequested frames ------------------------------------------------------------------------
 
     def deliver(self, consumer_id: int, count: int) -> None:
         """Entries, of which some are damaged or have strange ids."""
@@ -265,7 +247,7 @@ class Session:
             else:
                 content.consumer_id = draw.choice((0, 2**64 - 1, consumer_id + 1_000))
             run.harmed.add(run.numbers)
-        self.say("message", content, stored)
+        self.send("message", content, stored)
 
     def noise(self) -> None:
         """Frames that answer nothing, or are none."""
@@ -288,9 +270,9 @@ class Session:
         challenge = self._random.randrange(2)
         for _ in range(300):
             if challenge:
-                self.say("auth_challenge", api.AuthChallenge())
+                self.send("auth_challenge", api.AuthChallenge())
             else:
-                self.say("ping", api.Nothing())
+                self.send("ping", api.Nothing())
 
     def _unasked(self) -> None:
         draw = self._random
@@ -305,7 +287,7 @@ class Session:
             ("ack_response", api.AckResponse(consumer_id=number, request_id=number)),
         ))  # fmt: skip
         for _ in range(draw.choice((1, 2, 20))):
-            self.say(*what)
+            self.send(*what)
 
     def fall_silent(self) -> None:
         """Bring nothing whole any more; the client has to notice."""
@@ -325,7 +307,7 @@ class Session:
 
 
 class _Slowly(Credentials):
-    """Who shows a token that comes from far away."""
+    """Credentials with a token from a slow source."""
 
     def __init__(self, scheduler: Scheduler, random: Random) -> None:
         self._scheduler, self._random = scheduler, random
@@ -378,22 +360,24 @@ class Run:
         return _Slowly(self.scheduler, self.random)
 
     def run(self) -> str:
-        """What harm was done; empty for none."""
-        with installed(self.scheduler, Random(f"{self.seed}:waits")), self._frames.installed():
-            # Put back by who put the simulated ones there.
-            connecting.dialled = self.dial
-            credentials, kept = brokering.Credentials, framing.KEPT_BYTES_MAX
-            framing.KEPT_BYTES_MAX = decoding.KEPT_BYTES_MAX = KEPT_BYTES
-            brokering.Credentials = asking.Credentials = self._credentials
+        """The harm done; empty for none."""
+        with (
+            installed(self.scheduler, Random(f"{self.seed}:waits")),
+            self._frames.installed(),
+            replaced(
+                (connection, "open_socket", self.dial),
+                (brokering, "Credentials", self._credentials),
+                (schema, "Credentials", self._credentials),
+                (framing, "KEPT_BYTES_MAX", KEPT_BYTES),
+                (stored_entry, "KEPT_BYTES_MAX", KEPT_BYTES),
+            ),
+        ):
             try:
                 self.scheduler.run(self.client, self._main)
             except (HarmError, StuckError) as exc:
                 return f"{type(exc).__name__}: {exc}"
             except Exception as exc:  # noqa: BLE001 - whatever it is, a broker achieved it
                 return f"{exc!r} in {self.scheduler.failed_in}"
-            finally:
-                brokering.Credentials = asking.Credentials = credentials
-                framing.KEPT_BYTES_MAX = decoding.KEPT_BYTES_MAX = kept
         return ""
 
     def _main(self) -> None:
@@ -405,10 +389,14 @@ class Run:
             where = TopicPartition(TOPIC, number)
 
             def subscribe(where: TopicPartition = where, of: Any = hash_range) -> None:
-                self._handles.append(broker.subscribe(
-                    where, "s", of, start=StartPosition.EARLIEST, consumer_name="c",
-                    receiver_queue_size=self.queue,
-                ))  # fmt: skip
+                self._handles.append(
+                    broker.subscribe(
+                        SubscriptionSpec(
+                            where, "s", of, consumer_name="c", receiver_queue_size=self.queue
+                        ),
+                        StartPosition.EARLIEST,
+                    )
+                )
 
             self._call("subscribe", subscribe, 2 * TIMEOUT_S)
 
@@ -416,10 +404,10 @@ class Run:
             self._handles.append(broker.reader(TopicPartition(TOPIC, 9), EntryId(0, 0)))
 
         self._call("reader", read, 2 * TIMEOUT_S)
-        where = self._connection
+        connected = self._connection
         version = self.random.choice((None, 0, 3))
         self._call(
-            "schema", lambda: ask_schema(where, TOPIC, version, TIMEOUT_S), TIMEOUT_S + LEAVE_S
+            "schema", lambda: ask_schema(connected, TOPIC, version, TIMEOUT_S), TIMEOUT_S + LEAVE_S
         )
         end_s = self.scheduler.now_s + RUN_S
         while self._handles and self.scheduler.now_s < end_s:
@@ -451,7 +439,7 @@ class Run:
             if block.id.ledger == 1 and block.id.entry in self.harmed:
                 continue
             for value in block.values:
-                mine, _, number = value.decode().rpartition(" ")
+                mine, _, number = present(value).decode().rpartition(" ")
                 if int(number) not in self.harmed and mine != tag:
                     raise HarmError(f"{tag} got {value!r}")
         if isinstance(handle, WireConsumer):
@@ -466,7 +454,7 @@ class Run:
             raise HarmError(f"{what} took {took_s:.1f} s")
 
     def _trouble(self) -> None:
-        """What brokers do by themselves."""
+        """Actions of brokers without a request."""
         while True:
             self.scheduler.sleep(self.random.expovariate(0.3))
             standing = [one for one in self.sessions if not one.over]
@@ -484,19 +472,19 @@ class Run:
                 session.noise()
 
     def _watch(self) -> None:
-        """What a client holds has a limit."""
+        """The memory of a client has a limit."""
         while True:
             self.scheduler.sleep(0.05)
             living = [one for one in self.client.tasks if not one.done]
             if len(living) > TASKS_MAX:
                 raise HarmError(f"a client has {len(living)} threads")
             for handle in self._handles:
-                most = 2 * handle._permits.ahead + 200
-                if len(handle._entries) > most:
-                    raise HarmError(f"{len(handle._entries)} entries wait, where {most} may")
+                most = 2 * handle._queue.permits.ahead_max + 200
+                if len(handle._queue) > most:
+                    raise HarmError(f"{len(handle._queue)} entries wait, where {most} may")
                 at, _ = handle.standing()
                 held = 0 if at is None else len(at._frames._rest)
-                if held > KEPT_BYTES + connecting.READ_BYTES:
+                if held > KEPT_BYTES + connection.READ_BYTES:
                     raise HarmError(f"{held} bytes of a frame are held")
 
 

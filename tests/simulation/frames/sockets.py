@@ -1,4 +1,4 @@
-"""What the wire transport takes from ``socket``, ``select``, ``os`` and futures, simulated."""
+"""Simulated parts of ``socket``, ``select``, ``os`` and futures, for the wire transport."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL_SHARE = 0.05
 
 
 class Network(Protocol):
-    """What frames travel through."""
+    """The network of frames."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -31,12 +31,12 @@ class Network(Protocol):
 
 
 class Way:
-    """One direction of a connection: what is sent arrives in order, in pieces, after a while.
+    """One direction of a connection: bytes arrive in order, in pieces, after a while.
 
     Args:
-        network: What it travels through.
+        network: Carries the bytes.
         random: Where pieces end.
-        process: Whose threads carry it.
+        process: Owner of the threads that carry them.
         arrive: Takes a piece.
     """
 
@@ -63,7 +63,7 @@ class Way:
         self._carry()
 
     def cut(self) -> bytes:
-        """Nothing arrives any more but the first bytes of what was under way: these."""
+        """Stop the arrival; return the first bytes in flight. These still arrive."""
         self._cut = True
         kept = self._under_way[: self._random.randint(0, len(self._under_way))]
         self._under_way.clear()
@@ -93,7 +93,7 @@ class Way:
 
 
 class Source:
-    """What a poll can wait for."""
+    """A source of events for a poll."""
 
     def __init__(self, scheduler: Scheduler, number: int) -> None:
         self.scheduler = scheduler
@@ -104,11 +104,11 @@ class Source:
         return self.number
 
     def ready(self) -> int:
-        """What it is ready for now, as a poll says it."""
+        """The events that are ready now, as flags of a poll."""
         raise NotImplementedError
 
     def changed(self) -> None:
-        """Let those look who wait."""
+        """Wake the waiting tasks."""
         for task in self.waiting:
             self.scheduler.wake(task)
         self.waiting.clear()
@@ -118,10 +118,10 @@ class Socket(Source):
     """The client's end of a connection; never blocks.
 
     Args:
-        scheduler: Whose time passes.
+        scheduler: Owns the time.
         number: Its file descriptor.
         random: Decides how much it takes and gives at once.
-        process: Whose threads make room in it.
+        process: Owner of the threads that make room in it.
     """
 
     out: Way
@@ -187,7 +187,7 @@ class Socket(Source):
 
 
 class _Pipe(Source):
-    """What wakes who polls."""
+    """A pipe that wakes a polling thread."""
 
     def __init__(self, scheduler: Scheduler, number: int) -> None:
         super().__init__(scheduler, number)
@@ -198,7 +198,7 @@ class _Pipe(Source):
 
 
 class Descriptors:
-    """Stands where the modules ``os`` and ``select`` stood, for who polls sockets and pipes."""
+    """Replaces the modules ``os`` and ``select`` for polls of sockets and pipes."""
 
     POLLIN, POLLOUT = select.POLLIN, select.POLLOUT
 
@@ -269,7 +269,7 @@ class Poll:
 
 
 def answers(scheduler: Scheduler) -> type:
-    """Stands where the class ``Future`` stood, for who waits for an answer."""
+    """Replaces the class ``Future`` for requests that wait for an answer."""
 
     class Answer:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong for a program with handlers, and when: planned from the seed."""
+"""Faults of a program with handlers and their steps, planned from the seed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Step(str, Enum):
     REPLAYING = "replaying"
     """The handler begins with a dead letter."""
     MARKER = "marker"
-    """The marker of a replayed letter is about to be sent."""
+    """The marker of a replayed dead letter is about to be sent."""
     RELEASED = "released"
     """It is stored, and not confirmed yet."""
     SAVING = "saving"
@@ -40,16 +40,16 @@ class Step(str, Enum):
     MOVING = "moving"
     """Ranges are about to move."""
     STOPPING = "stopping"
-    """The run was told to end."""
+    """The run was asked to end."""
 
 
 class Kind(str, Enum):
-    """Kinds of faults, and of what an operator does at a bad moment."""
+    """Kinds of faults, and of actions of an operator at a bad moment."""
 
     KILL = "kill"
     """The process dies."""
     STOP = "stop"
-    """The run is told to end, from whatever thread, and is started again."""
+    """The run is asked to end, from any thread, and is started again."""
     FORGETFUL_STOP = "stop, forget"
     """The same, and the broker is killed before the next start: it forgets acknowledgements."""
     BROKER = "broker crash"
@@ -63,15 +63,15 @@ class Kind(str, Enum):
     READER = "reader cut"
     """Readers of the dead-letter topic lose their connection."""
     UNCONFIRMED = "unconfirmed"
-    """What is sent is stored, and the confirmation is lost."""
+    """A sent message is stored, and its confirmation is lost."""
     ACKS = "lost acks"
     """Acknowledgements that the client holds are lost with its connections."""
     TWICE = "duplicates"
-    """The broker delivers again what it delivered and nobody acknowledged."""
+    """The broker redelivers unacknowledged entries."""
     UNLOAD = "unload"
     """A topic partition moves to another broker."""
     UNPARK = "unpark"
-    """Somebody lets all parked keys out."""
+    """An operator unparks all keys."""
     RESCALE = "rescale"
     """Ranges move to another number of owners."""
     BALANCE = "balance"

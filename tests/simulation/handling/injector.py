@@ -26,8 +26,8 @@ class Injector:
     """The faults of one run.
 
     Args:
-        world: Where they happen.
-        random: Plans them, and decides what they hit.
+        world: The run.
+        random: Plans them, and decides their targets.
     """
 
     def __init__(self, world: HandlerWorld, random: Random) -> None:
@@ -37,7 +37,7 @@ class Injector:
         self.reached: Reached = Reached()
         """How often each fault hit each step."""
         self.stopping: set[Process] = set()
-        """Processes that were told to end."""
+        """Processes that were asked to end."""
         self.enabled = True
         """Whether faults may begin."""
         self._visits = dict.fromkeys(Step, 0)
@@ -71,7 +71,7 @@ class Injector:
     def _spawn(self, action: Callable[[], None], process: Process | None = None) -> None:
         self._world.scheduler.spawn(process or self._world.process, "fault", action)
 
-    # -- what: each returns whether it hit anything ----------------------------------------------
+    # -- faults: each returns whether it hit anything ---------------------------------------------
 
     def _kill(self, program: Program) -> bool:
         return program.process is not None and not program.process.dead
@@ -106,7 +106,7 @@ class Injector:
         network = program.network
         if not network.up or not network.blink(self._consumers(program)):
             return False
-        # The broker has much to do: who asks for something waits.
+        # The broker is busy: requests wait.
         network.up = False
 
         def answers() -> None:
@@ -118,21 +118,21 @@ class Injector:
 
     def _cut_producer(self, program: Program) -> bool:
         client = program.client
-        writers = [] if client is None else client.letter_writers
+        writers = [] if client is None else client.dead_letter_writers
         for writer in writers:
             writer.cut(self._random.uniform(*AWAY_S))
         return bool(writers)
 
     def _cut_reader(self, program: Program) -> bool:
         client = program.client
-        readers = [] if client is None else client.letter_readers
+        readers = [] if client is None else client.dead_letter_readers
         for reader in readers:
             reader.lose()
         return bool(readers)
 
     def _unconfirmed(self, program: Program) -> bool:
         client = program.client
-        writers = [] if client is None else client.letter_writers
+        writers = [] if client is None else client.dead_letter_writers
         for writer in writers:
             writer.unconfirmed = True
         return bool(writers)
@@ -160,7 +160,7 @@ class Injector:
             if subscription is not None:
                 log = cluster.log(where)
                 newest = range(max(log.first, len(log) - AGAIN_MAX), len(log))
-                # What is acknowledged comes again only when a broker forgets that.
+                # Acknowledged messages come again only if a broker forgets them.
                 unacked = [one for one in newest if not subscription.cursor.is_acked(one)]
                 again += cluster.deliver_again(where, program.name, *map(log.id, unacked))
         return again > 0

@@ -1,4 +1,4 @@
-"""What becomes of each message at the handler of a run, drawn from the seed."""
+"""The outcome of each message at the handler of a run, drawn from the seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Unprintable(Exception):  # noqa: N818 - named by what it is
 
 
 class NoText(Exception):  # noqa: N818
-    """An error whose text is none."""
+    """An error without a text."""
 
     def __str__(self) -> str:
         return None  # type: ignore[return-value]  # noqa: PLE0307 - so it is
@@ -64,7 +64,7 @@ _HOSTILE_REJECTS: tuple[Callable[[], BaseException], ...] = (
 
 @dataclass(slots=True)
 class Fate:
-    """Of one message."""
+    """The outcome of one message."""
 
     seconds: float
     """How long the handler works on it, seconds; 0 for no time at all."""
@@ -76,11 +76,17 @@ class Fate:
     """Whether the handler returns the error instead of raising it."""
 
 
+INSTANT = 0.5
+"""Share of the programs whose handlers take no time, so that they get messages in bulk."""
+HANGS_S = 0.36
+"""Shortest time that a handler of such a program takes, if it takes any, seconds."""
+
+
 class Fates:
-    """Of all messages of one program; they outlive its processes, as a database does.
+    """The outcomes of all messages of one program. They outlive its processes, as a database does.
 
     Args:
-        seed: Of the run, and whose program it is.
+        seed: The seed of the run, and the program.
         shape: How many fail.
     """
 
@@ -89,9 +95,10 @@ class Fates:
         self._shape = shape
         self._of: dict[tuple[Any, ...], Fate] = {}
         self._healed = False
+        self._instant = Random(f"{seed}:instant").random() < INSTANT
 
     def heal(self) -> None:
-        """From now on nothing fails; what is rejected stays rejected."""
+        """Let no further message fail; rejected ones stay rejected."""
         self._healed = True
         for fate in self._of.values():
             fate.fails = 0
@@ -110,6 +117,8 @@ class Fates:
         shape = self._shape
         slow = random.random() < shape.slow
         fate = Fate(random.random() * (0.4 if slow else 0.01) if random.random() < 0.5 else 0.0)
+        if self._instant and fate.seconds < HANGS_S:
+            fate.seconds = 0.0
         errors, rejects = _ORDINARY, _REJECTS
         if shape.hostile and random.random() < 0.5:
             errors, rejects = _HOSTILE, _HOSTILE_REJECTS

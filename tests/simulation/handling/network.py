@@ -1,4 +1,4 @@
-"""The connection of a program with handlers: what it sends to its dead-letter topic is judged."""
+"""The connection of a program with handlers: its dead letters are judged."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from random import Random
 from typing import Any, Protocol
 
-from keyshard.arrow.messages import messages_of
 from keyshard.broker.memory import MemoryCluster, MemoryProducer
 from keyshard.broker.port import Producer, Reader
-from keyshard.core.dead_letter.letters import (
+from keyshard.columns.messages import messages_of
+from keyshard.core.dead_letter import (
     REPLAYED,
     RUNS_AGAIN,
-    Letter,
+    DeadLetter,
     Marker,
     RunsAgain,
     Sweep,
@@ -34,13 +34,12 @@ def is_dead_letters(where: TopicPartition) -> bool:
 
 
 class HandlerRecord(Record):
-    """The history of a program: what passes at its dead-letter topic is none of it, nor what
-    becomes of refused entries.
+    """The history of a program, without its dead-letter topic and refused entries.
 
     Args:
         scheduler: Tells the time.
         trace_max: Lines of the trace that are kept.
-        is_refused: Told what is acknowledged; whether that is a refused entry.
+        is_refused: Called with an acknowledged entry; whether it is a refused one.
     """
 
     def __init__(
@@ -71,15 +70,15 @@ class HandlerRecord(Record):
 
 
 class HandlerNetwork(Network):
-    """A network that tells when something was lost on it.
+    """A network that reports losses.
 
     Args:
         seed: Source of delays and of cuts.
-        scheduler: Whose time passes.
+        scheduler: Owns the time.
         cluster: The broker's side.
-        record: Where events go.
-        disturbed: Told when consumers lose their connection, and when they have it again: what
-            they acknowledge before that may be lost.
+        record: Gets the events.
+        disturbed: Called when consumers lose or regain their connection. Acknowledgements from
+            before may be lost.
     """
 
     def __init__(
@@ -101,12 +100,13 @@ class HandlerNetwork(Network):
     def _reconnect(self, lost: Sequence[Consumer], back_s: float) -> None:
         super()._reconnect(lost, back_s)
         self._disturbed()
-        # Letters may be replayed while the connection is away: what comes again comes from now on.
+        # Dead letters may be replayed while the connection is away: what comes again comes from now
+        # on.
         self.record.add("disconnected", worker=lost[0].worker)
 
 
 class Host(Protocol):
-    """Whose connection it is."""
+    """Owner of the connection."""
 
     network: HandlerNetwork
     promises: Promises
@@ -117,7 +117,7 @@ class Host(Protocol):
     def disturbed(self) -> None:
         """Something happened that excuses repetitions."""
 
-    def stored(self, found: Letter | Marker | RunsAgain | Sweep, seq: int) -> None:
+    def stored(self, found: DeadLetter | Marker | RunsAgain | Sweep, seq: int) -> None:
         """Something is stored in the dead-letter topic."""
 
 
@@ -126,18 +126,18 @@ class HandlerClient(Client):
 
     Args:
         host: The program.
-        process: Which one.
+        process: Number of the process.
     """
 
     def __init__(self, host: Host, process: Process) -> None:
         super().__init__(host.network, process)
         self.host = host
-        self.letter_writers: list[LetterWriter] = []
-        self.letter_readers: list[LetterReader] = []
+        self.dead_letter_writers: list[DeadLetterWriter] = []
+        self.dead_letter_readers: list[DeadLetterReader] = []
 
     def close(self) -> None:
         if any(not one.closed and not one.is_live for one in self.consumers):
-            # What they acknowledged since they lost their connection is lost.
+            # Their acknowledgements since they lost their connection are lost.
             self.network.record.add("disconnected", worker=self.process.name)
             self.host.disturbed()
         super().close()
@@ -151,18 +151,18 @@ class HandlerClient(Client):
         if not is_dead_letters(topic_partition):
             return inner
         assert isinstance(inner, CutReader)
-        self.letter_readers.append(LetterReader(self, inner))
-        return self.letter_readers[-1]
+        self.dead_letter_readers.append(DeadLetterReader(self, inner))
+        return self.dead_letter_readers[-1]
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
         inner = self.network.request(
             lambda: self._inner.producer(topic_partition, send_timeout_ms=send_timeout_ms)
         )
-        self.letter_writers.append(LetterWriter(self, inner))
-        return self.letter_writers[-1]
+        self.dead_letter_writers.append(DeadLetterWriter(self, inner))
+        return self.dead_letter_writers[-1]
 
 
-class LetterWriter:
+class DeadLetterWriter:
     """Implements the ``Producer`` port."""
 
     def __init__(self, client: HandlerClient, inner: MemoryProducer) -> None:
@@ -170,13 +170,13 @@ class LetterWriter:
         self._network = client.network
         self._inner = inner
         self.unconfirmed = False
-        """Whether the confirmation of what is sent now is lost."""
+        """Whether the confirmation of the message sent now is lost."""
         self._newest: tuple[Name, ...] = ()
-        """The message whose letter was stored last."""
+        """The message whose dead letter was stored last."""
 
     def send(
         self,
-        value: bytes,
+        value: bytes | None,
         *,
         key: str | None = None,
         ordering_key: str | None = None,
@@ -232,7 +232,7 @@ class LetterWriter:
         host.promises.stored(position, found, seq)
         host.stored(found, seq)
         self._newest = ()
-        if isinstance(found, Letter):
+        if isinstance(found, DeadLetter):
             message = found.message
             self._newest = (Name(message.topic, message.partition, message.message_id),)
 
@@ -245,8 +245,8 @@ def _seq(value: bytes | None) -> int:
         return -1
 
 
-class LetterReader:
-    """Implements the ``Reader`` port: one whose reading is a step."""
+class DeadLetterReader:
+    """Implements the ``Reader`` port: each read is a step."""
 
     def __init__(self, client: HandlerClient, inner: CutReader) -> None:
         self._client = client
@@ -261,5 +261,5 @@ class LetterReader:
 
     def close(self) -> None:
         self._inner.close()
-        if self in self._client.letter_readers:
-            self._client.letter_readers.remove(self)
+        if self in self._client.dead_letter_readers:
+            self._client.dead_letter_readers.remove(self)

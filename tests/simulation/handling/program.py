@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from keyshard import KeyShardSource, Message
 from keyshard.broker.memory import MemoryCluster
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.dead_letter.letters import Letter, Marker, RunsAgain, Sweep
+from keyshard.core.dead_letter import DeadLetter, Marker, RunsAgain, Sweep
 from keyshard.core.message import MessageId
 from keyshard.errors import (
     BrokerError,
@@ -38,27 +39,32 @@ if TYPE_CHECKING:
 
 _Row = tuple[Name, str | None, int]
 """Name, key and sequence number of a message."""
+RANGES_MAX = 8
+"""Most ranges after a rescale."""
 DRAIN_TIMEOUT_S = 20.0
 """Longest wait of a stop for handlers; none of the world takes that long."""
 STOP_S = DRAIN_TIMEOUT_S + 20.0
-"""Time in which a run must end that was told to, seconds."""
+"""Longest time from the request to end to the end of a run, seconds."""
 
 
 class Program:
     """One source and its user code.
 
     Args:
-        world: Where it runs.
+        world: The run.
         name: Its subscription.
         trace_max: Lines of its trace that are kept.
     """
+
+    _earliest_s = 0.0
+    """Time at which the next attempt may begin, but for the burst of the rate limit."""
 
     def __init__(self, world: HandlerWorld, name: str, trace_max: int | None) -> None:
         self.world = world
         self.name = name
         self.record = HandlerRecord(
             world.scheduler, trace_max,
-            lambda where, entry_id: world.oddities.acked(self, Name.of(where, entry_id)),
+            lambda where, entry_id: world.anomalies.acked(self, Name.of(where, entry_id)),
         )  # fmt: skip
         self.promises = Promises()
         self.fates = Fates(f"{world.seed}:{name}", world.shape)
@@ -69,7 +75,7 @@ class Program:
         """Whether the broker is killed before the next start."""
         self.lives = 0
         self.malformed = 0
-        """Messages in its dead-letter topic that should be letters of it, and are none."""
+        """Malformed dead letters of it in its dead-letter topic."""
         self.is_new = True
         """Whether nothing was handled or stored yet, in any of its lives."""
         self.process: Process | None = None
@@ -116,11 +122,11 @@ class Program:
                 self.forgets = False
                 self.world.forget()
             self.world.starts.between_lives(self)
-            self.world.oddities.between_lives(self)
+            self.world.anomalies.between_lives(self)
             self.lives += 1
             self.promises.life_begins()
             process = self.process = scheduler.process(f"{self.name}-{self.lives}")
-            life = scheduler.spawn(process, "run", lambda process=process: self._live(process))
+            life = scheduler.spawn(process, "run", partial(self._live, process))
             scheduler.join(life)
             if not process.dead:
                 if self._in_hand:
@@ -135,7 +141,7 @@ class Program:
             scheduler.sleep(self._random.random() * 0.3)
 
     def end(self, process: Process, *, killed: bool) -> None:
-        """End a process, in whatever way; its connection ends with it."""
+        """End a process in any way; its connection ends with it."""
         for client in [one for one in self.network.clients if one.process is process]:
             unnoticed = killed and self._random.random() < 0.3
             self.network.lose_client(client, self._random.random() * 3.0 if unnoticed else 0.0)
@@ -145,7 +151,7 @@ class Program:
         self.world.scheduler.kill(process)
 
     def _leave_batches(self) -> None:
-        """A process is gone: what it had in hand comes again."""
+        """A process is gone: its messages in flight come again."""
         for rows in self._in_hand.values():
             self.promises.left(name for name, _, _ in rows)
         self._in_hand.clear()
@@ -163,7 +169,7 @@ class Program:
                 self._run(source)
         except KeyShardError as exc:
             self.record.note(f"the run ends: {exc!r}")
-            if self.world.oddities.ends(self, exc):
+            if self.world.anomalies.ends(self, exc):
                 pass
             elif not isinstance(exc, (CheckpointError, HandlerFailedError)):
                 if excuses == self._excuses:
@@ -176,15 +182,18 @@ class Program:
         else:
             self.record.note("the run has ended in order")
             if self.client is not None and self.client.loses_acks:
-                # It ended before its connection was cut: what got lost on it comes again.
+                # It ended before its connection was cut: lost acknowledgements come again.
                 self.record.add("disconnected", worker=process.name)
 
     def _run(self, source: KeyShardSource) -> None:
         shape = self.world.shape
+        rate, burst = shape.rate or (None, None)
+        self._earliest_s = 0.0
         source.run(
             self._handle, observers=[self], lanes=shape.lanes, workers=shape.workers,
             retry=shape.retry, on_failure=shape.on_failure, null_keys=shape.null_keys,
             checkpoint=self._checkpoint, drain_timeout_s=DRAIN_TIMEOUT_S,
+            rate_limit=rate, rate_burst=burst,
         )  # fmt: skip
 
     @property
@@ -208,7 +217,7 @@ class Program:
         return Source(
             subscription=self.name, service_url=url, parallelism=world.shape.ranges,
             **({"starting_position": "earliest"} | what | world.shape.options
-               | world.starts.options() | world.oddities.options(self)),
+               | world.starts.options() | world.anomalies.options(self)),
         )  # fmt: skip
 
     # -- user code -------------------------------------------------------------------------------
@@ -275,11 +284,23 @@ class Program:
             self._in_hand.pop(batch, None)
         return True
 
-    # -- an observer, a disk, and what is told about letters -------------------------------------
+    # -- an observer, a disk, and events of dead letters
+    # -------------------------------------
 
     def started(self, message: Message) -> None:
         """An attempt begins."""
+        if self.world.shape.rate is not None:
+            self._check_rate(*self.world.shape.rate)
         self._note("started", _name(message), *parse_value(message.value))
+
+    def _check_rate(self, per_s: float, burst: int) -> None:
+        """Check that attempts begin no faster than the rate limit lets them."""
+        now_s = self.world.scheduler.now_s
+        self._earliest_s = max(now_s, self._earliest_s) + 1 / per_s
+        # A thread of each lane may rest between its token and its handler.
+        burst += RANGES_MAX * self.world.shape.lanes
+        if self._earliest_s - now_s > burst / per_s + 1e-6:
+            self.promises.broken = f"handlers begin faster than {per_s:g} per second"
 
     def completed(self, message: Message, _seconds: float) -> None:
         """The handler returned."""
@@ -312,14 +333,14 @@ class Program:
             index=index, key=key, seq=seq, worker=worker,
         )  # fmt: skip
 
-    def stored(self, found: Letter | Marker | RunsAgain | Sweep, seq: int) -> None:
+    def stored(self, found: DeadLetter | Marker | RunsAgain | Sweep, seq: int) -> None:
         """Something is stored in the dead-letter topic."""
-        if not isinstance(found, Letter):
+        if not isinstance(found, DeadLetter):
             self.record.note(f"marker of {found.key}: {found}")
             return
         self.record.note(f"letter, {found.kind.value}")
         name = _name(found.message)
-        if not self.world.oddities.is_refused(name):
+        if not self.world.anomalies.is_refused(name):
             self._write("completed", name, found.key, seq)
 
     def save(self, path: str, data: bytes) -> None:
@@ -334,7 +355,7 @@ class Program:
         self.promises.saved(data.decode())
         self.at(Step.SAVED)
 
-    # -- whoever operates it, in another thread of the process -----------------------------------
+    # -- an operator, in another thread of the process --------------------------------------------
 
     def stop(self) -> bool:
         """Tell it to end; whether it runs."""
@@ -359,14 +380,17 @@ class Program:
         return True
 
     def parked(self) -> list[str]:
-        """Keys of which letters rest, while it lives."""
+        """Keys of which dead letters rest, while it lives."""
         return [] if self._source is None else self.promises.unfinished()
 
     def unpark(self, *keys: str) -> None:
         """Let keys out, as far as it runs."""
+        source = self._source
+        if source is None:
+            return
         with suppress(NotRunningError):
-            for key in keys if self._source is not None else ():
-                self._source.unpark(key)
+            for key in keys:
+                source.unpark(key)
                 self.record.note(f"unpark {key}")
 
     def rescale(self, ranges: int | None) -> None:
@@ -386,7 +410,7 @@ class Program:
                 raise
         except KeyShardError as exc:
             self.record.note(f"no rescale: {exc!r}")
-            if excuses == self._excuses and not self.world.oddities.ends(self, exc):
+            if excuses == self._excuses and not self.world.anomalies.ends(self, exc):
                 raise
 
     def _operate(self) -> None:
@@ -413,7 +437,7 @@ class Program:
     def openings(self) -> int:
         """Openings of the circuit breaker in this life."""
         run = self._running()
-        return 0 if run is None else int(run._desk.circuit.openings)
+        return 0 if run is None else int(run._dispatcher.circuit.openings)
 
     def _running(self) -> Any:
         return None if self._source is None else self._source.__dict__.get("_running")

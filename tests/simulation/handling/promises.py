@@ -1,6 +1,6 @@
-"""The promises that the checkers of histories cannot know of: checkpoints, letters, and stops.
+"""The promises that the checkers of histories cannot know of: checkpoints, dead letters, and stops.
 
-Each is judged when it happens, against what is durable at that moment.
+Each is judged when it happens, against the durable state at that moment.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from keyshard.core.dead_letter.letters import Letter, LetterKind, Marker, RunsAgain, Sweep
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, Marker, RunsAgain, Sweep
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -28,7 +28,7 @@ class Name(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where order is promised."""
+    """The scope of the promised order."""
 
     topic: str
     partition: int
@@ -36,30 +36,31 @@ class Place(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """A parked letter that no marker calls replayed."""
+    """A parked dead letter that no marker calls replayed."""
 
     position: EntryId
     seq: int
 
 
 class Promises:
-    """Of one program, through all its lives; :attr:`broken` says the first that did not hold."""
+    """The promises of one program over all its starts; :attr:`broken` is the first broken one."""
 
     def __init__(self) -> None:
         self.broken = ""
         self.finished: set[Name] = set()
-        """Messages that a handler got done, or that rest for good as a letter."""
+        """Messages that a handler completed, or that rest for good as a dead letter."""
         self.kept: dict[EntryId, Name] = {}
-        """Letters that stay in the dead-letter topic until somebody acknowledges them."""
+        """Dead letters that stay in their topic until another client acknowledges them."""
         self._disturbances = 0
         self._handled: dict[Name, int] = {}
         self._of_this_life: set[Name] = set()
-        """What the process received and did; it remembers that, whatever the broker forgets."""
+        """Messages that the process received and completed; it remembers them."""
         self._resting: dict[str, dict[Name, tuple[Place, Rest]]] = {}
         self._stored: dict[Name, int] = {}
-        """Disturbances before the newest letter of a message, whose original was received then."""
+        """Disturbances before the newest dead letter of a message, whose original was received
+        then."""
         self._replayed: dict[Place, dict[Name, int]] = {}
-        """Messages that were done as letters, with their sequence numbers."""
+        """Messages that were done as dead letters, with their sequence numbers."""
         self._saved: Checkpoint | None = None
 
     def life_begins(self) -> None:
@@ -72,11 +73,11 @@ class Promises:
             self._handled.pop(name, None)
 
     def disturbed(self) -> None:
-        """Something happened after which what was done may come again."""
+        """After this event, completed messages may come again."""
         self._disturbances += 1
 
     def rests(self, name: Name, key: str | None) -> bool:
-        """Whether a letter of a message waits to be replayed."""
+        """Whether a dead letter of a message waits to be replayed."""
         return key is not None and name in self._resting.get(key, {})
 
     def started(self, name: Name, key: str | None, seq: int) -> None:
@@ -101,25 +102,25 @@ class Promises:
         """User code is done with a message."""
         self.finished.add(name)
         self._handled[name] = self._disturbances
-        letters = [resting[name] for resting in self._resting.values() if name in resting]
-        for place, rest in letters:
+        dead_letters = [resting[name] for resting in self._resting.values() if name in resting]
+        for place, rest in dead_letters:
             self._replayed.setdefault(place, {})[name] = rest.seq
-        if not letters:
-            # What rested may have come to an earlier process, and not to this one.
+        if not dead_letters:
+            # Resting messages may have come to an earlier process, and not to this one.
             self._of_this_life.add(name)
 
     def stored(
-        self, position: EntryId, found: Letter | Marker | RunsAgain | Sweep, seq: int
+        self, position: EntryId, found: DeadLetter | Marker | RunsAgain | Sweep, seq: int
     ) -> None:
-        """Something is stored in the dead-letter topic."""
+        """Record a message stored in the dead-letter topic."""
         if isinstance(found, RunsAgain):
             return
-        if not isinstance(found, Letter):
+        if not isinstance(found, DeadLetter):
             self._released(found)
             return
         message = found.message
         name = Name(message.topic, message.partition, message.message_id)
-        if found.kind is not LetterKind.PARKED:
+        if found.kind is not DeadLetterKind.PARKED:
             if self._handled.get(name) == self._disturbances:
                 self._break(f"{name} is a letter again, though nothing was forgotten")
             self.kept[position] = name
@@ -139,11 +140,11 @@ class Promises:
         self._saved = Checkpoint.from_json(text)
 
     def unfinished(self) -> list[str]:
-        """What rests yet; keys."""
+        """Keys with resting dead letters."""
         return sorted(key for key, resting in self._resting.items() if resting)
 
     def _older_runs(self, place: Place, seq: int) -> None:
-        """What was replayed runs again behind an older one, if its original may come again."""
+        """A replayed message runs again behind an older one, if its original may come again."""
         for name, newer in self._replayed.get(place, {}).items():
             if newer > seq and self._stored[name] < self._disturbances:
                 self._handled.pop(name, None)
@@ -165,7 +166,7 @@ class Promises:
         if self._saved is None:
             return False
         of = self._saved.partitions.get(TopicPartition(name.topic, name.partition))
-        return of is not None and of.settled(EntryId(name.id.ledger, name.id.entry))
+        return of is not None and of.covers(EntryId(name.id.ledger, name.id.entry))
 
     def _break(self, text: str) -> None:
         self.broken = self.broken or text

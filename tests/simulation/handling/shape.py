@@ -1,4 +1,4 @@
-"""What a run with handlers is like: sizes and options, drawn from its seed."""
+"""The shape of a run with handlers: sizes and options, drawn from its seed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import tenacity
 
 from keyshard import RetryPolicy
 from keyshard.broker.memory import Batching, LookAhead, UnackedLimits
+from keyshard.config.handlers import NullKeys, OnFailure
 from tests.simulation.handling.faults import Step
 
 PARKING = {
     Step.LETTER, Step.STORED, Step.READING, Step.REPLAYING, Step.MARKER, Step.RELEASED,
 }  # fmt: skip
-"""Steps that only programs have whose keys park."""
+"""Steps of programs that park keys."""
 
 
 _BATCHING = (Batching.NONE, Batching.BY_KEY)
@@ -58,8 +59,10 @@ class Shape:
     ranges: int
     lanes: int
     workers: int | None
-    on_failure: str
-    null_keys: str
+    rate: tuple[float, int] | None
+    """Rate limit and burst of the handler."""
+    on_failure: OnFailure
+    null_keys: NullKeys
     attempts: int
     """Attempts until a message is given up."""
     wait: Any
@@ -71,7 +74,7 @@ class Shape:
     rejected: float
     """Share of the messages that are rejected."""
     hostile: bool
-    """Whether errors are such as to break whoever looks at them."""
+    """Whether errors raise when they are inspected."""
     keys: int
     keyless: float
     messages_min: int
@@ -83,19 +86,27 @@ class Shape:
     admin: bool
     """Whether the source may ask the admin interface."""
     operated: bool
-    """Whether somebody unparks and rescales now and then."""
+    """Whether an operator unparks and rescales sometimes."""
     options: dict[str, Any]
     """Options of the source."""
 
     @classmethod
-    def of(cls, random: Random, steps: Set[Step]) -> Shape:
-        """Draw one in which faults can meet their steps."""
+    def of(cls, random: Random, steps: Set[Step], rates: Random) -> Shape:
+        """Draw one in which faults can meet their steps.
+
+        Args:
+            random: Decides.
+            steps: Steps that faults must be able to meet.
+            rates: Decides about the rate limit.
+        """
         halves = Step.HALF in steps
         parking = not PARKING.isdisjoint(steps)
         batches = not parking and Step.FAILING not in steps and random.random() < 0.15
         neighbour = not batches and random.random() < 0.05
         hostile = random.random() < 0.2
-        on_failure = "park" if parking else random.choice(("park", "park", "dead_letter", "stop"))
+        failing: list[OnFailure] = ["park", "park", "dead_letter", "stop"]
+        null_keys: list[NullKeys] = ["spread", "serialise", "reject"]
+        on_failure = "park" if parking else random.choice(failing)
         waits = [tenacity.wait_none(), tenacity.wait_fixed(0.2), tenacity.wait_random(0.0, 0.5)]
         return cls(
             topics=tuple(random.randint(1, 3) for _ in range(random.choice((1, 1, 2)))),
@@ -105,11 +116,12 @@ class Shape:
             ranges=random.choice((1, 2, 3, 5)),
             lanes=random.choice((1, 2, 4)),
             workers=random.choice((None, None, 1, 3)),
+            rate=rates.choice((None, None, None, (12.0, 1), (30.0, 4))),
             on_failure=on_failure,
-            null_keys=random.choice(("spread", "serialise", "reject")),
+            null_keys=random.choice(null_keys),
             attempts=random.choice((1, 2, 3)),
             wait=random.choice(_HOSTILE_WAITS if hostile and random.random() < 0.3 else waits),
-            # What is in hand is what comes again before an entry that a reconnect cut in two.
+            # Messages in flight come again before an entry that a reconnect split.
             slow=0.6 if halves else 0.05,
             failing=0.15 if parking else random.choice((0.02, 0.15)),
             rejected=random.choice((0.0, 0.04)),

@@ -1,6 +1,6 @@
-"""Where a program with handlers begins in runs that do not begin at the earliest message.
+"""Starts of a program with handlers behind the earliest message.
 
-Drawn from a random stream of its own: what else a seed decides stays as it was.
+Drawn from a random stream of its own, so that other draws of a seed stay the same.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.testing.verify.history import Event
-from tests.simulation.debts import Debts, Place
 from tests.simulation.handling.promises import Name
+from tests.simulation.owed import Debts, Place
 from tests.simulation.starts import (
     BEFORE_MAX,
     KILLS_MAX,
@@ -37,7 +37,7 @@ class Starts:
     def __init__(self, world: HandlerWorld) -> None:
         self._world = world
         self._random = Random(f"{world.seed}:starts")
-        # A pattern finds topics of which no position is told: those of dead letters.
+        # A pattern finds topics without a given position: those of dead letters.
         possible = world.shape.admin and not world.shape.neighbour
         self._inside = possible and self._random.random() < SHARE
         self._kills = self._random.randint(0, KILLS_MAX)
@@ -82,7 +82,7 @@ class Starts:
         return program.record.judged(self._debts, self._all())
 
     def between_lives(self, program: Program) -> None:
-        """Somebody sets a cursor, while nobody is connected and nothing is done yet."""
+        """Another client sets a cursor, while no consumer is connected and no message is done."""
         world, random = self._world, self._random
         if not self._inside or program.lives == 0 or not program.is_new:
             return

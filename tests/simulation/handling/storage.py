@@ -1,4 +1,4 @@
-"""Where programs of a simulation keep their checkpoint: a file system that may fail."""
+"""The checkpoint storage of programs in a simulation: a file system that may fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROTOCOL = "simulated"
 
 
 class Disk(Protocol):
-    """What survives every process of one program."""
+    """The state that survives every process of one program."""
 
     files: dict[str, bytes]
 

@@ -1,7 +1,7 @@
 """After the faults: poison keys, hung handlers and outages, while all else is calm.
 
-Nothing else goes wrong meanwhile, so the keys that never fail have a deadline of their own. Drawn
-from a random stream of its own: what else a seed decides stays as it was.
+No other fault comes meanwhile, so the keys that never fail have their own deadline. Trials are
+drawn from their own random stream, so that they change no other decision of a seed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Hung:
     left: int = 0
     """How many may still begin."""
     keys: set[str] = field(default_factory=set)
-    """Keys whose attempt hung."""
+    """Keys with a hung attempt."""
     running: int = 0
     """Attempts that hang now."""
 

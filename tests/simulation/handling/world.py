@@ -15,9 +15,9 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.handlers import batches, run
 from keyshard.observe import monitor
 from keyshard.testing.verify.checkers import check
+from tests.simulation.handling.anomalies import Anomalies
 from tests.simulation.handling.injector import Injector
 from tests.simulation.handling.network import HandlerClient, is_dead_letters
-from tests.simulation.handling.oddities import Oddities
 from tests.simulation.handling.program import Program
 from tests.simulation.handling.promises import Name
 from tests.simulation.handling.shape import Shape
@@ -38,9 +38,9 @@ from tests.simulation.world import (
 )
 
 SIMULATED = (run, batches)
-"""What only this world runs; named so that it is imported, and so simulated."""
+"""Modules of this world only; imported here, and so simulated."""
 NOT_OF_BATCHES = {"one handler per key", "routed by key"}
-"""Who iterates over batches has several messages of a key in hand, also while its range moves."""
+"""An iteration over batches has several messages of a key in flight, also while its range moves."""
 FAULTS_S = 8.0
 """Time after which no fault begins any more, seconds."""
 HEALING_S = 2.5
@@ -53,10 +53,10 @@ FORGETS = 0.7
 
 
 class HandlerWorld:
-    """Everything of one run.
+    """One run.
 
     Args:
-        seed: Decides everything.
+        seed: Decides all random draws.
         trace_max: Lines of the trace that are kept; ``None``: all.
     """
 
@@ -66,12 +66,14 @@ class HandlerWorld:
         self.process = self.scheduler.process("world")
         self.injector = Injector(self, Random(f"{seed}:faults"))
         self._random = Random(f"{seed}:world")
-        self.shape = Shape.of(self._random, {fault.step for fault in self.injector.faults})
+        steps = {fault.step for fault in self.injector.faults}
+        # An own generator: the other draws of a seed stay.
+        self.shape = Shape.of(self._random, steps, Random(f"{seed}:rates"))
         names = ("billing", "audit") if self.shape.neighbour else ("billing",)
         self.programs = [Program(self, name, trace_max) for name in names]
         self.starts = Starts(self)
         self.trial = Trial(self)
-        self.oddities = Oddities(self)
+        self.anomalies = Anomalies(self)
         self.done = False
         """Whether no life begins any more."""
         self._started_again = False
@@ -102,7 +104,7 @@ class HandlerWorld:
         return digest.hexdigest()[:16]
 
     def connection(self, program: Program, process: Process) -> HandlerClient:
-        """What a process of a program connects to."""
+        """The connection of a process of a program."""
         return HandlerClient(program, process)
 
     def topic_partitions(self) -> list[TopicPartition]:
@@ -132,7 +134,7 @@ class HandlerWorld:
         return True
 
     def forget(self) -> None:
-        """Kill the broker, which is back at once; acknowledgements are forgotten."""
+        """Kill the broker; it is back at once, but has forgotten acknowledgements."""
         for program in self.programs:
             program.record.note("the broker forgets acknowledgements")
             program.record.add("crashed", worker="broker")
@@ -174,7 +176,7 @@ class HandlerWorld:
         self._settle()
         if self.trial.drawn:
             self.trial.run()
-        self.oddities.publish()
+        self.anomalies.publish()
         self._settle()
         self._start_again()
         self._settle()
@@ -217,7 +219,7 @@ class HandlerWorld:
             self.look()
 
     def _start_again(self) -> None:
-        """Every program has another life, which lets go what a broker forgot of letters."""
+        """Start every program again: it acknowledges forgotten dead letters."""
         for program in self.programs:
             lives, program.forgets = program.lives, self._random.random() < FORGETS
             while not program.stop():
@@ -242,11 +244,11 @@ class HandlerWorld:
         )
         if backlog:
             return f"{program.name}: the backlog is {backlog}"
-        resting, kept = self._resting_letters(program), self._kept(program)
+        stored, kept = self._resting_dead_letters(program), self._kept(program)
         # From its limit on a broker sends a consumer nothing more until half of that is left.
         all_come = kept < self.shape.unacked_limits.per_consumer // 2
-        if self._started_again and all_come and resting > kept:
-            return f"{program.name}: {resting} letters and markers rest, and {kept} should"
+        if self._started_again and all_come and stored > kept:
+            return f"{program.name}: {stored} letters and markers rest, and {kept} should"
         return ""
 
     def _judge(self) -> None:
@@ -258,22 +260,22 @@ class HandlerWorld:
                 raise BrokenPromiseError(
                     f"{program.name}: {verdict.name}: {verdict.message}{offending}\n "
                 )
-            self._judge_letters(program)
+            self._judge_dead_letters(program)
 
-    def _judge_letters(self, program: Program) -> None:
-        """Letters that nobody replays rest until somebody else acknowledges them."""
-        resting, kept = self._resting_letters(program), self._kept(program)
+    def _judge_dead_letters(self, program: Program) -> None:
+        """Unreplayed dead letters rest until another client acknowledges them."""
+        resting, kept = self._resting_dead_letters(program), self._kept(program)
         if resting < kept:
             raise BrokenPromiseError(f"{program.name}: {resting} letters rest of {kept}")
-        if self._started_again and (broken := self.oddities.broken(program)):
+        if self._started_again and (broken := self.anomalies.broken(program)):
             raise BrokenPromiseError(broken)
 
     def _kept(self, program: Program) -> int:
-        """Messages of its dead-letter topic that nobody but an operator acknowledges."""
+        """Messages of its dead-letter topic that only an operator acknowledges."""
         return len(program.promises.kept) + program.malformed
 
-    def _resting_letters(self, program: Program) -> int:
-        """What its subscription of the dead-letter topic keeps."""
+    def _resting_dead_letters(self, program: Program) -> int:
+        """The backlog of its subscription of the dead-letter topic."""
         subscription = f"{program.name}-parked"
         return sum(
             self.cluster.backlog(where, subscription)
@@ -287,7 +289,7 @@ class HandlerWorld:
         keys = [f"k{i}" for i in range(self.shape.keys)]
         while self.injector.enabled:
             if self.programs[0].network.up:
-                self.oddities.among()
+                self.anomalies.among()
                 for _ in range(random.randint(1, 2)):
                     topic = random.choice(self.topics)
                     self.publish(
@@ -342,7 +344,7 @@ class HandlerWorld:
 class _Control:
     """Stands where the control socket stood."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **_named: object) -> None:
         """Nobody asks."""
 
     def close(self) -> None:

@@ -1,16 +1,22 @@
-//! Entries as they are stored -> the buffers of Arrow columns.
+//! Entries as they are stored -> Arrow columns.
 //!
 //! The same walk as `decoding.py`, which stays the reference: whatever is not plain here (damaged,
 //! chunked, encrypted, a key that is no text, a number that is no time, ...) is left to it, error
 //! texts included. So this code has to be right where it answers, and may always decline.
 //!
-//! No crates, and nothing of Python: a shared library with five functions. Bytes of the network are
-//! only looked at through checked slices; `unsafe` is what the five functions are given.
+//! No crates, and nothing of Python: a shared library with four functions. Bytes of the network are
+//! only looked at through checked slices; `unsafe` is what the four functions are given,
+//! and the columns that `arrow.rs` hands over.
 
 use std::collections::HashSet;
-use std::mem::size_of_val;
 use std::panic::catch_unwind;
+use std::ptr;
 use std::slice;
+
+mod arrow;
+mod crc32c;
+use arrow::ArrowArray;
+use crc32c::crc32c;
 
 /// Numbers of an opened entry: see `Opened`.
 const OPENED: usize = 7;
@@ -18,23 +24,23 @@ const OPENED: usize = 7;
 const CAME: usize = 5;
 /// Type of the command that brings an entry, and its field in `BaseCommand`.
 const MESSAGE: u64 = 9;
-/// Times from here on are none; `TIME_MS_MAX` in `arrow/metadata.py`.
+/// Times from here on are none; `TIME_MS_MAX` in `columns/content.py`.
 const TIME_MS_MAX: u64 = 253_370_764_800_000;
 const BYTES_MAX: usize = i32::MAX as usize;
 /// Properties of a message from which on it is left to the reference before its memory is counted.
 const PROPERTIES_MAX: usize = 1 << 21;
 
-/// Why an entry is left to the reference.
-struct Odd;
-type Plain<T> = Result<T, Odd>;
+/// An entry is left to the reference, because it is not plain.
+struct NotPlain;
+type Plain<T> = Result<T, NotPlain>;
 
 fn part(data: &[u8], from: usize, size: usize) -> Plain<&[u8]> {
-    let end = from.checked_add(size).ok_or(Odd)?;
-    data.get(from..end).ok_or(Odd)
+    let end = from.checked_add(size).ok_or(NotPlain)?;
+    data.get(from..end).ok_or(NotPlain)
 }
 
 fn size_at(data: &[u8], at: usize) -> Plain<usize> {
-    let four: [u8; 4] = part(data, at, 4)?.try_into().map_err(|_| Odd)?;
+    let four: [u8; 4] = part(data, at, 4)?.try_into().map_err(|_| NotPlain)?;
     Ok(u32::from_be_bytes(four) as usize)
 }
 
@@ -44,6 +50,7 @@ struct Fields<'a> {
     at: usize,
 }
 
+#[derive(Clone, Copy)]
 enum Value<'a> {
     Number(u64),
     Bytes(&'a [u8]),
@@ -59,17 +66,17 @@ impl<'a> Fields<'a> {
     fn number(&mut self) -> Plain<u64> {
         let mut value = 0u64;
         for shift in (0..70).step_by(7) {
-            let byte = *self.data.get(self.at).ok_or(Odd)?;
+            let byte = *self.data.get(self.at).ok_or(NotPlain)?;
             self.at += 1;
             if shift == 63 && byte > 1 {
-                return Err(Odd);
+                return Err(NotPlain);
             }
             value |= u64::from(byte & 0x7f) << shift;
             if byte < 0x80 {
                 return Ok(value);
             }
         }
-        Err(Odd)
+        Err(NotPlain)
     }
 
     fn next(&mut self) -> Plain<Option<(u64, Value<'a>)>> {
@@ -80,7 +87,7 @@ impl<'a> Fields<'a> {
         let value = match tag & 7 {
             0 => Value::Number(self.number()?),
             2 => {
-                let size = usize::try_from(self.number()?).map_err(|_| Odd)?;
+                let size = usize::try_from(self.number()?).map_err(|_| NotPlain)?;
                 let found = part(self.data, self.at, size)?;
                 self.at += size;
                 Value::Bytes(found)
@@ -91,10 +98,10 @@ impl<'a> Fields<'a> {
                 self.at += size;
                 Value::Fixed
             }
-            _ => return Err(Odd),
+            _ => return Err(NotPlain),
         };
         if tag >> 3 == 0 || tag >> 3 > 0x1fff_ffff {
-            return Err(Odd);
+            return Err(NotPlain);
         }
         Ok(Some((tag >> 3, value)))
     }
@@ -104,14 +111,14 @@ impl<'a> Value<'a> {
     fn number(self) -> Plain<u64> {
         match self {
             Value::Number(number) => Ok(number),
-            _ => Err(Odd),
+            _ => Err(NotPlain),
         }
     }
 
     fn bytes(self) -> Plain<&'a [u8]> {
         match self {
             Value::Bytes(bytes) => Ok(bytes),
-            _ => Err(Odd),
+            _ => Err(NotPlain),
         }
     }
 }
@@ -131,7 +138,7 @@ struct Said<'a> {
 impl<'a> Said<'a> {
     fn add_property(&mut self, data: &'a [u8]) -> Plain<()> {
         if self.properties.len() == PROPERTIES_MAX {
-            return Err(Odd);
+            return Err(NotPlain);
         }
         self.properties.push(property(data)?);
         Ok(())
@@ -142,20 +149,100 @@ fn property(data: &[u8]) -> Plain<(&str, &str)> {
     let (mut key, mut value) = (None, None);
     let mut fields = Fields::of(data);
     while let Some((field, found)) = fields.next()? {
-        let text = std::str::from_utf8(found.bytes()?).map_err(|_| Odd)?;
+        let text = std::str::from_utf8(found.bytes()?).map_err(|_| NotPlain)?;
         match field {
             1 => key = Some(text),
             2 => value = Some(text),
-            _ => return Err(Odd),
+            _ => return Err(NotPlain),
         }
     }
-    Ok((key.ok_or(Odd)?, value.ok_or(Odd)?))
+    Ok((key.ok_or(NotPlain)?, value.ok_or(NotPlain)?))
+}
+
+/// A metadata column; `MetadataColumn` of `core/metadata_columns.py`, in the same order.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Stored {
+    kind: u32,
+    origin: u32,
+    field: u32,
+    field_in_batch: u32,
+    wanted: u32,
+}
+
+const TEXT: u32 = 1;
+const NUMBER: u32 = 2;
+const TIME: u32 = 3;
+const KEY: u32 = 1;
+const MESSAGE_FIELD: u32 = 2;
+const ENTRY: u32 = 3;
+const BROKER: u32 = 4;
+
+/// The values of the metadata columns that a message or an entry states, by column.
+type Stated<'a> = [Option<Value<'a>>];
+
+/// The metadata columns of a call, and the fields that any of them needs: one bit for each number.
+struct Table<'t> {
+    columns: &'t [Stored],
+    fields: u64,
+    fields_in_batch: u64,
+}
+
+fn is_in(fields: u64, field: u64) -> bool {
+    field < 64 && fields >> field & 1 != 0
+}
+
+impl<'t> Table<'t> {
+    fn of(columns: &'t [Stored]) -> Plain<Self> {
+        let (mut fields, mut fields_in_batch) = (0, 0);
+        for one in columns {
+            // The bytes of an entry's fields count in its memory, whether they are wanted or not.
+            let of_message = one.origin == MESSAGE_FIELD && one.wanted != 0;
+            if one.origin == ENTRY || of_message {
+                fields |= 1u64.checked_shl(one.field).ok_or(NotPlain)?;
+            }
+            if of_message {
+                fields_in_batch |= 1u64.checked_shl(one.field_in_batch).ok_or(NotPlain)?;
+            }
+        }
+        Ok(Table { columns, fields, fields_in_batch })
+    }
+
+    /// Keeps the value of a field of an entry's metadata.
+    fn keep<'a>(&self, field: u64, value: Value<'a>, stated: &mut Stated<'a>) {
+        for (one, kept) in self.columns.iter().zip(stated) {
+            if u64::from(one.field) == field && (one.origin == ENTRY || one.origin == MESSAGE_FIELD) {
+                *kept = Some(value);
+            }
+        }
+    }
+
+    /// Keeps the value of a field of a message's metadata in a batch.
+    fn keep_in_batch<'a>(&self, field: u64, value: Value<'a>, stated: &mut Stated<'a>) {
+        for (one, kept) in self.columns.iter().zip(stated) {
+            if u64::from(one.field_in_batch) == field && one.origin == MESSAGE_FIELD {
+                *kept = Some(value);
+            }
+        }
+    }
+
+    /// Bytes of an entry that columns repeat for each of its messages.
+    fn repeated(&self, stated: &Stated) -> Plain<usize> {
+        let mut size = 0;
+        for (one, value) in self.columns.iter().zip(stated) {
+            if one.origin == ENTRY && one.kind <= TEXT {
+                size += match value {
+                    Some(value) => value.bytes()?.len(),
+                    None => 0,
+                };
+            }
+        }
+        Ok(size)
+    }
 }
 
 /// An entry whose metadata was read.
-struct Opened<'a> {
-    producer: &'a [u8],
-    sequence_id: u64,
+struct Opened {
     payload: usize,
     /// 0: no batch.
     batched: bool,
@@ -167,38 +254,31 @@ struct Opened<'a> {
     schema: u64,
 }
 
-/// What is wanted of the content, and beside it; `_wanted` in `bulk.py`.
-const VALUES: u32 = 1;
-const KEY_BYTES: u32 = 2;
-const SEQUENCE_ID: u32 = 4;
-const PRODUCER: u32 = 8;
-const BROKER_TIME: u32 = 16;
-
-/// When the broker stored an entry, milliseconds; 0 where it does not say so.
-fn broker_ms(frame: &[u8], at: usize) -> Plain<u64> {
+/// The value of a field that the broker added to an entry.
+fn of_broker(frame: &[u8], at: usize, wanted: u32) -> Plain<Option<Value<'_>>> {
     if part(frame, at, 2)? != [0x0e, 0x02] {
-        return Ok(0);
+        return Ok(None);
     }
-    let mut time_ms = 0;
+    let mut found = None;
     let mut fields = Fields::of(part(frame, at + 6, size_at(frame, at + 2)?)?);
     while let Some((field, value)) = fields.next()? {
-        if field == 1 {
-            time_ms = value.number()?;
+        if field == u64::from(wanted) {
+            found = Some(value);
         }
     }
-    if time_ms < TIME_MS_MAX { Ok(time_ms) } else { Err(Odd) }
+    Ok(found)
 }
 
 /// Where the metadata of a frame lies, after its checksum was found right.
 fn metadata_of(frame: &[u8], mut at: usize) -> Plain<(usize, usize)> {
     if part(frame, at, 2).is_ok_and(|magic| magic == [0x0e, 0x02]) {
-        at = at.checked_add(6 + size_at(frame, at + 2)?).ok_or(Odd)?;
+        at = at.checked_add(6 + size_at(frame, at + 2)?).ok_or(NotPlain)?;
     }
     if part(frame, at, 2)? == [0x0e, 0x01] {
-        let told = size_at(frame, at + 2)? as u32;
+        let stated = size_at(frame, at + 2)? as u32;
         at += 6;
-        if crc32c(frame.get(at..).ok_or(Odd)?) != told {
-            return Err(Odd);
+        if crc32c(frame.get(at..).ok_or(NotPlain)?) != stated {
+            return Err(NotPlain);
         }
     }
     let size = size_at(frame, at)?;
@@ -206,13 +286,20 @@ fn metadata_of(frame: &[u8], mut at: usize) -> Plain<(usize, usize)> {
     Ok((at + 4, size))
 }
 
-fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened<'a>, Said<'a>)> {
+/// Opens an entry, and keeps what its metadata states of the columns of the table.
+fn opened<'a>(
+    frame: &'a [u8], at: usize, table: &Table, stated: &mut Stated<'a>,
+) -> Plain<(Opened, Said<'a>)> {
     let (from, size) = metadata_of(frame, at)?;
     let mut said = Said::default();
     let (mut producer, mut sequence_id, mut publish_ms) = (None, None, None);
     let (mut count, mut compression, mut uncompressed, mut schema) = (None, 0, 0, 0);
     let mut fields = Fields::of(part(frame, from, size)?);
+    stated.fill(None);
     while let Some((field, value)) = fields.next()? {
+        if is_in(table.fields, field) {
+            table.keep(field, value, stated);
+        }
         match field {
             1 => producer = Some(value.bytes()?),
             2 => sequence_id = Some(value.number()?),
@@ -223,27 +310,28 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened<'a>, Said<'a>)> {
             9 => uncompressed = value.number()?,
             11 => count = Some(value.number()?),
             12 => said.event_ms = value.number()?,
-            13 => return Err(Odd),
+            13 => return Err(NotPlain),
             16 => schema = schema_version(value.bytes()?),
             17 => said.of_bytes = value.number()? != 0,
             18 => said.ordering_key = Some(value.bytes()?),
             25 => said.null_value = value.number()? != 0,
             27 => {
                 if value.number()? > 1 {
-                    return Err(Odd);
+                    return Err(NotPlain);
                 }
             }
             _ => {}
         }
     }
-    let publish_ms = publish_ms.ok_or(Odd)?;
+    let publish_ms = publish_ms.ok_or(NotPlain)?;
     let narrow = u64::from(u32::MAX);
-    let (producer, sequence_id) = (producer.ok_or(Odd)?, sequence_id.ok_or(Odd)?);
+    producer.ok_or(NotPlain)?;
+    sequence_id.ok_or(NotPlain)?;
     if publish_ms >= TIME_MS_MAX || compression > narrow || uncompressed > narrow {
-        return Err(Odd);
+        return Err(NotPlain);
     }
     if count.is_some_and(|count| count < 1 || count > BYTES_MAX as u64) {
-        return Err(Odd);
+        return Err(NotPlain);
     }
     let opened = Opened {
         payload: from + size,
@@ -253,8 +341,6 @@ fn opened<'a>(frame: &'a [u8], at: usize) -> Plain<(Opened<'a>, Said<'a>)> {
         uncompressed,
         publish_ms,
         schema,
-        producer,
-        sequence_id,
     };
     Ok((opened, said))
 }
@@ -276,10 +362,10 @@ fn came(frame: &[u8]) -> Plain<[u64; CAME]> {
         match field {
             1 => kind = value.number()?,
             MESSAGE => message = Some(value.bytes()?),
-            _ => return Err(Odd),
+            _ => return Err(NotPlain),
         }
     }
-    let (MESSAGE, Some(message)) = (kind, message) else { return Err(Odd) };
+    let (MESSAGE, Some(message)) = (kind, message) else { return Err(NotPlain) };
     let (mut consumer, mut redelivered, mut id) = (None, 0, None);
     let mut fields = Fields::of(message);
     while let Some((field, value)) = fields.next()? {
@@ -288,12 +374,12 @@ fn came(frame: &[u8]) -> Plain<[u64; CAME]> {
             2 => id = Some(value.bytes()?),
             3 => redelivered = value.number()?,
             // Words of an entry that is acknowledged in part.
-            4 => return Err(Odd),
+            4 => return Err(NotPlain),
             _ => {}
         }
     }
     let (mut ledger, mut entry) = (None, None);
-    let mut fields = Fields::of(id.ok_or(Odd)?);
+    let mut fields = Fields::of(id.ok_or(NotPlain)?);
     while let Some((field, value)) = fields.next()? {
         match field {
             1 => ledger = Some(value.number()?),
@@ -302,7 +388,7 @@ fn came(frame: &[u8]) -> Plain<[u64; CAME]> {
         }
     }
     let position = (4 + size) as u64;
-    Ok([consumer.ok_or(Odd)?, ledger.ok_or(Odd)?, entry.ok_or(Odd)?, redelivered, position])
+    Ok([consumer.ok_or(NotPlain)?, ledger.ok_or(NotPlain)?, entry.ok_or(NotPlain)?, redelivered, position])
 }
 
 /// A column of bytes: offsets, and whether a row is null.
@@ -317,18 +403,22 @@ impl Bytes {
         Bytes { offsets: vec![0], data: Vec::new() }
     }
 
-    /// Without memory where it is not wanted.
-    fn new_if(wanted: bool) -> Self {
-        if wanted { Bytes::new() } else { Bytes::default() }
-    }
-
     fn push(&mut self, value: &[u8]) -> Plain<()> {
         if self.data.len() + value.len() > BYTES_MAX {
-            return Err(Odd);
+            return Err(NotPlain);
         }
         self.data.extend_from_slice(value);
         self.offsets.push(self.data.len() as i32);
         Ok(())
+    }
+
+    fn array(&self, has_value: &Validity) -> ArrowArray {
+        has_value.array(&[self.offsets.as_ptr().cast(), self.data.as_ptr()])
+    }
+
+    fn shrink(&mut self) {
+        self.offsets.shrink_to_fit();
+        self.data.shrink_to_fit();
     }
 }
 
@@ -351,6 +441,13 @@ impl Validity {
         }
         self.rows += 1;
     }
+
+    /// Rows of these other buffers.
+    fn array(&self, others: &[*const u8]) -> ArrowArray {
+        let nulls = self.rows - self.valid;
+        let bits = if nulls == 0 { ptr::null() } else { self.bits.as_ptr() };
+        ArrowArray::new(self.rows, nulls, [&[bits], others].concat(), Vec::new(), None)
+    }
 }
 
 /// Most that an entry may hold; `wire/entries.py`.
@@ -363,12 +460,68 @@ pub struct Limits {
     property: u64,
 }
 
+/// The values of a metadata column.
+struct Column {
+    stored: Stored,
+    bytes: Bytes,
+    numbers: Vec<i64>,
+    has_value: Validity,
+}
+
+impl Column {
+    /// Without memory where it is not wanted.
+    fn new(stored: Stored) -> Self {
+        let of_bytes = stored.wanted != 0 && stored.kind <= TEXT;
+        Column {
+            stored,
+            bytes: if of_bytes { Bytes::new() } else { Bytes::default() },
+            numbers: Vec::new(),
+            has_value: Validity::default(),
+        }
+    }
+
+    fn wants(&self, origin: u32) -> bool {
+        self.stored.wanted != 0 && self.stored.origin == origin
+    }
+
+    fn push_bytes(&mut self, value: Option<&[u8]>) -> Plain<()> {
+        self.bytes.push(value.unwrap_or_default())?;
+        self.has_value.push(value.is_some());
+        Ok(())
+    }
+
+    /// The value of some messages.
+    fn push(&mut self, value: Option<Value>, messages: usize) -> Plain<()> {
+        if self.stored.kind <= TEXT {
+            let bytes = value.map(Value::bytes).transpose()?;
+            if self.stored.kind == TEXT {
+                std::str::from_utf8(bytes.unwrap_or_default()).map_err(|_| NotPlain)?;
+            }
+            for _ in 0..messages {
+                self.push_bytes(bytes)?;
+            }
+            return Ok(());
+        }
+        let number = value.map(Value::number).transpose()?;
+        let (number, valid) = match (self.stored.kind, number) {
+            (NUMBER, Some(number)) => (number as i64, true),
+            (TIME, Some(time_ms)) if time_ms >= TIME_MS_MAX => return Err(NotPlain),
+            (TIME, Some(time_ms)) => (time_ms as i64 * 1000, time_ms != 0),
+            _ => (0, false),
+        };
+        for _ in 0..messages {
+            self.numbers.push(number);
+            self.has_value.push(valid);
+        }
+        Ok(())
+    }
+}
+
 struct Columns {
-    /// Bits of what is wanted.
-    wanted: u32,
+    keeps_values: bool,
     limits: Limits,
-    /// Bytes of the name of the producer of the newest entry.
-    producer: usize,
+    /// Bytes of the newest entry that columns repeat for each message.
+    repeated: usize,
     /// Memory of the messages of the newest entry.
     memory: u64,
     values: Bytes,
@@ -382,23 +535,17 @@ struct Columns {
     property_offsets: Vec<i32>,
     property_keys: Bytes,
     property_values: Bytes,
-    key_bytes: Bytes,
-    has_key_bytes: Validity,
-    sequence_ids: Vec<i64>,
-    has_sequence_id: Validity,
-    producers: Bytes,
-    broker_us: Vec<i64>,
-    has_broker_time: Validity,
+    metadata: Vec<Column>,
     slots: Vec<i32>,
     entries: Vec<i64>,
 }
 
 impl Columns {
-    fn new(wanted: u32, limits: Limits) -> Self {
+    fn new(keeps_values: bool, table: &Table, limits: Limits) -> Self {
         Columns {
-            wanted,
+            keeps_values,
             limits,
-            producer: 0,
+            repeated: 0,
             memory: 0,
             values: Bytes::new(),
             has_value: Validity::default(),
@@ -411,41 +558,47 @@ impl Columns {
             property_offsets: vec![0],
             property_keys: Bytes::new(),
             property_values: Bytes::new(),
-            key_bytes: Bytes::new_if(wanted & KEY_BYTES != 0),
-            has_key_bytes: Validity::default(),
-            sequence_ids: Vec::new(),
-            has_sequence_id: Validity::default(),
-            producers: Bytes::new_if(wanted & PRODUCER != 0),
-            broker_us: Vec::new(),
-            has_broker_time: Validity::default(),
+            metadata: table.columns.iter().map(|one| Column::new(*one)).collect(),
             slots: Vec::new(),
             entries: Vec::new(),
         }
+    }
+
+    /// The column of properties: a list of pairs for each message.
+    fn properties(&self, rows: usize) -> ArrowArray {
+        let pairs = self.property_keys.offsets.len() - 1;
+        let text = |one: &Bytes| {
+            let buffers = vec![ptr::null(), one.offsets.as_ptr().cast(), one.data.as_ptr()];
+            ArrowArray::new(pairs, 0, buffers, Vec::new(), None)
+        };
+        let names_and_values = vec![text(&self.property_keys), text(&self.property_values)];
+        let entries = ArrowArray::new(pairs, 0, vec![ptr::null()], names_and_values, None);
+        let buffers = vec![ptr::null(), self.property_offsets.as_ptr().cast()];
+        ArrowArray::new(rows, 0, buffers, vec![entries], None)
     }
 
     /// Counts the memory of one more message; `count` in `wire/decoding.py`.
     fn count(&mut self, said: &Said, value: &[u8]) -> Plain<()> {
         let keys = said.key.unwrap_or_default().len() + said.ordering_key.unwrap_or_default().len();
         let pairs: usize = said.properties.iter().map(|(key, value)| key.len() + value.len()).sum();
-        let bytes = value.len() + 2 * keys + self.producer + pairs;
+        let bytes = value.len() + 2 * keys + self.repeated + pairs;
         self.memory += self.limits.row + self.limits.property * said.properties.len() as u64 + bytes as u64;
-        if self.memory > self.limits.memory { Err(Odd) } else { Ok(()) }
+        if self.memory > self.limits.memory { Err(NotPlain) } else { Ok(()) }
     }
 
     /// One more message; whether its key was set as bytes and routes it.
-    fn push<const METADATA: bool>(&mut self, said: &Said, sequence_id: Option<u64>, value: &[u8]) -> Plain<bool> {
+    fn push<const METADATA: bool>(&mut self, said: &Said, stated: &Stated, value: &[u8]) -> Plain<bool> {
         self.count(said, value)?;
-        let text = |bytes| std::str::from_utf8(bytes).map(|_| ()).map_err(|_| Odd);
+        let text = |bytes| std::str::from_utf8(bytes).map(|_| ()).map_err(|_| NotPlain);
         let (key, ordering_key) = (said.key.unwrap_or_default(), said.ordering_key.unwrap_or_default());
         text(key)?;
         text(ordering_key)?;
         if said.event_ms >= TIME_MS_MAX {
-            return Err(Odd);
+            return Err(NotPlain);
         }
-        if self.wanted & VALUES != 0 {
-            self.values.push(if said.null_value { &[] } else { value })?;
-            self.has_value.push(!said.null_value);
-        }
+        let kept = self.keeps_values && !said.null_value;
+        self.values.push(if kept { value } else { &[] })?;
+        self.has_value.push(kept);
         self.keys.push(key)?;
         self.has_key.push(said.key.is_some());
         self.ordering_keys.push(ordering_key)?;
@@ -456,7 +609,7 @@ impl Columns {
         for (key, value) in &said.properties {
             // Which of two with one name counts is for the reference to say.
             if !names.insert(key) {
-                return Err(Odd);
+                return Err(NotPlain);
             }
             self.property_keys.push(key.as_bytes())?;
             self.property_values.push(value.as_bytes())?;
@@ -470,123 +623,127 @@ impl Columns {
             (Some(ordering_key), _) => slot(ordering_key),
         });
         if METADATA {
-            self.push_metadata(said, sequence_id)?;
+            self.push_metadata(said, stated)?;
         }
         Ok(of_bytes)
     }
 
     /// What is wanted of a message beside its content.
-    fn push_metadata(&mut self, said: &Said, sequence_id: Option<u64>) -> Plain<()> {
-        if self.wanted & KEY_BYTES != 0 {
-            let key = said.key.unwrap_or_default();
-            if said.of_bytes {
-                self.key_bytes.push(&from_base64(key)?)?;
-            } else {
-                self.key_bytes.push(key)?;
+    fn push_metadata(&mut self, said: &Said, stated: &Stated) -> Plain<()> {
+        for (column, value) in self.metadata.iter_mut().zip(stated) {
+            if column.wants(MESSAGE_FIELD) {
+                column.push(*value, 1)?;
+            } else if column.wants(KEY) {
+                match said.key {
+                    Some(key) if said.of_bytes => column.push_bytes(Some(&from_base64(key)?))?,
+                    key => column.push_bytes(key)?,
+                }
             }
-            self.has_key_bytes.push(said.key.is_some());
-        }
-        if self.wanted & SEQUENCE_ID != 0 {
-            self.sequence_ids.push(sequence_id.unwrap_or(0) as i64);
-            self.has_sequence_id.push(sequence_id.is_some());
         }
         Ok(())
     }
 
     /// What is wanted of an entry beside the content of its messages.
-    fn push_of_entry(&mut self, producer: &[u8], broker_ms: u64, messages: usize) -> Plain<()> {
-        if self.wanted & PRODUCER != 0 {
-            std::str::from_utf8(producer).map_err(|_| Odd)?;
-            for _ in 0..messages {
-                self.producers.push(producer)?;
-            }
-        }
-        if self.wanted & BROKER_TIME != 0 {
-            for _ in 0..messages {
-                self.broker_us.push(broker_ms as i64 * 1000);
-                self.has_broker_time.push(broker_ms != 0);
+    fn push_of_entry(&mut self, frame: &[u8], at: usize, stated: &Stated, messages: usize) -> Plain<()> {
+        for (column, value) in self.metadata.iter_mut().zip(stated) {
+            if column.wants(ENTRY) {
+                column.push(*value, messages)?;
+            } else if column.wants(BROKER) {
+                column.push(of_broker(frame, at, column.stored.field)?, messages)?;
             }
         }
         Ok(())
     }
 
-    fn entry<const METADATA: bool>(&mut self, frame: &[u8], at: usize, unpacked: Option<&[u8]>) -> Plain<()> {
-        let (opened, said) = opened(frame, at)?;
+    /// Adds an entry. `of_entry` and `of_message` are for what the table needs of them.
+    fn entry<'a, const METADATA: bool>(
+        &mut self, frame: &'a [u8], at: usize, unpacked: Option<&'a [u8]>, table: &Table,
+        of_entry: &mut Stated<'a>, of_message: &mut Stated<'a>,
+    ) -> Plain<()> {
+        let (opened, said) = opened(frame, at, table, of_entry)?;
         let payload = match unpacked {
             Some(payload) => payload,
-            None if opened.compression == 0 => frame.get(opened.payload..).ok_or(Odd)?,
-            None => return Err(Odd),
+            None if opened.compression == 0 => frame.get(opened.payload..).ok_or(NotPlain)?,
+            None => return Err(NotPlain),
         };
         if opened.count > self.limits.messages {
-            return Err(Odd);
+            return Err(NotPlain);
         }
-        (self.producer, self.memory) = (opened.producer.len(), 0);
+        (self.repeated, self.memory) = (table.repeated(of_entry)?, 0);
         let first = self.slots.len();
         let (of_bytes, size) = if opened.batched {
-            self.batch::<METADATA>(payload, opened.count as usize)?
+            self.batch::<METADATA>(payload, opened.count as usize, table, of_message)?
         } else {
-            (self.push::<METADATA>(&said, Some(opened.sequence_id), payload)?, payload.len())
+            (self.push::<METADATA>(&said, of_entry, payload)?, payload.len())
         };
         if METADATA {
-            let time_ms = if self.wanted & BROKER_TIME != 0 { broker_ms(frame, at)? } else { 0 };
-            self.push_of_entry(opened.producer, time_ms, self.slots.len() - first)?;
+            self.push_of_entry(frame, at, of_entry, self.slots.len() - first)?;
         }
         let slots = &self.slots[first..];
         let mixed = slots.iter().any(|slot| *slot != slots[0]);
-        // What bulk.py reads: messages, payload, slot of the first or 0, whether slots differ, and
+        // What compiled.py reads: messages, payload, slot of the first or 0, whether slots differ, and
         // whether the first key was set as bytes.
         let row = [slots.len() as i64, size as i64, i64::from(slots[0]), i64::from(mixed), i64::from(of_bytes)];
         self.entries.extend_from_slice(&row);
         Ok(())
     }
 
-    fn batch<const METADATA: bool>(&mut self, payload: &[u8], count: usize) -> Plain<(bool, usize)> {
+    fn batch<'a, const METADATA: bool>(
+        &mut self, payload: &'a [u8], count: usize, table: &Table, stated: &mut Stated<'a>,
+    ) -> Plain<(bool, usize)> {
         if count > payload.len() / 4 + 1 {
-            return Err(Odd);
+            return Err(NotPlain);
         }
         let (mut at, mut size, mut of_bytes) = (0, 0, false);
         for index in 0..count {
             let said_size = size_at(payload, at)?;
-            let (said, sequence_id) = said_in_batch::<METADATA>(part(payload, at + 4, said_size)?)?;
+            let said = said_in_batch::<METADATA>(part(payload, at + 4, said_size)?, table, stated)?;
             at += 4 + said_size;
-            let length = said.length.ok_or(Odd)?;
-            let routed = self.push::<METADATA>(&said, sequence_id, part(payload, at, length)?)?;
+            let length = said.length.ok_or(NotPlain)?;
+            let routed = self.push::<METADATA>(&said, stated, part(payload, at, length)?)?;
             of_bytes = if index == 0 { routed } else { of_bytes };
             at += length;
             size += length;
         }
-        if at == payload.len() { Ok((of_bytes, size)) } else { Err(Odd) }
+        if at == payload.len() { Ok((of_bytes, size)) } else { Err(NotPlain) }
     }
 }
 
-/// What a batch says of a message; its sequence id only where metadata is wanted.
-fn said_in_batch<const METADATA: bool>(data: &[u8]) -> Plain<(Said<'_>, Option<u64>)> {
-    let (mut said, mut sequence_id) = (Said::default(), None);
+/// What a batch says of a message, and where metadata is wanted, of its columns.
+fn said_in_batch<'a, const METADATA: bool>(
+    data: &'a [u8], table: &Table, stated: &mut Stated<'a>,
+) -> Plain<Said<'a>> {
+    let mut said = Said::default();
+    if METADATA {
+        stated.fill(None);
+    }
     let mut fields = Fields::of(data);
     while let Some((field, value)) = fields.next()? {
         match field {
             1 => said.add_property(value.bytes()?)?,
             2 => said.key = Some(value.bytes()?),
-            3 => said.length = Some(usize::try_from(value.number()?).map_err(|_| Odd)?),
+            3 => said.length = Some(usize::try_from(value.number()?).map_err(|_| NotPlain)?),
             5 => said.event_ms = value.number()?,
             6 => said.of_bytes = value.number()? != 0,
             7 => said.ordering_key = Some(value.bytes()?),
-            8 if METADATA => sequence_id = Some(value.number()?),
             9 => said.null_value = value.number()? != 0,
+            _ if METADATA && is_in(table.fields_in_batch, field) => {
+                table.keep_in_batch(field, value, stated);
+            }
             _ => {}
         }
     }
-    Ok((said, sequence_id))
+    Ok(said)
 }
 
 /// Base64 as the Java client writes it: padded, and nothing else between.
 fn from_base64(text: &[u8]) -> Plain<Vec<u8>> {
     if text.len() % 4 != 0 {
-        return Err(Odd);
+        return Err(NotPlain);
     }
     let padding = text.iter().rev().take_while(|byte| **byte == b'=').count();
     if padding > 2 {
-        return Err(Odd);
+        return Err(NotPlain);
     }
     let mut found = Vec::with_capacity(text.len() / 4 * 3);
     let (mut bits, mut held) = (0u32, 0);
@@ -597,7 +754,7 @@ fn from_base64(text: &[u8]) -> Plain<Vec<u8>> {
             b'0'..=b'9' => byte - b'0' + 52,
             b'+' => 62,
             b'/' => 63,
-            _ => return Err(Odd),
+            _ => return Err(NotPlain),
         };
         bits = bits << 6 | u32::from(six);
         held += 6;
@@ -607,7 +764,7 @@ fn from_base64(text: &[u8]) -> Plain<Vec<u8>> {
             bits &= (1 << held) - 1;
         }
     }
-    if bits != 0 { Err(Odd) } else { Ok(found) }
+    if bits != 0 { Err(NotPlain) } else { Ok(found) }
 }
 
 /// Slot of a routing key; `core/ring/key_slot.py`.
@@ -637,161 +794,81 @@ fn murmur3(data: &[u8]) -> u32 {
     hash ^ hash >> 16
 }
 
-const fn crc_table() -> [[u32; 256]; 8] {
-    let mut table = [[0u32; 256]; 8];
-    let mut byte = 0;
-    while byte < 256 {
-        let mut crc = byte as u32;
-        let mut bit = 0;
-        while bit < 8 {
-            crc = if crc & 1 == 1 { crc >> 1 ^ 0x82f6_3b78 } else { crc >> 1 };
-            bit += 1;
-        }
-        table[0][byte] = crc;
-        byte += 1;
-    }
-    let mut slice = 1;
-    while slice < 8 {
-        let mut byte = 0;
-        while byte < 256 {
-            let before = table[slice - 1][byte];
-            table[slice][byte] = before >> 8 ^ table[0][(before & 0xff) as usize];
-            byte += 1;
-        }
-        slice += 1;
-    }
-    table
+/// Times of messages of which none has one.
+static NO_TIMES: [i64; 4096] = [0; 4096];
+
+/// What is found: memory of the columns' owner, and the columns.
+struct Found {
+    slots: *const i32,
+    entries: *const i64,
+    array: ArrowArray,
 }
 
-static CRC: [[u32; 256]; 8] = crc_table();
-
-fn crc32c(data: &[u8]) -> u32 {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("sse4.2") {
-        // SAFETY: the processor has these instructions.
-        return unsafe { crc32c_by_processor(data) };
-    }
-    crc32c_by_table(data)
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "sse4.2")]
-unsafe fn crc32c_by_processor(data: &[u8]) -> u32 {
-    use std::arch::x86_64::{_mm_crc32_u64, _mm_crc32_u8};
-    let blocks = data.chunks_exact(8);
-    let tail = blocks.remainder();
-    let mut crc = u64::from(u32::MAX);
-    for block in blocks {
-        let eight = [block[0], block[1], block[2], block[3], block[4], block[5], block[6], block[7]];
-        crc = _mm_crc32_u64(crc, u64::from_le_bytes(eight));
-    }
-    !tail.iter().fold(crc as u32, |crc, byte| _mm_crc32_u8(crc, *byte))
-}
-
-fn crc32c_by_table(data: &[u8]) -> u32 {
-    let blocks = data.chunks_exact(8);
-    let tail = blocks.remainder();
-    let mut crc = u32::MAX;
-    for block in blocks {
-        let low = crc ^ u32::from_le_bytes([block[0], block[1], block[2], block[3]]);
-        crc = (0..4).fold(0, |found, byte| {
-            found ^ CRC[7 - byte][(low >> (8 * byte) & 0xff) as usize] ^ CRC[3 - byte][block[4 + byte] as usize]
-        });
-    }
-    !tail.iter().fold(crc, |crc, byte| crc >> 8 ^ CRC[0][((crc ^ u32::from(*byte)) & 0xff) as usize])
-}
-
-/// Buffers of the columns, in the order of `_BUFFERS` in `bulk.py`, and counts of values.
-#[repr(C)]
-pub struct Found {
-    addresses: [*const u8; 25],
-    sizes: [u64; 25],
-    values: u64,
-    keys: u64,
-    ordering_keys: u64,
-    events: u64,
-    properties: u64,
-    key_bytes: u64,
-    sequence_ids: u64,
-    producers: u64,
-    broker_times: u64,
-    columns: Box<Columns>,
-}
-
-fn found(columns: Columns) -> Box<Found> {
-    fn bytes<T>(values: &[T]) -> (*const u8, u64) {
-        (values.as_ptr().cast(), size_of_val(values) as u64)
+/// The columns as a record batch, in the order of `content_with` in `columns/content.py`.
+fn found(columns: Columns) -> Plain<Found> {
+    let rows = columns.slots.len();
+    if columns.metadata.iter().any(|one| one.stored.wanted != 0 && one.has_value.rows != rows) {
+        return Err(NotPlain);
     }
     let mut c = Box::new(columns);
     // They are held for as long as their rows: what growing left over would be as well.
-    if c.has_event.valid == 0 {
+    if c.has_event.valid == 0 && rows <= NO_TIMES.len() {
         c.event_us = Vec::new();
     }
     for column in [
-        &mut c.values, &mut c.keys, &mut c.ordering_keys, &mut c.property_keys,
-        &mut c.property_values, &mut c.key_bytes, &mut c.producers,
+        &mut c.values, &mut c.keys, &mut c.ordering_keys, &mut c.property_keys, &mut c.property_values,
     ] {
-        column.offsets.shrink_to_fit();
-        column.data.shrink_to_fit();
+        column.shrink();
     }
+    c.metadata.iter_mut().for_each(|column| column.bytes.shrink());
     c.event_us.shrink_to_fit();
     c.property_offsets.shrink_to_fit();
     c.slots.shrink_to_fit();
-    let buffers = [
-        bytes(&c.has_value.bits), bytes(&c.values.offsets), bytes(&c.values.data),
-        bytes(&c.has_key.bits), bytes(&c.keys.offsets), bytes(&c.keys.data),
-        bytes(&c.has_ordering_key.bits), bytes(&c.ordering_keys.offsets), bytes(&c.ordering_keys.data),
-        bytes(&c.has_event.bits), bytes(&c.event_us),
-        bytes(&c.property_offsets),
-        bytes(&c.property_keys.offsets), bytes(&c.property_keys.data),
-        bytes(&c.property_values.offsets), bytes(&c.property_values.data),
-        bytes(&c.has_key_bytes.bits), bytes(&c.key_bytes.offsets), bytes(&c.key_bytes.data),
-        bytes(&c.has_sequence_id.bits), bytes(&c.sequence_ids),
-        bytes(&c.producers.offsets), bytes(&c.producers.data),
-        bytes(&c.has_broker_time.bits), bytes(&c.broker_us),
+    let times = if c.event_us.is_empty() { NO_TIMES.as_ptr() } else { c.event_us.as_ptr() };
+    let mut children = vec![
+        c.values.array(&c.has_value),
+        c.keys.array(&c.has_key),
+        c.ordering_keys.array(&c.has_ordering_key),
+        c.has_event.array(&[times.cast()]),
+        c.properties(rows),
     ];
-    Box::new(Found {
-        addresses: buffers.map(|buffer| buffer.0),
-        sizes: buffers.map(|buffer| buffer.1),
-        values: c.has_value.valid as u64,
-        keys: c.has_key.valid as u64,
-        ordering_keys: c.has_ordering_key.valid as u64,
-        events: c.has_event.valid as u64,
-        properties: c.property_keys.offsets.len() as u64 - 1,
-        key_bytes: c.has_key_bytes.valid as u64,
-        sequence_ids: c.has_sequence_id.valid as u64,
-        producers: c.producers.offsets.len().saturating_sub(1) as u64,
-        broker_times: c.has_broker_time.valid as u64,
-        columns: c,
-    })
+    for one in c.metadata.iter().filter(|one| one.stored.wanted != 0) {
+        children.push(if one.stored.kind <= TEXT {
+            one.bytes.array(&one.has_value)
+        } else {
+            one.has_value.array(&[one.numbers.as_ptr().cast()])
+        });
+    }
+    let (slots, entries) = (c.slots.as_ptr(), c.entries.as_ptr());
+    Ok(Found { slots, entries, array: ArrowArray::new(rows, 0, vec![ptr::null()], children, Some(c)) })
 }
 
 /// Numbers that tell whether library and caller belong together.
 #[no_mangle]
 pub extern "C" fn keyshard_decoder_version() -> u64 {
-    7
+    9
 }
 
 /// Reads the commands of frames, behind their sizes: for each that is an entry its consumer, ledger,
 /// entry, count of redeliveries and where what is stored begins; for every other one a position 0.
 ///
 /// # Safety
-/// `frames` and `sizes` have `count` values, each frame has its size, and `told` has room for
+/// `frames` and `sizes` have `count` values, each frame has its size, and `numbers` has room for
 /// `CAME` times as many.
 #[no_mangle]
 pub unsafe extern "C" fn keyshard_came(
-    count: usize, frames: *const *const u8, sizes: *const u64, told: *mut u64,
+    count: usize, frames: *const *const u8, sizes: *const u64, numbers: *mut u64,
 ) {
     let _ = catch_unwind(|| {
         // SAFETY: the caller's.
-        let (frames, sizes, told) = unsafe {
+        let (frames, sizes, numbers) = unsafe {
             (
                 slice::from_raw_parts(frames, count),
                 slice::from_raw_parts(sizes, count),
-                slice::from_raw_parts_mut(told, count * CAME),
+                slice::from_raw_parts_mut(numbers, count * CAME),
             )
         };
-        for (number, row) in told.chunks_exact_mut(CAME).enumerate() {
+        for (number, row) in numbers.chunks_exact_mut(CAME).enumerate() {
             // SAFETY: the caller's.
             let frame = unsafe { slice::from_raw_parts(frames[number], sizes[number] as usize) };
             row.copy_from_slice(&came(frame).unwrap_or([0; CAME]));
@@ -799,29 +876,30 @@ pub unsafe extern "C" fn keyshard_came(
     });
 }
 
-/// Opens entries: the numbers of `Opened` for each, into `told`. Whether all of them are plain.
+/// Opens entries: the numbers of `Opened` for each, into `numbers`. Whether all of them are plain.
 ///
 /// # Safety
-/// `frames`, `sizes` and `positions` have `count` values, each frame has its size, and `told` has
+/// `frames`, `sizes` and `positions` have `count` values, each frame has its size, and `numbers` has
 /// room for `OPENED` times as many.
 #[no_mangle]
 pub unsafe extern "C" fn keyshard_open(
-    count: usize, frames: *const *const u8, sizes: *const u64, positions: *const u64, told: *mut u64,
+    count: usize, frames: *const *const u8, sizes: *const u64, positions: *const u64, numbers: *mut u64,
 ) -> bool {
     catch_unwind(|| {
         // SAFETY: the caller's.
-        let (frames, sizes, positions, told) = unsafe {
+        let (frames, sizes, positions, numbers) = unsafe {
             (
                 slice::from_raw_parts(frames, count),
                 slice::from_raw_parts(sizes, count),
                 slice::from_raw_parts(positions, count),
-                slice::from_raw_parts_mut(told, count * OPENED),
+                slice::from_raw_parts_mut(numbers, count * OPENED),
             )
         };
-        for (number, row) in told.chunks_exact_mut(OPENED).enumerate() {
+        let table = Table { columns: &[], fields: 0, fields_in_batch: 0 };
+        for (number, row) in numbers.chunks_exact_mut(OPENED).enumerate() {
             // SAFETY: the caller's.
             let frame = unsafe { slice::from_raw_parts(frames[number], sizes[number] as usize) };
-            let Ok((entry, _)) = opened(frame, positions[number] as usize) else {
+            let Ok((entry, _)) = opened(frame, positions[number] as usize, &table, &mut []) else {
                 return false;
             };
             row.copy_from_slice(&[
@@ -834,31 +912,37 @@ pub unsafe extern "C" fn keyshard_open(
     .unwrap_or(false)
 }
 
-/// Decodes entries; null where one is not plain. What is found belongs to the caller.
+/// Decodes entries. Whether all of them are plain; then `array` has the columns. `slots` and `entries`
+/// point into memory that lives until the columns are released.
 ///
 /// # Safety
-/// As for `keyshard_open`; `wanted` has the bits of what is wanted, `limits` is one; `unpacked` and `unpacked_sizes` have `count` values: the payload of each
-/// entry, or null for what lies in the frame.
+/// As for `keyshard_open`; `metadata` has `columns` values, `limits` is one, `array` has room for one. `unpacked` and
+/// `unpacked_sizes` have `count` values: the payload of each entry, or null for what lies in the
+/// frame.
 #[no_mangle]
 pub unsafe extern "C" fn keyshard_decode(
     count: usize, frames: *const *const u8, sizes: *const u64, positions: *const u64,
-    unpacked: *const *const u8, unpacked_sizes: *const u64, wanted: u32, limits: *const Limits,
-    slots: *mut *const i32, entries: *mut *const i64,
-) -> *mut Found {
+    unpacked: *const *const u8, unpacked_sizes: *const u64, keeps_values: bool,
+    columns: usize, metadata: *const Stored, limits: *const Limits,
+    slots: *mut *const i32, entries: *mut *const i64, array: *mut ArrowArray,
+) -> bool {
     let made = catch_unwind(|| {
         // SAFETY: the caller's.
-        let (frames, sizes, positions, unpacked, unpacked_sizes) = unsafe {
+        let (frames, sizes, positions, unpacked, unpacked_sizes, stored) = unsafe {
             (
                 slice::from_raw_parts(frames, count),
                 slice::from_raw_parts(sizes, count),
                 slice::from_raw_parts(positions, count),
                 slice::from_raw_parts(unpacked, count),
                 slice::from_raw_parts(unpacked_sizes, count),
+                slice::from_raw_parts(metadata, columns),
             )
         };
+        let table = Table::of(stored)?;
+        let (mut of_entry, mut of_message) = (vec![None; stored.len()], vec![None; stored.len()]);
         // SAFETY: the caller's.
-        let mut columns = Columns::new(wanted, unsafe { *limits });
-        if wanted & VALUES != 0 {
+        let mut columns = Columns::new(keeps_values, &table, unsafe { *limits });
+        if keeps_values {
             // Never more than there is: the payloads are in memory already.
             let size = (0..count).map(|one| if unpacked[one].is_null() { sizes[one] } else { unpacked_sizes[one] });
             columns.values.data.reserve_exact(size.sum::<u64>() as usize);
@@ -874,36 +958,24 @@ pub unsafe extern "C" fn keyshard_decode(
                 )
             };
             let position = positions[number] as usize;
-            let entry = if wanted & !VALUES == 0 {
-                columns.entry::<false>(frame, position, payload)
+            if stored.iter().any(|one| one.wanted != 0) {
+                columns.entry::<true>(frame, position, payload, &table, &mut of_entry, &mut of_message)?;
             } else {
-                columns.entry::<true>(frame, position, payload)
-            };
-            if entry.is_err() {
-                return None;
+                columns.entry::<false>(frame, position, payload, &table, &mut of_entry, &mut of_message)?;
             }
         }
-        Some(found(columns))
+        found(columns)
     });
     match made {
-        Ok(Some(made)) => {
+        Ok(Ok(made)) => {
             // SAFETY: the caller's.
             unsafe {
-                *slots = made.columns.slots.as_ptr();
-                *entries = made.columns.entries.as_ptr();
+                *slots = made.slots;
+                *entries = made.entries;
+                array.write(made.array);
             }
-            Box::into_raw(made)
+            true
         }
-        _ => std::ptr::null_mut(),
+        _ => false,
     }
-}
-
-/// Frees what was found.
-///
-/// # Safety
-/// `found` came from `keyshard_decode` and was not freed before.
-#[no_mangle]
-pub unsafe extern "C" fn keyshard_free(found: *mut Found) {
-    // SAFETY: the caller's.
-    drop(unsafe { Box::from_raw(found) });
 }

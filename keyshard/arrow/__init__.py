@@ -1,1 +1,0 @@
-"""Bytes of messages to Arrow columns."""

@@ -1,0 +1,313 @@
+"""A broker whose Readers read closed ledgers from bookies, and all else by the broker.
+
+The rows are the same either way. So entries whose visibility only the broker knows, those of
+transactions and markers, send their ledger to the broker from there on. The same holds for entries
+that no bookie returns, and for entries that cannot be decoded, because the broker names the error.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import struct
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+
+from google.protobuf.message import DecodeError
+
+from keyshard.bookkeeper.bookies import Bookies
+from keyshard.bookkeeper.failures import Failures
+from keyshard.bookkeeper.ledger_reader import EntryNotReadError, LedgerReader
+from keyshard.broker.port import DEFAULT_READ_OPTIONS, OpensReaders, Reader, ReadOptions
+from keyshard.broker.wire.decoding import decode
+from keyshard.broker.wire.entries import RawEntry
+from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.stored_entry import CHECKED, SIZE, after_broker_metadata
+from keyshard.core.metadata_columns import STORED, Origin
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.replicas import LedgerReplicas
+from keyshard.core.protobuf import NotProtobufError, fields_of
+from keyshard.errors import BookieReadError, BrokerError
+
+_BROKER_DECIDES = {20: b"\xa0\x01", 22: b"\xb0\x01", 23: b"\xb8\x01"}
+"""Tags of the fields ``marker_type``, ``txnid_least_bits`` and ``txnid_most_bits`` of
+``MessageMetadata``, by field number (``PulsarApi.proto``)."""
+_MAY_BELONG = re.compile(b"[\xa0\xb0\xb8]\x01")
+"""One of these tags, anywhere."""
+_OF_BROKER = frozenset(one.name for one in STORED if one.origin is Origin.BROKER)
+
+_log = logging.getLogger(__name__)
+
+
+class BookieReads:
+    """Opens Readers of one topic partition that read closed ledgers from bookies.
+
+    Args:
+        broker: Reads all else.
+        ledgers: The ledgers of the read: their replicas, or why they are left to the broker.
+        bookies: Connections to the bookies.
+        required: Whether it is an error that no bookie returns an entry of a closed ledger. If
+            not, the broker is asked for it.
+        failures: Ledgers that were left to the broker lately, and are now.
+        cluster: The cluster in ``failures``, and how TLS is spoken with its bookies.
+    """
+
+    def __init__(
+        self,
+        broker: OpensReaders,
+        ledgers: Mapping[int, LedgerReplicas | str],
+        bookies: Bookies,
+        *,
+        required: bool = False,
+        failures: Failures | None = None,
+        cluster: Hashable = "",
+    ) -> None:
+        self.broker = broker
+        self.bookies = bookies
+        self.required = required
+        self.left = {one: why for one, why in ledgers.items() if isinstance(why, str)}
+        """Why the broker is asked for a ledger, from some entry on."""
+        self.replicas = {
+            one: found for one, found in ledgers.items() if isinstance(found, LedgerReplicas)
+        }
+        self.from_bookies: Counter[int] = Counter()
+        """Entries that bookies returned, by ledger."""
+        self._failures = failures or Failures()
+        self._cluster = cluster
+
+    def replicas_of(self, at: EntryId) -> LedgerReplicas | None:
+        """Return where an entry is read, unless its ledger is left to the broker."""
+        if at.ledger in self.left:
+            return None
+        if why := self._failures.ledger(self._cluster, at):
+            self.left[at.ledger] = why
+            return None
+        return self.replicas.get(at.ledger)
+
+    def leave(self, at: EntryId, why: str) -> None:
+        """Leave a ledger to the broker, from an entry on."""
+        self.left[at.ledger] = why
+        self._failures.note_ledger(self._cluster, at, why)
+
+    def reader(
+        self,
+        topic_partition: TopicPartition,
+        start: EntryId,
+        how: ReadOptions = DEFAULT_READ_OPTIONS,
+    ) -> Reader:
+        """Read from an entry on, inclusive."""
+        if how.columns is not None and not _OF_BROKER.isdisjoint(how.columns):
+            # Only the broker knows whether it shows them.
+            why = "it has a column that only the broker knows"
+            self.left.update(dict.fromkeys(self.replicas, why))
+            return self.broker.reader(topic_partition, start, how)
+        return SegmentReader(self, topic_partition, start, how)
+
+
+class SegmentReader:
+    """A Reader that takes each ledger from its bookies, or from the broker."""
+
+    def __init__(
+        self, reads: BookieReads, topic_partition: TopicPartition, start: EntryId, how: ReadOptions
+    ) -> None:
+        self._reads = reads
+        self._topic_partition = topic_partition
+        self._ids = sorted({*reads.left, *reads.replicas})
+        self._how = how
+        self._next = start
+        """All earlier entries were returned, or do not exist."""
+        self._segment: LedgerReader | None = None
+        self._pending: list[RawEntry] = []
+        """Entries of the segment that are not decoded yet."""
+        self._reader: Reader | None = None
+        self._end: EntryId | None = None
+        """Where the broker's Reader ends, because bookies have the next ledger; exclusive."""
+        self._was_lost = False
+
+    def read(self, timeout_ms: int) -> list[EntryBlock]:
+        """See :meth:`keyshard.broker.port.Reader.read`."""
+        while not self._is_past_end():
+            if self._reader is not None:
+                blocks, ended = self._from_broker(self._reader, timeout_ms)
+                if blocks or not ended:
+                    return blocks
+            elif self._segment is not None:
+                blocks = self._from_bookies(self._segment)
+                if blocks:
+                    return blocks
+            else:
+                self._open()
+        return []
+
+    def at_end(self) -> bool:
+        """See :meth:`keyshard.broker.port.Reader.at_end`."""
+        if self._is_past_end():
+            return True
+        return self._end is None and self._reader is not None and self._reader.at_end()
+
+    def stayed_connected(self) -> bool:
+        """See :meth:`keyshard.broker.port.Reader.stayed_connected`."""
+        return not self._was_lost and (self._reader is None or self._reader.stayed_connected())
+
+    def close(self) -> None:
+        """See :meth:`keyshard.broker.port.Reader.close`."""
+        self._close_segment()
+        self._close_reader()
+
+    def _is_past_end(self) -> bool:
+        return self._how.last is not None and self._next > self._how.last
+
+    def _open(self) -> None:
+        """Open what reads the next entry."""
+        ledger = self._replicas_at(self._next)
+        if ledger is not None:
+            at = self._next.entry if self._next.ledger == ledger.ledger else 0
+            last, until = ledger.last, self._how.last
+            if until is not None and until.ledger == ledger.ledger:
+                last = min(last, until.entry)
+            self._next = EntryId(ledger.ledger, at)
+            limit = self._how.receiver_queue_bytes
+            self._segment = LedgerReader(ledger, at, last, self._reads.bookies, limit)
+            return
+        later = (EntryId(one, 0) for one in self._ids if one > self._next.ledger)
+        self._end = next((one for one in later if self._reads.replicas_of(one)), None)
+        self._reader = self._reads.broker.reader(self._topic_partition, self._next, self._how)
+
+    def _replicas_at(self, at: EntryId) -> LedgerReplicas | None:
+        """Return the ledger of the next entry, if bookies have it."""
+        for number in self._ids[bisect_left(self._ids, at.ledger) :]:
+            first = at.entry if number == at.ledger else 0
+            found = self._reads.replicas_of(EntryId(number, first))
+            if found is None or found.last >= first:
+                return found
+        return None
+
+    def _from_broker(self, reader: Reader, timeout_ms: int) -> tuple[list[EntryBlock], bool]:
+        """Return the next blocks, and whether bookies have the entries after them."""
+        blocks = reader.read(timeout_ms)
+        if self._end is None:
+            return blocks, False
+        before = [block for block in blocks if block.id < self._end]
+        ended = len(before) < len(blocks) or (
+            not blocks and reader.at_end() and reader.stayed_connected()
+        )
+        if ended:
+            self._next = self._end
+            self._close_reader()
+        return before, ended
+
+    def _from_bookies(self, segment: LedgerReader) -> list[EntryBlock]:
+        """Return the next blocks of a ledger; none if the ledger ends or is left to the broker."""
+        if not self._pending:
+            try:
+                self._pending = segment.read()
+            except EntryNotReadError as exc:
+                if self._reads.required:
+                    raise self._unreadable(str(exc)) from exc
+                self._leave(str(exc))
+                return []
+        if not self._pending:
+            self._close_segment()
+            self._next = EntryId(self._next.ledger, segment.last + 1)
+            return []
+        entries, why = _plain(self._pending)
+        if not entries:
+            self._leave(why)
+            return []
+        decoded = decode(entries, self._topic_partition, self._how.columns)
+        taken = decoded.seen
+        if decoded.refused is not None:
+            taken -= 1
+            if not decoded.blocks:
+                self._leave("an entry cannot be decoded")
+                return []
+        last = entries[taken - 1].id
+        self._next = EntryId(last.ledger, last.entry + 1)
+        self._pending = self._pending[taken:]
+        self._reads.from_bookies[last.ledger] += taken
+        return decoded.blocks
+
+    def _leave(self, why: str) -> None:
+        """Leave the rest of the ledger to the broker."""
+        ledger, entry = self._next
+        _log.info(
+            "%s: the broker is asked for ledger %d from entry %d on: %s.",
+            self._topic_partition, ledger, entry, why,
+        )  # fmt: skip
+        self._reads.leave(self._next, why)
+        self._close_segment()
+
+    def _unreadable(self, why: str) -> BookieReadError:
+        ledger, entry = self._next
+        return BookieReadError(
+            f"No bookie returned entry {ledger}:{entry} of {self._topic_partition}: {why}. Check "
+            "that the bookies can be reached. If bookies were replaced since the read was planned, "
+            "plan it again. Or set segments to auto.",
+            topic_partition=self._topic_partition.name,
+        )
+
+    def _close_segment(self) -> None:
+        if self._segment is not None:
+            self._segment, self._pending = None, []
+            self._reads.bookies.abandon()
+
+    def _close_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._was_lost = self._was_lost or not reader.stayed_connected()
+            with suppress(BrokerError):
+                # All that it returned is known.
+                reader.close()
+
+
+def _plain(entries: Sequence[RawEntry]) -> tuple[list[RawEntry], str]:
+    """Return the entries before the first one that only the broker can judge, and why it is that.
+
+    The returned entries begin after the metadata of the broker, which it does not send to clients.
+    """
+    found: list[RawEntry] = []
+    for raw in entries:
+        _, _, _, data, position = raw
+        if data[position : position + 2] == CHECKED:
+            start = position + 10
+            end = start + SIZE.unpack_from(data, position + 6)[0] if start <= len(data) else start
+            if start <= end <= len(data) and _MAY_BELONG.search(data, start, end) is None:
+                found.append(raw)
+                continue
+        try:
+            position, metadata = _opened(raw)
+        except (NotProtobufError, DecodeError, IndexError, struct.error):
+            return found, "its entries have an unknown form"
+        if _MAY_BELONG.search(metadata) and _belongs_to_broker(metadata):
+            return found, "it has entries of transactions or markers"
+        found.append(raw if position == raw.position else raw._replace(position=position))
+    return found, ""
+
+
+def _opened(raw: RawEntry) -> tuple[int, bytes]:
+    """Return the offset of an entry after the metadata of the broker, and its own metadata.
+
+    The entry can be damaged, though its digest is right: the digest belongs to what was written.
+
+    Raises:
+        NotProtobufError, DecodeError, IndexError, struct.error: It has another form.
+    """
+    data, position = raw.data, after_broker_metadata(raw.data, raw.position)
+    if position != raw.position:
+        api.BrokerEntryMetadata.FromString(data[raw.position + 6 : position])
+    start = position + 6 if data[position : position + 2] == CHECKED else position
+    if data[start] == 0x0E:
+        raise NotProtobufError("an unknown magic number")
+    end = start + 4 + SIZE.unpack_from(data, start)[0]
+    if end > len(data):
+        raise IndexError("its metadata ends too early")
+    return position, data[start + 4 : end]
+
+
+def _belongs_to_broker(metadata: bytes) -> bool:
+    try:
+        return not fields_of(metadata).keys().isdisjoint(_BROKER_DECIDES)
+    except (NotProtobufError, IndexError):
+        return True

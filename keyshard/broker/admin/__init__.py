@@ -1,0 +1,1 @@
+"""The admin REST interface of Pulsar."""

@@ -1,0 +1,105 @@
+"""The interface between keyshard and the admin interface of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from keyshard.core.message import MessageId
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.ledger import Ledger
+from keyshard.core.subscription_state import BrokerState
+from keyshard.core.topic_schema import TopicSchema
+
+BEGINS_PROPERTY = "keyshard.begins"
+"""Property of a subscription that begins inside a producer batch: ``ledger:entry:index``."""
+
+
+class Admin(Protocol):
+    """Requests to the admin interface."""
+
+    def version(self) -> str: ...
+
+    def settings(self) -> Mapping[str, str]: ...
+
+    def cluster(self) -> str: ...
+
+    def partition_count(self, topic: str) -> int | None: ...
+
+    def namespaces(self, tenant: str) -> set[str]: ...
+
+    def topics(self, tenant: str, namespace: str) -> set[str]: ...
+
+    def created(self, topic_partition: TopicPartition) -> str: ...
+
+    def remove_leftover(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> bool | None: ...
+
+    def subscription(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> Mapping[str, Any] | None: ...
+
+    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]: ...
+
+    def broker_state(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> BrokerState | None: ...
+
+    def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        """Stored ledgers in ascending order, the open one last; ``None`` if there is no topic."""
+
+    def placed_ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        """As :meth:`ledgers`, with the placement of each ledger, by one request as well."""
+
+    def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
+        """The last entry that was written, stored or not; ``None`` if there is no topic.
+
+        If all entries are trimmed, the broker forgets this entry when it reloads the topic. The
+        result is then the position before the first entry of the open ledger.
+        """
+
+    def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
+        """The last entry that consumers can see, if an open transaction hides the later ones.
+
+        ``None`` if no transaction does, or if the broker does not report it.
+
+        Raises:
+            BrokerUnavailableError: The broker is still loading the topic, or has not begun to
+                load it; :meth:`ledgers` makes it begin (retriable).
+        """
+
+    def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
+        """Find a position at which entry times reach ``time_ms``; ``None`` if there is no topic.
+
+        The entry before the position, if any, has an earlier time. The entry at the position, if
+        it exists yet, does not. If times are not in entry order, several positions qualify, and
+        this is any of them. The time is the broker's entry time if the broker adds one, else the
+        publish time.
+        """
+
+    def begin(
+        self, topic_partition: TopicPartition, subscription: str, position: MessageId
+    ) -> bool:
+        """Create a subscription that begins at an entry; ``False`` if it exists already.
+
+        If nothing is stored at the position, it begins at the next entry. The broker alone would
+        deliver a producer batch from its first message. A position inside a batch is therefore
+        stored in the property :data:`BEGINS_PROPERTY` of the subscription.
+        """
+
+    def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
+        """Remove the property :data:`BEGINS_PROPERTY` of a subscription; keep the others."""
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
+
+    def deduplicates(self, topic: str) -> bool:
+        """Whether the broker deduplicates a topic."""
+
+    def deduplicates_by_topic(self, topic: str) -> bool:
+        """Whether a policy of the topic itself enables that."""
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
+        """A version of a topic's schema, by default the newest; ``None`` if there is none."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,422 @@
+"""The admin REST interface: checks that the client cannot make."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from keyshard.broker.admin.http import TIMEOUT_S, UNEXPECTED, AdminHttp
+from keyshard.broker.admin.port import BEGINS_PROPERTY
+from keyshard.config.connection import Connection
+from keyshard.core.message import MessageId
+from keyshard.core.position.entry import (
+    EntryId,
+    TopicPartition,
+    full_topic_name,
+    is_system_topic,
+)
+from keyshard.core.position.ledger import (
+    Ledger,
+    last_written_of,
+    ledgers_of,
+    placed_ledgers_of,
+)
+from keyshard.core.subscription_state import BrokerState
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
+from keyshard.redaction import shown
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+CREATE_S = 30.0
+"""Longest time to create a topic with its partitions, or a subscription, seconds."""
+_NO_OWNER = "find owner"
+"""Part of a broker's error for a topic that is being moved or was just unloaded."""
+_OFF = "transactionCoordinatorEnabled"
+"""Setting that a broker without transactions names in its error."""
+_RECOVERING = ("None", "Initializing", "Close")
+"""States of a topic that is being loaded: the broker does not know its transactions yet."""
+
+_UNACKNOWLEDGED = (
+    ("maxUnackedMessagesOnConsumer", "maxUnackedMessagesPerConsumer", 50_000),
+    ("maxUnackedMessagesOnSubscription", "maxUnackedMessagesPerSubscription", 200_000),
+)
+"""Limits by their names as policies of a topic and of a namespace, and the broker's defaults."""
+
+
+class PulsarAdmin:
+    """Calls of ``/admin/v2``. Methods that change the broker: :meth:`remove_leftover`,
+    :meth:`create`, :meth:`begin` and :meth:`begins_whole`.
+
+    Args:
+        connection: A connection with an ``admin_url``.
+        first_s: Longest time without data for its first answer, seconds.
+
+    Every method raises BrokerUnavailableError (retriable) if there is no answer, or for status 500
+    and above, AdminError if the request is refused, and the errors of :meth:`AdminHttp.request`.
+    Only Pulsar's own 404 means that something does not exist.
+    """
+
+    def __init__(self, connection: Connection, first_s: float = TIMEOUT_S) -> None:
+        self._http = AdminHttp(connection, first_s)
+        self._has_transactions = True
+
+    def version(self) -> str:
+        """Version of the broker, such as ``4.0.8``."""
+        path = "brokers/version"
+        return self._checked(path, self._request("GET", path)).text.strip().strip('"')
+
+    def settings(self) -> Mapping[str, str]:
+        """Configuration of the broker by name; empty if this user may not read it."""
+        path = "brokers/configuration/runtime"
+        try:
+            response = self._request("GET", path)
+        except AuthorizationError:
+            return {}
+        return self._understood(path, self._checked(path, response), dict)
+
+    def cluster(self) -> str:
+        """Name of the cluster; the first one if the broker knows several."""
+        return self._get("clusters", lambda names: str(min(names)) if names else "")
+
+    def partition_count(self, topic: str) -> int | None:
+        """Number of partitions: 0 if not partitioned, ``None`` if it does not exist."""
+        return self._query(f"{_path(topic)}/partitions", lambda found: int(found["partitions"]))
+
+    def create(self, topic: str, partitions: int) -> bool:
+        """Create a topic with a number of partitions, if it is missing. Return whether it was."""
+        path = f"{_path(full_topic_name(topic))}/partitions"
+        answer = self._request("PUT", path, json=partitions, timeout=CREATE_S)
+        if answer.status_code != httpx.codes.CONFLICT:
+            self._checked(path, answer)
+            return True
+        existing = self.partition_count(full_topic_name(topic))
+        if existing == partitions:
+            return False
+        kind = f"with {existing} partitions" if existing else "without partitions"
+        raise AdminError(
+            f"Topic {topic} exists {kind}, but {partitions} partitions were requested. Request "
+            "the existing number, or choose another topic.",
+            topic=topic,
+        )
+
+    def namespaces(self, tenant: str) -> set[str]:
+        """Names of the namespaces of a tenant, without the tenant, which must exist."""
+        names = self._get(f"namespaces/{quote(tenant, safe='')}", _names)
+        return {name.partition("/")[2] for name in names}
+
+    def topics(self, tenant: str, namespace: str) -> set[str]:
+        """Full names of all persistent topics of a namespace, without their partitions.
+
+        A non-partitioned topic named ``...-partition-N`` is left out.
+        """
+        path = _namespace(tenant, namespace)
+        stored = self._get(path, _names)
+        plain = {name for name in stored if TopicPartition.parse(name).partition < 0}
+        return plain | self._get(f"{path}/partitioned", _names)
+
+    def created(self, topic_partition: TopicPartition) -> str:
+        """Creation time of the topic's storage as text; it changes if the topic is recreated."""
+        path = f"{_path(topic_partition.name)}/internal-info"
+        return self._get(path, lambda found: str(found.get("creationDate")))
+
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
+        """Delete a topic that a reconnect of keyshard recreated. Return whether it is gone now.
+
+        It is kept if it holds an entry, or if other clients used it. ``None``: the next answer may
+        be another. A consumer of the subscription is connected, and may be one of keyshard's that
+        is about to be closed. Or there is no subscription, because the broker is deleting the topic
+        or one of keyshard's consumers is just creating it.
+        """
+        path = _path(topic_partition.name)
+        stats = f"{path}/stats?subscriptionBacklogSize=false"
+        usage = self._query(stats, lambda found: _use_of(found, subscription))
+        if usage is None:
+            return True
+        used, settled = usage
+        if used or self._query(f"{path}/internalStats", lambda found: found.get("numberOfEntries")):
+            return False
+        if not settled:
+            return None
+        answer = self._request("DELETE", path)
+        return answer.is_success or _says_missing(answer)
+
+    def subscription(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> Mapping[str, Any] | None:
+        """Statistics of a subscription, as the broker names them; ``None`` if there is none."""
+        return self.subscriptions(topic_partition).get(subscription)
+
+    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
+        """Statistics of every subscription, by name; empty if there is no such topic."""
+        path = f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false"
+        return self._query(path, lambda found: dict(found.get("subscriptions", {}))) or {}
+
+    def begin(
+        self, topic_partition: TopicPartition, subscription: str, position: MessageId
+    ) -> bool:
+        """Create a subscription that begins at an entry; ``False`` if it exists already."""
+        path = _subscription_path(topic_partition, subscription)
+        where = {"ledgerId": position.ledger, "entryId": position.entry, "partitionIndex": -1}
+        properties = (
+            {"properties": {BEGINS_PROPERTY: str(position)}} if position.batch_index else {}
+        )
+        answer = self._request("PUT", path, json=where | properties, timeout=CREATE_S)
+        if answer.status_code == httpx.codes.CONFLICT:
+            return False
+        self._checked(path, answer)
+        return True
+
+    def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
+        """Remove the property :data:`BEGINS_PROPERTY` of a subscription; keep the others."""
+        path = f"{_subscription_path(topic_partition, subscription)}/properties"
+        properties = self._get(path, lambda found: {name: str(found[name]) for name in found})
+        others = {name: text for name, text in properties.items() if name != BEGINS_PROPERTY}
+        self._checked(path, self._request("PUT", path, json=others))
+
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
+        """Maximum unacknowledged messages per consumer and per subscription; 0 for no limit.
+
+        If the cluster has no topic policies, the limits are those of the namespace, or Pulsar's
+        defaults.
+        """
+        per_consumer, per_subscription = (
+            self._limit(topic, of_topic, of_namespace, default)
+            for of_topic, of_namespace, default in _UNACKNOWLEDGED
+        )
+        return per_consumer, per_subscription
+
+    def deduplicates(self, topic: str) -> bool:
+        """Whether the broker deduplicates a topic, by its policies or those of its namespace."""
+        path = f"{_path(topic)}/deduplicationEnabled?applied=true"
+        response = self._request("GET", path)
+        if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:
+            path = f"namespaces/{'/'.join(_path(topic).split('/')[1:3])}/deduplication"
+            response = self._request("GET", path)
+        self._checked(path, response)
+        if response.content:
+            return self._understood(path, response, bool)
+        return self.settings().get("brokerDeduplicationEnabled") == "true"
+
+    def deduplicates_by_topic(self, topic: str) -> bool:
+        """Whether a policy of the topic itself enables deduplication."""
+        path = f"{_path(topic)}/deduplicationEnabled"
+        response = self._request("GET", path)
+        if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:  # no topic policies
+            return False
+        self._checked(path, response)
+        return bool(response.content) and self._understood(path, response, bool)
+
+    def _limit(self, topic: str, of_topic: str, of_namespace: str, default: int) -> int:
+        path = f"{_path(topic)}/{of_topic}?applied=true"
+        response = self._request("GET", path)
+        if response.status_code != httpx.codes.METHOD_NOT_ALLOWED:
+            return int(self._understood(path, self._checked(path, response), _number) or 0)
+        path = f"namespaces/{'/'.join(_path(topic).split('/')[1:3])}/{of_namespace}"
+        response = self._checked(path, self._request("GET", path))
+        limit = self._understood(path, response, _number) if response.content else None
+        return default if limit is None else limit
+
+    def broker_state(
+        self, topic_partition: TopicPartition, subscription: str
+    ) -> BrokerState | None:
+        """Ledgers and cursor of a topic partition; ``None`` if there is no such topic."""
+        return self._from_internal_stats(
+            topic_partition, lambda stats: BrokerState.from_internal_stats(stats, subscription)
+        )
+
+    def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        """Ledgers of a topic partition; ``None`` if there is no such topic."""
+        return self._from_internal_stats(topic_partition, ledgers_of)
+
+    def placed_ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        """As :meth:`ledgers`, with the placement of each ledger if this role may see it."""
+        try:
+            return self._from_internal_stats(topic_partition, placed_ledgers_of, metadata=True)
+        except AuthorizationError as exc:
+            why = f"its metadata is refused: {exc.message}"
+            found = self.ledgers(topic_partition)
+            return found and tuple(replace(one, placement=why) for one in found)
+
+    def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
+        """The last entry that was written, stored or not; ``None`` if there is no topic."""
+        return self._from_internal_stats(topic_partition, last_written_of)
+
+    def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
+        """The last visible entry, if an open transaction hides the later ones.
+
+        The request does not load a topic; :meth:`ledgers` does, so call it first. If the role lacks
+        the permission, a warning is logged, and the result is ``None``.
+
+        Raises:
+            BrokerUnavailableError: The topic is not loaded, or is being loaded (retriable).
+        """
+        if not self._has_transactions:
+            return None
+        name = _path(topic_partition.name).removeprefix("persistent/")
+        path = f"transactions/transactionBufferStats/{name}"
+        try:
+            response = self._http.request("GET", f"/admin/v3/{path}")
+        except AuthorizationError as exc:
+            _log.warning(
+                "It is unknown whether open transactions hold back entries of %s: %s Two "
+                "consecutive reads may both miss rows of such transactions.",
+                topic_partition,
+                exc.message,
+            )
+            return None
+        if response.status_code == httpx.codes.SERVICE_UNAVAILABLE and _OFF in response.text:
+            self._has_transactions = False
+            return None
+        if _says_missing(response):
+            raise self._recovering(topic_partition, "is not loaded")
+        if is_system_topic(name) and not response.content:
+            return None  # A system topic has no transactions.
+        state, last = self._understood(path, self._checked(path, response), _held_back)
+        if state in _RECOVERING:
+            raise self._recovering(topic_partition, "is being loaded")
+        return last
+
+    def _recovering(self, topic_partition: TopicPartition, why: str) -> BrokerUnavailableError:
+        return BrokerUnavailableError(
+            f"The broker at {self._http.url} does not know yet whether an open transaction holds "
+            f"back entries of {topic_partition}, because the topic {why}. Try again later."
+        )
+
+    def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
+        """A position at which entry times reach ``time_ms``; ``None`` if there is no such topic."""
+        path = f"{_path(topic_partition.name)}/messageid/{time_ms}"
+        return self._query(
+            path, lambda found: EntryId(int(found["ledgerId"]), int(found["entryId"]))
+        )
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
+        """A version of a topic's schema, by default the newest; ``None`` if there is none."""
+        which = "" if version is None else f"/{version}"
+        path = f"schemas/{_path(topic).removeprefix('persistent/')}/schema{which}"
+        return self._query(path, _schema)
+
+    def _from_internal_stats(
+        self,
+        topic_partition: TopicPartition,
+        read: Callable[[Mapping[str, Any]], T],
+        *,
+        metadata: bool = False,
+    ) -> T | None:
+        query = "?metadata=true" if metadata else ""
+        return self._query(f"{_path(topic_partition.name)}/internalStats{query}", read)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _get(self, path: str, read: Callable[[Any], T]) -> T:
+        """Read an answer whose subject exists."""
+        return self._understood(path, self._checked(path, self._request("GET", path)), read)
+
+    def _query(self, path: str, read: Callable[[Any], T]) -> T | None:
+        """Read an answer; ``None`` if its subject does not exist."""
+        response = self._request("GET", path)
+        if _says_missing(response):
+            return None
+        return self._understood(path, self._checked(path, response), read)
+
+    def _understood(self, path: str, response: httpx.Response, read: Callable[[Any], T]) -> T:
+        try:
+            return read(response.json())
+        except UNEXPECTED as exc:
+            raise AdminError(
+                f"The answer to GET {path} at {self._http.url} cannot be understood: {exc!r}. "
+                "Check admin_url. Without admin_url, keyshard leaves out the checks that need "
+                "it."
+            ) from None
+
+    def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
+        if response.is_success:
+            return response
+        reason = _reason(response)
+        said = reason or response.text[:200] or response.reason_phrase
+        status = f"status {response.status_code}, {said}"
+        if response.status_code == httpx.codes.NOT_FOUND and reason is None:
+            status += " (Pulsar does not send this text, so another program answers there)"
+        moving = response.status_code == httpx.codes.PRECONDITION_FAILED and _NO_OWNER in said
+        later = response.is_server_error or moving
+        error = BrokerUnavailableError if later else AdminError
+        raise self._failed(path, status, error)
+
+    def _failed(self, path: str, exc: object, error: type[BrokerError] = AdminError) -> BrokerError:
+        return error(
+            f"Request {path.partition('?')[0]} at {self._http.url} failed: {exc}. Check "
+            "admin_url. Without admin_url, keyshard leaves out the checks that need it."
+        )
+
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        return self._http.request(method, f"/admin/v2/{path}", **content)
+
+
+def _names(found: list[Any]) -> set[str]:
+    if not isinstance(found, list):
+        raise TypeError(f"{shown(found)} is not a list of names")
+    return set(map(str, found))
+
+
+def _use_of(stats: Mapping[str, Any], subscription: str) -> tuple[bool, bool]:
+    """Return whether other clients used a topic, and whether it has only a left subscription."""
+    subscriptions = stats["subscriptions"]
+    others = set(subscriptions) - {subscription}
+    used = bool(stats.get("publishers") or stats.get("msgInCounter") or others)
+    return used, subscription in subscriptions and not subscriptions[subscription]["consumers"]
+
+
+def _number(found: object) -> int | None:
+    return None if found is None else int(str(found))
+
+
+def _schema(found: Mapping[str, Any]) -> TopicSchema:
+    return TopicSchema(
+        str(found["type"]),
+        str(found.get("data") or "").encode(),
+        int(found["version"]),
+        dict(found.get("properties") or {}),
+    )
+
+
+def _held_back(found: Mapping[str, Any]) -> tuple[str, EntryId | None]:
+    """Return the state of a topic's transactions, and the last entry before an open one."""
+    state = str(found["state"])
+    if not found["ongoingTxnSize"]:
+        return state, None
+    ledger, entry = map(int, str(found["maxReadPosition"]).split(":"))
+    return state, EntryId(ledger, entry)
+
+
+def _reason(response: httpx.Response) -> str | None:
+    """Return Pulsar's reason for a refusal; ``None`` if the answer is not from Pulsar."""
+    try:
+        return str(response.json()["reason"])
+    except UNEXPECTED:
+        return None
+
+
+def _says_missing(response: httpx.Response) -> bool:
+    """Return whether Pulsar says that something does not exist. A proxy with a wrong route, or
+    without a broker behind it, also answers 404. Trusting that would drop existing topics."""
+    return response.status_code == httpx.codes.NOT_FOUND and _reason(response) is not None
+
+
+def _namespace(tenant: str, namespace: str) -> str:
+    return f"persistent/{quote(tenant)}/{quote(namespace)}"
+
+
+def _subscription_path(topic_partition: TopicPartition, subscription: str) -> str:
+    return f"{_path(topic_partition.name)}/subscription/{quote(subscription, safe='')}"
+
+
+def _path(topic: str) -> str:
+    tenant, namespace, name = topic.removeprefix("persistent://").split("/")
+    return f"{_namespace(tenant, namespace)}/{quote(name, safe='')}"

@@ -1,0 +1,1 @@
+"""Credentials of a connection, TLS, and the errors of both."""

@@ -1,0 +1,56 @@
+"""Errors for rejected credentials and missing permissions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keyshard.errors import (
+    AuthenticationError,
+    AuthorizationError,
+    BrokerUnavailableError,
+    KeyShardError,
+)
+
+
+def not_accepted(where: str, who: str, said: str) -> AuthenticationError:
+    """Create the error for a broker that rejects the credentials."""
+    return AuthenticationError(
+        f"{where} rejects {who}: {said.rstrip('.')}. Check the authentication of this "
+        "connection. A token must be signed for this cluster, and must not be expired."
+    )
+
+
+def lacks(who: str, permission: str, what: str, said: str = "") -> AuthorizationError:
+    """Create the error for a missing permission, with the broker's text if there is one."""
+    words = f" (the broker says: {said.rstrip('.')})" if said else ""
+    granting = (
+        (
+            f" Grant it: pulsar-admin topics grant-permission {what} --role ROLE --actions "
+            f"{permission}"
+        )
+        if permission in ("consume", "produce")
+        else ""
+    )
+    return AuthorizationError(
+        f"{who[0].upper()}{who[1:]} lacks the permission {permission!r} on {what}{words}."
+        f"{granting}",
+        permission=permission,
+    )
+
+
+def no_host_answers(service_url: str, failed: Sequence[tuple[str, KeyShardError]]) -> KeyShardError:
+    """Create the error for a service URL none of whose hosts accepts this connection.
+
+    Args:
+        service_url: The URL.
+        failed: Each host, and its error.
+    """
+    if len(failed) == 1:
+        return failed[0][1]
+    for _, error in failed:
+        if not error.retriable:
+            return error
+    reasons = " ".join(f"{host}: {error.message}" for host, error in failed)
+    return BrokerUnavailableError(
+        f"None of the {len(failed)} hosts of {service_url} accepts the connection. {reasons}"
+    )

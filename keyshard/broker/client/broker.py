@@ -1,0 +1,168 @@
+"""The broker port on pulsar-client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import _pulsar
+import pulsar
+
+from keyshard.broker.at_exit import close_at_exit
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.auth.errors import lacks
+from keyshard.broker.client.calls import calls_of
+from keyshard.broker.client.connection import client_of
+from keyshard.broker.client.consumer import (
+    RECEIVE_BYTES_MAX,
+    RECEIVE_WAIT_MS,
+    PulsarConsumer,
+    PulsarReader,
+)
+from keyshard.broker.client.errors import UNAVAILABLE, translated
+from keyshard.broker.client.log import close_client
+from keyshard.broker.client.producer import PulsarProducer
+from keyshard.broker.port import (
+    DEFAULT_READ_OPTIONS,
+    EntryProducer,
+    PublishOptions,
+    ReadOptions,
+    StartPosition,
+    SubscriptionSpec,
+    WorkerFacts,
+)
+from keyshard.broker.preflight import missing_topics
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.errors import BrokerError, BrokerUnavailableError, ConfigError
+
+
+class PulsarBroker:
+    """A connection to a Pulsar cluster.
+
+    Args:
+        connection: How the cluster is reached.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._service_url = connection.service_url
+        self._credentials = Credentials(connection)
+        with translated("connect to", self._service_url):
+            self._client = client_of(connection, self._credentials)
+        self._calls = calls_of(self._client)
+        self._closed = False
+        close_at_exit(self)
+
+    def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        return missing_topics(self._connection, self._credentials, topics)
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        where = f"{topic} at {self._service_url}"
+        with translated("look up", where), self._explained("consume", topic):
+            names = self._client.get_topic_partitions(topic)
+            if not names:
+                # The client returns an empty list if it loses the connection during the request.
+                raise pulsar.NotConnected("the connection was lost")
+        return tuple(sorted(TopicPartition.parse(name) for name in names))
+
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> PulsarConsumer:
+        position = (
+            pulsar.InitialPosition.Earliest
+            if start is StartPosition.EARLIEST
+            else pulsar.InitialPosition.Latest
+        )
+        where, hash_range, size = spec.topic_partition, spec.hash_range, spec.receiver_queue_size
+        what = f"{where} as {spec.subscription!r} [{hash_range}]"
+        with translated("subscribe to", what), self._explained("consume", where.topic):
+            consumer = self._client.subscribe(
+                where.name,
+                spec.subscription,
+                consumer_type=pulsar.ConsumerType.KeyShared,
+                consumer_name=spec.consumer_name,
+                receiver_queue_size=size,
+                initial_position=position,
+                key_shared_policy=pulsar.ConsumerKeySharedPolicy(
+                    pulsar.KeySharedMode.Sticky,
+                    sticky_ranges=[(hash_range.start, hash_range.end)],
+                ),
+                batch_receive_policy=pulsar.ConsumerBatchReceivePolicy(
+                    size, RECEIVE_BYTES_MAX, RECEIVE_WAIT_MS
+                ),
+                crypto_failure_action=pulsar.ConsumerCryptoFailureAction.CONSUME,
+            )
+        return PulsarConsumer(consumer, spec, self._calls)
+
+    def reader(
+        self,
+        topic_partition: TopicPartition,
+        start: EntryId,
+        how: ReadOptions = DEFAULT_READ_OPTIONS,
+    ) -> PulsarReader:
+        topic = topic_partition.topic
+        with translated("open a reader on", topic_partition), self._explained("consume", topic):
+            reader = self._client.create_reader(
+                topic_partition.name,
+                _pulsar.MessageId(topic_partition.partition, start.ledger, start.entry, -1),
+                receiver_queue_size=how.receiver_queue_size,
+                start_message_id_inclusive=True,
+                crypto_failure_action=pulsar.ConsumerCryptoFailureAction.CONSUME,
+            )
+        return PulsarReader(reader, topic_partition, self._calls, how)
+
+    def workers(self) -> tuple[WorkerFacts, ...]:
+        return ()
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> PulsarProducer:
+        topic = topic_partition.topic
+        with translated("open a producer on", topic_partition), self._explained("produce", topic):
+            producer = self._client.create_producer(
+                topic_partition.name,
+                batching_enabled=False,
+                block_if_queue_full=True,
+                send_timeout_millis=send_timeout_ms,
+            )
+        return PulsarProducer(producer, topic_partition, self._calls)
+
+    def entry_producer(
+        self,
+        topic_partition: TopicPartition,
+        how: PublishOptions,  # noqa: ARG002 - it is refused
+    ) -> EntryProducer:
+        raise ConfigError(
+            f"Entries cannot be published to {topic_partition} with transport 'client': "
+            "pulsar-client sends no highest sequence id, so the broker cannot find duplicates. "
+            "Leave transport out, or use 'wire'."
+        )
+
+    @contextmanager
+    def _explained(self, permission: str, topic: str) -> Iterator[None]:
+        """Explain the client's errors, which name no role and report refusals as timeouts."""
+        try:
+            yield
+        except pulsar.AuthorizationError as exc:
+            raise lacks(self._credentials.who(), permission, topic) from exc
+        except UNAVAILABLE as exc:
+            listener = self._connection.listener_name
+            if self._connection.tls or self._connection.authentication is not None or listener:
+                try:
+                    self.missing(())
+                except BrokerError as why:
+                    # Retriable, because a token may be renewed. The caller limits the wait.
+                    raise BrokerUnavailableError(why.message) from exc
+            if listener:
+                raise BrokerUnavailableError(
+                    f"The broker answers, but {topic} cannot be reached: {exc}. Check that "
+                    f"listener_name {listener!r} is one of its advertisedListeners."
+                ) from exc
+            raise
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        # A restarted broker does not know consumers from before the restart, and a connection may
+        # be lost meanwhile. Both count as closed.
+        gone = suppress(pulsar.AlreadyClosed, pulsar.BrokerMetadataError, pulsar.NotConnected)
+        with translated("disconnect from", self._service_url), gone:
+            close_client(self._client)

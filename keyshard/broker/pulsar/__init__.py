@@ -1,1 +1,0 @@
-"""Apache Pulsar, through pulsar-client and the admin REST interface."""

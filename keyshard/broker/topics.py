@@ -1,0 +1,201 @@
+"""Looks up the topics of a source, named or matched by a pattern, and their partitions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.port import Broker
+from keyshard.broker.retry import FIRST_TRIES_S, retry_until
+from keyshard.config.source import SourceConfig
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.topic_pattern import TopicPattern
+from keyshard.errors import BrokerError, TopicNotFoundError
+from keyshard.threads import Pool
+
+PARKED = "-parked"
+"""Suffix of the name of a subscription that keeps dead letters."""
+THREADS_MAX = 8
+"""Maximum number of concurrent requests."""
+
+_log = logging.getLogger(__name__)
+
+
+class Catalog:
+    """Looks topics up with the admin interface if there is one, else with the client.
+
+    The client reports a missing topic as one without partitions. Without the admin interface, a
+    partitioned topic that is reported without partitions therefore counts as deleted. The deletion
+    of a topic without partitions is not detected.
+    """
+
+    def __init__(self, broker: Broker, admin: Admin | None, config: SourceConfig) -> None:
+        self._broker = broker
+        self._admin = admin
+        self._topics = tuple(config.topics)
+        self._dead_letters: dict[str, bool] = {}
+        self._pattern = (
+            None if config.topics_pattern is None else TopicPattern.parse(config.topics_pattern)
+        )
+
+    @property
+    def by_pattern(self) -> bool:
+        """Whether a pattern selects the topics."""
+        return self._pattern is not None
+
+    def topics(self) -> tuple[str, ...]:
+        """Return the topics to consume: the named ones, or those that match now."""
+        if self._pattern is None:
+            return self._topics
+        assert self._admin is not None, "a pattern needs admin_url"
+        found = self._admin.topics(self._pattern.tenant, self._pattern.namespace)
+        matching = sorted(topic for topic in found if self._pattern.matches(topic))
+        return tuple(topic for topic in matching if not self._has_dead_letters(topic))
+
+    def _has_dead_letters(self, topic: str) -> bool:
+        """Return whether a topic holds dead letters of a source. The answer is cached."""
+        assert self._admin is not None
+        known = self._dead_letters.get(topic)
+        if known is None:
+            known = self._admin.partition_count(topic) == 0 and any(
+                name.endswith(PARKED) for name in self._admin.subscriptions(TopicPartition(topic))
+            )
+            self._dead_letters[topic] = known
+            if known:
+                _log.warning(
+                    "topic %s matches the pattern, but contains dead letters; it is not consumed",
+                    topic,
+                )
+        return known
+
+    def partitions(self, topic: str, *, was_partitioned: bool) -> tuple[TopicPartition, ...]:
+        """Return the current topic partitions of a topic; ``()`` if it does not exist.
+
+        Args:
+            topic: Full topic name.
+            was_partitioned: Whether it had partitions before.
+        """
+        plain = (TopicPartition.parse(topic),)  # A named partition counts as a topic of its own.
+        if self._admin is None:
+            found = self._broker.partitions(topic)
+            return () if found == plain and was_partitioned else found
+        count = self._admin.partition_count(topic)
+        if count is None:
+            return ()
+        return tuple(TopicPartition(topic, i) for i in range(count)) or plain
+
+    def missing(self) -> frozenset[str]:
+        """Return the topics that the broker reports as missing.
+
+        With an admin interface this only checks the connection: :meth:`partitions` then finds
+        missing topics, more precisely.
+
+        Raises:
+            BrokerError: The broker cannot be reached.
+        """
+        return self._broker.missing(() if self._admin is not None else self._topics)
+
+    def let_in(self) -> None:
+        """Check that the broker accepts this connection. The client would only report a timeout.
+
+        Raises:
+            BrokerError: The broker cannot be reached, or refuses the connection.
+        """
+        self._broker.missing(())
+
+    def reach(self, topic: str) -> None:
+        """Look a topic up with the client, so that an unreachable broker is found early.
+
+        Raises:
+            BrokerError: The client cannot reach the broker.
+        """
+        self._broker.partitions(topic)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The topic partitions of a source at its start."""
+
+    consumed: tuple[TopicPartition, ...]
+    kept: frozenset[TopicPartition]
+    """In the checkpoint, but no longer consumed."""
+    gone: frozenset[TopicPartition]
+    """In the checkpoint, but deleted."""
+
+
+def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> Found:
+    """Find the topic partitions of a source at its start.
+
+    Raises:
+        TopicNotFoundError: A topic does not exist at the first start. Pulsar would create it on
+            subscribe. A misspelled name would then leave a subscription that keeps a backlog.
+        BrokerError: The broker or the admin interface was not reached before the timeout.
+    """
+    known = tuple(checkpoint.partitions) if checkpoint else ()
+    partitioned = {tp.topic for tp in known if tp.partition >= 0}
+    if checkpoint is None:
+        # Report a wrong URL soon. A restart from a checkpoint may wait through an outage.
+        timeout_s = min(timeout_s, FIRST_TRIES_S)
+        for topic in sorted(retry_until(catalog.missing, timeout_s)):
+            raise _not_found(topic)
+    else:
+        retry_until(catalog.let_in, timeout_s)
+    topics = retry_until(catalog.topics, timeout_s)
+    if not topics:
+        _log.warning("no topic matches the pattern yet")
+    existing: dict[str, tuple[TopicPartition, ...]] = {}
+    for topic in dict.fromkeys([*topics, *(tp.topic for tp in known)]):
+
+        def ask(topic: str = topic) -> tuple[TopicPartition, ...]:
+            return catalog.partitions(topic, was_partitioned=topic in partitioned)
+
+        existing[topic] = retry_until(ask, timeout_s)
+        if existing[topic]:
+            continue
+        if checkpoint is None and not catalog.by_pattern:
+            raise _not_found(topic)
+        _log.warning("topic %s does not exist; it is consumed as soon as it is created", topic)
+    # A topic and one of its partitions may both be named.
+    consumed = tuple(dict.fromkeys(tp for topic in topics for tp in existing[topic]))
+    if consumed:
+        # Fail earlier than a subscribe would: that waits as long as for ranges in use.
+        retry_until(lambda: catalog.reach(consumed[0].topic), timeout_s)
+    others = frozenset(known) - set(consumed)
+    kept = frozenset(tp for tp in others if tp in existing[tp.topic])
+    for topic in sorted({tp.topic for tp in kept}):
+        _log.warning("topic %s is in the checkpoint, but is not consumed any more", topic)
+    return Found(consumed, kept, others - kept)
+
+
+def _not_found(topic: str) -> TopicNotFoundError:
+    return TopicNotFoundError(
+        f"Topic {topic} does not exist. Create the topic, or correct its name.", topic=topic
+    )
+
+
+def warn_of_existing(
+    admin: Admin, subscription: str, found: Iterable[TopicPartition], start: str
+) -> None:
+    """Warn if a subscription exists although a start position was given. Never raises."""
+
+    def stats(topic_partition: TopicPartition) -> Mapping[str, Any] | None:
+        try:
+            return admin.subscription(topic_partition, subscription)
+        except BrokerError as exc:
+            _log.debug("no statistics of %s: %s", topic_partition, exc)
+            return None
+
+    found = tuple(found)
+    with Pool(THREADS_MAX, "keyshard-existing") as pool:
+        existing = [one for one in pool.map(stats, found) if one is not None]
+    if existing:
+        backlog = sum(int(one.get("msgBacklog", 0)) for one in existing)
+        _log.warning(
+            "subscription %r exists on %d of %d topic partitions, with a backlog of %d entries; "
+            "it continues there, and the starting position %r is ignored",
+            subscription, len(existing), len(found), backlog, start,
+        )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Decodes entries with compiled code (``native/decoder.rs``), if the install could build it.
+
+It handles plain entries only. Entries that are damaged, chunked, encrypted or partly acknowledged,
+or that hold invalid text or times, go to :mod:`keyshard.broker.wire.decoding`. That module is the
+reference; both produce the same rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache, partial
+from itertools import accumulate, repeat
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from keyshard.broker.framing import CutFrame
+from keyshard.broker.wire.compression import unpacked
+from keyshard.broker.wire.entries import (
+    ENTRY_MEMORY_MAX,
+    ENTRY_MESSAGES_MAX,
+    MESSAGE_BYTES,
+    PAYLOAD_AT_ONCE,
+    PROPERTY_BYTES,
+    Decoded,
+    RawEntry,
+    UnreadableError,
+)
+from keyshard.broker.wire.native_library import load
+from keyshard.columns.content import (
+    CONTENT,
+    METADATA,
+    content_with,
+    other_bytes,
+)
+from keyshard.core.metadata_columns import STORED
+from keyshard.core.position.entry import EntryBlock, EntryId
+
+BUILT = Path(__file__).parent / "native" / "_decoder.so"
+"""The library that the install builds."""
+REASON = BUILT.with_name("_not_compiled.txt")
+"""File of an install without the library; it says why."""
+VERSION = 9
+"""Interface version of the library; a library with another version is not used."""
+FRAMES_MIN = 4
+"""Minimum number of frames for which a call is faster."""
+_CAME, _OPENED, _DECODED = 5, 7, 5
+"""Numbers per entry in the results of the library's functions."""
+_LIMITS = (ENTRY_MESSAGES_MAX, ENTRY_MEMORY_MAX, MESSAGE_BYTES, PROPERTY_BYTES)
+_INDICES = [range(count) for count in range(1_001)]
+"""Message indices by batch size, shared by all entries."""
+_entry_id = partial(tuple.__new__, EntryId)
+_raw_entry = partial(tuple.__new__, RawEntry)
+_ARROW_ARRAY = ctypes.c_uint64 * 10
+"""Memory of an ``ArrowArray`` of Arrow's C data interface."""
+
+
+class _Stored(ctypes.Structure):
+    """A metadata column for the library."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint32) for name in ("kind", "origin", "field", "field_in_batch", "wanted")
+    )
+
+
+_library = load(
+    BUILT,
+    "keyshard_decoder_version",
+    VERSION,
+    {
+        "keyshard_came": None,
+        "keyshard_open": ctypes.c_bool,
+        "keyshard_decode": ctypes.c_bool,
+    },
+)
+
+
+def is_available() -> bool:
+    """Return whether the install built the library."""
+    return _library is not None
+
+
+def why_missing() -> str:
+    """Say why there is no library, as a clause."""
+    with suppress(OSError):
+        return REASON.read_text(encoding="utf-8", errors="replace").strip()
+    return "the compiled code of this install does not fit this machine or this version"
+
+
+def parse_frames(frames: Sequence[bytes]) -> list[tuple[int, RawEntry] | None]:
+    """Parse message frames, without their sizes, into consumer ids and entries.
+
+    The result is ``None`` for other frames, and for an entry that is partly acknowledged.
+    """
+    if _library is None or len(frames) < FRAMES_MIN:
+        return [None] * len(frames)
+    count = len(frames)
+    output = (ctypes.c_uint64 * (_CAME * count))()
+    _library.calls(0).keyshard_came(
+        ctypes.c_size_t(count),
+        (ctypes.c_char_p * count)(*frames),
+        (ctypes.c_uint64 * count)(*map(len, frames)),
+        output,
+    )
+    numbers = output[:]
+    consumers, ledgers, ids, redelivered, positions = (numbers[at::_CAME] for at in range(_CAME))
+    entry_ids = map(_entry_id, zip(ledgers, ids, strict=True))
+    entries = map(_raw_entry, zip(entry_ids, map(bool, redelivered), repeat(()), frames, positions))
+    return [
+        (consumer, entry) if entry.position else None
+        for consumer, entry in zip(consumers, entries, strict=True)
+    ]
+
+
+def decode(
+    entries: Sequence[RawEntry],
+    *,
+    keeps_values: bool,
+    metadata: tuple[str, ...] = (),
+    at_once_bytes: int = PAYLOAD_AT_ONCE,
+) -> Decoded | None:
+    """Decode plain entries as :func:`keyshard.broker.wire.decoding.decode`; else ``None``."""
+    _, _, ack_sets, frames, positions = zip(*entries, strict=True)
+    if _library is None or any(ack_sets) or CutFrame in map(type, frames):
+        return None
+    count = len(entries)
+    numbers = ctypes.c_uint64 * count
+    pointers = ctypes.c_char_p * count
+    sizes = list(map(len, frames))
+    where = (
+        ctypes.c_size_t(count), pointers(*frames), numbers(*sizes), numbers(*positions),
+    )  # fmt: skip
+    calls = _library.calls(sum(sizes))
+    output = (ctypes.c_uint64 * (_OPENED * count))()
+    if not calls.keyshard_open(*where, output):
+        return None
+    opened = output[:]
+    enough = _enough(sizes, opened, at_once_bytes)
+    if enough < count:
+        return decode(
+            entries[:enough],
+            keeps_values=keeps_values,
+            metadata=metadata,
+            at_once_bytes=at_once_bytes,
+        )
+    payloads: list[bytes | None] = [None] * count
+    if any(opened[3::_OPENED]):
+        try:
+            payloads = [
+                _payload(entry, opened[at : at + _OPENED])
+                for entry, at in zip(entries, range(0, len(opened), _OPENED), strict=True)
+            ]
+        except UnreadableError:
+            return None
+    slots, rows = ctypes.POINTER(ctypes.c_int32)(), ctypes.POINTER(ctypes.c_int64)()
+    array = _ARROW_ARRAY()
+    if not calls.keyshard_decode(
+        *where,
+        pointers(*payloads),
+        numbers(*[0 if payload is None else len(payload) for payload in payloads]),
+        ctypes.c_bool(keeps_values),
+        ctypes.c_size_t(len(STORED)),
+        _stored(metadata),
+        (ctypes.c_uint64 * len(_LIMITS))(*_LIMITS),
+        ctypes.byref(slots),
+        ctypes.byref(rows),
+        array,
+    ):
+        return None
+    # The library's memory lives as long as the columns.
+    content = pa.RecordBatch._import_from_c(ctypes.addressof(array), content_with(metadata))
+    return _blocks(entries, opened, rows[: _DECODED * count], slots, content)
+
+
+@cache
+def _stored(metadata: tuple[str, ...]) -> Any:
+    """Encode the metadata columns, and whether they are requested, for the library."""
+    return (_Stored * len(STORED))(
+        *(
+            _Stored(one.kind, one.origin, one.field, one.field_in_batch, one.name in metadata)
+            for one in STORED
+        )
+    )
+
+
+def _enough(sizes: Sequence[int], opened: Sequence[int], at_once_bytes: int) -> int:
+    """Return the number of leading entries that fill one decoding step."""
+    payloads = list(map(max, sizes, opened[4::_OPENED]))
+    messages = opened[2::_OPENED]
+    if sum(payloads) + MESSAGE_BYTES * sum(messages) < at_once_bytes:
+        return len(sizes)
+    rows = [MESSAGE_BYTES * count for count in messages]
+    ends = accumulate(map(add, payloads, rows))
+    return next((i for i, size in enumerate(ends, 1) if size >= at_once_bytes), len(sizes))
+
+
+def _payload(entry: RawEntry, opened: Sequence[int]) -> bytes | None:
+    payload, _, _, compression, size, _, _ = opened
+    if not compression:
+        return None
+    return unpacked(compression, size, entry.data[payload:])
+
+
+def _blocks(
+    entries: Sequence[RawEntry],
+    opened: Sequence[int],
+    decoded: Sequence[int],
+    slots: Any,
+    content: pa.RecordBatch,
+) -> Decoded:
+    blocks: list[EntryBlock] = []
+    start = 0
+    numbers = (decoded[at::_DECODED] for at in range(_DECODED))
+    said = (opened[at::_OPENED] for at in (0, 1, 3, 4, 5, 6))
+    columns = zip(entries, *said, *numbers, strict=True)
+    named = other_bytes(content, METADATA.names) if len(content.schema) > len(CONTENT) else None
+    for (
+        entry, payload, batched, compression, unpacked_size, publish_ms, version,
+        rows, size, slot, mixed, of_bytes,
+    ) in columns:  # fmt: skip
+        stored = unpacked_size if compression else len(entry.data) - payload
+        if not batched:
+            # The keys and properties of an unbatched entry precede its payload.
+            stored += payload - entry.position
+        blocks.append(
+            EntryBlock(
+                entry.id,
+                rows,
+                bool(batched),
+                _INDICES[rows] if rows < len(_INDICES) else range(rows),
+                slot or None,
+                [one or None for one in slots[start : start + rows]] if mixed else None,
+                publish_ms,
+                size,
+                content,
+                start,
+                entry.redelivered,
+                bool(of_bytes),
+                0,
+                version - 1 if version else None,
+                stored - size + (named(start, start + rows) if named else 0),
+                True,  # noqa: FBT003 - complete; by name, it costs a tenth of the block
+            )
+        )
+        start += rows
+    return Decoded(blocks, None, start, len(entries))

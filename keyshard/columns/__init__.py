@@ -1,0 +1,1 @@
+"""Messages as Arrow columns: their content, and values decoded by a schema."""

@@ -1,0 +1,318 @@
+"""Types of an Avro schema as Arrow types; Pulsar's JSON schemas are Avro schemas, too.
+
+Readers return the stored types, such as a long for a time. Arrow casts them to the logical types.
+So a reader needs to support few types only, and all readers return the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from keyshard.columns.avro_unions import kind_of, members, with_member
+from keyshard.columns.projection import cast_values
+from keyshard.errors import SchemaError
+
+_TIMESTAMP, _LOCAL = pa.timestamp("us", tz="UTC"), pa.timestamp("us")
+_PLAIN = {
+    "null": pa.null(),
+    "boolean": pa.bool_(),
+    "int": pa.int32(),
+    "long": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "bytes": pa.binary(),
+    "string": pa.string(),
+}
+_LOGICAL = {
+    ("int", "date"): (pa.date32(), pa.date32()),
+    ("int", "time-millis"): (pa.time32("ms"), pa.time64("us")),
+    ("long", "time-micros"): (pa.time64("us"), pa.time64("us")),
+    ("long", "timestamp-millis"): (pa.timestamp("ms", tz="UTC"), _TIMESTAMP),
+    ("long", "timestamp-micros"): (_TIMESTAMP, _TIMESTAMP),
+    ("long", "local-timestamp-millis"): (pa.timestamp("ms"), _LOCAL),
+    ("long", "local-timestamp-micros"): (_LOCAL, _LOCAL),
+}
+"""Arrow types in the stored unit, and as a column."""
+DECIMAL_DIGITS_MAX = 38
+DECIMAL = "keyshard-decimal"
+"""Logical type of decimals for readers. It is keyshard's own, for its own reader function."""
+FIELDS_MAX = 20_000
+"""Most fields of a value on all levels. Types that name one another can turn a short schema into
+more fields than memory holds."""
+_TIME = "time"
+"""Marks the kinds of a type that has a time of day."""
+_NO_BYTES = frozenset({"null", "nothing", "record"})
+"""Types whose values may be stored in zero bytes."""
+
+
+class AvroType(NamedTuple):
+    """A type of an Avro schema."""
+
+    schema: Any
+    """The type without logical types other than :data:`DECIMAL`."""
+    stored: pa.DataType
+    """Type that a reader returns."""
+    unit: pa.DataType
+    """The same with logical types, in the stored unit."""
+    column: pa.DataType
+    """Type of the column."""
+    kinds: frozenset[str]
+    """Avro's names of all types in it."""
+
+    def as_column(self, stored: pa.Array) -> pa.Array:
+        """Convert values of a reader to a column.
+
+        Raises:
+            pa.ArrowInvalid: A value is out of range.
+        """
+        made = cast_values(cast_values(stored, self.unit), self.column)
+        if _TIME in self.kinds:
+            # Arrow casts any number to a time of day.
+            made.validate(full=True)
+        return made
+
+
+UNION = "union of many"
+"""Marks the kinds of a type that has a union of several types other than numbers."""
+_NUMBERS = ({"int", "long"}, pa.int64()), ({"float", "double"}, pa.float64())
+"""Unions of these types become one type, as in Spark's ``from_avro``."""
+
+
+def parse(definition: bytes, topic: str, *, unions: bool = True) -> AvroType:
+    """Parse a definition.
+
+    Args:
+        definition: Its JSON.
+        topic: For errors.
+        unions: Whether values name their type of a union.
+
+    Raises:
+        SchemaError: It is no Avro schema, or no column can hold its values.
+    """
+    try:
+        return _Parser(topic, unions=unions).type_of(json.loads(definition), "", "")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+        raise SchemaError(
+            f"The schema of {topic} is not an Avro schema ({exc!r}). Set valueFormat=raw to get "
+            "the bytes."
+        ) from exc
+
+
+class _Parser:
+    def __init__(self, topic: str, *, unions: bool) -> None:
+        self._topic = topic
+        self._unions = unions
+        self._named: dict[str, AvroType | None] = {}
+        """``None`` while the type is parsed."""
+        self._fields = 0
+        """Fields of all types so far, counted at each use."""
+        self._fields_of: dict[str, int] = {}
+
+    def type_of(self, schema: Any, namespace: str, path: str) -> AvroType:
+        if isinstance(schema, list):
+            return self._union(schema, namespace, path)
+        schema = {"type": schema} if isinstance(schema, str) else schema
+        kind = schema["type"]
+        if isinstance(kind, (dict, list)):
+            return self.type_of(kind, namespace, path)
+        return self._of_kind(kind, schema, namespace, path)
+
+    def _of_kind(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
+        if kind in ("record", "error", "enum", "fixed"):
+            return self._define(kind, schema, namespace, path)
+        if kind in ("array", "map"):
+            return self._collection(kind, schema, namespace, path)
+        if kind not in _PLAIN:
+            return self._reference(kind, namespace, path)
+        return _logical(kind, schema, kind) or _same(kind, _PLAIN[kind], kind)
+
+    def _refuse(
+        self, path: str, why: str, so: str = "which no column can represent"
+    ) -> SchemaError:
+        return SchemaError(
+            f"Field {path.lstrip('.') or 'value'!r} of the schema of {self._topic} {why}, {so}. "
+            "Set valueFormat=raw to get the bytes."
+        )
+
+    def _union(self, branches: list[Any], namespace: str, path: str) -> AvroType:
+        found = [self.type_of(*one) for one in _branches(branches, namespace, path)]
+        others = [one for one in found if one.kinds != {"null"}]
+        if len(others) > 1:
+            return self._union_of_many(found, others, path)
+        kept = others[0] if others else found[0]
+        name = "union" if len(found) == 2 else "union of one"
+        kinds = frozenset({name if others else UNION}).union(
+            *(one.kinds for one in others or found)
+        )
+        return kept._replace(schema=[one.schema for one in found], kinds=kinds)
+
+    def _union_of_many(self, found: list[AvroType], others: list[AvroType], path: str) -> AvroType:
+        kinds = frozenset().union(*(one.kinds for one in others))
+        names = [kind_of(one.schema) for one in others]
+        number = next(
+            (one for types, one in _NUMBERS if len(names) == 2 and {*names} == types), None
+        )
+        if number is not None:
+            schema = [kind_of(one.schema) for one in found]
+            return AvroType(schema, number, number, number, kinds - {_TIME} | {"union of numbers"})
+        if not self._unions:
+            why = f"is a union of {len(others)} types"
+            raise self._refuse(path, why, "and JSON does not tell the type of a value")
+        self._count(len(others), path)
+        wrapped = iter(members([one.schema for one in others], path))
+
+        def made(of: list[pa.DataType]) -> pa.DataType:
+            return pa.struct([(f"member{number}", one) for number, one in enumerate(of)])
+
+        return AvroType(
+            [one.schema if one.kinds == {"null"} else next(wrapped) for one in found],
+            made([one.stored for one in others]),
+            made([one.unit for one in others]),
+            made([one.column for one in others]),
+            kinds | {UNION},
+        )
+
+    def _reference(self, name: str, namespace: str, path: str) -> AvroType:
+        full = _full(name, namespace)
+        full = full if full in self._named else name
+        found = self._named[full]
+        if found is None:
+            raise self._refuse(path, f"contains its own type {name!r}")
+        self._count(self._fields_of[full], path)
+        return found._replace(schema=full)
+
+    def _define(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
+        name = str(schema["name"])
+        namespace = name.rpartition(".")[0] or schema.get("namespace", namespace) or ""
+        full = _full(name, namespace)
+        self._named[full] = None
+        before = self._fields
+        head = {"name": full.rpartition(".")[2], "namespace": namespace}
+        if "aliases" in schema:
+            head["aliases"] = schema["aliases"]
+        if kind == "enum":
+            kept = {"type": "enum", **head, "symbols": schema["symbols"]}
+            if "default" in schema:
+                kept["default"] = schema["default"]
+            found = _same(kept, pa.string(), "enum")
+        elif kind == "fixed":
+            kept = {"type": "fixed", **head, "size": schema["size"]}
+            if kept["size"] < 0:
+                raise ValueError(f"a size of {kept['size']}")
+            found = _logical("fixed", kept | _decimal_of(schema), "fixed") or _same(
+                kept, pa.binary(), "fixed" if kept["size"] else "nothing"
+            )
+        else:
+            found = self._record(schema, head, namespace, path)
+        self._named[full] = found
+        self._fields_of[full] = self._fields - before
+        return found
+
+    def _count(self, fields: int, path: str) -> None:
+        self._fields += fields
+        if self._fields > FIELDS_MAX:
+            raise self._refuse(path, f"exceeds the limit of {FIELDS_MAX} fields")
+
+    def _record(
+        self, schema: dict[str, Any], head: dict[str, Any], namespace: str, path: str
+    ) -> AvroType:
+        self._count(len(schema["fields"]), path)
+        fields = [
+            (one, self.type_of(one["type"], namespace, f"{path}.{one['name']}"))
+            for one in schema["fields"]
+        ]
+        names = [one["name"] for one, _ in fields]
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise self._refuse(path, f"has two fields named {twice[0]!r}")
+        kept = [
+            {key: one[key] for key in ("name", "default", "aliases") if key in one}
+            | {"type": kind.schema}
+            for one, kind in fields
+        ]
+        if any(UNION in kind.kinds for _, kind in fields):
+            self._put_members(kept)
+        return AvroType(
+            {"type": "record", **head, "fields": kept},
+            pa.struct([(name, kind.stored) for name, (_, kind) in zip(names, fields, strict=True)]),
+            pa.struct([(name, kind.unit) for name, (_, kind) in zip(names, fields, strict=True)]),
+            pa.struct([(name, kind.column) for name, (_, kind) in zip(names, fields, strict=True)]),
+            frozenset({"record" if fields else "nothing"}).union(
+                *(kind.kinds for _, kind in fields)
+            ),
+        )
+
+    def _put_members(self, fields: list[dict[str, Any]]) -> None:
+        """Convert defaults of unions to defaults of their members."""
+        for one in fields:
+            if "default" in one:
+                one["default"] = with_member(one["default"], one["type"], self._schema_of)
+
+    def _schema_of(self, name: str) -> Any:
+        found = self._named.get(name)
+        return name if found is None else found.schema
+
+    def _collection(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
+        within = "items" if kind == "array" else "values"
+        inner = self.type_of(schema[within], namespace, path)
+        if inner.kinds <= _NO_BYTES:
+            # A few bytes could be a list of any length.
+            raise self._refuse(path, f"has {within} without a type")
+
+        def made(of: pa.DataType) -> pa.DataType:
+            return pa.list_(of) if kind == "array" else pa.map_(pa.string(), of)
+
+        return AvroType(
+            {"type": kind, within: inner.schema},
+            made(inner.stored),
+            made(inner.unit),
+            made(inner.column),
+            inner.kinds | {kind},
+        )
+
+
+def _branches(types: list[Any], namespace: str, path: str) -> Iterator[tuple[Any, str, str]]:
+    """Return the types of a union with their paths; several types other than null are members."""
+    many = sum(one != "null" for one in types) > 1
+    number = 0
+    for one in types:
+        yield one, namespace, f"{path}.member{number}" if many and one != "null" else path
+        number += one != "null"
+
+
+def _full(name: str, namespace: str) -> str:
+    return name if "." in name or not namespace else f"{namespace}.{name}"
+
+
+def _same(schema: Any, kind: pa.DataType, name: str) -> AvroType:
+    return AvroType(schema, kind, kind, kind, frozenset({name}))
+
+
+def _decimal_of(schema: dict[str, Any]) -> dict[str, Any]:
+    names = ("logicalType", "precision", "scale")
+    return {name: schema[name] for name in names if name in schema}
+
+
+def _logical(kind: str, schema: dict[str, Any], name: str) -> AvroType | None:
+    """Return a type with a known logical type; ``None`` for any other, which is read as stored."""
+    logical = schema.get("logicalType")
+    if logical == "decimal" and kind in ("bytes", "fixed"):
+        precision, scale = schema["precision"], schema.get("scale", 0)
+        if not 0 < precision <= DECIMAL_DIGITS_MAX or not 0 <= scale <= precision:
+            return None
+        if kind == "fixed" and 10**precision > 2 ** (8 * min(schema["size"], 17)) // 2:
+            return None
+        decimal = pa.decimal128(precision, scale)
+        kept = {key: value for key, value in schema.items() if key != "connect.parameters"}
+        kept["logicalType"] = DECIMAL
+        return AvroType(kept, decimal, decimal, decimal, frozenset({name, "decimal"}))
+    found = _LOGICAL.get((kind, str(logical)))
+    if found is None:
+        return None
+    kinds = {name, _TIME} if pa.types.is_time(found[1]) else {name}
+    return AvroType(kind, _PLAIN[kind], *found, frozenset(kinds))

@@ -1,0 +1,1 @@
+"""Consumers of hash ranges: they receive into the window, acknowledge, and reconnect."""

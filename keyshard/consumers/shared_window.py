@@ -1,0 +1,66 @@
+"""The window that threads share: its lock, and the error that ends the source."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from keyshard.core.history import History
+from keyshard.core.window.window import Window
+from keyshard.errors import KeyShardError, RuntimeStoppedError
+
+
+class SharedWindow:
+    """One window, which all threads use under one lock.
+
+    Args:
+        window: The window.
+        stopping: Set when the source stops.
+        on_failure: Called after the error that ends the source was stored.
+    """
+
+    def __init__(
+        self, window: Window, stopping: threading.Event, on_failure: Callable[[], None]
+    ) -> None:
+        self.lock = threading.Condition()
+        """Notified when rows or evidence arrive, and at the end."""
+        self.window = window
+        self.history = History()
+        """Commits and rescales of the last minutes, under the lock."""
+        self.full_since_s = time.monotonic()
+        """Monotonic time at which the window last became full."""
+        self.stopping = stopping
+        """Set when the source stops."""
+        self._on_failure = on_failure
+        self._error: KeyShardError | None = None
+
+    def check(self) -> None:
+        """Raise the error that ended the source, if there was one."""
+        if self._error is not None:
+            raise self._error
+        if self.stopping.is_set():
+            raise RuntimeStoppedError("The source is stopped.")
+
+    def fail(self, error: KeyShardError) -> None:
+        """End the source with an error. The first error stays."""
+        with self.lock:
+            if self._error is None and not self.stopping.is_set():
+                self._error = error
+            self.lock.notify_all()
+        self._on_failure()
+
+    def wait_for_rows(self, timeout_s: float) -> bool:
+        """Wait at most ``timeout_s`` seconds for rows to cut; return whether there are any.
+
+        The caller holds the lock.
+
+        Raises:
+            KeyShardError: The error that ended the source.
+        """
+        self.lock.wait_for(
+            lambda: self.window.received_rows or self._error is not None or self.stopping.is_set(),
+            timeout_s,
+        )
+        self.check()
+        return bool(self.window.received_rows)

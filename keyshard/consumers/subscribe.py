@@ -1,0 +1,254 @@
+"""Subscribes every hash range of topic partitions."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
+
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.port import Broker, Consumer, StartPosition, SubscriptionSpec
+from keyshard.broker.retry import retry_until
+from keyshard.columns.content import content_columns
+from keyshard.config.source import SourceConfig
+from keyshard.consumers.receiver import OwnedRange, RangeConsumer, close_quietly
+from keyshard.core.position.assembly import EntryAssembly
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.subscription_state import KEY_SHARED, SubscriptionState
+from keyshard.core.window.client_queue import ClientQueue
+from keyshard.errors import BrokerError, RangeConflictError, SubscriptionInUseError
+from keyshard.threads import Pool
+
+THREADS_MAX = 8
+"""Subscriptions in parallel."""
+HOLDERS_NAMED = 5
+"""Most consumers that an error names."""
+_OTHER_TYPE = re.compile(r"different type(?:.* (?:type|mode) of '?(\w+)'? is different)?")
+"""The broker's text for a subscription of another type."""
+_AUTO_SPLIT = "AUTO_SPLIT"
+
+
+def open_range_consumers(
+    broker: Broker,
+    admin: Admin | None,
+    config: SourceConfig,
+    owned_ranges: Sequence[OwnedRange],
+    start: StartPosition,
+    *,
+    make_queue: Callable[[], ClientQueue],
+) -> list[RangeConsumer]:
+    """Subscribe all of some owned ranges, or none.
+
+    Raises:
+        SubscriptionInUseError: Another consumer held a range until ``subscribe_timeout_ms``.
+        BrokerError: The broker cannot be reached, or refused.
+    """
+    stop = threading.Event()
+    types = _Types(admin, config.subscription)
+
+    def subscribe(owned_range: OwnedRange, where: StartPosition) -> RangeConsumer:
+        queue = make_queue()
+
+        def attempt() -> Consumer:
+            try:
+                return subscribe_once(broker, config, owned_range, queue, where)
+            except RangeConflictError as exc:
+                types.check(owned_range.topic_partition, exc)
+                raise
+
+        try:
+            made = retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
+        except BaseException:
+            stop.set()
+            raise
+        return RangeConsumer(owned_range, made, queue)
+
+    def create(owned_range: OwnedRange) -> None:
+        subscribe(owned_range, start).consumer.close()
+
+    firsts = {owned_range.topic_partition: owned_range for owned_range in reversed(owned_ranges)}
+    with Pool(THREADS_MAX, "keyshard-subscribe") as pool:
+        made: list[Future[None]] = []
+        if start is not StartPosition.EARLIEST:
+            # Only the first subscribe uses ``start``. All other consumers begin at the earliest
+            # message: if a reconnect creates a deleted topic again, it is read from its beginning.
+            made = [pool.submit(create, owned_range) for owned_range in firsts.values()]
+            wait(made)
+        futures = [
+            pool.submit(subscribe, owned_range, StartPosition.EARLIEST)
+            for owned_range in owned_ranges
+        ]
+        wait(futures)
+        # A broker that was lost meanwhile may come back wiped. Then the queue of a consumer that
+        # lost its connection holds old entries, and their ids would be acknowledged at the new one.
+        again = [
+            pool.submit(reopen_range_consumer, broker, config, future.result(), stop)
+            for future in futures
+            if future.exception() is None and not future.result().consumer.is_connected()
+        ]
+    every: list[Future[Any]] = [*made, *futures, *again]
+    errors = [error for future in every if (error := future.exception()) is not None]
+    if not errors:
+        return [future.result() for future in futures]
+    for future in futures:
+        if future.exception() is None:
+            close_quietly(future.result().consumer)
+    in_use = [error for error in errors if isinstance(error, SubscriptionInUseError)]
+    conflicts = [error for error in errors if isinstance(error, RangeConflictError)]
+    if conflicts and not in_use:
+        raise _in_use(admin, config, sorted(firsts)) from conflicts[0]
+    raise (in_use or errors)[0]
+
+
+class _Types:
+    """Detects a conflict over the subscription type, which no wait ends.
+
+    Args:
+        admin: Knows the type if the broker's error does not name it; ``None`` without
+            ``admin_url``.
+        subscription: Its name.
+    """
+
+    def __init__(self, admin: Admin | None, subscription: str) -> None:
+        self._admin = admin
+        self._subscription = subscription
+        self._lock = threading.Lock()
+        self._asked: set[TopicPartition] = set()
+
+    def check(self, where: TopicPartition, conflict: RangeConflictError) -> None:
+        """Check a conflict over a topic partition.
+
+        Raises:
+            SubscriptionInUseError: The subscription has another type.
+        """
+        found = _OTHER_TYPE.search(conflict.message)
+        kind = (found[1] or "another type") if found else ""
+        addresses: list[str] = []
+        with self._lock:
+            ask = self._admin is not None and where not in self._asked
+            self._asked.add(where)
+        if ask:
+            assert self._admin is not None
+            with suppress(BrokerError, ValueError):
+                stats = self._admin.subscription(where, self._subscription)
+                state = SubscriptionState.from_stats(stats or {})
+                fits = state.kind in ("", KEY_SHARED) and state.sticky
+                if state.consumers and not fits:
+                    kind = _AUTO_SPLIT if state.kind == KEY_SHARED else state.kind
+                    addresses = sorted({one.address for one in state.consumers})
+        if not kind:
+            return
+        what = kind if kind == "another type" else f"type {kind}"
+        if kind == _AUTO_SPLIT:
+            what = f"type {KEY_SHARED}, splitting the ring automatically ({_AUTO_SPLIT}),"
+        who = f" by {', '.join(addresses[:HOLDERS_NAMED])}" if addresses else ""
+        raise SubscriptionInUseError(
+            f"Subscription {self._subscription!r} is of {what} on {where}, and is in use{who}. "
+            f"The broker rejects keyshard, whose type is {KEY_SHARED} with sticky ranges. Stop "
+            "those consumers, or give keyshard its own subscription.",
+            holders=addresses,
+        ) from None  # the conflict's message has less detail
+
+
+def open_range_consumer(
+    broker: Broker,
+    config: SourceConfig,
+    topic_partition: TopicPartition,
+    hash_range: HashRange,
+) -> RangeConsumer:
+    """Subscribe one range in order to acknowledge, not to receive."""
+    owned_range = OwnedRange(topic_partition, 0, hash_range)
+    queue = ClientQueue(bytes_max=1, messages_max=1)
+    made = retry_until(
+        lambda: subscribe_once(broker, config, owned_range, queue),
+        config.subscribe_timeout_ms / 1000,
+    )
+    return RangeConsumer(owned_range, made, queue)
+
+
+def close_range_consumers(range_consumers: Iterable[RangeConsumer]) -> None:
+    """Close all consumers; acknowledgements that the client holds reach the broker."""
+    with Pool(THREADS_MAX, "keyshard-close") as pool:
+        for closing in [
+            pool.submit(range_consumer.consumer.close) for range_consumer in range_consumers
+        ]:
+            closing.result()
+
+
+def reopen_range_consumer(
+    broker: Broker, config: SourceConfig, range_consumer: RangeConsumer, stop: threading.Event
+) -> None:
+    """Give a range consumer a new consumer, so that all unacknowledged entries come again.
+
+    If it has a successor already, that one is used. Handlers keep running, as they do while a
+    connection is lost, because the range keeps its owner.
+    """
+    close_quietly(range_consumer.consumer, for_another=True)
+
+    def attempt() -> Consumer:
+        successor, range_consumer.successor = range_consumer.successor, None
+        return successor or subscribe_once(
+            broker, config, range_consumer.owned_range, range_consumer.queue
+        )
+
+    range_consumer.consumer = retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
+    range_consumer.assembly = EntryAssembly(doubted=range_consumer.assembly.doubted)
+
+
+def subscribe_once(
+    broker: Broker,
+    config: SourceConfig,
+    owned_range: OwnedRange,
+    queue: ClientQueue,
+    start: StartPosition = StartPosition.EARLIEST,
+) -> Consumer:
+    """Try once to subscribe an owned range.
+
+    Raises:
+        RangeConflictError: Another consumer has the range or a part of it.
+        BrokerError: The broker cannot be reached, or refused.
+    """
+    return broker.subscribe(
+        SubscriptionSpec(
+            owned_range.topic_partition,
+            config.subscription,
+            owned_range.hash_range,
+            consumer_name=f"keyshard-{socket.gethostname()}-range-{owned_range.range_index}",
+            receiver_queue_size=queue.size,
+            receiver_queue_bytes=queue.bytes_max,
+            columns=content_columns(config.metadata_columns),
+        ),
+        start,
+    )
+
+
+def _in_use(
+    admin: Admin | None, config: SourceConfig, topic_partitions: Iterable[TopicPartition]
+) -> SubscriptionInUseError:
+    holders = sorted(_holders(admin, config, topic_partitions)) if admin else []
+    who = f" by {', '.join(holders[:HOLDERS_NAMED])}" if holders else ""
+    hint = "" if admin else " (with admin_url, this error names the other consumer)"
+    return SubscriptionInUseError(
+        f"Subscription {config.subscription!r} is in use{who}: its ranges were not free within "
+        f"{config.subscribe_timeout_ms} ms{hint}. Stop the other query, wait until a crashed "
+        "query ends, or give this query its own subscription.",
+        holders=holders,
+    )
+
+
+def _holders(
+    admin: Admin, config: SourceConfig, topic_partitions: Iterable[TopicPartition]
+) -> set[str]:
+    holders: set[str] = set()
+    for topic_partition in topic_partitions:
+        try:
+            stats = admin.subscription(topic_partition, config.subscription) or {}
+        except BrokerError:
+            continue
+        holders |= {str(consumer.get("address", "?")) for consumer in stats.get("consumers", ())}
+    return holders

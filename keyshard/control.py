@@ -1,0 +1,531 @@
+"""The control socket of a source, sink or worker, and its discovery by processes of the same user.
+
+A Unix socket in a private folder, ``$XDG_RUNTIME_DIR/keyshard`` or ``keyshard-<uid>`` in the
+temporary folder. Its name consists of the subscription, the service URL, and the process::
+
+    <digest of the subscription>-<digest of the service URL>-<pid>-<random>
+    <digest of the name>-<digest of the service URL>-<pid>-<random>.sink
+    <digest of the subscription>-<digest of the service URL>-<pid>-<random>.worker
+
+One connection carries one request and one answer, each one line of JSON::
+
+    {"do": "explain", "key": "order-17"}
+    {"ok": true, "result": {...}}
+    {"ok": false, "code": "KEYSHARD_BAD_OPTION", "error": "..."}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from keyshard.errors import BY_CODE, ControlError, KeyShardError, ThreadStartError
+from keyshard.redaction import redacted, shown
+from keyshard.threads import begin
+
+REQUEST_BYTES_MAX = 64 * 1024
+"""Longest request, bytes."""
+ANSWER_BYTES_MAX = 64 * 1024 * 1024
+"""Longest answer, bytes."""
+REQUEST_S = 5.0
+"""Longest time to receive a whole request, and to send an answer, seconds."""
+ANSWER_S = 10.0
+"""Default of the longest wait of a client for an answer, seconds."""
+ACCEPT_AGAIN_S = 1.0
+"""Pause after a failed accept, seconds; accept fails if no file descriptor is free."""
+CONNECTIONS_MAX = 8
+"""Most connections served at the same time; further ones get an error."""
+SINK, WORKER = "sink", "worker"
+"""Kinds with a suffix of their sockets, so that commands for sources need not ask them."""
+_WHO = "who"
+
+Handler = Callable[[Mapping[str, Any]], Any]
+"""Takes a request and returns plain JSON values; its errors are sent to the client."""
+
+_UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of reading JSON that has an unexpected shape."""
+_log = logging.getLogger(__name__)
+
+
+class ControlServer:
+    """Answers requests in its own threads until :meth:`close`.
+
+    Args:
+        subscription: Subscription of the source, or name of the sink.
+        service_url: URL of its cluster.
+        topics: Its topics, to tell apart two sources of one subscription.
+        handlers: Handlers of requests by name.
+        kind: What runs, as in the status.
+        name: Its name; default: the subscription.
+
+    Raises:
+        ControlError: The socket cannot be created.
+        ThreadStartError: Its thread cannot be started.
+    """
+
+    def __init__(
+        self,
+        subscription: str,
+        service_url: str,
+        topics: str,
+        handlers: Mapping[str, Handler],
+        *,
+        kind: str = "handlers",
+        name: str | None = None,
+    ) -> None:
+        who = {
+            "subscription": subscription,
+            "serviceUrl": redacted(service_url),
+            "topics": topics,
+            "pid": os.getpid(),
+            "kind": kind,
+            "name": subscription if name is None else name,
+        }
+        self._handlers = {_WHO: lambda _request: who, **handlers}
+        self._free = threading.Semaphore(CONNECTIONS_MAX)
+        prefix = f"{_digest(subscription)}-{_digest(service_url)}"
+        self._who = who
+        suffix = _suffix_of(kind)
+        self.path = _own_folder() / f"{prefix}-{os.getpid()}-{secrets.token_hex(2)}{suffix}"
+        self._socket = _listen(self.path)
+        self._closed = threading.Event()
+        try:
+            self._thread = begin("keyshard-control", self._run)
+        except ThreadStartError:
+            self._remove()
+            raise
+
+    @property
+    def own(self) -> RunningSource:
+        """The source behind this socket."""
+        return _source_of(self._who, self.path)
+
+    def close(self, wait_s: float = 1.0) -> None:
+        """Accept nothing more and remove the socket. Idempotent.
+
+        A forked child only closes its copy, and leaves the socket to its parent.
+
+        Args:
+            wait_s: Longest wait for the end of its thread, seconds.
+        """
+        if self._who["pid"] != os.getpid():
+            self._socket.close()
+            return
+        self._closed.set()
+        self._remove()
+        self._thread.join(wait_s)
+
+    def _remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as exc:
+                if not self._closed.is_set():
+                    _log.warning("the control socket accepts no connections temporarily: %s", exc)
+                self._closed.wait(ACCEPT_AGAIN_S)
+                continue
+            try:
+                if _of_another_user(connection):
+                    connection.close()
+                else:
+                    self._begin_answer(connection)
+            except BaseException:
+                connection.close()
+                raise
+
+    def _begin_answer(self, connection: socket.socket) -> None:
+        """Answer a request in a thread of its own, which closes the connection."""
+        serves = self._free.acquire(blocking=False)
+        try:
+            begin("keyshard-control-answer", self._serve if serves else self._refuse, connection)
+        except ThreadStartError as exc:
+            # A request must not end the source.
+            _log.warning("a request got no answer: %s", exc)
+            connection.close()
+            if serves:
+                self._free.release()
+
+    def _refuse(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            _send(
+                connection,
+                _failed(
+                    ControlError("The source has too many concurrent requests. Try again later.")
+                ),
+            )
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection, suppress(OSError):
+                _send(connection, self._answer(connection))
+        finally:
+            self._free.release()
+
+    def _answer(self, connection: socket.socket) -> bytes:
+        try:
+            line = _receive(connection, REQUEST_BYTES_MAX, time.monotonic() + REQUEST_S)
+            request = json.loads(line)
+            handler = self._handlers.get(request.get("do"))
+            if handler is None:
+                known = ", ".join(sorted(self._handlers))
+                raise ControlError(
+                    f"The request has an unknown command. The commands are: {known}."
+                )
+            return json.dumps({"ok": True, "result": handler(request)}).encode() + b"\n"
+        except KeyShardError as exc:
+            return _failed(exc)
+        except (*_UNEXPECTED, OSError) as exc:
+            return _failed(
+                ControlError(f"The request cannot be answered: {exc!r}. Check its fields.")
+            )
+        except Exception as exc:  # noqa: BLE001 - the client gets the error, and the source goes on
+            _log.exception("a request failed unexpectedly")
+            return _failed(
+                ControlError(
+                    f"The request failed unexpectedly: {exc!r}. The log of the source has its "
+                    "traceback."
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSource:
+    """A source, or something else of the kind, that answered."""
+
+    subscription: str
+    service_url: str
+    topics: str
+    pid: int
+    path: Path
+    kind: str
+    name: str
+
+    @property
+    def kind_word(self) -> str:
+        """``source``, ``sink`` or ``worker``."""
+        return self.kind if self.kind in (SINK, WORKER) else "source"
+
+    @property
+    def title(self) -> str:
+        """Its name in errors."""
+        if self.kind == SINK:
+            return f"sink {self.name!r}"
+        return f"{self.kind_word} of {self.subscription!r}"
+
+    def ask(self, do: str, *, timeout_s: float = ANSWER_S, **fields: Any) -> Any:
+        """Send a request and wait for its result.
+
+        Raises:
+            ControlError: The source does not answer in time, or not as expected.
+            KeyShardError: The source refused the request with this error.
+        """
+        try:
+            return _ask(self.path, {"do": do, **fields}, timeout_s)
+        except OSError as exc:
+            raise ControlError(
+                f"The {self.title} with pid {self.pid} does not answer: {exc}. Check that the "
+                "process is running."
+            ) from exc
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Turn errors of reading an answer of an unexpected shape into ``ControlError``."""
+        try:
+            yield
+        except _UNEXPECTED as exc:
+            raise ControlError(
+                f"The answer of the {self.title} with pid {self.pid} cannot be understood: "
+                f"{shown(exc)}. Use the same release of keyshard as the {self.kind_word}."
+            ) from exc
+
+
+def running_sources(
+    subscription: str | None = None, service_url: str | None = None
+) -> list[RunningSource]:
+    """Return the sources of this user on this machine, by process id; remove sockets of dead ones.
+
+    Args:
+        subscription: Only sources with this subscription, or, if there is none, with this name.
+        service_url: Only sources of this cluster.
+
+    Raises:
+        ControlError: A process that is alive does not answer.
+    """
+    found = _answering(subscription, service_url)
+    if subscription is not None and not found:
+        found = [one for one in _answering(None, service_url) if one.name == subscription]
+    return sorted(found, key=lambda one: (one.pid, one.path))
+
+
+def answering_sources(
+    timeout_s: float, kind: str | None = None, service_url: str | None = None
+) -> tuple[list[RunningSource], list[str]]:
+    """Return the sources of this user that answer, by process id, and the errors of the others.
+
+    Args:
+        timeout_s: Longest wait for each of them, seconds.
+        kind: :data:`SINK` or :data:`WORKER`; ``None``: sources.
+        service_url: Only those of this cluster.
+    """
+    errors: list[str] = []
+    found = _answering(None, service_url, timeout_s, errors, kind)
+    return sorted(found, key=lambda one: (one.pid, one.path)), errors
+
+
+def _answering(
+    subscription: str | None,
+    service_url: str | None,
+    timeout_s: float = ANSWER_S,
+    errors: list[str] | None = None,
+    kind: str | None = None,
+) -> list[RunningSource]:
+    """Return the sources that answer.
+
+    Args:
+        subscription: Only sources with this subscription.
+        service_url: Only sources of this cluster.
+        timeout_s: Longest wait for each of them, seconds.
+        errors: Takes the errors; ``None``: the first one is raised.
+        kind: As for :func:`answering_sources`.
+    """
+    names = [_digest(part) if part is not None else "*" for part in (subscription, service_url)]
+    found: list[RunningSource] = []
+    for folder in _folders():
+        for path in folder.glob(f"{names[0]}-{names[1]}-*-*"):
+            if path.suffix != _suffix_of(kind):
+                continue
+            one, error = _found_at(path, timeout_s)
+            if one is not None:
+                found.append(one)
+            if error is not None and errors is None:
+                raise error
+            if error is not None and errors is not None:
+                errors.append(error.message)
+    return found
+
+
+def _found_at(path: Path, timeout_s: float) -> tuple[RunningSource | None, ControlError | None]:
+    """Return the source behind a socket, or the error; remove the socket of a dead one."""
+    try:
+        return _source_of(_ask(path, {"do": _WHO}, timeout_s), path), None
+    except (ConnectionRefusedError, FileNotFoundError):
+        path.unlink(missing_ok=True)
+        return None, None
+    except ControlError as exc:
+        return None, exc
+    except OSError as exc:
+        pid = path.name.split("-")[2]
+        error = ControlError(
+            f"Process {pid} has a control socket, but does not answer: {exc or 'late'}. "
+            "The process is suspended or hangs. Resume or end it."
+        )
+        error.__cause__ = exc
+        return None, error
+
+
+def _source_of(answer: Any, path: Path) -> RunningSource:
+    match answer:
+        case {
+            "subscription": str(subscription),
+            "serviceUrl": str(service_url),
+            "topics": str(topics),
+            "pid": int(pid),
+            "kind": str(kind),
+            "name": str(name),
+        }:
+            return RunningSource(subscription, service_url, topics, pid, path, kind, name)
+    raise ControlError(
+        f"The process that listens at {path} is not a keyshard source: its answer is "
+        f"{shown(answer)}. End the process, or remove the file."
+    )
+
+
+def running_source(
+    subscription: str | None = None, service_url: str | None = None, pid: int | None = None
+) -> RunningSource:
+    """Return the only matching source.
+
+    Raises:
+        ControlError: There is none, or several; the message says how to name one.
+    """
+    found = running_sources(subscription, service_url)
+    matching = [one for one in found if pid in (None, one.pid)]
+    if len(matching) == 1:
+        return matching[0]
+    name = "source" if subscription is None else f"source of {subscription!r}"
+    if not matching:
+        where = ", ".join(map(str, _candidates()))
+        raise ControlError(
+            f"No running {name} of this user was found on this machine (in {where}). "
+            f"{_others(running_sources())}Only a source that is running has a control socket."
+        )
+    raise ControlError(
+        f"{len(matching)} running sources match: {_list_of(matching)}. Select one by its "
+        "subscription, --service-url or --pid."
+    )
+
+
+def _suffix_of(kind: str | None) -> str:
+    return f".{kind}" if kind in (SINK, WORKER) else ""
+
+
+def _list_of(sources: list[RunningSource]) -> str:
+    return "; ".join(
+        f"pid {one.pid}: {one.subscription!r} on {one.topics} at {one.service_url}"
+        for one in sources
+    )
+
+
+def _others(sources: list[RunningSource]) -> str:
+    return f"Running sources: {_list_of(sources)}. " if sources else ""
+
+
+def _candidates() -> Iterator[Path]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
+        yield Path(runtime) / "keyshard"
+    yield Path(tempfile.gettempdir()) / f"keyshard-{os.getuid()}"
+
+
+def _folders() -> list[Path]:
+    """Return the existing private folders of the user: no other user can put a socket there."""
+    return [folder for folder in _candidates() if is_own_folder(folder)]
+
+
+def is_own_folder(folder: Path) -> bool:
+    """Whether a path is a folder of this user that nobody else may enter."""
+    try:
+        facts = folder.lstat()
+    except OSError:
+        return False
+    own = facts.st_uid == os.getuid() and not stat.S_IMODE(facts.st_mode) & 0o077
+    return stat.S_ISDIR(facts.st_mode) and own
+
+
+def _own_folder() -> Path:
+    folder = next(_candidates())
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as exc:
+        raise ControlError(
+            f"The folder {folder} cannot be created: {exc}. Set XDG_RUNTIME_DIR."
+        ) from exc
+    if not is_own_folder(folder):
+        raise ControlError(
+            f"{folder} is not a private folder of this user (mode 0700). Remove it, or set "
+            "XDG_RUNTIME_DIR."
+        )
+    return folder
+
+
+def _of_another_user(connection: socket.socket) -> bool:
+    """Whether the other end is a process of another user, if the system can tell.
+
+    Folder and socket are private. This check also holds if somebody has opened them to others.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return False
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, uid, _ = struct.unpack("3i", credentials)
+    return bool(uid != os.getuid())
+
+
+def _listen(path: Path) -> socket.socket:
+    """Return a listening socket at ``path``; the path appears only once the socket listens."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    fresh = path.with_name(f"{secrets.token_hex(4)}.new")
+    try:
+        made.bind(str(fresh))
+        fresh.chmod(0o600)
+        made.listen(CONNECTIONS_MAX)
+        fresh.rename(path)
+    except OSError as exc:
+        made.close()
+        fresh.unlink(missing_ok=True)
+        raise ControlError(
+            f"The control socket {path} cannot be created: {exc}. Set XDG_RUNTIME_DIR to a "
+            "folder with a short path."
+        ) from exc
+    return made
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
+
+
+def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> Any:
+    deadline = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+        # A refused client gets its error before it has sent its request.
+        with suppress(BrokenPipeError):
+            connection.sendall(json.dumps(request).encode() + b"\n")
+        line = _receive(connection, ANSWER_BYTES_MAX, deadline)
+    try:
+        answer = json.loads(line)
+        if answer["ok"]:
+            return answer["result"]
+        code, text = answer["code"], answer["error"]
+        refusal = BY_CODE.get(code, ControlError)(text if isinstance(text, str) else shown(text))
+    except _UNEXPECTED as exc:
+        raise ControlError(
+            f"The answer of {path} cannot be understood: {line[:200]!r}. Check that the process "
+            "is a keyshard source."
+        ) from exc
+    raise refusal
+
+
+def _receive(connection: socket.socket, bytes_max: int, deadline_s: float) -> bytes:
+    """Receive one line, without its end.
+
+    Raises:
+        OSError: It did not arrive whole in time.
+        ControlError: It is longer than ``bytes_max``.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while not (parts and parts[-1].endswith(b"\n")):
+        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+        part = connection.recv(64 * 1024)
+        if not part:
+            raise ConnectionResetError("the other side closed the connection")
+        parts.append(part)
+        size += len(part)
+        if size > bytes_max:
+            raise ControlError(
+                f"A line on the control socket exceeds {bytes_max} bytes. Use the same release "
+                "of keyshard on both sides."
+            )
+    return b"".join(parts)[:-1]
+
+
+def _send(connection: socket.socket, answer: bytes) -> None:
+    connection.settimeout(REQUEST_S)
+    connection.sendall(answer)
+
+
+def _failed(error: KeyShardError) -> bytes:
+    answer = {"ok": False, "code": error.code, "error": error.message}
+    return json.dumps(answer).encode() + b"\n"

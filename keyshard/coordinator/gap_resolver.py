@@ -1,0 +1,283 @@
+"""The gap resolver: gathers evidence about ack gaps in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.port import Broker
+from keyshard.config.source import SourceConfig
+from keyshard.consumers.consumers import Consumers
+from keyshard.core.ack_gaps import (
+    FIRST,
+    Lasting,
+    Proofs,
+    ack_gaps_of,
+    acked_elsewhere,
+    acknowledged_unknown,
+    borders_of,
+    proofs_of_ledgers,
+)
+from keyshard.core.position.checkpoint import PartitionCheckpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.subscription_state import BrokerState
+from keyshard.errors import KeyShardError
+from keyshard.reading.gaps import Inspection, inspect_ack_gaps
+from keyshard.threads import begin
+
+ROUND_S = 2.0
+"""Shortest time between two rounds, seconds."""
+READ_SHARE = 0.25
+"""Largest fraction of its time that the gap resolver spends on reading."""
+READ_S = 1.0
+"""Longest time to read ack gaps of one topic partition in one round, seconds."""
+ACK_GAP_AGE_MS = 5_000
+"""Age from which an ack gap is read, milliseconds. Entries of younger ones are mostly on their way.
+If the admin interface lists what is acknowledged and the checkpoint has room, only acknowledged
+entries are read."""
+EXISTING_MAX = 20_000
+"""Existing entries in ack gaps that are remembered per topic partition."""
+
+_log = logging.getLogger(__name__)
+
+
+class AckGapsView(NamedTuple):
+    """Evidence about a topic partition with ack gaps or several ledgers."""
+
+    state: PartitionCheckpoint
+    held: Collection[EntryId]
+    """Entries that are received and not released."""
+    tight: bool
+    """Whether its checkpoint has no room. Then ranges that owe entries of ack gaps must not
+    pause."""
+
+
+class _GapEvidence:
+    """State of one topic partition between rounds."""
+
+    def __init__(self, ack_gap_age_ms: int, settle_after_ms: int) -> None:
+        self.open = Lasting(ack_gap_age_ms)
+        self.acknowledged = Lasting(settle_after_ms)
+        self.marked = Lasting(settle_after_ms)
+        self.existing: dict[EntryId, tuple[int, ...]] = {}
+        """Entries of ack gaps that a Reader returned, with the slots that may route them."""
+        self.absent = EntrySet()
+        """Entries that were proved absent and are in no checkpoint yet."""
+        self.lost = EntrySet()
+        """Entries of ``existing`` that were reported as lost."""
+
+
+class GapResolver:
+    """One daemon thread. Broker errors appear in the status and are retried.
+
+    Args:
+        broker: Connection for Readers.
+        admin: Admin REST interface; ``None`` without ``admin_url``.
+        config: The source.
+        consumers: Has the window whose ack gaps are resolved.
+    """
+
+    def __init__(
+        self, broker: Broker, admin: Admin | None, config: SourceConfig, consumers: Consumers
+    ) -> None:
+        self._broker = broker
+        self._admin = admin
+        self._config = config
+        self._consumers = consumers
+        self._shared = consumers.shared
+        # A short time until gaps are resolved needs short rounds; the minimum is 20 ms.
+        self._round_s = max(0.02, min(ROUND_S, config.settle_after_ms / 2_000))
+        self._ack_gap_age_ms = min(ACK_GAP_AGE_MS, config.settle_after_ms)
+        self._evidence: dict[TopicPartition, _GapEvidence] = {}
+        self._stopping = threading.Event()
+        self.error = ""
+        """Error of the newest round, or ``""``."""
+        self._thread = begin("keyshard-gap-resolver", self._run)
+
+    def stop(self) -> None:
+        """End the thread after its current topic partition; returns without waiting."""
+        self._stopping.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end, at most ``timeout_s`` seconds."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        wait_s = self._round_s
+        while not self._stopping.wait(wait_s):
+            began = time.monotonic()
+            error = ""
+            for topic_partition, view in self._ack_gap_views().items():
+                if self._stopping.is_set():
+                    return
+                try:
+                    self._look_at(topic_partition, view)
+                except KeyShardError as exc:
+                    error = str(exc)
+                    _log.info("resolving gaps in %s is tried again: %s", topic_partition, exc)
+            self.error = error
+            wait_s = max(self._round_s, (time.monotonic() - began) / READ_SHARE)
+
+    def _look_at(self, topic_partition: TopicPartition, view: AckGapsView) -> None:
+        config, state = self._config, view.state
+        evidence = self._evidence.setdefault(
+            topic_partition, _GapEvidence(self._ack_gap_age_ms, config.settle_after_ms)
+        )
+        now_ms = time.monotonic_ns() // 1_000_000
+        broker_state: BrokerState | None = None
+        if self._admin is not None:
+            broker_state = self._admin.broker_state(topic_partition, config.subscription)
+        ack_gaps = _not_held(ack_gaps_of(state, broker_state), view.held)
+        proofs, doubted, borders = Proofs(), EntrySet(), EntrySet()
+        if broker_state is not None:
+            proofs.merge(proofs_of_ledgers(state, ack_gaps, broker_state))
+            # Entries outside every checkpoint were acknowledged before the source began.
+            doubted = _not_held(acknowledged_unknown(state, broker_state), view.held)
+            lasting = self._acknowledged_long(evidence, now_ms, ack_gaps | doubted, broker_state)
+            self._report_lost(topic_partition, evidence, lasting.resolved & doubted)
+            _leave_out(lasting, doubted - evidence.absent - evidence.lost)
+            lasting.resolved &= ack_gaps
+            proofs.merge(lasting)
+            if not view.tight:
+                # The rest is on its way: the broker itself acknowledges entries that it delivers to
+                # no consumer.
+                ack_gaps &= broker_state.acknowledged()
+        else:
+            borders = borders_of(state)
+            ack_gaps |= borders
+        proofs.merge(
+            self._read_over(topic_partition, evidence, now_ms, ack_gaps | doubted, proofs.resolved)
+        )
+        # Borders are not entries. In a checkpoint they would make ledgers look too long.
+        proofs.resolved -= borders
+        self._prove(topic_partition, proofs, _missing_slots(evidence.existing, proofs.resolved))
+
+    def _report_lost(
+        self, topic_partition: TopicPartition, evidence: _GapEvidence, acknowledged: EntrySet
+    ) -> None:
+        """Report, once, stored entries that another consumer acknowledged."""
+        lost = acknowledged & EntrySet.of(evidence.existing)
+        if lost - evidence.lost:
+            self._lose(topic_partition, lost - evidence.lost)
+        evidence.lost = lost
+
+    def _read_over(
+        self,
+        topic_partition: TopicPartition,
+        evidence: _GapEvidence,
+        now_ms: int,
+        ack_gaps: EntrySet,
+        resolved: EntrySet,
+    ) -> Proofs:
+        """Read ack gaps that have lasted for a while, each once, and return what that proves."""
+        evidence.existing = {
+            entry_id: slot for entry_id, slot in evidence.existing.items() if entry_id in ack_gaps
+        }
+        evidence.absent &= ack_gaps
+        unknown = evidence.open.update(now_ms, ack_gaps - resolved)
+        unknown -= evidence.absent | EntrySet.of(evidence.existing)
+        room = EXISTING_MAX - len(evidence.existing)
+        if not unknown or room <= 0:
+            return Proofs()
+        deadline = time.monotonic() + READ_S
+        found = inspect_ack_gaps(
+            self._broker, topic_partition, unknown, deadline, existing_max=room,
+            skipped=self._config.skipped, parked=self._config.parked,
+        )  # fmt: skip
+        evidence.existing |= found.existing
+        evidence.absent |= found.proofs.resolved
+        if FIRST in unknown:
+            found.proofs.base = _first_stored(found)
+        return found.proofs
+
+    @staticmethod
+    def _acknowledged_long(
+        evidence: _GapEvidence, now_ms: int, ack_gaps: EntrySet, broker_state: BrokerState
+    ) -> Proofs:
+        """Return gaps acknowledged elsewhere, and the mark-delete, if they lasted long enough."""
+        proofs = Proofs()
+        proofs.resolved = evidence.acknowledged.update(
+            now_ms, ack_gaps & broker_state.acknowledged()
+        )
+        marked = broker_state.mark_delete
+        if marked is not None:
+            # As a set, because the mark-delete may move back: entries above it start their time
+            # again.
+            below = broker_state.marked()
+            lasting = evidence.marked.update(now_ms, below).last
+            if lasting is not None:
+                proofs.base = EntryId(lasting.ledger, lasting.entry + 1)
+        if proofs:
+            proofs.published_ms = time.time_ns() // 1_000_000
+        return proofs
+
+    def _ack_gap_views(self) -> dict[TopicPartition, AckGapsView]:
+        """Return a view of each topic partition with ack gaps or several ledgers."""
+        with self._shared.lock:
+            window = self._shared.window
+            parts = {tp: window.known[tp] for tp in window.partitions}
+            return {
+                tp: AckGapsView(part.state, list(part.held), part.tight)
+                for tp, part in parts.items()
+                if part.ack_gaps
+            }
+
+    def _prove(
+        self, topic_partition: TopicPartition, proofs: Proofs, missing_slots: frozenset[int]
+    ) -> None:
+        """Take evidence, and the slots of entries in ack gaps that are still to come."""
+        with self._shared.lock:
+            owners = frozenset(map(self._consumers.owners.__getitem__, missing_slots))
+            self._shared.window.prove(topic_partition, proofs, owners)
+            self._shared.lock.notify_all()
+
+    def _lose(self, topic_partition: TopicPartition, entries: EntrySet) -> None:
+        """Report stored entries that another consumer acknowledged and that no batch holds."""
+        error = acked_elsewhere(topic_partition, self._config.subscription, entries)
+        if self._config.fail_on_data_loss:
+            self._shared.fail(error)
+            return
+        _log.warning("%s Resolved, because fail_on_data_loss is false.", error)
+        with self._shared.lock:
+            self._shared.window.counters.entries_lost += len(entries)
+
+
+def _not_held(entries: EntrySet, held: Collection[EntryId]) -> EntrySet:
+    """Return the entries that are not held.
+
+    A window holds many entries, and few of them lie among ack gaps.
+    """
+    first, last = entries.first, entries.last
+    if first is None or last is None:
+        return entries
+    return entries - EntrySet.of([one for one in held if first <= one <= last])
+
+
+def _leave_out(proofs: Proofs, undecided: EntrySet) -> None:
+    """Remove undecided entries from the evidence: they may have to be reported as lost."""
+    proofs.resolved -= undecided
+    first = undecided.first
+    if first is not None and proofs.base is not None:
+        proofs.base = min(proofs.base, first)
+
+
+def _missing_slots(
+    existing: Mapping[EntryId, tuple[int, ...]], resolved: EntrySet
+) -> frozenset[int]:
+    """Return the slots that may have routed entries that exist and are not resolved."""
+    return frozenset(
+        slot for entry_id, slots in existing.items() if entry_id not in resolved for slot in slots
+    )
+
+
+def _first_stored(found: Inspection) -> EntryId | None:
+    """Return the first stored entry, as a Reader from the very first position returned it."""
+    if FIRST in found.existing:
+        return FIRST
+    end = found.proofs.ledger_ends.get(FIRST.ledger)
+    return end.next if end is not None and end.last < 0 else None

@@ -1,1 +1,0 @@
-"""What a dead letter says, and which keys are parked behind one."""

@@ -1,1 +1,0 @@
-"""What the broker shows about entries that never came."""

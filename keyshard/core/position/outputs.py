@@ -1,0 +1,99 @@
+"""The outputs of a run in its checkpoint: what to publish, and which messages are handled.
+
+A batch of outputs is in the checkpoint before it is published. After a crash it is published again
+under the same name, batch and order, and the broker drops what it has. The messages of the batch
+are handled, also those of entries that have others; they are never handled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, get_args
+
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import index_runs, parse_indices
+from keyshard.core.publishing import BATCH_ID_MAX, HashingScheme
+from keyshard.errors import CheckpointMismatchError
+
+
+class TopicRows(NamedTuple):
+    """The outputs of a batch for one topic."""
+
+    partitions: int
+    """Number of its topic partitions, over which the keys are distributed."""
+    rows: str
+    """The messages as text; only the publisher reads it."""
+    scheme: HashingScheme
+    """Hash by which the keys are distributed, whatever the sink has after a restart."""
+
+
+Handled = dict[TopicPartition, dict[EntryId, set[int]]]
+"""Batch indices of handled messages, by entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The newest batch of outputs, and handled messages whose entries are not delivered."""
+
+    sink_id: str
+    run_id: str
+    """Part of the producer name: each new checkpoint has its own."""
+    batch_id: int = 0
+    topics: Mapping[str, TopicRows] = field(default_factory=dict)
+    """Outputs by full topic name; empty once they are confirmed."""
+    handled: Mapping[TopicPartition, Mapping[EntryId, set[int]]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        handled = {
+            where.name: {
+                f"{at.ledger}:{at.entry}": index_runs(rows) for at, rows in sorted(of.items())
+            }
+            for where, of in self.handled.items()
+        }
+        topics = {topic: list(rows) for topic, rows in self.topics.items()}
+        return {
+            "batch": self.batch_id, "handled": handled, "run": self.run_id, "sink": self.sink_id,
+            "topics": topics,
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Outputs:
+        """Parse the form of :meth:`to_dict`.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: The object has another form.
+        """
+        batch_id = data["batch"]
+        if type(batch_id) is not int or not 0 <= batch_id <= BATCH_ID_MAX:
+            raise ValueError(f"batch is {batch_id!r}")
+        topics: dict[str, TopicRows] = {}
+        for topic, (partitions, rows, scheme) in data["topics"].items():
+            if type(partitions) is not int or partitions < 1 or type(rows) is not str:
+                raise ValueError(f"the outputs for {topic} have another form")
+            if scheme not in get_args(HashingScheme):
+                raise ValueError(f"the outputs for {topic} have the hashing scheme {scheme!r}")
+            topics[topic] = TopicRows(partitions, rows, scheme)
+        handled = {
+            TopicPartition.parse(name): {
+                EntryId.parse(at): set(parse_indices(rows)) for at, rows in of.items()
+            }
+            for name, of in data["handled"].items()
+        }
+        return cls(str(data["sink"]), str(data["run"]), batch_id, topics, handled)
+
+
+def check_owner(outputs: Outputs | None, sink_id: str | None) -> None:
+    """Refuse a checkpoint whose outputs another sink, or none, would lose.
+
+    Raises:
+        CheckpointMismatchError: The checkpoint has outputs of another sink.
+    """
+    if outputs is not None and outputs.sink_id != sink_id:
+        given = "without a sink" if sink_id is None else f"with sink_id {sink_id!r}"
+        raise CheckpointMismatchError(
+            f"The checkpoint has outputs of the sink with sink_id {outputs.sink_id!r}, but the "
+            f"source starts {given}. Give that sink to source.run() or source.batches(), or use "
+            "another checkpoint."
+        )

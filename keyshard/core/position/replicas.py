@@ -1,0 +1,109 @@
+"""The bookies that store each entry of a ledger, as BookKeeper places them.
+
+Source: ``LedgerMetadata`` and ``RoundRobinDistributionSchedule`` of Apache BookKeeper 4.17. Entry
+``e`` of an ensemble of ``n`` bookies is on the bookies ``e mod n`` onward, as many as the write
+quorum says. After a failure, an ensemble replaces bookies from an entry on.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+DIGESTS = ("CRC32C", "CRC32")
+"""Types of digests that can be checked without the password of a ledger."""
+_FIELD = re.compile(r"(\w+)=(-?\w+)")
+_ENSEMBLE = re.compile(r"(\d+)=\[(.*?)\](?=, \d+=\[|$)")
+_ENSEMBLES = re.compile(r"ensembles=\{([^}]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerReplicas:
+    """A closed ledger, and the bookies of its entries."""
+
+    ledger: int
+    last: int
+    """Last entry; -1 if the ledger is empty."""
+    write_quorum: int
+    """Number of bookies that store an entry."""
+    digest: str
+    """Type of the digest of an entry, one of :data:`DIGESTS`."""
+    ensembles: tuple[tuple[int, tuple[str, ...]], ...]
+    """First entry and bookies of each ensemble, ascending; the first begins with the first entry
+    that is read, or before it."""
+
+    def bookies_of(self, entry: int) -> tuple[str, ...]:
+        """Return the bookies that store an entry, as the ledger's metadata names them."""
+        at = bisect_right(self.ensembles, entry, key=_first) - 1 if len(self.ensembles) > 1 else 0
+        placed = _placed(self.ensembles[at][1], self.write_quorum)
+        return placed[entry % len(placed)]
+
+    def part(self, first: int, end: int) -> LedgerReplicas:
+        """Return this without ensembles that have no entry from ``first`` to before ``end``."""
+        if len(self.ensembles) == 1:
+            return self
+        at = bisect_right(self.ensembles, first, key=_first) - 1
+        return replace(self, ensembles=tuple(one for one in self.ensembles[at:] if one[0] < end))
+
+
+Placement: TypeAlias = LedgerReplicas | str
+"""Where a ledger is stored, or why its entries cannot be read from bookies."""
+UNKNOWN = "its bookies were not asked for"
+"""The placement of a ledger in a plan that does not read from bookies."""
+
+
+def _first(ensemble: tuple[int, tuple[str, ...]]) -> int:
+    return ensemble[0]
+
+
+@lru_cache(maxsize=1024)
+def _placed(ensemble: tuple[str, ...], write_quorum: int) -> tuple[tuple[str, ...], ...]:
+    """Return the bookies of an entry, by its number modulo the size of the ensemble."""
+    size = len(ensemble)
+    return tuple(
+        tuple(ensemble[(start + number) % size] for number in range(write_quorum))
+        for start in range(size)
+    )
+
+
+def replicas_of(stats: Mapping[str, Any]) -> dict[int, Placement]:
+    """Return the replicas of each ledger in ``internalStats?metadata=true``.
+
+    Returns:
+        By ledger: its replicas, or why its entries cannot be read from bookies.
+
+    Raises:
+        KeyError, TypeError, ValueError: The broker's answer has another format.
+    """
+    return {int(each["ledgerId"]): _replicas(each) for each in stats["ledgers"]}
+
+
+def _replicas(listed: Mapping[str, Any]) -> Placement:
+    if listed.get("offloaded"):
+        return "it is offloaded"
+    text = str(listed.get("metadata") or "")
+    found = _ENSEMBLES.search(text)
+    fields = dict(_FIELD.findall(text[: found.start()] if found else text))
+    if fields.get("state") != "CLOSED":
+        return "it is not closed"
+    if fields.get("digestType") not in DIGESTS:
+        return f"its digest type {fields.get('digestType')} cannot be checked"
+    ensembles = tuple(
+        (int(first), tuple(name.strip() for name in names.split(",")))
+        for first, names in _ENSEMBLE.findall(found[1] if found else "")
+    )
+    quorum = int(fields.get("writeQuorumSize", 0))
+    whole = ensembles and ensembles[0][0] == 0 and "lastEntryId" in fields
+    if not whole or any(not 1 <= quorum <= len(names) for _, names in ensembles):
+        return "its metadata is not understood"
+    return LedgerReplicas(
+        ledger=int(listed["ledgerId"]),
+        last=int(fields["lastEntryId"]),
+        write_quorum=quorum,
+        digest=fields["digestType"],
+        ensembles=tuple(sorted(ensembles)),
+    )

@@ -1,0 +1,110 @@
+"""The subscription that keeps the dead letters of a source; without one, a topic loses them.
+
+If the dead-letter topic exists, it is subscribed from the start. If not, a check creates nothing:
+topic and subscription are created together, just before the first dead letter is written.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from keyshard.broker.port import Broker, Consumer, StartPosition, SubscriptionSpec
+from keyshard.broker.topics import PARKED
+from keyshard.config.source import SourceConfig
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.dead_letters.parked import Parked
+from keyshard.dead_letters.reading import fold
+from keyshard.errors import ConfigError, SubscriptionInUseError
+
+RECEIVER_QUEUE_SIZE = 8
+"""Messages that the client requests ahead; each may have the broker's maximum size."""
+
+
+class DeadLetterSubscription:
+    """Holds the subscription. Any thread may call it; it does not retry."""
+
+    def __init__(self, broker: Broker, where: TopicPartition, config: SourceConfig) -> None:
+        self._broker = broker
+        self._where = where
+        self._config = config
+        self._lock = threading.Lock()
+        self.consumer: Consumer | None = None
+        """Acknowledges entries that nothing needs; ``None``: there is no topic yet."""
+
+    def is_missing(self) -> bool:
+        """Whether there is no dead-letter topic; ``False`` if an old broker cannot tell."""
+        return bool(self._broker.missing([self._where.topic]))
+
+    def hold(self) -> Consumer:
+        """Subscribe, unless that is done; Pulsar creates a missing topic.
+
+        Raises:
+            ConfigError: The topic is partitioned.
+            RangeConflictError: Another source parks there with the same subscription.
+            BrokerError: The broker cannot be reached, or refused.
+        """
+        with self._lock:
+            if self.consumer is None:
+                self.consumer = self._subscribe()
+            return self.consumer
+
+    def hold_for_the_first(self) -> Consumer:
+        """Subscribe before the first dead letter, if there was no topic at the start.
+
+        Raises:
+            SubscriptionInUseError: Another process has written dead letters of this source there.
+            KeyShardError: As :meth:`hold`, or the topic cannot be read.
+        """
+        with self._lock:
+            if self.consumer is not None:
+                return self.consumer
+            consumer, found = self._subscribe(), Parked()
+            try:
+                finished = fold(self._broker, self._where, found, consumer, self._config)
+                if found.keys:
+                    raise SubscriptionInUseError(
+                        f"Another process has parked keys of {self._config.subscription!r} in "
+                        f"{self._where} since this source started. Stop that process, and start "
+                        "this source again to read those keys.",
+                        holders=[],
+                    )
+                if finished:
+                    consumer.acknowledge(finished)
+            except BaseException:
+                consumer.close()
+                raise
+            self.consumer = consumer
+            return consumer
+
+    def close(self) -> None:
+        """Close the consumer. Idempotent."""
+        if self.consumer is not None:
+            self.consumer.close()
+
+    def in_use(self) -> SubscriptionInUseError:
+        """Make the error of a conflict over the subscription."""
+        return SubscriptionInUseError(
+            f"Subscription '{self._config.subscription}{PARKED}' of {self._where} is in use: "
+            "another source with the same subscription parks keys there. Stop that source, or "
+            "name another dead_letter_topic.",
+            holders=[],
+        )
+
+    def _subscribe(self) -> Consumer:
+        if self._broker.partitions(self._where.topic) != (self._where,):
+            raise ConfigError(
+                f"The dead-letter topic {self._where} is partitioned, but dead letters need one "
+                "order. Set dead_letter_topic to a topic without partitions."
+            )
+        return self._broker.subscribe(
+            SubscriptionSpec(
+                self._where,
+                f"{self._config.subscription}{PARKED}",
+                split_ring(1)[0],
+                consumer_name=f"keyshard-{socket.gethostname()}-parked",
+                receiver_queue_size=RECEIVER_QUEUE_SIZE,
+            ),
+            StartPosition.EARLIEST,
+        )

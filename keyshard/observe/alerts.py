@@ -1,0 +1,172 @@
+"""Alert rules for Prometheus, in one table; ``docs/operations/alerts.yml`` is made from it.
+
+Write the file again with ``python -m keyshard.observe.alerts > docs/operations/alerts.yml``.
+``docs/runbook.md`` has a section for each alert.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from keyshard.core.diagnosis import NEAR
+from keyshard.core.health import StallKind
+from keyshard.observe.metrics import METRICS, SINK_METRICS
+
+_NAMES = frozenset(metric.name for metric in (*METRICS, *SINK_METRICS))
+
+
+def known(name: str) -> str:
+    """Return a name of the table of metrics.
+
+    Raises:
+        KeyError: The table has no such metric.
+    """
+    if name not in _NAMES:
+        raise KeyError(name)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One rule."""
+
+    name: str
+    expression: str
+    for_: str
+    """Time for which the expression must hold, as Prometheus writes it."""
+    severity: str
+    """``critical``: messages wait until somebody acts; ``warning``: they will, or some do."""
+    summary: str
+    """One sentence, with the labels of the expression."""
+
+    @property
+    def runbook(self) -> str:
+        """Its section in the runbook."""
+        return f"docs/runbook.md#{self.name.lower()}"
+
+
+_STALLED = {
+    StallKind.HANDLER: "a handler has not returned",
+    StallKind.DEAD_LETTER: "the broker has not confirmed a dead letter",
+    StallKind.OUTPUTS: "the broker has not confirmed the outputs of handlers",
+    StallKind.DISCONNECTED: "a consumer is not connected",
+    StallKind.CIRCUIT: "most keys fail, and handlers are paused",
+    StallKind.RETRIES: "a key fails, and its messages wait for the next attempt",
+    StallKind.WORKERS: "all workers are busy with other ranges",
+    StallKind.DRAINING: "they are about to move",
+    StallKind.UNKNOWN: "messages wait for an unknown reason",
+}
+_OF = "of subscription {{ $labels.subscription }}"
+_PARTITION = "Topic partition {{ $labels.topic }}-{{ $labels.partition }} " + _OF
+
+
+def _stall(kind: StallKind, text: str) -> Alert:
+    stalled = known("keyshard_range_stalled_seconds")
+    return Alert(
+        kind.alert,
+        f'count by (job, instance, subscription) ({stalled}{{kind="{kind.value}"}})',
+        "1m",
+        "critical",
+        f"{{{{ $value }}}} ranges {_OF} are stalled: {text}.",
+    )
+
+
+def _near(alert: str, count: str, limit: str, effect: str) -> Alert:
+    """Return the alert for a count of a topic partition near the limit of the broker."""
+    return Alert(
+        alert,
+        f"{known(count)} / ({known(limit)} > 0) > {NEAR:g}",
+        "2m",
+        "warning",
+        f"{_PARTITION} is at {{{{ $value | humanizePercentage }}}} of a limit. At 100%, {effect}",
+    )
+
+
+ALERTS: tuple[Alert, ...] = (
+    *(_stall(kind, text) for kind, text in _STALLED.items()),
+    Alert(
+        "KeyshardDown", 'up{job="keyshard"} == 0', "2m", "critical",
+        "{{ $labels.instance }} does not answer Prometheus.",
+    ),
+    Alert(
+        "KeyshardLag", f"{known('keyshard_lag_seconds')} > 300", "5m", "warning",
+        f"The oldest received message {_OF} is {{{{ $value | humanizeDuration }}}} old.",
+    ),
+    Alert(
+        "KeyshardUncovered", f"{known('keyshard_partition_covered')} == 0", "1m", "critical",
+        f"{_PARTITION} has slots without a connected consumer.",
+    ),
+    Alert(
+        "KeyshardBrokerError", f"{known('keyshard_partition_broker_error')} == 1", "1m", "critical",
+        f"{_PARTITION}: the broker refuses a consumer or does not answer it.",
+    ),
+    _near(
+        "KeyshardAckGaps", "keyshard_partition_ack_gaps", "keyshard_partition_ack_gaps_limit",
+        "the broker delivers entries again after its restart.",
+    ),
+    _near(
+        "KeyshardReplayEntries", "keyshard_partition_replay_entries",
+        "keyshard_partition_replay_entries_limit", "the broker stops all ranges.",
+    ),
+    Alert(
+        "KeyshardParkedKeys", f"{known('keyshard_parked_keys')} > 0", "5m", "warning",
+        f"{{{{ $value }}}} keys {_OF} are parked. Their messages go to the dead-letter topic.",
+    ),
+    Alert(
+        "KeyshardOutputsFailed", f"increase({known('keyshard_outputs_failed_total')}[5m]) > 0",
+        "0m", "warning", f"The broker did not store some outputs of handlers {_OF}.",
+    ),
+    Alert(
+        "KeyshardObserverErrors", f"increase({known('keyshard_observer_errors_total')}[5m]) > 0",
+        "0m", "warning", f"Observers {_OF} raise.",
+    ),
+    Alert(
+        "KeyshardWorkerDown", f"{known('keyshard_worker_up')} == 0", "1m", "critical",
+        f"Worker {{{{ $labels.worker }}}} {_OF} does not run. Its ranges receive nothing.",
+    ),
+    Alert(
+        "KeyshardEntriesLost", f"increase({known('keyshard_entries_lost_total')}[5m]) > 0",
+        "0m", "critical", f"Somebody else acknowledged entries {_OF}.",
+    ),
+    Alert(
+        "KeyshardUnreadable",
+        f"increase({known('keyshard_entries_corrupt_skipped_total')}[5m]) + "
+        f"increase({known('keyshard_entries_encrypted_skipped_total')}[5m]) > 0",
+        "0m", "warning", f"Entries {_OF} cannot be read, and are acknowledged without a row.",
+    ),
+    Alert(
+        "KeyshardSinkFailed",
+        f"increase({known('keyshard_sink_messages_failed_total')}[5m]) > 0",
+        "0m", "warning",
+        "Some messages of sink {{ $labels.sink }} were refused, or not confirmed in time.",
+    ),
+)  # fmt: skip
+"""In the order of the file."""
+
+
+def document() -> str:
+    """Return the text of ``docs/operations/alerts.yml``."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# Made from the table of metrics: python -m keyshard.observe.alerts"
+    yield "groups:"
+    yield "  - name: keyshard"
+    yield "    rules:"
+    for alert in ALERTS:
+        # A JSON string is a YAML string.
+        yield f"      - alert: {alert.name}"
+        yield f"        expr: {json.dumps(alert.expression)}"
+        yield f"        for: {alert.for_}"
+        yield f"        labels: {{severity: {alert.severity}}}"
+        yield "        annotations:"
+        yield f"          summary: {json.dumps(alert.summary)}"
+        yield f"          runbook: {json.dumps(alert.runbook)}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

@@ -1,0 +1,295 @@
+"""The HTTP interface of the page: its files, the status, a stream of looks, and requests.
+
+::
+
+    GET  /, /page.js, /page.css          the page; no data
+    GET  /api/status[?source=ID]         the status of every source, or of one
+    GET  /api/events[?source=ID]         server-sent events: a look each second
+    POST /api/ask {"source": ID, "do": ...}   a request to the control socket of a source
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from keyshard.control import RunningSource
+from keyshard.errors import ConfigError, ControlError, KeyShardError
+from keyshard.observe.page.guard import Guard
+from keyshard.observe.page.looker import Look, Looker
+from keyshard.redaction import shown
+from keyshard.threads import Pool
+
+BODY_BYTES_MAX = 64 * 1024
+"""Longest body of a request, bytes."""
+BODY_S = 10.0
+"""Longest time to receive the body of a request, seconds."""
+ASK_S = 60.0
+"""Longest wait for the answer of a source, seconds."""
+SEND_S = 5.0
+"""Time after which a page that does not read its events is cut off, seconds."""
+WATCHERS_MAX = 200
+"""Most pages that get events at the same time."""
+ASKED_MAX = 16
+"""Most requests to sources at the same time; further ones are refused."""
+KEEP_ALIVE_S = 15.0
+"""Longest time without an event, seconds; then a comment is sent."""
+COMMANDS = frozenset({
+    "status", "explain", "runs", "stack", "dead_letters", "dead_letter", "unpark", "discard",
+    "rescale", "pause", "resume",
+})  # fmt: skip
+"""Requests of the control socket that a page may send."""
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+Sources = Callable[[], tuple[list[RunningSource], list[str]]]
+"""Returns the running sources, and the errors of those that do not answer."""
+
+
+class Cut(Protocol):
+    """Cuts the connection of a client off, by its address."""
+
+    def __call__(self, client: object) -> None: ...
+
+
+class PageApp:
+    """The application of one server. Its methods run in the event loop of the server.
+
+    Args:
+        sources: What the page shows.
+        guard: Which requests are served.
+        cut: Cuts a client off that does not read.
+    """
+
+    def __init__(self, sources: Sources, guard: Guard, cut: Cut) -> None:
+        self._sources = sources
+        self._cut = cut
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._look: Look | None = None
+        self._looked = asyncio.Event()
+        self._watchers = self._asked = 0
+        self._closing = False
+        self._looker = Looker(sources, self._told)
+        self._pool = Pool(ASKED_MAX, "keyshard-page-ask")
+        routes = [Route(path, _file(path)) for path in FILES]
+        routes += [
+            Route("/api/status", self._status),
+            Route("/api/events", self._events),
+            Route("/api/ask", self._ask, methods=["POST"]),
+        ]
+        self.asgi: ASGIApp = _Guarded(Starlette(routes=routes), guard)
+
+    def begin(self) -> None:
+        """Run in the calling event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def end(self) -> None:
+        """End all streams of events."""
+        self._closing = True
+        self._looked.set()
+
+    def close(self) -> None:
+        """Stop looking. Called after the loop has ended. Idempotent."""
+        self._looker.close()
+        self._pool.shutdown()
+
+    # -- looks -------------------------------------------------------------------------------------
+
+    def _told(self, look: Look) -> None:
+        """Take a look, in the thread of the looker."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._show, look)
+
+    def _show(self, look: Look) -> None:
+        self._look = look
+        self._looked.set()
+        self._looked = asyncio.Event()
+
+    async def _events(self, request: Request) -> Response:
+        if self._watchers >= WATCHERS_MAX:
+            return _refusal(503, f"{WATCHERS_MAX} pages are open already. Close one.")
+        return _EventStream(self, request.query_params.get("source"))
+
+    async def stream(self, wanted: str | None, scope: Scope, send: Send) -> None:
+        """Send a look each second until the client is gone or too slow, or the server ends."""
+        self._watchers += 1
+        self._looker.watched(by=self._watchers)
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        shown_number = 0
+        try:
+            await _sent(send, {"type": "http.response.start", "status": 200, "headers": headers})
+            while not self._closing:
+                look, looked = self._look, self._looked
+                if look is not None and look.number != shown_number:
+                    shown_number = look.number
+                    await _sent(send, _part(look.event(wanted)))
+                    continue
+                try:
+                    await asyncio.wait_for(looked.wait(), KEEP_ALIVE_S)
+                except asyncio.TimeoutError:
+                    await _sent(send, _part(b": nothing new\n\n"))
+            await _sent(send, {"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.TimeoutError:
+            self._cut(scope.get("client"))
+        finally:
+            self._watchers -= 1
+            self._looker.watched(by=self._watchers)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def _status(self, request: Request) -> Response:
+        wanted = request.query_params.get("source")
+        look = await self._in_pool(self._looker.look)
+        if isinstance(look, Response):
+            return look
+        if wanted is None:
+            found = ",".join(look.details.values())
+            return Response(f'{{"sources": [{found}]}}', media_type="application/json")
+        if wanted not in look.details:
+            return _refusal(404, "The source does not run. /api/status lists all that run.")
+        return Response(look.details[wanted], media_type="application/json")
+
+    async def _ask(self, request: Request) -> Response:
+        try:
+            asked = json.loads(await asyncio.wait_for(_body(request), BODY_S))
+        except (ValueError, RecursionError):
+            asked = None
+        except asyncio.TimeoutError:
+            return _refusal(408, "The request did not arrive in time.")
+        match asked:
+            case {"source": str(source), "do": str(do), **fields}:
+                pass
+            case _:
+                return _refusal(400, "The request must be a JSON object with source and do.")
+        named = {str(name): value for name, value in fields.items()}
+        if do not in COMMANDS:
+            return _refusal(400, f"Command {shown(do)} is not known to the page.")
+
+        def answered() -> Any:
+            found, _ = self._sources()
+            one = next((one for one in found if one.path.name == source), None)
+            if one is None:
+                raise ControlError("The source does not run any more. Reload the page.")
+            return one.ask(do, timeout_s=ASK_S, **named)
+
+        try:
+            result = await self._in_pool(answered)
+        except (KeyShardError, TypeError) as exc:
+            code = exc.code if isinstance(exc, KeyShardError) else ConfigError.code
+            text = exc.message if isinstance(exc, KeyShardError) else str(exc)
+            return JSONResponse({"ok": False, "code": code, "error": text}, 422)
+        if isinstance(result, Response):
+            return result
+        return JSONResponse({"ok": True, "result": result})
+
+    async def _in_pool(self, work: Callable[[], Any]) -> Any:
+        if self._asked >= ASKED_MAX:
+            return _refusal(503, "Too many requests are being answered. Try again later.")
+        self._asked += 1
+        try:
+            return await asyncio.wrap_future(self._pool.submit(work))
+        finally:
+            self._asked -= 1
+
+
+class _EventStream(Response):
+    """The answer that sends events."""
+
+    def __init__(self, app: PageApp, wanted: str | None) -> None:
+        super().__init__()
+        self._app, self._wanted = app, wanted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streaming = asyncio.ensure_future(self._app.stream(self._wanted, scope, send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({streaming, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            streaming.cancel()
+            await asyncio.gather(streaming, leaving, return_exceptions=True)
+
+
+class _Guarded:
+    """Refuses what the guard refuses, and adds the headers of every answer."""
+
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app, self._guard = app, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+
+        async def sends(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.lower().encode(), text.encode()) for name, text in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        refusal = self._guard.refusal(scope["method"], scope["path"], headers)
+        answer = self._app if refusal is None else _refusal(refusal.status, refusal.text)
+        await answer(scope, receive, sends)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _sent(send: Send, message: Message) -> None:
+    await asyncio.wait_for(send(message), SEND_S)
+
+
+def _part(body: bytes) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+async def _body(request: Request) -> bytes:
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > BODY_BYTES_MAX:
+            raise ValueError("the body is too long")
+    return bytes(parts)
+
+
+def _file(path: str) -> Callable[[Request], Response]:
+    name, kind = FILES[path]
+    content = files(__package__).joinpath("static").joinpath(name).read_bytes()
+
+    def answer(_request: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    async def answered(request: Request) -> Response:
+        return answer(request)
+
+    return answered  # type: ignore[return-value]
+
+
+def _refusal(status: int, text: str) -> Response:
+    return PlainTextResponse(f"{text}\n", status)

@@ -1,0 +1,52 @@
+"""Where a page is served, and its start; imports no web server before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from keyshard.control import RunningSource
+from keyshard.errors import ConfigError
+from keyshard.observe.page.guard import Guard
+
+if TYPE_CHECKING:
+    from keyshard.observe.page.server import PageServer
+
+INSTALL = "pip install 'keyshard[ui]'"
+
+
+@dataclass(frozen=True, slots=True)
+class PageOptions:
+    """Address and token of a page."""
+
+    host: str
+    port: int
+    token: str | None = None
+    names: Collection[str] = ()
+    """Further names by which browsers reach the host."""
+
+    def __repr__(self) -> str:
+        return f"PageOptions({self.host!r}, {self.port})"
+
+
+def serve_page(
+    options: PageOptions, sources: Callable[[], tuple[list[RunningSource], list[str]]]
+) -> PageServer:
+    """Serve a page.
+
+    Args:
+        options: Its address and token.
+        sources: Returns the sources to show, and the errors of those that do not answer.
+
+    Raises:
+        ConfigError: The address cannot be used, it needs a token, or a package is missing.
+    """
+    guard = Guard.of(options.host, options.token, options.names)
+    try:
+        from keyshard.observe.page.server import PageServer  # noqa: PLC0415
+    except ImportError as exc:
+        raise ConfigError(
+            f"The page needs the package {exc.name}, which is not installed. Run {INSTALL}."
+        ) from exc
+    return PageServer(options.host, options.port, guard, sources)

@@ -1,0 +1,641 @@
+// The live page: a stream of looks, and tables and a ring drawn from them. Data enters the document
+// as text only.
+
+const SLOTS = 65536;
+const HISTORY = 120; // samples of a sparkline, one a second
+const ROWS = 20; // rows of a table before "show all"
+const AGAIN_MS = 2000;
+const HEAT_MIN = 50; // messages or seconds that are hot at least
+
+const byId = (id) => document.getElementById(id);
+const svgOf = (name) => document.createElementNS("http://www.w3.org/2000/svg", name);
+
+const state = {
+  chosen: null, look: null, histories: new Map(), arcs: new Map(), arc: null, all: new Set(),
+  sorts: { owners: ["trouble", -1], partitions: ["lag", -1], runs: ["elapsed", -1], dead: ["none", 1], rescales: ["ago", 1] },
+  runs: [], stream: null, dead: null, letter: null, pressed: null,
+};
+
+document.addEventListener("pointerdown", (event) => { state.pressed = event.target; });
+for (const end of ["pointerup", "pointercancel"]) document.addEventListener(end, () => { state.pressed = null; });
+
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "onclick") made.addEventListener("click", value);
+    else if (value !== null && value !== undefined) made.setAttribute(key, value);
+  }
+  made.append(...children.filter((one) => one !== null && one !== undefined));
+  return made;
+}
+
+// -- Texts -----------------------------------------------------------------------------------------
+
+const numberOf = (value) =>
+  value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
+const paceOf = (value) =>
+  value === null ? "–" : value >= 10 || value === 0 ? numberOf(value) : value.toFixed(1);
+
+function durationOf(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${Math.floor(seconds % 60)} s`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 24) return `${hours} h ${minutes % 60} min`;
+  return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+const nameOf = (partition) =>
+  (partition.partition < 0 ? partition.topic : `${partition.topic}-partition-${partition.partition}`)
+    .replace(/^persistent:\/\/(public\/default\/)?/, "");
+const keyOf = (key) => (key === null ? "(no key)" : key);
+
+// -- Requests --------------------------------------------------------------------------------------
+
+function token() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (given) {
+    sessionStorage.setItem("token", given);
+    history.replaceState(null, "", location.pathname);
+  }
+  return sessionStorage.getItem("token");
+}
+
+function headersOf() {
+  const known = token();
+  return known ? { Authorization: `Bearer ${known}` } : {};
+}
+
+async function ask(command, fields = {}) {
+  const answer = await fetch("/api/ask", {
+    method: "POST",
+    headers: { ...headersOf(), "Content-Type": "application/json" },
+    body: JSON.stringify({ source: state.look?.chosen, do: command, ...fields }),
+  });
+  if (answer.headers.get("content-type")?.startsWith("application/json")) {
+    const told = await answer.json();
+    if (told.ok) return told.result;
+    throw new Error(`${told.error} (${told.code})`);
+  }
+  throw new Error((await answer.text()).trim());
+}
+
+async function listen() {
+  const stop = new AbortController();
+  state.stream?.abort();
+  state.stream = stop;
+  while (!stop.signal.aborted) {
+    try {
+      const query = state.chosen ? `?source=${encodeURIComponent(state.chosen)}` : "";
+      const answer = await fetch(`/api/events${query}`, { headers: headersOf(), signal: stop.signal });
+      if (answer.status === 401) return askForToken();
+      if (!answer.ok) throw new Error((await answer.text()).trim());
+      live(true);
+      await readEvents(answer.body.getReader());
+      throw new Error("the connection has ended");
+    } catch (error) {
+      if (stop.signal.aborted) return;
+      live(false, error.message);
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    }
+  }
+}
+
+async function readEvents(reader) {
+  const decoder = new TextDecoder();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += decoder.decode(value, { stream: true });
+    const events = text.split("\n\n");
+    text = events.pop();
+    const newest = events.filter((one) => one.startsWith("data: ")).pop();
+    if (newest) show(JSON.parse(newest.slice(6)));
+  }
+}
+
+function live(is, why = "") {
+  const link = byId("link");
+  link.className = is ? "live" : "";
+  link.textContent = is ? "live" : `not connected: ${why}; trying again`;
+}
+
+function askForToken() {
+  live(false, "a token is required");
+  byId("main").hidden = true;
+  byId("token").hidden = false;
+  byId("token").token.focus();
+}
+
+byId("token").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("token", byId("token").token.value);
+  byId("token").hidden = true;
+  listen();
+});
+
+// -- A look ----------------------------------------------------------------------------------------
+
+function show(look) {
+  state.look = look;
+  byId("notice").hidden = !look.error;
+  byId("notice").textContent = look.error;
+  showSources(look);
+  const status = look.status;
+  byId("main").hidden = !status;
+  if (!status) {
+    document.title = "keyshard";
+    if (!look.sources.length) byId("sources").replaceChildren("Nothing runs on this machine.");
+    return;
+  }
+  document.title = `${status.name} - keyshard`;
+  remember(look.chosen, status);
+  showFacts(status);
+  showRing(status);
+  showOwners(status);
+  showPartitions(status);
+  showHistory(status.history);
+  byId("now").hidden = byId("letters").hidden = status.kind !== "handlers";
+  byId("pause").hidden = status.state === "paused";
+  byId("resume").hidden = status.state !== "paused";
+  byId("moves").hidden = status.kind === "spark" || status.kind === "stream";
+}
+
+function remember(source, status) {
+  for (const partition of status.partitions) {
+    const name = `${source} ${nameOf(partition)}`;
+    const history = state.histories.get(name) ?? [];
+    history.push(partition.lag.rows ?? partition.lag.seconds ?? 0);
+    state.histories.set(name, history.slice(-HISTORY));
+  }
+}
+
+function showSources(look) {
+  const buttons = look.sources.map((one) => {
+    const is = one.error ? "lost" : one.state;
+    const lag = one.error ? one.error : `${one.kind}, ${lagOf(one.lag)}`;
+    return element("button", {
+      type: "button", title: one.error || `${one.subscription}, pid ${one.pid}`,
+      "aria-current": String(one.id === look.chosen),
+      onclick: () => { state.chosen = one.id; state.arc = null; state.runs = []; state.dead = null; showDead(); listen(); },
+    }, element("span", { class: `state ${is}` }), one.name, " ", element("small", {}, lag));
+  });
+  const nav = byId("sources");
+  const focused = [...nav.children].indexOf(document.activeElement);
+  nav.replaceChildren(...buttons);
+  if (focused >= 0) nav.children[focused]?.focus();
+}
+
+const lagOf = (lag) =>
+  [
+    lag.rows === null ? null : `${numberOf(lag.rows)} rows`,
+    lag.seconds === null ? null : durationOf(lag.seconds),
+  ].filter(Boolean).join(", ") || "lag unknown";
+
+function showFacts(status) {
+  const fact = (name, value, note = "", kind = "") =>
+    element("div", { class: kind }, element("dt", {}, name),
+      element("dd", {}, value, " ", element("small", {}, note)));
+  const { lag, rates, counters } = status;
+  const trend = element("span", { class: lag.trend ?? "" }, lag.trend ?? "");
+  const handles = status.kind === "handlers";
+  byId("facts").replaceChildren(...[
+    fact("State", element("span", { class: `state ${status.state}` }, status.state), status.kind),
+    fact("Lag", durationOf(lag.seconds), trend),
+    fact("Backlog", numberOf(lag.rows), lag.rows === null ? "needs admin_url" : "rows"),
+    fact("Received", paceOf(rates.received), "rows/s"),
+    handles ? fact("Completed", paceOf(rates.completed), "messages/s") : null,
+    handles ? fact("Failed attempts", paceOf(rates.failedAttempts), "per second") : null,
+    handles ? fact("Parked keys", numberOf(status.parkedKeys), `dead letters: ${numberOf(counters.deadLettered)}`) : null,
+    fact("Uptime", durationOf(status.uptimeSeconds), `pid ${status.pid} on ${status.host}`),
+    status.hotKeys.length
+      ? fact("Hot keys", status.hotKeys.map((one) => `${keyOf(one.key).slice(0, 60)} ${(one.share * 100).toFixed(1)} %`).join(", "), "of messages", "wide")
+      : null,
+    fact("Subscription", status.subscription, `${status.topicsPattern ?? status.topics.map((one) => nameOf({ topic: one, partition: -1 })).join(", ")} at ${status.serviceUrl}`, "wide"),
+    status.newestError
+      ? fact("Newest error", element("span", { class: "bad" }, status.newestError.error),
+        status.newestError.secondsAgo === null ? "persists" : `${durationOf(status.newestError.secondsAgo)} ago`, "wide")
+      : null,
+  ].filter(Boolean));
+}
+
+// -- The ring --------------------------------------------------------------------------------------
+
+const HEATS = {
+  messages: (range) => range.waiting + range.inFlight,
+  oldest: (range) => (range.oldestUnacknowledgedMillis ?? 0) / 1000,
+  busy: (range) => range.shares?.busy ?? 0,
+  held: (range) => range.shares?.heldBack ?? 0,
+};
+const TROUBLE = { stalled: 3, disconnected: 3, blocked: 2, paused: 1, draining: 1 };
+
+function pathOf(first, last) {
+  const point = (slot, radius) => {
+    const angle = (slot / SLOTS) * 2 * Math.PI - Math.PI / 2;
+    return `${(radius * Math.cos(angle)).toFixed(3)} ${(radius * Math.sin(angle)).toFixed(3)}`;
+  };
+  const middle = (first + last + 1) / 2; // two arcs: one alone cannot be a full circle
+  const end = last + 1;
+  return `M${point(first, 104)} A104 104 0 0 1 ${point(middle, 104)} A104 104 0 0 1 ${point(end, 104)} ` +
+    `L${point(end, 66)} A66 66 0 0 0 ${point(middle, 66)} A66 66 0 0 0 ${point(first, 66)} Z`;
+}
+
+function colourOf(heat, range) {
+  if (TROUBLE[range.state] === 3) return "var(--bad)";
+  if (TROUBLE[range.state] === 2) return "var(--warn)";
+  return `color-mix(in oklab, var(--accent) ${Math.round(heat * 100)}%, var(--cold))`;
+}
+
+function showRing(status) {
+  const heatName = byId("heat").value;
+  const values = status.ranges.map(HEATS[heatName]);
+  const isShare = heatName === "busy" || heatName === "held";
+  const most = Math.max(HEAT_MIN, ...values);
+  const heatOf = (value) => (isShare ? value : Math.log1p(value) / Math.log1p(most));
+  const seen = new Set();
+  status.ranges.forEach((range, at) => {
+    for (const text of range.hashRanges) {
+      const name = `${state.look.chosen} ${range.index} ${text}`;
+      seen.add(name);
+      let path = state.arcs.get(name);
+      if (!path) {
+        const [first, last] = text.split("-").map(Number);
+        path = svgOf("path");
+        path.setAttribute("d", pathOf(first, last ?? first));
+        path.addEventListener("click", () => { state.arc = range.index; show(state.look); });
+        path.dataset.range = range.index;
+        state.arcs.set(name, path);
+        byId("arcs").append(path);
+      }
+      path.style.fill = colourOf(heatOf(values[at]), range);
+      path.classList.toggle("chosen", state.arc === range.index);
+      if (!path.firstChild) path.append(svgOf("title"));
+      path.firstChild.textContent = arcText(range);
+    }
+  });
+  for (const [name, path] of state.arcs) {
+    if (!seen.has(name)) { path.remove(); state.arcs.delete(name); }
+  }
+  const texts = [[`${numberOf(status.ranges.length)} ranges`, -4, ""], [`epoch ${status.epoch}`, 14, "soft"]];
+  byId("arcs").querySelectorAll("text").forEach((one) => one.remove());
+  for (const [text, y, kind] of texts) {
+    const made = svgOf("text");
+    made.textContent = text;
+    made.setAttribute("y", y);
+    made.setAttribute("class", kind);
+    byId("arcs").append(made);
+  }
+  const chosen = status.ranges.find((range) => range.index === state.arc);
+  byId("arc").textContent = chosen ? arcText(chosen) : "Click a range to see its owner.";
+}
+
+const arcText = (range) =>
+  `Range ${range.index} (${range.hashRanges.join(" ")}) of ${range.owner}: ${range.state}, ` +
+  `${numberOf(range.waiting)} waiting, ${numberOf(range.inFlight)} in flight` +
+  (range.blockedBy ? `, blocked by ${keyOf(range.blockedBy.key)}` : "") +
+  (range.reason ? `: ${range.reason}` : "");
+
+byId("heat").addEventListener("change", () => state.look && show(state.look));
+
+// -- Tables ----------------------------------------------------------------------------------------
+
+// A column: [name, title, value to sort by, cell, class of the cell]
+function table(id, columns, rows, limit, empty) {
+  const shown = byId(id);
+  const [by, direction] = state.sorts[id];
+  const column = columns.find(([name]) => name === by) ?? columns[0];
+  const sorted = [...rows].sort((one, other) => {
+    const [left, right] = [column[2](one) ?? -1, column[2](other) ?? -1];
+    return (left < right ? -1 : left > right ? 1 : 0) * direction;
+  });
+  if (state.pressed && shown.contains(state.pressed)) return; // a click needs its button until it ends
+  const focused = document.activeElement?.closest?.(`#${id} th`)?.dataset.name;
+  const inside = document.activeElement?.closest?.(`#${id} td button`)?.dataset.of;
+  const heads = columns.map(([name, title, , , kind]) => element("th", {
+    class: kind, scope: "col", "data-name": name,
+    "aria-sort": name === by ? (direction > 0 ? "ascending" : "descending") : null,
+  }, element("button", {
+    type: "button", onclick: () => { state.sorts[id] = [name, name === by ? -direction : -1]; if (state.look) show(state.look); showRuns(); showDead(); },
+  }, title)));
+  const all = state.all.has(id);
+  const body = (all ? sorted : sorted.slice(0, limit)).map((row) =>
+    element("tr", {}, ...columns.map(([, , , cell, kind]) => element("td", { class: kind }, cell(row)))));
+  if (!rows.length) body.push(element("tr", {}, element("td", { class: "empty", colspan: columns.length }, empty)));
+  const before = shown.parentElement.scrollTop;
+  shown.replaceChildren(element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body));
+  shown.parentElement.scrollTop = before;
+  if (focused) shown.querySelector(`th[data-name="${focused}"] button`)?.focus();
+  if (inside) [...shown.querySelectorAll("td button")].find((one) => one.dataset.of === inside)?.focus();
+  const more = byId(`all-${id}`);
+  if (more) {
+    more.hidden = rows.length <= limit;
+    more.textContent = all ? `Show the first ${limit}` : `Show all ${numberOf(rows.length)}`;
+    more.onclick = () => { if (!state.all.delete(id)) state.all.add(id); show(state.look); };
+  }
+}
+
+function showOwners(status) {
+  table("owners", [
+    ["index", "Range", (range) => range.index, (range) => String(range.index), "number"],
+    ["trouble", "State", (range) => (TROUBLE[range.state] ?? 0) * 1e12 + (range.reason ? 1e9 : 0) + range.waiting + range.inFlight,
+      (range) => element("span", { class: `state ${range.state}` }, range.state), ""],
+    ["waiting", "Waiting", (range) => range.waiting, (range) => numberOf(range.waiting), "number"],
+    ["flight", "In flight", (range) => range.inFlight, (range) => numberOf(range.inFlight), "number"],
+    ["oldest", "Oldest", (range) => range.oldestUnacknowledgedMillis,
+      (range) => durationOf(range.oldestUnacknowledgedMillis === null ? null : range.oldestUnacknowledgedMillis / 1000), "number"],
+    ["shares", "Busy, waiting, held back", (range) => range.shares?.busy, (range) => barOf(range.shares), ""],
+    ["reason", "Blocked by", (range) => range.reason, (range) => range.reason, "text"],
+  ], status.ranges, ROWS, "The source has no range yet.");
+}
+
+function barOf(shares) {
+  if (!shares) return "–";
+  const bar = svgOf("svg");
+  bar.setAttribute("class", "bar");
+  bar.setAttribute("viewBox", "0 0 100 10");
+  bar.setAttribute("preserveAspectRatio", "none");
+  let x = 0;
+  const texts = [];
+  for (const name of ["busy", "waiting", "heldBack"]) {
+    const part = svgOf("rect");
+    part.setAttribute("class", name);
+    part.setAttribute("x", x);
+    part.setAttribute("width", shares[name] * 100);
+    part.setAttribute("height", 10);
+    x += shares[name] * 100;
+    texts.push(`${name === "heldBack" ? "held back" : name} ${Math.round(shares[name] * 100)} %`);
+    bar.append(part);
+  }
+  const title = svgOf("title");
+  title.textContent = texts.join(", ");
+  bar.append(title);
+  return bar;
+}
+
+function showPartitions(status) {
+  const limited = (count, most) => {
+    const near = count !== null && most && count >= most / 2;
+    return element("span", { class: near ? "warn" : "" }, `${numberOf(count)} / ${numberOf(most)}`);
+  };
+  table("partitions", [
+    ["name", "Topic partition", nameOf, nameOf, "text"],
+    ["lag", "Lag", (one) => one.lag.seconds, (one) => durationOf(one.lag.seconds), "number"],
+    ["rows", "Rows", (one) => one.lag.rows, (one) => numberOf(one.lag.rows), "number"],
+    ["trend", "Trend", (one) => one.lag.trend, (one) => element("span", { class: one.lag.trend ?? "" }, one.lag.trend ?? "–"), ""],
+    ["spark", "Last 2 minutes", (one) => one.lag.rows, (one) => sparkOf(state.histories.get(`${state.look.chosen} ${nameOf(one)}`) ?? []), ""],
+    ["gaps", "Ack gaps", (one) => one.ackGaps, (one) => limited(one.ackGaps, one.ackGapsMax), "number"],
+    ["replay", "Replay queue", (one) => one.replay, (one) => limited(one.replay, one.replayMax), "number"],
+    ["covered", "Ring", (one) => (one.covered ? 0 : 1) + (one.error ? 2 : 0),
+      (one) => element("span", { class: one.covered && !one.error ? "" : "bad" },
+        one.error || (one.covered ? "whole" : `no consumer: ${one.gaps.slice(0, 3).join(" ")}`)), "text"],
+  ], status.partitions, ROWS, "The source has no topic partition yet.");
+}
+
+function sparkOf(history) {
+  const spark = svgOf("svg");
+  spark.setAttribute("class", "spark");
+  spark.setAttribute("viewBox", `0 0 ${HISTORY} 22`);
+  spark.setAttribute("preserveAspectRatio", "none");
+  const most = Math.max(1, ...history);
+  const line = svgOf("polyline");
+  line.setAttribute("points", history.map((value, at) =>
+    `${HISTORY - history.length + at},${(20 - (value / most) * 18).toFixed(1)}`).join(" "));
+  const title = svgOf("title");
+  title.textContent = `${numberOf(history.at(-1))} now, at most ${numberOf(most)}`;
+  spark.append(title, line);
+  return spark;
+}
+
+// -- The last minutes ------------------------------------------------------------------------------
+
+const MINUTES_S = 300;
+
+function showHistory(history) {
+  const { commits, rescales } = history ?? { commits: [], rescales: [] };
+  const most = Math.max(1, ...commits.map((one) => one.entries));
+  byId("commits").replaceChildren(...commits.map((one) => {
+    const bar = svgOf("rect");
+    const height = Math.max(1, (one.entries / most) * 38);
+    bar.setAttribute("x", Math.max(0, MINUTES_S - one.secondsAgo));
+    bar.setAttribute("y", 40 - height);
+    bar.setAttribute("width", 8);
+    bar.setAttribute("height", height);
+    const title = svgOf("title");
+    title.textContent = `${numberOf(one.entries)} entries in ${numberOf(one.commits)} commits, ${durationOf(one.secondsAgo)} ago`;
+    bar.append(title);
+    return bar;
+  }));
+  const sum = (name) => commits.reduce((total, one) => total + one[name], 0);
+  const sizes = commits.filter((one) => one.checkpointBytes !== null);
+  byId("commits-text").textContent = `${numberOf(sum("commits"))} commits, ${numberOf(sum("entries"))} entries` +
+    (sizes.length ? `, checkpoint ${numberOf(sizes.at(-1).checkpointBytes)} bytes` : "");
+  table("rescales", [
+    ["ago", "Rescale", (one) => one.secondsAgo, (one) => `${durationOf(one.secondsAgo)} ago`, "number"],
+    ["ranges", "Ranges", (one) => one.after, (one) => `${numberOf(one.before)} to ${numberOf(one.after)}`, "text"],
+    ["moved", "Moved", (one) => one.movedFraction, (one) => `${(one.movedFraction * 100).toFixed(1)} % of the ring`, "text"],
+    ["took", "Took", (one) => one.durationMillis, (one) => durationOf(one.durationMillis / 1000), "number"],
+    ["pause", "Longest pause", (one) => one.pauseMillis, (one) => durationOf(one.pauseMillis / 1000), "number"],
+    ["error", "Error", (one) => one.error, (one) => one.error, "text"],
+  ], rescales, ROWS, "No rescale since the start.");
+}
+
+// -- Runs now --------------------------------------------------------------------------------------
+
+async function refreshRuns() {
+  if (state.look?.status?.kind === "handlers" && !document.hidden) {
+    try { state.runs = (await ask("runs")).runs; } catch { state.runs = []; }
+    showRuns();
+  }
+  setTimeout(refreshRuns, 1000);
+}
+
+function showRuns() {
+  table("runs", [
+    ["key", "Key", (run) => keyOf(run.key), (run) => keyOf(run.key), "text"],
+    ["range", "Range", (run) => run.range, (run) => String(run.range), "number"],
+    ["message", "Message", (run) => run.messageId, (run) => `${run.messageId} of ${nameOf(run)}`, "text"],
+    ["attempt", "Attempt", (run) => run.attempts, (run) => String(run.attempts + 1), "number"],
+    ["elapsed", "Runs for", (run) => run.runningSeconds, (run) => durationOf(run.runningSeconds), "number"],
+    ["retry", "Next retry", (run) => run.retryInSeconds, (run) => durationOf(run.retryInSeconds), "number"],
+    ["error", "Last failure", (run) => run.error, (run) => run.error, "text"],
+    ["stack", "Stack", (run) => run.runningSeconds, (run) => (run.state === "running"
+      ? element("button", { type: "button", "data-of": `${run.messageId} ${nameOf(run)}`, onclick: () => openStack(run) }, "show")
+      : null), ""],
+  ], state.runs, 200, "No handler runs, and no message waits for a retry.");
+}
+
+async function openStack(run) {
+  await noting("runs-note", async () => {
+    const { topic, partition, messageId: id } = run;
+    const found = await ask("stack", { topic, partition, id });
+    byId("stack-title").textContent = `Message ${id} of ${nameOf(run)}, key ${keyOf(found.key)}`;
+    byId("stack-facts").textContent = `The handler runs for ${durationOf(found.runningSeconds)}. The newest call is last.`;
+    byId("calls").textContent = found.stack.join("\n") || "The handler is beginning or returning.";
+    byId("stack").showModal();
+    return "";
+  });
+}
+
+// -- Dead letters ----------------------------------------------------------------------------------
+
+function wanted() {
+  const fields = {};
+  for (const [name, value] of new FormData(byId("filter"))) {
+    if (name === "rejected") fields.rejected = true;
+    else if (value !== "") fields[name] = name.endsWith("_s") ? Number(value) : value;
+  }
+  return fields;
+}
+
+async function listDead(from = null) {
+  await noting("dead-note", async () => {
+    state.dead = await ask("dead_letters", { ...wanted(), limit: 100, ...(from ? { from } : {}) });
+    showDead();
+    return `${numberOf(state.dead.deadLetters.length)} of ${numberOf(state.dead.examined)} examined dead letters match`;
+  });
+}
+
+function showDead() {
+  const rows = state.dead?.deadLetters ?? [];
+  table("dead", [
+    ["kind", "Kind", (one) => one.kind, (one) => one.kind, ""],
+    ["key", "Key", (one) => one.key, (one) => keyOf(one.key), "text"],
+    ["message", "Message", (one) => one.messageId, (one) => `${one.messageId} of ${nameOf(one)}`, "text"],
+    ["reason", "Error", (one) => one.reason, (one) => one.reason, "text"],
+    ["attempts", "Attempts", (one) => one.attempts, (one) => String(one.attempts), "number"],
+    ["age", "Age", (one) => one.ageSeconds, (one) => durationOf(one.ageSeconds), "number"],
+    ["value", "Value", (one) => one.bytes, (one) => element("button", { type: "button", onclick: () => openLetter(one) },
+      one.bytes === null ? "show" : `${numberOf(one.bytes)} bytes`), ""],
+  ], rows, 100, state.dead ? "No dead letter matches." : "Show lists the dead letters that match.");
+  byId("next-dead").hidden = !state.dead?.next;
+}
+
+async function openLetter(one) {
+  await noting("dead-note", async () => {
+    const { topic, partition, messageId: id } = one;
+    state.letter = { ...(await ask("dead_letter", { topic, partition, id })), asked: { topic, partition, id } };
+    byId("letter-title").textContent = `Message ${id} of ${nameOf(one)}, key ${keyOf(one.key)}`;
+    byId("letter-facts").textContent = `${one.kind}: ${one.reason}`;
+    await showValue();
+    byId("letter").showModal();
+    return "";
+  });
+}
+
+async function showValue() {
+  const letter = state.letter;
+  const { value } = letter;
+  if (byId("form").value === "schema") {
+    byId("value").textContent = "Decoding\u2026";
+    const text = await decodedOf(letter);
+    if (letter === state.letter && byId("form").value === "schema") byId("value").textContent = text;
+    return;
+  }
+  const bytes = value === null ? null : Uint8Array.from(atob(value), (one) => one.charCodeAt(0));
+  let text = bytes === null ? "(no value)" : new TextDecoder().decode(bytes);
+  if (bytes !== null && byId("form").value === "hex") {
+    text = [...bytes.slice(0, 65536)].map((one) => one.toString(16).padStart(2, "0")).join(" ");
+  } else if (bytes !== null && byId("form").value === "JSON") {
+    try { text = JSON.stringify(JSON.parse(text), null, 2); } catch { text = `(no JSON)\n${text}`; }
+  }
+  byId("value").textContent = text;
+}
+
+// The source asks the cluster for the schema only when this form is chosen.
+async function decodedOf(letter) {
+  try {
+    letter.decoded ??= (await ask("dead_letter", { ...letter.asked, schema: true })).decoded;
+  } catch (error) {
+    return `(${error.message})`;
+  }
+  const { type, version, text, problem } = letter.decoded;
+  const parts = text === null ? [] : [`${type} schema, version ${version}:`, text];
+  return [...parts, ...(problem === null ? [] : [`(${problem})`])].join("\n");
+}
+
+byId("form").addEventListener("change", showValue);
+byId("filter").addEventListener("submit", (event) => { event.preventDefault(); listDead(); });
+byId("next-dead").addEventListener("click", () => listDead(state.dead.next));
+byId("replay").addEventListener("click", () => changeDead("unpark", "Replay"));
+byId("discard").addEventListener("click", () => changeDead("discard", "Discard"));
+
+async function changeDead(command, verb) {
+  const fields = wanted();
+  if (!Object.keys(fields).length) fields.all = true;
+  await noting("dead-note", async () => {
+    const plan = await ask(command, { ...fields, dry_run: true });
+    const text = `${verb} ${numberOf(plan.deadLetters)} dead letters of ${numberOf(plan.keys)} keys.`;
+    const keys = plan.first.map((one) => `${keyOf(one.key)}: ${numberOf(one.deadLetters)}`);
+    if (!plan.deadLetters) return "No dead letter matches.";
+    if (!(await confirmed(`${verb} dead letters`, text, verb, keys))) return "Nothing was changed.";
+    const done = await ask(command, fields);
+    await listDead();
+    return `${verb}: ${numberOf(done.deadLetters)} dead letters of ${numberOf(done.keys)} keys.`;
+  });
+}
+
+// -- Pause and resume ------------------------------------------------------------------------------
+
+byId("pause").addEventListener("click", () => noting("receiving-note", async () => {
+  const text = "The source receives nothing until it is resumed or restarted. Its consumers stay connected. " +
+    "Messages that were received are still handled and acknowledged.";
+  if (!(await confirmed("Pause", text, "Pause"))) return "Nothing was changed.";
+  await ask("pause");
+  return "The source is paused.";
+}));
+byId("resume").addEventListener("click", () => noting("receiving-note", async () => {
+  if (!(await confirmed("Resume", "The source receives again at once.", "Resume"))) return "Nothing was changed.";
+  await ask("resume");
+  return "The source receives again.";
+}));
+
+// -- Rescale ---------------------------------------------------------------------------------------
+
+byId("rescale").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const ranges = Number(new FormData(byId("rescale")).get("ranges"));
+  noting("moves-note", async () => {
+    const plan = await ask("rescale", { ranges, dry_run: true });
+    const text = `From ${plan.before} to ${plan.after} ranges: ${(plan.movedFraction * 100).toFixed(1)} % of the ` +
+      "ring moves. Handlers of keys that move finish first; other keys continue.";
+    if (!(await confirmed("Rescale", text, "Rescale"))) return "Nothing was changed.";
+    return reportOf(await ask("rescale", { ranges }));
+  });
+});
+byId("balance").addEventListener("click", () => noting("moves-note", async () => {
+  const text = "Keep the number of ranges, and give all ranges equal loads as measured since the start.";
+  if (!(await confirmed("Balance", text, "Balance"))) return "Nothing was changed.";
+  return reportOf(await ask("rescale", { balance: true }));
+}));
+
+const reportOf = (report) =>
+  `${report.ranges_before} to ${report.ranges_after} ranges in ${durationOf(report.duration_ms / 1000)}: ` +
+  `${(report.moved_fraction * 100).toFixed(1)} % of the ring moved.`;
+
+// -- Confirmations ---------------------------------------------------------------------------------
+
+function confirmed(title, text, verb, keys = []) {
+  byId("plan-title").textContent = title;
+  byId("plan-text").textContent = text;
+  byId("plan-keys").replaceChildren(...keys.slice(0, 20).map((one) => element("li", {}, one)));
+  byId("yes").textContent = verb;
+  const dialog = byId("plan");
+  dialog.returnValue = "no"; // also by Escape
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}
+
+async function noting(id, work) {
+  byId(id).textContent = "…";
+  try { byId(id).textContent = await work(); } catch (error) { byId(id).textContent = error.message; }
+}
+
+showDead();
+token();
+listen();
+refreshRuns();

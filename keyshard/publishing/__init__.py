@@ -1,0 +1,1 @@
+"""Publishing: batches exactly once, and single messages."""

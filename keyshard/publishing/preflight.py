@@ -1,0 +1,66 @@
+"""Checks, before the first row, that a topic can be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import closing
+
+from keyshard.broker.connect import connect, connect_admin
+from keyshard.broker.port import PublishOptions
+from keyshard.config.sink import EXACTLY_ONCE, SinkConfig
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import DeduplicationError
+
+
+def check_topics(
+    sink: SinkConfig, topics: Iterable[str], schema: TopicSchema | None = None
+) -> None:
+    """Check that topics exist, and that the sink may publish to them.
+
+    If the connection has an ``admin_url``, also check that the broker deduplicates them.
+
+    Args:
+        sink: Options of the sink.
+        topics: Full names.
+        schema: Schema of the messages. The broker registers it, unless it has it.
+
+    Raises:
+        TopicNotFoundError: A topic does not exist.
+        SchemaError: The broker refuses the schema.
+        DeduplicationError: The broker does not deduplicate a topic, and the sink needs that.
+        KeyShardError: The broker cannot be reached, or refuses a producer.
+    """
+    connection = sink.how_to_connect()
+    topics = list(topics)
+    with closing(connect(connection)) as broker:
+        for topic in topics:
+            where = broker.partitions(topic)[0]
+            broker.entry_producer(where, PublishOptions(schema=schema)).close()
+    if sink.delivery_guarantee == EXACTLY_ONCE:
+        check_deduplication(sink, topics)
+
+
+def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:
+    """Check that the broker deduplicates topics, if the connection has an ``admin_url``.
+
+    Raises:
+        DeduplicationError: It does not.
+        KeyShardError: The admin interface does not answer.
+    """
+    connection = sink.how_to_connect()
+    if connection.admin_url is None and not connection.in_memory:
+        return
+    with closing(connect_admin(connection)) as admin:
+        for topic in topics:
+            if not admin.deduplicates(topic):
+                raise deduplication_off(topic)
+
+
+def deduplication_off(topic: str) -> DeduplicationError:
+    """Return the error about a topic that the broker does not deduplicate."""
+    namespace = "/".join(topic.partition("://")[2].split("/")[:2])
+    return DeduplicationError(
+        f"Deduplication is disabled for {topic}, so a repeated write would store its rows twice. "
+        f"Enable it: pulsar-admin namespaces set-deduplication {namespace} --enable. Or write "
+        "with the guarantee at-least-once."
+    )

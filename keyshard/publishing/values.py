@@ -1,0 +1,226 @@
+"""Makes messages of rows: their columns are encoded by the schema of the topic."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+
+from keyshard.broker.schemas import schema_of
+from keyshard.columns.encoders import Encoder, encoded, encoder_of
+from keyshard.columns.outgoing import COLUMNS, VALUE, Outgoing, one_batch, outgoing_of
+from keyshard.config.sink import SinkConfig
+from keyshard.core.option_checks import did_you_mean
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import ConfigError, SchemaError
+
+FORMATS = {"json": "JSON", "avro": "AVRO", "protobuf": "PROTOBUF_NATIVE"}
+"""Pulsar's schema types, by value format."""
+_WITHOUT_SCHEMA = (None, "NONE", "BYTES")
+
+
+class Values:
+    """Makes messages of the rows of a sink. Asks for the schema of each topic once.
+
+    Args:
+        config: Options of the sink.
+    """
+
+    def __init__(self, config: SinkConfig) -> None:
+        self._config = config
+        self._encoders: dict[str, tuple[TopicSchema, Encoder] | None] = {}
+        """By topic; ``None`` for a topic without a schema."""
+
+    def outgoing(self, topic: str, rows: pa.RecordBatch | pa.Table) -> Outgoing:
+        """Return rows as messages.
+
+        Args:
+            topic: Full name of the topic.
+            rows: Columns of a message, and those of the value.
+
+        Raises:
+            ConfigError: A column does not fit.
+            SchemaError: The topic has no schema or one of another type, or a column or a value does
+                not fit it.
+            BrokerError: The broker does not tell the schema.
+        """
+        batch = one_batch(rows)
+        check_names(batch.schema.names)
+        if self._config.value_format == "raw":
+            return outgoing_of(batch)
+        of_value = _of_value(batch.schema.names)
+        payload = batch.select(of_value)
+        found = self._encoder(topic, payload.schema)
+        if found is None:
+            if of_value != [VALUE]:
+                raise SchemaError(
+                    f"{topic} has no schema, so the rows need the column {VALUE} and no others "
+                    f"beside those of a message; they have {', '.join(of_value) or 'none'}. "
+                    "Register a schema for the topic, or set registerSchema=true.",
+                    topic=topic,
+                )
+            return outgoing_of(batch)
+        schema, encoder = found
+        if self._config.value_format == "auto" and _are_bytes(payload.schema, encoder):
+            return outgoing_of(batch)
+        if encoder.slot.fields:
+            values = payload.to_struct_array()
+        else:
+            for name in of_value:
+                if name != VALUE:
+                    raise SchemaError(
+                        f"Column {name!r} is not a field of the schema of {topic}, which has type "
+                        f"{schema.type}. Name the column {VALUE}.",
+                        topic=topic,
+                    )
+            if not of_value:
+                raise SchemaError(f"Column {VALUE} is missing. Add it.", topic=topic)
+            values = payload.column(VALUE)
+        made = encoded(values, encoder, topic)
+        kept = [name for name in batch.schema.names if name in COLUMNS and name != VALUE]
+        message = pa.RecordBatch.from_arrays(
+            [made, *(batch.column(name) for name in kept)], names=[VALUE, *kept]
+        )
+        return replace(outgoing_of(message), schema=schema)
+
+    def fields(self, topic: str, columns: pa.Schema) -> frozenset[str]:
+        """Return the fields of the schema of a topic; empty if values have none.
+
+        Args:
+            topic: Full name of the topic.
+            columns: Columns of the rows, of which a schema may be made.
+
+        Raises:
+            KeyShardError: As in :meth:`outgoing`.
+        """
+        if self._config.value_format == "raw":
+            return frozenset()
+        of_value = [columns.field(name) for name in _of_value(columns.names)]
+        found = self._encoder(topic, pa.schema(of_value))
+        return frozenset(() if found is None else found[1].slot.fields)
+
+    def _encoder(self, topic: str, columns: pa.Schema) -> tuple[TopicSchema, Encoder] | None:
+        if topic not in self._encoders:
+            schema = self._schema(topic, columns)
+            found = None if schema is None else (schema, encoder_of(schema, topic))
+            self._encoders[topic] = found
+        return self._encoders[topic]
+
+    def _schema(self, topic: str, columns: pa.Schema) -> TopicSchema | None:
+        wanted = self._config.value_format
+        schema = schema_of(self._config.how_to_connect(), topic)
+        kind = None if schema is None else schema.type
+        makes = self._config.register_schema and (wanted != "auto" or columns.names != [VALUE])
+        if kind in _WITHOUT_SCHEMA and makes:
+            return TopicSchema(FORMATS.get(wanted, "AVRO"), definition_of(columns, topic))
+        if wanted == "auto":
+            return None if kind in _WITHOUT_SCHEMA else schema
+        if kind in _WITHOUT_SCHEMA:
+            raise SchemaError(
+                f"{topic} has no schema, which valueFormat={wanted} needs. Register one, or set "
+                "registerSchema=true (avro, json).",
+                topic=topic,
+            )
+        if kind != FORMATS[wanted]:
+            raise SchemaError(
+                f"The schema of {topic} has type {kind}, so valueFormat={wanted} does not fit. "
+                "Set valueFormat=auto to encode by this schema.",
+                topic=topic,
+            )
+        return schema
+
+
+def check_names(names: list[str]) -> None:
+    """Check the names of columns that begin as those of a message do.
+
+    Raises:
+        ConfigError: A name is unknown, or appears twice.
+    """
+    for name in names:
+        if name.startswith("__") and name not in COLUMNS:
+            hint = did_you_mean(name, COLUMNS, f"The columns are {', '.join(COLUMNS)}.")
+            raise ConfigError(f"Column {name} is not a column of a message. {hint}")
+        if names.count(name) > 1:
+            raise ConfigError(f"Column {name} appears twice. Name each column once.")
+
+
+def _of_value(names: list[str]) -> list[str]:
+    """Return the columns that the value is made of."""
+    return [name for name in names if name == VALUE or name not in COLUMNS]
+
+
+def _are_bytes(columns: pa.Schema, encoder: Encoder) -> bool:
+    """Whether the rows have payloads, and no field of that name and type is in the schema."""
+    if columns.names != [VALUE] or not pa.types.is_binary(columns.field(VALUE).type):
+        return False
+    field = encoder.slot.fields.get(VALUE, encoder.slot)
+    return not pa.types.is_binary(field.column)
+
+
+# -- Schemas made of columns ----------------------------------------------------------------------
+
+_PLAIN: Mapping[pa.DataType, Any] = {
+    pa.bool_(): "boolean", pa.int8(): "int", pa.int16(): "int", pa.int32(): "int",
+    pa.int64(): "long", pa.float32(): "float", pa.float64(): "double", pa.string(): "string",
+    pa.large_string(): "string", pa.binary(): "bytes", pa.large_binary(): "bytes",
+    pa.date32(): {"type": "int", "logicalType": "date"},
+}  # fmt: skip
+
+
+def definition_of(columns: pa.Schema, topic: str) -> bytes:
+    """Return the Avro definition of a record with these columns. All fields are nullable.
+
+    Raises:
+        SchemaError: A column has a type that Avro lacks.
+    """
+    name = re.sub(r"\W", "_", topic.rpartition("/")[2])
+    name = name if name[:1].isalpha() else f"t_{name}"
+    return json.dumps(_record(list(columns), name, topic, "")).encode()
+
+
+def _record(fields: list[pa.Field], name: str, topic: str, path: str) -> dict[str, Any]:
+    return {
+        "type": "record",
+        "name": name,
+        "fields": [
+            {
+                "name": one.name,
+                "type": [
+                    "null",
+                    _avro(one.type, f"{name}_{one.name}", topic, f"{path}.{one.name}"),
+                ],
+                "default": None,
+            }
+            for one in fields
+        ],
+    }
+
+
+def _avro(kind: pa.DataType, name: str, topic: str, path: str) -> Any:
+    types = pa.types
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if types.is_timestamp(kind):
+        local = "" if kind.tz else "local-"
+        return {"type": "long", "logicalType": f"{local}timestamp-micros"}
+    if types.is_decimal128(kind):
+        return {"type": "bytes", "logicalType": "decimal", "precision": kind.precision,
+                "scale": kind.scale}  # fmt: skip
+    if types.is_struct(kind):
+        return _record(list(kind), name, topic, path)
+    if types.is_list(kind):
+        return {
+            "type": "array",
+            "items": ["null", _avro(kind.value_type, name, topic, f"{path}[]")],
+        }
+    if types.is_map(kind) and types.is_string(kind.key_type):
+        return {"type": "map", "values": ["null", _avro(kind.item_type, name, topic, f"{path}[]")]}
+    raise SchemaError(
+        f"Column {path.lstrip('.')!r} has the type {kind}, for which no schema can be registered "
+        f"at {topic}. Cast the column.",
+        topic=topic,
+    )

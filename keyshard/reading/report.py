@@ -1,0 +1,121 @@
+"""Reports of bounded reads: entries by bookies and by the broker, with the reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from keyshard.core.position.split import Split
+
+NAMED_MAX = 20
+"""Most ledgers that the text of a report names."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRead:
+    """Consecutive entries of a ledger, and the number of them by their origin."""
+
+    topic_partition: str
+    ledger: int
+    first: int
+    """First entry."""
+    end: int
+    """End of the entries, exclusive."""
+    by_bookies: int
+    """Entries that bookies returned; in a plan, entries for which they will be asked."""
+    by_broker: int
+    """Entries that the broker returned; in a plan, entries for which it will be asked."""
+    why: str = ""
+    """Why the broker is asked; empty if it is not."""
+
+    def __str__(self) -> str:
+        by_bookies = f"{self.by_bookies:,} entries from bookies"
+        if not self.why:
+            return f"{self.ledger}: {by_bookies}"
+        by_broker = f"{self.by_broker:,} by the broker, because {self.why}"
+        then = f"{by_bookies}, then " if self.by_bookies else ""
+        return f"{self.ledger}: {then}{by_broker}"
+
+
+SpansByStart = dict[tuple[str, int, int], SpanRead]
+"""Spans by topic partition, ledger and first entry. A later report replaces its spans."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """Entries of a bounded read by their way.
+
+    A task that ran again replaces what its earlier run reported.
+    """
+
+    spans: tuple[SpanRead, ...] = ()
+    """By topic partition, ledger and first entry, ascending."""
+
+    @classmethod
+    def of(cls, spans: SpansByStart) -> ReadReport:
+        """Return the report of collected spans."""
+        return cls(tuple(spans[start] for start in sorted(spans)))
+
+    def by_start(self) -> SpansByStart:
+        """Return the spans, to collect those of many reports at the cost of the new ones."""
+        return {(one.topic_partition, one.ledger, one.first): one for one in self.spans}
+
+    @property
+    def by_bookies(self) -> int:
+        """Entries from bookies."""
+        return sum(one.by_bookies for one in self.spans)
+
+    @property
+    def by_broker(self) -> int:
+        """Entries by the broker."""
+        return sum(one.by_broker for one in self.spans)
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why the broker was asked: entries by reason, most first."""
+        found: Counter[str] = Counter()
+        for one in self.spans:
+            if one.why:
+                found[one.why] += one.by_broker
+        return dict(found.most_common())
+
+    def __str__(self) -> str:
+        """Return the spans, ledger by ledger."""
+        more = len(self.spans) - NAMED_MAX
+        named = "; ".join(map(str, self.spans[:NAMED_MAX]))
+        return f"{named}; and {more:,} more" if more > 0 else named
+
+
+def planned(splits: Iterable[Split]) -> ReadReport:
+    """Return by which way the entries of a plan will be read."""
+    spans = []
+    for split in splits:
+        name = split.topic_partition.name
+        for span in split.spans:
+            why = span.placement if isinstance(span.placement, str) else ""
+            counts = (0, span.entries) if why else (span.entries, 0)
+            spans.append(SpanRead(name, span.ledger, span.first, span.end, *counts, why))
+    return ReadReport.of(ReadReport(tuple(spans)).by_start())
+
+
+def was_read(
+    split: Split, seen: Mapping[int, int], from_bookies: Mapping[int, int], left: Mapping[int, str]
+) -> ReadReport:
+    """Return by which way the entries of a split were read.
+
+    Args:
+        split: The split.
+        seen: Entries that were read, by ledger.
+        from_bookies: Entries that bookies returned, by ledger.
+        left: Why the broker was asked for a ledger, from some entry on.
+    """
+    spans = []
+    for span in split.spans:
+        count = seen.get(span.ledger, 0)
+        by_bookies = min(from_bookies.get(span.ledger, 0), count)
+        why = left.get(span.ledger, "")
+        counts = by_bookies, count - by_bookies
+        name = split.topic_partition.name
+        spans.append(SpanRead(name, span.ledger, span.first, span.end, *counts, why))
+    return ReadReport(tuple(spans))

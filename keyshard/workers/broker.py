@@ -1,0 +1,103 @@
+"""The broker port with consumers in workers. This process sends all other requests itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from weakref import WeakValueDictionary
+
+from keyshard.broker.port import (
+    DEFAULT_READ_OPTIONS,
+    Broker,
+    EntryProducer,
+    Producer,
+    PublishOptions,
+    Reader,
+    ReadOptions,
+    StartPosition,
+    SubscriptionSpec,
+    WorkerFacts,
+)
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import RING_SIZE
+from keyshard.threads import Pool
+from keyshard.workers.consumer import Holders, HostedConsumer
+from keyshard.workers.process import LEAVE_S
+from keyshard.workers.supervisor import WorkerHosting
+from keyshard.workers.worker import Worker
+
+
+class HostedBroker:
+    """Distributes consumers over workers. In every topic partition, adjacent ranges share a worker.
+
+    Args:
+        local: The connection of this process.
+        start: Starts a worker; the event ends the wait for it.
+        workers: Number of workers.
+        operation_timeout_s: Longest time of one request to the broker, seconds.
+
+    Raises:
+        KeyShardError: A worker does not start, or the broker refuses it.
+    """
+
+    def __init__(
+        self,
+        local: Broker,
+        start: Callable[[threading.Event], Worker],
+        workers: int,
+        operation_timeout_s: float,
+    ) -> None:
+        self._local = local
+        self._holders: WeakValueDictionary[TopicPartition, Holders] = WeakValueDictionary()
+
+        def host(index: int) -> WorkerHosting:
+            return WorkerHosting(start, operation_timeout_s, f"keyshard-worker-{index}")
+
+        with Pool(workers, "keyshard-start") as pool:
+            starting = [pool.submit(host, index) for index in range(workers)]
+        errors = [one.exception() for one in starting]
+        self._workers = [
+            one.result() for one, error in zip(starting, errors, strict=True) if error is None
+        ]
+        for error in errors:
+            if error is not None:
+                self.close()
+                raise error
+
+    def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        return self._local.missing(topics)
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        return self._local.partitions(topic)
+
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> HostedConsumer:
+        worker = self._workers[spec.hash_range.start * len(self._workers) // RING_SIZE]
+        holders = self._holders.setdefault(spec.topic_partition, Holders())
+        return worker.subscribe(spec, start, holders)
+
+    def reader(
+        self,
+        topic_partition: TopicPartition,
+        start: EntryId,
+        how: ReadOptions = DEFAULT_READ_OPTIONS,
+    ) -> Reader:
+        return self._local.reader(topic_partition, start, how)
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
+        return self._local.producer(topic_partition, send_timeout_ms=send_timeout_ms)
+
+    def entry_producer(self, topic_partition: TopicPartition, how: PublishOptions) -> EntryProducer:
+        return self._local.entry_producer(topic_partition, how)
+
+    def workers(self) -> tuple[WorkerFacts, ...]:
+        return tuple(worker.facts() for worker in self._workers)
+
+    def close(self) -> None:
+        deadline_s = time.monotonic() + LEAVE_S
+        # No new threads here: the interpreter may be about to end.
+        for worker in self._workers:
+            worker.leave()
+        for worker in self._workers:
+            worker.close(deadline_s)
+        self._local.close()

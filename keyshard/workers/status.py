@@ -1,0 +1,70 @@
+"""The status of a worker as plain JSON values; ``docs/status.md`` describes every field."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class HostedStatus(TypedDict):
+    """One consumer of a worker."""
+
+    topic: str
+    partition: int
+    hashRange: str
+    connected: bool
+    trouble: str
+    messages: int
+    bytes: int
+
+
+class WaitingStatus(TypedDict):
+    """Deliveries that the source has not asked for yet."""
+
+    entries: int
+    messages: int
+    bytes: int
+
+
+class KeptStatus(TypedDict):
+    """Content that stays in the worker until tasks have fetched it."""
+
+    messages: int
+    bytes: int
+
+
+class WorkerError(TypedDict):
+    """The newest error; without an age, it persists."""
+
+    error: str
+    secondsAgo: float | None
+
+
+class HostStatus(TypedDict):
+    """The content of a worker."""
+
+    subscription: str
+    consumers: list[HostedStatus]
+    waiting: WaitingStatus
+    kept: KeptStatus
+    newestError: WorkerError | None
+
+
+class SourceProcess(TypedDict):
+    """The process of the source."""
+
+    pid: int
+    host: str
+
+
+class WorkerStatus(HostStatus):
+    """A worker that runs."""
+
+    version: int
+    kind: str
+    name: str
+    state: str
+    uptimeSeconds: float
+    serviceUrl: str
+    pid: int
+    host: str
+    source: SourceProcess

@@ -1,0 +1,122 @@
+"""Entries of batch reads by bookies and by the broker: in the plan, and as read by tasks.
+
+Spark shows neither. The description, the metadata and the metrics of the scan of a Python data
+source are fixed in its JVM (``docs/adr/0038``). So the plan is read from the planned partitions,
+and tasks report by an accumulator.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from pyspark.accumulators import Accumulator, AccumulatorParam
+
+from keyshard.core.position.split import Split
+from keyshard.errors import ConfigError
+from keyshard.reading.report import ReadReport, SpansByStart, planned
+from keyshard.redaction import shown
+from spark_adapter.batch_reader import KeyShardSplit
+from spark_adapter.data_source import KeyShardDataSource
+from spark_adapter.positions import tables
+from spark_adapter.preflight import READ_REPORTS, check_has
+from spark_adapter.wording import as_spark_error
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+def read_plan(rows: DataFrame) -> ReadReport:
+    """Return which ledgers a batch read takes from bookies, which from the broker, and why.
+
+    It plans the read if it is not planned yet, and so fixes its range.
+
+    Args:
+        rows: A ``DataFrame`` over batch reads, with any transformations.
+
+    Raises:
+        ConfigError: It has no batch read, or its session uses Spark Connect.
+        BrokerError: The broker cannot be reached, or refuses.
+    """
+    given: Any = rows
+    with as_spark_error():
+        remote = type(given).__module__.startswith("pyspark.sql.connect")
+        if remote or getattr(given, "_jdf", None) is None or given.isStreaming:
+            raise ConfigError(
+                f"read_plan() got {shown(rows)}. Pass the DataFrame of a batch read, from a "
+                "session without Spark Connect."
+            )
+        relations = list(tables(given._jdf.queryExecution().analyzed()))
+        if not relations:
+            raise ConfigError(
+                "The DataFrame has no batch read of format('keyshard'). Pass one that has."
+            )
+        return planned(chain.from_iterable(map(_splits_of, relations)))
+
+
+def _splits_of(relation: Any) -> Iterator[Split]:
+    # Spark keeps this plan with the loaded table.
+    batch = relation.table().newScanBuilder(relation.options()).build().toBatch()
+    for one in batch.planInputPartitions():
+        part = pickle.loads(bytes(one.pickedPartition()))
+        assert isinstance(part, KeyShardSplit)
+        if part.split is not None:
+            yield part.split
+
+
+class ReadReports:
+    """Collects the reports of the tasks of batch reads, in the driver.
+
+    ::
+
+        reports = spark_adapter.ReadReports(spark)
+        rows = spark.read.format("keyshard").options(**options, readReports=reports.id).load()
+        rows.write.parquet("visits/history")
+        print(reports.total.by_bookies, reports.total.by_broker, reports.total.reasons)
+
+    A task reports when it has read all its entries.
+
+    Args:
+        spark: The session, without Spark Connect. It registers ``format("keyshard")`` again: Spark
+            drops the accumulators of data sources that it found itself.
+
+    Raises:
+        ConfigError: The session uses Spark Connect, or PySpark is 4.0, which does not register a
+            source again.
+    """
+
+    def __init__(self, spark: SparkSession) -> None:
+        with as_spark_error():
+            if getattr(spark, "_jsparkSession", None) is None:
+                raise ConfigError("ReadReports needs a session without Spark Connect.")
+            check_has(READ_REPORTS)
+        spark.dataSource.register(KeyShardDataSource)
+        self._spans = spark.sparkContext.accumulator({}, _Spans())
+
+    @property
+    def id(self) -> int:
+        """Value of the option ``readReports``."""
+        return self._spans.aid
+
+    @property
+    def total(self) -> ReadReport:
+        """Sum of the reports of the tasks that have ended."""
+        return ReadReport.of(self._spans.value)
+
+
+class _Spans(AccumulatorParam[SpansByStart]):
+    """Collects the spans of reports."""
+
+    def zero(self, value: SpansByStart) -> SpansByStart:  # noqa: ARG002 - Spark's signature
+        return {}
+
+    def addInPlace(self, value1: SpansByStart, value2: SpansByStart) -> SpansByStart:  # noqa: N802
+        value1.update(value2)
+        return value1
+
+
+def report_to(accumulator: int, report: ReadReport) -> None:
+    """Report from a task to an accumulator of the driver, by its id."""
+    Accumulator(accumulator, {}, _Spans()).add(report.by_start())

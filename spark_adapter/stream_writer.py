@@ -1,0 +1,75 @@
+"""The writer of a stream: it stores the rows of every micro-batch once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMessage
+
+from keyshard.config.sink import EXACTLY_ONCE
+from keyshard.errors import ConfigError
+from spark_adapter.topic_writer import Staged, Stored, TopicWrite, log_counts, task_context
+from spark_adapter.wording import concise_errors
+
+ADAPTIVE = "spark.sql.adaptive.streaming.stateless.enabled"
+"""Setting of Spark that lets adaptive execution change the Spark partitions of a stream."""
+
+
+class KeyShardStreamWriter(DataSourceStreamArrowWriter):
+    """Writes the micro-batches of a stream.
+
+    The query id stands in the checkpoint, so a restarted query finds what it stored.
+    """
+
+    def __init__(self, write: TopicWrite) -> None:
+        self._write = write
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Stored | Staged:
+        """Store or stage the rows of a Spark partition. It runs in a task."""
+        with concise_errors():
+            context = task_context()
+            query = _property(context, "sql.streaming.queryId")
+            batch_id = int(_property(context, "streaming.sql.batchId"))
+            if self._write.options.staging is not None:
+                return self._write.stage(iterator, query, batch_id, context)
+            if self._write.options.sink.delivery_guarantee == EXACTLY_ONCE:
+                _check_fixed_partitions(context)
+            partition, claim = context.partitionId(), self._write.claim(query)
+            report = self._write.store(iterator, query, batch_id, partition, claim=claim)
+            return Stored(report, context.attemptNumber())
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Publish what is staged, and log what was written. It runs at the driver.
+
+        If it fails, the staged rows stay: the repeated batch publishes them.
+        """
+        with concise_errors():
+            staged = [one for one in messages if isinstance(one, Staged)]
+            stored = self._write.publish(staged, batchId, stream=True) if staged else messages
+        log_counts(self._write.options.sink, f"batch {batchId}", stored)
+
+
+def _property(context: TaskContext, name: str) -> str:
+    found = context.getLocalProperty(name)
+    if found is None:
+        raise ConfigError(
+            f"Spark does not tell {name} to the tasks of this query, which identifies rows after a "
+            "failure. Write with spark_adapter.write_batch in foreachBatch."
+        )
+    return found
+
+
+def _check_fixed_partitions(context: TaskContext) -> None:
+    """Refuse a stream whose batch may have other Spark partitions when it is repeated.
+
+    Spark tells tasks only the settings that a session sets; this one is on by default. A task
+    cannot see whether its rows were shuffled.
+    """
+    if (context.getLocalProperty(ADAPTIVE) or "").lower() != "false":
+        raise ConfigError(
+            "Adaptive execution may divide the rows of a repeated batch in another way, so that "
+            f"rows are lost or stored twice. Set {ADAPTIVE}=false in the session before the query "
+            "starts."
+        )

@@ -1,0 +1,180 @@
+"""The options of a write, checked with its columns."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyspark.sql.types import ArrayType, MapType, StructType, VariantType
+
+from keyshard import Connection, KeyShardSink
+from keyshard.columns.outgoing import COLUMNS, TOPIC
+from keyshard.config.connection_names import fields_of
+from keyshard.config.field_types import of_type
+from keyshard.config.sink import SINK_ID_MAX, SinkConfig
+from keyshard.core.option_checks import did_you_mean
+from keyshard.errors import ConfigError
+from keyshard.publishing.preflight import check_topics
+from keyshard.publishing.staging import Staging
+from keyshard.publishing.values import Values, check_names
+from keyshard.redaction import shown
+from spark_adapter.option_parsing import integer, parts_of, truth
+from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, SINK_OPTIONS
+from spark_adapter.structure import arrow_schema_of
+
+SINK_ID = "spark"
+"""Default of ``sinkId``. Several queries may have it: the id of each is in the names, too."""
+_OF_SPARK = frozenset({"checkpointlocation", "queryname"})
+"""Options of Spark's own that it passes to a sink."""
+_OF_TABLES = frozenset({"__messageId", "__partition", "__publishTime"})
+"""Columns of rows that were read, which a catalog table also has."""
+_BY_NAME = {option.name.lower(): option for option in SINK_OPTIONS}
+_INTEGERS, _BOOLEANS = of_type(SinkConfig, int), of_type(SinkConfig, bool)
+_OF_CONNECTION = ("service_url", "admin_url")
+_ID_LENGTH = len(str(uuid.UUID(int=0))) + 1
+
+
+class WriteOptions(NamedTuple):
+    """Parsed options of a write."""
+
+    sink: KeyShardSink
+    order_by: tuple[str, ...]
+    """Columns that order the rows of each key."""
+    kept: tuple[str, ...]
+    """Columns that are written."""
+    exclusive: bool = False
+    """Whether ``sinkId`` is given, so that one streaming query at most has it."""
+    staging: str | None = None
+    """URL of the folder where the rows of a batch are kept until they are published."""
+
+
+def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
+    """Parse the options of a write, and check them against its columns.
+
+    Raises:
+        ConfigError: An option or a column is unknown, missing or wrong. The error names it.
+    """
+    names = {name.lower() for name in options}
+    if {*schema.names} >= _OF_TABLES and "topic" not in names:
+        raise ConfigError(
+            "INSERT INTO a table of keyshard is not supported: Spark does not pass the options of "
+            "the table to the writer. Write the rows with df.write.format('keyshard'), without the "
+            f"columns {', '.join(sorted(_OF_TABLES))}."
+        )
+    fields: dict[str, Any] = {}
+    client: dict[str, str] = {}
+    for name, text in options.items():
+        if name.lower() in _OF_SPARK:
+            continue
+        if name.lower().startswith(CLIENT):
+            client[name[len(CLIENT) :]] = text
+            continue
+        option = _BY_NAME.get(name.lower())
+        if option is None:
+            hint = did_you_mean(name, [one.name for one in SINK_OPTIONS])
+            hint = f"{hint} " if hint else ""
+            raise ConfigError(
+                f"Option {shown(name)} is not an option of a write. {hint}docs/publishing.md "
+                "lists all options."
+            )
+        fields[option.field] = _parse(option.name, option.field, text)
+    if (TOPIC in schema.names) == ("topic" in fields):
+        both = "are both given" if "topic" in fields else "are both missing"
+        raise ConfigError(
+            f"Option 'topic' and column {TOPIC} {both}. Set the option, or name the topic of each "
+            "row in the column."
+        )
+    fields.setdefault("topic", TOPIC)  # nothing is written to a topic of this name
+    order, staging = fields.pop("order_by", ()), fields.pop("staging", None)
+    exclusive = "sink_id" in fields
+    fields = {"sink_id": SINK_ID, "value_format": "auto"} | fields
+    if len(fields["sink_id"]) > SINK_ID_MAX - _ID_LENGTH:
+        raise ConfigError(
+            f"sinkId has {len(fields['sink_id'])} characters; it must have at most "
+            f"{SINK_ID_MAX - _ID_LENGTH}."
+        )
+    sink = _sink(fields, client)
+    _check_order(schema, order)
+    if staging is not None:
+        _check_staging(staging)
+    found = fitted(sink, arrow_schema_of(schema), order)
+    return found._replace(exclusive=exclusive, staging=staging)
+
+
+def _check_staging(url: str) -> None:
+    if url.startswith("memory:") or not url:
+        raise ConfigError(
+            f"staging is {shown(url)}, but the driver and all tasks must reach it. Write an fsspec "
+            "URL of a folder, such as s3://bucket/staging."
+        )
+    Staging(url).check()
+
+
+def _sink(fields: dict[str, Any], client: Mapping[str, str]) -> KeyShardSink:
+    try:
+        if client or "admin_url" in fields:
+            said = fields_of(client)
+            said |= {name: fields.pop(name) for name in _OF_CONNECTION if name in fields}
+            fields["connection"] = Connection(**said)
+        sink = KeyShardSink(**fields)
+    except ConfigError as exc:
+        # The error begins with the name of a field; the user knows the option.
+        names = {option.field: option.name for option in SINK_OPTIONS}
+        names |= {option.field: CLIENT + option.name for option in CONNECTION_OPTIONS}
+        field, space, rest = exc.message.partition(" ")
+        raise ConfigError(names.get(field, field) + space + rest) from None
+    if sink.service_url.startswith("memory://"):
+        raise ConfigError(
+            f"service.url is {shown(sink.service_url)}, an in-memory cluster that only one "
+            "process can reach, but Spark writes from several. Use the URL of a broker."
+        )
+    return sink
+
+
+def _parse(name: str, field: str, text: str) -> Any:
+    if field == "order_by":
+        return tuple(parts_of(text))
+    if field in _BOOLEANS:
+        return truth(name, text)
+    return integer(name, text) if field in _INTEGERS else text
+
+
+def _check_order(schema: StructType, order_by: tuple[str, ...]) -> None:
+    for name in order_by:
+        if name not in schema.names:
+            hint = did_you_mean(name, schema.names, f"It has: {', '.join(schema.names)}.")
+            raise ConfigError(f"orderBy names {name}, which the rows do not have. {hint}")
+        kind = schema[name].dataType
+        if isinstance(kind, ArrayType | MapType | StructType | VariantType):
+            raise ConfigError(
+                f"orderBy names {name}, but values of type {kind.simpleString()} have no order "
+                "here. Name columns of numbers, texts or times."
+            )
+
+
+def fitted(sink: KeyShardSink, columns: pa.Schema, order_by: tuple[str, ...]) -> WriteOptions:
+    """Check columns and topic before the first row.
+
+    The topics of column ``__topic`` are not known here; the tasks check them.
+
+    Raises:
+        KeyShardError: A column does not fit, or the topic cannot be written.
+    """
+    check_names(columns.names)
+    values, routed = Values(sink), TOPIC in columns.names
+    if routed and sink.value_format != "raw":
+        return WriteOptions(sink, order_by, tuple(columns.names))
+    fields = values.fields(sink.topic, columns)
+    kept = tuple(
+        name for name in columns.names if name in COLUMNS or name in fields or name not in order_by
+    )
+    rows = pa.Table.from_batches([], schema=columns).select(list(kept))
+    made = values.outgoing(sink.topic, rows)
+    if not routed:
+        check_topics(sink, [sink.topic], made.schema)
+    if made.schema is None and sink.value_format == "auto":  # the tasks need not ask for a schema
+        sink = replace(sink, value_format="raw", register_schema=False)
+    return WriteOptions(sink, order_by, kept)

@@ -1,0 +1,121 @@
+"""Writes DataFrames to a topic exactly once, as batches of ``foreachBatch``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+
+from keyshard import KeyShardSink
+from keyshard.core.option_checks import check_integer, check_text, did_you_mean
+from keyshard.core.publishing import BATCH_ID_MAX
+from keyshard.errors import ConfigError
+from keyshard.publishing.batch_writer import WriteReport
+from spark_adapter.python_worker import exempt_imports
+from spark_adapter.structure import arrow_schema_of
+from spark_adapter.write_options import WriteOptions, fitted
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_REPORT = "rows bigint, entries bigint, already_stored bigint, topic_partitions bigint"
+
+
+def write_batch(
+    df: DataFrame,
+    batch_id: int,
+    *,
+    topic: str,
+    sink_id: str,
+    order_by: str | Sequence[str] = (),
+    **options: Any,
+) -> WriteReport:
+    """Write a DataFrame to a topic exactly once. Call it from ``foreachBatch``.
+
+    ::
+
+        def store(rows, batch_id):
+            spark_adapter.write_batch(rows, batch_id, topic="totals", sink_id="totals-query")
+
+        rows.writeStream.foreachBatch(store).option("checkpointLocation", "totals").start()
+
+    Each task writes its partition. If a task or the whole batch runs again, the broker drops the
+    rows that it has. So a repeated batch must have the same rows in each Spark partition, and the
+    rows of a key in the same order. Rows that keyshard reads have that as long as they are not
+    shuffled. After a shuffle, repartition by key to a fixed number, and give ``order_by``.
+
+    Args:
+        df: Columns as for :meth:`keyshard.KeyShardSink.write_batch`.
+        batch_id: Id that ``foreachBatch`` gives.
+        topic: Name of the topic; the broker has to deduplicate it.
+        sink_id: Name of this query at the topic. A query with a new checkpoint needs a new one.
+        order_by: Columns that order the rows of each key. Others than those above are not written.
+        **options: Options of :class:`keyshard.KeyShardSink`. Tasks serve no metrics, so
+            ``metrics_port`` has no effect.
+
+    Returns:
+        Rows, entries, and the rows that an earlier attempt had stored.
+
+    Raises:
+        ConfigError: An option or a column does not fit. Nothing was written.
+        PySparkException: A task failed; its text has the error of
+            :meth:`keyshard.KeyShardSink.write_batch`.
+    """
+    check_integer("batch_id", batch_id, 0, BATCH_ID_MAX)
+    check_text("sink_id", sink_id, "name this query at the topic")
+    # The tasks of a machine cannot share a port.
+    sink = replace(KeyShardSink(topic, sink_id=sink_id, **options), metrics_port=None)
+    order = [order_by] if isinstance(order_by, str) else list(order_by)
+    for name in order:
+        if name not in df.columns:
+            hint = did_you_mean(name, df.columns, f"It has: {', '.join(df.columns)}.")
+            raise ConfigError(f"order_by names {name}, which the rows do not have. {hint}")
+    write = _fitted(sink, df, order)
+    rows = df.sortWithinPartitions(*order) if order else df
+    task = partial(_write, write.sink, batch_id)
+    with warnings.catch_warnings():
+        # PySpark warns of versions of pandas, which it checks here and does not use for Arrow.
+        warnings.simplefilter("ignore", FutureWarning)
+        reporting = rows.select(*write.kept).mapInArrow(task, _REPORT)
+    reports = reporting.collect()
+    found = [WriteReport(*map(int, one[:4])) for one in reports]  # type: ignore[arg-type]
+    return WriteReport(
+        sum(one.rows for one in found),
+        sum(one.entries for one in found),
+        sum(one.already_stored for one in found),
+        max((one.topic_partitions for one in found), default=0),
+    )
+
+
+def _fitted(sink: KeyShardSink, df: DataFrame, order: Sequence[str]) -> WriteOptions:
+    """Check columns and topic before a task begins."""
+    return fitted(sink, arrow_schema_of(df.schema), tuple(order))
+
+
+def _write(
+    sink: KeyShardSink, batch_id: int, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Write the rows of a task."""
+    exempt_imports()
+    context = TaskContext.get()
+    assert context is not None, "a task has a context"
+    parts = list(batches)
+    if not parts:
+        return
+    with sink:
+        report = sink.write_batch(pa.Table.from_batches(parts), batch_id, context.partitionId())
+    yield pa.RecordBatch.from_pylist(
+        [
+            {
+                "rows": report.rows,
+                "entries": report.entries,
+                "already_stored": report.already_stored,
+                "topic_partitions": report.topic_partitions,
+            }
+        ]
+    )

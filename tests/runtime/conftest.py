@@ -1,0 +1,96 @@
+"""Topics and sources on the in-memory broker for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from keyshard.reading import scan
+from tests.support.changing_topics import ChangingTopics
+from tests.support.control_folder import own_control_folder
+from tests.support.copied_topic import Copied
+from tests.support.dead_letter_topic import DeadLetterTopic
+from tests.support.handled_topic import HandledTopic
+from tests.support.parking_topic import ParkingTopic
+from tests.support.recorded_handler import RecordedHandler
+from tests.support.rescaled_source import RescaledSource
+
+
+@pytest.fixture
+def orders() -> Iterator[HandledTopic]:
+    topic = HandledTopic()
+    yield topic
+    topic.cluster.validate()
+
+
+@pytest.fixture
+def copied() -> Iterator[Copied]:
+    made = Copied()
+    yield made
+    made.cluster.validate()
+
+
+@pytest.fixture
+def parking() -> Iterator[ParkingTopic]:
+    topic = ParkingTopic()
+    yield topic
+    topic.cluster.validate()
+
+
+@pytest.fixture
+def dlq() -> Iterator[DeadLetterTopic]:
+    topic = DeadLetterTopic()
+    yield topic
+    topic.cluster.validate()
+    for client in topic.clients:
+        client.close()
+
+
+@pytest.fixture
+def changing() -> Iterator[ChangingTopics]:
+    topics = ChangingTopics()
+    yield topics
+    topics.cluster.validate()
+
+
+@pytest.fixture
+def control_folder() -> Iterator[None]:
+    """No control socket of another test is in the folder."""
+    with own_control_folder():
+        yield
+
+
+@pytest.fixture
+def reads_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers wait a millisecond for more, and retries not at all."""
+    monkeypatch.setattr(scan, "READ_WAIT_MS", 1)
+    monkeypatch.setattr("tenacity.nap.sleep", lambda _s: None)
+
+
+@pytest.fixture
+def make_recorded() -> Iterator[Callable[..., RecordedHandler]]:
+    made: list[RecordedHandler] = []
+
+    def make(handle: Any, **settings: Any) -> RecordedHandler:
+        made.append(RecordedHandler(handle, **settings))
+        return made[-1]
+
+    yield make
+    for recorded in made:
+        recorded.end()
+        recorded.cluster.validate()
+
+
+@pytest.fixture
+def make_rescaled() -> Iterator[Callable[..., RescaledSource]]:
+    made: list[RescaledSource] = []
+
+    def make(*args: Any, **settings: Any) -> RescaledSource:
+        made.append(RescaledSource(*args, **settings))
+        return made[-1]
+
+    yield make
+    for rescaled in made:
+        rescaled.end()

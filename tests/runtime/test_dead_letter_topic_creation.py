@@ -1,0 +1,262 @@
+"""The dead-letter topic before its first dead letter: looking for it creates nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyshard import KeyShardSource
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind
+from keyshard.core.message import Message, MessageId
+from keyshard.core.position.entry import TopicPartition
+from keyshard.dead_letters.opening import open_dead_letters
+from keyshard.dead_letters.parking import ParkingState
+from keyshard.dead_letters.store import DeadLetters
+from keyshard.errors import (
+    AuthorizationError,
+    BrokerUnavailableError,
+    DataLossTrimmedError,
+    NotRunningError,
+    SubscriptionInUseError,
+)
+from tests.helpers import COMMITTED, P0, config, wait_until
+from tests.support.dead_letter_topic import discard
+from tests.support.parking_topic import ParkingTopic
+
+WHERE = TopicPartition("persistent://public/default/letters")
+
+
+class NewTopic:
+    """A cluster without topics, and sources that park in one of it."""
+
+    def __init__(self) -> None:
+        self.cluster = MemoryCluster()
+        self.clients: list[MemoryBroker] = []
+
+    def open(
+        self, parked: Mapping[str, Any] | None = None, *, unreachable: int = 0, **changes: Any
+    ) -> DeadLetters:
+        self.clients.append(NoProducerAtFirst(self.cluster, unreachable))
+        source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
+        return open_dead_letters(self.clients[-1], WHERE.topic, source, parked, fail=print)
+
+    def die(self) -> None:
+        """SIGKILL the newest client."""
+        self.clients.pop().kill()
+
+    @property
+    def topics(self) -> set[str]:
+        return set(self.cluster.topics())
+
+
+class NoProducerAtFirst(MemoryBroker):
+    """One that makes no producer the first times."""
+
+    def __init__(self, cluster: MemoryCluster, times: int) -> None:
+        super().__init__(cluster)
+        self._times = times
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Any:
+        if self._times:
+            self._times -= 1
+            raise BrokerUnavailableError("No producer.")
+        return super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
+
+
+@pytest.fixture
+def dlq() -> Iterator[NewTopic]:
+    made = NewTopic()
+    yield made
+    made.cluster.validate()
+    for client in made.clients:
+        client.close()
+
+
+def dead_letter(number: int, key: str = "k", by: str = "unit") -> DeadLetter:
+    message = Message(
+        b"%d" % number, key, None, MessageId(7, number, 0), P0.topic, P0.partition,
+        datetime(2024, 5, 1, tzinfo=timezone.utc), None, {}, None, redelivered=False,
+    )  # fmt: skip
+    return DeadLetter(message, by, DeadLetterKind.PARKED, 3, "broken")
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_first_dead_letter_creates_the_topic_and_none_is_lost(
+    parking: ParkingTopic, tmp_path: Path, *, checkpointed: bool
+) -> None:
+    options = {"checkpoint": str(tmp_path / "checkpoint")} if checkpointed else {}
+    for _ in range(2):
+        parking.publish("a", "b")
+        with parking.run(**options) as run:
+            wait_until(lambda: parking.backlog() == 0)
+            assert run.source.discard(all=True, rejected=True) == 0
+    assert parking.dead_letter_partition.topic not in parking.cluster.topics()
+    parking.broken = {"a"}
+    parking.publish("a", "b")
+    with parking.run(**options):
+        wait_until(lambda: parking.resting() == 1)
+    parking.broken = set()
+    parking.publish("a", "b")
+    with parking.run(**options) as run:
+        wait_until(lambda: parking.resting() == 2)
+        assert run.source.unpark("a")
+        wait_until(lambda: parking.handled["a"] == [0, 1, 2, 3])
+    assert parking.handled["b"] == [0, 1, 2, 3]
+
+
+def test_looking_for_dead_letters_of_several_topics_creates_none() -> None:
+    cluster = MemoryCluster.named("first-letter-of-several")
+    names = [cluster.create_topic(name) for name in ("one", "two")]
+    stop = threading.Event()
+    source = KeyShardSource(
+        ["one", "two"], subscription="s", service_url="memory://first-letter-of-several"
+    )
+    thread = threading.Thread(target=lambda: source.run(lambda _: None))
+    thread.start()
+    try:
+        wait_until(lambda: _state(source) == "running")
+        assert set(cluster.topics()) == set(names)
+    finally:
+        source.stop()
+        thread.join()
+        stop.set()
+
+
+def _state(source: KeyShardSource) -> str:
+    try:
+        return str(source.status()["state"])
+    except NotRunningError:
+        return "not running yet"
+
+
+def test_the_second_writer_learns_that_another_source_parks_there(dlq: NewTopic) -> None:
+    first, second = dlq.open(), dlq.open()
+    assert dlq.topics == set()
+    first.send(dead_letter(0))
+    with pytest.raises(SubscriptionInUseError, match="parks keys there"):
+        second.send(dead_letter(1, "other"))
+    first.send(dead_letter(2))
+    dlq.die()
+    first.close()
+    assert dlq.open().keys.parking.states() == {"k": ParkingState.PARKED}
+
+
+def test_dead_letters_that_came_since_the_start_are_not_written_over(dlq: NewTopic) -> None:
+    late = dlq.open()
+    dlq.open().send(dead_letter(0))
+    dlq.die()
+    for _ in range(2):
+        with pytest.raises(SubscriptionInUseError, match="since this source started"):
+            late.send(dead_letter(1))
+    late.close()
+    again = dlq.open()
+    assert again.keys.parking.parked.keys["k"].count == 1
+
+
+def test_dead_letters_of_another_subscription_are_no_hindrance(dlq: NewTopic) -> None:
+    ours, theirs = dlq.open(), dlq.open(subscription="theirs")
+    theirs.send(dead_letter(0, by="theirs"))
+    ours.send(dead_letter(1))
+    assert dlq.cluster.backlog(WHERE, "unit-parked") == 1
+    assert dlq.cluster.backlog(WHERE, "theirs-parked") == 2
+
+
+def test_a_topic_that_was_created_for_a_dead_letter_that_never_came_is_empty(dlq: NewTopic) -> None:
+    dead_letters = dlq.open(unreachable=1_000)
+    with pytest.raises(BrokerUnavailableError):
+        dead_letters.send(dead_letter(0))
+    assert dlq.topics == {WHERE.topic}
+    dlq.die()
+    again = dlq.open(unreachable=2)
+    assert again.keys.parking.states() == {}
+    again.send(dead_letter(0))
+    assert dlq.cluster.backlog(WHERE, "unit-parked") == 1
+
+
+def test_a_producer_that_may_not_come_back_ends_a_dead_letter_by_name() -> None:
+    """The client of one that waits to come back only says that time is up."""
+    revoked = Revoked(MemoryCluster())
+    source = config("orders", acknowledge_timeout_ms=3_000)
+    dead_letters = open_dead_letters(revoked, WHERE.topic, source, fail=print)
+    dead_letters.send(dead_letter(0))
+    revoked.refuses = True
+    with pytest.raises(AuthorizationError, match="produce"):
+        dead_letters.send(dead_letter(1))
+    assert revoked.open_producers == 0
+    dead_letters.close()
+    revoked.close()
+
+
+class Revoked(MemoryBroker):
+    """A broker whose producers send nothing, and that makes no new one, once it refuses."""
+
+    refuses = False
+    open_producers = 0
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Any:
+        if self.refuses:
+            raise AuthorizationError("The role lacks produce.")
+        self.open_producers += 1
+        made = super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        send, close = made.send, made.close
+
+        def refused(*values: Any, **options: Any) -> Any:
+            if self.refuses:
+                raise BrokerUnavailableError("Time is up.")
+            return send(*values, **options)
+
+        def closed() -> None:
+            self.open_producers -= 1
+            close()
+
+        made.send, made.close = refused, closed  # type: ignore[method-assign]
+        return made
+
+
+def test_first_dead_letters_at_the_same_time_are_all_kept(dlq: NewTopic) -> None:
+    dead_letters = dlq.open()
+    threads = [
+        threading.Thread(target=dead_letters.send, args=(dead_letter(n, f"k{n}"),))
+        for n in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert dlq.cluster.backlog(WHERE, "unit-parked") == 16
+    dlq.die()
+    assert len(dlq.open().keys.parking.states()) == 16
+
+
+def test_a_resting_dead_letter_is_missed_where_the_topic_is_gone(dlq: NewTopic) -> None:
+    dead_letters = dlq.open()
+    dead_letters.send(dead_letter(0))
+    saved = dead_letters.checkpoint(COMMITTED)
+    dlq.die()
+    dlq.cluster.delete_topic(WHERE.topic)
+    with pytest.raises(DataLossTrimmedError, match="no longer stored"):
+        dlq.open(saved)
+    accepted = dlq.open(saved, fail_on_data_loss=False)
+    accepted.send(dead_letter(1))
+    assert accepted.keys.parking.states() == {"k": ParkingState.PARKED}
+
+
+def test_a_topic_that_is_gone_with_nothing_in_it_is_begun_again(dlq: NewTopic) -> None:
+    dead_letters = dlq.open()
+    dead_letters.send(dead_letter(0))
+    assert discard(dead_letters, "k") == 1
+    saved = dead_letters.checkpoint(COMMITTED)
+    dlq.die()
+    dlq.cluster.delete_topic(WHERE.topic)
+    again = dlq.open(saved)
+    assert dlq.topics == set()
+    again.send(dead_letter(1))
+    saved = again.checkpoint(COMMITTED)
+    dlq.die()
+    assert dlq.open(saved).keys.parking.states() == {"k": ParkingState.PARKED}

@@ -1,0 +1,414 @@
+"""The page over plain HTTP: what it serves, what it refuses, and hostile or slow clients."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from keyshard import KeyShardSource
+from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.cli import main
+from keyshard.control import ControlServer, answering_sources
+from keyshard.errors import ConfigError, UnexpectedError
+from keyshard.observe.page import app, looker, server
+from keyshard.observe.page.options import PageOptions, serve_page
+from keyshard.observe.page.server import PageServer
+from tests.helpers import wait_until
+from tests.support.statuses import range_status, status
+
+pytestmark = pytest.mark.usefixtures("control_folder")
+TOKEN = "0123456789abcdef-secret"
+EVERY = "0.0.0.0"  # noqa: S104 - refused
+
+
+class Shown:
+    """A source with answers of the test; it records the requests."""
+
+    def __init__(self, name: str = "billing", **changes: Any) -> None:
+        self.requests: list[Mapping[str, Any]] = []
+        self.status = status(name=name, subscription=name, **changes)
+        self.server = ControlServer(
+            name, "pulsar://a", "t",
+            {"status": lambda _: self.status, "rescale": self.answer, "secret": self.answer},
+        )  # fmt: skip
+
+    def answer(self, request: Mapping[str, Any]) -> Any:
+        self.requests.append(request)
+        if request.get("ranges") == 0:
+            raise ConfigError("The number of ranges is 0; it must be at least 1.")
+        return {"moved": 1}
+
+    @property
+    def id(self) -> str:
+        return self.server.path.name
+
+
+@pytest.fixture
+def shown() -> Iterator[Shown]:
+    made = Shown()
+    yield made
+    made.server.close()
+
+
+@contextmanager
+def served(host: str = "127.0.0.1", token: str | None = None) -> Iterator[PageServer]:
+    made = serve_page(PageOptions(host, 0, token), lambda: answering_sources(5.0))
+    try:
+        yield made
+    finally:
+        made.close()
+    assert not made.serving
+
+
+@pytest.fixture
+def page() -> Iterator[PageServer]:
+    with served() as made:
+        yield made
+
+
+def get(page: PageServer, path: str, **headers: str) -> httpx.Response:
+    return httpx.get(f"http://127.0.0.1:{page.port}{path}", headers=headers, timeout=20)
+
+
+def ask(page: PageServer, body: Any, **headers: str) -> httpx.Response:
+    return httpx.post(
+        f"http://127.0.0.1:{page.port}/api/ask", timeout=20,
+        content=body if isinstance(body, bytes) else json.dumps(body),
+        headers={"Content-Type": "application/json"} | headers,
+    )  # fmt: skip
+
+
+@contextmanager
+def connection(page: PageServer) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", page.port), timeout=20) as made:
+        yield made
+
+
+def ended(one: socket.socket) -> bool:
+    """Whether the server has closed the connection."""
+    one.settimeout(0.05)
+    try:
+        while one.recv(65_536):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def events(page: PageServer, query: str = "", **headers: str) -> Iterator[dict[str, Any]]:
+    url = f"http://127.0.0.1:{page.port}/api/events{query}"
+    with httpx.stream("GET", url, headers=headers, timeout=20) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line[6:])
+
+
+def test_files_and_statuses_are_served_with_strict_headers(page: PageServer, shown: Shown) -> None:
+    for path, kind in (
+        ("/", "text/html"),
+        ("/page.js", "text/javascript"),
+        ("/page.css", "text/c"),
+    ):
+        answer = get(page, path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(kind)
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "").replace(
+            "persistent:\\/\\/", ""
+        ), "nothing comes from elsewhere"
+    (one,) = get(page, "/api/status").json()["sources"]
+    assert one == shown.status
+    assert get(page, f"/api/status?source={shown.id}").json() == shown.status
+    assert get(page, "/api/status?source=other").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/static/page.js", "/api", "/api/x", "//"],
+)
+def test_other_paths_are_not_found(page: PageServer, path: str) -> None:
+    with connection(page) as one:
+        one.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert one.recv(100).startswith(b"HTTP/1.1 404")
+
+
+def test_events_show_the_chosen_source_until_it_ends(page: PageServer, shown: Shown) -> None:
+    other = Shown("reports", ranges=[range_status(0)])
+    try:
+        stream = events(page, f"?source={other.id}")
+        first = next(stream)
+        assert first["chosen"] == other.id
+        assert first["status"]["name"] == "reports"
+        assert sorted(one["name"] for one in first["sources"]) == ["billing", "reports"]
+        assert "ranges" not in first["sources"][0]
+    finally:
+        other.server.close()
+    last = next(look for look in stream if look["chosen"] == shown.id)
+    assert [one["name"] for one in last["sources"]] == ["billing"]
+    shown.server.close()
+    last = next(look for look in stream if look["chosen"] is None)
+    assert (last["sources"], last["status"]) == ([], None)
+
+
+def test_a_source_of_another_release_is_listed_with_its_error(
+    page: PageServer, shown: Shown
+) -> None:
+    del shown.status["lag"]  # type: ignore[misc]
+    look = next(events(page))
+    assert "cannot be understood" in look["sources"][0]["error"]
+    assert look["status"] is None
+
+
+def test_nothing_is_asked_while_no_page_is_open(
+    page: PageServer, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looker, "LOOK_S", 0.05)
+    asked = threading.Event()
+    shown.server._handlers["status"] = lambda _: asked.set() or shown.status  # type: ignore[func-returns-value]
+    next(events(page))
+    assert asked.is_set()
+    wait_until(lambda: page._app._watchers == 0)
+    wait_until(lambda: not page._app._looker._wanted.is_set())
+    asked.clear()
+    asked.wait(0.5)  # a look that had begun
+    asked.clear()
+    assert not asked.wait(0.5)
+
+
+def test_requests_go_to_the_control_socket(page: PageServer, shown: Shown) -> None:
+    answer = ask(page, {"source": shown.id, "do": "rescale", "ranges": 16})
+    assert answer.json() == {"ok": True, "result": {"moved": 1}}
+    assert shown.requests == [{"do": "rescale", "ranges": 16}]
+    refused = ask(page, {"source": shown.id, "do": "rescale", "ranges": 0})
+    assert refused.status_code == 422
+    assert refused.json()["code"] == "KEYSHARD_BAD_OPTION"
+    gone = ask(page, {"source": "none", "do": "rescale"})
+    assert "does not run any more" in gone.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"7", b'{"do": "rescale"}', b"[" * 60_000, b"\xff", b'"' + b"x" * 70_000,
+        b'{"source": 1, "do": {"a": 1}}', b'{"source": "x", "do": "secret"}',
+        b'{"source": "x", "do": "who"}',
+    ],
+)  # fmt: skip
+def test_malformed_requests_are_refused(page: PageServer, shown: Shown, body: bytes) -> None:
+    assert ask(page, body).status_code == 400
+    assert shown.requests == []
+    assert get(page, "/").status_code == 200
+
+
+def test_fields_that_no_request_has_are_refused(page: PageServer, shown: Shown) -> None:
+    answer = ask(page, {"source": shown.id, "do": "rescale", "timeout_s": 9, "path": "x"})
+    assert answer.status_code == 422
+    assert shown.requests == []
+
+
+def test_other_sites_and_rebound_names_get_nothing(page: PageServer, shown: Shown) -> None:
+    wanted = {"source": shown.id, "do": "rescale", "ranges": 2}
+    assert ask(page, wanted, Origin="http://evil.example").status_code == 403
+    assert ask(page, wanted, **{"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert ask(page, wanted, **{"Content-Type": "text/plain"}).status_code == 415
+    assert ask(page, wanted, Host="evil.example").status_code == 421
+    assert get(page, "/api/events", Host="evil.example").status_code == 421
+    assert shown.requests == []
+    assert ask(page, wanted, Origin=f"http://127.0.0.1:{page.port}").status_code == 200
+
+
+def test_a_token_is_required_and_the_command_gives_it(
+    shown: Shown, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    with pytest.raises(ConfigError, match="needs a token"):
+        serve_page(PageOptions(EVERY, 0), lambda: ([], []))
+    with served(token=TOKEN) as page:
+        assert get(page, "/api/status").status_code == 401
+        assert get(page, "/api/events", Authorization="Bearer no").status_code == 401
+        assert get(page, "/api/status", Authorization=f"Bearer {TOKEN}").status_code == 200
+
+        def run(*arguments: str) -> tuple[int | None, str, str]:
+            with pytest.raises(SystemExit) as caught:
+                main(["status", "--url", f"http://127.0.0.1:{page.port}", *arguments])
+            read = capsys.readouterr()
+            return caught.value.code, read.out, read.err  # type: ignore[return-value]
+
+        code, out, _ = run("--token-file", str(file), "--json")
+        assert code in (None, 0)
+        assert json.loads(out) == shown.status
+        code, out, _ = run("billing", "--token-file", str(file))
+        assert "running: 'billing' on" in out
+        assert "needs its token" in run()[2]
+        assert "no such source" in run("reports", "--token-file", str(file))[2]
+        assert "Leave out --watch" in run("--watch")[2]
+        page.close()
+        assert "does not answer" in run()[2]
+
+
+def test_two_hundred_pages_get_events_at_once_and_more_are_refused(
+    page: PageServer, shown: Shown
+) -> None:
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connection(page)) for _ in range(app.WATCHERS_MAX)]
+        for one in clients:
+            one.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: page._app._watchers == app.WATCHERS_MAX)
+        assert get(page, "/api/events").status_code == 503
+        for one in clients:
+            received = b""
+            while b"data: " not in received:
+                received += one.recv(65_536)
+            assert received.startswith(b"HTTP/1.1 200")
+        assert get(page, "/api/status").status_code == 200
+    wait_until(lambda: page._app._watchers == 0)
+
+
+def test_a_page_that_does_not_read_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, page: PageServer, shown: Shown
+) -> None:
+    monkeypatch.setattr(app, "SEND_S", 0.3)
+    shown.status["serviceUrl"] = "x" * 3_000_000
+    with connection(page) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        one.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        wait_until(lambda: page._app._watchers == 1)
+        wait_until(lambda: page._app._watchers == 0)
+        wait_until(lambda: not page._connections._open)
+    assert get(page, "/").status_code == 200
+
+
+def test_connections_without_a_request_are_closed_and_bounded(
+    monkeypatch: pytest.MonkeyPatch, page: PageServer
+) -> None:
+    monkeypatch.setattr(server, "CONNECTIONS_MAX", 8)
+    with ExitStack() as stack:
+        idle = [stack.enter_context(connection(page)) for _ in range(8)]
+        idle[0].sendall(b"GET / HT")
+        wait_until(lambda: len(page._connections._open) == 8)
+        with connection(page) as further:
+            wait_until(lambda: ended(further))
+        monkeypatch.setattr(server, "REQUEST_S", 0.2)
+        wait_until(lambda: all(map(ended, idle)))
+    assert get(page, "/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00", b"GET / HTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 70_000,
+        b"POST /api/ask HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_request_is_answered_with_an_error(page: PageServer, sent: bytes) -> None:
+    with connection(page) as one:
+        one.sendall(sent)
+        assert one.recv(100).startswith(b"HTTP/1.1 400")
+    assert get(page, "/").status_code == 200
+
+
+def test_a_body_that_does_not_arrive_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, page: PageServer
+) -> None:
+    monkeypatch.setattr(app, "BODY_S", 0.2)
+    with connection(page) as one:
+        one.sendall(
+            b"POST /api/ask HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 10\r\n\r\n{"
+        )
+        assert one.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_too_many_requests_to_sources_are_refused(
+    monkeypatch: pytest.MonkeyPatch, page: PageServer, shown: Shown
+) -> None:
+    monkeypatch.setattr(app, "ASKED_MAX", 1)
+    release, asked = threading.Event(), threading.Event()
+
+    def hang(_request: Mapping[str, Any]) -> Any:
+        asked.set()
+        return release.wait(20)
+
+    shown.server._handlers["rescale"] = hang
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, page, {"source": shown.id, "do": "rescale"})
+        assert asked.wait(20)
+        assert get(page, "/api/status").status_code == 503
+        release.set()
+        assert first.result().status_code == 200
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(page: PageServer) -> None:
+    with pytest.raises(ConfigError, match="Set another port"):
+        serve_page(PageOptions("127.0.0.1", page.port), lambda: ([], []))
+
+
+def test_a_run_serves_its_own_page_until_it_ends() -> None:
+    url = f"memory://page-{time.monotonic_ns()}"
+    cluster = MemoryCluster.named(url.removeprefix("memory://"))
+    topic = cluster.create_topic("orders", partitions=2)
+    source = KeyShardSource(
+        topic, subscription="jobs", parallelism=2, service_url=url, starting_position="earliest"
+    )
+    release, begun = threading.Event(), threading.Event()
+
+    def handle(_message: Message) -> None:
+        begun.set()
+        assert release.wait(60)
+
+    cluster.publish(topic, Message(b"1", key="order-17"))
+    thread = threading.Thread(target=source.run, args=(handle,), kwargs={"ui_port": 0})
+    thread.start()
+    assert begun.wait(30)
+    port = source._active()._monitor.page_port
+    other = Shown("elsewhere")
+    try:
+        told = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=20).json()["sources"]
+        assert [one["name"] for one in told] == ["jobs"], "only its own source"
+        (run,) = source._active()._monitor._runs({})["runs"]
+        assert (run["key"], run["state"], run["attempts"]) == ("order-17", "running", 0)
+        assert run["topic"] == topic
+        assert run["range"] in (0, 1)
+    finally:
+        other.server.close()
+        release.set()
+        source.stop()
+        thread.join(30)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/")
+
+
+def test_a_run_without_a_token_on_a_public_address_is_refused_at_once() -> None:
+    source = KeyShardSource("t", subscription="s", service_url="memory://none")
+    with pytest.raises(ConfigError, match="needs a token"):
+        source.run(print, ui_port=0, ui_host=EVERY)
+
+
+def test_an_error_of_the_page_ends_the_page_alone(
+    page: PageServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(page._app._looker, "look", broken)
+    page._app._looker.watched(by=1)
+    wait_until(lambda: not page.serving)
+    assert "has ended" in caplog.text
+    with pytest.raises(UnexpectedError):
+        page.wait(1)

@@ -1,0 +1,387 @@
+"""The page in a real headless Chromium: what its users see and click."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tenacity
+
+from keyshard import KeyShardSource, RetryPolicy
+from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory import Message as Stored
+from keyshard.control import ControlServer
+from keyshard.core.message import Message
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.observe.page.options import PageOptions, serve_page
+from tests.helpers import key_in, wait_until
+from tests.support.statuses import range_status, status
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is missing: keyshard[dev]")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+SHOTS = os.environ.get("KEYSHARD_SCREENSHOTS")
+"""Folder for screenshots; unset: none are made."""
+TOKEN = "0123456789abcdef-secret"
+HOSTILE = "<img src=x onerror=document.title='gone'>"
+
+pytestmark = [
+    pytest.mark.usefixtures("control_folder"),
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None,
+        reason="no Chromium here; on Debian: apt-get install chromium chromium-driver",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--window-size=1300,1500",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    made.set_page_load_timeout(30)
+    yield made
+    made.quit()
+
+
+class Tab:
+    """The page of one run, in the browser."""
+
+    def __init__(self, browser: Any, port: int) -> None:
+        self.browser = browser
+        self.url = f"http://127.0.0.1:{port}/"
+        # The page of an earlier test may ask its source, which has ended, until it is left.
+        browser.get("about:blank")
+        browser.get_log("browser")
+        browser.get(self.url)
+
+    def text(self, css: str) -> str:
+        """The text that an element shows now; empty without one."""
+        script = (
+            "const found = document.querySelector(arguments[0]);"
+            "return found?.innerText ?? found?.textContent ?? ''"
+        )
+        return str(self.browser.execute_script(script, css))
+
+    def count(self, css: str) -> int:
+        script = "return document.querySelectorAll(arguments[0]).length"
+        return int(self.browser.execute_script(script, css))
+
+    def click(self, css: str) -> None:
+        # By script: a table that is drawn again each second replaces its elements.
+        script = "new MouseEvent('click', {bubbles: true})"
+        self.browser.execute_script(
+            f"document.querySelector(arguments[0]).dispatchEvent({script})", css
+        )
+
+    def type(self, css: str, text: str) -> None:
+        """Replace the text of a field."""
+        field = self.browser.find_element("css selector", css)
+        field.clear()
+        field.send_keys(text)
+
+    def select(self, css: str, text: str) -> None:
+        script = (
+            "const [css, text] = arguments; const found = document.querySelector(css);"
+            "found.value = text; found.dispatchEvent(new Event('change'))"
+        )
+        self.browser.execute_script(script, css, text)
+
+    def shows(self, css: str, *wanted: str) -> None:
+        wait_until(lambda: all(one in self.text(css) for one in wanted))
+
+    def shows_row(self, css: str, *wanted: str) -> None:
+        """Wait until one of the rows has all texts, wherever it is sorted."""
+        script = "return [...document.querySelectorAll(arguments[0])].map(one => one.innerText)"
+
+        def found() -> bool:
+            rows: list[str] = self.browser.execute_script(script, css)
+            return any(all(one in row for one in wanted) for row in rows)
+
+        wait_until(found)
+
+    def shot(self, name: str) -> None:
+        if SHOTS is not None:
+            # The whole page, not only what the window shows.
+            taken = self.browser.execute_cdp_cmd(
+                "Page.captureScreenshot", {"captureBeyondViewport": True}
+            )
+            (Path(SHOTS) / f"{name}.png").write_bytes(b64decode(taken["data"]))
+
+    def errors(self) -> list[str]:
+        """Messages of the console that are no hints."""
+        levels = ("WARNING", "SEVERE")
+        return [one["message"] for one in self.browser.get_log("browser") if one["level"] in levels]
+
+
+class Run:
+    """A source with a page, running in a thread."""
+
+    def __init__(self, **options: Any) -> None:
+        url = f"memory://browser-{time.monotonic_ns()}"
+        self.cluster = MemoryCluster.named(url.removeprefix("memory://"))
+        self.topic = self.cluster.create_topic("orders", partitions=3)
+        self.source = KeyShardSource(
+            self.topic, subscription="billing", parallelism=8, service_url=url, admin_url=url,
+            starting_position="earliest",
+        )  # fmt: skip
+        self.release = threading.Event()
+        self.options: dict[str, Any] = {
+            "ui_port": 0,
+            "drain_timeout_s": 5.0,
+            "retry": RetryPolicy(),
+        } | options
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        self.source.run(self._handle, **self.options)
+
+    def _handle(self, message: Message) -> None:
+        if message.value == b"hang":
+            assert self.release.wait(60)
+        if message.value == b"fail" and not self.release.is_set():
+            raise ValueError(HOSTILE)
+
+    def publish(self, *values: tuple[str, bytes]) -> None:
+        self.cluster.publish(self.topic, *(Stored(value, key=key) for key, value in values))
+
+    def __enter__(self) -> Run:
+        self.thread.start()
+        wait_until(lambda: self.source.__dict__.get("_running") and self.source.status()["ranges"])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release.set()
+        self.source.stop()
+        self.thread.join(30)
+
+    @property
+    def port(self) -> int:
+        found: int = self.source._active()._monitor.page_port
+        return found
+
+
+def test_a_hung_handler_a_failing_key_and_a_rescale_are_seen_live(chromium: Any) -> None:
+    key = key_in(split_ring(8)[5])
+    with Run() as run:
+        tab = Tab(chromium, run.port)
+        tab.shows("#link", "live")
+        tab.shows("#arcs", "8 ranges", "epoch 0")
+        assert tab.count("#arcs path") == 8
+        assert tab.count("#partitions tbody tr") == 3
+        run.publish((key, b"hang"), (HOSTILE, b"fail"), *((f"k{n}", b"1") for n in range(500)))
+        began_s = time.monotonic()
+        # The range of the failing key may stall, too, and be the first row.
+        tab.shows_row("#owners tbody tr", "stalled", "the handler has not returned", key)
+        assert time.monotonic() - began_s < 10
+        tab.shows("#runs", key, HOSTILE, "Runs for")
+        tab.shows("#facts", "Newest error", HOSTILE)
+        assert tab.count("img") == 0, "a key and an error are text"
+        assert tab.browser.title == "billing - keyshard"
+        wait_until(lambda: tab.count("#partitions polyline") == 3)
+        tab.click("#arcs path[data-range='5']")
+        tab.shows("#arc", "Range 5", f"blocked by {key}", "stalled")
+        tab.shot("page")
+        run.release.set()
+        run.source.rescale(12)
+        tab.shows("#arcs", "12 ranges", "epoch 1")
+        wait_until(lambda: "stalled" not in tab.text("#owners"))
+        assert {f"{n}" for n in range(12)} == set(
+            tab.browser.execute_script(
+                "return [...document.querySelectorAll('#arcs path')]"
+                ".map((one) => one.dataset.range)"
+            )
+        )
+        assert tab.errors() == []
+    tab.shows("#link", "not connected")
+
+
+def test_the_stack_of_a_running_handler_is_shown_by_a_click(chromium: Any) -> None:
+    with Run() as run:
+        tab = Tab(chromium, run.port)
+        run.publish(("order-17", b"hang"))
+        tab.shows("#runs", "order-17")
+        tab.click("#runs td button")
+        tab.shows("#stack[open]", "order-17", "in _handle", "self.release.wait(60)")
+        tab.click("#stack form button")
+        run.release.set()
+        tab.shows("#runs", "No handler runs")
+        assert tab.errors() == []
+
+
+def test_dead_letters_are_shown_replayed_and_discarded_by_clicks(chromium: Any) -> None:
+    once = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(1))
+    with Run(retry=once) as run:
+        run.publish((HOSTILE, b"fail"), (HOSTILE, b'{"total": 7}'), ("order-9", b"fail"))
+        wait_until(lambda: run.source.status()["counters"]["deadLettered"] == 3)
+        tab = Tab(chromium, run.port)
+        tab.shows("#facts", "dead letters: 3")
+        tab.click("#filter button")
+        tab.shows("#dead", HOSTILE, "order-9", "ValueError")
+        tab.shows("#dead-note", "3 of 3")
+        tab.type("#filter [name='key']", HOSTILE)
+        tab.click("#filter button")
+        tab.shows("#dead-note", "2 of")
+        assert tab.count("#dead tbody tr") == 2
+        tab.click("#dead tbody tr:nth-child(2) button")
+        tab.shows("#letter", "Message", HOSTILE)
+        tab.shows("#value", '{"total": 7}')
+        run.cluster.schemas[run.topic] = [TopicSchema("STRING", b"", 0)]
+        for form, shown in (
+            ("hex", "7b 22 74"), ("JSON", '  "total": 7'),
+            ("schema", 'STRING schema, version 0:\n"{\\"total\\": 7}"'),
+        ):  # fmt: skip
+            tab.select("#form", form)
+            tab.shows("#value", shown)
+        tab.click("#letter button")
+        tab.shot("dead-letters")
+        tab.click("#replay")
+        tab.shows("#plan[open]", "Replay 2 dead letters of 1 keys")
+        tab.click("#plan button[value='no']")
+        tab.shows("#dead-note", "Nothing was changed")
+        assert run.source.status()["parkedKeys"] == 2
+        run.release.set()
+        tab.click("#replay")
+        tab.shows("#plan[open]", "Replay 2")
+        tab.click("#yes")
+        wait_until(lambda: run.source.status()["counters"]["completed"] == 2)
+        tab.shows("#dead-note", "Replay: 2 dead letters of 1 keys")
+        tab.type("#filter [name='key']", "")
+        tab.click("#discard")
+        tab.shows("#plan[open]", "Discard 1 dead letters of 1 keys", "order-9")
+        tab.click("#yes")
+        wait_until(lambda: run.source.status()["parkedKeys"] == 0)
+        assert tab.count("img") == 0
+        assert tab.errors() == []
+
+
+def test_a_rescale_by_clicks_shows_its_plan_first(chromium: Any) -> None:
+    with Run() as run:
+        tab = Tab(chromium, run.port)
+        tab.shows("#arcs", "8 ranges")
+        tab.type("#rescale [name='ranges']", "16")
+        tab.click("#rescale button")
+        tab.shows("#plan[open]", "From 8 to 16 ranges: 50.0 % of the ring moves")
+        tab.shot("plan")
+        tab.click("#plan button[value='no']")
+        tab.shows("#moves-note", "Nothing was changed")
+        tab.click("#rescale button")
+        tab.shows("#plan[open]", "From 8 to 16")
+        tab.click("#yes")
+        tab.shows("#moves-note", "8 to 16 ranges in", "50.0 % of the ring moved")
+        tab.shows("#arcs", "16 ranges", "epoch 1")
+        tab.shows("#rescales", "8 to 16", "50.0 % of the ring")
+        run.publish(*((f"k{one}", b"1") for one in range(40)))
+        tab.shows("#commits-text", "40 entries")
+        tab.shows("#facts", "Hot keys", "2.5 % of messages")
+        assert tab.count("#commits rect") >= 1
+        tab.type("#rescale [name='ranges']", "70000")
+        tab.click("#rescale button")
+        assert tab.count("#rescale :invalid") == 1, "the browser refuses it"
+        assert tab.errors() == []
+
+
+def test_a_source_pauses_and_resumes_by_clicks(chromium: Any) -> None:
+    with Run() as run:
+        tab = Tab(chromium, run.port)
+        tab.shows("#facts", "running")
+        tab.click("#pause")
+        tab.shows("#plan[open]", "receives nothing until it is resumed")
+        tab.click("#plan button[value='no']")
+        tab.shows("#receiving-note", "Nothing was changed")
+        tab.click("#pause")
+        tab.shows("#plan[open]", "receives nothing")
+        tab.click("#yes")
+        tab.shows("#receiving-note", "The source is paused.")
+        tab.shows("#facts", "paused")
+        assert run.source.status()["state"] == "paused"
+        tab.click("#resume")
+        tab.shows("#plan[open]", "receives again at once")
+        tab.click("#yes")
+        tab.shows("#facts", "running")
+        assert run.source.status()["state"] == "running"
+        assert tab.errors() == []
+
+
+def test_tables_are_sorted_by_a_click_and_long_ones_are_cut(chromium: Any) -> None:
+    parts = split_ring(1_000)
+    ranges = [range_status(n, hashRanges=[str(part)]) for n, part in enumerate(parts)]
+    many = status(ranges=ranges)
+    shown = ControlServer("s", "pulsar://a", "t", {"status": lambda _: many})
+    served = serve_page(PageOptions("127.0.0.1", 0), lambda: ([shown.own], []))
+    try:
+        tab = Tab(chromium, served.port)
+        tab.shows("#arcs", "1,000 ranges")
+        tab.shows("#all-owners", "Show all 1,000")
+        assert tab.count("#arcs path") == 1_000
+        assert tab.count("#owners tbody tr") == 20
+        tab.click("#owners th[data-name='index'] button")
+        wait_until(lambda: tab.text("#owners tbody tr").startswith("999"))
+        tab.click("#owners th[data-name='index'] button")
+        wait_until(lambda: tab.text("#owners tbody tr").startswith("0"))
+        tab.click("#all-owners")
+        wait_until(lambda: tab.count("#owners tbody tr") == 1_000)
+        assert "null" not in tab.text("#main")
+    finally:
+        served.close()
+        shown.close()
+
+
+def test_a_token_is_asked_for_once_and_kept_in_the_tab(chromium: Any) -> None:
+    with Run(ui_token=TOKEN) as run:
+        tab = Tab(chromium, run.port)
+        tab.shows("#link", "a token is required")
+        assert tab.count("#main[hidden]") == 1
+        field = tab.browser.find_element("css selector", "#token input")
+        field.send_keys("wrong-wrong-wrong")
+        field.submit()
+        tab.shows("#link", "a token is required")
+        field.clear()
+        field.send_keys(TOKEN)
+        field.submit()
+        tab.shows("#link", "live")
+        tab.browser.refresh()
+        tab.shows("#facts", "running")
+        tab.browser.execute_script("sessionStorage.clear()")
+        tab.browser.get(f"about:blank#{time.monotonic_ns()}")
+        tab.browser.get(f"{tab.url}#token={TOKEN}")
+        tab.shows("#facts", "running")
+        assert TOKEN not in tab.browser.current_url
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_a_phone_shows_the_page_without_scrolling_sideways(chromium: Any, scheme: str) -> None:
+    with Run() as run:
+        run.publish(*((f"k{n}", b"1") for n in range(100)))
+        chromium.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+        )
+        chromium.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True},
+        )
+        try:
+            tab = Tab(chromium, run.port)
+            tab.shows("#facts", "running")
+            width = tab.browser.execute_script("return document.documentElement.scrollWidth")
+            assert width <= 390
+            colour = tab.browser.execute_script("return getComputedStyle(document.body).color")
+            assert (colour == "rgb(227, 232, 239)") is (scheme == "dark")
+            tab.shot(f"phone-{scheme}")
+        finally:
+            chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+            chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

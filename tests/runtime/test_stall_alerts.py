@@ -1,0 +1,182 @@
+"""Each reason of a stall: a real source stalls, and Prometheus fires the alert for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tenacity
+
+from keyshard import Message, Produce, RetryPolicy
+from keyshard.broker.memory import Message as Stored
+from keyshard.core import health
+from keyshard.core.dead_letter import DeadLetter
+from keyshard.core.health import StallKind
+from keyshard.core.lanes import circuit
+from keyshard.core.ring.assignment import assign, moved_ranges, reassign
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.dead_letters.store import DeadLetters
+from keyshard.errors import KeyShardError
+from keyshard.observe import monitor
+from keyshard.observe.alerts import ALERTS
+from tests.helpers import DEADLINE_S, key_in, wait_until
+from tests.support.copied_topic import Copied
+from tests.support.memory_topic import Run
+from tests.support.promtool import fires
+
+pytestmark = pytest.mark.usefixtures("control_folder")
+
+RANGES = 4
+FIRST, SECOND = (key_in(hash_range) for hash_range in split_ring(RANGES)[:2])
+"""Keys of the first two ranges."""
+LATER = RetryPolicy(wait=tenacity.wait_fixed(60), stop=tenacity.stop_never)
+GIVEN_UP = RetryPolicy(stop=tenacity.stop_after_attempt(1))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog looks often and waits for less."""
+    monkeypatch.setattr(monitor, "LOOK_S", 0.02)
+    monkeypatch.setattr(health, "STALL_S", 0.3)
+    monkeypatch.setattr(circuit, "QUIET_S", 0.05)
+
+
+class Stalling(Copied):
+    """A source that stalls until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+        self.moving = threading.Event()
+
+    def send(self, *values: tuple[str, bytes]) -> None:
+        self.cluster.publish(self.topic, *(Stored(value, key=key) for key, value in values))
+
+    def handle(self, message: Message) -> Any:
+        if message.value == b"hang":
+            assert self.released.wait(DEADLINE_S)
+        if message.value == b"until it moves":
+            assert self.moving.wait(DEADLINE_S)
+        if message.value == b"fail" and not self.released.is_set():
+            raise ValueError("not now")
+        return Produce(b"made") if message.value == b"produce" else None
+
+    def release_all(self) -> None:
+        self.released.set()
+        self.release()
+
+
+Case = tuple[dict[str, Any], Callable[[Stalling, Run], None], int]
+"""Options of the run; makes the started run stall; number of ranges that stall so."""
+
+
+def hang(world: Stalling, _run: Run) -> None:
+    world.send((FIRST, b"hang"))
+
+
+def give_up(world: Stalling, _run: Run) -> None:
+    world.send((FIRST, b"fail"))
+
+
+def hold_outputs(world: Stalling, _run: Run) -> None:
+    world.hold()
+    world.send((FIRST, b"produce"))
+
+
+def disconnect(world: Stalling, _run: Run) -> None:
+    # The clients of the source and of its sink; only the first consumes.
+    for client in world.cluster._clients:
+        client.drop(world.where[:1])
+
+
+def fail_most(world: Stalling, _run: Run) -> None:
+    world.send(*((key_in(ring, n), b"fail") for ring in split_ring(RANGES)[:1] for n in range(20)))
+
+
+def occupy_the_worker(world: Stalling, run: Run) -> None:
+    world.send((FIRST, b"hang"))
+    wait_until(lambda: run.source.status()["ranges"][0]["inFlight"] == 1)
+    world.send((SECOND, b"waits"))
+
+
+def move(world: Stalling, run: Run) -> None:
+    """Move slots of the first two ranges, while a handler of the first one hangs."""
+    now = assign(RANGES)
+    moved = moved_ranges(now, reassign(now, 2 * RANGES))
+    first, second = (
+        key_in(next(hash_range for hash_range in moved if hash_range.start in ring))
+        for ring in split_ring(RANGES)[:2]
+    )
+    world.send((first, b"hang"), (key_in(split_ring(RANGES)[2]), b"until it moves"))
+    wait_until(lambda: [run.source.status()["ranges"][n]["inFlight"] for n in (0, 2)] == [1, 1])
+    world.send((second, b"waits"))
+    wait_until(lambda: run.source.status()["ranges"][1]["waiting"] == 1)
+
+    def rescale() -> None:
+        with suppress(KeyShardError):
+            run.source.rescale(2 * RANGES)
+
+    threading.Thread(target=rescale, daemon=True).start()
+    wait_until(lambda: run.source._active().lanes.held)
+    world.moving.set()  # A free worker finds the message that waits, and that it is held.
+
+
+CASES: dict[StallKind, Case] = {
+    StallKind.HANDLER: ({}, hang, 1),
+    StallKind.DEAD_LETTER: ({"retry": GIVEN_UP, "on_failure": "dead_letter"}, give_up, 1),
+    StallKind.OUTPUTS: ({}, hold_outputs, 1),
+    StallKind.DISCONNECTED: ({}, disconnect, RANGES),
+    StallKind.CIRCUIT: ({}, fail_most, 1),
+    StallKind.RETRIES: ({"retry": LATER}, give_up, 1),
+    StallKind.WORKERS: ({"workers": 1}, occupy_the_worker, 1),
+    StallKind.DRAINING: ({"workers": 2}, move, 1),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_alert_of_a_stall_fires_on_what_the_source_exports(
+    kind: StallKind,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options, stall, count = CASES[kind]
+    world = Stalling()
+    send = DeadLetters.send
+
+    def slow(dead_letters: DeadLetters, dead_letter: DeadLetter) -> None:
+        world.released.wait(DEADLINE_S)
+        send(dead_letters, dead_letter)
+
+    monkeypatch.setattr(DeadLetters, "send", slow)
+    run = world.running(
+        world.source(), world.handle, sink=world.sink, metrics_port=0,
+        **options,
+    )  # fmt: skip
+
+    def stalled() -> list[str]:
+        ranges = run.source.status()["ranges"]
+        return [each["stalled"]["kind"] for each in ranges if each["stalled"]]
+
+    with caplog.at_level(logging.WARNING, "keyshard"), run:
+        try:
+            run.wait_started()
+            stall(world, run)
+            wait_until(lambda: run.errors or stalled().count(kind.value) == count)
+            port = run.source.__dict__["_running"]._monitor.metrics_port
+            answer = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+        finally:
+            world.release_all()
+    assert not run.errors
+    alert = next(each for each in ALERTS if each.name == kind.alert)
+    # Once in a minute: a slow machine may have had another reason first.
+    assert "(docs/runbook.md#keyshardstalled" in caplog.text
+    summary = alert.summary.replace("{{ $value }}", str(count))
+    summary = summary.replace("{{ $labels.subscription }}", "keyshard")
+    fires(tmp_path, [answer], alert.name, {"subscription": "keyshard"}, summary)

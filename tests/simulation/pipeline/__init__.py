@@ -1,0 +1,1 @@
+"""The world of a query that reads a topic and writes another."""

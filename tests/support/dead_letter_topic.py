@@ -1,0 +1,154 @@
+"""A cluster with a dead-letter topic that sources open one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.port import Producer, Reader
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, Resting
+from keyshard.core.dead_letter_filter import DeadLetterFilter
+from keyshard.core.message import Message, MessageId
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.dead_letters.opening import open_dead_letters
+from keyshard.dead_letters.store import DeadLetters
+from keyshard.errors import BrokerUnavailableError, KeyShardError
+from tests.helpers import P0, config, present
+
+KEEPS = "unit-parked"
+PUBLISHED = datetime(2024, 5, 1, tzinfo=timezone.utc)
+
+
+class DeadLetterTopic:
+    """A cluster with a dead-letter topic that sources open one after the other."""
+
+    def __init__(self, entries_per_ledger: int = 3) -> None:
+        self.cluster = MemoryCluster(entries_per_ledger=entries_per_ledger)
+        self.where = TopicPartition(self.cluster.create_topic("letters"))
+        self.clients: list[FaultyBroker] = []
+        self.errors: list[KeyShardError] = []
+        """Errors that ended a source."""
+
+    def open(
+        self,
+        parked: Mapping[str, Any] | None = None,
+        *,
+        checkpointed: bool = False,
+        **changes: Any,
+    ) -> DeadLetters:
+        self.clients.append(FaultyBroker(self.cluster))
+        source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
+        return open_dead_letters(
+            self.clients[-1], self.where.topic, source, parked,
+            checkpointed=checkpointed, fail=self.errors.append,
+        )  # fmt: skip
+
+    def die(self) -> None:
+        """SIGKILL the newest client."""
+        self.clients[-1].kill()
+
+    @property
+    def kept(self) -> int:
+        return self.cluster.backlog(self.where, KEEPS)
+
+
+class FaultyBroker(MemoryBroker):
+    """A broker that may lose confirmations, and whose Readers may be slow."""
+
+    fails = 0
+    """Sends that are stored and not confirmed."""
+    stuck = False
+    """Whether readers give nothing."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        super().__init__(cluster)
+        self.starts: list[EntryId] = []
+
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Any:
+        inner = super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
+        return _Producer(self, inner)
+
+    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
+        self.starts.append(start)
+        reader = super().reader(topic_partition, start, *how)
+        return _StuckReader(reader) if self.stuck else reader
+
+
+class _Producer:
+    def __init__(self, broker: FaultyBroker, inner: Producer) -> None:
+        self._broker, self._inner = broker, inner
+
+    def send(self, value: bytes, **fields: Any) -> EntryId:
+        sent = self._inner.send(value, **fields)
+        if self._broker.fails:
+            self._broker.fails -= 1
+            raise BrokerUnavailableError("No confirmation.")
+        return sent
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _StuckReader:
+    def __init__(self, inner: Reader) -> None:
+        self._inner = inner
+
+    def read(self, _timeout_ms: int) -> list[Any]:
+        return []
+
+    def at_end(self) -> bool:
+        return False
+
+    def stayed_connected(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def dead_letter(
+    number: int, key: str = "k", kind: DeadLetterKind = DeadLetterKind.PARKED, by: str = "unit"
+) -> DeadLetter:
+    message = Message(
+        b"%d" % number, key, None, MessageId(7, number, 0), P0.topic, P0.partition,
+        PUBLISHED, None, {}, None, redelivered=False,
+    )  # fmt: skip
+    return DeadLetter(message, by, kind, 3, "broken")
+
+
+def replay(dead_letters: DeadLetters, key: str = "k", most: int = 1_000) -> list[int]:
+    """Unpark a key; return the numbers of its replayed dead letters."""
+    assert dead_letters.keys.unpark(key)
+    first = dead_letters.first(key)
+    assert first is not None
+    rest = dead_letters.replay(key, first)
+    done: list[int] = []
+    resting: Resting | None = first
+    while resting is not None and len(done) < most:
+        dead_letters.done(key, resting)
+        done.append(int(present(resting.dead_letter.message.value).split()[0]))
+        resting = rest.next()
+    return done
+
+
+def discard(dead_letters: DeadLetters, *keys: str) -> int:
+    """Discard the dead letters of parked keys; return their number."""
+    resting = dead_letters.browser.matching(DeadLetterFilter())
+    done = dead_letters.discard({key: resting[key] for key in keys if key in resting})
+    return sum(one.dead_letters for one in done)
+
+
+def large(
+    number: int,
+    size: int,
+    kind: DeadLetterKind = DeadLetterKind.PARKED,
+    properties: Mapping[str, str] | None = None,
+) -> DeadLetter:
+    """A dead letter that is stored in parts."""
+    made = dead_letter(number)
+    value = b"%d " % number + bytes(size)
+    return DeadLetter(
+        made.message._replace(value=value, properties=properties or {}), "unit", kind, 3, "no"
+    )

@@ -1,0 +1,106 @@
+"""A topic on the in-memory broker, and sources that run handlers over it in threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from typing import Any
+
+from keyshard import KeyShardSource
+from keyshard.broker.memory import MemoryCluster
+from keyshard.errors import BrokerError, NotRunningError
+from tests.helpers import wait_until
+
+_numbers = itertools.count()
+
+
+class MemoryTopic:
+    """A topic on its own cluster; sources find it by its URL.
+
+    Args:
+        partitions: 0 makes a topic without partitions.
+    """
+
+    def __init__(self, partitions: int = 2) -> None:
+        name = f"test-{os.getpid()}-{next(_numbers)}"
+        self.url = f"memory://{name}"
+        self.cluster = MemoryCluster.named(name)
+        self.topic = self.cluster.create_topic("orders", partitions)
+        self.where = self.cluster.partitions(self.topic)
+
+    def source(self, **changes: Any) -> KeyShardSource:
+        """A source over it with four ranges, from the earliest message."""
+        given: dict[str, Any] = {
+            "topics": self.topic, "subscription": "keyshard", "parallelism": 4,
+            "starting_position": "earliest", "service_url": self.url,
+        }  # fmt: skip
+        return KeyShardSource(**(given | changes))
+
+    def backlog(self, subscription: str = "keyshard") -> int:
+        """Messages not acknowledged; -1 before the subscription exists."""
+        try:
+            return sum(self.cluster.backlog(where, subscription) for where in self.where)
+        except BrokerError:
+            return -1
+
+
+class Run:
+    """A source that runs a handler in a thread; stopped at the end of the block.
+
+    Args:
+        source: The source.
+        handle: The handler.
+        options: Those of ``source.run``.
+        errors: Gets the error that ends the run.
+    """
+
+    def __init__(
+        self, source: KeyShardSource, handle: Any, options: dict[str, Any],
+        errors: list[BaseException] | None = None,
+    ) -> None:  # fmt: skip
+        self.source = source
+        self.errors: list[BaseException] = [] if errors is None else errors
+
+        def run() -> None:
+            try:
+                source.run(handle, **options)
+            except BaseException as exc:  # noqa: BLE001 - judged by the test
+                self.errors.append(exc)
+
+        self.thread = threading.Thread(target=run, daemon=True)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the run."""
+        return self.errors[0] if self.errors else None
+
+    def __enter__(self) -> Run:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Stop the run, if it still runs."""
+        wait_until(lambda: not self.thread.is_alive() or self._stopped())
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def wait_started(self) -> None:
+        """Wait until the source runs or has ended."""
+        wait_until(lambda: self.errors or self._runs())
+
+    def _runs(self) -> bool:
+        try:
+            return self.source._active().rescaler is not None
+        except NotRunningError:
+            return False
+
+    def _stopped(self) -> bool:
+        try:
+            self.source.stop()
+        except NotRunningError:  # It does not run yet, or no more.
+            return False
+        return True

@@ -1,0 +1,184 @@
+"""A source on the in-memory broker whose ranges move while messages come, and its history."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer, Message
+from keyshard.broker.port import StartPosition, SubscriptionSpec
+from keyshard.consumers.receiver import RangeConsumer
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.rescale import Blocking, Rescaler
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange
+from keyshard.errors import BrokerError, KeyShardError
+from keyshard.source import SourceBatch
+from keyshard.testing.verify.checkers import check
+from keyshard.testing.verify.history import Event
+from keyshard.testing.verify.recorder import Recorder
+from tests.helpers import DEADLINE_S, config, wait_until
+
+
+class Refusing(MemoryBroker):
+    """A connection whose subscriptions fail on request."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        super().__init__(cluster)
+        self.refuse: Callable[[HashRange], BrokerError | None] = lambda _: None
+        self.refused = 0
+
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> MemoryConsumer:
+        error = self.refuse(spec.hash_range)
+        if error is not None:
+            self.refused += 1
+            raise error
+        return super().subscribe(spec, start)
+
+
+class FakeWork:
+    """Works on keys until the test says that it ends."""
+
+    def __init__(self, blocking: Blocking | None = None) -> None:
+        self.blocking = blocking
+        self.holds: list[Sequence[HashRange]] = []
+        self.held = False
+        self.owners: Sequence[int] = ()
+        self.waiting = threading.Event()
+
+    def hold(self, slots: Sequence[HashRange]) -> None:
+        self.holds.append(slots)
+        self.held = True
+
+    def wait_idle(self, timeout_s: float) -> Blocking | None:
+        self.waiting.set()
+        end = time.monotonic() + timeout_s
+        while self.blocking is not None and time.monotonic() < end:
+            threading.Event().wait(0.002)
+        return self.blocking
+
+    def reassign(self, owners: Sequence[int]) -> None:
+        self.owners = owners
+
+    def resume(self) -> None:
+        self.held = False
+
+
+class RescaledSource:
+    """One topic of three partitions, consumed in batches by a thread; stopped by :meth:`end`."""
+
+    def __init__(self, ranges: int = 4, drain_timeout_s: float = 5.0, **settings: Any) -> None:
+        self.cluster = MemoryCluster(entries_per_ledger=50)
+        self.topic = self.cluster.create_topic("orders", partitions=3)
+        self.broker = Refusing(self.cluster)
+        self.events: list[Event] = []
+        self.recorder = Recorder(self, "host")
+        self.work = FakeWork()
+        settings = {"parallelism": ranges, "discovery_interval_ms": 20} | settings
+        self.coordinator = Coordinator(
+            config(self.topic, **settings),
+            lambda: self.recorder.broker(self.broker, lambda: self.coordinator.epoch),
+        )
+        self.coordinator.start()
+        self.rescaler: Rescaler = self.coordinator.rescaler(self.work, drain_timeout_s)
+        self.per_key: Counter[str] = Counter()
+        self.rows = 0
+        self.ranges_of_batches: list[int] = []
+        self._stopping = threading.Event()
+        self.error: KeyShardError | None = None
+        """The error that ended the source."""
+        self._host = threading.Thread(target=self._run, name="host", daemon=True)
+        self._host.start()
+        self._producer: threading.Thread | None = None
+
+    def write_all(self, events: Iterable[Event]) -> None:
+        self.events.extend(events)
+
+    def publish(self, messages: int, keys: int = 40) -> None:
+        for number in range(messages):
+            key = f"k{number % keys}"
+            value = f"{key}:{self.per_key[key]}:".encode()
+            self.cluster.publish(self.topic, Message(value, key=key))
+            self.per_key[key] += 1
+
+    def keep_publishing(self) -> None:
+        """Publish in the background until :meth:`end`."""
+
+        def run() -> None:
+            while not self._stopping.is_set():
+                self.publish(40)
+                threading.Event().wait(0.002)
+
+        self._producer = threading.Thread(target=run, name="producer", daemon=True)
+        self._producer.start()
+
+    def more(self, rows: int = 200) -> None:
+        """Wait until more rows are committed."""
+        target = self.rows + rows
+        wait_until(lambda: self.rows >= target)
+
+    @property
+    def consumers(self) -> dict[TopicPartition, list[RangeConsumer]]:
+        return self.coordinator.consumers.range_consumers.by_partition
+
+    def ring(self, partition: int = 0) -> list[tuple[int, HashRange]]:
+        """Owners and hash ranges of one topic partition, as the consumers have them."""
+        where = TopicPartition(self.topic, partition)
+        found = [
+            (one.owned_range.range_index, one.owned_range.hash_range)
+            for one in self.consumers[where]
+        ]
+        ranges = sorted(hash_range for _, hash_range in found)
+        assert sum(map(len, ranges)) == RING_SIZE, "the ring has a gap or an overlap"
+        assert all(one.consumer.is_connected() for one in self.consumers[where])
+        return sorted(found)
+
+    def end(self) -> None:
+        """Stop publishing, let everything be committed, and stop."""
+        self._stopping.set()
+        if self._producer is not None:
+            self._producer.join(DEADLINE_S)
+        try:
+            self._host.join(30)
+        finally:
+            self.coordinator.stop()
+
+    def check(self) -> None:
+        """End, and let every checker judge the history."""
+        self.end()
+        assert self.error is None
+        self.recorder.sent(self.topic, self.per_key)
+        verdicts = check(self.events)
+        broken = [verdict for verdict in verdicts if not verdict.holds]
+        assert not broken, broken
+        checked = {verdict.name for verdict in verdicts if verdict.checked}
+        assert checked >= {
+            "no loss", "order per key", "exactly once into the checkpoint", "routed by key",
+            "acknowledged after the checkpoint", "ring covered without overlap",
+        }  # fmt: skip
+
+    def _run(self) -> None:
+        try:
+            self._consume()
+        except KeyShardError as exc:
+            self.error = exc
+
+    def _consume(self) -> None:
+        quiet = 0
+        while quiet < 20:
+            complete = self.rows >= sum(self.per_key.values())
+            quiet = quiet + 1 if self._stopping.is_set() and complete else 0
+            if not self.coordinator.batches.wait_for_rows(0.01):
+                continue
+            end = self.coordinator.batches.cut()
+            if end is None:
+                continue
+            batch = SourceBatch(self.coordinator, end)
+            rows = sum(part.num_rows for part in self.recorder.rows(batch))
+            self.recorder.checkpointed(batch)
+            self.coordinator.batches.release(end)
+            self.ranges_of_batches.append(end.ranges)
+            self.rows += rows

@@ -1,0 +1,64 @@
+"""The first answer of an admin interface has a short deadline, later ones a long one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from keyshard import Connection
+from keyshard.broker import schemas
+from keyshard.errors import BrokerUnavailableError
+
+SLOW_S = 0.6
+
+
+class _Admin(BaseHTTPRequestHandler):
+    """Answers ``clusters`` as the test says, and everything else after a while."""
+
+    status = 200
+
+    def do_GET(self) -> None:
+        of_clusters = self.path.endswith("/clusters")
+        if not of_clusters:
+            threading.Event().wait(SLOW_S)
+        self.send_response(self.status if of_clusters else 200)
+        self.end_headers()
+        body = b'{"version": 3, "type": "STRING", "data": "", "properties": {}}'
+        self.wfile.write(b'["one"]' if of_clusters else body if "schema" in self.path else b"[]")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Admin) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield Connection("pulsar://127.0.0.1:1", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("status", [200, 403, 404])
+def test_a_slow_answer_is_waited_for(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """One that reads a schema from a cold disk, or lists many topics, is there."""
+    monkeypatch.setattr(schemas, "ANSWER_S", SLOW_S / 2)
+    monkeypatch.setattr(_Admin, "status", status)
+    found = schemas.schema_of(connection, "persistent://public/default/t", tries_s=0.1)
+    assert found is not None
+    assert found.version == 3
+    assert schemas.asked_first(connection, lambda admin: admin.topics("a", "b")) == set()
+
+
+def test_an_interface_that_cannot_answer_now_is_named(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Admin, "status", 503)
+    with pytest.raises(BrokerUnavailableError):
+        schemas.schema_of(connection, "persistent://public/default/t", tries_s=0.1)

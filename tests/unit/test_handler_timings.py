@@ -1,0 +1,25 @@
+"""The histogram of handlers, and its usual duration."""
+
+from __future__ import annotations
+
+import pytest
+
+from keyshard.core.lanes.facts import Timings
+
+
+@pytest.mark.parametrize(
+    ("seconds", "p99_s"),
+    [
+        ([], 0.0),
+        ([0.003], 0.003),
+        ([0.003] * 99 + [40.0], 0.005),
+        ([0.003] * 90 + [40.0] * 10, 40.0),
+        ([8.0] * 50, 8.0),
+        ([45.0, 60.0], 60.0),
+    ],
+)
+def test_the_99th_percentile_is_exact_enough(seconds: list[float], p99_s: float) -> None:
+    timings = Timings()
+    for one in seconds:
+        timings.add(one)
+    assert timings.p99_s == p99_s

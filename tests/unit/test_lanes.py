@@ -1,0 +1,137 @@
+"""Lanes: replayed dead letters run before other messages of their key; failed keys wait."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, Resting
+from keyshard.core.lanes.lanes import KEYS_READY_MIN, Lanes
+from keyshard.core.message import Message, MessageId
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import range_index, split_ring
+from keyshard.core.ring.key_slot import key_slot
+from tests.helpers import present
+
+WHERE = TopicPartition("persistent://public/default/orders", 0)
+NOW = datetime(2024, 5, 1, tzinfo=timezone.utc)
+RANGES = 3
+
+
+def message(number: int, key: str = "k") -> Message:
+    return Message(
+        b"%d" % number, key, None, MessageId(1, number, 0), WHERE.topic, 0, NOW, None, {},
+        key_slot(key), redelivered=False,
+    )  # fmt: skip
+
+
+def resting(number: int, key: str = "k") -> Resting:
+    dead_letter = DeadLetter(message(number, key), "keyshard", DeadLetterKind.PARKED, 1, "broken")
+    return Resting(EntryId(9, number), dead_letter)
+
+
+def lanes_with(*numbers: int) -> Lanes:
+    lanes = Lanes(RANGES, 2, lambda slot: range_index(slot, RANGES))
+    for number in numbers:
+        lanes.add(WHERE, 0, EntryId(1, number), [message(number)])
+    return lanes
+
+
+def run(lanes: Lanes) -> bytes:
+    """Handle the next message."""
+    work = lanes.next(0.0)
+    assert work is not None
+    assert lanes.next(0.0) is None, "one message of a key at a time"
+    lanes.validate()
+    lanes.completed(work)
+    lanes.validate()
+    return present(work.message.value)
+
+
+def test_an_inserted_dead_letter_is_next_and_completes_no_entry() -> None:
+    for numbers in ([], [5, 6]):
+        lanes = lanes_with(*numbers)
+        lanes.insert(resting(1))
+        lanes.validate()
+        assert run(lanes) == b"1"
+        assert lanes.pop_completed() == {}
+        assert [run(lanes) for _ in numbers] == [b"%d" % number for number in numbers]
+        assert lanes.pop_completed() == (
+            {WHERE: [EntryId(1, n) for n in numbers]} if numbers else {}
+        )
+        assert lanes.next(0.0) is None
+        assert lanes.waiting == 0
+
+
+def test_a_dead_letter_is_replaced_by_the_next_one_before_newer_messages() -> None:
+    lanes = lanes_with()
+    lanes.insert(resting(1))
+    work = lanes.next(0.0)
+    assert work is not None
+    lanes.add(WHERE, 0, EntryId(1, 7), [message(7)])
+    lanes.replace(work, resting(2))
+    lanes.validate()
+    assert run(lanes) == b"2"
+    assert run(lanes) == b"7"
+
+
+def test_attempts_count_again_for_each_dead_letter() -> None:
+    lanes = lanes_with()
+    lanes.insert(resting(1))
+    work = lanes.next(0.0)
+    assert work is not None
+    lanes.again(work, 0.0, "broken")
+    work = lanes.next(0.0)
+    assert work is not None
+    assert work.queue.attempts == 1
+    lanes.replace(work, resting(2))
+    again = lanes.next(0.0)
+    assert again is not None
+    assert again.resting == resting(2)
+    assert (again.queue.attempts, again.queue.reason) == (0, None)
+
+
+def test_a_replay_does_not_run_while_its_range_is_held() -> None:
+    lanes = lanes_with(5)
+    lanes.insert(resting(1))
+    work = lanes.next(0.0)
+    assert work is not None
+    lanes.hold(split_ring(1))
+    assert lanes.blocking() == [work]
+    lanes.replace(work, resting(2))
+    assert lanes.next(0.0) is None
+    assert lanes.blocking() == []
+    lanes.reassign(2, lambda slot: range_index(slot, 2))
+    lanes.resume()
+    lanes.validate()
+    assert [run(lanes), run(lanes)] == [b"2", b"5"]
+
+
+def test_replayed_keys_leave_room_for_keys_that_are_not_parked() -> None:
+    lanes = Lanes(1, 1, lambda _: 0)
+    keys = [f"parked-{number}" for number in range(KEYS_READY_MIN)]
+    for number, key in enumerate(keys):
+        lanes.insert(resting(number, key))
+        lanes.validate()
+        assert lanes.hungry, "a replayed key is no reason to receive nothing"
+    for number, key in enumerate(keys):
+        lanes.add(WHERE, 0, EntryId(1, number), [message(number, f"other-{key}")])
+    assert not lanes.hungry
+    lanes.reassign(1, lambda _: 0)
+    lanes.validate()
+    assert not lanes.hungry
+    work = lanes.next(0.0)
+    assert work is not None
+    lanes.again(work, 0.0, "broken")
+    lanes.validate()
+
+
+def test_a_failed_key_is_among_the_oldest_as_soon_as_its_time_has_come() -> None:
+    # The only key of a full window must be found, although no other call made it ready.
+    lanes = lanes_with(1)
+    work = lanes.next(0.0)
+    assert work is not None
+    lanes.again(work, 2.0, "broken")
+    assert lanes.oldest_failed(3, 1.0) == []
+    assert lanes.oldest_failed(3, 2.0) == [work.queue]
+    lanes.validate()
+    assert lanes.next_failed([work.queue], 2.0) is work

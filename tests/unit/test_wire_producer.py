@@ -1,0 +1,235 @@
+"""Producers of the wire transport give their names back, against a scripted broker."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, cast
+
+import pyarrow as pa
+import pytest
+
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.port import Compression, PublishOptions
+from keyshard.broker.retry import Retrier, Steps
+from keyshard.broker.unconfirmed import ENTRY_MEMORY
+from keyshard.broker.wire.cluster import Cluster
+from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.producer import WireProducer
+from keyshard.broker.wire.reconnect import Shared
+from keyshard.columns.outgoing import OutgoingMessage, outgoing_from
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import TopicPartition
+from keyshard.errors import BrokerUnavailableError, ProducerBusyError
+from tests.support.frame_broker import FrameServer, SocketSession
+
+BUSY = 16
+DEADLINE_S = 10.0
+WHERE = TopicPartition("persistent://public/default/t")
+ROWS = [OutgoingMessage(b"v", "k")]
+
+
+class Session(SocketSession):
+    def __init__(self, broker: NamingBroker, stream: socket.socket) -> None:
+        super().__init__(stream)
+        self.broker = broker
+
+    def _lookup(self, asked: Any) -> None:
+        self.lead_to(asked, self.broker.url)
+
+    def _producer(self, asked: Any) -> None:
+        holder = self.broker.holders.setdefault(asked.producer_name, asked.producer_id)
+        if holder != asked.producer_id:
+            self.refuse(asked, BUSY)
+        elif not self.broker.silent:
+            self.send("producer_success", api.ProducerSuccess(
+                request_id=asked.request_id, producer_name=asked.producer_name,
+                last_sequence_id=self.broker.last, schema_version=b"",
+            ))  # fmt: skip
+
+    def _send(self, sent: Any) -> None:
+        if self.broker.stalled:
+            return
+        self.broker.last = sent.sequence_id
+        self.send("send_receipt", api.SendReceipt(
+            producer_id=sent.producer_id, sequence_id=sent.sequence_id,
+            message_id=api.MessageId(ledger=7, entry=0),
+        ))  # fmt: skip
+
+    def _close_producer(self, asked: Any) -> None:
+        holders = self.broker.holders
+        for name in [one for one, holder in holders.items() if holder == asked.producer_id]:
+            del holders[name]
+        self.succeed(asked)
+
+
+class NamingBroker(FrameServer):
+    """Lets one producer have a name at a time."""
+
+    def __init__(self) -> None:
+        self.holders: dict[bytes, int] = {}
+        """Producer ids by the names that they hold."""
+        self.last = -1
+        self.silent = False
+        """Whether it opens producers without an answer."""
+        self.stalled = False
+        """Whether it takes entries without a receipt."""
+        super().__init__()
+
+    def session(self, stream: socket.socket) -> Session:
+        return Session(self, stream)
+
+
+class HeldRetrier(Retrier):
+    """Holds attempts back; the test runs them step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Callable[[], Any]] = []
+        self.came = threading.Event()
+
+    def until_true(self, attempt: Callable[[], Any], wait_s: float = 0.0) -> None:  # noqa: ARG002
+        self.held.append(attempt)
+        self.came.set()
+
+
+@pytest.fixture
+def broker() -> Iterator[NamingBroker]:
+    with closing(NamingBroker()) as made:
+        yield made
+
+
+@pytest.fixture
+def shared(broker: NamingBroker) -> Iterator[Shared]:
+    connection = Connection(broker.url, operation_timeout_ms=10_000)
+    credentials = Credentials(connection)
+    made = Shared(
+        Cluster(connection, credentials), HeldRetrier(), HeldRetrier(), credentials, DEADLINE_S
+    )
+    yield made
+    made.cluster.close(DEADLINE_S)
+
+
+def opened(shared: Shared) -> WireProducer:
+    made = WireProducer(shared, WHERE, PublishOptions("name"))
+    made.open()
+    return made
+
+
+def reopening(shared: Shared) -> Steps:
+    """Wait for the attempt to open a producer again."""
+    retrier = cast("HeldRetrier", shared.reconnects)
+    assert retrier.came.wait(DEADLINE_S)
+    return cast("Steps", retrier.held.pop()())
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_a_producer_that_is_closed_while_it_is_reopened_gives_its_name_back(
+    broker: NamingBroker, shared: Shared, steps: int
+) -> None:
+    """The attempt has taken ``steps`` steps when the producer is closed.
+
+    1. The first entry of an unknown name is confirmed. The producer is opened again, which shows
+       whether the broker deduplicates.
+    2. The attempt waits for a thread of the broker's lane.
+    3. The program closes the producer.
+    4. The attempt goes on, and finds the producer closed.
+
+    No step may forget the id under which the broker still holds the name.
+    """
+    producer = opened(shared)
+    producer.publish(ROWS, 0).result(DEADLINE_S)
+    attempt = reopening(shared)
+    for _ in range(steps):
+        next(attempt)
+    producer.close()
+    for _ in attempt:
+        pass
+    assert broker.holders == {}
+    opened(shared).close()
+
+
+def test_a_request_without_an_answer_gives_its_name_back(
+    broker: NamingBroker, shared: Shared
+) -> None:
+    broker.silent = True
+    waiting = WireProducer(
+        Shared(shared.cluster, shared.reconnects, shared.nudges, shared.credentials, 0.3),
+        WHERE, PublishOptions("name"),
+    )  # fmt: skip
+    with pytest.raises((BrokerUnavailableError, ProducerBusyError)):
+        waiting.open()
+    broker.silent = False
+    end_s = time.monotonic() + DEADLINE_S
+    while broker.holders:
+        assert time.monotonic() < end_s, "the broker still holds the name"
+        time.sleep(0.005)
+    opened(shared).close()
+
+
+@pytest.mark.parametrize("compression", ["none", "lz4"])
+def test_an_unconfirmed_entry_is_kept_once(
+    broker: NamingBroker, shared: Shared, compression: Compression
+) -> None:
+    """Its encoded bytes are enough to send it again, also in part."""
+    broker.stalled = True
+    producer = WireProducer(shared, WHERE, PublishOptions("name", compression=compression))
+    producer.open()
+    rows = [OutgoingMessage(b"%d" % number * 5_000, f"k{number // 5}") for number in range(20)]
+    gc.collect()
+    before = pa.total_allocated_bytes()
+    producer.publish_all(outgoing_from(rows), [5, 10, 15, 20], 0)
+    producer.publish(rows, 20)
+    gc.collect()
+    assert pa.total_allocated_bytes() == before
+    queue = producer._queue
+    assert queue.messages == 40
+    assert queue.bytes == sum(len(one.data) + ENTRY_MEMORY for one in queue._entries)
+    assert [row for one in queue._entries for row in one.rows] == rows + rows
+    assert list(queue._entries[1].rows[2:]) == rows[7:10]
+    producer.close()
+
+
+def test_a_flush_returns_when_every_future_is_resolved(
+    broker: NamingBroker, shared: Shared
+) -> None:
+    """The queue is empty while a receipt for two entries is at the callback of the first one."""
+    broker.stalled = True
+    producer = WireProducer(shared, WHERE, PublishOptions())
+    producer.open()
+    first, second = (producer.publish(ROWS, number) for number in range(2))
+    reached, go_on, flushed = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(_: object) -> None:
+        reached.set()
+        assert go_on.wait(DEADLINE_S)
+
+    first.add_done_callback(hold)
+    receipts = [
+        api.SendReceipt(
+            producer_id=producer._id,
+            sequence_id=number,
+            message_id=api.MessageId(ledger=7, entry=number),
+        )
+        for number in range(2)
+    ]
+
+    def flush() -> None:
+        producer.flush()
+        assert second.exception(0) is None
+        flushed.set()
+
+    threads = [threading.Thread(target=producer.receipts, args=(receipts,))]
+    threads[0].start()
+    assert reached.wait(DEADLINE_S)
+    threads.append(threading.Thread(target=flush))
+    threads[1].start()
+    threads[1].join(0.1)
+    go_on.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert flushed.is_set()

@@ -1,0 +1,94 @@
+"""A subscription that is lost while it is made, and earlier acknowledgements."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, cast
+
+import pytest
+
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.retry import Retrier
+from keyshard.broker.wire import ack_grouping
+from keyshard.broker.wire.ack_grouping import AckGrouping
+from keyshard.broker.wire.cluster import Cluster
+from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.reconnect import Shared
+from keyshard.broker.wire.subscription import WireSubscription
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.window.client_queue import SentAhead
+from keyshard.errors import BrokerError
+
+WHERE = TopicPartition("persistent://public/default/orders", 0)
+
+
+class At:
+    """A connection that ends subscriptions at once, as often as the test says."""
+
+    is_open = True
+
+    def __init__(self, losses: int) -> None:
+        self.losses = losses
+        self.subscribed: list[int] = []
+        self.sent: list[Any] = []
+        self.handle: WireSubscription | None = None
+
+    def register(self, _consumer_id: int, handle: WireSubscription) -> None:
+        self.handle = handle
+
+    def ask(self, _name: str, request: Any, *_: object) -> None:
+        self.subscribed.append(request.consumer_id)
+        if self.losses and self.handle is not None:
+            self.losses -= 1
+            self.handle.lost(request.consumer_id, ended=True)
+            # A thread that took entries of the subscription before says so late.
+            self.handle.lost(-1, ended=False)
+
+    def begin(self, _name: str, request: Any, _done: object) -> int:
+        self.sent.append(request)
+        return len(self.sent)
+
+    def forget(self, _number: int) -> None: ...
+
+    def send(self, *_: object) -> None: ...
+
+
+class OneBroker:
+    """A cluster of one broker."""
+
+    def __init__(self, at: At) -> None:
+        self.at = at
+
+    def path(self, *_: object) -> Generator[Any, None, tuple[At, float]]:
+        yield from ()
+        return self.at, 1.0
+
+
+def test_a_subscription_that_ends_while_it_is_made_is_made_again() -> None:
+    at = At(losses=1)
+    shared = Shared(
+        cast("Cluster", OneBroker(at)), Retrier(), Retrier(), cast("Credentials", None), 5.0
+    )
+    one = WireSubscription(shared, WHERE, SentAhead(10, 1_000), api.Subscribe)
+    one.open()
+    assert one.standing() == (at, at.subscribed[-1])
+    assert len(at.subscribed) == 2
+
+
+def test_old_acknowledgements_are_not_sent_after_a_lost_subscription(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another cluster may have the same ids by then."""
+    monkeypatch.setattr(ack_grouping, "SENT_AGAIN_WITHIN_S", -1.0)
+    first, second = At(0), At(0)
+    standing: list[tuple[WireConnection | None, int]] = [(None, 0)]
+    one = AckGrouping(
+        WHERE, lambda: standing[0], lambda _: None, lambda _: BrokerError("no"), lambda _: None
+    )
+    one.subscribed(cast("WireConnection", first), 1)
+    one.add([EntryId(7, 1)])
+    one.lost(1)
+    one.subscribed(cast("WireConnection", first), 1)  # reported before its loss was known
+    one.subscribed(cast("WireConnection", second), 2)
+    assert (first.sent, second.sent) == ([], [])
