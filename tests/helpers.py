@@ -26,8 +26,9 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.subscription_state import BrokerState
+from tests.support.deadlines import deadline
 
-DEADLINE_S = float(os.environ.get("KEYSHARD_TEST_DEADLINE_S", "30"))
+DEADLINE_S = deadline(float(os.environ.get("KEYSHARD_TEST_DEADLINE_S", "30")))
 """After this a wait has failed, seconds."""
 _LISTENING = "0A"
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from keyshard.testing.devbroker import java_home
 from keyshard.testing.devbroker.java import class_archive
+from tests.support.deadlines import deadline
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """Options of a JVM that does not optimise what ends soon."""
-_RECORD_S = 240.0
+_RECORD_S = deadline(240)
 """Longest time in which the classes are recorded, seconds."""
 
 
@@ -48,7 +49,7 @@ def _record(archive: Path) -> None:
     """Run a session whose JVM writes the archive of its classes at its end."""
     options = f"{QUICK} -XX:ArchiveClassesAtExit={archive}"
     subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, "-m", "tests.spark_classes"],
         env=os.environ | {"PYSPARK_SUBMIT_ARGS": submit_arguments(options)},
         cwd=Path(__file__).parents[1],
         capture_output=True,
@@ -86,5 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     main()

@@ -14,12 +14,13 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerUnavailableError
+from tests.support.deadlines import deadline
 
 SUBSCRIPTION = "contract"
 WHOLE_RING = split_ring(1)[0]
 RECEIVE_MS = 10
-DEADLINE_S = 20.0
-COME_BACK_S = 90.0
+DEADLINE_S = deadline(20)
+COME_BACK_S = deadline(90)
 """Three of the client's own time-outs, for a broker that comes back."""
 
 

@@ -8,10 +8,11 @@ from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.port import Broker
 from keyshard.workers.broker import HostedBroker
 from tests.contract.memory_harness import MemoryHarness
+from tests.support.deadlines import deadline
 from tests.support.worker_servers import LocalWorker
 
 WORKERS = 2
-TIMEOUT_S = 10.0
+TIMEOUT_S = deadline(10)
 TICK_S = 0.02
 
 

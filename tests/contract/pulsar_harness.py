@@ -34,6 +34,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.testing.devbroker import DevBroker
 from tests.contract.contract_harness import SUBSCRIPTION, OtherClient
 from tests.contract.raw_protocol import RawConnection, RawEntry, entry_of
+from tests.support.deadlines import deadline
 
 OTHER_CLIENT = Path(__file__).with_name("other_client.py")
 
@@ -51,7 +52,7 @@ class PulsarHarness:
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url
-        self._admin = httpx.Client(base_url=admin_url, timeout=10, follow_redirects=True)
+        self._admin = httpx.Client(base_url=admin_url, timeout=deadline(10), follow_redirects=True)
         self._own_admin = PulsarAdmin(Connection(service_url, admin_url))
         self._client = pulsar.Client(
             service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
@@ -358,7 +359,7 @@ class PulsarOtherClient:
 
     def acknowledge_and_die(self, entries: Sequence[EntryId]) -> None:
         self._tell("acknowledge and die", list(entries))
-        assert self._process.wait(20) == -signal.SIGKILL
+        assert self._process.wait(deadline(20)) == -signal.SIGKILL
 
     def acknowledge_indices(
         self,
@@ -379,7 +380,7 @@ class PulsarOtherClient:
     def kill(self) -> None:
         """Kill the process."""
         self._process.kill()
-        self._process.wait(20)
+        self._process.wait(deadline(20))
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with suppress(BrokenPipeError):

@@ -17,6 +17,7 @@ from keyshard.broker.memory import Message
 from keyshard.core.position.entry import EntryId
 from keyshard.core.protobuf import Value, fields_of, message
 from tests.helpers import exactly
+from tests.support.deadlines import deadline
 from tests.support.frame_broker import framed_fields
 
 CONNECT, CONNECTED, PRODUCER, SEND, RECEIPT, PRODUCER_SUCCESS = 2, 3, 5, 6, 7, 17
@@ -24,7 +25,7 @@ CLOSE_PRODUCER = 15
 PING, PONG = 18, 19
 NEW_TXN, ADD_PARTITION, END_TXN, COORDINATOR_CONNECT = 50, 52, 56, 62
 COMMIT, ABORT = 0, 1
-TIMEOUT_S = 20.0
+TIMEOUT_S = deadline(20)
 
 
 RawEntry = tuple[dict[int, Value], bytes]

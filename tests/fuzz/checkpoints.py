@@ -13,6 +13,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import KeyShardError
 from tests.fuzz.promises import Cluster, Ended, promise, refused
 from tests.fuzz.values import text, value
+from tests.support.deadlines import deadline
 
 _RUNS = (
     "7:0-99999999999999", "0:0", "1:5-2", "1:0-3,1:2-9", "9:1,8:1", "-1:0", "1:-1", "1:0:0", "a:b",
@@ -81,7 +82,7 @@ def checkpoints(random: Random, name: str) -> None:
             replay_timeout_ms=2_000, admin_url=random.choice((None, cluster.url)),
         )  # fmt: skip
         with source.open() as stream:
-            batch = stream.next_batch(timeout_s=30, rows_max=random.randint(1, 12))
+            batch = stream.next_batch(timeout_s=deadline(30), rows_max=random.randint(1, 12))
             assert batch is not None
             good = batch.checkpoint
             if random.random() < 0.5:

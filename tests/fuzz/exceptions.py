@@ -16,8 +16,9 @@ from keyshard.broker.memory import Message
 from keyshard.errors import ConfigError, KeyShardError
 from tests.fuzz.promises import Cluster, Ended, promise
 from tests.fuzz.values import Hostile, value
+from tests.support.deadlines import deadline
 
-_WAIT_S = 20.0
+_WAIT_S = deadline(20)
 PER_KEY = 4
 
 

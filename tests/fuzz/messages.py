@@ -11,12 +11,13 @@ from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
 from tests.fuzz.promises import Cluster, Ended, promise
 from tests.fuzz.values import text
+from tests.support.deadlines import deadline
 
 _EVENTS_MS = (
     0, 1, -1, 1_700_000_000_000, 1_700_000_000_000_000, 1_700_000_000_000_000_000, 2**63 - 1,
     2**64 - 1, 253_402_300_799_999, 253_402_300_800_000, -62_135_596_800_001,
 )  # fmt: skip
-_WAIT_S = 10.0
+_WAIT_S = deadline(10)
 
 
 def _drawn(random: Random, number: int) -> Message:

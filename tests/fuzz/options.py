@@ -15,6 +15,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.errors import KeyShardError
 from tests.fuzz.promises import HANDLED_S, Cluster, Ended, promise, refused
 from tests.fuzz.values import SECRET, Hostile, value
+from tests.support.deadlines import deadline
 
 MESSAGES = 6
 PARALLELISM_MAX = 64
@@ -66,7 +67,7 @@ def source_options(random: Random, name: str) -> None:
         def consume() -> int:
             rows = 0
             with made.open() as stream:
-                end = time.monotonic() + 3.0
+                end = time.monotonic() + deadline(3.0)
                 while rows < MESSAGES and time.monotonic() < end:
                     batch = stream.next_batch(timeout_s=0.2)
                     if batch is not None:

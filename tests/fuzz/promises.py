@@ -11,10 +11,11 @@ from typing import Any
 from keyshard.broker.memory import MemoryCluster, cluster
 from keyshard.errors import KeyShardError, NotRunningError
 from tests.fuzz.values import SECRET
+from tests.support.deadlines import deadline
 
-END_S = 30.0
+END_S = deadline(30)
 """Longest time of one call that the fuzzer makes, seconds."""
-HANDLED_S = 20.0
+HANDLED_S = deadline(20)
 """Longest time until a source that takes its options handles a few messages, seconds."""
 SENTENCE_CHARS_MAX = 2_000
 """An error is a sentence or a few, not a dump."""

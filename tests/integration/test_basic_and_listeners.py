@@ -20,6 +20,7 @@ from keyshard.errors import (
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.devbroker.process import LOOPBACK, free_port
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.broker
 
@@ -94,7 +95,7 @@ def source_at(connection: Connection, topic: str) -> KeyShardSource:
 def rows_of(connection: Connection, topic: str) -> int:
     rows = 0
     with source_at(connection, topic).open() as stream:
-        while rows < 100 and (batch := stream.next_batch(timeout_s=30)):
+        while rows < 100 and (batch := stream.next_batch(timeout_s=deadline(30))):
             rows += sum(part.num_rows for part in batch)
             stream.commit(batch)
     return rows

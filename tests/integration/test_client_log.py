@@ -16,6 +16,7 @@ from keyshard.errors import BrokerError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 TOPIC = "persistent://public/default/orders"
 PARTITIONS, RANGES = 5, 8
@@ -56,14 +57,14 @@ def test_a_killed_broker_makes_few_log_lines(tmp_path: Path) -> None:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         try:
-            wait_until(lambda: subscribed(broker), deadline_s=60)
+            wait_until(lambda: subscribed(broker), deadline_s=deadline(60))
             assert result() == [], "a client that works says nothing"
             broker.kill()
-            wait_until(lambda: any("refused" in line for line in result()), deadline_s=60)
+            wait_until(lambda: any("refused" in line for line in result()), deadline_s=deadline(60))
             broker.start()
-            wait_until(lambda: subscribed(broker), deadline_s=60)
+            wait_until(lambda: subscribed(broker), deadline_s=deadline(60))
         finally:
-            output, _ = program.communicate("stop\n", timeout=60)
+            output, _ = program.communicate("stop\n", timeout=deadline(60))
     assert output == ""
     lines = result()
     assert all(line.startswith("WARNING keyshard.client ") for line in lines)

@@ -15,15 +15,16 @@ from keyshard.testing.devbroker import DevCluster
 from keyshard.testing.devbroker.members import ClusterBroker
 from keyshard.testing.verify.workloads import Workload, produce
 from tests.helpers import listening, wait_until
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
 PARTITIONS = 4
 START_S = 20.0
 """Longest start with a host in the URL that takes connections and never answers, seconds."""
-GOES_ON_S = 20.0
+GOES_ON_S = deadline(20)
 """Longest time until a broker delivers new messages while the other one fails."""
-END_S = 90.0
+END_S = deadline(90)
 LOOPBACK = "0100007F"
 LOAD = Workload(4_000, keys=100, entry_messages=2)
 
@@ -81,7 +82,7 @@ class Run:
         finally:
             if self._thread.is_alive():
                 self.source.stop()
-            self._thread.join(60)
+            self._thread.join(deadline(60))
         assert not self._thread.is_alive()
         assert self.error is None, repr(self.error)
 

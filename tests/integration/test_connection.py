@@ -30,6 +30,7 @@ from keyshard.errors import (
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.broker
 
@@ -82,7 +83,7 @@ def rows_of(connection: Connection, topic: str, wanted: int = 100) -> int:
 
 def take(stream: SourceStream, wanted: int) -> int:
     rows = 0
-    while rows < wanted and (batch := stream.next_batch(timeout_s=30)):
+    while rows < wanted and (batch := stream.next_batch(timeout_s=deadline(30))):
         rows += sum(part.num_rows for part in batch)
         stream.commit(batch)
     return rows
@@ -218,16 +219,16 @@ def test_a_token_that_is_renewed_in_its_file_keeps_a_source_going(
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        wait_until(lambda: len(seen) == 100 or errors, deadline_s=30)
-        wait_until(lambda: time.monotonic() > expires - 2, deadline_s=10)
+        wait_until(lambda: len(seen) == 100 or errors, deadline_s=deadline(30))
+        wait_until(lambda: time.monotonic() > expires - 2, deadline_s=deadline(10))
         renew(broker, file, 3600, KEEPER)
-        wait_until(lambda: time.monotonic() > expires + 4, deadline_s=15)
+        wait_until(lambda: time.monotonic() > expires + 4, deadline_s=deadline(15))
         produce(Workload(100, 10), broker.connection, topic)
-        wait_until(lambda: len(seen) == 200 or errors, deadline_s=30)
+        wait_until(lambda: len(seen) == 200 or errors, deadline_s=deadline(30))
         assert errors == []
     finally:
         source.stop() if thread.is_alive() else None
-        thread.join(30)
+        thread.join(deadline(30))
     assert len(seen) == 200
 
 
@@ -247,7 +248,7 @@ def test_a_token_that_is_renewed_late_is_waited_for(
     with source_at(connection, topic).open() as stream:
         rows = take(stream, 100)
         with closing(PulsarAdmin(broker.connection)) as admin:
-            wait_until(lambda: not consumers(admin, topic), deadline_s=30)
+            wait_until(lambda: not consumers(admin, topic), deadline_s=deadline(30))
         produce(Workload(100, 10), broker.connection, topic)
         renew(broker, file, 3600, ROLE)
         assert rows + take(stream, 100) == 200
@@ -260,7 +261,7 @@ def consumers(admin: PulsarAdmin, topic: str) -> int:
 
 def test_a_restart_is_reported_at_once_too(broker: DevBroker, topic: str) -> None:
     with source_at(as_role(broker), topic).open() as stream:
-        batch = stream.next_batch(timeout_s=20)
+        batch = stream.next_batch(timeout_s=deadline(20))
         assert batch
         stream.commit(batch)
     began = time.monotonic()
@@ -364,13 +365,13 @@ def test_a_running_source_is_found_by_its_client_conf(
     thread = threading.Thread(target=lambda: source.run(seen.append))
     thread.start()
     try:
-        wait_until(lambda: len(seen) == 100, deadline_s=30)
+        wait_until(lambda: len(seen) == 100, deadline_s=deadline(30))
         code, output = command(capsys, "status", "billing", "--client-conf", str(client_conf))
         assert code == 0
         assert topic in output
     finally:
         source.stop()
-        thread.join(30)
+        thread.join(deadline(30))
 
 
 def test_a_role_that_may_not_park_keeps_the_message(broker: DevBroker, topic: str) -> None:

@@ -22,6 +22,7 @@ from keyshard.errors import DataLossAckedElsewhereError, DataLossTrimmedError, T
 from keyshard.testing.devbroker import DevBroker
 from tests.contract.pulsar_harness import PulsarHarness
 from tests.helpers import commit, key_in, received, rows_of, wait_until
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker]
 
@@ -116,7 +117,7 @@ def acknowledge_by_another_client(
 def put(broker: DevBroker, where: TopicPartition, call: str, method: str = "PUT") -> None:
     path = where.name.replace("://", "/")
     httpx.request(
-        method, f"{broker.admin_url}/admin/v2/{path}/{call}", timeout=20
+        method, f"{broker.admin_url}/admin/v2/{path}/{call}", timeout=deadline(20)
     ).raise_for_status()
 
 
@@ -269,7 +270,7 @@ def test_a_broker_that_is_wiped_under_a_checkpoint_stops_the_source(*, admin: bo
             httpx.put(
                 f"{broker.admin_url}/admin/v2/persistent/public/default/wiped/partitions",
                 json=1,
-                timeout=20,
+                timeout=deadline(20),
             ).raise_for_status()
             harness.publish(topic, messages(100))
 

@@ -32,6 +32,7 @@ from tests.contract.raw_protocol import (
     RawConnection,
     entry_of,
 )
+from tests.support.deadlines import deadline
 from tests.support.stored_topic import keeping_namespace
 
 pytestmark = pytest.mark.broker
@@ -44,7 +45,7 @@ SUCCESS = 13
 @pytest.fixture(scope="module")
 def topics(dev_broker: DevBroker) -> Iterator[str]:
     """Beginning of the names of topics in a namespace with deduplication that keeps everything."""
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as admin:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
         yield f"persistent://{keeping_namespace(admin, 'once')}/"
 
 
@@ -89,7 +90,7 @@ def values(dev_broker: DevBroker, topic: str) -> list[bytes | None]:
     try:
         reader = broker.reader(TopicPartition.parse(topic), EntryId(0, 0))
         found: list[bytes | None] = []
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + deadline(30)
         while not reader.at_end():
             assert time.monotonic() < end_s
             found += [value for block in reader.read(100) for value in block.values]
@@ -148,7 +149,7 @@ def test_an_unload_keeps_the_known_sequence_ids(dev_broker: DevBroker, topics: s
     producer.send(0, 10)
     producer.send(10, 10)
     producer.close()
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as admin:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
         admin.put(f"/{topic.replace('://', '/')}/unload").raise_for_status()
     again = Producer(dev_broker, topic)
     assert again.last_sequence_id == 19

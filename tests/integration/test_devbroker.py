@@ -16,6 +16,7 @@ import pytest
 from keyshard.errors import DevBrokerError
 from keyshard.testing.devbroker import DevBroker, install
 from tests.helpers import listening
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.broker
 
@@ -122,7 +123,12 @@ def keyshard(tmp_path: Path) -> Command:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "keyshard", *arguments]
         return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=deadline(120),
+            check=False,
         )
 
     return run

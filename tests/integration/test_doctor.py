@@ -17,6 +17,7 @@ from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Batching, Workload, create_partitioned_topic, produce
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.broker
 
@@ -57,7 +58,7 @@ def test_it_checks_the_topic_of_a_sink(
     dev_broker: DevBroker, topic_name: str, capsys: pytest.CaptureFixture[str], policy: str
 ) -> None:
     namespace = f"public/doctor-{topic_name}"
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as admin:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
         admin.put(f"/namespaces/{namespace}").raise_for_status()
         admin.put(f"/persistent/{namespace}/t/partitions", json=2).raise_for_status()
         if policy == "namespace":

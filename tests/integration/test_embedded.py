@@ -18,13 +18,14 @@ from keyshard.testing.verify.workloads import (
     parse_value,
     produce,
 )
+from tests.support.deadlines import deadline
 from tests.support.observed import backlog
 
 pytestmark = pytest.mark.broker
 
 SUBSCRIPTION = "embedded"
 PARTITIONS = 3
-WAIT_S = 30.0
+WAIT_S = deadline(30)
 
 
 def source(broker: DevBroker, topic: str, **settings: object) -> KeyShardSource:

@@ -20,6 +20,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.publishing import NOTHING, batch_of, row_of
 from keyshard.testing.devbroker import DevBroker
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.broker
 NAMES_MAX = 10
@@ -54,7 +55,9 @@ def broker() -> Iterator[DevBroker]:
 
 @pytest.fixture
 def topic(broker: DevBroker, topic_name: str) -> str:
-    httpx.put(f"{broker.admin_url}/admin/v2/persistent/public/default/{topic_name}", timeout=20)
+    httpx.put(
+        f"{broker.admin_url}/admin/v2/persistent/public/default/{topic_name}", timeout=deadline(20)
+    )
     return f"persistent://public/default/{topic_name}"
 
 
@@ -74,7 +77,7 @@ def stored(broker: DevBroker, topic: str) -> dict[str | None, list[bytes | None]
     found: dict[str | None, list[bytes | None]] = {}
     with closing(WireBroker(Connection(broker.service_url))) as opened:
         reader = opened.reader(TopicPartition(topic), EntryId(0, 0))
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + deadline(30)
         while not reader.at_end():
             assert time.monotonic() < end_s
             for block in reader.read(100):
@@ -109,7 +112,9 @@ def test_more_names_than_the_broker_keeps_lose_no_row_and_repeat_none(
 
     def forgotten() -> bool:
         path = topic.replace("://", "/")
-        httpx.put(f"{broker.admin_url}/admin/v2/{path}/unload", timeout=20).raise_for_status()
+        httpx.put(
+            f"{broker.admin_url}/admin/v2/{path}/unload", timeout=deadline(20)
+        ).raise_for_status()
         return NOTHING in known(broker, topic, names)
 
     # A snapshot of the names is taken once a second.

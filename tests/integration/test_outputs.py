@@ -32,6 +32,7 @@ from keyshard.testing.verify.workloads import (
 )
 from tests.helpers import wait_until
 from tests.integration.test_sink import admin, namespace, stored, topic
+from tests.support.deadlines import deadline
 from tests.support.memory_topic import Run
 
 __all__ = ["admin", "namespace", "topic"]  # fixtures
@@ -112,7 +113,7 @@ class Service:
             yield process
         finally:
             process.kill()
-            process.wait(30)
+            process.wait(deadline(30))
 
     def stored(self) -> Checkpoint | None:
         return Checkpoint.from_json(self.checkpoint.read_text()) if self._written() else None
@@ -153,7 +154,7 @@ def test_a_service_that_is_killed_at_random_moments_publishes_each_output_once(
     with service.running() as process:
         wait_until(lambda: len(stored(dev_broker, topic)) >= sum(sent.values()), 60)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, service.errors.read_text()
+        assert process.wait(deadline(60)) == 0, service.errors.read_text()
     invoices = stored(dev_broker, topic)
     judge(topic, sent, invoices)
     assert len(invoices) == sum(sent.values())

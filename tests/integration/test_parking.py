@@ -33,6 +33,7 @@ from keyshard.errors import BrokerUnavailableError, NotRunningError, Subscriptio
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.helpers import present, wait_until
+from tests.support.deadlines import deadline
 from tests.support.parking_topic import numbers
 
 pytestmark = pytest.mark.broker
@@ -221,7 +222,7 @@ def test_a_key_parks_and_is_unparked(parking: ParkingProcess) -> None:
     wait_until(lambda: all(len(values) == 40 for values in handled.values()))
     wait_until(lambda: parking.backlog() == 0 and parking.resting() == 0)
     source.stop()
-    run.join(30)
+    run.join(deadline(30))
     assert not run.is_alive()
     assert handled == {"bad-0": list(range(40)), "good-0": list(range(40))}
 
@@ -259,7 +260,7 @@ def test_a_message_too_large_for_one_dead_letter_parks_and_is_unparked(
             assert source.unpark("bad-0")
             wait_until(lambda: len(values) == 3 and parking.resting() == 0)
         source.stop()
-        run.join(30)
+        run.join(deadline(30))
         assert not run.is_alive()
         broken.clear()
     assert values == [b"0", whole, b"1"]
@@ -326,7 +327,7 @@ class Host:
         assert self._process is not None
         assert self._process.poll() is None, "the source ended by itself"
         self._process.kill()
-        self._process.wait(20)
+        self._process.wait(deadline(20))
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -437,7 +438,7 @@ def test_keys_park_and_are_unparked_while_the_broker_is_killed(topic_name: str) 
         broker.kill()
         broker.start()
         stopping.set()
-        producer.join(120)
+        producer.join(deadline(120))
         # 3. The others come out.
         broken.clear()
         for key in still:
@@ -446,7 +447,7 @@ def test_keys_park_and_are_unparked_while_the_broker_is_killed(topic_name: str) 
         wait_until(lambda: errors or sum(len(set(v)) for v in handled.values()) == total, 120)
         assert not errors
         source.stop()
-        thread.join(60)
+        thread.join(deadline(60))
         assert not thread.is_alive()
         parking.close()
     firsts = {key: list(dict.fromkeys(values)) for key, values in handled.items()}
@@ -485,7 +486,7 @@ def test_done_dead_letters_are_acknowledged_again_after_a_broker_was_killed(
         # No message comes any more, but the checkpoint still advances.
         wait_until(lambda: parking.resting() == 0)
         source.stop()
-        thread.join(60)
+        thread.join(deadline(60))
         broker.kill()
         broker.start()
         forgotten = parking.resting_after_restart()
@@ -493,7 +494,7 @@ def test_done_dead_letters_are_acknowledged_again_after_a_broker_was_killed(
         source, thread = run()
         wait_until(lambda: parking.resting() == 0)
         source.stop()
-        thread.join(60)
+        thread.join(deadline(60))
         assert not thread.is_alive()
         parking.close()
     assert handled == {key: list(range(20)) for key in BAD}

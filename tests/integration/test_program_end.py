@@ -13,11 +13,12 @@ import pytest
 
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.broker
 
 STATUS = 3
-END_S = 60.0
+END_S = deadline(60)
 """Less than the client's own timeouts take together."""
 
 PROGRAM = """

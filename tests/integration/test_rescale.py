@@ -20,6 +20,7 @@ from keyshard.core.ring.key_slot import key_slot
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 from tests.support.observed import backlog
 from tests.support.recorded_handler import RecordedRun
 
@@ -50,7 +51,7 @@ def test_four_ranges_become_eight_and_three_under_load(
                 run.more(1_500)
                 reports.append(run.rescale(count))
                 assert ring(dev_broker, topic) == RING_SIZE
-            sent = producing.result(60)
+            sent = producing.result(deadline(60))
         wait_until(
             lambda: (
                 run.count == sent.sent and backlog(dev_broker, topic, "keyshard", PARTITIONS) == 0
@@ -78,7 +79,7 @@ def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) ->
         time.sleep(0.001)
         if message.key == gated and not leave.is_set():
             entered.set()
-            leave.wait(60)
+            leave.wait(deadline(60))
 
     with DevBroker() as broker:
         create_partitioned_topic(broker.admin_url, topic_name, PARTITIONS)
@@ -91,13 +92,13 @@ def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) ->
             service_url=broker.service_url, subscribe_timeout_ms=90_000,
         )  # fmt: skip
         try:
-            assert entered.wait(30)
+            assert entered.wait(deadline(30))
             with ThreadPoolExecutor(1) as pool:
                 rescaling = pool.submit(run.rescale, 8)
                 broker.kill()
                 leave.set()
                 broker.start()
-                report = rescaling.result(100)
+                report = rescaling.result(deadline(100))
             assert report.ranges_after == 8
             wait_until(
                 lambda: (

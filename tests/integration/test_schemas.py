@@ -26,6 +26,7 @@ from keyshard.errors import BrokerUnavailableError, SchemaError
 from keyshard.reading.decoding_plan import check_same, plan_decoding
 from keyshard.reading.structured import writer_of
 from keyshard.testing.devbroker import DevBroker
+from tests.support.deadlines import deadline
 from tests.support.file_handler import write
 
 pytestmark = pytest.mark.broker
@@ -73,7 +74,7 @@ def test_a_decoder_and_a_handler_in_a_process_give_the_same(
     rows: list[Any] = []
     with source.open() as stream:
         while len(rows) < len(WANTED):
-            batch = stream.next_batch(timeout_s=20)
+            batch = stream.next_batch(timeout_s=deadline(20))
             assert batch is not None
             for one in source.decoder(["id", "name"]).decoded(batch):
                 rows += one.to_pylist()
@@ -85,14 +86,14 @@ def test_a_decoder_and_a_handler_in_a_process_give_the_same(
     run.start()
     try:
         files = [tmp_path / f"k{row['id']}.json" for row in WANTED]
-        deadline = time.monotonic() + 60
+        end_s = time.monotonic() + deadline(60)
         while not all(file.exists() for file in files):
-            assert time.monotonic() < deadline, "the handler did not see all messages"
+            assert time.monotonic() < end_s, "the handler did not see all messages"
             assert run.is_alive(), "the run ended"
             time.sleep(0.02)
     finally:
         source.stop()
-        run.join(60)
+        run.join(deadline(60))
     assert [json.loads(file.read_text()) for file in files] == WANTED
 
 
@@ -117,7 +118,7 @@ def test_a_corrupt_row_among_a_hundred_thousand_is_the_only_one(dev_broker: DevB
     rows: list[pa.RecordBatch] = []
     with source.open() as stream:
         while sum(one.num_rows for one in rows) < count:
-            batch = stream.next_batch(timeout_s=60)
+            batch = stream.next_batch(timeout_s=deadline(60))
             assert batch is not None
             rows += decoder.decoded(batch)
             stream.commit(batch)

@@ -13,6 +13,7 @@ from keyshard import KeyShardSource, Message, read_settings
 from keyshard.testing import run_until_idle
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.broker
 
@@ -43,8 +44,8 @@ def test_programs_and_commands_connect_as_the_settings_say(
     def run(*arguments: str) -> str:
         command = [sys.executable, "-m", "keyshard", *arguments]
         done = subprocess.run(
-            command, env={**os.environ, **own}, capture_output=True, text=True, timeout=120,
-            check=False,
+            command, env={**os.environ, **own}, capture_output=True, text=True,
+            timeout=deadline(120), check=False,
         )  # fmt: skip
         return done.stdout + done.stderr
 

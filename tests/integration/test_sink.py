@@ -24,6 +24,7 @@ from keyshard.config.connection import Connection
 from keyshard.core.message import Message
 from keyshard.testing.devbroker import DevBroker
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 from tests.support.java_client import JavaClient
 from tests.support.stored_topic import keeping_namespace, messages_of_topic
 
@@ -48,7 +49,7 @@ with KeyShardSink(topic, sink_id="s", service_url=url, entry_messages_max=int(en
 
 @pytest.fixture(scope="module")
 def admin(dev_broker: DevBroker) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as client:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as client:
         yield client
 
 
@@ -109,7 +110,7 @@ def test_a_batch_is_stored_once_while_its_topic_moves(
             assert (report.rows, report.entries, report.already_stored) == (20_000, 4_000, 0)
     finally:
         ended.set()
-        moving.join(30)
+        moving.join(deadline(30))
     with KeyShardSink(topic, sink_id="s", service_url=dev_broker.service_url) as sink:
         assert sink.write_batch(batch, 0).already_stored == 20_000
     check_once(stored(dev_broker, topic), 20_000, 50)
@@ -135,7 +136,7 @@ def test_processes_that_are_killed_store_a_batch_once(dev_broker: DevBroker, top
             else:
                 wrote, known = process.stdout.readline().split()
                 assert (wrote, int(known) > 0) == ("wrote", True)
-                assert process.wait(60) == 0
+                assert process.wait(deadline(60)) == 0
                 break
         if kills >= 5:
             before = len(stored(dev_broker, topic))

@@ -29,6 +29,7 @@ from keyshard.testing.devbroker import DevBroker
 from tests.contract.pulsar_harness import PulsarHarness
 from tests.contract.raw_protocol import COMMIT, RawConnection
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker]
 
@@ -75,7 +76,9 @@ def trim(broker: DevBroker, harness: PulsarHarness, where: TopicPartition) -> No
     path = where.name.replace("://", "/")
 
     def trimmed() -> bool:
-        httpx.post(f"{broker.admin_url}/admin/v2/{path}/trim", timeout=20).raise_for_status()
+        httpx.post(
+            f"{broker.admin_url}/admin/v2/{path}/trim", timeout=deadline(20)
+        ).raise_for_status()
         return len(harness.admin().ledgers(where) or ()) == 1
 
     wait_until(trimmed)
@@ -116,7 +119,9 @@ def test_the_end_of_a_read_is_the_start_of_the_next_where_all_of_it_is_trimmed(
     path = where.name.replace("://", "/")
 
     def trimmed() -> bool:
-        httpx.post(f"{broker.admin_url}/admin/v2/{path}/trim", timeout=20).raise_for_status()
+        httpx.post(
+            f"{broker.admin_url}/admin/v2/{path}/trim", timeout=deadline(20)
+        ).raise_for_status()
         return not any(ledger.entries for ledger in harness.admin().ledgers(where) or ())
 
     wait_until(trimmed)
@@ -153,7 +158,9 @@ def test_a_topic_that_was_created_again_is_not_read_for_the_old_one(
         values(source, splits)
     assert harness.admin().partition_count(topic) is None, "reading created it"
     httpx.put(
-        f"{broker.admin_url}/admin/v2/{topic.replace('://', '/')}/partitions", json=2, timeout=20
+        f"{broker.admin_url}/admin/v2/{topic.replace('://', '/')}/partitions",
+        json=2,
+        timeout=deadline(20),
     ).raise_for_status()
     harness.publish(topic, [Message(b"new", key="k")])
     with pytest.raises(TopicRecreatedError, match="was deleted and created again"):
@@ -169,7 +176,7 @@ def test_a_partition_that_the_broker_deleted_is_named_with_a_remedy(
     with pytest.raises(TopicNotFoundError, match=r"partition-1 .*create-missed-partitions"):
         plan_read(source_of(broker, topic))
     again = f"{broker.admin_url}/admin/v2/{path}/createMissedPartitions"
-    httpx.post(again, timeout=20).raise_for_status()
+    httpx.post(again, timeout=deadline(20)).raise_for_status()
     assert [one.entries for one in plan_read(source_of(broker, topic))] == [0, 0]
 
 

@@ -20,6 +20,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import present, wait_until
 from tests.support.control_folder import own_control_folder
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker]
 
@@ -61,7 +62,7 @@ class Job:
             self.error = exc
 
     def _handle(self, _message: Message) -> None:
-        assert self.hold.wait(100)
+        assert self.hold.wait(deadline(100))
         self.handled += 1
 
     def status(self) -> Status | None:
@@ -92,7 +93,7 @@ class Job:
         self.hold.set()
         with suppress(NotRunningError):
             self.source.stop()
-        self.thread.join(60)
+        self.thread.join(deadline(60))
         assert not self.thread.is_alive()
 
 
@@ -124,7 +125,7 @@ def test_the_status_shows_the_backlog_and_names_an_absent_broker_in_time(
             killed = time.monotonic()
             wait_until(lambda: job.states() == ["stalled"] * RANGES)
             wait_until(lambda: "is not connected to" in caplog.text)
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < deadline(10)
         assert job.partitions("covered") == [False] * PARTITIONS
         assert job.ready() == 503
         assert "does not answer" in present(job.status())["brokerError"]

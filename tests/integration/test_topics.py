@@ -24,10 +24,11 @@ from keyshard.testing.verify.workloads import (
     produce,
 )
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.broker
 
-DEADLINE_S = 180.0
+DEADLINE_S = deadline(180)
 LOAD = Workload(messages=2_000, keys=50, entry_messages=4)
 
 
@@ -86,7 +87,7 @@ class Job:
 @pytest.fixture
 def api(dev_broker: DevBroker) -> Iterator[httpx.Client]:
     base = f"{dev_broker.admin_url}/admin/v2/persistent/public/default/"
-    with httpx.Client(base_url=base, timeout=20) as client:
+    with httpx.Client(base_url=base, timeout=deadline(20)) as client:
         yield client
 
 
@@ -212,7 +213,7 @@ def test_a_topic_created_again_where_reconnects_may_not_create_it(
 ) -> None:
     """If the topic is missing when a consumer reconnects, the consumer never returns by itself."""
     namespace = f"public/{topic_name}"
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2/", timeout=20) as api:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2/", timeout=deadline(20)) as api:
         api.put(f"namespaces/{namespace}").raise_for_status()
         policy = {"allowAutoTopicCreation": False}
         api.post(f"namespaces/{namespace}/autoTopicCreation", json=policy).raise_for_status()
@@ -245,7 +246,7 @@ def publish_again(
     while True:
         api.put(path, content=partitions, headers=headers).raise_for_status()
         try:
-            wait_until(lambda: published(broker, topic), deadline_s=15)
+            wait_until(lambda: published(broker, topic), deadline_s=deadline(15))
         except AssertionError:
             assert time.monotonic() < end, f"nothing can be published to {topic}"
             api.delete(path, params={"force": "true"}).raise_for_status()

@@ -26,6 +26,7 @@ from tests.contract.contract_harness import read_to_end, receive, subscribe
 from tests.contract.raw_protocol import RawEntry
 from tests.contract.wire_harness import WireHarness
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.broker
 
@@ -109,7 +110,7 @@ def test_a_source_skips_unreadable_entries_if_configured(
     )  # fmt: skip
     rows = 0
     with source.open() as stream:
-        while rows < 2 and (batch := stream.next_batch(timeout_s=30)):
+        while rows < 2 and (batch := stream.next_batch(timeout_s=deadline(30))):
             rows += sum(part.num_rows for part in batch)
             stream.commit(batch)
         wait_until(lambda: harness.backlog(where, "skips") == 0)
@@ -135,7 +136,7 @@ def test_a_range_that_the_broker_forgot_in_silence_gets_its_rows_again(
         # The broker drops it, and answers a request that was never made.
         connection.send("close_consumer", api.CloseConsumer(consumer_id=consumer_id, request_id=0))
         harness.publish(where.name, [Sent(b"v", key=f"k{number}") for number in range(20)])
-        while rows < 20 and (batch := stream.next_batch(timeout_s=30)):
+        while rows < 20 and (batch := stream.next_batch(timeout_s=deadline(30))):
             rows += sum(part.num_rows for part in batch)
             stream.commit(batch)
         assert rows == 20
@@ -174,7 +175,7 @@ def test_a_source_reads_everything_once_and_writes_dead_letters_through_the_clie
     )  # fmt: skip
     values: list[bytes] = []
     with source.open() as stream:
-        while len(values) < len(sent) and (batch := stream.next_batch(timeout_s=30)):
+        while len(values) < len(sent) and (batch := stream.next_batch(timeout_s=deadline(30))):
             values += [value for part in batch for value in part.column("value").to_pylist()]
             stream.commit(batch)
     assert sorted(map(int, values)) == list(range(len(sent)))
@@ -212,10 +213,10 @@ def test_a_source_names_or_counts_encrypted_messages(
     with source.open() as stream:
         if choice == "fail":
             with pytest.raises(EncryptedMessageError, match=r":1 of .*set on_encrypted to skip"):
-                wait_until(lambda: not stream.next_batch(timeout_s=30))
+                wait_until(lambda: not stream.next_batch(timeout_s=deadline(30)))
             assert harness.backlog(where, "encrypted") == 6
             return
-        while rows < 3 and (batch := stream.next_batch(timeout_s=30)):
+        while rows < 3 and (batch := stream.next_batch(timeout_s=deadline(30))):
             rows += sum(part.num_rows for part in batch)
             stream.commit(batch)
         wait_until(lambda: harness.backlog(where, "encrypted") == 0)

@@ -29,6 +29,7 @@ from keyshard.testing.verify.history import Event, HistoryWriter, read_history
 from keyshard.testing.verify.recorder import sent_events
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 ROOT = Path(__file__).parents[2]
 PARTITIONS = 3
@@ -92,7 +93,7 @@ class Kills:
                 process = self.start(2 + number % 2)
         self._wait(process, self.messages)
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(deadline(60))
         self.writer.close()
 
     def lines(self) -> int:

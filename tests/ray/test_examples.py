@@ -22,6 +22,7 @@ from keyshard.testing.verify.workloads import Workload, create_partitioned_topic
 from tests.contract.pulsar_harness import PulsarHarness
 from tests.contract.raw_protocol import RawEntry
 from tests.ray.test_write import topic_of
+from tests.support.deadlines import deadline
 from tests.support.stored_topic import messages_of_topic
 
 pytestmark = [pytest.mark.ray, pytest.mark.broker]
@@ -41,7 +42,7 @@ def run(broker: DevBroker, *arguments: str) -> str:
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run(
         [sys.executable, "-m", *arguments, "--service-url", broker.service_url],
-        cwd=ROOT, env={**os.environ, "RAY_ADDRESS": address}, check=False, timeout=150,
+        cwd=ROOT, env={**os.environ, "RAY_ADDRESS": address}, check=False, timeout=deadline(150),
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -104,7 +105,7 @@ def test_score_in_key_order(
 
 
 def test_a_dataset_to_a_topic(dev_broker: DevBroker) -> None:
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as admin:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
         totals = topic_of(admin, deduplicate=True)
     harness = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
     orders = harness.create_topic(2)

@@ -15,6 +15,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.history import Event, read_history
 from tests.helpers import present, wait_until
 from tests.ray.kills import ROOT, Kills
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.ray, pytest.mark.broker]
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.broker]
 def test_nothing_in_the_checkpoint_comes_again_and_the_order_stays(
     dev_broker: DevBroker, tmp_path: Path
 ) -> None:
-    kills = Kills(dev_broker, tmp_path, messages=6_000, deadline_s=150.0)
+    kills = Kills(dev_broker, tmp_path, messages=6_000, deadline_s=deadline(150))
     kills.run(driver_kills=1, actor_kills=2)
     assert kills.broken() == []
     assert len(kills.durable) == 1
@@ -32,7 +33,7 @@ def test_nothing_in_the_checkpoint_comes_again_and_the_order_stays(
 def test_a_signal_drains_so_that_nothing_handled_is_left_out_of_the_checkpoint(
     dev_broker: DevBroker, tmp_path: Path
 ) -> None:
-    kills = Kills(dev_broker, tmp_path, messages=4_000, deadline_s=150.0)
+    kills = Kills(dev_broker, tmp_path, messages=4_000, deadline_s=deadline(150))
     kills.writer.close()
 
     def completed() -> list[Event]:
@@ -42,7 +43,7 @@ def test_a_signal_drains_so_that_nothing_handled_is_left_out_of_the_checkpoint(
     driver = kills.start(2, "--wait")
     wait_until(lambda: driver.poll() is not None or len(completed()) >= 1_000, 120.0)
     driver.send_signal(signal.SIGTERM)
-    assert driver.wait(60) == 0, (tmp_path / "driver.txt").read_text()
+    assert driver.wait(deadline(60)) == 0, (tmp_path / "driver.txt").read_text()
     checkpoint = Checkpoint.from_json(kills.checkpoint.read_text())
 
     def is_covered(event: Event) -> bool:
@@ -57,6 +58,6 @@ def test_a_signal_drains_so_that_nothing_handled_is_left_out_of_the_checkpoint(
 def test_a_node_that_dies_costs_no_message_and_no_order(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.ray.node_death", str(tmp_path)],
-        cwd=ROOT, check=False, timeout=170, capture_output=True, text=True,
+        cwd=ROOT, check=False, timeout=deadline(170), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -28,6 +28,7 @@ from keyshard.testing.verify.workloads import Workload, parse_value, produce
 from tests.helpers import wait_until
 from tests.ray.ray_topic import RayTopic
 from tests.ray.test_write import named_processes, producers, stored_entries, topic_of
+from tests.support.deadlines import deadline
 from tests.support.stored_topic import messages_of_topic
 
 pytestmark = pytest.mark.ray
@@ -201,7 +202,7 @@ def test_wrong_sinks_are_refused(copied: Copied) -> None:
 @pytest.mark.broker
 def test_killed_actors_store_every_result_once_in_order_per_key(dev_broker: DevBroker) -> None:
     """An actor that died handles its messages again, but no result of them was published."""
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as admin:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
         topic, out = (topic_of(admin, deduplicate=True) for _ in range(2))
         sent = produce(Workload(6_000, keys=60, entry_messages=4), dev_broker.service_url, topic)
         source = KeyShardSource(
@@ -223,7 +224,7 @@ def test_killed_actors_store_every_result_once_in_order_per_key(dev_broker: DevB
                     killed += 1
             wait_until(lambda: job.status()["sink"]["confirmed"] == 6_000, 90.0)
             job.drain()
-            waiting.join(60)
+            waiting.join(deadline(60))
         assert killed >= 4
         found: dict[str | None, list[int]] = {}
         for one in messages_of_topic(dev_broker.service_url, out):
@@ -256,7 +257,7 @@ def test_with_a_checkpoint_results_are_stored_once_although_the_program_dies(
             )
         )
         job.stop()
-        waiting.join(60)
+        waiting.join(deadline(60))
     for one in where:
         copied.cluster.release_writes(one)
     before = copied.backlog()
@@ -298,7 +299,7 @@ def test_killed_programs_and_actors_store_every_result_once_with_a_checkpoint(
 ) -> None:
     messages, kills = 4_000, 2
     address = ray.get_runtime_context().gcs_address
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as admin:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
         topic, out = (topic_of(admin, deduplicate=True) for _ in range(2))
         # Entries of several keys, which actors share.
         sent = produce(Workload(messages, keys=80, entry_messages=4), dev_broker.service_url, topic)
@@ -334,7 +335,7 @@ def test_killed_programs_and_actors_store_every_result_once_with_a_checkpoint(
                 120.0,
             )
             driver.send_signal(signal.SIGTERM)
-            assert driver.wait(60) == 0
+            assert driver.wait(deadline(60)) == 0
         found: dict[str | None, list[int]] = {}
         for one in messages_of_topic(dev_broker.service_url, out):
             found.setdefault(one.key, []).append(parse_value(one.value or b"")[1])

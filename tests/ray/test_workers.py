@@ -22,6 +22,7 @@ from keyshard.testing.verify.workloads import Workload, create_partitioned_topic
 from keyshard.workers.backends import connect_source
 from ray_adapter.worker_actors import WorkerActor
 from tests.helpers import keyshard_threads, wait_until
+from tests.support.deadlines import deadline
 from tests.support.stream_rows import StreamRows
 
 MESSAGES = 6_000
@@ -72,7 +73,8 @@ def test_a_program_that_minds_sigterm_minds_it_after_connecting_to_ray() -> None
         "assert signal.getsignal(signal.SIGTERM) is mine, signal.getsignal(signal.SIGTERM)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], check=False, timeout=60, capture_output=True, text=True,
+        [sys.executable, "-c", program], check=False, timeout=deadline(60),
+        capture_output=True, text=True,
         env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -33,6 +33,7 @@ from keyshard.errors import (
 from keyshard.testing.devbroker import DevBroker
 from ray_adapter.datasink import DatasetReport
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 from tests.support.stored_topic import keeping_namespace, messages_of_topic
 
 pytestmark = [
@@ -48,7 +49,7 @@ PARTITIONS = 3
 
 @pytest.fixture(scope="module")
 def admin(dev_broker: DevBroker) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as client:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as client:
         yield client
 
 
@@ -182,7 +183,7 @@ def test_killed_tasks_store_every_row_once_in_order_per_key(
         for process in named_processes("Write")[:2]:
             process.kill()
             killed += 1
-    writing.join(120)
+    writing.join(deadline(120))
     assert killed >= kills
     found = messages_of_topic(dev_broker.service_url, topic)
     assert by_key(found) == {f"k{key}": list(range(rows)) for key in range(keys)}
@@ -361,6 +362,6 @@ def test_a_cancelled_write_leaves_no_producer(
         assert driver.poll() is None
         assert producers(admin, topic) == 1
         driver.send_signal(end)
-        assert driver.wait(60) != 0
+        assert driver.wait(deadline(60)) != 0
     wait_until(lambda: producers(admin, topic) == 0)
     assert stored_entries(admin, topic) < 200_000

@@ -21,9 +21,10 @@ from keyshard.core import health, refusals
 from keyshard.errors import KeyShardError
 from keyshard.workers import backends, host, supervisor
 from tests.refusals.broker import ScriptedBroker
+from tests.support.deadlines import deadline
 from tests.support.worker_servers import LocalWorker
 
-GOES_ON_S = 20.0
+GOES_ON_S = deadline(20)
 """Longest time until a run continues after the broker recovered, seconds."""
 LEASE_S = 60.0
 """Longest time without a question to a worker, seconds: many cells share the processor."""

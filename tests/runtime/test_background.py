@@ -19,6 +19,7 @@ from keyshard.errors import (
 )
 from keyshard.testing import run_until_idle
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
 
 
@@ -43,12 +44,12 @@ def test_the_end_of_a_block_waits_for_running_handlers(orders: HandledTopic) -> 
 
     def handle(message: Message) -> None:
         began.set()
-        assert may_end.wait(30)
+        assert may_end.wait(deadline(30))
         orders.note(message)
 
     orders.publish(keys=1, per_key=1)
     with orders.source().running(handle):
-        assert began.wait(30)
+        assert began.wait(deadline(30))
         threading.Timer(0.05, may_end.set).start()
     assert (orders.count, orders.backlog()) == (1, 0)
 
@@ -94,7 +95,7 @@ def test_a_source_that_does_not_start_raises_its_own_error(orders: HandledTopic)
     began_s = time.monotonic()
     with pytest.raises(TopicNotFoundError), source.running(orders.note):
         pytest.fail("it is not ready")
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < deadline(30)
 
 
 def test_wait_ready_waits_for_a_run_that_begins_later(orders: HandledTopic) -> None:
@@ -152,7 +153,7 @@ def test_retries_and_dead_letters_are_no_rest(orders: HandledTopic) -> None:
 def test_a_handler_that_does_not_return_is_named(orders: HandledTopic) -> None:
     may_end = threading.Event()
     orders.publish(keys=1, per_key=1)
-    run = partial(run_until_idle, orders.source(), lambda _message: may_end.wait(30))
+    run = partial(run_until_idle, orders.source(), lambda _message: may_end.wait(deadline(30)))
     with pytest.raises(
         AvailableNowTimeoutError, match=r"1 messages are not acknowledged.*Key 'key-0'"
     ):

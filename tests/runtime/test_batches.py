@@ -17,6 +17,7 @@ from keyshard.handlers import batches as module
 from keyshard.handlers.batches import Batch
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from tests.helpers import DEADLINE_S, wait_until
+from tests.support.deadlines import deadline
 from tests.support.handled_topic import HandledTopic
 
 
@@ -135,7 +136,7 @@ class SlowDisk:
 
     def sync(self, _: int) -> None:
         self.writing.set()
-        assert self.free.wait(30)
+        assert self.free.wait(deadline(30))
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_the_source_ends_when_an_ack_in_progress_has(
     batches = source.batches(max_rows=20, max_wait_s=5.0, checkpoint=checkpoint)
     acking = threading.Thread(target=next(batches).ack)
     acking.start()
-    assert disk.writing.wait(30)
+    assert disk.writing.wait(deadline(30))
     source.stop()
     ending = threading.Thread(target=lambda: list(batches))
     ending.start()
@@ -166,7 +167,7 @@ def test_the_source_ends_when_an_ack_in_progress_has(
         next(orders.source().batches(checkpoint=checkpoint))
     disk.free.set()
     for thread in (acking, ending):
-        thread.join(30)
+        thread.join(deadline(30))
         assert not thread.is_alive()
     assert orders.backlog() == 0
 
@@ -180,14 +181,14 @@ def test_an_ack_that_hangs_keeps_its_checkpoint_and_not_the_end(
     batches = source.batches(max_rows=20, max_wait_s=5.0, checkpoint=checkpoint)
     acking = threading.Thread(target=next(batches).ack)
     acking.start()
-    assert disk.writing.wait(30)
+    assert disk.writing.wait(deadline(30))
     source.stop()
     assert list(batches) == []
     assert orders.backlog() == 20
     with pytest.raises(CheckpointInUseError):
         next(orders.source().batches(checkpoint=checkpoint))
     disk.free.set()
-    acking.join(30)
+    acking.join(deadline(30))
     assert not acking.is_alive()
     with closing(CheckpointStore(checkpoint)) as store:
         assert store.open() is not None

@@ -14,6 +14,7 @@ from keyshard.core.lanes import bulk
 from keyshard.core.lanes.bulk import Arrivals, Bulk
 from keyshard.core.message import MessageId
 from tests.helpers import present, wait_until
+from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
 
 KEYS, PER_KEY = 50, 60
@@ -96,7 +97,7 @@ def test_a_handler_that_hangs_in_a_bulk_delays_no_other_key(
         if bulks and not hung:
             ids.append(message.message_id)
             hung.append(message.key)
-            assert go_on.wait(30.0)
+            assert go_on.wait(deadline(30))
         orders.note(message)
 
     source = orders.source()
@@ -108,7 +109,7 @@ def test_a_handler_that_hangs_in_a_bulk_delays_no_other_key(
         assert len(running) == 1
         assert len(orders.seen[hung[0]]) < PER_KEY
         stack = source.__dict__["_running"]._subject.handling.stack(None, None, ids[0])
-        assert "assert go_on.wait(30.0)" in "".join(stack["stack"])
+        assert "assert go_on.wait(deadline(30))" in "".join(stack["stack"])
         go_on.set()
         wait_until(lambda: orders.count == count and orders.backlog() == 0)
     assert in_order(orders)

@@ -21,6 +21,7 @@ from keyshard.errors import ProducerBusyError, SinkIdInUseError
 from keyshard.publishing import batch_writer
 from keyshard.publishing.claim import Claim
 from tests.runtime.test_sink import World, batch_of
+from tests.support.deadlines import deadline
 
 FIRST, SECOND = (str(uuid.UUID(int=number)) for number in (1, 2))
 
@@ -90,7 +91,7 @@ def test_of_two_queries_that_start_at_once_one_stores_rows(world: Queries) -> No
         queries = (FIRST, SECOND)
         tasks = [pool.submit(task, one, number) for number in range(3) for one in queries]
         for one in tasks:
-            one.result(60)
+            one.result(deadline(60))
     (loser,) = {*refused}
     assert len(refused) == 3
     winner = SECOND if loser == FIRST else FIRST

@@ -24,6 +24,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.dead_letters.writer import DeadLetterWriter
 from keyshard.errors import BrokerError, ConfigError, CorruptEntryError
 from tests.helpers import commit, config, keys_of, present, received, rows_of, running, wait_until
+from tests.support.deadlines import deadline
 from tests.support.parking_topic import ParkingTopic
 
 KEYS = keys_of(4)
@@ -275,7 +276,7 @@ def test_an_entry_that_becomes_readable_is_no_new_topic(
     go_on, write = threading.Event(), DeadLetterWriter.dead_letter
 
     def wait(*args: Any) -> Any:
-        assert go_on.wait(30)
+        assert go_on.wait(deadline(30))
         return write(*args)
 
     monkeypatch.setattr(DeadLetterWriter, "dead_letter", wait)

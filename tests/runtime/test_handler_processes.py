@@ -16,6 +16,7 @@ from keyshard import Checkpoint, Message, Reject, RetryLater
 from keyshard.broker.memory import Message as Stored
 from keyshard.errors import ConfigError
 from tests.helpers import present, wait_until
+from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
 
 REPOSITORY = Path(__file__).parents[2]
@@ -210,7 +211,7 @@ class Program:
     def end(self) -> str:
         """Its output, after it has ended."""
         try:
-            return self.process.communicate(timeout=30)[0]
+            return self.process.communicate(timeout=deadline(30))[0]
         finally:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -280,8 +281,8 @@ source.run(handle, executor="processes", workers=1)
 def test_a_script_without_a_main_guard_is_named(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, text=True, capture_output=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=False,
+        [sys.executable, "script.py"], cwd=tmp_path, text=True, capture_output=True,
+        timeout=deadline(60), env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert "KEYSHARD_HANDLER_UNFIT" in done.stderr.splitlines()[-1]

@@ -13,6 +13,7 @@ from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import TopicNotFoundError
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 PAGE = Path(__file__).parents[2] / "docs" / "handlers.md"
 
@@ -53,12 +54,12 @@ def test_a_source_runs_on_the_cluster_of_that_name(admin: bool) -> None:
         admin_url=url if admin else None,
     )
     with source.open() as stream:
-        batch = stream.next_batch(timeout_s=10)
+        batch = stream.next_batch(timeout_s=deadline(10))
         assert batch is not None
         found = values(batch)
         stream.commit(batch)
         while len(found) < 20:
-            batch = stream.next_batch(timeout_s=10)
+            batch = stream.next_batch(timeout_s=deadline(10))
             assert batch is not None
             found += values(batch)
             stream.commit(batch)
@@ -85,6 +86,6 @@ def test_with_its_admin_interface_a_missing_topic_is_refused_and_a_pattern_found
         admin_url=url,
     )
     with source.open() as stream:
-        batch = stream.next_batch(timeout_s=10)
+        batch = stream.next_batch(timeout_s=deadline(10))
         assert batch is not None
         assert values(batch) == [1]

@@ -23,6 +23,7 @@ from keyshard.observe.page import app, looker, server
 from keyshard.observe.page.options import PageOptions, serve_page
 from keyshard.observe.page.server import PageServer
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 from tests.support.statuses import range_status, status
 
 pytestmark = pytest.mark.usefixtures("control_folder")
@@ -76,12 +77,12 @@ def page() -> Iterator[PageServer]:
 
 
 def get(page: PageServer, path: str, **headers: str) -> httpx.Response:
-    return httpx.get(f"http://127.0.0.1:{page.port}{path}", headers=headers, timeout=20)
+    return httpx.get(f"http://127.0.0.1:{page.port}{path}", headers=headers, timeout=deadline(20))
 
 
 def ask(page: PageServer, body: Any, **headers: str) -> httpx.Response:
     return httpx.post(
-        f"http://127.0.0.1:{page.port}/api/ask", timeout=20,
+        f"http://127.0.0.1:{page.port}/api/ask", timeout=deadline(20),
         content=body if isinstance(body, bytes) else json.dumps(body),
         headers={"Content-Type": "application/json"} | headers,
     )  # fmt: skip
@@ -89,7 +90,7 @@ def ask(page: PageServer, body: Any, **headers: str) -> httpx.Response:
 
 @contextmanager
 def connection(page: PageServer) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", page.port), timeout=20) as made:
+    with socket.create_connection(("127.0.0.1", page.port), timeout=deadline(20)) as made:
         yield made
 
 
@@ -108,7 +109,7 @@ def ended(one: socket.socket) -> bool:
 
 def events(page: PageServer, query: str = "", **headers: str) -> Iterator[dict[str, Any]]:
     url = f"http://127.0.0.1:{page.port}/api/events{query}"
-    with httpx.stream("GET", url, headers=headers, timeout=20) as answer:
+    with httpx.stream("GET", url, headers=headers, timeout=deadline(20)) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer.iter_lines():
@@ -343,12 +344,12 @@ def test_too_many_requests_to_sources_are_refused(
 
     def hang(_request: Mapping[str, Any]) -> Any:
         asked.set()
-        return release.wait(20)
+        return release.wait(deadline(20))
 
     shown.server._handlers["rescale"] = hang
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, page, {"source": shown.id, "do": "rescale"})
-        assert asked.wait(20)
+        assert asked.wait(deadline(20))
         assert get(page, "/api/status").status_code == 503
         release.set()
         assert first.result().status_code == 200
@@ -370,16 +371,18 @@ def test_a_run_serves_its_own_page_until_it_ends() -> None:
 
     def handle(_message: Message) -> None:
         begun.set()
-        assert release.wait(60)
+        assert release.wait(deadline(60))
 
     cluster.publish(topic, Message(b"1", key="order-17"))
     thread = threading.Thread(target=source.run, args=(handle,), kwargs={"ui_port": 0})
     thread.start()
-    assert begun.wait(30)
+    assert begun.wait(deadline(30))
     port = source._active()._monitor.page_port
     other = Shown("elsewhere")
     try:
-        told = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=20).json()["sources"]
+        told = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=deadline(20)).json()[
+            "sources"
+        ]
         assert [one["name"] for one in told] == ["jobs"], "only its own source"
         (run,) = source._active()._monitor._runs({})["runs"]
         assert (run["key"], run["state"], run["attempts"]) == ("order-17", "running", 0)
@@ -389,7 +392,7 @@ def test_a_run_serves_its_own_page_until_it_ends() -> None:
         other.server.close()
         release.set()
         source.stop()
-        thread.join(30)
+        thread.join(deadline(30))
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/")
 

@@ -23,6 +23,7 @@ from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.observe.page.options import PageOptions, serve_page
 from tests.helpers import key_in, wait_until
+from tests.support.deadlines import deadline
 from tests.support.statuses import range_status, status
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is missing: keyshard[dev]")
@@ -151,7 +152,7 @@ class Run:
 
     def _handle(self, message: Message) -> None:
         if message.value == b"hang":
-            assert self.release.wait(60)
+            assert self.release.wait(deadline(60))
         if message.value == b"fail" and not self.release.is_set():
             raise ValueError(HOSTILE)
 
@@ -166,7 +167,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.release.set()
         self.source.stop()
-        self.thread.join(30)
+        self.thread.join(deadline(30))
 
     @property
     def port(self) -> int:
@@ -186,7 +187,7 @@ def test_a_hung_handler_a_failing_key_and_a_rescale_are_seen_live(chromium: Any)
         began_s = time.monotonic()
         # The range of the failing key may stall, too, and be the first row.
         tab.shows_row("#owners tbody tr", "stalled", "the handler has not returned", key)
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < deadline(10)
         tab.shows("#runs", key, HOSTILE, "Runs for")
         tab.shows("#facts", "Newest error", HOSTILE)
         assert tab.count("img") == 0, "a key and an error are text"
@@ -215,7 +216,7 @@ def test_the_stack_of_a_running_handler_is_shown_by_a_click(chromium: Any) -> No
         run.publish(("order-17", b"hang"))
         tab.shows("#runs", "order-17")
         tab.click("#runs td button")
-        tab.shows("#stack[open]", "order-17", "in _handle", "self.release.wait(60)")
+        tab.shows("#stack[open]", "order-17", "in _handle", "self.release.wait(deadline(60))")
         tab.click("#stack form button")
         run.release.set()
         tab.shows("#runs", "No handler runs")

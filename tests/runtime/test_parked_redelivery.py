@@ -12,6 +12,7 @@ from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.position.entry import EntryId, TopicPartition
 from tests.helpers import present, wait_until
+from tests.support.deadlines import deadline
 from tests.support.parking_topic import ParkingTopic, numbers
 
 LETTERS = 5
@@ -40,7 +41,7 @@ class Repeating:
         number = int(present(message.value))
         if not self.orders.broken and number == self.stops_at and message.key == "b":
             self.waits.set()
-            assert self.go_on.wait(20)
+            assert self.go_on.wait(deadline(20))
         self.orders.handle(message)
 
     def publish(self, count: int, *, newer: bool = False) -> None:
@@ -119,7 +120,7 @@ def test_a_message_redelivered_during_the_replay_behind_newer_ones_runs_once(
     key.park()
     with parking.run(key.handle) as run:
         run.source.unpark("b")
-        assert key.waits.wait(20)
+        assert key.waits.wait(deadline(20))
         key.publish(3, newer=True)
         key.come_again()
         key.go_on.set()
@@ -137,7 +138,7 @@ def test_a_message_redelivered_behind_the_replay_and_a_newer_one_runs_once(
         run.source.unpark("b")
         wait_until(lambda: not run.source.status()["parked"])
         key.publish(3, newer=True)
-        assert key.waits.wait(20)
+        assert key.waits.wait(deadline(20))
         key.come_again()
         key.go_on.set()
         key.end()
@@ -168,7 +169,7 @@ def test_a_newer_dead_letter_runs_behind_a_redelivery_also_after_a_restart(
             raise ValueError("cannot handle it")
         if number == 1 and parking.handled["b"].count(0) == 2 and not go_on.is_set():
             waits.set()
-            assert go_on.wait(20)
+            assert go_on.wait(deadline(20))
             return
         parking.handle(message)
 
@@ -186,7 +187,7 @@ def test_a_newer_dead_letter_runs_behind_a_redelivery_also_after_a_restart(
         wait_until(lambda: not run.source.status()["parked"])
         # 1. The broker forgets both: the older one runs behind the newer one.
         parking.cluster.crash()
-        assert waits.wait(20)
+        assert waits.wait(deadline(20))
         # 2. It is acknowledged, and the process ends before the newer one ran again.
         wait_until(lambda: parking.backlog() == 1)
     go_on.set()
@@ -210,7 +211,7 @@ def test_a_done_dead_letter_is_known_to_the_next_start_until_its_original_is_in_
     def handle(message: Message) -> None:
         if message.key == "slow" and not go_on.is_set():
             begun.set()
-            assert go_on.wait(20)
+            assert go_on.wait(deadline(20))
             return
         parking.handle(message)
 

@@ -21,6 +21,7 @@ from keyshard.dead_letters.store import DeadLetters
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
 from keyshard.handlers.parked_lanes import UNPARKED_AT_ONCE
 from tests.helpers import present, wait_until
+from tests.support.deadlines import deadline
 from tests.support.parking_topic import ParkingRun, ParkingTopic, Record, broken_for_b, numbers
 
 EXECUTORS = ["threads", "async"]
@@ -147,7 +148,7 @@ def test_newer_messages_wait_behind_a_slow_replay_whatever_comes(parking: Parkin
 
     def handle(message: Message) -> None:
         if message.routing_key == "b" and message.value == b"3" and not parking.broken:
-            assert gate.wait(20)
+            assert gate.wait(deadline(20))
         parking.handle(message)
 
     parking.publish(*"b" * 6)
@@ -215,7 +216,7 @@ def test_a_restart_continues_with_a_replay_where_it_was(parking: ParkingTopic) -
     def handle(message: Message) -> None:
         if not parking.broken and message.value == b"2":
             entered.set()
-            gate.wait(20)
+            gate.wait(deadline(20))
         parking.handle(message)
 
     parking.publish(*"b" * 5)
@@ -223,7 +224,7 @@ def test_a_restart_continues_with_a_replay_where_it_was(parking: ParkingTopic) -
         wait_until(lambda: len(parking.dead_letters()) == 5 and parking.backlog() == 0)
         parking.broken.clear()
         run.source.unpark("b")
-        assert entered.wait(20)
+        assert entered.wait(deadline(20))
         assert len(parking.markers()) == 2
     gate.set()
     wait_until(lambda: parking.handled["b"] == [0, 1, 2])
@@ -414,7 +415,7 @@ def test_the_stop_policy_ends_the_source_and_writes_nothing(parking: ParkingTopi
     parking.broken = {"b"}
     parking.publish("b")
     with parking.run(on_failure="stop") as run:
-        run.thread.join(20)
+        run.thread.join(deadline(20))
     assert isinstance(run.error, HandlerFailedError)
     assert parking.dead_letters() == []
     assert parking.backlog() == 1
@@ -454,7 +455,7 @@ def test_nothing_is_acknowledged_while_its_dead_letter_is_not_confirmed(
             for producer in client._producers:
                 producer.drop()
         parking.publish("b")
-        run.thread.join(20)
+        run.thread.join(deadline(20))
     assert isinstance(run.error, BrokerUnavailableError)
     assert parking.backlog() == 1
     assert len(parking.dead_letters()) == 1
@@ -494,7 +495,7 @@ def test_other_keys_do_not_wait_until_all_parked_keys_are_unparked(parking: Park
     def handle(message: Message) -> None:
         if message.routing_key != "good" and message.routing_key not in parking.broken:
             began.set()
-            gate.wait(30)
+            gate.wait(deadline(30))
             let_out.append(message.routing_key)
         parking.handle(message)
 
@@ -530,7 +531,7 @@ def test_a_marker_that_is_not_confirmed_is_not_blamed_on_the_handler(
     done = DeadLetters.done
 
     def slow(dead_letters: DeadLetters, key: str, resting: Resting) -> None:
-        confirmed.wait(30)
+        confirmed.wait(deadline(30))
         done(dead_letters, key, resting)
 
     monkeypatch.setattr(DeadLetters, "done", slow)
@@ -558,7 +559,7 @@ def test_a_partitioned_dead_letter_topic_is_refused(parking: ParkingTopic) -> No
     parking.cluster.create_topic("letters", partitions=2)
     run = parking.run(dead_letter_topic="letters")
     with run:
-        run.thread.join(20)
+        run.thread.join(deadline(20))
     assert isinstance(run.error, ConfigError)
     assert "partitioned" in str(run.error)
 
@@ -681,7 +682,7 @@ def test_dead_letters_in_two_topics_are_not_forgotten(parking: ParkingTopic) -> 
 
             wait_until(rests)
     with parking.run(topics=[other, parking.topic]) as run:
-        run.thread.join(20)
+        run.thread.join(deadline(20))
     assert isinstance(run.error, ConfigError)
     assert "orders-keyshard-DLQ" in str(run.error)
     assert "other-keyshard-DLQ" in str(run.error)
@@ -696,7 +697,7 @@ def test_another_dead_letter_topic_is_refused_while_dead_letters_rest(
     with parking.run(**options):
         wait_until(lambda: len(parking.dead_letters()) == 1 and parking.backlog() == 0)
     with parking.run(dead_letter_topic="elsewhere", **options) as run:
-        run.thread.join(20)
+        run.thread.join(deadline(20))
     assert isinstance(run.error, ConfigError)
     assert "letters of parked keys" in str(run.error)
 

@@ -18,6 +18,7 @@ from keyshard.core import health
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.observe import monitor
 from tests.helpers import present, wait_until
+from tests.support.deadlines import deadline
 from tests.support.recorded_handler import RecordedHandler
 
 pytestmark = pytest.mark.usefixtures("control_folder")
@@ -82,7 +83,7 @@ def test_a_paused_source_stops_and_a_restart_is_not_paused(make_recorded: MakeRe
     recorded.source.pause()
     handled = paused(recorded)
     recorded.source.stop()
-    recorded.thread.join(20)
+    recorded.thread.join(deadline(20))
     assert not recorded.thread.is_alive()
     assert recorded.count == handled
     with pytest.raises(NotRunningError):
@@ -106,7 +107,7 @@ class Paused:
     def handle(self, message: Message) -> None:
         self.begun.set()
         if message.value == b"hang":
-            assert self.release.wait(60)
+            assert self.release.wait(deadline(60))
         self.handled.append(message.value)
 
     def publish(self, value: bytes) -> None:
@@ -134,7 +135,7 @@ def test_a_message_in_flight_is_finished_and_acknowledged_without_an_alert(
             return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False)
 
         job.publish(b"hang")
-        assert job.begun.wait(20)
+        assert job.begun.wait(deadline(20))
         job.source.pause()
         job.release.set()
         wait_until(lambda: job.backlog() == 0)
@@ -193,8 +194,8 @@ def test_batches_pause_too(job: Paused) -> None:
     wait_until(lambda: job.source.status()["lag"]["entries"] == 1)
     assert not ended.is_set()
     job.source.resume()
-    assert ended.wait(20)
-    thread.join(20)
+    assert ended.wait(deadline(20))
+    thread.join(deadline(20))
     batches.close()
 
 
@@ -207,7 +208,7 @@ def test_a_stream_pauses_by_command(job: Paused) -> None:
         assert found.ask("status")["state"] == "paused"
         assert stream.next_batch(timeout_s=0.05) is None
         assert found.ask("resume") == {"paused": False}
-        stream.commit(present(stream.next_batch(timeout_s=20)))
+        stream.commit(present(stream.next_batch(timeout_s=deadline(20))))
 
 
 def test_a_bounded_run_and_a_source_that_starts_are_refused(job: Paused) -> None:

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 REPOSITORY = Path(__file__).parents[2]
-ENDS_S = 15.0
+ENDS_S = deadline(15)
 """Longest time until a program must have ended, seconds; most of it is for a busy machine."""
 HEAD = """
 import faulthandler, pathlib, threading, time

@@ -30,6 +30,7 @@ from keyshard.errors import (
     RuntimeStoppedError,
 )
 from tests.helpers import DEADLINE_S, key_in, wait_until
+from tests.support.deadlines import deadline
 from tests.support.rescaled_source import RescaledSource
 
 MakeRescaled = Callable[..., RescaledSource]
@@ -292,7 +293,8 @@ def test_two_rescales_at_once_follow_each_other(make_rescaled: MakeRescaled) -> 
     rescaled.more()
     with ThreadPoolExecutor(2) as pool:
         reports = [
-            each.result(30) for each in [pool.submit(rescaled.rescaler.rescale, n) for n in (9, 2)]
+            each.result(deadline(30))
+            for each in [pool.submit(rescaled.rescaler.rescale, n) for n in (9, 2)]
         ]
     assert sorted(report.epoch for report in reports) == [1, 2]
     rescaled.more()

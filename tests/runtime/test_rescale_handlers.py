@@ -25,6 +25,7 @@ from keyshard.errors import (
 )
 from keyshard.handlers import run
 from tests.helpers import DEADLINE_S, key_in, present, wait_until
+from tests.support.deadlines import deadline
 from tests.support.recorded_handler import RecordedHandler
 from tests.support.rescaled_source import Refusing
 
@@ -146,7 +147,7 @@ def test_a_stop_has_no_long_wait_for_ranges_that_no_broker_gives(
         assert not recorded.thread.is_alive()
         assert recorded.handled == {moves: [0]}
         with pytest.raises(KeyShardError):
-            rescaling.result(30)
+            rescaling.result(deadline(30))
     assert recorded.error is None
     assert recorded.backlog() == 1
 

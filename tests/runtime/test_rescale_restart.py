@@ -20,6 +20,7 @@ from keyshard.core.ring.assignment import Assignment, assign
 from keyshard.errors import CheckpointError, NotRunningError
 from keyshard.handlers.batches import Batch
 from tests.helpers import DEADLINE_S, key_in, wait_until
+from tests.support.deadlines import deadline
 from tests.support.recorded_handler import RecordedHandler, RecordedRun
 
 MakeWorld = Callable[..., RecordedHandler]
@@ -212,7 +213,7 @@ def test_batches_remember_too_and_open_does_not(checkpoint: Path) -> None:
     for number in range(20):
         cluster.publish(topic, Stored(b"", key=f"k{number}"))
     with source.open(checkpoint.read_text()) as stream:
-        batch = stream.next_batch(timeout_s=10)
+        batch = stream.next_batch(timeout_s=deadline(10))
         assert batch is not None
         assert Checkpoint.from_json(batch.checkpoint).ranges == 4
         assert "rescaled" not in batch.checkpoint

@@ -42,6 +42,7 @@ from keyshard.errors import (
 )
 from keyshard.publishing.batch_writer import WriteReport
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 from tests.support.stored_topic import messages_at
 
 PARTITIONS = 3
@@ -296,7 +297,7 @@ def test_rows_that_an_earlier_attempt_sent_and_a_failed_write_lost_are_sent_agai
     writing.start()
     wait_until(lambda: world.cluster.publishing._undecided)
     world.cluster.fail_writes(where)
-    writing.join(20)
+    writing.join(deadline(20))
     assert [(one.rows, one.already_stored) for one in reports] == [(9, 0)]
     assert world.by_key() == {"a": [b"first", *(value for _, value in rows)]}
     counters = second.status()["counters"]
@@ -500,7 +501,7 @@ def test_all_that_a_message_has_is_sent(world: World) -> None:
 
 def test_a_message_is_published_without_a_flush(world: World) -> None:
     sink = world.sink()
-    assert isinstance(sink.send(b"x", key="k").result(5), MessageId)
+    assert isinstance(sink.send(b"x", key="k").result(deadline(5)), MessageId)
 
 
 def test_asyncio_waits_for_a_message(world: World) -> None:
@@ -513,7 +514,7 @@ def test_asyncio_waits_for_a_message(world: World) -> None:
 
 def test_a_failed_message_fails_its_future_and_the_next_flush(world: World) -> None:
     sink = world.sink(send_timeout_ms=200)
-    sink.send(b"before", key="k").result(5)
+    sink.send(b"before", key="k").result(deadline(5))
     for client in list(world.cluster._clients):
         client.drop()
     late: Future[MessageId] = sink.send(b"late", key="k")
@@ -529,14 +530,14 @@ def test_a_failed_message_fails_its_future_and_the_next_flush(world: World) -> N
 
 def test_a_producer_that_has_ended_is_opened_again(world: World) -> None:
     sink = world.sink(linger_ms=200)
-    sink.send(b"before", key="k").result(5)
+    sink.send(b"before", key="k").result(deadline(5))
     collected = sink.send(b"collected", key="k")
     (queue,) = sink._state.writer(sink)._queues.values()
     with world.cluster.lock:
         queue.producer._end(BrokerError("The topic is gone."))  # type: ignore[attr-defined]
-    sink.send(b"after", key="k").result(5)
+    sink.send(b"after", key="k").result(deadline(5))
     with pytest.raises(BrokerError, match="gone"):
-        collected.result(5)
+        collected.result(deadline(5))
     with pytest.raises(BrokerError, match="gone"):
         sink.flush()
     sink.close()

@@ -42,6 +42,7 @@ from keyshard.publishing.counts import Attempt, SinkCounts
 from keyshard.publishing.message_writer import MessageWriter
 from tests.helpers import present, wait_until
 from tests.support.control_folder import own_control_folder
+from tests.support.deadlines import deadline
 
 PARTITIONS = 2
 ROWS = pa.record_batch({"value": [b"1", b"2", b"3"], "__key": ["a", "b", "a"]})
@@ -138,7 +139,7 @@ def test_rates_are_those_of_the_samples(world: World, monkeypatch: pytest.Monkey
 
 def test_unconfirmed_messages_have_an_age_and_then_an_error(world: World) -> None:
     sink = world.sink(send_timeout_ms=30_000, linger_ms=0)
-    sink.send(b"0", key="a").result(60)
+    sink.send(b"0", key="a").result(deadline(60))
     world.hold_writes()
     late = sink.send(b"1", key="a")
     wait_until(lambda: sink.status()["unconfirmed"]["entries"] == 1)
@@ -147,13 +148,13 @@ def test_unconfirmed_messages_have_an_age_and_then_an_error(world: World) -> Non
     assert unconfirmed["messages"] == 1
     assert unconfirmed["bytes"] > 0
     sink._state.close()
-    assert isinstance(late.exception(60), BrokerError)
+    assert isinstance(late.exception(deadline(60)), BrokerError)
 
     hasty = world.sink("hasty", send_timeout_ms=100, linger_ms=0)
     failed = hasty.send(b"2", key="a")
     with pytest.raises(BrokerUnavailableError):
         hasty.flush()
-    assert isinstance(failed.exception(60), BrokerUnavailableError)
+    assert isinstance(failed.exception(deadline(60)), BrokerUnavailableError)
     wait_until(lambda: hasty.status()["counters"]["failed"] == 1)
     status = hasty.status()
     assert status["counters"]["confirmed"] == 0
@@ -216,7 +217,7 @@ class Stop:
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def held(*arguments: Any) -> Any:
             self.reached.set()
-            assert self._go.wait(60)
+            assert self._go.wait(deadline(60))
             return call(*arguments)
 
         return held
@@ -255,17 +256,17 @@ def test_a_producer_that_opens_slowly_holds_up_neither_the_status_nor_others(
         next(key for key in "abcdefgh" if key_partition(key, PARTITIONS) == number)
         for number in range(PARTITIONS)
     )
-    sink.send(b"1", key=first).result(60)
+    sink.send(b"1", key=first).result(deadline(60))
     monkeypatch.setattr(MemoryBroker, "entry_producer", stop.before(MemoryBroker.entry_producer))
-    slow = in_thread(lambda: sink.send(b"2", key=second).result(60))
-    assert stop.reached.wait(60)
-    assert in_thread(sink.status).result(30)["counters"]["confirmed"] == 1
-    in_thread(lambda: sink.send(b"3", key=first).result(30)).result(30)
-    in_thread(sink.flush).result(30)
+    slow = in_thread(lambda: sink.send(b"2", key=second).result(deadline(60)))
+    assert stop.reached.wait(deadline(60))
+    assert in_thread(sink.status).result(deadline(30))["counters"]["confirmed"] == 1
+    in_thread(lambda: sink.send(b"3", key=first).result(deadline(30))).result(deadline(30))
+    in_thread(sink.flush).result(deadline(30))
     (here,) = found()
     assert here.ask("status")["counters"]["confirmed"] == 2
     stop.go()
-    slow.result(60)
+    slow.result(deadline(60))
     assert sink.status()["counters"]["confirmed"] == 3
 
 
@@ -282,11 +283,11 @@ def test_a_sink_that_closes_while_a_producer_opens_leaves_none(
     monkeypatch.setattr(MemoryBroker, "entry_producer", opening)
     sink = world.sink(linger_ms=0)
     sent = in_thread(lambda: sink.send(b"1", key="a"))
-    assert stop.reached.wait(60)
-    in_thread(present(sink._state._writer).close).result(30)
+    assert stop.reached.wait(deadline(60))
+    in_thread(present(sink._state._writer).close).result(deadline(30))
     stop.go()
     with pytest.raises(BrokerError, match="is closed"):
-        sent.result(60)
+        sent.result(deadline(60))
     with pytest.raises(BrokerError, match="is closed"):
         opened[0].flush()
 
@@ -296,12 +297,12 @@ def test_a_sink_that_connects_has_no_status_yet(
 ) -> None:
     monkeypatch.setattr(connect, "connect", stop.before(connect.connect))
     sink = world.sink()
-    sent = in_thread(lambda: sink.send(b"1", key="a").result(60))
-    assert stop.reached.wait(60)
+    sent = in_thread(lambda: sink.send(b"1", key="a").result(deadline(60)))
+    assert stop.reached.wait(deadline(60))
     with pytest.raises(NotRunningError, match="not connected"):
-        in_thread(sink.status).result(30)
+        in_thread(sink.status).result(deadline(30))
     stop.go()
-    sent.result(60)
+    sent.result(deadline(60))
     assert sink.status()["state"] == "running"
 
 
@@ -313,7 +314,7 @@ def test_a_sink_that_fails_to_close_is_not_shown(
         raise RuntimeError("no")
 
     sink = world.sink()
-    sink.send(b"1", key="a").result(60)
+    sink.send(b"1", key="a").result(deadline(60))
     with monkeypatch.context() as patched:
         patched.setattr(failing, "close", fail)
         with pytest.raises(RuntimeError, match="no"):
@@ -337,7 +338,7 @@ def test_the_commands_find_a_sink_until_it_closes(
         assert "published 3 messages in 2 entries" in out
         assert "confirmed 3, failed 0; 1 batch, already stored 0" in out
     other = world.sink(None)
-    other.send(b"1", key="a").result(60)
+    other.send(b"1", key="a").result(deadline(60))
     code, out, err = run(capsys, "status")
     assert code == 0
     assert "billing" in out
@@ -382,7 +383,7 @@ from keyshard import KeyShardSink
 from keyshard.broker.memory import MemoryCluster
 topic = MemoryCluster.named("other").create_topic("t", 1)
 sink = KeyShardSink(topic, sink_id="other", service_url="memory://other")
-sink.send(b"1", key="a").result(60)
+sink.send(b"1", key="a").result(600)
 print(sink.status()["pid"], flush=True)
 time.sleep(600)
 """
@@ -407,7 +408,7 @@ def test_the_socket_of_a_killed_process_is_removed_and_a_suspended_one_is_named(
             assert f"Process {other.pid} has a control socket, but does not answer" in err
         finally:
             other.kill()
-        other.wait(60)
+        other.wait(deadline(60))
     assert sink.path.exists()
     wait_until(lambda: [one.name for one in found()] == ["billing"])
     assert not sink.path.exists()
@@ -415,7 +416,7 @@ def test_the_socket_of_a_killed_process_is_removed_and_a_suspended_one_is_named(
 
 def test_hostile_and_slow_clients_hold_no_sink_up(world: World) -> None:
     sink = world.sink(linger_ms=0)
-    sink.send(b"1", key="a").result(60)
+    sink.send(b"1", key="a").result(deadline(60))
     (here,) = found()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow:
         slow.connect(str(here.path))
@@ -426,7 +427,7 @@ def test_hostile_and_slow_clients_hold_no_sink_up(world: World) -> None:
                 hostile.connect(str(here.path))
                 hostile.sendall(sent)
                 assert json.loads(hostile.makefile().readline())["ok"] is False
-        sink.send(b"2", key="a").result(60)
+        sink.send(b"2", key="a").result(deadline(60))
         assert here.ask("status")["counters"]["confirmed"] == 2
         sink.close()
     assert list(world.folder.iterdir()) == []
@@ -486,7 +487,7 @@ def test_the_sink_of_a_run_has_no_metrics_port(world: World) -> None:
 
 def test_a_sink_that_waits_for_confirmations_is_stopping(world: World) -> None:
     sink = world.sink(send_timeout_ms=30_000, linger_ms=0)
-    sink.send(b"0", key="a").result(60)
+    sink.send(b"0", key="a").result(deadline(60))
     monitor = present(sink._state._monitor)
     monitor.stopping()
     assert monitor.status()["state"] == "stopping"
@@ -498,12 +499,12 @@ def test_samples_are_taken_while_a_sink_waits_for_confirmations(
 ) -> None:
     monkeypatch.setattr(sink_status, "LOOK_S", 0.01)
     sink = world.sink(linger_ms=0)
-    sink.send(b"0", key="a").result(60)
+    sink.send(b"0", key="a").result(deadline(60))
     present(sink._state._monitor).stopping()
     looks = threading.Semaphore(0)
     sink._state.counts.collected = lambda: (looks.release(), (0, 0))[1]  # type: ignore[func-returns-value]
     for _ in range(3):
-        assert looks.acquire(timeout=60)
+        assert looks.acquire(timeout=deadline(60))
 
 
 def test_an_answer_of_another_release_is_named(

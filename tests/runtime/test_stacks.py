@@ -17,6 +17,7 @@ from keyshard.errors import ConfigError
 from keyshard.handlers import stacks
 from tests.helpers import until, wait_until
 from tests.support.command_line import run as command
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.usefixtures("control_folder")
 
@@ -26,7 +27,7 @@ RELEASE = threading.Event()
 def wait_in_a_thread(depth: int) -> None:
     if depth:
         wait_in_a_thread(depth - 1)
-    elif not RELEASE.wait(60):
+    elif not RELEASE.wait(deadline(60)):
         raise TimeoutError
 
 

@@ -37,6 +37,7 @@ from keyshard.reading import scan
 from keyshard.reading.split_reader import read_splits
 from keyshard.reading.splits import plan_read
 from tests.helpers import received, rows_of, wait_until
+from tests.support.deadlines import deadline
 
 _names = itertools.count()
 T0 = 1_700_000_000_000
@@ -102,7 +103,7 @@ class Topic:
         """The values of a stream, until it has so many rows and no further ones come."""
         found: list[str] = []
         with self.source(**options).open() as stream:
-            while batch := stream.next_batch(timeout_s=10 if len(found) < rows else 0.05):
+            while batch := stream.next_batch(timeout_s=deadline(10) if len(found) < rows else 0.05):
                 for one in batch:
                     found += [value.decode() for value in one["value"].to_pylist()]
                 if commit:
@@ -377,7 +378,7 @@ def test_a_read_up_to_the_position_of_a_stream_has_its_rows(seed: int) -> None:
     found: Counter[str] = Counter()
     with source.open() as stream:
         while found.total() < len(topic.sent):
-            batch = stream.next_batch(timeout_s=10)
+            batch = stream.next_batch(timeout_s=deadline(10))
             assert batch is not None
             found.update(value.decode() for one in batch for value in one["value"].to_pylist())
             stream.commit(batch)

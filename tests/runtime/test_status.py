@@ -47,6 +47,7 @@ from keyshard.observe.status_types import (
     Status,
 )
 from tests.helpers import key_in, present, wait_until
+from tests.support.deadlines import deadline
 
 pytestmark = pytest.mark.usefixtures("control_folder")
 
@@ -78,7 +79,7 @@ class Job:
         """Hangs on the value ``hang``, raises on ``fail``."""
         if message.value == b"hang":
             self.hung.append(message)
-            assert self.release.wait(60)
+            assert self.release.wait(deadline(60))
         if message.value == b"fail" and not self.release.is_set():
             raise ValueError("not now")
         self.handled.append(message)
@@ -114,7 +115,7 @@ class Job:
         self.release.set()
         if self.thread is not None and self.thread.is_alive():
             self.source.stop()
-            self.thread.join(30)
+            self.thread.join(deadline(30))
             assert not self.thread.is_alive()
 
 
@@ -142,7 +143,7 @@ def test_a_hung_handler_is_named_within_ten_seconds_and_others_continue(
     with caplog.at_level(logging.WARNING):
         wait_until(lambda: job.range(2)["state"] == "stalled")
         wait_until(lambda: "range 2 is stalled" in caplog.text)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < deadline(10)
     message_id = str(job.hung[0].message_id)
     assert KEYS[2] in caplog.text
     assert message_id in caplog.text
@@ -315,7 +316,7 @@ def test_a_stream_of_open_is_found_by_its_name_until_it_is_closed(job: Job) -> N
         assert found.ask("explain", key=KEYS[0])["range"] == 0
         with pytest.raises(ConfigError, match="fixed while it runs"):
             found.ask("rescale", ranges=4)
-        batch = present(stream.next_batch(timeout_s=20))
+        batch = present(stream.next_batch(timeout_s=deadline(20)))
         stream.commit(batch)
         wait_until(lambda: found.ask("status")["lag"]["rows"] == 0)
     assert running_sources() == []
@@ -359,7 +360,7 @@ def test_an_admin_interface_that_is_away_holds_nothing_up(
 
     def hang() -> Any:
         asked.set()
-        assert job.release.wait(60)
+        assert job.release.wait(deadline(60))
         return connect_admin(Connection(job.url))
 
     job.start()
@@ -367,10 +368,10 @@ def test_an_admin_interface_that_is_away_holds_nothing_up(
     job.stop()
     job.release.clear()
     job.start()
-    assert asked.wait(20)
+    assert asked.wait(deadline(20))
     began = time.monotonic()
     assert job.status()["partitions"][0]["backlog"] is None
-    assert time.monotonic() - began < 30, "it hangs for 60 s"
+    assert time.monotonic() - began < deadline(30), "it hangs for 60 s"
 
 
 def test_the_commands_reach_a_running_source_until_it_ends(
@@ -556,7 +557,7 @@ def test_a_starting_source_reports_its_start_and_takes_nothing(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def connect() -> Broker:
-        assert job.release.wait(60)
+        assert job.release.wait(deadline(60))
         return MemoryBroker(job.cluster)
 
     job.source = HeldUp(job.topic, subscription="jobs", parallelism=RANGES, service_url=job.url)
@@ -582,7 +583,7 @@ def test_a_starting_source_reports_its_start_and_takes_nothing(
     wait_until(lambda: job.source.status()["state"] == "running")
     assert probe(job, "/readyz") == (200, "ok")
     job.source.stop()
-    thread.join(30)
+    thread.join(deadline(30))
     assert not thread.is_alive()
 
 
@@ -625,5 +626,5 @@ def test_a_metrics_port_that_is_taken_ends_the_run_with_an_error(job: Job) -> No
     with pytest.raises(AssertionError, match="metrics_port"):
         other.start(metrics_port=port)
     assert other.thread is not None
-    other.thread.join(30)
+    other.thread.join(deadline(30))
     assert not other.thread.is_alive()

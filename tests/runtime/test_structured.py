@@ -28,6 +28,7 @@ from keyshard.reading.decoding_plan import CORRUPT, Decoding, Ledgers, check_sam
 from keyshard.reading.message_data import MessageData
 from keyshard.reading.structured import Decoder, writer_of
 from tests.helpers import P0, P1
+from tests.support.deadlines import deadline
 
 FIELDS = [{"name": "id", "type": "int"}, {"name": "name", "type": "string"}]
 FIRST = {"type": "record", "name": "R", "fields": FIELDS}
@@ -484,7 +485,7 @@ def test_a_decoder_makes_columns_of_the_rows_of_a_stream(shop: Shop) -> None:
     rows: list[dict[str, Any]] = []
     with source.open() as stream:
         while len(rows) < 3:
-            batch = stream.next_batch(timeout_s=20)
+            batch = stream.next_batch(timeout_s=deadline(20))
             assert batch is not None
             for one in decoder.decoded(batch):
                 rows += one.to_pylist()

@@ -24,6 +24,7 @@ from keyshard.observe.telemetry import PlannedSpans, Telemetry
 from keyshard.threads import begin
 from tests.helpers import present, wait_until
 from tests.support.copied_topic import Copied
+from tests.support.deadlines import deadline
 from tests.support.exported import Exported
 
 pytestmark = pytest.mark.usefixtures("control_folder")
@@ -135,7 +136,7 @@ def test_a_message_without_a_confirmation_is_an_error_of_its_span(exported: Expo
     ):
         future = sink.send(b"unconfirmed")
         raise KeyError  # The block ends without waiting for confirmations.
-    error = future.exception(30)
+    error = future.exception(deadline(30))
     assert isinstance(error, BrokerError)
     wait_until(lambda: exported.spans("send"))
     (span,) = exported.spans("send")
@@ -276,13 +277,13 @@ def test_a_collector_that_does_not_answer_delays_no_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answered = threading.Event()
-    telemetry, traces = Telemetry(), Provider(lambda: answered.wait(60))
+    telemetry, traces = Telemetry(), Provider(lambda: answered.wait(deadline(60)))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: traces)
     telemetry.flush(0.01)
     assert not traces.ended.is_set()
     assert "has not exported the newest spans and metrics within 0.01 s" in caplog.text
     answered.set()
-    assert traces.ended.wait(60)
+    assert traces.ended.wait(deadline(60))
 
 
 def test_a_failed_export_is_logged(

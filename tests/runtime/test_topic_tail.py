@@ -15,6 +15,7 @@ from keyshard.core.publishing import NOTHING, sequence_id
 from keyshard.publishing import topic_tail
 from keyshard.publishing.topic_tail import TailLimits, last_stored_id
 from tests.runtime.test_sink import World
+from tests.support.deadlines import deadline
 
 OTHER = StoredMessage(b"x", key="other")
 
@@ -33,7 +34,7 @@ class Tail:
         producer = self.broker.entry_producer(self.where, PublishOptions("s-0"))
         for row in range(rows):
             message = OutgoingMessage(b"row", "k")
-            producer.publish([message], sequence_id(batch_id, row)).result(5)
+            producer.publish([message], sequence_id(batch_id, row)).result(deadline(5))
         producer.close()
 
     def others(self, entries: int, value: bytes = b"x") -> None:

@@ -22,6 +22,7 @@ from keyshard.workers.process import Setup
 from keyshard.workers.worker import Worker
 from tests.helpers import present, wait_until
 from tests.support.control_folder import own_control_folder
+from tests.support.deadlines import deadline
 
 URL = "memory://workers"
 PROGRAM = """
@@ -61,7 +62,7 @@ class Process(Worker):
 
     def finish(self) -> None:
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(deadline(60))
         for pipe in (self.process.stdin, self.process.stdout):
             present(pipe).close()
         self.close()
@@ -145,7 +146,7 @@ def test_a_worker_is_listed_with_what_it_holds(
     assert run(capsys, "pause")[0] == 1, "a worker is no source"
     assert len(list(folder.iterdir())) == 1
     worker.leave()
-    assert worker.process.wait(60) == 0
+    assert worker.process.wait(deadline(60)) == 0
     assert list(folder.iterdir()) == []
 
 
@@ -178,7 +179,7 @@ def test_a_suspended_worker_is_named_and_the_socket_of_a_killed_one_is_removed(
     assert code == 0
     assert f"Process {worker.process.pid} has a control socket, but does not answer" in err
     worker.process.kill()
-    worker.process.wait(60)
+    worker.process.wait(deadline(60))
     assert one.path.exists()
     wait_until(lambda: found() == [])
     assert not one.path.exists()

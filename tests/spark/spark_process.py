@@ -15,14 +15,20 @@ from typing import Any
 
 import psutil
 
+from tests.support.deadlines import deadline
+
 ROOT = Path(__file__).parents[2]
+STEP_S = deadline(180)
+"""Longest time from one step of a query to the next, seconds."""
+GONE_S = deadline(10)
+"""Longest time until the processes of a killed query have ended, seconds."""
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Poll until a condition holds; fails after the deadline."""
-    deadline = time.monotonic() + timeout_s
+    end_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what}"
         time.sleep(0.005)
 
 
@@ -91,7 +97,7 @@ class SparkProcess:
         """Number of committed batches."""
         return len(self.batches("commits"))
 
-    def wait_committed(self, count: int, timeout_s: float = 180.0) -> None:
+    def wait_committed(self, count: int, timeout_s: float = STEP_S) -> None:
         """Wait for the number of committed batches, over all runs on the checkpoint."""
 
         def reached() -> bool:
@@ -100,7 +106,7 @@ class SparkProcess:
 
         eventually(reached, timeout_s, f"{count} batches committed\n{self.tail()}")
 
-    def wait_inside_batch(self, files_min: int, timeout_s: float = 180.0) -> int:
+    def wait_inside_batch(self, files_min: int, timeout_s: float = STEP_S) -> int:
         """Wait until a batch is planned and partly written, but not committed; its number."""
         found = -1
 
@@ -121,7 +127,7 @@ class SparkProcess:
         """All files in the sink that Spark tasks wrote, committed or not."""
         return set(self.sink.glob("part-*.parquet"))
 
-    def kill(self, victim: psutil.Process, gone_within_s: float = 10.0) -> float:
+    def kill(self, victim: psutil.Process, gone_within_s: float = GONE_S) -> float:
         """SIGKILL one process; everything of the run must end by itself. Seconds that took."""
         everything = self.processes()
         began = time.monotonic()
@@ -131,8 +137,8 @@ class SparkProcess:
             self._driver.poll()
             return not any(_lives(process) for process in everything)
 
-        deadline = began + gone_within_s
-        while not gone() and time.monotonic() < deadline:
+        end_s = began + gone_within_s
+        while not gone() and time.monotonic() < end_s:
             time.sleep(0.05)
         left = [process for process in everything if _lives(process)]
         names = [" ".join(process.cmdline())[:200] for process in left]
@@ -147,8 +153,8 @@ class SparkProcess:
         for process in everything:
             if _lives(process):
                 process.kill()
-        self._driver.wait(10)
-        psutil.wait_procs(everything, timeout=10)
+        self._driver.wait(deadline(10))
+        psutil.wait_procs(everything, timeout=deadline(10))
 
     def reported(self) -> list[dict[str, Any]]:
         """The reports of the source with each progress of this run."""

@@ -18,9 +18,10 @@ from pyspark.sql.streaming.query import StreamingQuery
 from keyshard.core.position.entry import full_topic_name
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
+from tests.support.deadlines import deadline
 
 SUBSCRIPTION = "spark"
-ENDS_WITHIN_S = 120
+ENDS_WITHIN_S = deadline(120)
 """Longest time a bounded query of a test may take, seconds."""
 
 
@@ -147,19 +148,19 @@ class SparkTopic:
         return f"{self.broker.admin_url}/admin/v2/{path}-partition-{partition}"
 
 
-def ended(query: StreamingQuery, timeout_s: int = ENDS_WITHIN_S) -> None:
+def ended(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> None:
     """Wait until a bounded query ends by itself."""
     try:
-        assert query.awaitTermination(timeout_s), "the query did not end"
+        assert query.awaitTermination(int(timeout_s)), "the query did not end"
     finally:
         query.stop()
 
 
-def failed(query: StreamingQuery, timeout_s: int = ENDS_WITHIN_S) -> str:
+def failed(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> str:
     """Wait until a query fails; its message."""
     try:
         with suppress(StreamingQueryException):
-            assert not query.awaitTermination(timeout_s), "the query ended without an error"
+            assert not query.awaitTermination(int(timeout_s)), "the query ended without an error"
     finally:
         query.stop()
     error = query.exception()

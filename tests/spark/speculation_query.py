@@ -27,6 +27,7 @@ from spark_adapter.stream_writer import ADAPTIVE, KeyShardStreamWriter
 from spark_adapter.topic_writer import Stored
 from tests.spark.spark_process import query_arguments
 from tests.support import two_hosts
+from tests.support.deadlines import deadline
 
 SETTINGS = {
     ADAPTIVE: "false",
@@ -72,7 +73,7 @@ class SlowWriter(KeyShardStreamWriter):
             sent += 1
             if sent == SENT_FIRST:
                 for one in futures:
-                    one.result(20)
+                    one.result(deadline(20))
                 note(stalls=True, **where)
                 time.sleep(STALL_S)
 

@@ -19,6 +19,7 @@ from keyshard.testing.devbroker import DevBroker
 from spark_adapter import catalog
 from tests.spark.spark_process import ROOT
 from tests.spark.spark_topic import SparkTopic
+from tests.support.deadlines import deadline
 
 
 class Remote:
@@ -70,7 +71,7 @@ def test_a_session_of_spark_connect_reads_batches_and_streams(
         check=False,
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=deadline(240),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     said = json.loads(done.stdout.splitlines()[-1])

@@ -14,19 +14,20 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.file_sink import SinkCheck, committed_files
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.spark.spark_process import SparkProcess, eventually
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(900)]
 
 SUBSCRIPTION, PARTITIONS = "executors", 3
 LOAD = Workload(messages=8_000, keys=300, size_bytes=1_000, entry_messages=4)
 ROWS_PER_BATCH = 1_500
-WAIT_S = 240.0
+WAIT_S = deadline(240)
 
 
 def backlog(broker: DevBroker, topic: str) -> int:
     """Entries that the broker still holds for the subscription."""
     url = f"{broker.admin_url}/admin/v2/persistent/public/default/{topic}/partitioned-stats"
-    stats = httpx.get(url, params={"perPartition": "false"}, timeout=10).json()
+    stats = httpx.get(url, params={"perPartition": "false"}, timeout=deadline(10)).json()
     return int(stats["subscriptions"][SUBSCRIPTION]["msgBacklog"])
 
 

@@ -30,10 +30,11 @@ from keyshard.errors import SchemaError
 from keyshard.testing.devbroker import DevBroker
 from tests.spark.schema_matrix import KINDS, LABELS, Kind, add_schema, schema_url, write
 from tests.spark.spark_topic import SparkTopic, ended, failed
+from tests.support.deadlines import deadline
 from tests.support.java_client import JavaClient
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
-DEADLINE_S = 120
+DEADLINE_S = deadline(120)
 
 
 @pytest.fixture
@@ -422,7 +423,7 @@ def test_a_topic_that_came_back_before_anybody_looked_is_not_read_by_the_schema_
     try:
         until(query, lambda: names == ["a"])
         # A reconnect makes it again at once, so that no request has to.
-        httpx.delete(url, params={"force": True}, timeout=30).raise_for_status()
+        httpx.delete(url, params={"force": True}, timeout=deadline(30)).raise_for_status()
         send(topic, AvroSchema(Alike), Alike(number=2, text="b"))
         text = failed(query, DEADLINE_S)
     finally:
@@ -469,13 +470,13 @@ def test_a_topic_that_begins_to_match_and_does_not_fit_can_be_left_out(
 
 def is_created(url: str) -> bool:
     """Create a topic of one partition; whether it is there, whatever the first answer was."""
-    if httpx.put(url, json=1, timeout=30).is_success:
+    if httpx.put(url, json=1, timeout=deadline(30)).is_success:
         return True
-    if httpx.get(url, timeout=30).json().get("partitions") == 1:
+    if httpx.get(url, timeout=deadline(30)).json().get("partitions") == 1:
         return True
     # A reconnect of the query may have made the partition by itself.
     leftover = url.removesuffix("/partitions") + "-partition-0"
-    httpx.delete(leftover, params={"force": True}, timeout=30)
+    httpx.delete(leftover, params={"force": True}, timeout=deadline(30))
     return False
 
 

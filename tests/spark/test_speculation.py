@@ -13,10 +13,11 @@ from keyshard.testing.devbroker import DevBroker
 from tests.spark.spark_process import SparkProcess, eventually
 from tests.spark.speculation_query import BATCHES, KEYS, ROWS, noted
 from tests.spark.test_write_batch import stored, target
+from tests.support.deadlines import deadline
 
 __all__ = ["target"]
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(900)]
-WAIT_S = 240.0
+WAIT_S = deadline(240)
 LONG = "KEYSHARD_SPECULATION"
 """Variable that selects the test."""
 

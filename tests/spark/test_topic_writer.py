@@ -25,6 +25,7 @@ from spark_adapter.stream_writer import ADAPTIVE
 from tests.helpers import wait_until
 from tests.spark.spark_topic import SparkTopic, ended, failed
 from tests.spark.test_write_batch import stored, target
+from tests.support.deadlines import deadline
 
 __all__ = ["target"]
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
@@ -172,7 +173,7 @@ def entries(broker: DevBroker, topic: str) -> int:
     """Number of entries that were published to a topic since it was loaded."""
     path = topic.partition("://")[2]
     url = f"{broker.admin_url}/admin/v2/persistent/{path}/partitioned-stats"
-    found = httpx.get(url, timeout=20).raise_for_status().json()["msgInCounter"]
+    found = httpx.get(url, timeout=deadline(20)).raise_for_status().json()["msgInCounter"]
     assert isinstance(found, int)
     return found
 
@@ -181,7 +182,11 @@ def producers(broker: DevBroker, topic: str) -> list[str]:
     """Names of the producers that a topic has now."""
     path = topic.partition("://")[2]
     url = f"{broker.admin_url}/admin/v2/persistent/{path}/partitioned-stats"
-    stats = httpx.get(url, params={"perPartition": "true"}, timeout=20).raise_for_status().json()
+    stats = (
+        httpx.get(url, params={"perPartition": "true"}, timeout=deadline(20))
+        .raise_for_status()
+        .json()
+    )
     parts = stats["partitions"].values()
     return [one["producerName"] for part in parts for one in part["publishers"]]
 

@@ -20,6 +20,7 @@ from keyshard.testing.verify.workloads import (
     produce,
 )
 from tests.spark.spark_process import SparkProcess, eventually
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
@@ -57,7 +58,7 @@ def committed_rows(sink: Path) -> Counter[tuple[str, str, int]]:
 @pytest.fixture
 def api(dev_broker: DevBroker) -> Iterator[httpx.Client]:
     base = f"{dev_broker.admin_url}/admin/v2/persistent/public/default/"
-    with httpx.Client(base_url=base, timeout=20) as client:
+    with httpx.Client(base_url=base, timeout=deadline(20)) as client:
         yield client
 
 

@@ -16,6 +16,7 @@ from keyshard.errors import ConfigError
 from keyshard.publishing.batch_writer import WriteReport
 from keyshard.testing.devbroker import DevBroker
 from tests.spark.spark_topic import SparkTopic, ended
+from tests.support.deadlines import deadline
 from tests.support.stored_topic import keeping_namespace, messages_of_topic
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
@@ -25,7 +26,7 @@ PARTITIONS = 3
 @pytest.fixture
 def target(dev_broker: DevBroker) -> Iterator[str]:
     """A topic with deduplication that keeps everything."""
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=20) as admin:
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
         namespace = keeping_namespace(admin, "spark")
         admin.put(f"/persistent/{namespace}/t/partitions", json=PARTITIONS).raise_for_status()
         yield f"persistent://{namespace}/t"

@@ -18,6 +18,7 @@ from examples import route_orders
 from keyshard.testing.devbroker import DevBroker
 from tests.spark.spark_topic import SparkTopic, ended
 from tests.spark.test_write_batch import stored, target
+from tests.support.deadlines import deadline
 from tests.unit.test_encoders import PROTOBUF
 
 __all__ = ["target"]
@@ -46,7 +47,7 @@ def register(broker: DevBroker, topic: str, kind: str, definition: Any) -> None:
     path = topic.partition("://")[2]
     body = {"type": kind, "schema": json.dumps(definition), "properties": {}}
     url = f"{broker.admin_url}/admin/v2/schemas/{path}/schema"
-    httpx.post(url, json=body, timeout=20).raise_for_status()
+    httpx.post(url, json=body, timeout=deadline(20)).raise_for_status()
 
 
 def write(frame: DataFrame, broker: DevBroker, topic: str, **options: str) -> None:

@@ -14,11 +14,12 @@ import pyspark
 from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 
 from keyshard.testing.devbroker import install, java_home
+from tests.support.deadlines import deadline
 
 _OPTIONS = ["-Xmx192m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
 """Little memory, and no optimising of what ends soon."""
 _RECONNECT_MAX_S = 2
-_END_S = 10.0
+_END_S = deadline(10)
 
 
 class JavaClient:

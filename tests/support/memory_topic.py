@@ -11,6 +11,7 @@ from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster
 from keyshard.errors import BrokerError, NotRunningError
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 _numbers = itertools.count()
 
@@ -85,7 +86,7 @@ class Run:
     def end(self) -> None:
         """Stop the run, if it still runs."""
         wait_until(lambda: not self.thread.is_alive() or self._stopped())
-        self.thread.join(30)
+        self.thread.join(deadline(30))
         assert not self.thread.is_alive()
 
     def wait_started(self) -> None:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keyshard.testing.devbroker.process import free_port
+from tests.support.deadlines import deadline
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 300.0
+DEADLINE_S = deadline(300)
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

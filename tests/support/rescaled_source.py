@@ -21,6 +21,7 @@ from keyshard.testing.verify.checkers import check
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recorder import Recorder
 from tests.helpers import DEADLINE_S, config, wait_until
+from tests.support.deadlines import deadline
 
 
 class Refusing(MemoryBroker):
@@ -142,7 +143,7 @@ class RescaledSource:
         if self._producer is not None:
             self._producer.join(DEADLINE_S)
         try:
-            self._host.join(30)
+            self._host.join(deadline(30))
         finally:
             self.coordinator.stop()
 

@@ -15,8 +15,9 @@ from keyshard.broker.wire.broker import WireBroker
 from keyshard.columns.messages import messages_of
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
+from tests.support.deadlines import deadline
 
-READ_S = 30.0
+READ_S = deadline(30)
 """Longest time to read a topic partition, seconds."""
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from keyshard import SourceStream
 from keyshard.testing.verify.workloads import parse_value
+from tests.support.deadlines import deadline
 
-WAIT_S = 60.0
+WAIT_S = deadline(60)
 """Longest wait for a batch, seconds."""
 
 

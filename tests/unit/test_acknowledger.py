@@ -12,6 +12,7 @@ from keyshard.consumers.acknowledger import Acknowledger
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import AcknowledgeError, BrokerError, BrokerUnavailableError, KeyShardError
 from tests.helpers import DEADLINE_S, P0, P1, P2, FakeConsumer, wait_until
+from tests.support.deadlines import deadline
 
 Make = Callable[..., Acknowledger]
 
@@ -89,13 +90,13 @@ def test_waiting_acknowledgements_go_together(setup: AcknowledgerSetup) -> None:
     def slow(ids: list[EntryId]) -> None:
         calls.append(len(ids))
         begun.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(deadline(30))
         take(ids)
 
     consumer.acknowledge = slow  # type: ignore[method-assign, assignment]
     acks = setup.start()
     acks.submit(P0, entries(1))
-    assert begun.wait(30)
+    assert begun.wait(deadline(30))
     for number in range(1, 10):
         acks.submit(P0, entries(1, first=number))
     goes_on.set()

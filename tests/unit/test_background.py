@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.deadlines import deadline
+
 ROOT = Path(__file__).parents[2]
 _PROGRAM = """\
 import signal, subprocess, sys
@@ -24,7 +26,7 @@ def test_a_child_of_tests_in_the_background_takes_an_interrupt() -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=deadline(60),
         check=False,
     )
     assert done.stdout.strip() == "True", done.stderr

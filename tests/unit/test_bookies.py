@@ -43,6 +43,7 @@ from keyshard.core.position.split import Span, Split
 from keyshard.reading.report import ReadReport, planned, was_read
 from keyshard.testing.devbroker.security import Authority
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 LEDGER = 7
 READ, BATCH_READ = 2 << 24 | 2 << 16, 2 << 24 | 7 << 16
@@ -464,7 +465,7 @@ def test_entries_that_arrive_before_their_turn_take_no_more_memory_than_allowed(
     def answer(entry: int) -> bytes:
         if entry == 250:
             now_slow.set()
-            assert held.wait(10.0)
+            assert held.wait(deadline(10))
         head = struct.pack(">qqqq", LEDGER, entry, entry - 1, 100)
         digest = struct.pack(">I", google_crc32c.value(head + body(entry)))
         return frame(entry, body=head + digest + body(entry))

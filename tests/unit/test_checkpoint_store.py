@@ -14,6 +14,7 @@ import pytest
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, CheckpointInUseError, ConfigError
 from keyshard.handlers.checkpoint_store import CheckpointStore
+from tests.support.deadlines import deadline
 
 ONE, TWO = Checkpoint("local", "one", 4, {}), Checkpoint("local", "two, ü", 4, {})
 
@@ -124,7 +125,7 @@ def test_one_file_has_one_source_whatever_path_leads_to_it(
             capture_output=True,
             text=True,
             check=False,
-            timeout=20,
+            timeout=deadline(20),
         )
         assert "KEYSHARD_CHECKPOINT_IN_USE" in other.stderr
     else:
@@ -212,7 +213,7 @@ def test_a_crashed_writer_leaves_nothing_behind_for_ever(tmp_path: Path) -> None
             "os.fsync = lambda _: os._exit(0)\n"
             "store.save(Checkpoint('local', 'one', 4, {}))\n"
         )
-        subprocess.run([sys.executable, "-c", program, path], check=True, timeout=20)
+        subprocess.run([sys.executable, "-c", program, path], check=True, timeout=deadline(20))
     store = CheckpointStore(path)
     assert store.open() is None
     store.save(ONE)

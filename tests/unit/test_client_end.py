@@ -11,9 +11,10 @@ import pytest
 
 from keyshard.broker.client.broker import PulsarBroker
 from keyshard.config.connection import Connection
+from tests.support.deadlines import deadline
 
 STATUS = 3
-END_S = 60.0
+END_S = deadline(60)
 
 PROGRAM = """
 import logging, socket, sys, threading, time

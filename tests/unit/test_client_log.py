@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 from keyshard.broker.client.log import EVERY_S, KINDS_MAX, Repeats
+from tests.support.deadlines import deadline
 
 FAILED = "2026-01-02 03:04:05.678 ERROR [14] ClientConnection:485 | [x -> y] Failed: refused"
 
@@ -58,7 +59,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     """
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(begin) + textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=deadline(60), check=True,
     )  # fmt: skip
 
 

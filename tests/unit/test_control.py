@@ -30,6 +30,7 @@ from keyshard.errors import ConfigError, ControlError, KeyShardError, ThreadStar
 from keyshard.threads import owned_by
 from tests.helpers import wait_until
 from tests.support.control_folder import own_control_folder
+from tests.support.deadlines import deadline
 
 CANDIDATES = control._candidates
 URL = "pulsar://127.0.0.1:6650"
@@ -136,7 +137,9 @@ def test_another_user_is_refused_also_where_folder_and_socket_are_open(folder: P
             "print(made.recv(100))"
         )
         asked = [sys.executable, "-c", program, str(server.path)]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            asked, capture_output=True, text=True, timeout=deadline(60), check=False
+        )
         assert "connect" not in done.stderr.rpartition("\n")[2]
         assert "b''" in done.stdout or "Broken" in done.stderr or "reset" in done.stderr
         assert raw(server.path, b'{"do": "who"}\n')["ok"]
@@ -207,7 +210,7 @@ def test_connections_are_bounded_and_slow_ones_do_not_block_others() -> None:
 
     def hang(_request: Mapping[str, Any]) -> Any:
         asked.release()
-        held.wait(30)
+        held.wait(deadline(30))
         return "late"
 
     server = ControlServer("orders", URL, "t", {"hang": hang, "echo": echo})
@@ -219,18 +222,18 @@ def test_connections_are_bounded_and_slow_ones_do_not_block_others() -> None:
     ]
     try:
         askers[0].start()
-        assert asked.acquire(timeout=20)
+        assert asked.acquire(timeout=deadline(20))
         assert source.ask("echo", text="x") == {"told": "x"}
         for asker in askers[1:]:
             asker.start()
         for _ in askers[1:]:
-            assert asked.acquire(timeout=20)
+            assert asked.acquire(timeout=deadline(20))
         with pytest.raises(ControlError, match="too many concurrent requests"):
             source.ask("echo", text="x")
     finally:
         held.set()
         for asker in askers:
-            asker.join(20)
+            asker.join(deadline(20))
         server.close()
     assert answers == ["late"] * CONNECTIONS_MAX
 
@@ -260,7 +263,7 @@ def other() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, text=True)
     yield process
     process.kill()
-    process.wait(20)
+    process.wait(deadline(20))
     assert process.stdout is not None
     process.stdout.close()
 
@@ -270,7 +273,7 @@ def test_leftovers_of_a_killed_process_are_removed(other: subprocess.Popen[str])
     path = Path(other.stdout.readline().strip())
     assert running_source("orders").pid == other.pid
     other.kill()
-    other.wait(20)
+    other.wait(deadline(20))
     assert path.exists()
     wait_until(lambda: running_sources("orders") == [])
     assert not path.exists()

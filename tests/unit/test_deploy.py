@@ -18,6 +18,7 @@ import yaml
 from examples.deploy.billing import DRAIN_S
 from keyshard.handlers.run import STOP_S
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples" / "deploy"
@@ -148,7 +149,7 @@ def test_the_program_is_ready_and_ends_by_sigterm_in_order(tmp_path: Path) -> No
         wait_until(lambda: httpx.get(f"{url}/readyz", trust_env=False).status_code == 200)
         assert httpx.get(f"{url}/livez", trust_env=False).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(deadline(30)) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()

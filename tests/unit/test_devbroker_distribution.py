@@ -14,6 +14,7 @@ import pytest
 from keyshard.errors import ConfigError, DevBrokerError
 from keyshard.testing.devbroker import distribution
 from keyshard.testing.devbroker.distribution import NotInRepositoryError, OnDownload
+from tests.support.deadlines import deadline
 
 VERSION = "9.9.9"
 
@@ -177,9 +178,9 @@ def test_two_processes_at_once_end_with_one_good_folder(cache: Path) -> None:
     processes = [context.Process(target=_install_in_process, args=(queue,)) for _ in range(3)]
     for process in processes:
         process.start()
-    homes = {queue.get(timeout=30) for _ in processes}
+    homes = {queue.get(timeout=deadline(30)) for _ in processes}
     for process in processes:
-        process.join(30)
+        process.join(deadline(30))
     assert homes == {str(cache / VERSION)}
     assert (cache / VERSION / "lib" / "a.jar").read_bytes() == b"lib/a.jar" * 50
     assert not list(cache.glob(".tmp-*"))

@@ -12,12 +12,13 @@ import pytest
 
 from keyshard.broker.wire import compiled
 from tests.support.build_hooks import ROOT, build_script
+from tests.support.deadlines import deadline
 
 
 def smoke_test(script: Path, decoder: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(script), decoder],
-        cwd=script.parent, capture_output=True, text=True, timeout=120, check=False,
+        cwd=script.parent, capture_output=True, text=True, timeout=deadline(120), check=False,
     )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.deadlines import deadline
+
 HEAVY = (
     "pulsar", "_pulsar", "pyspark", "ray", "pyarrow.flight", "pandas", "httpx", "fsspec",
     "google.protobuf", "opentelemetry",
@@ -17,7 +19,11 @@ def loaded_by(statement: str) -> set[str]:
     """Return the heavy modules that a fresh interpreter has after a statement."""
     program = f"{statement}\nimport sys\nprint(*(set({HEAVY!r}) & set(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
+        check=True,
     )
     return set(done.stdout.split())
 

@@ -14,6 +14,7 @@ import pytest
 
 from keyshard.broker.light_future import LightFuture
 from keyshard.threads import begin
+from tests.support.deadlines import deadline
 
 KINDS: list[type[Future[int]]] = [LightFuture, Future]
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +83,7 @@ def test_an_unresolved_one_is_waited_for(kind: type[Future[int]]) -> None:
             some[number].set_result(number)
 
     begin("resolve", resolve)
-    done, missing = futures.wait(some, timeout=10)
+    done, missing = futures.wait(some, timeout=deadline(10))
     assert (len(done), missing) == (3, set())
     assert [one.result() for one in some] == [0, 1, 2]
     assert asyncio.run(awaited(some[1])) == 1
@@ -110,15 +111,15 @@ def test_threads_that_wait_and_resolve_at_once_agree() -> None:
         start = threading.Barrier(3)
 
         def wait(one: LightFuture[int], found: list[int], start: threading.Barrier) -> None:
-            start.wait(10)
-            found.append(one.result(10))
+            start.wait(deadline(10))
+            found.append(one.result(deadline(10)))
 
         threads = [begin("waits", wait, one, found, start) for _ in range(2)]
         one.add_done_callback(partial(note, found))
-        start.wait(10)
+        start.wait(deadline(10))
         one.set_result(7)
         for thread in threads:
-            thread.join(10)
+            thread.join(deadline(10))
         assert found == [7, 7, 7]
 
 

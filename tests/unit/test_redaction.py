@@ -37,6 +37,7 @@ from keyshard.errors import BrokerError, KeyShardError
 from keyshard.redaction import redacted, scrubbed, shown
 from keyshard.workers.encoding import decode_error, encode_error
 from keyshard.workers.process import _LogBuffer
+from tests.support.deadlines import deadline
 
 OPAQUE = "opaque/t0ken+of=nobody-" + "x" * 400
 PASSWORD = "p@ss & 'w0rd' <1>\"%41/+"
@@ -363,5 +364,5 @@ def test_many_threads_know_each_others_secrets() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(deadline(60))
     assert not wrong

@@ -13,6 +13,7 @@ from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.errors import BatchReleasedError, CheckpointError, ConfigError, RuntimeStoppedError
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 CLUSTER = MemoryCluster()
 
@@ -46,7 +47,7 @@ def take(stream: SourceStream, rows: int) -> list[int]:
     """Read and commit batches until this many rows came."""
     found: list[int] = []
     while len(found) < rows:
-        batch = stream.next_batch(timeout_s=10)
+        batch = stream.next_batch(timeout_s=deadline(10))
         assert batch is not None
         found += [int(value) for part in batch for value in part["value"].to_pylist()]
         stream.commit(batch)
@@ -73,7 +74,7 @@ def test_a_batch_is_read_by_partition_as_often_as_needed(
 ) -> None:
     publish(source, *range(30))
     wait_until(lambda: stream.status()["rowsReceived"] == 30)
-    batch = stream.next_batch(timeout_s=10)
+    batch = stream.next_batch(timeout_s=deadline(10))
     assert batch is not None
     assert set(batch.partitions) <= {0, 1, 2}
     by_partition = [
@@ -89,7 +90,7 @@ def test_a_batch_is_read_by_partition_as_often_as_needed(
 def test_a_batch_is_no_larger_than_asked(source: MemorySource, stream: SourceStream) -> None:
     publish(source, *range(30))
     wait_until(lambda: stream.status()["rowsReceived"] == 30)
-    batch = stream.next_batch(timeout_s=10, rows_max=4)
+    batch = stream.next_batch(timeout_s=deadline(10), rows_max=4)
     assert batch is not None
     assert sum(part.num_rows for part in batch) == 4
 
@@ -99,8 +100,8 @@ def test_committing_a_batch_commits_those_before_it(
 ) -> None:
     publish(source, *range(10))
     wait_until(lambda: stream.status()["rowsReceived"] == 10)
-    first = stream.next_batch(timeout_s=10, rows_max=5)
-    second = stream.next_batch(timeout_s=10)
+    first = stream.next_batch(timeout_s=deadline(10), rows_max=5)
+    second = stream.next_batch(timeout_s=deadline(10))
     assert first is not None
     assert second is not None
     stream.commit(second)
@@ -113,7 +114,7 @@ def test_opening_with_the_stored_checkpoint_continues_after_it(source: MemorySou
     publish(source, *range(20))
     with source.open() as stream:
         wait_until(lambda: stream.status()["rowsReceived"] == 20)
-        batch = stream.next_batch(timeout_s=10, rows_max=8)
+        batch = stream.next_batch(timeout_s=deadline(10), rows_max=8)
         assert batch is not None
         stored = [int(v) for part in batch for v in part["value"].to_pylist()]
         checkpoint = batch.checkpoint  # stored with the rows; then the program dies

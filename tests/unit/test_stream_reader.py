@@ -25,6 +25,7 @@ from spark_adapter import stream_reader
 from spark_adapter.stream_reader import KeyShardStreamReader
 from spark_adapter.structure import Rows
 from tests.helpers import config, present, wait_until
+from tests.support.deadlines import deadline
 from tests.support.exported import Exported
 
 LIMIT = ReadMaxRows(20)
@@ -106,7 +107,9 @@ def test_a_query_serves_its_page_until_it_stops() -> None:
     host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
     try:
         port = host.reader._monitor.page_port  # type: ignore[union-attr]
-        (told,) = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=20).json()["sources"]
+        (told,) = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=deadline(20)).json()[
+            "sources"
+        ]
         assert (told["kind"], told["subscription"]) == ("spark", "unit")
     finally:
         host.reader.stop()

@@ -56,6 +56,7 @@ from tests.stored_entries import (
     stored,
     with_broker,
 )
+from tests.support.deadlines import deadline
 
 
 @pytest.fixture(scope="module", params=["compiled", "reference"], autouse=True)
@@ -78,7 +79,10 @@ def compiles(folder: Path) -> bool:
     source = folder / "library.rs"
     source.write_text('#[no_mangle] pub extern "C" fn one() -> i32 { 1 }\n')
     command = [compiler, "--crate-type", "cdylib", "-o", str(folder / "library.so"), str(source)]
-    return subprocess.run(command, capture_output=True, timeout=120, check=False).returncode == 0
+    return (
+        subprocess.run(command, capture_output=True, timeout=deadline(120), check=False).returncode
+        == 0
+    )
 
 
 def test_compiled_code_is_there_where_it_can_be_built(tmp_path: Path) -> None:

@@ -25,10 +25,11 @@ from keyshard.columns.outgoing import OutgoingMessage, outgoing_from
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import BrokerUnavailableError, ProducerBusyError
+from tests.support.deadlines import deadline
 from tests.support.frame_broker import FrameServer, SocketSession
 
 BUSY = 16
-DEADLINE_S = 10.0
+DEADLINE_S = deadline(10)
 WHERE = TopicPartition("persistent://public/default/t")
 ROWS = [OutgoingMessage(b"v", "k")]
 

@@ -1,0 +1,61 @@
+"""Deadlines of tests, scaled by how slow this machine is now.
+
+The first process of a test run measures the machine; its children inherit the result. A test states
+how long a thing may take on a quiet machine, and waits for :func:`deadline` of that.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+VARIABLE = "KEYSHARD_TEST_FACTOR"
+"""Carries the factor to child processes; set it to skip the measurement."""
+FACTOR_MAX = 10.0
+COMPUTE_S, IMPORT_S = 0.20, 0.25
+"""What the two parts of the measurement take on a quiet core, seconds."""
+ROUNDS = 3
+_STEPS = 1_000_000
+
+
+def _compute() -> None:
+    total = 0
+    for number in range(_STEPS):
+        total += number * number % 7
+
+
+def _import() -> None:
+    subprocess.run([sys.executable, "-c", "import keyshard"], check=True)
+
+
+def measured() -> float:
+    """How many times slower than a quiet core this machine is now, 1 to 10.
+
+    It is the larger ratio of two: that of a fixed piece of Python work, and that of a process which
+    imports keyshard.
+    """
+    took_s = {}
+    for part in (_compute, _import):
+        began_s = time.monotonic()
+        for _ in range(ROUNDS):
+            part()
+        took_s[part] = (time.monotonic() - began_s) / ROUNDS
+    slower = max(took_s[_compute] / COMPUTE_S, took_s[_import] / IMPORT_S)
+    return round(min(max(slower, 1.0), FACTOR_MAX), 1)
+
+
+def _factor() -> float:
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = str(measured())
+    return float(os.environ[VARIABLE])
+
+
+FACTOR = _factor()
+"""How many times slower than a quiet core this machine was when the run began."""
+
+
+def deadline(quiet_s: float) -> float:
+    """How long a test waits for what may take ``quiet_s`` on a quiet machine, seconds."""
+    return quiet_s * FACTOR
