@@ -1,10 +1,11 @@
-"""Promises 1 to 3 of the design under SIGKILL of everything, into a Spark parquet sink."""
+"""No loss, exactly once and order per key under SIGKILL, into a Spark parquet sink."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pyarrow as pa
@@ -14,6 +15,7 @@ from keyshard.testing.devbroker import DevBroker, DevCluster
 from keyshard.testing.verify.file_sink import SinkCheck, committed_files, message_ids, task_of
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.spark.spark_process import SparkProcess, eventually
+from tests.support.deadlines import deadline
 from tests.support.tested_pulsar import BROKERS
 
 pytestmark = [
@@ -23,16 +25,32 @@ pytestmark = [
     pytest.mark.pyspark(4, 2),
 ]
 
-TOPIC, SUBSCRIPTION, PARTITIONS = "exactly-once", "keyshard-test", 5
+SUBSCRIPTION, PARTITIONS = "keyshard-test", 5
 LOAD = Workload(messages=200_000, keys=500, size_bytes=100, entry_messages=4)
+SMALL_LOAD = Workload(messages=40_000, keys=500, size_bytes=100, entry_messages=4)
 ROWS_PER_BATCH = 6_000
 
 
-def backlog(broker: DevBroker | OneOfSeveral) -> int:
+class Sent(NamedTuple):
+    """What was published to a topic."""
+
+    topic: str
+    messages: int
+    per_key: dict[str, int]
+
+
+def sent_to(broker: DevBroker | OneOfSeveral, topic: str, load: Workload) -> Sent:
+    create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
+    done = produce(load, broker.service_url, topic)
+    print(f"\nproduced {done.sent} messages in {done.seconds:.1f} s")
+    return Sent(topic, load.messages, done.per_key)
+
+
+def backlog(broker: DevBroker | OneOfSeveral, topic: str) -> int:
     """Entries that the broker still holds for the subscription; -1 while it does not answer."""
-    url = f"{broker.admin_url}/admin/v2/persistent/public/default/{TOPIC}/partitioned-stats"
+    url = f"{broker.admin_url}/admin/v2/persistent/public/default/{topic}/partitioned-stats"
     try:
-        stats = httpx.get(url, params={"perPartition": "false"}, timeout=5).json()
+        stats = httpx.get(url, params={"perPartition": "false"}, timeout=deadline(5)).json()
     except (httpx.TransportError, ValueError):
         return -1
     return int(stats["subscriptions"][SUBSCRIPTION]["msgBacklog"])
@@ -43,13 +61,14 @@ class Runs:
     """The runs of one query over one checkpoint."""
 
     broker: DevBroker | OneOfSeveral
+    topic: str
     directory: Path
     all: list[SparkProcess] = field(default_factory=list)
 
     def start(self, parallelism: int) -> SparkProcess:
         run = SparkProcess(
             {
-                "topic": TOPIC,
+                "topic": self.topic,
                 "subscription": SUBSCRIPTION,
                 "service.url": self.broker.service_url,
                 "admin.url": self.broker.admin_url,
@@ -65,6 +84,13 @@ class Runs:
         )
         self.all.append(run)
         return run
+
+    def backlog(self) -> int:
+        return backlog(self.broker, self.topic)
+
+    def stop(self) -> None:
+        for run in self.all:
+            run.stop()
 
     def duplicates_dropped(self) -> list[int]:
         """Redeliveries that each run reported as dropped."""
@@ -119,21 +145,40 @@ class OneOfSeveral(DevCluster):
 def test_exactly_once_in_order_under_kills_of_everything_and_changes_of_n(tmp_path: Path) -> None:
     broker = OneOfSeveral(BROKERS) if BROKERS > 1 else DevBroker()
     with broker:
-        create_partitioned_topic(broker.admin_url, TOPIC, PARTITIONS)
-        sent = produce(LOAD, broker.service_url, TOPIC)
-        print(f"\nproduced {sent.sent} messages in {sent.seconds:.1f} s")
-        runs = Runs(broker, tmp_path)
+        sent = sent_to(broker, "exactly-once", LOAD)
+        runs = Runs(broker, sent.topic, tmp_path)
         try:
-            leftovers = kill_everything(runs, broker)
-            drain(runs, broker)
+            leftovers = kill_everything(runs)
+            drain(runs, 3)
         finally:
-            for run in runs.all:
-                run.stop()
-        judge(runs, sent.per_key, leftovers)
+            runs.stop()
+        judge(runs, sent, leftovers)
+        assert sum(runs.duplicates_dropped()) > 0, "the faults brought nothing back"
 
 
-def kill_everything(runs: Runs, broker: DevBroker | OneOfSeveral) -> dict[int, set[Path]]:
+def test_exactly_once_in_order_over_a_kill_of_the_broker_and_a_restart_from_the_checkpoint(
+    dev_broker: DevBroker, topic_name: str, tmp_path: Path
+) -> None:
+    if BROKERS > 1:
+        pytest.skip("the test above kills one of several brokers")
+    sent = sent_to(dev_broker, topic_name, SMALL_LOAD)
+    runs = Runs(dev_broker, topic_name, tmp_path)
+    try:
+        run = runs.start(10)
+        run.wait_committed(1)
+        dev_broker.kill()
+        dev_broker.restart()
+        run.wait_committed(run.committed() + 1)
+        kill_and_compare_later(runs, run, "driver", {})
+        drain(runs, 10)
+    finally:
+        runs.stop()
+    judge(runs, sent, {})
+
+
+def kill_everything(runs: Runs) -> dict[int, set[Path]]:
     """N = 10, 10, 10, 16 with kills in between; files of batches killed over a change of N."""
+    broker = runs.broker
     leftovers: dict[int, set[Path]] = {}
     run = runs.start(10)
     run.wait_committed(2)
@@ -141,8 +186,10 @@ def kill_everything(runs: Runs, broker: DevBroker | OneOfSeveral) -> dict[int, s
 
     run = runs.start(10)
     run.wait_committed(run.committed() + 2)
-    before = backlog(broker)
-    eventually(lambda: -1 < backlog(broker) < before, 60, "acknowledgements arrive at the broker")
+    before = runs.backlog()
+    eventually(
+        lambda: -1 < runs.backlog() < before, deadline(60), "acknowledgements arrive at the broker"
+    )
     broker.kill()
     broker.restart()
     run.wait_committed(run.committed() + 3)
@@ -160,41 +207,42 @@ def kill_everything(runs: Runs, broker: DevBroker | OneOfSeveral) -> dict[int, s
     return leftovers
 
 
-def drain(runs: Runs, broker: DevBroker | OneOfSeveral) -> None:
-    """N = 3 up to the end of the topic; how long that takes depends on what else runs."""
-    run = runs.start(3)
-    if backlog(broker):
+def drain(runs: Runs, parallelism: int) -> None:
+    """Read up to the end of the topic; how long that takes depends on what else runs."""
+    run = runs.start(parallelism)
+    if runs.backlog():
         run.wait_committed(run.committed() + 1)  # until here, Spark starts
-    left, deadline = -1, 0.0
-    while (now := backlog(broker)) != 0:
+    left, end_s = -1, 0.0
+    while (now := runs.backlog()) != 0:
         if now != left:
-            left, deadline = now, time.monotonic() + 120
+            left, end_s = now, time.monotonic() + deadline(120)
         assert run.alive(), run.tail()
-        assert time.monotonic() < deadline, f"backlog {now}\n{run.tail()}"
+        assert time.monotonic() < end_s, f"backlog {now}\n{run.tail()}"
         time.sleep(0.1)
     last = run.committed()
     eventually(
-        lambda: any(status["batch"] >= last - 1 for status in run.reported()), 20, "last progress"
+        lambda: any(status["batch"] >= last - 1 for status in run.reported()),
+        deadline(20),
+        "last progress",
     )
 
 
-def judge(runs: Runs, sent: dict[str, int], leftovers: dict[int, set[Path]]) -> None:
+def judge(runs: Runs, sent: Sent, leftovers: dict[int, set[Path]]) -> None:
     sink = runs.directory / "sink"
     check = SinkCheck()
     for files in committed_files(sink).values():
         check.add(files, 10)
     dropped = runs.duplicates_dropped()
     compared = {batch: same_rows_again(sink, batch, left) for batch, left in leftovers.items()}
-    verdicts = check.verdicts(TOPIC, sent)
+    verdicts = check.verdicts(sent.topic, sent.per_key)
     output = "\n".join(verdict.message for verdict in verdicts.values() if verdict.checked)
     print(
         f"\nrows {check.rows}, batches {len(committed_files(sink))}, redeliveries dropped per run "
         f"{dropped} = {sum(dropped)}, files equal over a change of N {compared}\n{output}"
     )
-    assert check.rows == LOAD.messages
+    assert check.rows == sent.messages
     for promise in ("no loss", "exactly once into the checkpoint", "order per key"):
-        assert verdicts[promise].checked >= LOAD.messages
+        assert verdicts[promise].checked >= sent.messages
         assert verdicts[promise].holds, verdicts[promise].message
-    assert sum(dropped) > 0, "the faults brought nothing back, so nothing was proved"
     assert all(compared.values()), f"no finished task to compare: {compared}"
     assert len(check.rows_of_range) == 10
