@@ -8,6 +8,7 @@ SEEDS ?= 1000
 SEED_START ?= 0
 MINUTES ?= 20
 PROCESSES ?= auto
+KINDS := clock broker spark ray proofs
 BENCH ?= ingest
 OLDEST_PYSPARK := 4.0.0 4.1.0 4.2.0
 OLDEST := $(VENV)/oldest
@@ -18,17 +19,41 @@ OLDEST_TESTS := exactly_once.py schemas.py batch.py catalog.py write_batch.py wr
 # Everything here starts many short processes, and each would compile keyshard again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test cluster oldest unit simulate chaos lint format docs bench wheel protocol help
+.PHONY: demo test test-all $(KINDS:%=test-%) landing cluster oldest unit simulate chaos lint format docs bench wheel protocol help
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 13
 
 demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker killed on the way
 	@$(BIN)/python -m examples.demo
 
-test: $(INSTALLED) ## all tests, with a real broker and real Spark (about one hour on 2 cores; PROCESSES=0: in one process)
-	@$(BIN)/python -m pytest -n $(PROCESSES)
+test: $(INSTALLED) ## the gate: tests that are true on any machine, then a dozen with a real broker, Spark and Ray (TIME)
+	@$(BIN)/python -m pytest --kind gate -n $(PROCESSES)
+	@$(BIN)/python -m pytest --kind real
+
+test-all: $(INSTALLED) ## the gate, and all other kinds of tests, whatever fails (over one hour on 2 cores)
+	@$(MAKE) --no-print-directory --keep-going test $(KINDS:%=test-%)
+
+test-clock: $(INSTALLED) ## tests without a broker that measure elapsed time, take long, or need a browser
+	@$(BIN)/python -m pytest --kind clock -n $(PROCESSES)
+
+test-broker: $(INSTALLED) ## tests that need a real broker
+	@$(BIN)/python -m pytest --kind broker -n $(PROCESSES)
+
+test-spark: $(INSTALLED) ## tests that need Spark
+	@$(BIN)/python -m pytest --kind spark -n $(PROCESSES)
+
+test-ray: $(INSTALLED) ## tests that need Ray
+	@$(BIN)/python -m pytest --kind ray -n $(PROCESSES)
+
+test-proofs: $(INSTALLED) ## chaos, random topics, mutants, measured memory, and simulations and properties with fresh seeds
+	@$(BIN)/python -m pytest --kind proofs -n $(PROCESSES)
+	@$(BIN)/python -m pytest tests/property --hypothesis-profile fresh -n $(PROCESSES)
+	@$(BIN)/python -m tests.simulation --seeds 20 --seed-start $$(date +%s)
+
+landing: $(INSTALLED) ## what CI runs, in a fresh clone of HEAD; notes the commit in .venv/.landing if all is green
+	@.ci/landing
 
 oldest: $(INSTALLED) ## the main path of Spark on the oldest PySpark of each minor version (about 20 minutes on 2 cores)
 	@# All else is that of $(VENV), behind it on the path.
@@ -41,8 +66,6 @@ oldest: $(INSTALLED) ## the main path of Spark on the oldest PySpark of each min
 	  $(OLDEST)/$$version/bin/python -m pytest $(OLDEST_WARNINGS) $(addprefix tests/spark/test_,$(OLDEST_TESTS)) || exit 1; \
 	done
 
-# These tests compute: more processes than cores would only collect them more often.
-unit: PROCESSES = $(shell getconf _NPROCESSORS_ONLN)
 unit: $(INSTALLED) ## unit and property tests only (one minute on 2 cores)
 	@$(BIN)/python -m pytest -n $(PROCESSES) tests/unit tests/property -m "not broker and not spark"
 

@@ -20,6 +20,8 @@ from xdist.scheduler import LoadScopeScheduling
 from keyshard.testing.devbroker import DevBroker, DevCluster
 from tests.spark_classes import QUICK, java_options, submit_arguments
 from tests.support.control_folder import own_control_folder
+from tests.support.deadlines import FACTOR, deadline
+from tests.support.kinds import KINDS, kind_of
 from tests.support.tested_pulsar import BROKERS, PULSAR
 
 # A shell that starts "make test &" has it ignore these signals, and every process that a test
@@ -29,8 +31,10 @@ for number in (signal.SIGINT, signal.SIGQUIT):
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, default)
 
-# The time of an example depends on the load of the machine.
-settings.register_profile("keyshard", deadline=None)
+# The time of an example depends on the load of the machine. The examples are the same in each run;
+# "--hypothesis-profile fresh" draws others.
+settings.register_profile("keyshard", deadline=None, derandomize=True)
+settings.register_profile("fresh", deadline=None)
 settings.load_profile("keyshard")
 
 ORDER = (
@@ -44,9 +48,6 @@ LONG = frozenset({"spark", "ray", "mutants", "simulation", "chaos", "ways"})
 """Folders whose tests last longest."""
 PROCESSES_MAX = 8
 """Most processes that ``-n auto`` starts."""
-PROCESSES_PER_CORE = 1.5
-"""Many tests wait: for brokers, deadlines, and Spark's triggers. With two a core, 12 to
-23 threads wanted 2 cores at a time, and some answers came later than requests wait."""
 MEMORY_PER_PROCESS = 2_500_000_000
 """A broker, and a Spark session or a Ray, bytes."""
 TOGETHER = {
@@ -70,8 +71,32 @@ TOGETHER = {
 """Files and folders whose tests share something expensive, or an order: one process runs them."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests by what they are."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Tests are selected by their kind."""
+    parser.addoption(
+        "--kind", action="append", choices=KINDS, default=[],
+        help="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()),
+    )  # fmt: skip
+
+
+def pytest_report_header() -> str:
+    """Say how slow the machine is."""
+    return f"machine factor {FACTOR:.1f}: deadlines of tests are {FACTOR:.1f} times as long"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of some kinds, scale their limits, and order them by what they are."""
+    if kinds := config.getoption("kind"):
+        of_kind = {True: list[pytest.Item](), False: list[pytest.Item]()}
+        for item in items:
+            markers = {marker.name for marker in item.iter_markers()}
+            of_kind[kind_of(item.nodeid, markers) in kinds].append(item)
+        items[:] = of_kind[True]
+        config.hook.pytest_deselected(items=of_kind[False])
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        quiet_s = limit.args[0] if limit else float(config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(deadline(quiet_s)), append=False)
 
     def rank(item: pytest.Item) -> int:
         found = (place for place, part in enumerate(ORDER) if item.nodeid.startswith(part))
@@ -83,8 +108,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of processes for ``-n auto``: as many as cores and memory allow."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    by_cores = int(PROCESSES_PER_CORE * len(os.sched_getaffinity(0)))
-    return max(1, min(by_cores, memory // MEMORY_PER_PROCESS, PROCESSES_MAX))
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, memory // MEMORY_PER_PROCESS, PROCESSES_MAX))
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]
