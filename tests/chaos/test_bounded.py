@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.chaos.stream_process import ROOT
+from tests.support.deadlines import deadline
 
 SEED, ROUNDS = 2, 3
 LIMIT_S = 540
@@ -23,7 +24,7 @@ def test_a_bounded_read_gives_the_stored_messages_or_fails_by_name() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=deadline(LIMIT_S),
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

@@ -13,6 +13,7 @@ import pytest
 from tests.chaos.plan import Subject
 from tests.chaos.runner import FORGOTTEN
 from tests.chaos.stream_process import ROOT
+from tests.support.deadlines import deadline
 
 SEED = 1
 EMBEDDED = "embedded"
@@ -57,7 +58,7 @@ def chaos(folder: Path, subject: Subject, brokers: int = 1) -> dict[str, Any]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=deadline(LIMIT_S),
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

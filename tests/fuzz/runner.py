@@ -21,6 +21,7 @@ from tests.fuzz import (
     options,
     protobuf_values,
 )
+from tests.support.deadlines import deadline
 
 TARGETS: tuple[Callable[[Random, str], None], ...] = (
     options.source_options,
@@ -35,7 +36,7 @@ TARGETS: tuple[Callable[[Random, str], None], ...] = (
     json_values.json_values,
 )
 """A seed attacks one of them, in turns."""
-HANG_S = 120
+HANG_S = deadline(120)
 """Time after which the process of a seed is ended, seconds."""
 
 

@@ -166,7 +166,7 @@ def test_a_trimmed_planned_batch_is_named_or_left_out(
         with closing(connection.reader(where, EntryId(0, 0))) as reader:
             return all(block.id not in gone for block in reader.read(200))
 
-    wait_until(trimmed, 120)
+    wait_until(trimmed, deadline(120))
     with (
         Running(broker, topic, planned, planned=True) as coordinator,
         pytest.raises(DataLossTrimmedError, match="50 entries of a planned batch"),

@@ -68,7 +68,9 @@ def test_every_message_is_copied_in_order_before_it_is_acknowledged(
     with Run(source, copy, {"sink": sink}) as run:
         run.wait_started()
         assert run.error is None
-        wait_until(lambda: run.source.status()["counters"]["outputsConfirmed"] == 3_000, 60)
+        wait_until(
+            lambda: run.source.status()["counters"]["outputsConfirmed"] == 3_000, deadline(60)
+        )
     assert run.error is None
     found = by_key(stored(dev_broker, topic))
     assert found == {key: list(range(count)) for key, count in sent.per_key.items()}
@@ -124,7 +126,7 @@ class Service:
     def wait_for_checkpoint(self, process: subprocess.Popen[bytes]) -> None:
         """Wait until the process has stored a checkpoint."""
         before = self._written()
-        wait_until(lambda: self._written() != before or process.poll() is not None, 60)
+        wait_until(lambda: self._written() != before or process.poll() is not None, deadline(60))
         assert process.poll() is None, self.errors.read_text()
 
 
@@ -152,7 +154,7 @@ def test_a_service_that_is_killed_at_random_moments_publishes_each_output_once(
         pending += bool(stored_now.outputs.topics)
     assert pending, "no kill came between a checkpoint and the next"
     with service.running() as process:
-        wait_until(lambda: len(stored(dev_broker, topic)) >= sum(sent.values()), 60)
+        wait_until(lambda: len(stored(dev_broker, topic)) >= sum(sent.values()), deadline(60))
         process.send_signal(signal.SIGTERM)
         assert process.wait(deadline(60)) == 0, service.errors.read_text()
     invoices = stored(dev_broker, topic)

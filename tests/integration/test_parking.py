@@ -380,7 +380,7 @@ def test_killed_at_any_moment_of_parking_and_replaying_it_loses_nothing_and_keep
         host.unpark(*BAD)
         done = host.count()
         more = moments.randrange(1, 50)
-        wait_until(partial(are_handled, done + more), 120)
+        wait_until(partial(are_handled, done + more), deadline(120))
         host.kill()
         left.append(
             sum(parking.published[key] - len(set(host.handled().get(key, ()))) for key in BAD)
@@ -389,7 +389,7 @@ def test_killed_at_any_moment_of_parking_and_replaying_it_loses_nothing_and_keep
         host.start()
     assert left[0], "it was killed when everything was replayed"
     host.unpark(*BAD)
-    wait_until(lambda: host.count() == sum(parking.published.values()), 120)
+    wait_until(lambda: host.count() == sum(parking.published.values()), deadline(120))
     wait_until(lambda: parking.backlog() == 0 and parking.resting() == 0)
     host.kill()
     handled = {key: list(dict.fromkeys(values)) for key, values in host.handled().items()}
@@ -444,7 +444,9 @@ def test_keys_park_and_are_unparked_while_the_broker_is_killed(topic_name: str) 
         for key in still:
             assert source.unpark(key)
         total = sum(parking.published.values())
-        wait_until(lambda: errors or sum(len(set(v)) for v in handled.values()) == total, 120)
+        wait_until(
+            lambda: errors or sum(len(set(v)) for v in handled.values()) == total, deadline(120)
+        )
         assert not errors
         source.stop()
         thread.join(deadline(60))

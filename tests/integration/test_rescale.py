@@ -104,7 +104,7 @@ def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) ->
                 lambda: (
                     run.count == sent.sent and backlog(broker, topic, "keyshard", PARTITIONS) == 0
                 ),
-                60,
+                deadline(60),
             )
             assert ring(broker, topic) == RING_SIZE
         finally:

@@ -39,6 +39,7 @@ from keyshard.testing.devbroker.members import Bookie
 from keyshard.testing.devbroker.security import Authority
 from keyshard.testing.verify.workloads import Workload, produce
 from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
@@ -247,7 +248,7 @@ def test_a_ledger_that_is_deleted_while_it_is_read_is_a_named_loss(cluster: DevC
                 return "missing" in str(exc)
         return False
 
-    wait_until(is_gone, 60.0)
+    wait_until(is_gone, deadline(60))
     with pytest.raises(DataLossTrimmedError, match="no longer stored"):
         deque(batches)
 
@@ -303,7 +304,7 @@ def stop(bookie: Bookie) -> None:
     """Let a bookie write all that it has to its entry logs, and end."""
     assert bookie.pid is not None
     os.killpg(bookie.pid, signal.SIGTERM)
-    wait_until(lambda: not bookie.is_running(), 60.0)
+    wait_until(lambda: not bookie.is_running(), deadline(60))
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
@@ -341,7 +342,9 @@ def test_the_rows_that_come_over_tls_are_those_of_the_broker(
     logs = [bookie.log_path for bookie in cluster.bookies[:2]]
     for bookie in cluster.bookies[:2]:
         assert said_by(bookie, closed, segments) in ("", "the ledger is missing")
-    wait_until(lambda: all(b"Session is protected" in log.read_bytes() for log in logs), 60.0)
+    wait_until(
+        lambda: all(b"Session is protected" in log.read_bytes() for log in logs), deadline(60)
+    )
 
 
 def said_by(bookie: Bookie, closed: Split, segments: Segments) -> str:

@@ -130,7 +130,7 @@ def test_the_status_shows_the_backlog_and_names_an_absent_broker_in_time(
         assert job.ready() == 503
         assert "does not answer" in present(job.status())["brokerError"]
         broker.start()
-        wait_until(lambda: job.states() == ["idle"] * RANGES, 90)
+        wait_until(lambda: job.states() == ["idle"] * RANGES, deadline(90))
         wait_until(lambda: job.partitions("covered") == [True] * PARTITIONS)
         wait_until(lambda: present(job.status())["brokerError"] == "")
     assert job.error is None

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from tests.memory.backlog_broker import BacklogBroker
 from tests.memory.shape import Shape
+from tests.support.deadlines import deadline
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = deadline(120)
 
 
 @dataclass(frozen=True, slots=True)

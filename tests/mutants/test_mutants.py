@@ -24,11 +24,12 @@ from tests.mutants.output_mutants import OF_OUTPUTS
 from tests.mutants.sink_mutants import OF_SINK
 from tests.mutants.wire_mutants import OF_WIRE
 from tests.mutants.worker_mutants import OF_WORKERS
+from tests.support.deadlines import deadline
 
 ALL = (*OF_BATCHES, *OF_HANDLERS, *OF_CHECKERS, *OF_WORKERS, *OF_WIRE, *OF_SINK, *OF_OUTPUTS)
 ROOT = Path(__file__).parents[2]
 COPIED = ("keyshard", "spark_adapter", "tests")
-TIMEOUT_S = 240
+TIMEOUT_S = int(deadline(240))
 """Longest time that the tests of one mutant, or all on the code as it is, may take, seconds."""
 DEADLINE_S, MUTANT_DEADLINE_S = 60.0, 15.0
 """Deadline of waits in tests, seconds; what a mutant never does is waited for to the deadline."""

@@ -41,7 +41,7 @@ def test_a_signal_drains_so_that_nothing_handled_is_left_out_of_the_checkpoint(
         return [event for event in events if event.kind == "completed"]
 
     driver = kills.start(2, "--wait")
-    wait_until(lambda: driver.poll() is not None or len(completed()) >= 1_000, 120.0)
+    wait_until(lambda: driver.poll() is not None or len(completed()) >= 1_000, deadline(120))
     driver.send_signal(signal.SIGTERM)
     assert driver.wait(deadline(60)) == 0, (tmp_path / "driver.txt").read_text()
     checkpoint = Checkpoint.from_json(kills.checkpoint.read_text())

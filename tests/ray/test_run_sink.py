@@ -217,12 +217,12 @@ def test_killed_actors_store_every_result_once_in_order_per_key(dev_broker: DevB
             for number in range(1, 5):
                 wait_until(
                     lambda number=number: job.status()["sink"]["confirmed"] >= number * 1_000,  # type: ignore[misc]
-                    60.0,
+                    deadline(60),
                 )
                 for process in named_processes("HandlerActor")[:2]:
                     process.kill()
                     killed += 1
-            wait_until(lambda: job.status()["sink"]["confirmed"] == 6_000, 90.0)
+            wait_until(lambda: job.status()["sink"]["confirmed"] == 6_000, deadline(90))
             job.drain()
             waiting.join(deadline(60))
         assert killed >= 4
@@ -313,7 +313,8 @@ def test_killed_programs_and_actors_store_every_result_once_with_a_checkpoint(
 
         def reached(driver: subprocess.Popen[str], count: int) -> None:
             wait_until(
-                lambda: stored_entries(admin, out) >= count or driver.poll() is not None, 120.0
+                lambda: stored_entries(admin, out) >= count or driver.poll() is not None,
+                deadline(120),
             )
             if driver.poll() is not None:
                 assert driver.stderr is not None
@@ -332,7 +333,7 @@ def test_killed_programs_and_actors_store_every_result_once_with_a_checkpoint(
                     len(messages_of_topic(dev_broker.service_url, out)) >= messages
                     or driver.poll() is not None
                 ),
-                120.0,
+                deadline(120),
             )
             driver.send_signal(signal.SIGTERM)
             assert driver.wait(deadline(60)) == 0

@@ -58,7 +58,7 @@ def test_nothing_is_lost_twice_or_out_of_order_when_an_actor_is_killed(
         os.kill(first["pid"], signal.SIGKILL)
         taken.take(stream, MESSAGES)
         publisher.join()
-        wait_until(lambda: workers()[0]["pid"] not in (None, first["pid"]), 30)
+        wait_until(lambda: workers()[0]["pid"] not in (None, first["pid"]), deadline(30))
         assert [one["restarts"] for one in workers()] == [1, 0]
     assert taken.rows == MESSAGES
     assert not keyshard_threads() - before

@@ -178,7 +178,7 @@ def test_killed_tasks_store_every_row_once_in_order_per_key(
                 stored_entries(admin, topic) > number * rows * keys // (kills + 2)  # type: ignore[misc]
                 or not writing.is_alive()
             ),
-            90.0,
+            deadline(90),
         )
         for process in named_processes("Write")[:2]:
             process.kill()
@@ -358,7 +358,9 @@ def test_a_cancelled_write_leaves_no_producer(
         [sys.executable, "-c", DRIVER, address, dev_broker.service_url, topic],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     ) as driver:  # fmt: skip
-        wait_until(lambda: stored_entries(admin, topic) > 100 or driver.poll() is not None, 90.0)
+        wait_until(
+            lambda: stored_entries(admin, topic) > 100 or driver.poll() is not None, deadline(90)
+        )
         assert driver.poll() is None
         assert producers(admin, topic) == 1
         driver.send_signal(end)

@@ -20,8 +20,9 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import KeyShardError
 from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
 from tests.refusals.run import GOES_ON_S, TOPIC, LetterRun, Run, hurried, until
+from tests.support.deadlines import deadline
 
-NAMED_S = 10.0
+NAMED_S = deadline(10)
 """Longest time until a refusal ends a run or is in its status, seconds."""
 CODES = tuple(range(26))
 """All numbers of ``ServerError``."""

@@ -27,6 +27,7 @@ from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.subscription_state import BrokerState
 from keyshard.errors import BrokerUnavailableError, DataLossAckedElsewhereError, TopicRecreatedError
 from tests.helpers import commit, config, key_in, received, rows_of, running, wait_until
+from tests.support.deadlines import deadline
 
 FAST, SLOW = split_ring(2)
 FAST_KEY, SLOW_KEY = key_in(FAST), key_in(SLOW)
@@ -254,7 +255,7 @@ def test_a_slow_range_keeps_the_checkpoint_small_and_stops_nothing_for_good(
             step()
             return len(got) == 2 * count
 
-        wait_until(all_came, 60)
+        wait_until(all_came, deadline(60))
         assert sorted(got) == sorted(entries)
         assert max(sizes) <= limit, max(sizes)
         assert coordinator.status()["rangesPaused"] == 0

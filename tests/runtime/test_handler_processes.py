@@ -240,7 +240,7 @@ def test_processes_die_with_their_parent_in_the_midst_of_a_message(tmp_path: Pat
     children = program.began(2)
     program.process.kill()
     program.end()
-    wait_until(lambda: not any(map(alive, children)), 10)
+    wait_until(lambda: not any(map(alive, children)), deadline(10))
 
 
 def alive(pid: int) -> bool:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import DEADLINE_S, wait_until
+from tests.support.deadlines import deadline
 
-LEFT_S = 10.0
+LEFT_S = deadline(10)
 """After this the process must have left, seconds."""
 
 CHILD = """
@@ -54,7 +55,7 @@ class Host:
             self.parent = subprocess.Popen(
                 [sys.executable, "-c", PARENT, *arguments], stderr=stderr
             )
-        wait_until((folder / "pid").exists, 30)
+        wait_until((folder / "pid").exists, deadline(30))
         self.child = int((folder / "pid").read_text())
 
     def alive(self) -> bool:

@@ -245,7 +245,7 @@ def test_bad_keys_beside_good_ones_are_parked_and_delay_no_other(
             publish_good()
             return bool(orders.errors) or run.source.status()["parkedKeys"] == count
 
-        wait_until(all_parked, 150)
+        wait_until(all_parked, deadline(150))
         wait_until(lambda: orders.errors or len(waited) == len(began))
         status = run.source.status()
     assert not orders.errors

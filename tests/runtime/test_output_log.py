@@ -320,7 +320,7 @@ def test_a_stalled_topic_holds_back_input_and_is_named(
                 and "outputs wait for the broker" in each["stalled"]["reason"]
                 for each in run.source.status()["ranges"]
             ),
-            20.0,
+            deadline(20),
         )
         assert run.source.status()["counters"]["completed"] < 200
         assert once.backlog() == 480

@@ -12,6 +12,7 @@ from keyshard import KeyShardSink, Message, Produce, Reject
 from keyshard.errors import ConfigError, UnfitHandlerError
 from tests.helpers import DEADLINE_S, wait_until
 from tests.support.copied_topic import Copied
+from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE
 
 
@@ -118,7 +119,7 @@ def test_a_stalled_output_topic_holds_back_input_and_is_named(copied: Copied) ->
                 each["stalled"] is not None and "confirmed its outputs" in each["stalled"]["reason"]
                 for each in run.source.status()["ranges"]
             ),
-            20.0,
+            deadline(20),
         )
         counters = run.source.status()["counters"]
         assert counters["completed"] <= 8

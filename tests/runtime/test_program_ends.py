@@ -47,7 +47,9 @@ class Program:
 
     def reached(self, name: str) -> None:
         """Wait until the program has written a file."""
-        wait_until(lambda: (self._folder / name).exists() or self.process.poll() is not None, 30)
+        wait_until(
+            lambda: (self._folder / name).exists() or self.process.poll() is not None, deadline(30)
+        )
 
     def end(self) -> str:
         """Its output; it has to end in time, with status 0."""

@@ -391,7 +391,7 @@ def test_no_thread_is_left(orders: HandledTopic) -> None:
                 break
 
     run_coroutine(main())
-    wait_until(lambda: not keyshard_threads() - before, 10)
+    wait_until(lambda: not keyshard_threads() - before, deadline(10))
 
 
 class IteratedSource(RecordedSource):

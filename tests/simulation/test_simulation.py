@@ -12,6 +12,7 @@ from tests.simulation.install import installed, real_ones
 from tests.simulation.runner import WORLDS, describe, run_seed, run_seeds, silent
 from tests.simulation.scheduler import Scheduler
 from tests.simulation.world import World
+from tests.support.deadlines import deadline
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 3 * len(CELLS)
@@ -33,7 +34,7 @@ def test_a_seed_gives_the_same_course_of_events_in_every_process() -> None:
     courses = {
         subprocess.run(
             command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
-            capture_output=True, timeout=240,
+            capture_output=True, timeout=deadline(240),
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip

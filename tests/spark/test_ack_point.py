@@ -14,6 +14,7 @@ from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.spark.spark_process import SparkProcess, eventually
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
@@ -66,7 +67,7 @@ def seconds_to_backlog_zero(run: SparkProcess, admin: PulsarAdmin, topic: str) -
         assert run.alive(), run.tail()
         return backlog(admin, topic) == 0
 
-    eventually(empty, 60, f"backlog 0\n{run.tail()}")
+    eventually(empty, deadline(60), f"backlog 0\n{run.tail()}")
     reached = time.time()
     last = max(path.stat().st_mtime for path in (run.checkpoint / "commits").iterdir())
     return reached - last

@@ -24,6 +24,7 @@ from spark_adapter import catalog
 from spark_adapter.preflight import is_before
 from tests.spark.spark_process import eventually
 from tests.spark.spark_topic import SparkTopic, ended
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 NOTHING = catalog.Synced()
@@ -251,7 +252,7 @@ def test_tables_follow_their_topics_and_no_other_table_changes(tenant: Tenant) -
     ):
         tenant.delete(name)
     url = f"{tenant.broker.admin_url}/admin/v2/namespaces/{tenant.name}/default"
-    eventually(lambda: httpx.delete(url).is_success, 60, "the namespace is gone")
+    eventually(lambda: httpx.delete(url).is_success, deadline(60), "the namespace is gone")
     gone = tenant.sync()
     assert len(gone.dropped) == 4
     assert tenant.tables() == ["later", "mine"], "the database has tables of somebody else"

@@ -27,7 +27,7 @@ pytestmark = [
 
 SUBSCRIPTION, PARTITIONS = "keyshard-test", 5
 LOAD = Workload(messages=200_000, keys=500, size_bytes=100, entry_messages=4)
-SMALL_LOAD = Workload(messages=40_000, keys=500, size_bytes=100, entry_messages=4)
+SMALL_LOAD = Workload(messages=60_000, keys=500, size_bytes=100, entry_messages=4)
 ROWS_PER_BATCH = 6_000
 
 

@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from keyshard.testing.devbroker import DevBroker
 from tests.spark.spark_process import eventually
 from tests.spark.spark_topic import SparkTopic, ended
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark, pytest.mark.timeout(300)]
 
@@ -65,6 +66,6 @@ def test_the_wait_of_a_trigger_interval_gives_cheap_rows_no_more_tasks(
     query = topic.start(rows, look, trigger={"processingTime": "3 seconds"})
     try:
         # A busy machine may overrun a trigger, so the query gets some batches to settle.
-        eventually(lambda: tasks[-4:] == [1] * 4 and len(tasks) > 8, 90, "few tasks")
+        eventually(lambda: tasks[-4:] == [1] * 4 and len(tasks) > 8, deadline(90), "few tasks")
     finally:
         query.stop()

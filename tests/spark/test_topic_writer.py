@@ -91,10 +91,10 @@ def test_a_query_that_is_stopped_while_it_writes_leaves_no_producer(
     writer = writer.options(topic=target, entryMaxMessages="1", compression="none")
     query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
     try:
-        wait_until(lambda: producers(dev_broker, target), 120)
+        wait_until(lambda: producers(dev_broker, target), deadline(120))
     finally:
         query.stop()
-    wait_until(lambda: not producers(dev_broker, target), 60)
+    wait_until(lambda: not producers(dev_broker, target), deadline(60))
 
 
 @pytest.mark.usefixtures("fixed")
@@ -119,10 +119,10 @@ def test_a_broker_that_is_away_for_longer_than_a_message_may_wait_fails_the_task
     assert dev_broker.pid is not None
     query = run()
     try:
-        wait_until(lambda: entries(dev_broker, target) > 100, 60)
+        wait_until(lambda: entries(dev_broker, target) > 100, deadline(60))
         os.kill(dev_broker.pid, signal.SIGSTOP)
         # The job ends while the broker is away: no job is left.
-        wait_until(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds(), 60)
+        wait_until(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds(), deadline(60))
     finally:
         os.kill(dev_broker.pid, signal.SIGCONT)
     text = failed(query)
@@ -149,7 +149,7 @@ def test_of_two_queries_with_one_sink_id_the_second_is_refused_and_the_first_goe
     # Keys "a" and "c" belong to different topic partitions.
     at_once = {name: start(name) for name in ("a", "c")}
     try:
-        wait_until(lambda: [one for one in at_once.values() if not one.isActive], 120)
+        wait_until(lambda: [one for one in at_once.values() if not one.isActive], deadline(120))
         (second,) = [name for name, one in at_once.items() if not one.isActive]
         (first,) = {*at_once} - {second}
         for name, query in ((second, at_once[second]), ("d", start("d"))):
@@ -159,7 +159,7 @@ def test_of_two_queries_with_one_sink_id_the_second_is_refused_and_the_first_goe
                 text = failed(start(name))
             assert f"sink id 'copies' belongs to query {at_once[first].id}" in text
         before = len(stored(dev_broker, target)[first])
-        wait_until(lambda: len(stored(dev_broker, target)[first]) > before, 60)
+        wait_until(lambda: len(stored(dev_broker, target)[first]) > before, deadline(60))
     finally:
         for one in at_once.values():
             one.stop()

@@ -97,7 +97,7 @@ def test_topics_come_grow_and_go_while_the_query_runs(
             seen = run.committed()
             return committed_rows(run.sink).total() >= sent.rows.total()
 
-        eventually(came, 180, f"{what}\n{run.tail()}")
+        eventually(came, deadline(180), f"{what}\n{run.tail()}")
 
     def partitions() -> int:
         return int(run.reported()[-1].get("topicPartitions", 0)) if run.reported() else 0
@@ -113,15 +113,19 @@ def test_topics_come_grow_and_go_while_the_query_runs(
         api.post(f"{grows}/partitions", json=8).raise_for_status()
         sent.produce(grows)
         everything_came("a topic filled before it is found, and the partitions grown to 8")
-        eventually(lambda: partitions() == 8 + 3 + 1 + 4, 30, f"16 partitions, not {partitions()}")
+        eventually(
+            lambda: partitions() == 8 + 3 + 1 + 4,
+            deadline(30),
+            f"16 partitions, not {partitions()}",
+        )
 
         api.delete(f"{goes}/partitions", params={"force": "true"}).raise_for_status()
         api.delete(plain, params={"force": "true"}).raise_for_status()
         began = time.monotonic()
         sent.produce(grows)
         everything_came("the other topics after the deletion")
-        eventually(lambda: partitions() == 12, 30, f"12 partitions, not {partitions()}")
-        eventually(lambda: not names(goes, plain), 120, f"no {goes} and {plain}")
+        eventually(lambda: partitions() == 12, deadline(30), f"12 partitions, not {partitions()}")
+        eventually(lambda: not names(goes, plain), deadline(120), f"no {goes} and {plain}")
         stays_deleted_until = time.monotonic() + ROUNDS_AFTER_S
         while time.monotonic() < stays_deleted_until:
             assert not names(goes, plain)

@@ -16,6 +16,7 @@ from keyshard.core.ring.key_slot import key_slot
 from keyshard.testing.devbroker import DevBroker
 from tests.spark.spark_process import eventually
 from tests.spark.spark_topic import SparkTopic, ended, failed, in_order
+from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
@@ -48,7 +49,7 @@ def test_available_now_ends_at_its_target_under_an_endless_producer(
     query = topic.start(topic.rows(spark, maxOffsetsPerTrigger="1500", **shown))
     try:
         # The targets are frozen before the first row is seen; later messages come too late.
-        eventually(lambda: bool(topic.seen), 120, "a first batch")
+        eventually(lambda: bool(topic.seen), deadline(120), "a first batch")
         found = running_source(name)
         status = found.ask("status")
         assert (found.kind, status["kind"], status["name"]) == ("spark", "spark", name)
@@ -158,7 +159,7 @@ def test_a_self_join_and_a_second_query_name_the_other_side(
     assert "[KEYSHARD_SUBSCRIPTION_IN_USE]" in message
 
     first = topic.start(rows, trigger={"processingTime": "0 seconds"})
-    eventually(lambda: bool(topic.seen), 60, "a first batch")
+    eventually(lambda: bool(topic.seen), deadline(60), "a first batch")
     began = time.monotonic()
     message = failed(topic.start(rows, checkpoint=f"{topic.checkpoint}-second"))
     took = time.monotonic() - began

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tests.streams.cluster import entry_of
 from tests.streams.draw import Query, Topic, new_sink, register
 from tests.streams.values import AVRO, TEXT, other_schema, schema_of
+from tests.support.deadlines import deadline
 
 if TYPE_CHECKING:
     from tests.streams.run import Case
@@ -121,7 +122,7 @@ def _second(case: Case, query: Query, *, copied: bool) -> None:
     case.order(start=spec)
     case.until(
         lambda: any(one.startswith(spec["name"]) for one in case.errors[before:]),
-        60.0, f"an error of the second query of {query.name}",
+        deadline(60), f"an error of the second query of {query.name}",
     )  # fmt: skip
     if copied:
         query.over = True

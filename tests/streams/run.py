@@ -30,6 +30,7 @@ from tests.streams.values import (
     malformed,
     wrong,
 )
+from tests.support.deadlines import deadline
 
 SETTLE_S = 150.0
 """Once the faults have stopped, everything is done in this time, seconds."""
@@ -256,7 +257,7 @@ class Case(Running):
                     self.until(
                         lambda full=full, query=query: query.over  # type: ignore[misc]
                         or self.broker.backlog(full, query.subscription) <= 0,
-                        60.0, f"a backlog of 0 of {full} for {query.subscription}",
+                        deadline(60), f"a backlog of 0 of {full} for {query.subscription}",
                     )  # fmt: skip
 
     def settle_one(self, query: Query) -> None:

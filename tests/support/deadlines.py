@@ -12,7 +12,7 @@ import sys
 import time
 
 VARIABLE = "KEYSHARD_TEST_FACTOR"
-"""Carries the factor to child processes; set it to skip the measurement."""
+"""Carries the factor, 1 to 10, to child processes; set it to skip the measurement."""
 FACTOR_MAX = 10.0
 COMPUTE_S, IMPORT_S = 0.20, 0.25
 """What the two parts of the measurement take on a quiet core, seconds."""
@@ -31,7 +31,7 @@ def _import() -> None:
 
 
 def measured() -> float:
-    """How many times slower than a quiet core this machine is now, 1 to 10.
+    """How many times slower than a quiet core this machine is now.
 
     It is the larger ratio of two: that of a fixed piece of Python work, and that of a process which
     imports keyshard.
@@ -43,13 +43,13 @@ def measured() -> float:
             part()
         took_s[part] = (time.monotonic() - began_s) / ROUNDS
     slower = max(took_s[_compute] / COMPUTE_S, took_s[_import] / IMPORT_S)
-    return round(min(max(slower, 1.0), FACTOR_MAX), 1)
+    return round(slower, 1)
 
 
 def _factor() -> float:
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = str(measured())
-    return float(os.environ[VARIABLE])
+    return min(max(float(os.environ[VARIABLE]), 1.0), FACTOR_MAX)
 
 
 FACTOR = _factor()

@@ -801,7 +801,7 @@ def test_certificates_that_do_not_fit_are_named_with_their_options(
             sending.request(one, LEDGER, [0])
             return one in sending.failed
 
-        wait_until(is_failed, 60.0)
+        wait_until(is_failed, deadline(60))
         assert wanted in sending.failed[one]
 
 

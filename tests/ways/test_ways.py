@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import deadline
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400
 SEED = 100
@@ -24,7 +26,7 @@ def test_each_value_round_trips_or_is_named() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=deadline(LIMIT_S),
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr[-3_000:]

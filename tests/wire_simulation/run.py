@@ -34,13 +34,14 @@ from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.errors import BrokerError, BrokerUnavailableError, UnreadableEntryError
 from keyshard.reading import scan as scanning
 from keyshard.reading.scan import Scan
+from tests.support.deadlines import deadline
 from tests.wire_simulation.broker import ServedBroker, Troubles
 from tests.wire_simulation.model import LATE, LEDGER, Model
 
 OPERATION_MS = 1_000
-RUN_S = 25.0
+RUN_S = deadline(25)
 """Longest time until everything is acknowledged, seconds."""
-SLACK_S = 8.0
+SLACK_S = deadline(8)
 """Tolerance for the time of a call on a busy machine, seconds."""
 CLOSE_S = OPERATION_MS / 1000 + CONFIRM_S
 SUBSCRIPTION = "s"
