@@ -8,7 +8,7 @@ SEEDS ?= 1000
 SEED_START ?= 0
 MINUTES ?= 20
 PROCESSES ?= auto
-KINDS := clock broker spark ray proofs
+KINDS := gate real clock broker spark ray proofs fresh
 BENCH ?= ingest
 OLDEST_PYSPARK := 4.0.0 4.1.0 4.2.0
 OLDEST := $(VENV)/oldest
@@ -28,28 +28,34 @@ help: ## show this list
 demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker killed on the way
 	@$(BIN)/python -m examples.demo
 
-test: $(INSTALLED) ## the gate: tests that are true on any machine, then a dozen with a real broker, Spark and Ray (TIME)
+test: test-gate test-real ## the gate: tests that are true on any machine, then a dozen with a real broker, Spark and Ray (10 minutes on 2 cores)
+
+test-gate: $(INSTALLED) ## the part of the gate without a broker
 	@$(BIN)/python -m pytest --kind gate -n $(PROCESSES)
+
+test-real: $(INSTALLED) ## the dozen tests of the gate with a real broker, Spark and Ray, in one process
 	@$(BIN)/python -m pytest --kind real
 
 test-all: $(INSTALLED) ## the gate, and all other kinds of tests, whatever fails (over one hour on 2 cores)
-	@$(MAKE) --no-print-directory --keep-going test $(KINDS:%=test-%)
+	@$(MAKE) --no-print-directory --keep-going $(KINDS:%=test-%)
 
 test-clock: $(INSTALLED) ## tests without a broker that measure elapsed time, take long, or need a browser
 	@$(BIN)/python -m pytest --kind clock -n $(PROCESSES)
 
-test-broker: $(INSTALLED) ## tests that need a real broker
+test-broker: $(INSTALLED) ## the other tests that need a real broker
 	@$(BIN)/python -m pytest --kind broker -n $(PROCESSES)
 
-test-spark: $(INSTALLED) ## tests that need Spark
+test-spark: $(INSTALLED) ## the other tests that need Spark
 	@$(BIN)/python -m pytest --kind spark -n $(PROCESSES)
 
-test-ray: $(INSTALLED) ## tests that need Ray
+test-ray: $(INSTALLED) ## the other tests that need Ray
 	@$(BIN)/python -m pytest --kind ray -n $(PROCESSES)
 
-test-proofs: $(INSTALLED) ## chaos, random topics, mutants, measured memory, and simulations and properties with fresh seeds
+test-proofs: $(INSTALLED) ## chaos, random topics, mutants and measured memory
 	@$(BIN)/python -m pytest --kind proofs -n $(PROCESSES)
-	@$(BIN)/python -m pytest tests/property --hypothesis-profile fresh -n $(PROCESSES)
+
+test-fresh: $(INSTALLED) ## properties and simulations with fresh seeds
+	@$(BIN)/python -m pytest --kind gate -m hypothesis --hypothesis-profile fresh -n $(PROCESSES)
 	@$(BIN)/python -m tests.simulation --seeds 20 --seed-start $$(date +%s)
 
 landing: $(INSTALLED) ## what CI runs, in a fresh clone of HEAD; notes the commit in .venv/.landing if all is green

@@ -1,6 +1,7 @@
 """Fixtures for all tests, and the order in which several processes run them.
 
-The real broker is started once per process, when a test needs it.
+The real broker is started once per process, when a test needs it. One test of the gate kills and
+restarts it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from keyshard.testing.devbroker import DevBroker, DevCluster
 from tests.spark_classes import QUICK, java_options, submit_arguments
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import FACTOR, deadline
-from tests.support.kinds import KINDS, kind_of
+from tests.support.kinds import KINDS, kind_of, real
 from tests.support.tested_pulsar import BROKERS, PULSAR
 
 # A shell that starts "make test &" has it ignore these signals, and every process that a test
@@ -34,7 +35,7 @@ for number in (signal.SIGINT, signal.SIGQUIT):
 # The time of an example depends on the load of the machine. The examples are the same in each run;
 # "--hypothesis-profile fresh" draws others.
 settings.register_profile("keyshard", deadline=None, derandomize=True)
-settings.register_profile("fresh", deadline=None)
+settings.register_profile("fresh", deadline=None, derandomize=False)
 settings.load_profile("keyshard")
 
 ORDER = (
@@ -92,11 +93,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             markers = {marker.name for marker in item.iter_markers()}
             of_kind[kind_of(item.nodeid, markers) in kinds].append(item)
         items[:] = of_kind[True]
+        if "real" in kinds and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+            missing = real() - {item.nodeid for item in items}
+            if missing:
+                raise pytest.UsageError(f"tests/gate.toml names tests that do not exist: {missing}")
         config.hook.pytest_deselected(items=of_kind[False])
+    asked_s = config.getoption("timeout")  # of the command line
     for item in items:
         limit = item.get_closest_marker("timeout")
-        quiet_s = limit.args[0] if limit else float(config.getini("timeout"))
-        item.add_marker(pytest.mark.timeout(deadline(quiet_s)), append=False)
+        if limit is not None:
+            item.add_marker(pytest.mark.timeout(deadline(limit.args[0])), append=False)
+        elif asked_s is None:
+            quiet_s = float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(deadline(quiet_s)))
 
     def rank(item: pytest.Item) -> int:
         found = (place for place, part in enumerate(ORDER) if item.nodeid.startswith(part))
@@ -170,7 +179,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="session")
 def dev_broker() -> Iterator[DevBroker | DevCluster]:
-    """A real Pulsar broker of this session; tests that kill brokers start their own."""
+    """A real Pulsar broker of this session; most tests that kill brokers start their own."""
     if BROKERS > 1:
         with DevCluster(BROKERS, version=PULSAR) as cluster:
             yield cluster

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 KINDS = {
-    "gate": "deterministic: no broker, no JVM, no Ray, and no verdict that depends on the clock",
+    "gate": "needs no broker, no JVM and no Ray, and passes on a busy machine",
     "real": "the part of the gate that has a real broker, Spark and Ray, in one process",
     "clock": "needs no broker, and takes long, needs a browser or measures elapsed time",
     "broker": "needs a real broker",
