@@ -30,29 +30,20 @@ demo: $(INSTALLED) ## 10 ranges over 5 partitions into Spark, with a broker kill
 
 test: test-gate test-real ## the gate: tests that are true on any machine, then a dozen with a real broker, Spark and Ray (10 minutes on 2 cores)
 
-test-gate: $(INSTALLED) ## the part of the gate without a broker
-	@$(BIN)/python -m pytest --kind gate -n $(PROCESSES)
-
 test-real: $(INSTALLED) ## the dozen tests of the gate with a real broker, Spark and Ray, in one process
 	@$(BIN)/python -m pytest --kind real
 
 test-all: $(INSTALLED) ## the gate, and all other kinds of tests, whatever fails (over one hour on 2 cores)
 	@$(MAKE) --no-print-directory --keep-going $(KINDS:%=test-%)
 
-test-clock: $(INSTALLED) ## tests without a broker that measure elapsed time, take long, or need a browser
-	@$(BIN)/python -m pytest --kind clock -n $(PROCESSES)
-
-test-broker: $(INSTALLED) ## the other tests that need a real broker
-	@$(BIN)/python -m pytest --kind broker -n $(PROCESSES)
-
-test-spark: $(INSTALLED) ## the other tests that need Spark
-	@$(BIN)/python -m pytest --kind spark -n $(PROCESSES)
-
-test-ray: $(INSTALLED) ## the other tests that need Ray
-	@$(BIN)/python -m pytest --kind ray -n $(PROCESSES)
-
-test-proofs: $(INSTALLED) ## chaos, random topics, mutants and measured memory
-	@$(BIN)/python -m pytest --kind proofs -n $(PROCESSES)
+test-gate: ## the part of the gate without a broker
+test-clock: ## tests without a broker that measure elapsed time, take long, or need a browser
+test-broker: ## the other tests that need a real broker
+test-spark: ## the other tests that need Spark
+test-ray: ## the other tests that need Ray
+test-proofs: ## chaos, random topics, mutants and measured memory
+test-gate test-clock test-broker test-spark test-ray test-proofs: test-%: $(INSTALLED)
+	@$(BIN)/python -m pytest --kind $* -n $(PROCESSES)
 
 test-fresh: $(INSTALLED) ## properties and simulations with fresh seeds
 	@$(BIN)/python -m pytest --kind gate -m hypothesis --hypothesis-profile fresh -n $(PROCESSES)

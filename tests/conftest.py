@@ -88,17 +88,34 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the tests of some kinds, scale their limits, and order them by what they are."""
     if kinds := config.getoption("kind"):
-        of_kind = {True: list[pytest.Item](), False: list[pytest.Item]()}
-        for item in items:
-            markers = {marker.name for marker in item.iter_markers()}
-            of_kind[kind_of(item.nodeid, markers) in kinds].append(item)
-        items[:] = of_kind[True]
-        if "real" in kinds and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-            missing = real() - {item.nodeid for item in items}
-            if missing:
-                raise pytest.UsageError(f"tests/gate.toml names tests that do not exist: {missing}")
-        config.hook.pytest_deselected(items=of_kind[False])
-    asked_s = config.getoption("timeout")  # of the command line
+        _select(config, items, kinds)
+    _scale_limits(config, items)
+
+    def rank(item: pytest.Item) -> int:
+        found = (place for place, part in enumerate(ORDER) if item.nodeid.startswith(part))
+        return next(found, len(ORDER))
+
+    items.sort(key=rank)
+
+
+def _select(config: pytest.Config, items: list[pytest.Item], kinds: list[str]) -> None:
+    """Keep the tests of these kinds."""
+    others: list[pytest.Item] = []
+    selected: list[pytest.Item] = []
+    for item in items:
+        markers = {marker.name for marker in item.iter_markers()}
+        (selected if kind_of(item.nodeid, markers) in kinds else others).append(item)
+    if "real" in kinds and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        missing = real() - {item.nodeid for item in selected}
+        if missing:
+            raise pytest.UsageError(f"tests/gate.toml names tests that do not exist: {missing}")
+    items[:] = selected
+    config.hook.pytest_deselected(items=others)
+
+
+def _scale_limits(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Multiply each test's limit by the factor of the machine; ``--timeout`` is taken as it is."""
+    asked_s = config.getoption("timeout")
     for item in items:
         limit = item.get_closest_marker("timeout")
         if limit is not None:
@@ -106,12 +123,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif asked_s is None:
             quiet_s = float(config.getini("timeout"))
             item.add_marker(pytest.mark.timeout(deadline(quiet_s)))
-
-    def rank(item: pytest.Item) -> int:
-        found = (place for place, part in enumerate(ORDER) if item.nodeid.startswith(part))
-        return next(found, len(ORDER))
-
-    items.sort(key=rank)
 
 
 def pytest_xdist_auto_num_workers() -> int:

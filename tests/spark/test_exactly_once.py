@@ -32,7 +32,7 @@ ROWS_PER_BATCH = 6_000
 
 
 class Sent(NamedTuple):
-    """What was published to a topic."""
+    """Messages of a topic, as they were published."""
 
     topic: str
     messages: int

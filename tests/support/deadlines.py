@@ -15,7 +15,7 @@ VARIABLE = "KEYSHARD_TEST_FACTOR"
 """Carries the factor, 1 to 10, to child processes; set it to skip the measurement."""
 FACTOR_MAX = 10.0
 COMPUTE_S, IMPORT_S = 0.20, 0.25
-"""What the two parts of the measurement take on a quiet core, seconds."""
+"""Time of each part of the measurement on a quiet core, seconds."""
 ROUNDS = 3
 _STEPS = 1_000_000
 
