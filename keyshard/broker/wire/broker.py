@@ -81,17 +81,22 @@ class WireBroker:
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         end_s = time.monotonic() + self._shared.timeout_s
+        cause: BrokerError | None = None
         while True:
             try:
                 count = self._shared.cluster.partitions(topic, max(0.001, end_s - time.monotonic()))
                 break
             except RefusedError as exc:
-                error = error_of(exc, "look up", topic, topic, self._credentials.who())
-                if not error.retriable or time.monotonic() + RETRY_S >= end_s:
-                    raise error from exc
-            except BrokerUnavailableError:
+                cause = error_of(exc, "look up", topic, topic, self._credentials.who())
+                if not cause.retriable or time.monotonic() + RETRY_S >= end_s:
+                    raise cause from exc
+            except BrokerUnavailableError as exc:
                 if time.monotonic() + RETRY_S >= end_s:
-                    raise
+                    # The last attempt may have had no time to learn the reason.
+                    if cause is None:
+                        raise
+                    raise cause from exc
+                cause = exc
             time.sleep(RETRY_S)
         if not count:
             return (TopicPartition.parse(topic),)
