@@ -19,7 +19,7 @@ OLDEST_TESTS := exactly_once.py schemas.py batch.py catalog.py write_batch.py wr
 # Everything here starts many short processes, and each would compile keyshard again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all $(KINDS:%=test-%) landing cluster oldest unit simulate chaos lint format docs bench wheel protocol help
+.PHONY: demo test test-all $(KINDS:%=test-%) test-preempt landing cluster oldest unit simulate chaos lint format docs bench wheel protocol help
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -48,6 +48,10 @@ test-gate test-clock test-broker test-spark test-ray test-proofs: test-%: $(INST
 test-fresh: $(INSTALLED) ## properties and simulations with fresh seeds
 	@$(BIN)/python -m pytest --kind gate -m hypothesis --hypothesis-profile fresh -n $(PROCESSES)
 	@$(BIN)/python -m tests.simulation --seeds 20 --seed-start $$(date +%s)
+
+test-preempt: $(INSTALLED) ## tests of the gate that have threads, which stop at random calls: SEED=... (half an hour)
+	@KEYSHARD_TEST_FACTOR=$${KEYSHARD_TEST_FACTOR:-4} $(BIN)/python -m pytest --kind gate --preempt $(or $(SEED),$$(date +%s)) \
+	  -n 8 tests/unit tests/runtime tests/contract tests/integration
 
 landing: $(INSTALLED) ## what CI runs, in a fresh clone of HEAD; notes the commit in .venv/.landing if all is green
 	@.ci/landing

@@ -23,6 +23,7 @@ from tests.spark_classes import QUICK, java_options, submit_arguments
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import FACTOR, deadline
 from tests.support.kinds import KINDS, kind_of, real
+from tests.support.preemption import preempted
 from tests.support.tested_pulsar import BROKERS, PULSAR
 
 # A shell that starts "make test &" has it ignore these signals, and every process that a test
@@ -78,6 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kind", action="append", choices=KINDS, default=[],
         help="; ".join(f"{kind}: {what}" for kind, what in KINDS.items()),
     )  # fmt: skip
+    parser.addoption("--preempt", metavar="SEED", help="threads stop for a while at random calls")
 
 
 def pytest_report_header() -> str:
@@ -186,6 +188,16 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
     ]
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Let the threads of a test stop at random calls, if that is asked for."""
+    seed = item.config.getoption("preempt")
+    if seed is None:
+        return (yield)
+    with preempted(f"{seed} {item.nodeid}"):
+        return (yield)
 
 
 @pytest.fixture(scope="session")
