@@ -67,8 +67,7 @@ class MemoryHarness:
             self._cluster.publish(topic, Message(b"%d" % time_ms, key="k"), publish_ms=time_ms)
 
     def publish_corrupt(self, topic: str) -> None:
-        ((where, entry_id),) = self._cluster.publish(topic, Message(b"?", key="k"))
-        self._cluster.corrupt(where, entry_id)
+        self._cluster.publish(topic, Message(b"?", key="k"), corrupt=True)
 
     def publish_encrypted(self, topic: str, key: str, messages: int) -> None:
         sent = [Message(b"secret", key=key)] * messages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from keyshard.broker.memory import Message as Stored
 from keyshard.core.lanes import bulk
 from keyshard.core.lanes.bulk import Arrivals, Bulk
 from keyshard.core.message import MessageId
+from keyshard.handlers import dispatcher
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
@@ -23,9 +23,10 @@ LAST = b"%d" % (PER_KEY - 1)
 
 @pytest.fixture
 def bulks(monkeypatch: pytest.MonkeyPatch) -> list[Bulk]:
-    """All bulks that begin. Handlers count as fast also on a slow machine."""
-    monkeypatch.setattr(bulk, "FAST_S", 0.005)
-    monkeypatch.setattr(bulk, "SLOW_SHARE_MAX", 0.5)
+    """All bulks that begin. Handlers count as fast from the first, whatever the machine does."""
+    monkeypatch.setattr(bulk, "COUNTED_MIN", 0)
+    monkeypatch.setattr(bulk, "FAST_S", deadline(1.0))
+    monkeypatch.setattr(dispatcher, "HANGS_S", deadline(0.2))
     begun: list[Bulk] = []
     start = Arrivals.start
 
@@ -126,7 +127,7 @@ def test_a_stop_begins_no_entry_of_a_bulk_that_has_not_started(
         if bulks and not stopped:
             source.stop()
             stopped.append(orders.count)
-            time.sleep(0.05)
+            wait_until(lambda: bulks[-1].apart)
 
     source = orders.source()
     with orders.running(source, handle):

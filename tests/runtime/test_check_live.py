@@ -20,6 +20,7 @@ from keyshard.testing.verify.history import Event, HistoryWriter, read_history
 from keyshard.testing.verify.live import LiveReport, consume, require_empty
 from keyshard.testing.verify.workloads import ProduceReport, Workload
 from tests.helpers import config
+from tests.support.deadlines import deadline
 
 LOAD = Workload(600, 20, entry_messages=3)
 
@@ -136,7 +137,7 @@ def test_a_broker_that_withholds_a_message_is_found_out_at_the_deadline(
         return [block for block in receive(self, timeout_ms) if b"k7:6:" not in block.values]
 
     monkeypatch.setattr(MemoryConsumer, "receive", withholding)
-    report = topic.run(timeout_s=3.0)
+    report = topic.run(timeout_s=deadline(3.0))
     assert not report.in_time
     assert report.sent == 600
     assert {"no loss", "exactly once into the checkpoint"} <= topic.broken()

@@ -79,15 +79,15 @@ def test_order_holds_while_ranges_get_small_enough_to_decide_the_key() -> None:
     def handle(message: Message) -> None:
         assert message.slot is not None
         slots[message.slot] += 1
-        time.sleep(0.000_5)
+        time.sleep(0.002_5)
 
     recorded = BytesWorld(handle, parallelism=1, options={"lanes": 8})
     try:
         for count in (16, 5, 1, 9, 16):
-            for _ in range(10):
+            for _ in range(2):
                 recorded.publish(*KEYS)
             recorded.rescale(count)
-            for _ in range(10):
+            for _ in range(2):
                 recorded.publish(*KEYS)
         recorded.check()
     finally:

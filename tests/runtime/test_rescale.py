@@ -50,7 +50,7 @@ def test_ranges_come_and_go_under_load(make_rescaled: MakeRescaled) -> None:
         assert report.moved_fraction == report.optimum_fraction
         assert report.moved_slots > 0
         assert report.pauses
-        assert 0 < max(pause.pause_ms for pause in report.pauses) < 5_000
+        assert 0 < max(pause.pause_ms for pause in report.pauses) < 1_000 * deadline(5)
         assert report.consumers == sum(map(len, now))
         for partition in range(3):
             assert rescaled.ring(partition) == sorted(

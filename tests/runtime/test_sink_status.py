@@ -402,7 +402,7 @@ def test_the_socket_of_a_killed_process_is_removed_and_a_suspended_one_is_named(
             assert sink.ask("status")["counters"]["confirmed"] == 1
             world.sink().write_batch(ROWS, 0)
             other.send_signal(signal.SIGSTOP)
-            monkeypatch.setattr(connecting, "OTHER_S", 0.3)
+            monkeypatch.setattr(connecting, "OTHER_S", deadline(0.5))
             code, out, err = run(capsys, "status")
             assert (code, "sink 'billing'" in out) == (0, True)
             assert f"Process {other.pid} has a control socket, but does not answer" in err

@@ -114,9 +114,8 @@ def test_deep_stacks_and_long_lines_are_cut(
     monkeypatch.setattr(stacks, "CHARACTERS_MAX", 20)
     with source_of(request.node.name, b"300").running(handle):
         run = running()
-        wait_until(lambda: len(stack_of(run)) >= stacks.FRAMES_MAX)
+        wait_until(lambda: stack_of(run)[:1] == ["..."])
         text = stack_of(run)
-        assert text[0] == "..."
         assert len(text) <= 1 + 2 * stacks.FRAMES_MAX
         assert max(map(len, text)) <= 20 + len("...")
         RELEASE.set()

@@ -174,14 +174,14 @@ def test_a_time_limit_for_the_next_message_loses_none(orders: HandledTopic) -> N
 
     async def main() -> None:
         async with source.messages() as messages:
-            timeouts = 0
+            timeouts = published = 0
             while orders.count < 20:
                 try:
                     message = await asyncio.wait_for(anext(messages), 0.05)
                 except asyncio.TimeoutError:
                     timeouts += 1
-                    if timeouts % 3 == 2:
-                        orders.publish(keys=2, per_key=1)
+                    if timeouts % 3 == 2 and published < 20:
+                        published += orders.publish(keys=2, per_key=1)
                     continue
                 orders.note(message)
                 await message.done()

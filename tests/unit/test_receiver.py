@@ -341,18 +341,28 @@ def test_silence_is_an_early_end_too(start: Started, monkeypatch: pytest.MonkeyP
     assert len(start.sink.next_consumers) < 10
 
 
+class AwayUnlessItGives(FakeConsumer):
+    """Has a connection only while it has something to give; its client holds nothing back."""
+
+    def is_connected(self) -> bool:
+        self.asked_connected += 1
+        return bool(self.script)
+
+    def has_given_all(self) -> bool:
+        return not self.script
+
+
 def test_silence_without_a_connection_is_no_early_end(
     start: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.01)
-    range_consumer, consumer = lane_of([part(1, 0, of=2)])
+    consumer = AwayUnlessItGives(script=[[part(1, 0, of=2)]])
+    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), consumer, ClientQueue(10**6, 100))
     start(range_consumer)
     wait_until(lambda: consumer.bell)
-    consumer.connected = False
     asked = consumer.asked_connected
-    wait_until(lambda: consumer.asked_connected > asked + 3)
+    wait_until(lambda: consumer.asked_connected > asked + 20)  # longer than the silence
     assert start.sink.delivered == []
-    consumer.connected = True
     consumer.give([part(1, 0, of=2), part(1, 1, of=2)])
     wait_until(lambda: start.sink.of(range_consumer))
     assert start.sink.of(range_consumer)[0].whole

@@ -147,7 +147,7 @@ def test_entries_behind_the_end_of_a_topic_are_data_loss_without_a_wait() -> Non
     beyond = EntrySet.of([found[where][1], EntryId(99, 0)])
     began = time.monotonic()
     with pytest.raises(DataLossTrimmedError, match="1 entries"):
-        replay(MemoryBroker(cluster), end_of({where: beyond}), 30)
+        replay(MemoryBroker(cluster), end_of({where: beyond}), deadline(30))
     assert time.monotonic() - began < deadline(10)
 
 

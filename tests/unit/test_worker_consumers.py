@@ -266,7 +266,7 @@ def test_a_consumer_with_room_again_does_not_wait_for_a_request() -> None:
         while rows_of(at.host.take(seq := seq + 1, {}, 5.0)[0]):
             pass
         began = time.monotonic()
-        at.host.take(seq + 1, {}, 10.0)
+        at.host.take(seq + 1, {}, deadline(10.0))
         assert time.monotonic() - began < deadline(5)
 
 
