@@ -7,7 +7,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -447,7 +446,8 @@ def test_nothing_is_acknowledged_while_its_dead_letter_is_not_confirmed(
     parking: ParkingTopic,
 ) -> None:
     parking.broken = {"b"}
-    with parking.run(operation_timeout_ms=1_000, acknowledge_timeout_ms=1_000) as run:
+    timeout_ms = int(deadline(1_000))
+    with parking.run(operation_timeout_ms=timeout_ms, acknowledge_timeout_ms=timeout_ms) as run:
         parking.publish("b")
         wait_until(lambda: len(parking.dead_letters()) == 1 and parking.backlog() == 0)
         for client in list(parking.cluster._clients):
@@ -516,8 +516,7 @@ def test_other_keys_do_not_wait_until_all_parked_keys_are_unparked(parking: Park
         assert run.source.unpark(all=True) == 200
         wait_until(began.is_set)
         parking.publish("good")
-        running: Any = vars(run.source)["_running"]
-        wait_until(lambda: running.lanes.queue("good"))
+        wait_until(lambda: present(run.source.status()["window"])["windowRows"] == 1)
         gate.set()
         wait_until(lambda: run.source.status()["parkedKeys"] == 0)
         wait_until(lambda: parking.backlog() == 0)
