@@ -35,10 +35,10 @@ from keyshard.broker.wire.consumer import (
 from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.broker.wire.message_producer import WireMessageProducer
 from keyshard.broker.wire.producer import WireProducer
-from keyshard.broker.wire.reconnect import RETRY_S, Shared
+from keyshard.broker.wire.reconnect import Shared, first_answer
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerError, BrokerUnavailableError
+from keyshard.errors import BrokerError
 
 LEAVE_S = 2.0
 """Longest wait for threads at the end, seconds."""
@@ -80,24 +80,13 @@ class WireBroker:
         return missing_topics(self._connection, self._credentials, topics)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        end_s = time.monotonic() + self._shared.timeout_s
-        cause: BrokerError | None = None
-        while True:
+        def attempt(left_s: float) -> int:
             try:
-                count = self._shared.cluster.partitions(topic, max(0.001, end_s - time.monotonic()))
-                break
+                return self._shared.cluster.partitions(topic, left_s)
             except RefusedError as exc:
-                cause = error_of(exc, "look up", topic, topic, self._credentials.who())
-                if not cause.retriable or time.monotonic() + RETRY_S >= end_s:
-                    raise cause from exc
-            except BrokerUnavailableError as exc:
-                if time.monotonic() + RETRY_S >= end_s:
-                    # The last attempt may have had no time to learn the reason.
-                    if cause is None:
-                        raise
-                    raise cause from exc
-                cause = exc
-            time.sleep(RETRY_S)
+                raise error_of(exc, "look up", topic, topic, self._credentials.who()) from exc
+
+        count = first_answer(attempt, lambda error: error.retriable, self._shared.timeout_s)
         if not count:
             return (TopicPartition.parse(topic),)
         return tuple(TopicPartition(topic, number) for number in range(count))

@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.retry import Retrier, Steps
@@ -31,6 +31,8 @@ from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
 
 RETRY_S = 0.1
 """Time between two attempts of a request while there is no connection, seconds."""
+
+Answer = TypeVar("Answer")
 
 _ids = itertools.count(1)
 _log = logging.getLogger(__name__)
@@ -50,6 +52,41 @@ class Shared:
     """Longest time of one request, seconds."""
     excess: Excess = field(default_factory=Excess)
     """Excess bytes of the queues of all handles."""
+
+
+def first_answer(
+    attempt: Callable[[float], Answer],
+    may_pass: Callable[[KeyShardError], bool],
+    timeout_s: float,
+) -> Answer:
+    """Make a request until it is answered.
+
+    Args:
+        attempt: Makes it once, within the given seconds.
+        may_pass: Whether it is made again after an error.
+        timeout_s: Longest time of all attempts, seconds.
+
+    Raises:
+        KeyShardError: The broker refuses, or does not answer in time.
+    """
+    end_s = time.monotonic() + timeout_s
+    cause: KeyShardError | None = None
+    while True:
+        try:
+            return attempt(max(0.001, end_s - time.monotonic()))
+        except KeyShardError as exc:
+            if not may_pass(exc):
+                raise
+            if cause is None or not isinstance(exc, BrokerUnavailableError):
+                cause = exc
+            if time.monotonic() + RETRY_S >= end_s:
+                if cause is exc:
+                    raise
+                # The last attempt may have had no time to learn the reason.
+                raise cause from exc
+            if isinstance(cause, BrokerUnavailableError):
+                cause = exc
+        time.sleep(RETRY_S)
 
 
 class ReconnectingHandle(ABC):
@@ -92,24 +129,12 @@ class ReconnectingHandle(ABC):
         Raises:
             KeyShardError: The broker refuses, or does not answer in time.
         """
-        end_s = time.monotonic() + self._shared.timeout_s
-        cause: KeyShardError | None = None
-        while True:
-            try:
-                for _ in self._open(max(0.001, end_s - time.monotonic())):
-                    pass
-                return
-            except KeyShardError as exc:
-                if not self._may_pass(exc):
-                    raise
-                if cause is None or not isinstance(exc, BrokerUnavailableError):
-                    cause = exc
-                if time.monotonic() + RETRY_S >= end_s:
-                    # The last attempt may have had no time to learn the reason.
-                    raise cause from exc
-                if isinstance(cause, BrokerUnavailableError):
-                    cause = exc
-            time.sleep(RETRY_S)
+
+        def attempt(left_s: float) -> None:
+            for _ in self._open(left_s):
+                pass
+
+        first_answer(attempt, self._may_pass, self._shared.timeout_s)
 
     @abstractmethod
     def _may_pass(self, error: KeyShardError) -> bool:
