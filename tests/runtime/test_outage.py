@@ -136,11 +136,6 @@ def held_by(run: Run) -> int:
     return sum(each["waiting"] + each["inFlight"] for each in run.source.status()["ranges"])
 
 
-def completed(run: Run) -> int:
-    """Messages that the run knows to be handled."""
-    return run.source.status()["counters"]["completed"]
-
-
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A circuit breaker that waits for fractions of its times."""
@@ -284,7 +279,8 @@ def test_bad_keys_beside_good_ones_are_parked_and_delay_no_other(
             return bool(orders.errors) or run.source.status()["parkedKeys"] == count
 
         wait_until(all_parked, deadline(150))
-        wait_until(lambda: orders.errors or completed(run) >= len(began))
+        counters = lambda: run.source.status()["counters"]  # noqa: E731
+        wait_until(lambda: orders.errors or counters()["completed"] >= len(began))
         status = run.source.status()
     assert not orders.errors
     assert status["circuit"]["openings"] == 0

@@ -2,7 +2,8 @@
 
 A test that trusts the order or the pace of threads passes nearly always, but not on a busy machine.
 ``pytest --preempt SEED`` makes such a test fail soon: while a test runs, each thread of its process
-stops now and then at a call of the product or of the tests. The seed fixes when a thread wants to
+stops now and then at a call of code below the checkout: the product, the tests, and packages of a
+virtual environment there. The seed fixes when a thread wants to
 stop, but not what the others do meanwhile.
 """
 
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 ROOT = str(Path(__file__).parents[2])
 TESTS = str(Path(__file__).parents[1])
@@ -36,18 +37,13 @@ class Preemption(threading.local):
     def __init__(self, seed: str) -> None:
         self._random = random.Random(f"{seed} {threading.current_thread().name}")
         self._next_s = time.monotonic() + self._random.expovariate(1 / BETWEEN_S)
-        self._ours: dict[CodeType, bool] = {}
         self._calls = 0
         if threading.current_thread() is not threading.main_thread():
             self._perhaps(AT_START)
 
     def at_call(self, frame: FrameType, _event: str, _arg: object) -> None:
         """Stop this thread if its time has come; called by Python at each call of a function."""
-        code = frame.f_code
-        ours = self._ours.get(code)
-        if ours is None:
-            ours = self._ours[code] = code.co_filename.startswith(ROOT)
-        if not ours:
+        if not frame.f_code.co_filename.startswith(ROOT):
             return
         caller = frame.f_back
         if time.monotonic() >= self._next_s:
@@ -67,7 +63,7 @@ def preempted(seed: str) -> Iterator[None]:
     """Threads of this process stop now and then, this one and those that start meanwhile."""
     at_call = Preemption(seed).at_call
     interval_s = sys.getswitchinterval()
-    before = sys.gettrace()
+    before, before_of_threads = sys.gettrace(), threading.gettrace()
     sys.setswitchinterval(1e-4)
     threading.settrace(at_call)
     sys.settrace(at_call)
@@ -75,5 +71,5 @@ def preempted(seed: str) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
-        threading.settrace(before)  # type: ignore[arg-type]
+        threading.settrace(before_of_threads)  # type: ignore[arg-type]
         sys.setswitchinterval(interval_s)
