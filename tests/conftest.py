@@ -26,6 +26,8 @@ from tests.support.kinds import KINDS, kind_of, real
 from tests.support.preemption import preempted
 from tests.support.tested_pulsar import BROKERS, PULSAR
 
+pytest_plugins = ["tests.support.second_runs"]
+
 # A shell that starts "make test &" has it ignore these signals, and every process that a test
 # starts inherits that: Ctrl-C would end none of them. A handler of this process is not inherited.
 for number in (signal.SIGINT, signal.SIGQUIT):

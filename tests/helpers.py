@@ -26,7 +26,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.subscription_state import BrokerState
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 
 DEADLINE_S = deadline(float(os.environ.get("KEYSHARD_TEST_DEADLINE_S", "30")))
 """After this a wait has failed, seconds."""
@@ -119,7 +119,7 @@ def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) 
     end = time.monotonic() + deadline_s
     never = threading.Event()
     while not condition():
-        assert time.monotonic() < end, "the condition did not come true before the deadline"
+        in_time(end, "the condition did not come true before the deadline")
         never.wait(0.002)
 
 
@@ -130,9 +130,9 @@ def run_coroutine(main: Coroutine[Any, Any, None]) -> None:
 
 async def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     """Do the same as :func:`wait_until` in an event loop."""
-    deadline = time.monotonic() + deadline_s
+    end = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true before the deadline"
+        in_time(end, "the condition did not come true before the deadline")
         await asyncio.sleep(0.005)
 
 

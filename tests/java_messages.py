@@ -29,6 +29,7 @@ from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.testing.devbroker import DevBroker
 from tests.stored_entries import reference_only
+from tests.support.deadlines import in_time
 from tests.support.java_client import JavaClient
 from tests.support.tested_pulsar import PULSAR
 
@@ -214,7 +215,7 @@ def read(broker: Broker, where: TopicPartition, messages: int) -> list[EntryBloc
     found: list[EntryBlock] = []
     deadline = time.monotonic() + DEADLINE_S
     while sum(block.rows for block in found) < messages:
-        assert time.monotonic() < deadline, "the Reader did not get everything in time"
+        in_time(deadline, "the Reader did not get everything in time")
         found += reader.read(1_000)
     reader.close()
     return found
@@ -234,7 +235,7 @@ def consume(broker: Broker, where: TopicPartition, messages: int) -> list[EntryB
     found: list[EntryBlock] = []
     deadline = time.monotonic() + DEADLINE_S
     while sum(block.rows for block in found) < messages:
-        assert time.monotonic() < deadline, "the consumers did not get everything in time"
+        in_time(deadline, "the consumers did not get everything in time")
         for consumer in consumers:
             blocks = consumer.receive(20)
             for block in blocks:

@@ -14,7 +14,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerUnavailableError
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 
 SUBSCRIPTION = "contract"
 WHOLE_RING = split_ring(1)[0]
@@ -221,7 +221,7 @@ def receive(consumers: Sequence[Consumer], messages: int) -> Received:
     received, rows = Received(), 0
     deadline = time.monotonic() + DEADLINE_S
     while rows < messages:
-        assert time.monotonic() < deadline, f"{rows} of {messages} messages came in time"
+        in_time(deadline, f"{rows} of {messages} messages came in time")
         if came := received.take(consumers):
             rows, deadline = rows + came, time.monotonic() + DEADLINE_S
     while received.take(consumers):
@@ -236,7 +236,7 @@ def receive_until_idle(
     deadline = time.monotonic() + DEADLINE_S
     rows = len(received.values)
     while rows < at_least:
-        assert time.monotonic() < deadline, f"{rows} of {at_least} messages came in time"
+        in_time(deadline, f"{rows} of {at_least} messages came in time")
         if came := received.take(consumers):
             rows, deadline = rows + came, time.monotonic() + DEADLINE_S
     quiet_since = time.monotonic()
@@ -250,7 +250,7 @@ def read_to_end(reader: Reader) -> Received:
     received = Received()
     deadline = time.monotonic() + COME_BACK_S
     while True:
-        assert time.monotonic() < deadline, "the reader did not reach the end in time"
+        in_time(deadline, "the reader did not reach the end in time")
         try:
             if reader.at_end():
                 return received

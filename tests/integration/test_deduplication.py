@@ -32,7 +32,7 @@ from tests.contract.raw_protocol import (
     RawConnection,
     entry_of,
 )
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 from tests.support.stored_topic import keeping_namespace
 
 pytestmark = pytest.mark.broker
@@ -92,7 +92,7 @@ def values(dev_broker: DevBroker, topic: str) -> list[bytes | None]:
         found: list[bytes | None] = []
         end_s = time.monotonic() + deadline(30)
         while not reader.at_end():
-            assert time.monotonic() < end_s
+            in_time(end_s, "the reader did not reach the end")
             found += [value for block in reader.read(100) for value in block.values]
         return found
     finally:

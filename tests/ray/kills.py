@@ -29,7 +29,7 @@ from keyshard.testing.verify.history import Event, HistoryWriter, read_history
 from keyshard.testing.verify.recorder import sent_events
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 
 ROOT = Path(__file__).parents[2]
 PARTITIONS = 3
@@ -151,7 +151,7 @@ class Kills:
                 return
             text = (self.folder / "driver.txt").read_text()
             assert process.poll() is None, text
-            assert time.monotonic() < self.end_s, f"{len(lines)} lines, {text}"
+            in_time(self.end_s, f"{len(lines)} lines, {text}")
             time.sleep(LOOK_S)
 
     def _wait_for_end_of_actors(self) -> None:

@@ -21,7 +21,7 @@ from keyshard.core import health, refusals
 from keyshard.errors import KeyShardError
 from keyshard.workers import backends, host, supervisor
 from tests.refusals.broker import ScriptedBroker
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 from tests.support.worker_servers import LocalWorker
 
 GOES_ON_S = deadline(20)
@@ -57,7 +57,7 @@ def _in_threads(connection: Connection, _: Workers) -> backends.StartWorker:
 def until(condition: Callable[[], object], timeout_s: float, what: str) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end_s, f"{what} within {timeout_s:.0f} s"
+        in_time(end_s, f"{what} within {timeout_s:.0f} s")
         time.sleep(0.01)
 
 

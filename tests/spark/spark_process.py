@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
+from tests.support.machine import ended_early
 
 ROOT = Path(__file__).parents[2]
 STEP_S = deadline(180)
@@ -28,7 +29,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float, what: str) -> No
     """Poll until a condition holds; fails after the deadline."""
     end_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what}"
+        in_time(end_s, f"not within {timeout_s:.0f} s: {what}")
         time.sleep(0.005)
 
 
@@ -86,6 +87,11 @@ class SparkProcess:
         """Whether the driver runs."""
         return self._driver.poll() is None
 
+    def must_run(self) -> None:
+        """Fail if the run has ended."""
+        if not self.alive():
+            raise ended_early(self.log.read_text(errors="replace"))
+
     def batches(self, log: str) -> list[int]:
         """Batches in a log of the checkpoint: ``offsets`` or ``commits``."""
         directory = self.checkpoint / log
@@ -101,7 +107,7 @@ class SparkProcess:
         """Wait for the number of committed batches, over all runs on the checkpoint."""
 
         def reached() -> bool:
-            assert self.alive(), f"the query ended early:\n{self.tail()}"
+            self.must_run()
             return self.committed() >= count
 
         eventually(reached, timeout_s, f"{count} batches committed\n{self.tail()}")
@@ -112,7 +118,7 @@ class SparkProcess:
 
         def inside() -> bool:
             nonlocal found
-            assert self.alive(), f"the query ended early:\n{self.tail()}"
+            self.must_run()
             planned, committed = self.batches("offsets"), self.batches("commits")
             if not planned or planned[-1] in committed:
                 return False

@@ -64,7 +64,7 @@ def seconds_to_backlog_zero(run: SparkProcess, admin: PulsarAdmin, topic: str) -
     """Time from the last commit of an idle query until the broker holds nothing for it."""
 
     def empty() -> bool:
-        assert run.alive(), run.tail()
+        run.must_run()
         return backlog(admin, topic) == 0
 
     eventually(empty, deadline(60), f"backlog 0\n{run.tail()}")

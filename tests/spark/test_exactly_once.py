@@ -15,7 +15,7 @@ from keyshard.testing.devbroker import DevBroker, DevCluster
 from keyshard.testing.verify.file_sink import SinkCheck, committed_files, message_ids, task_of
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.spark.spark_process import SparkProcess, eventually
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 from tests.support.tested_pulsar import BROKERS
 
 pytestmark = [
@@ -216,8 +216,8 @@ def drain(runs: Runs, parallelism: int) -> None:
     while (now := runs.backlog()) != 0:
         if now != left:
             left, end_s = now, time.monotonic() + deadline(120)
-        assert run.alive(), run.tail()
-        assert time.monotonic() < end_s, f"backlog {now}\n{run.tail()}"
+        run.must_run()
+        in_time(end_s, f"backlog {now}\n{run.tail()}")
         time.sleep(0.1)
     last = run.committed()
     eventually(

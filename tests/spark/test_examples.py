@@ -80,7 +80,7 @@ def test_each_row_is_in_postgres_once_and_in_order_after_a_kill_and_a_lost_conne
             eventually(
                 lambda: at() == STANDS_AT or not run.alive(), WITHIN_S, "the batch is written"
             )
-            assert run.alive(), run.tail()
+            run.must_run()
             run.kill(run.processes()[0])
         finally:
             run.stop()

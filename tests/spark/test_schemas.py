@@ -30,7 +30,7 @@ from keyshard.errors import SchemaError
 from keyshard.testing.devbroker import DevBroker
 from tests.spark.schema_matrix import KINDS, LABELS, Kind, add_schema, schema_url, write
 from tests.spark.spark_topic import SparkTopic, ended, failed
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 from tests.support.java_client import JavaClient
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
@@ -491,7 +491,7 @@ def until(query: StreamingQuery, holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not holds():
         assert query.isActive, str(query.exception())
-        assert time.monotonic() < deadline, "the query does not get on"
+        in_time(deadline, "the query does not get on")
         time.sleep(0.02)
 
 

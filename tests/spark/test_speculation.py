@@ -40,7 +40,7 @@ def test_attempts_at_once_and_a_killed_executor_store_every_row_once_in_order(
         return [one for one in noted() if what in one and one["batch"] == batch]
 
     def waited_for(what: str, attempts: int) -> bool:
-        assert run.alive(), f"the query ended early:\n{run.tail()}"
+        run.must_run()
         return len(those(what, 1)) >= attempts
 
     options = {"topic": target, "service.url": dev_broker.service_url}

@@ -91,7 +91,7 @@ def test_topics_come_grow_and_go_while_the_query_runs(
 
         def came() -> bool:
             nonlocal seen
-            assert run.alive(), f"the query ended early:\n{run.tail()}"
+            run.must_run()
             if run.committed() == seen:
                 return False
             seen = run.committed()
@@ -132,7 +132,7 @@ def test_topics_come_grow_and_go_while_the_query_runs(
             time.sleep(0.1)
         sent.produce(late)
         everything_came("a load at the end")
-        assert run.alive()
+        run.must_run()
         print(f"\ndeleted {time.monotonic() - began:.1f} s ago; {run.reported()[-1]}")
     finally:
         run.stop()

@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 VARIABLE = "KEYSHARD_TEST_FACTOR"
 """Carries the factor, 1 to 10, to child processes; set it to skip the measurement."""
 FACTOR_MAX = 10.0
@@ -46,6 +48,15 @@ def measured() -> float:
     return round(slower, 1)
 
 
+def measured_now() -> float:
+    """The same measurement by a process of its own: threads of this one do not slow it down."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.support.deadlines"],
+        cwd=ROOT, env=os.environ | {VARIABLE: "1"}, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return float(run.stdout)
+
+
 def _factor() -> float:
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = str(measured())
@@ -59,3 +70,17 @@ FACTOR = _factor()
 def deadline(quiet_s: float) -> float:
     """How long a test waits for what may take ``quiet_s`` on a quiet machine, seconds."""
     return quiet_s * FACTOR
+
+
+class DeadlineError(AssertionError):
+    """What a test waited for did not come in time."""
+
+
+def in_time(end_s: float, what: str) -> None:
+    """Raise :class:`DeadlineError` with a text once the monotonic clock has passed ``end_s``."""
+    if time.monotonic() >= end_s:
+        raise DeadlineError(what)
+
+
+if __name__ == "__main__":
+    print(measured())

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keyshard.testing.devbroker.process import free_port
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
+from tests.support.machine import ended_early
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = deadline(300)
@@ -154,8 +155,9 @@ class Page:
         """Wait until the output of a running process is as expected."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition(self.out(process)):
-            assert process.poll() is None, self.out(process)
-            assert time.monotonic() < deadline, self.out(process)
+            if process.poll() is not None:
+                raise ended_early(self.out(process))
+            in_time(deadline, self.out(process))
             time.sleep(0.1)
 
     def end(self, process: subprocess.Popen[bytes], number: int = signal.SIGINT) -> int:

@@ -15,7 +15,7 @@ from keyshard.broker.wire.broker import WireBroker
 from keyshard.columns.messages import messages_of
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 
 READ_S = deadline(30)
 """Longest time to read a topic partition, seconds."""
@@ -45,7 +45,7 @@ def messages_at(broker: Broker, partitions: Iterable[TopicPartition]) -> list[Me
         reader = broker.reader(where, EntryId(0, 0))
         end_s = time.monotonic() + READ_S
         while not reader.at_end():
-            assert time.monotonic() < end_s
+            in_time(end_s, "the reader did not reach the end")
             for block in reader.read(100):
                 found += messages_of(where, block)
     return found
