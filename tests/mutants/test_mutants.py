@@ -19,7 +19,7 @@ import pytest
 from tests.mutants.batch_mutants import OF_BATCHES
 from tests.mutants.checker_mutants import OF_CHECKERS
 from tests.mutants.handler_mutants import OF_HANDLERS
-from tests.mutants.mutant import Edit, Mutant
+from tests.mutants.mutant import COPIED, Mutant, changed, copy_code
 from tests.mutants.output_mutants import OF_OUTPUTS
 from tests.mutants.sink_mutants import OF_SINK
 from tests.mutants.wire_mutants import OF_WIRE
@@ -27,8 +27,6 @@ from tests.mutants.worker_mutants import OF_WORKERS
 from tests.support.deadlines import deadline
 
 ALL = (*OF_BATCHES, *OF_HANDLERS, *OF_CHECKERS, *OF_WORKERS, *OF_WIRE, *OF_SINK, *OF_OUTPUTS)
-ROOT = Path(__file__).parents[2]
-COPIED = ("keyshard", "spark_adapter", "tests")
 TIMEOUT_S = int(deadline(240))
 """Longest time that the tests of one mutant, or all on the code as it is, may take, seconds."""
 DEADLINE_S, MUTANT_DEADLINE_S = 60.0, 15.0
@@ -84,9 +82,7 @@ class Copy:
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     root = tmp_path_factory.mktemp("mutants").resolve()
-    for name in COPIED:
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", root)
+    copy_code(root)
     for name in COPIED:
         if name != "tests":
             # Looked up by what stands in a file: the same file changes several times a second.
@@ -110,15 +106,6 @@ def unchanged(copy: Copy) -> Outcome:
     return copy.run(
         tuple(dict.fromkeys(test for mutant in ALL for test in mutant.killers)), DEADLINE_S
     )
-
-
-def changed(text: str, edit: Edit) -> str:
-    times = text.count(edit.old)
-    assert times == 1, (
-        f"{edit.file} has {times} times, not once:\n{edit.old}\n"
-        "The code has changed: bring the mutant up to date."
-    )
-    return text.replace(edit.old, edit.new)
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name.replace(" ", "-"))
