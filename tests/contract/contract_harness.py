@@ -31,6 +31,10 @@ class Harness(Protocol):
     """Entries that may wait for their owner for each connected consumer."""
     idle_s: float
     """Time without a message after which no more is expected."""
+    delay_ms: int
+    """A delay of messages that lasts longer than a few requests, milliseconds."""
+    delayed_look_ahead: int
+    """Number of delayed messages of ascending times from which all that follows waits."""
     whole_entries: bool
     """Whether entries come in one piece with their metadata: whether a key was
     set as bytes, and that they are a part of a chunked message."""
@@ -56,6 +60,9 @@ class Harness(Protocol):
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
     ) -> None:
         """Publish and wait until all is stored; with batching, one entry for each batch."""
+
+    def pass_time(self, until_ms: int) -> None:
+        """Return when the broker's clock has reached a time, milliseconds since the epoch."""
 
     def publish_at(self, topic: str, times_ms: Sequence[int]) -> None:
         """Publish a message with key ``k`` for each publish time, in this order."""

@@ -29,6 +29,8 @@ class MemoryHarness:
 
     look_ahead_per_consumer = 100
     idle_s = 0.25
+    delay_ms = 3_600_000
+    delayed_look_ahead = 50
     whole_entries = False
     empty_keys = True
     not_handed_out: Collection[str] = ("__brokerPublishTime",)
@@ -37,10 +39,11 @@ class MemoryHarness:
 
     def __init__(self) -> None:
         self._cluster = MemoryCluster(
-            look_ahead=LookAhead(self.look_ahead_per_consumer),
+            look_ahead=LookAhead(self.look_ahead_per_consumer, delayed=self.delayed_look_ahead),
             ack_group_ms=100,
-            now_ms=lambda: time.time_ns() // 1_000_000,
+            now_ms=lambda: time.time_ns() // 1_000_000 + self._ahead_ms,
         )
+        self._ahead_ms = 0
         self._brokers: list[MemoryBroker] = []
         self._deduplicates = False
 
@@ -61,6 +64,9 @@ class MemoryHarness:
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
     ) -> None:
         self._cluster.publish(topic, *messages, batching=batching)
+
+    def pass_time(self, until_ms: int) -> None:
+        self._ahead_ms = max(self._ahead_ms, until_ms - time.time_ns() // 1_000_000)
 
     def publish_at(self, topic: str, times_ms: Sequence[int]) -> None:
         for time_ms in times_ms:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -44,6 +45,8 @@ class PulsarHarness:
 
     look_ahead_per_consumer = 2_000
     idle_s = 0.8
+    delay_ms = int(deadline(5) * 1_000)
+    delayed_look_ahead = 50_000
     whole_entries = False
     empty_keys = False
     not_handed_out: Collection[str] = NOT_BY_CLIENT
@@ -99,6 +102,9 @@ class PulsarHarness:
             producer._producer.send_async(_to_pulsar(message), sent)
         producer.flush()
         assert not failures
+
+    def pass_time(self, until_ms: int) -> None:
+        time.sleep(max(0.0, until_ms / 1_000 - time.time()))
 
     def publish_at(self, topic: str, times_ms: Sequence[int]) -> None:
         entries = [
@@ -279,6 +285,8 @@ def _to_pulsar(message: Message) -> Any:
         builder.property(name, value)
     if message.event_ms:
         builder.event_timestamp(message.event_ms)
+    if message.deliver_at_ms is not None:
+        builder.deliver_at(message.deliver_at_ms)
     return builder.build()
 
 

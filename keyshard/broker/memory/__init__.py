@@ -27,6 +27,8 @@ Behaviour of Pulsar 4.0 that it reproduces, because programs often get it wrong:
   compares only the first id of an entry. A second producer of a name is refused while the client of
   the first one answers.
 - A second owner of a range is refused while the client of the first one answers.
+- A delayed message waits until a second before its time. Then it goes to its owner, without order
+  among the messages of its key. If 50,000 messages wait whose times ascend, all ranges stop.
 - Markers and aborted messages are stored and count as backlog until the dispatcher reaches them;
   no consumer receives them. A chunked message spans several entries and is refused.
 
@@ -52,7 +54,7 @@ Faults and events that a test can cause:
 - ``cluster.exceed_quota(...)``: entry producers of a topic are refused.
 - ``cluster.roll_ledger(...)``, ``trim(...)``, ``wipe()``: after the last, ledger ids begin again.
 
-Not supported: negative acknowledgement and delayed messages.
+Not supported: negative acknowledgement.
 
 Time is virtual: ``now_ms`` of the cluster is its only clock. This package starts no thread and does
 not sleep. Due events happen at the next call of the cluster or of a handle. Entries are dispatched

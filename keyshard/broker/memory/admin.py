@@ -222,6 +222,7 @@ def _stats(found: Subscription) -> Mapping[str, Any]:
         "subscriptionProperties": found.properties,
         "msgBacklog": found.backlog,
         "msgInReplay": len(found.replay),
+        "msgDelayed": len(found.delayed),
         "nonContiguousDeletedMessagesRanges": found.cursor.ack_gaps,
         "blockedSubscriptionOnUnackedMsgs": found.blocked,
         "consumers": [

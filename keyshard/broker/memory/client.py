@@ -46,7 +46,9 @@ class MemoryConnection:
     grouped: Callable[[MemoryConsumer], None]
     """Called when a consumer groups acknowledgements."""
     catch_up: Callable[[], None]
-    """Sends every group of the cluster that is due."""
+    """Does what is due in the cluster: groups of acknowledgements, and delayed messages."""
+    send_due: Callable[[], None]
+    """Sends the delayed messages that are due."""
 
 
 class MemoryConsumer:
@@ -148,6 +150,7 @@ class MemoryConsumer:
 
     def is_connected(self) -> bool:
         with self._changed:
+            self._connection.send_due()
             return self._connected
 
     def has_given_all(self) -> bool:

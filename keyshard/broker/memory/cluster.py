@@ -82,6 +82,8 @@ class MemoryCluster:
         """Entry producers and deduplication; use it under the lock."""
         self._clients: list[Client] = []
         self._grouped: dict[Grouping, None] = {}
+        self._delaying: dict[Subscription, None] = {}
+        """Subscriptions with entries that wait for their time."""
 
     @classmethod
     def named(cls, name: str) -> MemoryCluster:
@@ -205,7 +207,7 @@ class MemoryCluster:
                 for batch in batches(routed, batching, batch_messages_max):
                     entry = log.append(
                         batch,
-                        batched=batching is not Batching.NONE,
+                        batched=batching is not Batching.NONE and batch[0].deliver_at_ms is None,
                         producer=producer,
                         publish_ms=time_ms,
                         encrypted=encrypted,
@@ -439,7 +441,9 @@ class MemoryCluster:
             else:
                 first = log.first if start is StartPosition.EARLIEST else len(log)
             cursor = Cursor(first - 1, self._cursor_write_ms)
-            found = Subscription(log, cursor, self.look_ahead, self.unacked_limits, self.now_ms)
+            found = Subscription(
+                log, cursor, self.look_ahead, self.unacked_limits, self.now_ms, delays=self._delays
+            )
             self._subscriptions[topic_partition, name] = found
         return found
 
@@ -448,10 +452,23 @@ class MemoryCluster:
         self._grouped[consumer] = None
 
     def catch_up(self) -> None:
-        """Send the groups of acknowledgements that are due."""
+        """Send the groups of acknowledgements and the delayed messages that are due."""
         with self.lock:
             if self._grouped:
                 self._send_groups(self.now_ms())
+            self.send_due()
+
+    def send_due(self) -> None:
+        """Send the delayed messages that are due."""
+        with self.lock:
+            for subscription in list(self._delaying):
+                if subscription.delayed.is_due():
+                    subscription.dispatch()
+                if not subscription.delayed:
+                    del self._delaying[subscription]
+
+    def _delays(self, subscription: Subscription) -> None:
+        self._delaying[subscription] = None
 
     def _send_groups(self, due_by_ms: int | None = None) -> None:
         for consumer in list(self._grouped):

@@ -48,6 +48,7 @@ class MemoryBroker:
             group_ms=cluster.ack_group_ms,
             grouped=cluster.grouped,
             catch_up=cluster.catch_up,
+            send_due=cluster.send_due,
         )
         cluster.attach(self)
 

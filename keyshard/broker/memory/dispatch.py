@@ -18,6 +18,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from keyshard.broker.memory.cursor import Cursor
+from keyshard.broker.memory.delayed import DelayedEntries
 from keyshard.broker.memory.limits import LookAhead, UnackedLimits
 from keyshard.broker.memory.log import EntryLog, StoredEntry
 from keyshard.core.ring.hash_range import HashRange
@@ -101,6 +102,7 @@ class Subscription:
         look_ahead: When entries without a ready owner stop all ranges.
         unacked_limits: When unacknowledged messages stop a range, or all.
         now_ms: The clock, milliseconds.
+        delays: Called when an entry waits for its time.
     """
 
     def __init__(
@@ -110,14 +112,18 @@ class Subscription:
         look_ahead: LookAhead,
         unacked_limits: UnackedLimits,
         now_ms: Callable[[], int],
+        *,
+        delays: Callable[[Subscription], None],
     ) -> None:
         self.log = log
+        self._delays = delays
         self._look_ahead = look_ahead
         self._limits = unacked_limits
         self._now_ms = now_ms
         self.cursor = cursor
         self.properties: Mapping[str, str] = {}
         self.replay = ReplayQueue()
+        self.delayed = DelayedEntries(look_ahead.delayed, now_ms)
         self._members: list[Member] = []
         self._starts: list[int] = []
         self._read_next = cursor.mark_delete + 1
@@ -187,6 +193,7 @@ class Subscription:
                 self.replay.add(ordinal, pending.slot, self._owner(pending.slot))
         else:
             self.replay.clear()
+            self.delayed.clear()
             self._read_next = self.cursor.mark_delete + 1
         member.pending.clear()
         self._count(-member.unacked)
@@ -231,15 +238,18 @@ class Subscription:
             self.cursor.write(self._now_ms())
         self._read_next = self.cursor.mark_delete + 1
         self._blocked = False
+        self.delayed.clear()
 
     def deliver_again(self, ordinal: int) -> bool:
         """Send an entry once more. Return ``False`` if it was never sent, or its slot has no owner.
 
-        An entry in the replay queue is not sent, because it would overtake earlier ones.
+        An entry in the replay queue is not sent, because it would overtake earlier ones. An entry
+        that waits for its time is not sent either.
         """
         entry = self.log.get(ordinal)
         owner = self._owner(entry.slot) if entry and not entry.hidden else None
-        if entry is None or owner is None or ordinal >= self._read_next or ordinal in self.replay:
+        waits = ordinal >= self._read_next or ordinal in self.replay or ordinal in self.delayed
+        if entry is None or owner is None or waits:
             return False
         owner.permits -= len(entry.messages)
         owner.deliver(Delivery(entry, range(len(entry.messages))))
@@ -252,6 +262,9 @@ class Subscription:
         entries are sent first, unless their slot has waiting ones. Here every third dispatch does
         that.
         """
+        self._release_due()
+        if self.delayed.stop_all():
+            return
         self._dispatches += 1
         if self._dispatches % READ_UNDER_WAY_EVERY == 0:
             self._read(self._read_next + READ_UNDER_WAY_ENTRIES)
@@ -270,7 +283,8 @@ class Subscription:
         cursor, size = self.cursor, len(self.log)
         assert -1 <= cursor.mark_delete < max(size, 1)
         assert all(cursor.mark_delete + 1 < ordinal < size for ordinal in cursor.acked)
-        places = [self.replay.ordinals(), *(set(member.pending) for member in self._members)]
+        early = {ordinal for ordinal in self.delayed.ordinals() if ordinal > cursor.mark_delete}
+        places = [self.replay.ordinals(), *(set(member.pending) for member in self._members), early]
         everywhere: set[int] = set().union(*places)
         assert len(everywhere) == sum(map(len, places)), "an entry is in two places"
         assert all(ordinal > cursor.mark_delete for ordinal in everywhere)
@@ -297,7 +311,8 @@ class Subscription:
                 self._send(ordinal, owner)
 
     def _may_read(self) -> bool:
-        return not self.stalled and not self._blocked and self._anybody_ready()
+        stopped = self.stalled or self._blocked or self.delayed.stop_all()
+        return not stopped and self._anybody_ready()
 
     def _anybody_ready(self) -> bool:
         """Return whether any consumer has permits and is not blocked; else nothing is read."""
@@ -307,13 +322,23 @@ class Subscription:
         limit = self._limits.per_consumer
         return member.permits > 0 and not (limit and member.unacked >= limit)
 
+    def _release_due(self) -> None:
+        """Let the entries that are due wait for their owner. They do not stop their slot."""
+        for ordinal in self.delayed.take_due():
+            entry = self.log.get(ordinal)
+            if entry is not None and not self.cursor.is_acked(ordinal):
+                self.replay.add(ordinal, entry.slot, self._owner(entry.slot), in_order=False)
+
     def _send(self, ordinal: int, member: Member) -> None:
-        """Send an entry to its owner; acknowledge a hidden one instead."""
+        """Send an entry to its owner. Keep one that is not due, and acknowledge a hidden one."""
         entry = self.log.get(ordinal)
         assert entry is not None
         if entry.hidden:
             self.cursor.ack(ordinal)
             self.replay.discard_up_to(self.cursor.mark_delete)
+            return
+        if self.delayed.keeps(ordinal, entry.deliver_at_ms):
+            self._delays(self)
             return
         acked = self.cursor.acked_indices(ordinal)
         count = len(entry.messages)
@@ -367,6 +392,8 @@ class ReplayQueue:
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}
+        self._unordered: set[int] = set()
+        """Entries that later ones of their slot may overtake."""
         self._per_slot: Counter[int] = Counter()
         self._heaps: dict[Hashable, list[int]] = {}
         self._all: list[int] = []
@@ -381,11 +408,21 @@ class ReplayQueue:
         """Return whether an entry of the slot waits; no later one may overtake it."""
         return slot in self._per_slot
 
-    def add(self, ordinal: int, slot: int, owner: Hashable) -> None:
-        """Add an entry; ``owner`` is ``None`` while no consumer covers its slot."""
+    def add(self, ordinal: int, slot: int, owner: Hashable, *, in_order: bool = True) -> None:
+        """Add an entry.
+
+        Args:
+            ordinal: The entry.
+            slot: Its slot.
+            owner: Its owner; ``None`` while no consumer covers its slot.
+            in_order: Whether later entries of its slot wait behind it.
+        """
         assert ordinal not in self._slots
         self._slots[ordinal] = slot
-        self._per_slot[slot] += 1
+        if in_order:
+            self._per_slot[slot] += 1
+        else:
+            self._unordered.add(ordinal)
         heappush(self._heaps.setdefault(owner, []), ordinal)
         heappush(self._all, ordinal)
 
@@ -415,6 +452,7 @@ class ReplayQueue:
     def clear(self) -> None:
         """Remove all entries."""
         self._slots.clear()
+        self._unordered.clear()
         self._per_slot.clear()
         self._heaps.clear()
         self._all.clear()
@@ -425,7 +463,9 @@ class ReplayQueue:
 
     def _discard(self, ordinal: int) -> None:
         slot = self._slots.pop(ordinal, None)
-        if slot is not None:
+        if ordinal in self._unordered:
+            self._unordered.remove(ordinal)
+        elif slot is not None:
             self._per_slot[slot] -= 1
             if not self._per_slot[slot]:
                 del self._per_slot[slot]

@@ -28,7 +28,6 @@ from keyshard.core.publishing import ForgottenError, OtherWriterError, RolledBac
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
-    ConfigError,
     DeduplicationError,
     KeyShardError,
     MessageTooLargeError,
@@ -258,8 +257,6 @@ class MemoryEntryProducer:
         rows: Sequence[OutgoingMessage],
         sequence_id: int,  # noqa: ARG002 - nothing is encoded
     ) -> bytes:
-        if any(one.deliver_at_ms is not None for one in rows):
-            raise ConfigError("The in-memory broker has no delayed messages. Leave the time out.")
         size = sum(one.size() for one in rows)
         if size > self._message_bytes_max:
             raise MessageTooLargeError(
@@ -331,4 +328,5 @@ def _stored(message: OutgoingMessage) -> Message:
     return Message(
         message.value, message.key, message.ordering_key, dict(message.properties or {}),
         message.event_ms or 0, key_is_base64=message.key_is_base64,
+        deliver_at_ms=message.deliver_at_ms,
     )  # fmt: skip

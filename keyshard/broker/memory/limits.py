@@ -16,6 +16,9 @@ class LookAhead:
     """Entries per connected consumer."""
     per_subscription: int = 20_000
     """Maximum entries, whatever the number of consumers."""
+    delayed: int = 50_000
+    """Entries that may wait for their time before all ranges stop, if their times ascend: Pulsar's
+    ``delayedDeliveryFixedDelayDetectionLookahead``."""
 
     def limit(self, consumers: int) -> int:
         """Return the limit for a number of consumers."""

@@ -55,6 +55,9 @@ class Message:
     """Whether the partition key was set as bytes: ``key`` is their base64; the bytes are hashed."""
     schema_version: int | None = None
     """Version of the topic's schema, one per entry; ``None``: the producer states none."""
+    deliver_at_ms: int | None = None
+    """Time before which no shared subscription gets it, milliseconds since the epoch. Such a
+    message is an entry of its own."""
 
     @property
     def routing_key(self) -> str | None:
@@ -108,6 +111,11 @@ class StoredEntry:
     """The part of a chunked message that it holds as its only message."""
     encrypted: bool = False
     """Whether its producer encrypted it, so that only its slot is known."""
+
+    @property
+    def deliver_at_ms(self) -> int | None:
+        """Time before which no shared subscription gets it, milliseconds; ``None``: at once."""
+        return self.messages[0].deliver_at_ms if self.messages else None
 
     def block(
         self,
@@ -380,6 +388,9 @@ def batches(
     for message in messages:
         key = message.hashed if batching is Batching.BY_KEY else None
         group = open_groups.get(key)
+        if message.deliver_at_ms is not None:
+            groups.append([message])
+            continue
         if group is None or batching is Batching.NONE or len(group) >= size_max:
             group = open_groups[key] = []
             groups.append(group)

@@ -1,0 +1,136 @@
+"""Contract: messages that shared subscriptions get later.
+
+The source of the rules is Pulsar's ``InMemoryDelayedDeliveryTracker``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from keyshard.broker.memory import Batching, Message
+from keyshard.core.position.entry import EntryId, TopicPartition
+from tests.contract.contract_harness import (
+    SUBSCRIPTION,
+    Harness,
+    Received,
+    read_to_end,
+    receive,
+    receive_until_idle,
+    subscribe,
+)
+from tests.helpers import present, wait_until
+
+FIRST = EntryId(0, 0)
+
+
+def messages(*delayed: int, count: int, due_ms: int) -> list[Message]:
+    """Messages of one key, some of them delayed; each value is its number."""
+    plain = [Message(b"%d" % number, key="k") for number in range(count)]
+    return [
+        replace(one, deliver_at_ms=due_ms) if number in delayed else one
+        for number, one in enumerate(plain)
+    ]
+
+
+def due(harness: Harness) -> int:
+    """A time that is not reached soon, milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000 + harness.delay_ms
+
+
+def test_a_delayed_message_is_overtaken_by_its_key_and_comes_when_it_is_due(
+    harness: Harness,
+) -> None:
+    where, due_ms = TopicPartition(harness.create_topic()), due(harness)
+    consumer = subscribe(harness.broker(), where)
+    harness.publish(where.name, messages(1, count=4, due_ms=due_ms))
+    assert receive([consumer], 3).values == [b"0", b"2", b"3"]
+    harness.pass_time(due_ms)
+    assert receive([consumer], 1).values == [b"1"]
+
+
+def test_a_message_whose_time_has_passed_keeps_its_place(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    consumer = subscribe(harness.broker(), where)
+    harness.publish(where.name, messages(1, count=3, due_ms=1_000))
+    assert receive([consumer], 3).values == [b"0", b"1", b"2"]
+
+
+def test_a_delayed_message_is_an_entry_of_its_own(harness: Harness) -> None:
+    where, due_ms = TopicPartition(harness.create_topic()), due(harness)
+    broker = harness.broker()
+    consumer = subscribe(broker, where)
+    harness.publish(where.name, messages(2, count=4, due_ms=due_ms), Batching.BY_KEY)
+    early = receive([consumer], 3)
+    assert early.values == [b"0", b"1", b"3"]
+    stored = read_to_end(broker.reader(where, FIRST))
+    (alone,) = (block for block in stored.blocks if b"2" in block.values)
+    assert (alone.values, alone.batched) == ([b"2"], False)
+
+
+def test_a_reader_gets_delayed_messages_at_once(harness: Harness) -> None:
+    where, due_ms = TopicPartition(harness.create_topic()), due(harness)
+    harness.publish(where.name, messages(1, count=3, due_ms=due_ms))
+    found = read_to_end(harness.broker().reader(where, FIRST))
+    assert found.values == [b"0", b"1", b"2"]
+
+
+def test_delayed_messages_are_backlog_and_are_counted(harness: Harness) -> None:
+    where, due_ms = TopicPartition(harness.create_topic()), due(harness)
+    consumer = subscribe(harness.broker(), where)
+    harness.publish(where.name, messages(0, 2, count=4, due_ms=due_ms))
+    consumer.acknowledge(receive([consumer], 2).ids)
+    wait_until(lambda: harness.backlog(where) == 2)
+
+    def delayed() -> int:
+        return int(present(harness.admin().subscription(where, SUBSCRIPTION))["msgDelayed"])
+
+    assert delayed() == 2
+    harness.pass_time(due_ms)
+    consumer.acknowledge(receive([consumer], 2).ids)
+    wait_until(lambda: harness.backlog(where) == 0)
+    assert delayed() == 0
+
+
+def test_after_a_reconnect_a_delayed_message_still_waits(harness: Harness) -> None:
+    where, due_ms = TopicPartition(harness.create_topic()), due(harness)
+    consumer = subscribe(harness.broker(), where)
+    harness.publish(where.name, messages(1, count=3, due_ms=due_ms))
+    assert receive([consumer], 2).values == [b"0", b"2"]
+    harness.drop_connections(where)
+    again = Received()
+    receive_until_idle([consumer], again, harness.idle_s / 2, at_least=2)
+    assert again.values == [b"0", b"2"]
+    harness.pass_time(due_ms)
+    assert receive([consumer], 1).values == [b"1"]
+
+
+def test_a_delayed_message_that_is_acknowledged_early_never_comes(harness: Harness) -> None:
+    where, due_ms = TopicPartition(harness.create_topic()), due(harness)
+    broker = harness.broker()
+    consumer = subscribe(broker, where)
+    harness.publish(where.name, messages(1, 2, count=4, due_ms=due_ms))
+    receive([consumer], 2)
+    consumer.acknowledge([read_to_end(broker.reader(where, FIRST)).ids[1]])
+    wait_until(lambda: harness.backlog(where) == 3)
+    harness.pass_time(due_ms)
+    late = Received()
+    receive_until_idle([consumer], late, harness.idle_s, at_least=1)
+    assert late.values == [b"2"]
+
+
+def test_many_delays_of_ascending_times_stop_all_that_follows(harness: Harness) -> None:
+    where, due_ms = TopicPartition(harness.create_topic()), due(harness) + 3_600_000
+    consumer = subscribe(harness.broker(), where)
+    limit = harness.delayed_look_ahead
+    delayed = [Message(b"", key=f"{number}", deliver_at_ms=due_ms) for number in range(2 * limit)]
+    harness.publish(where.name, [*delayed, Message(b"plain", key="k")])
+
+    def waiting() -> int:
+        return int(present(harness.admin().subscription(where, SUBSCRIPTION))["msgDelayed"])
+
+    wait_until(lambda: waiting() >= limit)
+    received = Received()
+    receive_until_idle([consumer], received, harness.idle_s)
+    assert not received.values
+    assert waiting() < 2 * limit
