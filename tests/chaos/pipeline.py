@@ -130,7 +130,7 @@ class PipelineChaos:
             seconds: How long faults are injected, at most.
 
         Raises:
-            TimeoutError: The query commits nothing any more.
+            AssertionError: The query commits nothing any more.
         """
         with self._broker:
             self._publish()
@@ -255,7 +255,7 @@ class PipelineChaos:
             run.stop()
             self._start()
         if time.monotonic() > end_s:
-            raise TimeoutError(f"nothing is committed any more:\n{run.tail()}")
+            raise AssertionError(f"nothing is committed any more:\n{run.tail()}")
         time.sleep(POLL_S)
 
     def _backlog(self) -> int:

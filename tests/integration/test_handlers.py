@@ -23,7 +23,7 @@ from keyshard.testing.verify.workloads import (
     produce,
 )
 from tests.helpers import wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import DeadlineError, deadline
 
 pytestmark = pytest.mark.broker
 
@@ -86,8 +86,8 @@ class Job:
         """Wait for a number of lines; on failure, show the output of the process."""
         try:
             wait_until(lambda: len(self.lines()) >= count, END_S)
-        except AssertionError as exc:
-            raise AssertionError(f"{len(self.lines())} lines: {self.errors.read_text()}") from exc
+        except DeadlineError as exc:
+            raise DeadlineError(f"{len(self.lines())} lines: {self.errors.read_text()}") from exc
 
 
 @pytest.fixture

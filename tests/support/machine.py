@@ -5,25 +5,31 @@ from __future__ import annotations
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from keyshard.errors import DevBrokerError
+from keyshard.errors import BrokerUnavailableError, DevBrokerError
+from keyshard.testing.devbroker.process import StartResult
 from tests.support.deadlines import FACTOR, DeadlineError, measured_now
 
 SLOWER = 2.0
-"""A deadline says nothing once the machine is this many times slower than when the run began."""
+"""A deadline says nothing once the machine is this many times slower than the tests make it."""
 TEXTS = ("Python worker failed to connect back", "[JAVA_GATEWAY_EXITED]")
 """What errors of Spark say if a process of it did not start in time."""
-_WAITED = (DeadlineError, subprocess.TimeoutExpired)
-_WAITED_EXACTLY = (TimeoutError, futures.TimeoutError, queue.Empty)
-"""Errors of the product derive from these."""
+VERDICTS = ("AssertionError", "KEYSHARD_")
+"""An output with one of these shows why a program ended, whatever else stands there."""
+NOT_STARTED = {StartResult.LATE.name, StartResult.STUCK.name, StartResult.TAKEN.name}
+_SPARK = ("py4j.", "pyspark.")
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+_OF_THE_WORLD = (DevBrokerError, OSError, subprocess.SubprocessError, queue.Empty)
 
 
 class MachineError(Exception):
@@ -32,8 +38,9 @@ class MachineError(Exception):
 
 def ended_early(output: str) -> Exception:
     """The error for a program that should run on; ``output`` is all that it wrote."""
-    kind = MachineError if any(text in output for text in TEXTS) else AssertionError
-    return kind(f"the program ended early:\n{output[-4000:]}")
+    end = output[-4000:]
+    late = any(text in end for text in TEXTS) and not any(text in end for text in VERDICTS)
+    return (MachineError if late else AssertionError)(f"the program ended early:\n{end}")
 
 
 def _cpu_waits_s() -> float:
@@ -78,23 +85,43 @@ class Since:
         )
 
 
-def _asserted(error: BaseException) -> bool:
-    """Whether an assertion failed before this error: a verdict, which is final."""
-    met: BaseException | None = error
-    while met is not None:
-        if isinstance(met, AssertionError) and not isinstance(met, DeadlineError):
+# -- Verdicts --------------------------------------------------------------------------------------
+
+
+def is_verdict(error: BaseException) -> bool:
+    """Whether a failure is final: an assertion failed, or another error before this one.
+
+    An error that an ``except`` block translates is its ``__cause__``. One that is only the
+    ``__context__`` happened first, and this one while a test or a fixture cleaned up.
+    """
+    for met, is_first in _chain(error):
+        if isinstance(met, pytest.fail.Exception):
+            if not _is_timeout(met):
+                return True
+        elif isinstance(met, AssertionError):
+            if not isinstance(met, DeadlineError):
+                return True
+        elif is_first and not isinstance(met, (MachineError, *_OF_THE_WORLD)):
             return True
-        met = met.__cause__ or met.__context__
     return False
 
 
-def _passed_a_deadline(error: BaseException) -> bool:
-    """Whether a test, or one of its waits, took too long."""
-    return (
-        isinstance(error, _WAITED)
-        or type(error) in _WAITED_EXACTLY
-        or (isinstance(error, pytest.fail.Exception) and str(error).startswith("Timeout (>"))
-    )
+def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
+    """All errors behind one, and whether each happened before what another one reports."""
+    found: list[tuple[BaseException | None, bool]] = [(error, False)]
+    seen: set[int] = set()
+    while found:
+        met, is_first = found.pop()
+        if met is None or id(met) in seen:
+            continue
+        seen.add(id(met))
+        yield met, is_first
+        found.append((met.__context__, not met.__suppress_context__))
+        found.append((met.__cause__, False))
+        found += [(one, is_first) for one in getattr(met, "exceptions", ())]
+
+
+# -- Trouble ---------------------------------------------------------------------------------------
 
 
 def trouble(error: BaseException, since: Since) -> str | None:
@@ -105,16 +132,60 @@ def trouble(error: BaseException, since: Since) -> str | None:
         since: Taken when the test began.
 
     Returns:
-        ``None`` if the failure counts. That of an assertion does, whatever the machine does.
+        ``None`` if the failure counts. A verdict does, whatever the machine does.
     """
-    if _asserted(error):
+    if is_verdict(error):
         return None
-    if isinstance(error, (MachineError, DevBrokerError)) or any(
-        text in str(error) for text in TEXTS
-    ):
+    if _did_not_start(error):
         return f"{type(error).__name__} ({since})"
-    if since.killed():
+    if since.killed() and _may_follow_a_kill(error):
         return f"a process was killed for want of memory ({since})"
-    if _passed_a_deadline(error) and (now := measured_now()) >= SLOWER * FACTOR:
-        return f"machine factor {now:.1f}, but {FACTOR:.1f} when the run began ({since})"
+    if _passed_a_deadline(error) and (now := _slowness()) >= SLOWER:
+        return f"the machine is {now:.1f} times as slow as at the start ({since})"
     return None
+
+
+def _did_not_start(error: BaseException) -> bool:
+    if isinstance(error, MachineError):
+        return True
+    if isinstance(error, DevBrokerError):
+        return error.facts.get("outcome") in NOT_STARTED or "port" in error.facts
+    text = str(error)
+    return (
+        type(error).__module__.startswith(_SPARK)
+        and any(one in text for one in TEXTS)
+        and not any(one in text for one in VERDICTS)
+    )
+
+
+def _may_follow_a_kill(error: BaseException) -> bool:
+    if isinstance(error, subprocess.CalledProcessError):
+        return error.returncode in _KILLED
+    return _passed_a_deadline(error) or isinstance(
+        error, (ConnectionError, EOFError, BrokerUnavailableError)
+    )
+
+
+def _passed_a_deadline(error: BaseException) -> bool:
+    """Whether a test, or one of its waits, took too long. Errors of the product derive from some of
+    these."""
+    return (
+        isinstance(error, (DeadlineError, subprocess.TimeoutExpired))
+        or type(error) in (TimeoutError, futures.TimeoutError, queue.Empty)
+        or _is_timeout(error)
+    )
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """Whether it is the error of pytest-timeout."""
+    return isinstance(error, pytest.fail.Exception) and str(error).startswith("Timeout (>")
+
+
+def _slowness() -> float:
+    """How many times slower the machine is than when the run began, beside the processes of it."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    beside = 1 + processes / len(os.sched_getaffinity(0))
+    try:
+        return measured_now() / (FACTOR * beside)
+    except (OSError, subprocess.SubprocessError, pytest.fail.Exception):
+        return 0.0  # the limit of the test may end the measurement

@@ -6,17 +6,28 @@ import os
 import queue
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent import futures
 from datetime import date, timedelta
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import pytest
+from pyspark.errors import PySparkException
 
 from keyshard.errors import AvailableNowTimeoutError, DevBrokerError
 from tests.support import machine, second_runs
 from tests.support.deadlines import FACTOR, DeadlineError, deadline, in_time
-from tests.support.machine import MachineError, Since, trouble
-from tests.support.second_runs import FLAKY_DAYS, FLAKY_MAX, INCONCLUSIVE, Flaky, flaky
+from tests.support.machine import MachineError, Since, ended_early, is_verdict, trouble
+from tests.support.second_runs import (
+    FLAKY_DAYS,
+    FLAKY_MAX,
+    INCONCLUSIVE,
+    PASSED,
+    Flaky,
+    _result,
+    flaky,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
@@ -31,7 +42,6 @@ def pytest_configure(config):
 """
 TESTS = """
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -75,10 +85,10 @@ def test_loses_at_the_second_run():
 
 
 @pytest.mark.broker
-def test_dies_at_the_second_run():
-    if first_time("dies"):
+def test_ends_its_process_at_the_second_run():
+    if first_time("ends"):
         raise MachineError("not up in time")
-    os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)
 
 
 @pytest.mark.broker
@@ -103,6 +113,15 @@ def test_loses_before_its_fixture_ends(late_end):
 
 def test_of_the_gate():
     raise MachineError("not up in time")
+
+
+@pytest.mark.broker
+def test_ends_the_run():
+    pytest.exit("no broker", returncode=1)
+
+
+def test_passes():
+    pass
 """
 
 
@@ -119,18 +138,31 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_only_what_the_machine_explains_runs_again(tmp_path: Path) -> None:
-    status, output = run(tmp_path, "-n", "2")
+    status, output = run(tmp_path, "-n", "2", "-k", "not ends_the_run")
     assert status == pytest.ExitCode.TESTS_FAILED, output
     last = output.splitlines()[-1]
     for count in ("6 failed", "1 inconclusive", "1 passed at the second run"):
         assert count in last, output
     assert sorted(line for line in output.splitlines() if line.startswith("second run of ")) == [
-        "second run of test_example.py::test_dies_at_the_second_run: failed",
+        "second run of test_example.py::test_ends_its_process_at_the_second_run: failed",
         "second run of test_example.py::test_loses_at_the_second_run: failed",
         "second run of test_example.py::test_never_starts: inconclusive",
         "second run of test_example.py::test_starts_late: passed",
     ]
     assert "\ninconclusive: MachineError (CPU pressure " in output
+
+
+def test_a_second_run_passes_only_if_each_phase_does() -> None:
+    phases = [["t", phase, "passed"] for phase in ("setup", "call", "teardown")]
+    assert _result("t", 0, phases) == PASSED
+    skipped = [["t", "setup", "passed"], ["t", "call", "skipped"], ["t", "teardown", "passed"]]
+    failed = [["t", "setup", "failed"], ["t", "teardown", "passed"]]
+    for status, outcomes in (
+        (0, []), (0, phases[:2]), (0, skipped), (0, [["other", *rest] for _, *rest in phases]),
+        (1, phases), (-9, phases), (5, []), (INCONCLUSIVE, []), (1, failed),
+    ):  # fmt: skip
+        assert _result("t", status, outcomes) == "failed"
+    assert _result("t", INCONCLUSIVE, failed) == "inconclusive"
 
 
 def test_a_test_that_passes_at_the_second_run_does_not_fail_the_run(tmp_path: Path) -> None:
@@ -140,54 +172,132 @@ def test_a_test_that_passes_at_the_second_run_does_not_fail_the_run(tmp_path: Pa
 
 
 def test_an_inconclusive_test_has_an_exit_status_of_its_own(tmp_path: Path) -> None:
-    for arguments in ((), ("--no-second-runs",)):
-        status, output = run(tmp_path, "test_example.py::test_never_starts", *arguments)
-        assert status == INCONCLUSIVE, output
-        assert output.splitlines()[-1].strip("= ").startswith("1 inconclusive in "), output
-        assert ("second run of " in output) == (not arguments)
+    status, output = run(tmp_path, "test_example.py::test_never_starts")
+    assert status == INCONCLUSIVE, output
+    assert output.splitlines()[-1].strip("= ").startswith("1 inconclusive in "), output
 
 
-def test_a_run_that_stops_at_its_first_failure_stays_red(tmp_path: Path) -> None:
-    status, output = run(tmp_path, "-x", "-k", "starts_late or of_the_gate")
+@pytest.mark.parametrize(
+    "ends", [("-x", "-k", "starts_late or passes"), ("-k", "starts_late or ends_the_run")]
+)
+def test_a_run_that_ends_early_stays_red(tmp_path: Path, ends: tuple[str, ...]) -> None:
+    status, output = run(tmp_path, *ends)
     assert status == pytest.ExitCode.TESTS_FAILED, output
-    assert "1 passed at the second run" in output.splitlines()[-1]
+    assert "1 inconclusive in " in output, output
+    assert "second run of " not in output
 
 
-def failing(error: BaseException) -> BaseException:
-    """The same error, raised while an assertion failed."""
+def caught(raises: Callable[[], object]) -> BaseException:
+    """What a function raises."""
     try:
-        try:
-            raise AssertionError("lost")
-        finally:
-            raise error
-    except type(error) as exc:
+        raises()
+    except BaseException as exc:  # noqa: BLE001 - also the errors of pytest
         return exc
+    raise NotImplementedError
+
+
+def behind(
+    first: BaseException, error: BaseException, *, cause: BaseException | None = None
+) -> BaseException:
+    """An error that is raised by the cleaning up after another one."""
+
+    def raises() -> None:
+        try:
+            raise first
+        finally:
+            if cause is None:
+                raise error
+            raise error from cause
+
+    return caught(raises)
+
+
+VERDICTS = [
+    AssertionError("lost"), caught(lambda: pytest.fail("lost")), KeyError("lost"),
+    AvailableNowTimeoutError("rows are left"),
+]  # fmt: skip
+
+
+def test_a_verdict_stays_one_whatever_follows() -> None:
+    for verdict in VERDICTS:
+        assert is_verdict(behind(verdict, MachineError("no port")))
+        assert is_verdict(behind(verdict, DevBrokerError("late", outcome="LATE")))
+    for verdict in VERDICTS[:2]:
+        assert is_verdict(verdict)
+        assert is_verdict(behind(verdict, MachineError("no port"), cause=OSError("port")))
+        assert is_verdict(behind(behind(verdict, OSError()), MachineError("no port")))
+    circle = MachineError("no port")
+    circle.__cause__ = OSError()
+    circle.__cause__.__cause__ = circle
+    assert not is_verdict(circle)
+
+
+def test_what_an_error_translates_is_no_verdict() -> None:
+    def translates() -> None:
+        try:
+            int("port")
+        except ValueError as exc:
+            raise MachineError("no port") from exc
+
+    assert not is_verdict(caught(translates))
+
+
+class GroupError(Exception):
+    """Several errors, as the groups of Python 3.11."""
+
+    exceptions = (OSError(), AssertionError("lost"))
+
+
+def test_a_verdict_in_a_group_stays_one() -> None:
+    assert is_verdict(GroupError())
+    assert is_verdict(behind(GroupError(), MachineError("no port")))
 
 
 @pytest.mark.parametrize(
     "error",
     [
         MachineError("no port"),
-        DevBrokerError("The broker is not ready."),
-        RuntimeError("org.apache.spark.SparkException: Python worker failed to connect back."),
+        DevBrokerError("The broker did not start.", outcome="LATE"),
+        DevBrokerError("Port 6650 is in use.", port=6650),
+        PySparkException("SparkException: Python worker failed to connect back."),
     ],
     ids=str,
 )
 def test_what_did_not_start_is_inconclusive(error: BaseException) -> None:
     assert "CPU pressure" in (trouble(error, Since()) or "")
-    assert trouble(failing(error), Since()) is None
+    assert trouble(behind(AssertionError("lost"), error), Since()) is None
 
 
-def timed_out() -> BaseException:
-    """The error of pytest-timeout."""
-    with pytest.raises(pytest.fail.Exception) as caught:
-        pytest.fail("Timeout (>60.0s) from pytest-timeout.")
-    return caught.value
+@pytest.mark.parametrize(
+    "error",
+    [
+        DevBrokerError("The broker did not start.", outcome="DIED"),
+        DevBrokerError("The broker is running."),
+        RuntimeError("Python worker failed to connect back."),
+        PySparkException("AssertionError: lost; Python worker failed to connect back."),
+    ],
+    ids=str,
+)
+def test_what_the_product_may_have_caused_counts(error: BaseException) -> None:
+    assert trouble(error, Since()) is None
+
+
+def test_a_program_ends_early_by_the_last_thing_it_says() -> None:
+    late = "SparkException: Python worker failed to connect back.\n"
+    assert isinstance(ended_early(late), MachineError)
+    for output in (
+        f"{late}AssertionError: lost",
+        f"{late}[KEYSHARD_BROKER]",
+        late + "x" * 9_000,
+        "",
+    ):
+        assert is_verdict(ended_early(output))
 
 
 LATE = [
     DeadlineError("10 messages"), subprocess.TimeoutExpired("java", 10), TimeoutError(),
-    futures.TimeoutError(), queue.Empty(), timed_out(),
+    futures.TimeoutError(), queue.Empty(),
+    caught(lambda: pytest.fail("Timeout (>60.0s) from pytest-timeout.")),
 ]  # fmt: skip
 
 
@@ -195,18 +305,15 @@ LATE = [
 def test_a_late_failure_is_inconclusive_if_the_machine_got_slower(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "measured_now", lambda: 2.0 * FACTOR)
-    assert f"machine factor {2.0 * FACTOR:.1f}" in (trouble(error, Since()) or "")
-    assert trouble(failing(error), Since()) is None
-    monkeypatch.setattr(machine, "measured_now", lambda: 1.9 * FACTOR)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(len(os.sched_getaffinity(0))))
+    monkeypatch.setattr(machine, "measured_now", lambda: 4.0 * FACTOR)
+    assert "2.0 times as slow" in (trouble(error, Since()) or "")
+    assert trouble(behind(AssertionError("lost"), error), Since()) is None
+    monkeypatch.setattr(machine, "measured_now", lambda: 3.9 * FACTOR)
     assert trouble(error, Since()) is None
 
 
-@pytest.mark.parametrize(
-    "error",
-    [AssertionError("lost"), AvailableNowTimeoutError("rows are left"), ValueError(), KeyError()],
-    ids=lambda error: type(error).__name__,
-)
+@pytest.mark.parametrize("error", VERDICTS, ids=lambda error: type(error).__name__)
 def test_other_failures_count_however_slow_the_machine_is(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,13 +321,23 @@ def test_other_failures_count_however_slow_the_machine_is(
     assert trouble(error, Since()) is None
 
 
-def test_a_kill_for_want_of_memory_explains_errors_but_no_verdict(
+def test_a_measurement_that_fails_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "measured_now", lambda: pytest.fail("Timeout (>3.0s)"))
+    assert trouble(DeadlineError("10 messages"), Since()) is None
+
+
+def test_a_kill_for_want_of_memory_explains_what_follows_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     since = Since()
+    monkeypatch.setattr(machine, "measured_now", lambda: FACTOR)
+    for error in (ConnectionError(), CalledProcessError(-9, "java"), DeadlineError("10 messages")):
+        assert trouble(error, since) is None
     monkeypatch.setattr(machine, "_killed_for_memory", lambda: since.killed_for_memory + 1)
-    assert "for want of memory" in (trouble(ConnectionError(), since) or "")
-    assert trouble(AssertionError("lost"), since) is None
+    for error in (ConnectionError(), CalledProcessError(-9, "java"), DeadlineError("10 messages")):
+        assert "for want of memory" in (trouble(error, since) or "")
+    for other in (*VERDICTS, CalledProcessError(-11, "python")):
+        assert trouble(other, since) is None
 
 
 def test_a_wait_fails_at_its_deadline() -> None:
@@ -231,12 +348,12 @@ def test_a_wait_fails_at_its_deadline() -> None:
 
 def test_a_flaky_test_is_excused_for_one_failure_and_some_days() -> None:
     since = date(2026, 11, 1)
-    one = Flaky("tests/a.py::test_a", "ConnectionError", since, "a lost wake-up")
-    error = "ConnectionError: reset"
+    one = Flaky("tests/a.py::test_a", "ConnectionError: reset", since, "a lost wake-up")
+    error = "ConnectionError: reset by peer"
     assert one.covers("tests/a.py::test_a", error, since + timedelta(days=FLAKY_DAYS))
     assert not one.covers("tests/a.py::test_a", error, since + timedelta(days=FLAKY_DAYS + 1))
     assert not one.covers("tests/a.py::test_b", error, since)
-    assert not one.covers("tests/a.py::test_a", "AssertionError: lost", since)
+    assert not one.covers("tests/a.py::test_a", f"KeyError: {error}", since)
 
 
 def test_the_list_of_flaky_tests_is_short() -> None:
@@ -247,9 +364,22 @@ def test_the_list_of_flaky_tests_is_short() -> None:
         assert one.suspected, one
 
 
-def test_a_listed_failure_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = Flaky("tests/a.py::test_a", "ConnectionError", date.today(), "a lost wake-up")  # noqa: DTZ011
-    monkeypatch.setattr(second_runs, "flaky", lambda: (listed,))
-    error = "ConnectionError: reset"
-    assert "a lost wake-up" in (second_runs._listed("tests/a.py::test_a", error) or "")
-    assert second_runs._listed("tests/b.py::test_b", error) is None
+def test_a_listed_failure_runs_again_unless_it_is_a_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    test = "tests/a.py::test_a"
+    today = date.today()  # noqa: DTZ011
+    listed = tuple(
+        Flaky(test, signature, today, "a lost wake-up")
+        for signature in ("ConnectionError", "AssertionError")
+    )
+    monkeypatch.setattr(second_runs, "flaky", lambda: listed)
+
+    def reason(name: str, first: BaseException, error: BaseException) -> str | None:
+        found = pytest.ExceptionInfo.from_exception(behind(first, error))
+        return second_runs._listed(name, found)
+
+    assert "a lost wake-up" in (reason(test, OSError(), ConnectionError("reset")) or "")
+    assert reason("tests/b.py::test_b", OSError(), ConnectionError("reset")) is None
+    assert reason(test, AssertionError("lost"), ConnectionError("reset")) is None
+    assert reason(test, OSError(), AssertionError("lost")) is None

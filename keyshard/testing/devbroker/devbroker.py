@@ -213,6 +213,7 @@ class DevBroker(ProcessOwner):
                 f"The broker did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
                 f"{self.log_path} and ends:\n{log_tail(self.log_path, log_from)}",
                 log_path=str(self.log_path),
+                outcome=outcome.name,
             )
 
     def _launch(self, home: Path, java: Path, log_from: int, deadline: float) -> StartResult:

@@ -78,6 +78,7 @@ class ClusterMember(ProcessOwner):
                 f"{self.name} did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
                 f"{self.log_path} and ends:\n{log_tail(self.log_path, self._log_from)}",
                 log_path=str(self.log_path),
+                outcome=outcome.name,
             )
 
     def start(self, timeout_s: float = START_S) -> None:
