@@ -14,12 +14,12 @@ from pyarrow import compute
 
 from keyshard.columns.content import PROPERTIES
 from keyshard.core.message import Produce
-from keyshard.core.metadata_columns import KEY_BYTES, ORDERING_KEY
+from keyshard.core.metadata_columns import DELIVER_AT, KEY_BYTES, ORDERING_KEY
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError
 
 VALUE, KEY, EVENT_TIME, PROPERTIES_COLUMN = "value", "__key", "__eventTime", "__properties"
-DELIVER_AT, TOPIC = "__deliverAt", "__topic"
+TOPIC = "__topic"
 COLUMNS = (VALUE, KEY, KEY_BYTES, ORDERING_KEY, EVENT_TIME, PROPERTIES_COLUMN, DELIVER_AT, TOPIC)
 """Columns that a batch of rows to publish may have; ``value`` is required."""
 MESSAGE_OVERHEAD = 64

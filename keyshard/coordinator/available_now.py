@@ -7,7 +7,11 @@ checks, in this order, whether they are
 
     1. acknowledged at the broker      from the cursor, with admin_url
     2. empty                           a plain Reader finds no entry: markers, the ends of ledgers
-    3. still to come                   a Reader finds an entry. Without admin_url, if nothing
+    3. not due                         its delivery time has not come: the entry is left and
+                                       counted. pulsar-client does not tell the time; then the
+                                       broker's count of delayed messages decides, if nothing
+                                       arrives for ``available_now_quiet_ms``
+    4. still to come                   a Reader finds an entry. Without admin_url, if nothing
                                        arrives for ``available_now_quiet_ms``, the entry counts
                                        as acknowledged before the run
 
@@ -22,10 +26,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from keyshard.broker.admin.port import Admin
-from keyshard.broker.port import Broker
+from keyshard.broker.port import Broker, ReadOptions
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.acknowledger import Acknowledger
@@ -34,6 +39,7 @@ from keyshard.consumers.receiver import RangeConsumer, Receiver
 from keyshard.consumers.shared_window import SharedWindow
 from keyshard.consumers.subscribe import close_range_consumers
 from keyshard.core.fingerprint import check_ledgers
+from keyshard.core.metadata_columns import DELIVER_AT
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.reception import Rest
 from keyshard.core.subscription_state import BrokerState
@@ -44,6 +50,7 @@ from keyshard.errors import (
     ReplayTimeoutError,
     UnreadableEntryError,
 )
+from keyshard.reading.replay import GAP_ENTRIES_MAX
 from keyshard.reading.scan import Scan
 from keyshard.threads import Pool
 
@@ -61,6 +68,8 @@ PROBE_EVERY_S = (0.5, 5.0)
 """Shortest and longest time between two such requests, seconds."""
 READER_TIMEOUT_S = 5.0
 """Longest wait for a Reader, seconds."""
+READ_S = 30.0
+"""Time after which a request reads no further; the next one continues, seconds."""
 ACKNOWLEDGE_WAIT_S = 0.2
 """Wait for acknowledgements before the cursors are read, seconds."""
 LOG_EVERY_S = 10.0
@@ -239,21 +248,60 @@ class AvailableNow:
         except BrokerError as exc:
             _log.warning("the cursor of %s is unknown: %s", where, exc)
             return f"the cursor of {where} is unknown: {exc.message}"
-        for gap in target.open_gaps(state.delivered, state.floor, broker_state):
-            sure = broker_state is not None
+        for gaps in _stretches(target.open_gaps(state.delivered, state.floor, broker_state)):
             try:
-                found = _first_entry(self._broker, where, gap, self._config.skipped)
+                found = _search(self._broker, where, gaps, self._config.skipped)
             except (BrokerError, ReplayTimeoutError) as exc:
-                _log.debug("gap %s of %s could not be read: %s", gap, where, exc)
+                _log.debug("gaps from %s of %s could not be read: %s", gaps[0].start, where, exc)
                 return f"{where} cannot be read: {exc.message}"
-            if found is not None:
-                name = f"entry {found.ledger}:{found.entry} of {where}"
-                if sure or quiet_s * 1000 < self._config.available_now_quiet_ms:
-                    return name
-                _log.info("%s and the entries after it count as acknowledged before the run", name)
-                return ""
-            target.nothing_in(gap)
+            for gap in gaps[: found.passed]:
+                target.nothing_in(gap)
+            self._leave(where, found.not_due)
+            if found.entry is not None:
+                name = f"entry {found.entry.ledger}:{found.entry.entry} of {where}"
+                waits = self._waits_for(where, name, quiet_s, sure=broker_state is not None)
+                return name if waits else ""
+            if found.passed < len(gaps):
+                return f"{where} is read from {gaps[found.passed].start} on"
         return ""
+
+    def _waits_for(self, where: TopicPartition, name: str, quiet_s: float, *, sure: bool) -> bool:
+        """Return whether the run waits for a stored entry.
+
+        Args:
+            where: The topic partition.
+            name: The entry.
+            quiet_s: Time for which nothing has arrived, seconds.
+            sure: Whether the entry is known not to be acknowledged.
+        """
+        if quiet_s * 1000 < self._config.available_now_quiet_ms:
+            return True
+        if not sure:
+            _log.info("%s and the entries after it count as acknowledged before the run", name)
+            return False
+        # Only pulsar-client does not tell which entries are delayed.
+        delayed = self._delayed(where) if self._config.how_to_connect().by_client else 0
+        self._leave(where, delayed)
+        return not delayed
+
+    def _leave(self, where: TopicPartition, entries: int) -> None:
+        """Count entries that are left, because they are not due."""
+        if entries:
+            _log.warning(
+                "%d delayed entries of %s are not due, and are left for a later run", entries, where
+            )
+            with self._lock:
+                self._window.counters.entries_not_due += entries
+
+    def _delayed(self, where: TopicPartition) -> int:
+        """Return the broker's count of delayed messages; 0 if it is unknown."""
+        assert self._admin is not None
+        try:
+            stats = self._admin.subscription(where, self._config.subscription) or {}
+        except BrokerError as exc:
+            _log.warning("the delayed messages of %s are unknown: %s", where, exc)
+            return 0
+        return int(stats.get("msgDelayed", 0))
 
     def _broker_state(self, where: TopicPartition) -> BrokerState | None:
         """Return what the cursor has acknowledged; ``None`` if that is unknown."""
@@ -304,27 +352,64 @@ class AvailableNow:
             )  # fmt: skip
 
 
-def _first_entry(
+class Found(NamedTuple):
+    """What a Reader found in some gaps."""
+
+    entry: EntryId | None
+    """The first entry that is still to come."""
+    not_due: int
+    """Number of entries that are not due, in the first ``passed`` gaps."""
+    passed: int
+    """Number of gaps, from the first on, in which nothing is still to come."""
+
+
+def _stretches(gaps: Iterable[Gap]) -> Iterator[list[Gap]]:
+    """Group gaps for one Reader each: those in one ledger with little between them."""
+    part: list[Gap] = []
+    for gap in gaps:
+        near = part and (
+            gap.start.ledger == part[-1].end.ledger
+            and gap.start.entry - part[-1].end.entry <= GAP_ENTRIES_MAX
+        )
+        if part and not near:
+            yield part
+            part = []
+        part.append(gap)
+    if part:
+        yield part
+
+
+def _search(
     broker: Broker,
     where: TopicPartition,
-    gap: Gap,
+    gaps: Sequence[Gap],
     skipped: tuple[type[UnreadableEntryError], ...],
-) -> EntryId | None:
-    """Return the first stored entry of a gap that can be received, or ``None``.
+) -> Found:
+    """Look for the first stored entry of some gaps that can be received now.
+
+    Args:
+        broker: Connection for Readers.
+        where: The topic partition.
+        gaps: The gaps, ascending.
+        skipped: Kinds of unreadable entries that the source skips.
 
     Raises:
-        ReplayTimeoutError: The Reader did not reach the end in time.
+        ReplayTimeoutError: The Reader returned nothing in time.
         UnreadableEntryError: An entry cannot be read, and its kind is not skipped.
     """
+    end_s = time.monotonic() + READ_S
     deadline = time.monotonic() + READER_TIMEOUT_S
-    last = EntryId(gap.end.ledger, gap.end.entry - 1)
+    end = gaps[-1].end
+    last = EntryId(end.ledger, end.entry - 1)
     unreadable: dict[EntryId, UnreadableEntryError] = {}
-    with Scan(broker, where, gap.start, last, unreadable=unreadable) as scan:
-        while not scan.done:
+    passed = not_due = of_this_gap = 0
+    how = ReadOptions(columns=(DELIVER_AT,))
+    with Scan(broker, where, gaps[0].start, last, how, unreadable=unreadable) as scan:
+        while not scan.done and time.monotonic() < end_s:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise ReplayTimeoutError(
-                    f"A reader of {where} received nothing from {gap.start} on. Check the load "
+                    f"A reader of {where} received nothing from {scan.position} on. Check the load "
                     "of the broker."
                 )
             blocks = retry_until(scan.read, left_s)
@@ -332,5 +417,21 @@ def _first_entry(
                 if not isinstance(error, skipped):
                     raise error
             if blocks:
-                return blocks[0].id if blocks[0].id < gap.end else None
-    return None
+                deadline = time.monotonic() + READER_TIMEOUT_S
+            for block in blocks:
+                while passed < len(gaps) and gaps[passed].end <= block.id:
+                    passed, not_due, of_this_gap = passed + 1, not_due + of_this_gap, 0
+                if passed == len(gaps) or block.id < gaps[passed].start:
+                    continue
+                if not _is_delayed(block):
+                    return Found(block.id, not_due, passed)
+                of_this_gap += 1
+        if scan.done:
+            passed, not_due = len(gaps), not_due + of_this_gap
+    return Found(None, not_due, passed)
+
+
+def _is_delayed(block: EntryBlock) -> bool:
+    """Return whether no shared subscription gets an entry yet; ``False`` if that is unknown."""
+    due = block.column(DELIVER_AT)[0]
+    return due is not None and bool(due.timestamp() > time.time())

@@ -28,6 +28,7 @@ class WindowProgress(TypedDict):
     encryptedSkipped: int
     ackGaps: int
     ackGapsResolved: int
+    entriesNotDue: int
     entriesLost: int
     plannedBatches: int
 
@@ -138,6 +139,7 @@ class Watch:
             "encryptedSkipped": counters.encrypted_skipped,
             "ackGaps": window.ack_gaps,
             "ackGapsResolved": counters.ack_gaps_resolved,
+            "entriesNotDue": counters.entries_not_due,
             "entriesLost": counters.entries_lost,
             "plannedBatches": len(window.batches),
         }

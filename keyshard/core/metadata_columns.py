@@ -11,7 +11,7 @@ from keyshard.redaction import shown
 
 MESSAGE_ID_BYTES = "__messageIdBytes"
 ORDERING_KEY, KEY_BYTES = "__orderingKey", "__keyBytes"
-SEQUENCE_ID, PRODUCER = "__sequenceId", "__producer"
+SEQUENCE_ID, PRODUCER, DELIVER_AT = "__sequenceId", "__producer", "__deliverAt"
 
 
 class Kind(IntEnum):
@@ -77,6 +77,8 @@ COLUMNS = (
     MetadataColumn("__brokerPublishTime", Kind.TIME, Origin.BROKER, field=1),
     # The cluster that the message was replicated from. Null if it was not replicated.
     MetadataColumn("__replicatedFrom", Kind.TEXT, Origin.ENTRY, field=5),
+    # Time before which no shared subscription gets the message. Null if it is not delayed.
+    MetadataColumn(DELIVER_AT, Kind.TIME, Origin.ENTRY, field=19),
 )
 """All metadata columns, in their order in the rows of a source."""
 STORED = tuple(one for one in COLUMNS if one.origin is not Origin.ROW)

@@ -53,9 +53,9 @@ class Target:
     last: EntryId | None
     """``None`` if the partition was empty: then no entry belongs to the run."""
     passed: EntryId | None = None
-    """Every entry up to this position is delivered or will never come."""
+    """Every entry up to this position is delivered, is left, or will never come."""
     reached: bool = False
-    """Whether every entry up to ``last`` is delivered or will never come."""
+    """Whether every entry up to ``last`` is delivered, is left, or will never come."""
 
     def __post_init__(self) -> None:
         self.reached = self.last is None
@@ -84,5 +84,5 @@ class Target:
         yield from gaps(delivered, after, self.last)
 
     def nothing_in(self, gap: Gap) -> None:
-        """Record that no entry comes from a gap. Called in the order of :meth:`open_gaps`."""
+        """Record that no entry comes from a gap now. Called in the order of :meth:`open_gaps`."""
         self.passed = EntryId(gap.end.ledger, gap.end.entry - 1)

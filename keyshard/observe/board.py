@@ -41,6 +41,7 @@ ROWS: dict[str, dict[str, tuple[str, ...]]] = {
         "Received": ("keyshard_messages_received_total", "keyshard_entries_acknowledged_total"),
         "Batches and acknowledgements": (
             "keyshard_batches_planned", "keyshard_entries_to_acknowledge",
+            "keyshard_entries_not_due_total",
         ),
         "Uptime": ("keyshard_uptime_seconds",),
     },

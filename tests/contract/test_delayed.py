@@ -9,6 +9,9 @@ import time
 from dataclasses import replace
 
 from keyshard.broker.memory import Batching, Message
+from keyshard.broker.port import ReadOptions
+from keyshard.columns.content import content_columns
+from keyshard.core.metadata_columns import DELIVER_AT
 from keyshard.core.position.entry import EntryId, TopicPartition
 from tests.contract.contract_harness import (
     SUBSCRIPTION,
@@ -68,11 +71,15 @@ def test_a_delayed_message_is_an_entry_of_its_own(harness: Harness) -> None:
     assert (alone.values, alone.batched) == ([b"2"], False)
 
 
-def test_a_reader_gets_delayed_messages_at_once(harness: Harness) -> None:
+def test_a_reader_gets_delayed_messages_at_once_with_their_time(harness: Harness) -> None:
     where, due_ms = TopicPartition(harness.create_topic()), due(harness)
     harness.publish(where.name, messages(1, count=3, due_ms=due_ms))
-    found = read_to_end(harness.broker().reader(where, FIRST))
+    how = ReadOptions(columns=content_columns([DELIVER_AT]))
+    found = read_to_end(harness.broker().reader(where, FIRST, how))
     assert found.values == [b"0", b"1", b"2"]
+    time_s = None if DELIVER_AT in harness.not_handed_out else due_ms / 1_000
+    times = [time for block in found.blocks for time in block.column(DELIVER_AT)]
+    assert [time and time.timestamp() for time in times] == [None, time_s, None]
 
 
 def test_delayed_messages_are_backlog_and_are_counted(harness: Harness) -> None:

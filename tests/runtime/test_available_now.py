@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from tests.helpers import config, keys_of, rows_of
 
 KEYS = keys_of(4)
 QUIET_MS = 400
+HOUR_MS = 3_600_000
 
 
 class BoundedTopic:
@@ -280,6 +282,82 @@ class DeafAdmin(MemoryAdmin):
         if self.away:
             raise BrokerUnavailableError("away")
         return super().broker_state(*asked)
+
+
+class DelayingTopic(BoundedTopic):
+    """A topic on a broker whose clock can be put forward."""
+
+    def __init__(self) -> None:
+        self.ahead_ms = 0
+        super().__init__(now_ms=lambda: time.time_ns() // 1_000_000 + self.ahead_ms)
+
+    def publish_delayed(self, key: str = "late") -> str:
+        """Publish a message of the first partition for one hour later."""
+        due_ms = time.time_ns() // 1_000_000 + HOUR_MS
+        value = f"{key}:{self.count}"
+        self.count += 1
+        self.cluster.publish(self.where[0], Message(value.encode(), key, deliver_at_ms=due_ms))
+        return value
+
+
+@pytest.mark.parametrize("with_admin", [True, False])
+def test_a_message_that_is_not_due_is_left_for_a_later_run(with_admin: bool) -> None:
+    """1. A topic has one delayed message among others. 2. A bounded run begins.
+
+    With admin_url it waited for its timeout and failed.
+    """
+    topic = DelayingTopic()
+    admin = MemoryAdmin(topic.cluster) if with_admin else None
+    values = topic.publish(20)
+    late = [topic.publish_delayed(), topic.publish_delayed()]
+    values += topic.publish(20)
+    with bounded(topic, admin=admin) as coordinator:
+        assert sorted(run(coordinator)) == sorted(values)
+        assert coordinator.status()["entriesNotDue"] == 2
+        end = coordinator.newest
+    assert topic.backlog == 2
+    topic.ahead_ms = HOUR_MS
+    with bounded(topic, checkpoint=end, admin=admin) as coordinator:
+        assert sorted(run(coordinator)) == late
+        assert coordinator.status()["entriesNotDue"] == 0
+    assert topic.backlog == 0
+
+
+def test_many_messages_that_are_not_due_need_few_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    topic = DelayingTopic()
+    opened = []
+    reader = MemoryBroker.reader
+
+    def counted(*asked: Any) -> Any:
+        opened.append(asked)
+        return reader(*asked)
+
+    monkeypatch.setattr(MemoryBroker, "reader", counted)
+    values = []
+    for _ in range(200):
+        values += topic.publish(1, partitions=1)
+        topic.publish_delayed()
+    with bounded(topic, admin=MemoryAdmin(topic.cluster)) as coordinator:
+        assert sorted(run(coordinator)) == sorted(values)
+        assert coordinator.status()["entriesNotDue"] == 200
+    # 400 entries are 14 ledgers.
+    assert len(opened) < 60
+
+
+def test_an_undelivered_entry_behind_delayed_ones_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topic = DelayingTopic()
+    topic.publish_delayed()
+    topic.publish(1, partitions=1)
+    monkeypatch.setattr(MemoryConsumer, "receive", lambda *_: threading.Event().wait(0.01) or [])
+    source = topic.source(available_now_timeout_ms=1_000)
+    with (
+        bounded(topic, source, admin=MemoryAdmin(topic.cluster)) as coordinator,
+        pytest.raises(AvailableNowTimeoutError) as caught,
+    ):
+        coordinator.batches.cut_available()
+    assert "entry 1:1 of" in str(caught.value.facts["missing"])
 
 
 @pytest.mark.parametrize("what", ["reader", "admin"])

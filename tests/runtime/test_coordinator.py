@@ -713,6 +713,7 @@ def test_the_status_is_of_plain_json_values(orders: CoordinatedTopic) -> None:
             "encryptedSkipped": 0,
             "ackGaps": 0,
             "ackGapsResolved": 0,
+            "entriesNotDue": 0,
             "entriesLost": 0,
             "rangesPaused": 0,
             "connectionError": "",

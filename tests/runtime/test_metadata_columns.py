@@ -23,7 +23,7 @@ from tests.helpers import config, received, rows_of
 _names = itertools.count()
 NAMED = (
     "__sequenceId", "__producer", "__orderingKey", "__keyBytes", "__brokerPublishTime",
-    "__replicatedFrom",
+    "__replicatedFrom", "__deliverAt",
 )  # fmt: skip
 SENT = [
     Message(b'{"id": 1}', key="k"),
@@ -32,10 +32,10 @@ SENT = [
     Message(b'{"id": 4}'),
 ]
 WANTED = [
-    (0, "p", None, b"k", None, None),
-    (1, "p", "o", b"k", None, None),
-    (2, "p", None, b"\x00\xff", None, None),
-    (3, "p", None, None, None, None),
+    (0, "p", None, b"k", None, None, None),
+    (1, "p", "o", b"k", None, None, None),
+    (2, "p", None, b"\x00\xff", None, None, None),
+    (3, "p", None, None, None, None, None),
 ]
 
 

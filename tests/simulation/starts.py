@@ -226,5 +226,6 @@ class Starts:
                 ("__keyBytes", stored.key_bytes), ("__sequenceId", stored.sequence_id),
                 ("__producer", stored.producer), ("__orderingKey", None),
                 ("__brokerPublishTime", None), ("__replicatedFrom", None),
+                ("__deliverAt", None),
             ):  # fmt: skip
                 assert row.get(name, value) == value, f"{name} is {row[name]!r}, not {value!r}"

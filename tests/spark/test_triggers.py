@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,28 @@ def test_available_now_serves_late_data_empty_partitions_and_foreign_acknowledge
     assert set(topic.values()) == set(topic.sent[:500])
     assert set(topic.values().values()) == {1}
     assert topic.backlog() == 0
+
+
+@pytest.mark.parametrize("transport", ["wire", "client"])
+def test_available_now_leaves_delayed_messages_that_are_not_due(
+    spark: SparkSession, topic: SparkTopic, transport: str
+) -> None:
+    """1. A topic has a message of deliver_after=3h among others. 2. A bounded query reads it.
+
+    The query waited for availableNowTimeoutMillis and failed with "Check the broker".
+    """
+    topic.produce(60)
+    with closing(topic.client()) as client:
+        producer = client.create_producer(topic.name)
+        for key in ("key-1", "key-2"):
+            producer.send(b"late", partition_key=key, deliver_after=timedelta(hours=3))
+    topic.produce(60)
+    for _ in range(2):
+        ended(topic.start(topic.rows(spark, transport=transport)))
+        assert set(topic.values()) == set(topic.sent)
+        assert set(topic.values().values()) == {1}
+        assert topic.backlog() == 2
+        topic.produce(30)
 
 
 def test_available_now_without_admin_url(spark: SparkSession, topic: SparkTopic) -> None:

@@ -75,6 +75,7 @@ def progress() -> Progress:
         "encryptedSkipped": 0,
         "ackGaps": 0,
         "ackGapsResolved": 0,
+        "entriesNotDue": 0,
         "entriesLost": 0,
         "rangesPaused": 0,
         "connectionError": "",

@@ -247,7 +247,8 @@ def test_columns_beside_the_default_ones_are_named_one_or_several() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["__keyBytes", "__sequenceId", "__brokerPublishTime", "__replicatedFrom"]
+    "name",
+    ["__keyBytes", "__sequenceId", "__brokerPublishTime", "__replicatedFrom", "__deliverAt"],
 )
 def test_columns_that_pulsar_client_lacks_are_refused_with_it(name: str) -> None:
     assert config(metadata_columns=name, transport="wire").metadata_columns == (name,)

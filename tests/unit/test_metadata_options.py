@@ -23,7 +23,7 @@ from spark_adapter.structure import COLUMNS, SELECTABLE
 STREAM, BATCH = {"topic": "t", "subscription": "s"}, {"topic": "t", "admin.url": "http://a:1"}
 TYPES = (
     BinaryType(), StringType(), BinaryType(), LongType(), StringType(), TimestampType(),
-    StringType(),
+    StringType(), TimestampType(),
 )  # fmt: skip
 
 

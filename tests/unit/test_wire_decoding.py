@@ -213,6 +213,10 @@ def test_columns_without_a_reader_are_not_built() -> None:
         ({5: b"\xff"}, b"", "__replicatedFrom", "\ufffd"),
         ({5: 7}, b"", "__replicatedFrom", None),
         ({}, b"", "__replicatedFrom", None),
+        ({19: 86_400_000}, b"", "__deliverAt", datetime(1970, 1, 2, tzinfo=timezone.utc)),
+        ({19: 2**63 - 1}, b"", "__deliverAt", None),
+        ({19: b"text"}, b"", "__deliverAt", None),
+        ({}, b"", "__deliverAt", None),
     ],
 )
 def test_invalid_metadata_becomes_the_nearest_value_or_null(

@@ -14,7 +14,7 @@ from typing import Any
 
 from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry
 from keyshard.columns.content import entry_block, metadata_in
-from keyshard.core.metadata_columns import KEY_BYTES, PRODUCER, SEQUENCE_ID
+from keyshard.core.metadata_columns import DELIVER_AT, KEY_BYTES, PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.ring.hash_range import HashRange
@@ -154,6 +154,8 @@ class StoredEntry:
             return [self.messages[index].key_bytes for index in indices]
         if name == SEQUENCE_ID:
             return [self.sequence_id + index for index in indices]
+        if name == DELIVER_AT:
+            return [self.messages[index].deliver_at_ms for index in indices]
         # This broker stores no other metadata.
         return [self.producer if name == PRODUCER else None] * len(indices)
 

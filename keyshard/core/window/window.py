@@ -433,5 +433,7 @@ class WindowCounters:
     """Encrypted entries that were acknowledged because ``on_encrypted`` is ``skip``."""
     ack_gaps_resolved: int = 0
     """Entries of ack gaps that a checkpoint counts as resolved."""
+    entries_not_due: int = 0
+    """Entries that a bounded run left, because their delivery time had not come."""
     entries_lost: int = 0
     """Entries left out because they are gone or were acknowledged by another application."""
