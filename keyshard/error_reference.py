@@ -318,7 +318,7 @@ REFERENCES = (
     ),
     Reference(
         errors.AvailableNowTimeoutError,
-        "A run with `trigger(availableNow=True)` received no row for `available_now_timeout_ms`. "
+        "A run with `trigger(availableNow=True)` planned no batch for `available_now_timeout_ms`. "
         "The message names the missing entries.",
         "Check the broker, or raise `availableNowTimeoutMillis`. A restart continues after the "
         "committed rows.",

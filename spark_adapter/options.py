@@ -104,7 +104,7 @@ OPTIONS = (
         "minOffsetsPerTrigger",
         "batch_rows_min",
         "Fewest rows of a micro-batch. With fewer rows, the query waits until `maxTriggerDelay` "
-        "or until the window is full.",
+        "or until the window is full. A query with `availableNow` does not wait.",
     ),
     Option(
         "maxTriggerDelay",

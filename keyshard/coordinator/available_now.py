@@ -132,6 +132,8 @@ class AvailableNow:
         self._range_consumers = range_consumers
         self._behind: dict[tuple[TopicPartition, int], tuple[int, float]] = {}
         self._logged_s = -math.inf
+        self._without_room_s: float | None = None
+        """Since when no cut takes received rows, on the monotonic clock."""
         self.finished = False
         """Whether every target was reached and every entry acknowledged."""
 
@@ -200,6 +202,28 @@ class AvailableNow:
                 probe_s = time.monotonic() + probe_every_s
                 probe_every_s = min(2 * probe_every_s, PROBE_EVERY_S[1])
         return False
+
+    def cut(self) -> None:
+        """Note that a batch was cut."""
+        self._without_room_s = None
+
+    def wait_for_room(self) -> None:
+        """Wait for a moment, after a cut that took none of the received rows.
+
+        Raises:
+            AvailableNowTimeoutError: No cut took any for too long.
+        """
+        now = time.monotonic()
+        self._without_room_s = self._without_room_s or now
+        with self._lock:
+            rows = self._window.rows
+            self._lock.wait(GATHER_S[0])
+            self._shared.check()
+        self._check_deadline(
+            self._without_room_s, now,
+            f"no batch takes any of {rows} rows in the window, because the checkpoint has no room "
+            "for more gaps. Raise checkpoint_bytes_max (maxCheckpointBytes)",
+        )  # fmt: skip
 
     def finish(self, acknowledger: Acknowledger, receivers: Sequence[Receiver]) -> None:
         """Hand over all acknowledgements and close the consumers. Idempotent.
@@ -337,7 +361,7 @@ class AvailableNow:
     def _check_deadline(self, began: float, now: float, missing: str) -> None:
         if now - began > self._config.available_now_timeout_ms / 1000:
             raise AvailableNowTimeoutError(
-                "The run is not complete, and received no row for "
+                "The run is not complete, and planned no batch for "
                 f"{self._config.available_now_timeout_ms} ms: {missing}. Check the broker, or "
                 "raise availableNowTimeoutMillis. Committed rows are acknowledged. A restart "
                 "continues after them.",

@@ -104,6 +104,10 @@ class Batches:
         Raises:
             KeyShardError: The error that ended receiving or acknowledging.
         """
+        return self._cut(rows_max, waits=True)
+
+    def _cut(self, rows_max: int | None, *, waits: bool) -> Checkpoint | None:
+        """Do the same; ``waits``: whether ``batch_rows_min`` and ``batch_delay_max_ms`` count."""
         config = self._config
         with self._shared.lock:
             self._shared.check()
@@ -112,9 +116,8 @@ class Batches:
                 # Hosts call this every few milliseconds, so an idle cut must be cheap.
                 return None
             waited_s = self._watch.since_cut_s()
-            if not self._window.pauses.any_full and waits_for_more(
-                rows, config.batch_rows_min or 0, waited_s, config.batch_delay_max_ms / 1000
-            ):
+            rows_min = config.batch_rows_min if waits and not self._window.pauses.any_full else None
+            if waits_for_more(rows, rows_min or 0, waited_s, config.batch_delay_max_ms / 1000):
                 return None
             checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
             if checkpoint is not None:
@@ -124,19 +127,25 @@ class Batches:
             return checkpoint
 
     def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
-        """Wait for rows in a bounded run, then plan a batch of them as :meth:`cut` does.
+        """Wait for rows in a bounded run, then plan a batch of them.
+
+        ``batch_rows_min`` does not count: there may be no further rows.
 
         Returns:
             The end checkpoint. ``None``: all entries up to the targets are delivered and
             acknowledged, and the consumers are closed.
 
         Raises:
-            AvailableNowTimeoutError: Neither a row nor the end came in time.
+            AvailableNowTimeoutError: Neither a row nor the end came in time, or the checkpoint had
+                no room for received rows.
         """
         bounded = self._bounded
         assert bounded is not None
-        if bounded.wait_for_rows(rows_max):
-            return self.cut(rows_max)
+        while bounded.wait_for_rows(rows_max):
+            if (checkpoint := self._cut(rows_max, waits=False)) is not None:
+                bounded.cut()
+                return checkpoint
+            bounded.wait_for_room()
         bounded.finish(self._consumers.acknowledger, self._consumers.range_consumers.receivers)
         return None
 

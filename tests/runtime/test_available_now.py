@@ -323,6 +323,39 @@ def test_a_message_that_is_not_due_is_left_for_a_later_run(with_admin: bool) -> 
     assert topic.backlog == 0
 
 
+@pytest.mark.parametrize("with_admin", [True, False])
+def test_the_rows_of_a_run_do_not_wait_for_more(with_admin: bool) -> None:
+    """1. A topic has fewer rows than batch_rows_min. 2. A bounded run reads it.
+
+    The run ended with no row, as if everything had been read.
+    """
+    topic = BoundedTopic()
+    values = topic.publish(50)
+    source = topic.source(batch_rows_min=1_000, batch_delay_max_ms=60_000)
+    with bounded(topic, source, admin=admin_of(topic, with_admin)) as coordinator:
+        assert sorted(run(coordinator)) == sorted(values)
+    assert topic.backlog == 0
+
+
+def test_rows_without_room_in_the_checkpoint_do_not_end_a_run_in_silence() -> None:
+    """1. Every second message is delayed. 2. The gaps in the checkpoint reach its limit.
+
+    The run ended, and its host took the rows so far for all.
+    """
+    topic = DelayingTopic()
+    for _ in range(3_000):
+        topic.publish(1, partitions=1)
+        topic.publish_delayed()
+    source = topic.source(
+        checkpoint_bytes_max=4_096, window_rows_max=100, available_now_timeout_ms=1_000
+    )
+    with (
+        bounded(topic, source, admin=MemoryAdmin(topic.cluster)) as coordinator,
+        pytest.raises(AvailableNowTimeoutError),
+    ):
+        run(coordinator)
+
+
 def test_many_messages_that_are_not_due_need_few_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     topic = DelayingTopic()
     opened = []
