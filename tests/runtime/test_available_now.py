@@ -20,9 +20,10 @@ from keyshard.core.position.entry import EntryBlock
 from keyshard.core.subscription_state import BrokerState
 from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError, TopicRecreatedError
 from tests.helpers import config, keys_of, rows_of
+from tests.support.deadlines import deadline
 
 KEYS = keys_of(4)
-QUIET_MS = 400
+QUIET_MS, TIMEOUT_MS = int(deadline(0.4) * 1_000), int(deadline(20) * 1_000)
 HOUR_MS = 3_600_000
 
 
@@ -50,7 +51,7 @@ class BoundedTopic:
         return sum(self.cluster.backlog(where, "unit") for where in self.where)
 
     def source(self, **changes: object) -> SourceConfig:
-        fields = {"available_now_timeout_ms": 20_000, "available_now_quiet_ms": QUIET_MS}
+        fields = {"available_now_timeout_ms": TIMEOUT_MS, "available_now_quiet_ms": QUIET_MS}
         return config(self.topic, **fields | changes)
 
 
