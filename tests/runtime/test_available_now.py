@@ -23,7 +23,7 @@ from tests.helpers import config, keys_of, rows_of
 from tests.support.deadlines import deadline
 
 KEYS = keys_of(4)
-QUIET_MS, TIMEOUT_MS = int(deadline(0.4) * 1_000), int(deadline(20) * 1_000)
+QUIET_MS, TIMEOUT_MS = int(deadline(1.5) * 1_000), int(deadline(20) * 1_000)
 HOUR_MS = 3_600_000
 
 
