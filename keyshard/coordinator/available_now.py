@@ -132,8 +132,6 @@ class AvailableNow:
         self._range_consumers = range_consumers
         self._behind: dict[tuple[TopicPartition, int], tuple[int, float]] = {}
         self._logged_s = -math.inf
-        self._without_room_s: float | None = None
-        """Since when no cut takes received rows, on the monotonic clock."""
         self.finished = False
         """Whether every target was reached and every entry acknowledged."""
 
@@ -203,24 +201,22 @@ class AvailableNow:
                 probe_every_s = min(2 * probe_every_s, PROBE_EVERY_S[1])
         return False
 
-    def cut(self) -> None:
-        """Note that a batch was cut."""
-        self._without_room_s = None
-
-    def wait_for_room(self) -> None:
+    def wait_for_room(self, since_s: float) -> None:
         """Wait for a moment, after a cut that took none of the received rows.
+
+        Args:
+            since_s: Monotonic time of the first such cut, seconds.
 
         Raises:
             AvailableNowTimeoutError: No cut took any for too long.
         """
         now = time.monotonic()
-        self._without_room_s = self._without_room_s or now
         with self._lock:
             rows = self._window.rows
             self._lock.wait(GATHER_S[0])
             self._shared.check()
         self._check_deadline(
-            self._without_room_s, now,
+            since_s, now,
             f"no batch takes any of {rows} rows in the window, because the checkpoint has no room "
             "for more gaps. Raise checkpoint_bytes_max (maxCheckpointBytes)",
         )  # fmt: skip
@@ -377,7 +373,7 @@ class AvailableNow:
 
 
 class Found(NamedTuple):
-    """What a Reader found in some gaps."""
+    """The result of reading some gaps."""
 
     entry: EntryId | None
     """The first entry that is still to come."""

@@ -104,10 +104,6 @@ class Batches:
         Raises:
             KeyShardError: The error that ended receiving or acknowledging.
         """
-        return self._cut(rows_max, waits=True)
-
-    def _cut(self, rows_max: int | None, *, waits: bool) -> Checkpoint | None:
-        """Do the same; ``waits``: whether ``batch_rows_min`` and ``batch_delay_max_ms`` count."""
         config = self._config
         with self._shared.lock:
             self._shared.check()
@@ -116,8 +112,11 @@ class Batches:
                 # Hosts call this every few milliseconds, so an idle cut must be cheap.
                 return None
             waited_s = self._watch.since_cut_s()
-            rows_min = config.batch_rows_min if waits and not self._window.pauses.any_full else None
-            if waits_for_more(rows, rows_min or 0, waited_s, config.batch_delay_max_ms / 1000):
+            # A bounded run may get no further rows.
+            at_once = self._bounded is not None or self._window.pauses.any_full
+            if not at_once and waits_for_more(
+                rows, config.batch_rows_min or 0, waited_s, config.batch_delay_max_ms / 1000
+            ):
                 return None
             checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
             if checkpoint is not None:
@@ -127,7 +126,7 @@ class Batches:
             return checkpoint
 
     def cut_available(self, rows_max: int | None = None) -> Checkpoint | None:
-        """Wait for rows in a bounded run, then plan a batch of them.
+        """Wait for rows in a bounded run, then plan a batch of them as :meth:`cut` does.
 
         ``batch_rows_min`` does not count: there may be no further rows.
 
@@ -141,11 +140,12 @@ class Batches:
         """
         bounded = self._bounded
         assert bounded is not None
+        without_room_s: float | None = None
         while bounded.wait_for_rows(rows_max):
-            if (checkpoint := self._cut(rows_max, waits=False)) is not None:
-                bounded.cut()
+            if (checkpoint := self.cut(rows_max)) is not None:
                 return checkpoint
-            bounded.wait_for_room()
+            without_room_s = without_room_s or time.monotonic()
+            bounded.wait_for_room(without_room_s)
         bounded.finish(self._consumers.acknowledger, self._consumers.range_consumers.receivers)
         return None
 
