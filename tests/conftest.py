@@ -22,7 +22,7 @@ from keyshard.testing.devbroker import DevBroker, DevCluster
 from tests.spark_classes import QUICK, java_options, submit_arguments
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import FACTOR, deadline
-from tests.support.kinds import KINDS, kind_of, real
+from tests.support.kinds import KINDS, kind_of_item, real
 from tests.support.preemption import preempted
 from tests.support.tested_pulsar import BROKERS, PULSAR
 
@@ -107,8 +107,7 @@ def _select(config: pytest.Config, items: list[pytest.Item], kinds: list[str]) -
     others: list[pytest.Item] = []
     selected: list[pytest.Item] = []
     for item in items:
-        markers = {marker.name for marker in item.iter_markers()}
-        (selected if kind_of(item.nodeid, markers) in kinds else others).append(item)
+        (selected if kind_of_item(item) in kinds else others).append(item)
     if "real" in kinds and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         missing = real() - {item.nodeid for item in selected}
         if missing:

@@ -27,11 +27,11 @@ from tests.helpers import present, wait_until
 FIRST = EntryId(0, 0)
 
 
-def messages(*delayed: int, count: int, due_ms: int) -> list[Message]:
+def messages(*late: int, count: int, due_ms: int) -> list[Message]:
     """Messages of one key, some of them delayed; each value is its number."""
     plain = [Message(b"%d" % number, key="k") for number in range(count)]
     return [
-        replace(one, deliver_at_ms=due_ms) if number in delayed else one
+        replace(one, deliver_at_ms=due_ms) if number in late else one
         for number, one in enumerate(plain)
     ]
 
@@ -39,6 +39,12 @@ def messages(*delayed: int, count: int, due_ms: int) -> list[Message]:
 def due(harness: Harness) -> int:
     """A time that is not reached soon, milliseconds since the epoch."""
     return time.time_ns() // 1_000_000 + harness.delay_ms
+
+
+def delayed(harness: Harness, where: TopicPartition) -> int:
+    """The broker's count of delayed messages."""
+    stats = present(harness.admin().subscription(where, SUBSCRIPTION))
+    return int(stats["msgDelayed"])
 
 
 def test_a_delayed_message_is_overtaken_by_its_key_and_comes_when_it_is_due(
@@ -88,15 +94,11 @@ def test_delayed_messages_are_backlog_and_are_counted(harness: Harness) -> None:
     harness.publish(where.name, messages(0, 2, count=4, due_ms=due_ms))
     consumer.acknowledge(receive([consumer], 2).ids)
     wait_until(lambda: harness.backlog(where) == 2)
-
-    def delayed() -> int:
-        return int(present(harness.admin().subscription(where, SUBSCRIPTION))["msgDelayed"])
-
-    assert delayed() == 2
+    assert delayed(harness, where) == 2
     harness.pass_time(due_ms)
     consumer.acknowledge(receive([consumer], 2).ids)
     wait_until(lambda: harness.backlog(where) == 0)
-    assert delayed() == 0
+    assert delayed(harness, where) == 0
 
 
 def test_after_a_reconnect_a_delayed_message_still_waits(harness: Harness) -> None:
@@ -130,14 +132,10 @@ def test_many_delays_of_ascending_times_stop_all_that_follows(harness: Harness) 
     where, due_ms = TopicPartition(harness.create_topic()), due(harness) + 3_600_000
     consumer = subscribe(harness.broker(), where)
     limit = harness.delayed_look_ahead
-    delayed = [Message(b"", key=f"{number}", deliver_at_ms=due_ms) for number in range(2 * limit)]
-    harness.publish(where.name, [*delayed, Message(b"plain", key="k")])
-
-    def waiting() -> int:
-        return int(present(harness.admin().subscription(where, SUBSCRIPTION))["msgDelayed"])
-
-    wait_until(lambda: waiting() >= limit)
+    late = [Message(b"", key=f"{number}", deliver_at_ms=due_ms) for number in range(2 * limit)]
+    harness.publish(where.name, [*late, Message(b"plain", key="k")])
+    wait_until(lambda: delayed(harness, where) >= limit)
     received = Received()
     receive_until_idle([consumer], received, harness.idle_s)
     assert not received.values
-    assert waiting() < 2 * limit
+    assert delayed(harness, where) < 2 * limit

@@ -75,7 +75,7 @@ def deadline(quiet_s: float) -> float:
 
 
 class DeadlineError(AssertionError):
-    """What a test waited for did not come in time."""
+    """A wait of a test passed its deadline."""
 
 
 def in_time(end_s: float, what: str) -> None:

@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 KINDS = {
     "gate": "needs no broker, no JVM and no Ray, and passes on a busy machine",
     "real": "the part of the gate that has a real broker, Spark and Ray, in one process",
@@ -27,10 +29,15 @@ GATE = Path(__file__).parents[1] / "gate.toml"
 """Tests that are in the gate or outside although their folder and markers say otherwise."""
 
 
+def read_toml(file: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    return dict(toml.loads(file.read_text()))
+
+
 @cache
 def _lists() -> dict[str, Any]:
-    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    return dict(toml.loads(GATE.read_text()))
+    return read_toml(GATE)
 
 
 @cache
@@ -63,3 +70,8 @@ def kind_of(test: str, markers: Collection[str]) -> str:
             return needed
     listed = (one["kind"] for one in outside() if test.startswith(one["test"]))
     return next(listed, "gate")
+
+
+def kind_of_item(item: pytest.Item) -> str:
+    """The kind of a collected test, a key of ``KINDS``."""
+    return kind_of(item.nodeid, {marker.name for marker in item.iter_markers()})

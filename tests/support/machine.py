@@ -23,7 +23,7 @@ from tests.support.deadlines import FACTOR, DeadlineError, measured_now
 SLOWER = 2.0
 """A deadline says nothing once the machine is this many times slower than the tests make it."""
 TEXTS = ("Python worker failed to connect back", "[JAVA_GATEWAY_EXITED]")
-"""What errors of Spark say if a process of it did not start in time."""
+"""Texts in errors of Spark if one of its processes did not start in time."""
 VERDICTS = ("AssertionError", "KEYSHARD_")
 """An output with one of these shows why a program ended, whatever else stands there."""
 NOT_STARTED = {StartResult.LATE.name, StartResult.STUCK.name, StartResult.TAKEN.name}
@@ -63,7 +63,7 @@ def _killed_for_memory() -> int:
 
 @dataclass(frozen=True)
 class Since:
-    """What the machine is short of from now on."""
+    """A moment, and the shortages of the machine since then."""
 
     began_s: float = field(default_factory=time.monotonic)
     cpu_waits_s: float = field(default_factory=_cpu_waits_s)
@@ -128,7 +128,7 @@ def trouble(error: BaseException, since: Since) -> str | None:
     """Why a failure says nothing about the product.
 
     Args:
-        error: What ended the test, or one of its fixtures.
+        error: The error that ended the test, or one of its fixtures.
         since: Taken when the test began.
 
     Returns:

@@ -3,8 +3,8 @@
 A test that trusts the order or the pace of threads passes nearly always, but not on a busy machine.
 ``pytest --preempt SEED`` makes such a test fail soon: while a test runs, each thread of its process
 stops now and then at a call of code below the checkout: the product, the tests, and packages of a
-virtual environment there. The seed fixes when a thread wants to
-stop, but not what the others do meanwhile.
+virtual environment there. The seed fixes when a thread wants to stop, but not the course of the
+other threads meanwhile.
 """
 
 from __future__ import annotations

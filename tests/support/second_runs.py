@@ -19,14 +19,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import date, timedelta
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.deadlines import VARIABLE, deadline
-from tests.support.kinds import KINDS, kind_of
+from tests.support.kinds import KINDS, kind_of_item, read_toml
 from tests.support.machine import Since, is_verdict, trouble
 
 INCONCLUSIVE = 75
@@ -65,8 +64,7 @@ class Flaky:
 @cache
 def flaky() -> tuple[Flaky, ...]:
     """The tests of ``tests/flaky.toml``."""
-    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    return tuple(Flaky(**one) for one in toml.loads(LIST.read_text()).get("flaky", ()))
+    return tuple(Flaky(**one) for one in read_toml(LIST).get("flaky", ()))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -105,8 +103,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Watch the machine from here on, if a second run is possible."""
-    markers = {marker.name for marker in item.iter_markers()}
-    if kind_of(item.nodeid, markers) in KINDS.keys() - {"gate", "clock"}:
+    if kind_of_item(item) in KINDS.keys() - {"gate", "clock"}:
         item.stash[_SINCE] = Since()
 
 
@@ -228,7 +225,7 @@ def _second_run(test: str, config: pytest.Config) -> tuple[str, str]:
 
 
 def _result(test: str, status: int, outcomes: list[list[str]]) -> str:
-    """What a second run shows. It passed only if each phase of this test did."""
+    """The result of a second run. It passed only if each phase of this test did."""
     phases = {phase for name, phase, _ in outcomes if name == test}
     met = {outcome for _, _, outcome in outcomes}
     if status == INCONCLUSIVE and met <= {"passed", "failed"} and phases:

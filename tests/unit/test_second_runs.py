@@ -188,7 +188,7 @@ def test_a_run_that_ends_early_stays_red(tmp_path: Path, ends: tuple[str, ...]) 
 
 
 def caught(raises: Callable[[], object]) -> BaseException:
-    """What a function raises."""
+    """The error that a function raises."""
     try:
         raises()
     except BaseException as exc:  # noqa: BLE001 - also the errors of pytest

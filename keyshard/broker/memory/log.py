@@ -154,10 +154,9 @@ class StoredEntry:
             return [self.messages[index].key_bytes for index in indices]
         if name == SEQUENCE_ID:
             return [self.sequence_id + index for index in indices]
-        if name == DELIVER_AT:
-            return [self.messages[index].deliver_at_ms for index in indices]
         # This broker stores no other metadata.
-        return [self.producer if name == PRODUCER else None] * len(indices)
+        of_entry = {PRODUCER: self.producer, DELIVER_AT: self.deliver_at_ms}
+        return [of_entry.get(name)] * len(indices)
 
 
 class EntryLog:
