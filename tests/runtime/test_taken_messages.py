@@ -359,10 +359,12 @@ def test_the_error_of_the_source_is_raised_once(orders: HandledTopic) -> None:
     async def leave() -> None:
         """Leave the block without waiting for a message: it raises the error."""
         async with source.messages() as messages:
-            task = asyncio.create_task(anext(messages))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            task.cancel()
+            # While the lock is held, the source does not learn that its topic is missing.
+            with orders.cluster.lock:
+                task = asyncio.create_task(anext(messages))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                task.cancel()
             await asyncio.wait([task])
             wait_until(lambda: ended(source))
 
