@@ -244,8 +244,8 @@ OPTIONS = (
     Option(
         "maxCheckpointBytes",
         "checkpoint_bytes_max",
-        "Size of a checkpoint at which the fast ranges of a topic partition wait for the slow "
-        "ones.",
+        "Size of a checkpoint at which the entries behind gaps wait. Slow ranges and delayed "
+        "messages make gaps: about one bit for each entry from the first gap to the last.",
     ),
     Option(
         "failOnDataLoss",

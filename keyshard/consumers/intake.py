@@ -36,6 +36,9 @@ from keyshard.errors import (
 
 COMPARE_AGAIN_S = 0.5
 """Pause of a range whose topic partition cannot be compared yet, seconds."""
+ROOM_AGAIN_S = 10.0
+"""Time after which a range looks for missing entries again while the checkpoint has no room,
+seconds. Each look receives again what the range holds, so looks are rare."""
 
 
 class Admitted(NamedTuple):
@@ -184,9 +187,28 @@ class Intake:
         # The messages of an unreadable entry are unknown, so all of it belongs to the subscription.
         if first is not None and not wrong:
             entries = self._from(first, range_consumer, entries)
-        if self._admit is None:
-            return Admitted(entries, None)
-        return self._admit(range_consumer, entries)
+        rest: Rest | None = None
+        if self._admit is not None:
+            entries, rest = self._admit(range_consumer, entries)
+        late = self._late_only(range_consumer.owned_range, entries)
+        if len(late) < len(entries):
+            rest = Rest(time.monotonic() + ROOM_AGAIN_S)
+        return Admitted(late, rest)
+
+    def _late_only(
+        self, owned_range: OwnedRange, entries: Sequence[EntryBlock]
+    ) -> Sequence[EntryBlock]:
+        """Return the entries that a checkpoint without room lets a range take.
+
+        Those are late entries, and entries that the window has already. A new consumer receives
+        unacknowledged entries in their order, so late entries come before all that wait for room.
+        """
+        window, where = self._shared.window, owned_range.topic_partition
+        if not window.pauses.late_only(where, owned_range.range_index):
+            return entries
+        with self._shared.lock:
+            known = window.known[where]
+            return [one for one in entries if known.is_late(one.id) or known.holds(one.id)]
 
     def _from(
         self, first: MessageId, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]

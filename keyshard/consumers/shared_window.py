@@ -30,6 +30,9 @@ class SharedWindow:
         """Commits and rescales of the last minutes, under the lock."""
         self.full_since_s = time.monotonic()
         """Monotonic time at which the window last became full."""
+        self.without_room_since_s: float | None = None
+        """Monotonic time since when a topic partition has had no room in the checkpoint; ``None``
+        if all have room."""
         self.stopping = stopping
         """Set when the source stops."""
         self._on_failure = on_failure
@@ -41,6 +44,19 @@ class SharedWindow:
             raise self._error
         if self.stopping.is_set():
             raise RuntimeStoppedError("The source is stopped.")
+
+    def look_for_room(self) -> None:
+        """Record whether each topic partition has room in the checkpoint. Called under the lock."""
+        if not self.window.tight:
+            self.without_room_since_s = None
+        elif self.without_room_since_s is None:
+            self.without_room_since_s = time.monotonic()
+
+    @property
+    def without_room_s(self) -> float:
+        """Seconds for which a topic partition has had no room in the checkpoint; 0 with room."""
+        since_s = self.without_room_since_s
+        return time.monotonic() - since_s if since_s is not None and self.window.tight else 0.0
 
     def fail(self, error: KeyShardError) -> None:
         """End the source with an error. The first error stays."""

@@ -119,6 +119,7 @@ class Batches:
             ):
                 return None
             checkpoint = self._window.cut(rows_max or config.batch_rows_max, config.batch_bytes_max)
+            self._shared.look_for_room()
             if checkpoint is not None:
                 self._cut_ms[checkpoint.batch_id] = int(time.time() * 1000)
                 full = self._window.pauses.any_full

@@ -369,10 +369,14 @@ class Coordinator:
         consumers = self.consumers
         troubles = consumers.troubles()
         with consumers.shared.lock:
+            window = consumers.shared.window
             return {
                 "ranges": len(consumers.range_consumers.assignment),
-                **self._watch.status(consumers.shared.window),
-                "rangesPaused": consumers.shared.window.pauses.for_checkpoint,
+                **self._watch.status(window),
+                "rangesPaused": window.pauses.for_checkpoint,
+                "checkpointBytes": window.checkpoint_bytes,
+                "partitionsWithoutRoom": len(window.tight),
+                "withoutRoomMillis": int(consumers.shared.without_room_s * 1000),
                 "connectionError": min(troubles.items())[1] if troubles else "",
                 "gapResolverError": self._gap_resolver.error,
                 "entriesAcknowledged": consumers.acknowledger.acknowledged,
@@ -416,6 +420,11 @@ class InFlightEntries:
         """Whether a topic partition has no room in the window."""
         return self._window.pauses.any_full
 
+    @property
+    def without_room(self) -> bool:
+        """Whether the checkpoint has no room for some entries of a topic partition."""
+        return bool(self._window.tight)
+
     def take(
         self, timeout_s: float, rows_max: int | None = None
     ) -> list[tuple[TopicPartition, int, EntryBlock]]:
@@ -437,16 +446,25 @@ class InFlightEntries:
             return self._window.take(rows_max)
 
     def plan_completed(
-        self, completed: Mapping[TopicPartition, Collection[EntryId]]
+        self, completed: Mapping[TopicPartition, Collection[EntryId]], *, limited: bool = True
     ) -> dict[TopicPartition, list[EntryId]]:
         """Put completed entries, which :meth:`take` handed out, into the newest checkpoint.
+
+        Args:
+            completed: The entries.
+            limited: Whether the checkpoint has a limit; the last one of a run has none.
+
+        Returns:
+            Entries that do not fit.
 
         Raises:
             KeyShardError: The error that ended the source.
         """
         with self._shared.lock:
             self._shared.check()
-            return self._window.plan_completed(completed)
+            left = self._window.plan_completed(completed, limited=limited)
+            self._shared.look_for_room()
+            return left
 
     @property
     def positions(self) -> Mapping[TopicPartition, PartitionCheckpoint]:

@@ -25,6 +25,7 @@ from keyshard.core.ack_gaps import (
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.subscription_state import BrokerState
 from keyshard.errors import KeyShardError
 from keyshard.reading.gaps import Inspection, inspect_ack_gaps
@@ -41,7 +42,10 @@ ACK_GAP_AGE_MS = 5_000
 If the admin interface lists what is acknowledged and the checkpoint has room, only acknowledged
 entries are read."""
 EXISTING_MAX = 20_000
-"""Existing entries in ack gaps that are remembered per topic partition."""
+"""Existing entries in ack gaps that are remembered per topic partition. With as many, any range may
+owe further ones."""
+WARN_AFTER_S, WARN_INTERVAL_S = 10.0, 60.0
+"""Time without room in the checkpoint before a warning, and between two warnings, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +59,8 @@ class AckGapsView(NamedTuple):
     tight: bool
     """Whether its checkpoint has no room. Then ranges that owe entries of ack gaps must not
     pause."""
+    doubts: int
+    """Times that the window dropped its evidence."""
 
 
 class _GapEvidence:
@@ -68,6 +74,8 @@ class _GapEvidence:
         """Entries of ack gaps that a Reader returned, with the slots that may route them."""
         self.absent = EntrySet()
         """Entries that were proved absent and are in no checkpoint yet."""
+        self.doubts = 0
+        """Times that the window had dropped its evidence when they were read."""
         self.lost = EntrySet()
         """Entries of ``existing`` that were reported as lost."""
 
@@ -97,6 +105,7 @@ class GapResolver:
         self._stopping = threading.Event()
         self.error = ""
         """Error of the newest round, or ``""``."""
+        self._warned_s = -WARN_INTERVAL_S
         self._thread = begin("keyshard-gap-resolver", self._run)
 
     def stop(self) -> None:
@@ -121,6 +130,7 @@ class GapResolver:
                     error = str(exc)
                     _log.info("resolving gaps in %s is tried again: %s", topic_partition, exc)
             self.error = error
+            self._warn_of_room()
             wait_s = max(self._round_s, (time.monotonic() - began) / READ_SHARE)
 
     def _look_at(self, topic_partition: TopicPartition, view: AckGapsView) -> None:
@@ -128,6 +138,8 @@ class GapResolver:
         evidence = self._evidence.setdefault(
             topic_partition, _GapEvidence(self._ack_gap_age_ms, config.settle_after_ms)
         )
+        if view.doubts != evidence.doubts:
+            evidence.doubts, evidence.absent = view.doubts, EntrySet()
         now_ms = time.monotonic_ns() // 1_000_000
         broker_state: BrokerState | None = None
         if self._admin is not None:
@@ -155,7 +167,30 @@ class GapResolver:
         )
         # Borders are not entries. In a checkpoint they would make ledgers look too long.
         proofs.resolved -= borders
-        self._prove(topic_partition, proofs, _missing_slots(evidence.existing, proofs.resolved))
+        missing = _missing_slots(evidence.existing, proofs.resolved)
+        self._prove(topic_partition, proofs, missing)
+
+    def _warn_of_room(self) -> None:
+        """Warn that entries wait because the checkpoint has no room."""
+        now_s, waited_s = time.monotonic(), self._shared.without_room_s
+        if waited_s < WARN_AFTER_S or now_s - self._warned_s < WARN_INTERVAL_S:
+            return
+        with self._shared.lock:
+            window = self._shared.window
+            without = {where: window.known[where].ack_gaps for where in window.tight}
+            size = window.checkpoint_bytes
+        if not without:
+            return
+        self._warned_s = now_s
+        most = max(without, key=without.__getitem__)
+        _log.warning(
+            "The checkpoint of %d bytes has had no room for %.0f s, so new entries of %d topic "
+            "partitions wait. %s has %d gaps: entries that were delivered around missing ones. "
+            "Missing entries are delayed messages whose time has not come, or those of a slow "
+            "range. They are still received. To have room for more gaps, raise "
+            "checkpoint_bytes_max (maxCheckpointBytes), which is %d.",
+            size, waited_s, len(without), most, without[most], self._config.checkpoint_bytes_max,
+        )  # fmt: skip
 
     def _report_lost(
         self, topic_partition: TopicPartition, evidence: _GapEvidence, acknowledged: EntrySet
@@ -222,13 +257,13 @@ class GapResolver:
             window = self._shared.window
             parts = {tp: window.known[tp] for tp in window.partitions}
             return {
-                tp: AckGapsView(part.state, list(part.held), part.tight)
+                tp: AckGapsView(part.state, list(part.held), part.tight, part.doubts)
                 for tp, part in parts.items()
                 if part.ack_gaps
             }
 
     def _prove(
-        self, topic_partition: TopicPartition, proofs: Proofs, missing_slots: frozenset[int]
+        self, topic_partition: TopicPartition, proofs: Proofs, missing_slots: Collection[int]
     ) -> None:
         """Take evidence, and the slots of entries in ack gaps that are still to come."""
         with self._shared.lock:
@@ -268,8 +303,10 @@ def _leave_out(proofs: Proofs, undecided: EntrySet) -> None:
 
 def _missing_slots(
     existing: Mapping[EntryId, tuple[int, ...]], resolved: EntrySet
-) -> frozenset[int]:
+) -> Collection[int]:
     """Return the slots that may have routed entries that exist and are not resolved."""
+    if len(existing) >= EXISTING_MAX:
+        return range(RING_SIZE)
     return frozenset(
         slot for entry_id, slots in existing.items() if entry_id not in resolved for slot in slots
     )

@@ -58,6 +58,9 @@ class Progress(WindowProgress, DiscoveryProgress):
 
     ranges: int
     rangesPaused: int
+    checkpointBytes: int
+    partitionsWithoutRoom: int
+    withoutRoomMillis: int
     connectionError: str
     gapResolverError: str
     entriesAcknowledged: int

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.position.entry_set import EntrySet, Run, Runs
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.subscription_state import BrokerState
 from keyshard.errors import DataLossAckedElsewhereError
 
@@ -156,12 +156,12 @@ def ack_gaps_of(state: PartitionCheckpoint, broker: BrokerState | None = None) -
     newest = state.delivered.last
     if newest is None:
         return EntrySet()
-    spans: dict[int, Runs] = {ledger: ((0, last),) for ledger, _, last in state.delivered.runs()}
+    ends = state.delivered.last_entries
     for ledger, entries in broker.ledgers.items() if broker else ():
         if ledger < newest.ledger and entries:
-            last = max(entries - 1, spans.get(ledger, ((0, 0),))[0][1])
-            spans[ledger] = ((0, last),)
-    ack_gaps = EntrySet(spans) - state.delivered
+            ends[ledger] = max(entries - 1, ends.get(ledger, 0))
+    spans = EntrySet.of_runs((ledger, 0, last) for ledger, last in ends.items())
+    ack_gaps = spans - state.delivered
     return ack_gaps if state.floor is None else ack_gaps.above(state.floor)
 
 
@@ -174,7 +174,8 @@ def borders_of(state: PartitionCheckpoint) -> EntrySet:
     newest = state.delivered.last
     if newest is None:
         return EntrySet()
-    ends = {ledger: last for ledger, _, last in state.delivered.runs() if ledger < newest.ledger}
+    ends = state.delivered.last_entries
+    del ends[newest.ledger]
     if state.floor is not None and state.floor.ledger < newest.ledger:
         ends.setdefault(state.floor.ledger, state.floor.entry)
     borders = [EntryId(ledger, last + 1) for ledger, last in ends.items()]
@@ -188,27 +189,23 @@ def proofs_of_ledgers(
     stored = sorted(broker.ledgers)
     if not stored:
         return Proofs()
-    lasts = {ledger: last for ledger, _, last in state.delivered.runs()}
+    lasts = state.delivered.last_entries
     ends = {
         ledger: LedgerEnd(broker.ledgers[ledger] - 1, EntryId(following, 0))
         for ledger, following in pairwise(stored)
         # A list that is out of date, or has no size for a ledger yet, proves no end.
         if broker.ledgers[ledger] > lasts.get(ledger, 0)
     }
-    known = {ledger for ledger, _, _ in (*state.delivered.runs(), *ack_gaps.runs())}
+    known = {*lasts, *ack_gaps.last_entries}
     if state.floor is not None:
         known.add(state.floor.ledger)
-    gone: dict[int, Runs] = {}
+    gone = EntrySet()
     for ledger in known - broker.ledgers.keys():
         following = next((other for other in stored if other > ledger), None)
         if following is not None:
             ends[ledger] = LedgerEnd(-1, EntryId(following, 0))
-            gone[ledger] = _runs(ack_gaps, ledger)
-    return Proofs(EntryId(stored[0], 0), EntrySet(gone), ends)
-
-
-def _runs(entries: EntrySet, ledger: int) -> tuple[Run, ...]:
-    return tuple((first, last) for other, first, last in entries.runs() if other == ledger)
+            gone |= ack_gaps.of_ledger(ledger)
+    return Proofs(EntryId(stored[0], 0), gone, ends)
 
 
 class Lasting:

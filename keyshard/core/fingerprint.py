@@ -165,7 +165,7 @@ def check_ledgers(
             topic_partition,
             f"{what} the checkpoint, but the newest ledger there is {broker.newest_ledger}",
         )
-    for ledger, _, last in state.delivered.runs():
+    for ledger, last in state.delivered.last_entries.items():
         entries = broker.ledgers.get(ledger)
         if entries is not None and last >= entries:
             raise _recreated(

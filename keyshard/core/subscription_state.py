@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote_plus
 
 from keyshard.core.position.entry import EntryId
-from keyshard.core.position.entry_set import EntrySet, Runs
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.ledger import ledgers_of
 from keyshard.core.ring.hash_range import HashRange, gaps
 
@@ -197,12 +197,12 @@ class BrokerState:
         if self.mark_delete is None:
             return EntrySet()
         marked, entry = self.mark_delete
-        runs: dict[int, Runs] = {}
+        runs: list[tuple[int, int, int]] = []
         for ledger, entries in self.ledgers.items():
             last = entries - 1 if ledger < marked else min(entry, entries - 1)
             if ledger <= marked and last >= 0:
-                runs[ledger] = ((0, last),)
-        return EntrySet(runs)
+                runs.append((ledger, 0, last))
+        return EntrySet.of_runs(runs)
 
     def is_acknowledged(self, entry_id: EntryId) -> bool:
         """Whether an entry is acknowledged."""

@@ -141,7 +141,10 @@ class EntryRun:
         if self._committer.behind:
             self._save_behind()
         taken = self.coordinator.in_flight.take(timeout_s)
-        if not taken and self._log is not None and self._log.unsaved:
+        if not taken and self._left:
+            # Evidence may have made room, and no later commit need follow.
+            self.commit({})
+        elif not taken and self._log is not None and self._log.unsaved:
             self._save_behind()
         located = [(topic_partition, block) for topic_partition, _, block in taken]
         return self._unhandled(located) if self._handled else located
@@ -150,6 +153,11 @@ class EntryRun:
     def full(self) -> bool:
         """Whether a topic partition has no room in the window."""
         return self.coordinator.in_flight.full
+
+    @property
+    def without_room(self) -> bool:
+        """Whether the checkpoint has no room for some entries of a topic partition."""
+        return self.coordinator.in_flight.without_room
 
     def status(self) -> Status:
         """Return the status as plain JSON values; it shows no lane at work."""
@@ -191,29 +199,44 @@ class EntryRun:
                             "checkpoint, and the next start publishes them."
                         )
                     self._publish(self._log)
-                completed = {where: list(ids) for where, ids in self._left.items()}
-                for topic_partition, ids in entries.items():
-                    completed.setdefault(topic_partition, []).extend(ids)
-                joined = {name: Outgoing.joined(parts) for name, parts in (rows or {}).items()}
-                self._left = self._committer.plan(completed)
-                entries.clear()
-                if self._log is None:
-                    self._committer.store()
-                elif joined or handled or self._committer.pending:
-                    self._log.begin(joined, handled or ())
-                    self._log.forget(
-                        {
-                            at: set(ids) - set(self._left.get(at, ()))
-                            for at, ids in completed.items()
-                        }
-                    )
-                    for emptied in (rows, handled):
-                        if emptied:
-                            emptied.clear()
-                    self._publish(self._log)
+                self._commit(entries, rows, handled)
         finally:
             if self._ended:
                 self._let_checkpoint_go()
+
+    def _commit(
+        self,
+        entries: Entries,
+        rows: RowsByTopic | None = None,
+        handled: HandledMessages | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Do what :meth:`commit` does. The caller holds the lock, and earlier rows are confirmed.
+
+        Args:
+            entries: See :meth:`commit`.
+            rows: See :meth:`commit`.
+            handled: See :meth:`commit`.
+            last: Whether it is the last commit of the run.
+        """
+        completed = {where: list(ids) for where, ids in self._left.items()}
+        for topic_partition, ids in entries.items():
+            completed.setdefault(topic_partition, []).extend(ids)
+        joined = {name: Outgoing.joined(parts) for name, parts in (rows or {}).items()}
+        self._left = self._committer.plan(completed, last=last)
+        entries.clear()
+        if self._log is None:
+            self._committer.store()
+        elif joined or handled or self._committer.pending:
+            self._log.begin(joined, handled or ())
+            self._log.forget(
+                {at: set(ids) - set(self._left.get(at, ())) for at, ids in completed.items()}
+            )
+            for emptied in (rows, handled):
+                if emptied:
+                    emptied.clear()
+            self._publish(self._log)
 
     def checked(self, topic: str, rows: Outgoing) -> None:
         """Check rows for :meth:`commit`: their topic and sizes.
@@ -266,6 +289,8 @@ class EntryRun:
         """
         alone = self._lock.acquire(timeout=self._end_timeout_s)
         try:
+            if alone and self._left:
+                self._commit_left()
             if self._log is not None:
                 self._end_log(self._log, alone=alone)
             self.coordinator.stop()
@@ -274,6 +299,15 @@ class EntryRun:
             if alone:
                 self._lock.release()
             self._let_checkpoint_go()
+
+    def _commit_left(self) -> None:
+        """Commit the entries that earlier commits had no room for."""
+        try:
+            if self._log is not None and self._log.unconfirmed:
+                self._publish(self._log)
+            self._commit({}, last=True)
+        except KeyShardError as exc:
+            _logger.warning("completed messages are delivered again: %s", exc)
 
     def _end_log(self, log: OutputLog, *, alone: bool) -> None:
         try:
@@ -338,9 +372,14 @@ class Committer:
         return self._coordinator.in_flight.completed or self.behind
 
     def plan(
-        self, completed: Mapping[TopicPartition, Collection[EntryId]]
+        self, completed: Mapping[TopicPartition, Collection[EntryId]], *, last: bool = False
     ) -> dict[TopicPartition, list[EntryId]]:
         """Take completed entries into the next checkpoint; memory only.
+
+        Args:
+            completed: The entries.
+            last: Whether it is the last checkpoint of the run. It has no limit, because an ordered
+                stop repeats nothing.
 
         Returns:
             Entries that the checkpoint has no room for; pass them again later. The others belong to
@@ -349,7 +388,7 @@ class Committer:
         Raises:
             KeyShardError: The source ended; nothing was taken.
         """
-        return self._coordinator.in_flight.plan_completed(completed)
+        return self._coordinator.in_flight.plan_completed(completed, limited=not last)
 
     def store(self) -> None:
         """Store the planned checkpoint and acknowledge its entries, also those of a failed call.

@@ -427,13 +427,13 @@ class HandlerRun:
                 return waits
             return not logged.busy and (waits or logged.waiting or logged.log.unsaved)
 
-    def _commit(self) -> None:
+    def _commit(self, *, last: bool = False) -> None:
         began_s = time.thread_time()
         with self.changed:
             completed = self.lanes.pop_completed()
             if self._logged is not None:
                 self._logged.begin()
-        left = self._committer.plan(completed)
+        left = self._committer.plan(completed, last=last)
         if left:
             with self.changed:
                 self.lanes.put_back(left)
@@ -500,7 +500,7 @@ class HandlerRun:
         """Commit what is completed; wait for the confirmations of its outputs."""
         while True:
             if self._waits:
-                self._commit()
+                self._commit(last=True)
             if self._logged is None or not (self._logged.busy or self._waits):
                 return
             if self._dispatcher.error is not None or time.monotonic() >= deadline_s:

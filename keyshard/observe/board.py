@@ -43,6 +43,9 @@ ROWS: dict[str, dict[str, tuple[str, ...]]] = {
             "keyshard_batches_planned", "keyshard_entries_to_acknowledge",
             "keyshard_entries_not_due_total",
         ),
+        "Size of the checkpoint": ("keyshard_checkpoint_bytes",),
+        "Without room in the checkpoint": ("keyshard_partitions_without_room",),
+        "Time without room": ("keyshard_without_room_milliseconds",),
         "Uptime": ("keyshard_uptime_seconds",),
     },
     "Workers": {

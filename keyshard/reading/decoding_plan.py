@@ -191,7 +191,7 @@ class Ledgers:
         found: set[str] = set()
         for where, entries in batch.items():
             seen = self._seen.setdefault(where, set())
-            came = {ledger for ledger, _, _ in entries.runs()} - seen
+            came = entries.last_entries.keys() - seen
             if came:
                 found.add(where.topic)
                 self.followed += bool(seen)

@@ -179,16 +179,14 @@ def _read_stretch(
 
 def stretches(entries: EntrySet) -> Iterator[EntrySet]:
     """Split a set into parts for one Reader each: runs with small gaps in one ledger."""
-    part: list[tuple[int, int]] = []
-    part_ledger = -1
+    part: list[tuple[int, int, int]] = []
     for ledger, first, last in entries.runs():
-        if part and (ledger != part_ledger or first - part[-1][1] > GAP_ENTRIES_MAX):
-            yield EntrySet({part_ledger: tuple(part)})
+        if part and (ledger != part[-1][0] or first - part[-1][2] > GAP_ENTRIES_MAX):
+            yield EntrySet.of_runs(part)
             part = []
-        part_ledger = ledger
-        part.append((first, last))
+        part.append((ledger, first, last))
     if part:
-        yield EntrySet({part_ledger: tuple(part)})
+        yield EntrySet.of_runs(part)
 
 
 def _entries(

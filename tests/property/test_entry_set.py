@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
-from keyshard.core.position.entry_set import EntrySet, index_runs, parse_indices
+from keyshard.core.position.entry_runs import index_runs, parse_indices
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.errors import CheckpointError
 
 BOUNDED = settings(max_examples=100, deadline=None)
@@ -15,7 +18,24 @@ BOUNDED = settings(max_examples=100, deadline=None)
 ids = st.builds(EntryId, st.integers(0, 1), st.integers(0, 9))
 plain_sets = st.frozensets(ids, max_size=20)
 wide_ids = st.builds(EntryId, st.sampled_from([7, 12]), st.integers(85, 130))
-wide_sets = st.frozensets(wide_ids, max_size=60) | plain_sets
+
+
+def many(seed: int, first: int, span: int, share: float) -> frozenset[EntryId]:
+    chance = random.Random(seed)
+    return frozenset(
+        EntryId(7, entry) for entry in range(first, first + span) if chance.random() < share
+    )
+
+
+compact_sets = st.builds(
+    many,
+    st.integers(0, 99),
+    st.sampled_from([0, 60, 65_500, 2**32 - 400]),
+    st.sampled_from([150, 400]),
+    st.sampled_from([0.1, 0.5, 0.9]),
+)
+"""Enough runs for a bitmap, or nearly."""
+wide_sets = st.frozensets(wide_ids, max_size=60) | plain_sets | compact_sets
 """The set may have many runs, and numbers of different lengths."""
 
 

@@ -97,7 +97,7 @@ def resolved_by_batches(topic: GapTopic, coordinator: Coordinator) -> PartitionC
 
 
 @pytest.mark.parametrize("with_admin", [False, True])
-def test_three_thousand_markers_leave_a_checkpoint_under_four_kilobytes(
+def test_three_thousand_markers_leave_nothing_in_a_checkpoint(
     topic: GapTopic, with_admin: bool
 ) -> None:
     for _ in range(3_000):
@@ -109,10 +109,10 @@ def test_three_thousand_markers_leave_a_checkpoint_under_four_kilobytes(
         received(coordinator, 3_000)
         first = commit(coordinator)
         assert coordinator.status()["ackGaps"] == 2_999
-        assert len(first.to_json()) > 18_000
+        assert len(first.to_json()) > 2_000
         resolved_by_batches(topic, coordinator)
         assert coordinator.status()["ackGapsResolved"] >= 2_999
-        assert len(coordinator.newest.to_json()) < 4_096
+        assert len(coordinator.newest.to_json()) < 512
         assert coordinator.newest.partitions[topic.where].floor is not None
 
 
@@ -171,6 +171,23 @@ def test_entries_in_flight_are_not_read_if_the_broker_lists_them(
         coordinator.stop()
 
 
+def test_evidence_that_a_doubt_dropped_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the simulation, seed 7077 of workers: the floor never rose again."""
+    monkeypatch.setattr("keyshard.coordinator.gap_resolver.ACK_GAP_AGE_MS", 20)
+    monkeypatch.setattr("keyshard.coordinator.gap_resolver.ROUND_S", 0.02)
+    topic = GapTopic(entries_per_ledger=2)
+    topic.publish(*[FAST_KEY] * 6)
+    with running(topic.cluster, topic.source()) as coordinator:
+        received(coordinator, 6)
+        commit(coordinator)
+        shared = coordinator.consumers.shared
+        window = shared.window.known[topic.where]
+        wait_until(lambda: window.proofs.base is not None)
+        with shared.lock:
+            window.doubt()
+        wait_until(lambda: window.proofs.base is not None)
+
+
 class Gate:
     """Withholds the entries of one range, and counts Readers."""
 
@@ -219,8 +236,8 @@ def test_a_slow_range_keeps_the_checkpoint_small_and_stops_nothing_for_good(
     topic: GapTopic,
 ) -> None:
     """The fast range pauses; when the slow one comes back, everything is delivered once."""
-    count = 10_000
-    limit = 8_192
+    count = 20_000
+    limit = 4_096
     keys = [FAST_KEY, SLOW_KEY] * count
     entries = topic.publish(*keys)
     gate = Gate()
@@ -246,8 +263,8 @@ def test_a_slow_range_keeps_the_checkpoint_small_and_stops_nothing_for_good(
         wait_until(fast_pauses)
         held = coordinator.status()["windowRows"]
         assert held < 4_000
-        # Every second entry is a run of its own, of at least four characters.
-        assert len(got) <= limit // 4 < count / 4, "the fast range stopped long before its end"
+        # Every second entry is there, and base64 holds six entries in a character.
+        assert len(got) <= limit * 3 < count, "the fast range stopped long before its end"
         gate.open()
 
         def all_came() -> bool:

@@ -238,10 +238,10 @@ def test_rows_of_entries_without_room_in_the_checkpoint_are_stored_once(
     path = tmp_path / "checkpoint.json"
     original = Window.plan_completed
 
-    def no_room(self: Window, completed: Any) -> Any:
+    def no_room(self: Window, completed: Any, *, limited: bool) -> Any:
         left = {where: list(ids)[-1:] for where, ids in completed.items()}
         rest = {where: list(ids)[:-1] for where, ids in completed.items()}
-        return original(self, rest) | left
+        return original(self, rest, limited=limited) | left
 
     monkeypatch.setattr(Window, "plan_completed", no_room)
     run = batches(once, once.sink, checkpoint=path)

@@ -21,12 +21,13 @@ class MemoryTopic:
 
     Args:
         partitions: 0 makes a topic without partitions.
+        options: Those of the cluster.
     """
 
-    def __init__(self, partitions: int = 2) -> None:
+    def __init__(self, partitions: int = 2, **options: Any) -> None:
         name = f"test-{os.getpid()}-{next(_numbers)}"
         self.url = f"memory://{name}"
-        self.cluster = MemoryCluster.named(name)
+        self.cluster = MemoryCluster.named(name, **options)
         self.topic = self.cluster.create_topic("orders", partitions)
         self.where = self.cluster.partitions(self.topic)
 

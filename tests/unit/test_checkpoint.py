@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keyshard.core.position.checkpoint import OUTPUTS_VERSION, Checkpoint, PartitionCheckpoint
+from keyshard.core.position.checkpoint import COMPACT_VERSION, Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import Rescaled, assign, reassign
@@ -83,7 +83,7 @@ def in_partition(name: str, value: object) -> Callable[[dict[str, Any]], object]
 
 REFUSED: dict[str, Callable[[dict[str, Any]], object]] = {
     "older version": lambda data: data.update(version=0),
-    "newer version": lambda data: data.update(version=OUTPUTS_VERSION + 1),
+    "newer version": lambda data: data.update(version=COMPACT_VERSION + 1),
     "version as text": lambda data: data.update(version="1"),
     "version as boolean": lambda data: data.update(version=True),
     "no version": lambda data: data.pop("version"),
@@ -142,7 +142,7 @@ def test_an_invalid_checkpoint_is_refused_with_a_sentence(
         ("null", "The checkpoint is NoneType, not a JSON object."),
         (
             "{}",
-            "The checkpoint has version None, but this release of keyshard reads versions 1 and 2.",
+            "The checkpoint has version None, but this release of keyshard reads versions 1 to 3.",
         ),
         ('{"version":1}', "Field 'ranges' is missing in the checkpoint."),
     ],

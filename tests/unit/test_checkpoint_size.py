@@ -8,7 +8,7 @@ import pytest
 
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.window.checkpoint_size import PARTITION_BYTES, fitting, paused_ranges
+from keyshard.core.window.checkpoint_size import PARTITION_BYTES, fitting, kept
 from tests.helpers import block
 
 Received = list[EntryBlock]
@@ -29,9 +29,9 @@ def test_neighbours_fit_however_many_they_are() -> None:
 
 
 def test_entries_that_make_runs_fit_in_three_quarters_of_the_room() -> None:
-    entries = received(*range(0, 2_000, 2))
+    entries = received(*range(0, 12_000, 2))
     count = fitting(EntrySet(), entries, PARTITION_BYTES + 1_000)
-    assert 0 < count < 1_000
+    assert 0 < count < 6_000
     assert text_bytes(EntrySet(), entries[:count]) <= 750
 
 
@@ -44,25 +44,30 @@ def test_without_room_nothing_fits_but_the_first_late_entry() -> None:
 
 
 def test_late_entries_use_the_last_quarter() -> None:
-    delivered = EntrySet.of(entry.id for entry in received(*range(0, 400, 2)))
-    room = PARTITION_BYTES + len(str(delivered)) + 100
+    delivered = EntrySet.of(entry.id for entry in received(*range(0, 4_000, 2)))
+    room = PARTITION_BYTES + len(str(delivered)) + 200
     late = received(*range(1, 41, 2))
     assert fitting(delivered, late, room) == len(late)
-    assert fitting(delivered, received(402), room) == 0
+    assert fitting(delivered, received(4_002), room) == 0
 
 
 @pytest.mark.parametrize(
-    ("rows", "owners", "paused"), [(24, (), set()), (25, (), {1}), (25, (1,), set())]
+    ("rows", "owners", "paused", "late_only"),
+    [
+        (24, (), set(), set()),
+        (25, (), {1}, set()),
+        (24, (1,), set(), set()),
+        (25, (1,), set(), {1}),
+        (25, (0,), {1}, set()),
+    ],
 )
-def test_a_range_pauses_with_its_share_of_half_the_window(
-    rows: int, owners: tuple[int, ...], paused: set[int]
+def test_a_range_is_restrained_with_its_share_of_half_the_window(
+    rows: int, owners: tuple[int, ...], paused: set[int], late_only: set[int]
 ) -> None:
-    waiting = [*received(*range(rows), index=1), *received(100, index=0)]
-    assert paused_ranges(waiting, 100, 10**9, 2, owners) == paused
+    assert kept({0: 1, 1: rows, -1: 100}, 1.0, (100, 10**9), 2, owners) == (paused, late_only)
 
 
-def test_a_range_pauses_by_bytes_too() -> None:
-    waiting = received(0, 1)
-    size = sum(entry.memory_bytes for entry in waiting)
-    assert paused_ranges(waiting, 10**9, 2 * size, 1, ()) == {0}
-    assert paused_ranges(waiting, 10**9, 2 * size + 1, 1, ()) == set()
+def test_a_range_is_restrained_by_bytes_too() -> None:
+    assert kept({0: 2}, 50.0, (10**9, 200), 1, ()).paused == {0}
+    assert kept({0: 2}, 49.0, (10**9, 200), 1, ()).paused == set()
+    assert kept({0: 2}, 50.0, (10**9, 200), 1, (0,)).late_only == {0}

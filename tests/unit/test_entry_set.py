@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
 import pytest
 
 from keyshard.core.position.entry import EntryId
-from keyshard.core.position.entry_set import (
-    EntrySet,
-    index_runs,
-    parse_indices,
-)
+from keyshard.core.position.entry_runs import index_runs, parse_indices
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.errors import CheckpointError
 
 
@@ -64,3 +64,70 @@ def test_millions_of_entries_cost_as_much_as_their_runs() -> None:
     assert len(huge) == 10**12
     assert str(huge - EntrySet.parse("1:5")) == "1:0-4,6-999999999999"
     assert EntryId(1, 10**11) in huge
+
+
+def numbered(numbers: Iterable[int]) -> EntrySet:
+    return EntrySet.of(EntryId(7, number) for number in numbers)
+
+
+FORMS = {
+    "runs, if they are few": (range(0, 128, 2), r"7:0,2,4,.*,126"),
+    "runs, if they are far apart": (range(0, 10**8, 10**6), r"7:0,1000000,.*,99000000"),
+    "bits, if the ledger is short": (range(1_000, 7_000, 2), r"7:1000~V{999}V"),
+    "a roaring bitmap, if it is long": (range(0, 200_000, 2), r"7:~OjAAAA[A-Za-z0-9+/=]+"),
+    "a roaring bitmap, if gaps are rare": (
+        sorted(set(range(60_000)) - set(range(0, 60_000, 800))), r"7:~OzA[A-Za-z0-9+/=]+"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_set_decides_the_form_of_its_text(form: str) -> None:
+    numbers, text = FORMS[form]
+    found = numbered(numbers)
+    assert re.fullmatch(text, str(found)), str(found)
+    assert EntrySet.parse(str(found)) == found
+    assert list(EntrySet.parse(str(found))) == list(found)
+    assert found.is_compact == ("~" in text)
+    union = numbered([*numbers][::3]) | numbered([*numbers][1::3]) | numbered([*numbers][2::3])
+    assert str(union) == str(found)
+    others = EntrySet.parse(f"7:0-{max(numbers)}") - found
+    assert str(EntrySet.parse(f"7:0-{max(numbers)}") - others) == str(found)
+
+
+@pytest.mark.parametrize(
+    "text", ["7:~", "7:~AAAA", "7:0~", "7:0~AAAA", "7:1000~VVVV", "7:~OjAAAA", "7:x~VVVV", "7:~é"]
+)
+def test_a_compact_text_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match="is not an entry set"):
+        EntrySet.parse(text)
+
+
+def test_the_readable_text_of_many_runs_is_still_read() -> None:
+    """Releases before the compact text wrote it."""
+    many = range(0, 2_000, 2)
+    assert EntrySet.parse("7:" + ",".join(map(str, many))) == numbered(many)
+
+
+def test_a_million_gaps_take_about_a_bit_for_each_entry() -> None:
+    found = numbered(range(0, 2_000_000, 2))
+    assert found.run_count == 1_000_000
+    assert found.text_bytes == len(str(found)) < 2_000_000 / 8 * 1.4
+
+
+TIES = {
+    "one container of three": [*range(0, 128, 2), *range(65_536, 65_539)],
+    "many runs in one container": [*(n for i in range(99) for n in (200 * i, 200 * i + 1)),
+                                   *range(19_800, 19_803)],
+}  # fmt: skip
+"""A container of n runs and 2n + 1 numbers is as small with runs as with an array."""
+
+
+@pytest.mark.parametrize("numbers", TIES.values(), ids=TIES)
+def test_the_text_does_not_depend_on_the_way_to_the_set(numbers: list[int]) -> None:
+    at_once, one_by_one = numbered(numbers), numbered(numbers[:-3])
+    for number in numbers[-3:]:
+        one_by_one |= numbered([number])
+    parsed = EntrySet.parse(str(at_once))
+    assert str(at_once) == str(one_by_one) == str(parsed)
+    assert str((at_once | numbered(range(10**5))) & parsed) == str(parsed)

@@ -71,8 +71,13 @@ def test_a_checkpoint_without_room_pauses_only_ranges_that_wait_for_it() -> None
     assert source.paused(P0) == [0, 1, 2, 3]
     end = source.cut()
     assert source.pauses.any_full
-    assert source.paused(P0) == [1], "range 0 may bring what lies in the holes"
-    assert source.pauses.for_checkpoint == 1
+    assert source.paused(P0) == [], "the window is full, and any range may bring what is missing"
+    assert all(source.pauses.late_only(P0, index) for index in range(RANGES))
+    source.window.prove(P0, Proofs(), frozenset({0}))
+    assert source.paused(P0) == [1, 2, 3], "range 0 owes what is missing"
+    source.give(P0, 1)
+    assert source.paused(P0) == [0, 1, 2, 3], "what is missing has come"
+    assert source.pauses.for_checkpoint == 2
     ack_gaps = EntrySet.parse("1:1,3,5,7,9,11,13,15")
     source.window.prove(P0, Proofs(resolved=ack_gaps))
     while end is not None:

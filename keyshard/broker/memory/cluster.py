@@ -86,14 +86,16 @@ class MemoryCluster:
         """Subscriptions with entries that wait for their time."""
 
     @classmethod
-    def named(cls, name: str) -> MemoryCluster:
+    def named(cls, name: str, **options: Any) -> MemoryCluster:
         """Return the cluster of this process at ``memory://name``; the first call creates it.
 
-        Its clock is the machine's.
+        Args:
+            name: Its name.
+            options: Arguments of a new cluster; by default its clock is the machine's.
         """
         with _NAMED_LOCK:
             if name not in _NAMED:
-                _NAMED[name] = cls(now_ms=lambda: time.time_ns() // 1_000_000)
+                _NAMED[name] = cls(**{"now_ms": lambda: time.time_ns() // 1_000_000} | options)
             return _NAMED[name]
 
     @property

@@ -8,8 +8,11 @@ Canonical JSON, because Spark compares offsets as strings::
 
 ``batch`` names the entries of this micro-batch explicitly. It is never computed as a difference of
 two checkpoints, because ``floor`` and ``delivered`` are pruned. Checkpoints of handlers may also
-contain the ``parked`` keys, and the fact that ranges were ``rescaled``. With a sink, they contain
-``outputs`` and have version 2: a release that ignored outputs would lose them.
+contain the ``parked`` keys, and the fact that ranges were ``rescaled``.
+
+The version is the lowest that can hold the checkpoint, so that older releases refuse what they
+cannot read. Version 2 has ``outputs``: a release that ignored them would lose them. Version 3 has
+a compact entry set (:mod:`keyshard.core.position.ledger_entries`), and may have ``outputs``.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.position.entry_set import EntrySet, index_runs, parse_indices
+from keyshard.core.position.entry_runs import index_runs, parse_indices
+from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.outputs import Outputs
 from keyshard.core.ring.assignment import Rescaled
 from keyshard.core.ring.hash_range import RING_SIZE
@@ -31,10 +35,9 @@ from keyshard.errors import CheckpointError
 from keyshard.notebook import table
 from keyshard.redaction import shown
 
-VERSION = 1
-"""Version of the JSON form."""
-OUTPUTS_VERSION = 2
-"""Version of the JSON form with outputs."""
+VERSION, OUTPUTS_VERSION, COMPACT_VERSION = 1, 2, 3
+"""Versions of the JSON form: plain, with outputs, and with a compact entry set."""
+VERSIONS = (VERSION, OUTPUTS_VERSION, COMPACT_VERSION)
 FEW_RUNS = 8
 """Runs of a topic partition up to which its text costs no more than its length."""
 
@@ -61,6 +64,11 @@ class PartitionCheckpoint:
         if self.floor is not None and entry_id <= self.floor:
             return True
         return entry_id in self.delivered
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether an entry set has its compact text."""
+        return self.delivered.is_compact or self.batch.is_compact
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object without empty fields."""
@@ -167,13 +175,17 @@ class WrittenStates(dict[TopicPartition, PartitionCheckpoint]):
     Args:
         states: The states.
         text: :func:`partition_texts` of them, joined.
+        compact: Whether one of them is compact.
     """
 
-    __slots__ = ("text",)
+    __slots__ = ("compact", "text")
 
-    def __init__(self, states: Mapping[TopicPartition, PartitionCheckpoint], text: str) -> None:
+    def __init__(
+        self, states: Mapping[TopicPartition, PartitionCheckpoint], text: str, *, compact: bool
+    ) -> None:
         super().__init__(states)
         self.text = text
+        self.compact = compact
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +258,20 @@ class Checkpoint:
         outputs = {} if self.outputs is None else {"outputs": self.outputs.to_dict()}
         parked = {} if self.parked is None else {"parked": dict(self.parked)}
         rescaled = {} if self.rescaled is None else {"rescaled": self.rescaled.to_dict()}
-        version = VERSION if self.outputs is None else OUTPUTS_VERSION
-        after = {"subscription": self.subscription, "version": version}
+        after = {"subscription": self.subscription, "version": self._version}
         before = {"cluster": self.cluster, **merged, **outputs, **parked}
         return before, {"ranges": self.ranges, **rescaled, **after}
+
+    @property
+    def _version(self) -> int:
+        states = self.partitions
+        if (
+            states.compact
+            if isinstance(states, WrittenStates)
+            else any(state.is_compact for state in states.values())
+        ):
+            return COMPACT_VERSION
+        return VERSION if self.outputs is None else OUTPUTS_VERSION
 
     @classmethod
     def from_json(cls, text: str) -> Checkpoint:
@@ -286,10 +308,10 @@ class Checkpoint:
                 "start with a new checkpoint."
             )
         version = data.get("version")
-        if type(version) is not int or version not in (VERSION, OUTPUTS_VERSION):
+        if type(version) is not int or version not in VERSIONS:
             raise CheckpointError(
                 f"The checkpoint has version {version!r}, but this release of keyshard reads "
-                f"versions {VERSION} and {OUTPUTS_VERSION}. Use the release that wrote it."
+                f"versions {VERSION} to {COMPACT_VERSION}. Use the release that wrote it."
             )
         name = "the checkpoint"
         try:
@@ -303,7 +325,9 @@ class Checkpoint:
             if parked is not None and not isinstance(parked, Mapping):
                 raise ValueError(f"parked is {parked!r}")
             rescaled = Rescaled.from_dict(data["rescaled"]) if "rescaled" in data else None
-            has_outputs = version == OUTPUTS_VERSION
+            has_outputs = version == OUTPUTS_VERSION or (
+                version == COMPACT_VERSION and "outputs" in data
+            )
             outputs = Outputs.from_dict(data["outputs"]) if has_outputs else None
             cluster, subscription = str(data["cluster"]), str(data["subscription"])
             partitions: dict[TopicPartition, PartitionCheckpoint] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.position.entry_set import index_runs, parse_indices
+from keyshard.core.position.entry_runs import index_runs, parse_indices
 from keyshard.core.publishing import BATCH_ID_MAX, HashingScheme
 from keyshard.errors import CheckpointMismatchError
 

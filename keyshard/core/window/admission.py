@@ -189,7 +189,7 @@ class Budget:
     bytes_max: int
     partition_rows_max: int | None = None
     """Most rows of one topic partition; ``None``: only its share of ``rows_max``."""
-    checkpoint_bytes_max: int = 256 * 1024
+    checkpoint_bytes_max: int = 1024 * 1024
     """Size of a checkpoint at which the fast ranges of a topic partition pause."""
     queue_max: int = 1_000
     """Most messages in the client queue of each consumer, in addition to those rows."""
@@ -204,7 +204,12 @@ class Budget:
             size: Their memory, bytes.
             shares: Number of topic partitions.
         """
+        rows_max, bytes_max = self.share(shares)
+        return max(rows / rows_max, size / bytes_max)
+
+    def share(self, shares: int) -> tuple[float, float]:
+        """Return the rows and bytes that one of some equal topic partitions may hold."""
         rows_max = self.rows_max / shares
         if self.partition_rows_max is not None:
             rows_max = min(rows_max, self.partition_rows_max)
-        return max(rows / rows_max, size * shares / self.bytes_max)
+        return rows_max, self.bytes_max / shares

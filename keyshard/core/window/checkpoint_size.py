@@ -1,9 +1,10 @@
-"""Limits the size of a checkpoint while a range is slow.
+"""Limits the size of a checkpoint while entries are missing.
 
-Entries that fast ranges deliver around the missing entries of a slow range form runs. The number of
-runs determines the size of a checkpoint. So a cut takes only entries that fit, and ranges with many
-entries that did not fit pause. Missing entries of the slow range lie in ack gaps. They join runs,
-so they always fit, and their range never pauses.
+Entries that are delivered around missing ones form runs, and the runs determine the size of a
+checkpoint. Entries are missing because a range is slow, or because they are delayed messages whose
+time has not come. So a cut takes only entries that fit, and a range with many entries that did not
+fit pauses. Missing entries join runs when they come, so they always fit. A range that owes some
+continues to receive, at last only those (ADR 43).
 
 Entries that make no new run always fit. So do the first few runs of each topic partition, however
 many topic partitions there are.
@@ -11,9 +12,9 @@ many topic partitions there are.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_set import EntrySet
@@ -35,15 +36,15 @@ def fitting(delivered: EntrySet, received: Sequence[EntryBlock], bytes_max: int)
     that leave the set in few runs always fit as well.
     """
     room = bytes_max - PARTITION_BYTES
-    if not received or (2 * len(received) + delivered.run_count) * RUN_BYTES_MAX <= room * 3 // 4:
+    before = delivered.text_bytes
+    if not received or 2 * len(received) * RUN_BYTES_MAX + before <= room * 3 // 4:
         return len(received)
     ids = [block.id for block in received]
     # Most sets have few runs and are far from the limit, so most cuts end here.
-    if (2 * _runs_in(ids) + delivered.run_count) * RUN_BYTES_MAX <= room * 3 // 4:
+    if 2 * _runs_in(ids) * RUN_BYTES_MAX + before <= room * 3 // 4:
         return len(ids)
     newest = delivered.last
     count = len(ids)
-    before = delivered.text_bytes
     late_room = room if before <= room else before + room // 8
     while count:
         batch = EntrySet.of(ids[:count])
@@ -80,33 +81,40 @@ def _runs_in(ids: Sequence[EntryId]) -> int:
     return 1 + sum(later.entry != entry.entry + 1 for entry, later in pairwise(ids))
 
 
-def paused_ranges(
-    waiting: Collection[EntryBlock],
-    rows_share: int,
-    bytes_share: int,
+class Kept(NamedTuple):
+    """The ranges that a checkpoint without room restrains."""
+
+    paused: frozenset[int] = frozenset()
+    """They receive nothing."""
+    late_only: frozenset[int] = frozenset()
+    """They owe missing entries. They take nothing but late entries."""
+
+
+def kept(
+    range_rows: Mapping[int, int],
+    row_bytes: float,
+    limits: tuple[float, float],
     ranges: int,
     owners: Collection[int],
-) -> frozenset[int]:
-    """Return the ranges that pause while a partition's checkpoint has no room.
+) -> Kept:
+    """Return the ranges that are restrained while a partition's checkpoint has no room.
 
-    Each range may hold its part of half the budget. So a slow range that received some keys ahead
-    still gets to the other keys.
+    Each range may hold its part of half the budget. So a range that owes missing entries, and
+    received other keys ahead, has the other half for late entries.
 
     Args:
-        waiting: Received entries that no cut takes now.
-        rows_share: Rows the topic partition may hold.
-        bytes_share: Bytes the topic partition may hold.
+        range_rows: Held rows by the range that received them; a negative index is no range.
+        row_bytes: Mean memory of a held row, bytes.
+        limits: Rows and bytes that the topic partition may hold: its budget.
         ranges: Number of ranges.
-        owners: Ranges known to owe an entry of an ack gap. They never pause.
+        owners: Ranges known to owe a missing entry.
     """
-    rows: Counter[int] = Counter()
-    size: Counter[int] = Counter()
-    for block in waiting:
-        rows[block.received_by] += block.rows
-        size[block.received_by] += block.memory_bytes
-    return frozenset(
-        index
-        for index in rows
-        if index not in owners
-        and (rows[index] * 2 * ranges >= rows_share or size[index] * 2 * ranges >= bytes_share)
-    )
+    rows_max, bytes_max = limits
+    paused: set[int] = set()
+    late_only: set[int] = set()
+    for index, rows in range_rows.items():
+        if index < 0:
+            continue
+        if max(rows / rows_max, rows * row_bytes / bytes_max) * 2 * ranges >= 1:
+            (late_only if index in owners else paused).add(index)
+    return Kept(frozenset(paused), frozenset(late_only))

@@ -49,6 +49,8 @@ class PartitionWindow:
     """Entries handed to handlers and not in a batch."""
     held: dict[EntryId, int] = field(default_factory=dict)
     """All entries received, taken or planned, with their publish times."""
+    late: set[EntryId] = field(default_factory=set)
+    """Received or taken entries that were late when they came: below the newest delivered one."""
     expected: EntrySet = field(default_factory=EntrySet)
     """Ids of a planned batch that is not replayed yet."""
     rows: int = 0
@@ -75,6 +77,8 @@ class PartitionWindow:
     doubted: Known | None = None
     """The known state at the time when the identity of the topic partition became uncertain;
     ``None`` while it is certain."""
+    doubts: int = 0
+    """Times that the evidence was dropped."""
     gone: bool = False
     """Whether the topic partition was deleted. The next checkpoint leaves it out."""
 
@@ -97,11 +101,18 @@ class PartitionWindow:
         """Take a new entry that a range received."""
         block.received_by = range_index
         rows, memory = self.hold(block)
+        if self.is_late(block.id):
+            self.late.add(block.id)
         self.received.append(block)
         self.waiting_rows = 0
         self.received_rows += rows
         self.received_bytes += memory
         self.received_payload += block.payload_bytes
+
+    def is_late(self, entry_id: EntryId) -> bool:
+        """Return whether an entry that is not delivered is below the newest delivered one."""
+        newest = self.state.delivered.last
+        return newest is not None and entry_id < newest
 
     def reassign(self, owners: Sequence[int], ranges: int) -> None:
         """Move received entries to the new owners of the ring. Keyless entries stay.
@@ -124,6 +135,7 @@ class PartitionWindow:
     def drop_received(self) -> None:
         """Forget received entries that are in no batch."""
         self.let_go(self.received)
+        self.late.difference_update(map(_id, self.received))
         self.received = []
         self.received_rows = self.received_bytes = self.received_payload = 0
         self.waiting_rows = 0
@@ -195,6 +207,7 @@ class PartitionWindow:
         Evidence that is in no checkpoint yet is dropped, and must be gathered again.
         """
         self.proofs = Proofs()
+        self.doubts += 1
         if self.doubted is None:
             newest_ms = max([self.state.published_ms, *self.held.values()])
             known = Known(self.state, EntrySet.of(self.held), newest_ms)
@@ -314,6 +327,7 @@ class PartitionWindow:
             # No other entry can be in the run after the floor, because none of them is delivered.
             floor, delivered = delivered.following(floor)
         batch = EntrySet.of(ids)
+        self.late.difference_update(ids)
         self.state = PartitionCheckpoint(
             floor=floor,
             delivered=delivered | batch,
@@ -365,6 +379,7 @@ class PartitionWindow:
         assert not any(one in self.expected for one in in_batches), "or read again twice"
         assert self.held.keys() == in_batches | received | self.taken.keys()
         assert not any(map(self.state.covers, ids)), "a received entry is resolved"
+        assert self.late <= received | self.taken.keys()
         assert all(map(self.state.covers, in_batches | set(self.expected)))
         assert self.received_rows == sum(block.rows for block in self.received)
         others = [*planned, *self.taken.values()]

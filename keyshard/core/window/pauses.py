@@ -1,7 +1,8 @@
 """Fill level of a window, and its pauses.
 
 All ranges of a full topic partition pause. A range pauses alone if it received as many rows as the
-broker leaves one consumer unacknowledged. Some ranges pause while a checkpoint has no room.
+broker leaves one consumer unacknowledged. While a checkpoint has no room, some ranges pause, and
+others take only missing entries.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Protocol
 
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.window.admission import Budget
-from keyshard.core.window.checkpoint_size import paused_ranges
+from keyshard.core.window.checkpoint_size import Kept, kept
 from keyshard.core.window.partition_window import PartitionWindow
 
 
@@ -28,8 +29,8 @@ class Filled(Protocol):
 class Pauses:
     """The pauses of one window. The window reports its changes.
 
-    Any thread may call :meth:`include` without the window's lock: a receive thread that pauses one
-    round early or late does no harm. All other methods need the lock.
+    Any thread may call :meth:`include` and :meth:`late_only` without the window's lock: a receive
+    thread that pauses one round early or late does no harm. All other methods need the lock.
 
     Args:
         window: The window.
@@ -39,9 +40,10 @@ class Pauses:
         self._window = window
         self._full: set[TopicPartition] = set()
         self._full_ranges: set[tuple[TopicPartition, int]] = set()
-        self._named: dict[TopicPartition, frozenset[int]] = {}
-        """Ranges that pause while a checkpoint has no room. Takes precedence over ``_full``: the
-        other ranges continue to receive, even if the window is full."""
+        self._kept: dict[TopicPartition, Kept] = {}
+        """Topic partitions whose checkpoint has no room. Takes precedence over ``_full``: the other
+        ranges continue to receive. Once the window is full, those that may owe missing entries do,
+        until it has a late one."""
 
     @property
     def any_full(self) -> bool:
@@ -51,14 +53,25 @@ class Pauses:
     @property
     def for_checkpoint(self) -> int:
         """Number of ranges that pause because of the size of the checkpoint."""
-        return sum(map(len, self._named.values()))
+        return sum(len(one.paused) + len(one.late_only) for one in self._kept.values())
 
     def include(self, topic_partition: TopicPartition, range_index: int) -> bool:
         """Return whether a range pauses."""
-        named = self._named.get(topic_partition)
-        if named is not None:
-            return range_index in named
-        return topic_partition in self._full or (topic_partition, range_index) in self._full_ranges
+        kept = self._kept.get(topic_partition)
+        if kept is None:
+            return topic_partition in self._full or (
+                (topic_partition, range_index) in self._full_ranges
+            )
+        held = self._window.known[topic_partition]
+        if topic_partition not in self._full:
+            return range_index in kept.paused
+        # A late entry fits, and makes room. A full window without one waits for it.
+        return bool(held.late) or range_index not in (held.owners or range(self._window.ranges))
+
+    def late_only(self, topic_partition: TopicPartition, range_index: int) -> bool:
+        """Return whether a range takes only entries below the newest delivered one."""
+        kept = self._kept.get(topic_partition)
+        return kept is not None and (topic_partition in self._full or range_index in kept.late_only)
 
     def is_full(self, topic_partition: TopicPartition) -> bool:
         """Return whether the topic partition's share of the budget is used up."""
@@ -87,24 +100,20 @@ class Pauses:
 
     def fitted(self, topic_partition: TopicPartition) -> None:
         """Update after a cut or new evidence: different entries may fit into the checkpoint."""
-        named = self._paused(topic_partition)
-        if named is None:
-            self._named.pop(topic_partition, None)
-        else:
-            self._named[topic_partition] = named
-
-    def _paused(self, topic_partition: TopicPartition) -> frozenset[int] | None:
         window = self._window
         held = window.known.get(topic_partition)
         if held is None or not held.tight:
-            return None
-        budget, shares = window.budget, max(1, len(window.active))
-        rows_share, bytes_share = budget.rows_max // shares, budget.bytes_max // shares
-        return paused_ranges(held.received, rows_share, bytes_share, window.ranges, held.owners)
+            self._kept.pop(topic_partition, None)
+            return
+        limits = window.budget.share(max(1, len(window.active)))
+        row_bytes = held.bytes / max(1, held.rows)
+        self._kept[topic_partition] = kept(
+            held.range_rows, row_bytes, limits, window.ranges, held.owners
+        )
 
     def cut(self) -> None:
         """Update after the cut of a batch."""
-        for topic_partition in self._window.tight | self._named.keys():
+        for topic_partition in self._window.tight | self._kept.keys():
             self.fitted(topic_partition)
 
     def released(self, topic_partitions: Iterable[TopicPartition]) -> None:
@@ -114,13 +123,15 @@ class Pauses:
                 self._full.add(topic_partition)
             else:
                 self._full.discard(topic_partition)
+            if topic_partition in self._kept:
+                self.fitted(topic_partition)
         if self._full_ranges:
             self._full_ranges = {one for one in self._full_ranges if self._is_range_full(*one)}
 
     def shared_anew(self) -> None:
         """Update after topic partitions came or went, or ranges moved: all shares changed."""
         consumed = set(self._window.active)
-        self._named = {where: named for where, named in self._named.items() if where in consumed}
+        self._kept = {where: one for where, one in self._kept.items() if where in consumed}
         for topic_partition in consumed:
             self.fitted(topic_partition)
         self._full.intersection_update(consumed)

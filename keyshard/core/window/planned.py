@@ -141,6 +141,8 @@ class NewestCheckpoint:
         """Text of each of them as of the newest complete checkpoint, in the order of the text."""
         self._unwritten: dict[TopicPartition, None] = {}
         """Topic partitions with a newer state."""
+        self._compact: set[TopicPartition] = set()
+        """Topic partitions with a compact entry set."""
         self.bytes = 0
         """Approximate size of the text."""
 
@@ -152,7 +154,8 @@ class NewestCheckpoint:
         """The complete checkpoint."""
         if self._whole is None:
             self._write()
-            states = WrittenStates(self._states, ",".join(self._texts.values()))
+            text = ",".join(self._texts.values())
+            states = WrittenStates(self._states, text, compact=bool(self._compact))
             self._whole = replace(self._frame, partitions=states)
         return self._whole
 
@@ -168,6 +171,7 @@ class NewestCheckpoint:
     def record(self, topic_partition: TopicPartition, state: PartitionCheckpoint | None) -> None:
         """Store the state of a topic partition; ``None`` removes it."""
         self.bytes -= self._sizes.pop(topic_partition, 0)
+        self._compact.discard(topic_partition)
         if state is None:
             self._states.pop(topic_partition, None)
             self._texts.pop(topic_partition, None)
@@ -177,6 +181,8 @@ class NewestCheckpoint:
             self._unwritten[topic_partition] = None
             size = self._sizes[topic_partition] = _text_bytes(topic_partition, state)
             self.bytes += size
+            if state.is_compact:
+                self._compact.add(topic_partition)
 
     def advance(self, ranges: int, merged: int) -> None:
         """Begin the next checkpoint, with a number of ranges and of partitions of its batch."""

@@ -33,6 +33,9 @@ from keyshard.core.window.pauses import Pauses
 from keyshard.core.window.planned import NewestCheckpoint, PlannedBatches
 from keyshard.core.window.task_costs import TaskCosts
 
+_ANY_BYTES = 2**62
+"""Size of a checkpoint without a limit."""
+
 
 class Window:
     """Received and planned entries of all topic partitions of a source."""
@@ -101,6 +104,8 @@ class Window:
         self._filled.pop(topic_partition, None)
         self.received_rows -= window.ready_rows
         window.drop_received()
+        window.tight = False
+        self.tight.discard(topic_partition)
         window.gone = gone
         self._changing[topic_partition] = None
         self._forget(topic_partition)
@@ -210,12 +215,14 @@ class Window:
         return taken
 
     def plan_completed(
-        self, completed: Mapping[TopicPartition, Collection[EntryId]]
+        self, completed: Mapping[TopicPartition, Collection[EntryId]], *, limited: bool = True
     ) -> dict[TopicPartition, list[EntryId]]:
         """Put entries that handlers completed into the newest checkpoint.
 
         Args:
             completed: Entries that :meth:`take` handed out.
+            limited: Whether the checkpoint has a limit. The last one of a run has none: entries
+                left out of it would be handled again.
 
         Returns:
             Entries for which the checkpoint has no room.
@@ -223,9 +230,8 @@ class Window:
         entries: dict[TopicPartition, list[EntryBlock]] = {}
         left: dict[TopicPartition, list[EntryId]] = {}
         for topic_partition, ids in completed.items():
-            room = self._newest.room(
-                topic_partition, len(completed), self.budget.checkpoint_bytes_max
-            )
+            bytes_max = self.budget.checkpoint_bytes_max if limited else _ANY_BYTES
+            room = self._newest.room(topic_partition, len(completed), bytes_max)
             blocks = self.known[topic_partition].give_back(ids, room)
             self._looked(topic_partition)
             if blocks:
@@ -235,6 +241,7 @@ class Window:
                 left[topic_partition] = sorted(ids)[len(blocks) :]
         if entries:
             self._advance(entries)
+        self.pauses.cut()
         return left
 
     def release_completed(self) -> dict[TopicPartition, list[EntryId]]:
@@ -315,6 +322,11 @@ class Window:
     def partitions(self) -> tuple[TopicPartition, ...]:
         """All consumed topic partitions."""
         return tuple(self.active)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Approximate size of the newest checkpoint."""
+        return self._newest.bytes
 
     @property
     def ack_gaps(self) -> int:
