@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +40,7 @@ class Metadata(NamedTuple):
     key_bytes: bytes | None
     sequence_id: int
     producer: str
+    deliver_at: datetime | None
 
 
 class Positions:
@@ -213,9 +215,13 @@ class Starts:
     def sent(self, where: TopicPartition, entry: StoredEntry) -> None:
         """The broker has an entry."""
         for index, message in enumerate(entry.messages):
+            due_ms = message.deliver_at_ms
             place = Place(where.topic, where.partition, *entry.id, index)
             self._metadata[place] = Metadata(
-                message.key_bytes, entry.sequence_id + index, entry.producer
+                message.key_bytes,
+                entry.sequence_id + index,
+                entry.producer,
+                None if due_ms is None else datetime.fromtimestamp(due_ms / 1000, timezone.utc),
             )
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -226,6 +232,6 @@ class Starts:
                 ("__keyBytes", stored.key_bytes), ("__sequenceId", stored.sequence_id),
                 ("__producer", stored.producer), ("__orderingKey", None),
                 ("__brokerPublishTime", None), ("__replicatedFrom", None),
-                ("__deliverAt", None),
+                ("__deliverAt", stored.deliver_at),
             ):  # fmt: skip
                 assert row.get(name, value) == value, f"{name} is {row[name]!r}, not {value!r}"

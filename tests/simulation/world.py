@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import traceback
 from base64 import b64encode
@@ -27,6 +28,7 @@ from keyshard.errors import (
     KeyShardError,
 )
 from keyshard.testing.verify.checkers import check
+from tests.simulation.delays import Delays, small_checkpoints
 from tests.simulation.faults import TOPICS, Kind
 from tests.simulation.injector import Injector
 from tests.simulation.install import installed
@@ -117,6 +119,9 @@ class World:
         self.debts = Debts()
         self.starts = Starts(self)
         self.refused = Refused(self)
+        # Without an admin interface, what another client acknowledges is a gap for good.
+        foreign = any(fault.kind is Kind.FOREIGN for fault in self.injector.faults)
+        self.delays = Delays(seed, self.scheduler, lasting_gaps=foreign)
         self.query: Query | None = None
         """The query while it lives."""
         self.wiped: Wiped | None = None
@@ -131,6 +136,7 @@ class World:
         """Run it to its end, or to the first broken promise."""
         with (
             installed(self.scheduler, Random(f"{self.seed}:waits")),
+            small_checkpoints(),
             without_processes(rows_per_partition_min=self.shape.rows_per_partition_min),
         ):
             error, details = broken_by(self.scheduler, self.process, self._main)
@@ -193,6 +199,8 @@ class World:
         )  # fmt: skip
         self.starts.prepare()
         scheduler.spawn(self.process, "producer", self._produce)
+        if self.delays.share:
+            scheduler.spawn(self.process, "delays", self._pass_time)
         scheduler.spawn(self.process, "supervisor", self._supervise)
         while scheduler.now_s < FAULTS_S and not self._all_happened():
             scheduler.sleep(0.1)
@@ -343,19 +351,30 @@ class World:
                     self.topics.revive(where.topic)
                     self.publish_aborted(where)
                 self.refused.among()
+                self.delays.among(self._publish_late)
             self.scheduler.sleep(random.expovariate(5))
+
+    def _publish_late(self, key: str, delay_s: float) -> None:
+        self.publish(self.topics.some(), [key], Batching.NONE, delay_s=delay_s)
+
+    def _pass_time(self) -> None:
+        self.delays.pass_time(self.cluster.send_due, lambda: self._done)
 
     def publish_aborted(self, where: TopicPartition) -> None:
         """Publish in a transaction that is aborted: its messages are never delivered."""
         aborted = Message(b"aborted", key="k0")
         self.debts.hidden(where, self.cluster.publish_aborted(where, aborted))
 
-    def publish(self, topic: str, keys: list[str], batching: Batching | None = None) -> None:
+    def publish(
+        self, topic: str, keys: list[str], batching: Batching | None = None, *, delay_s: float = 0.0
+    ) -> None:
         messages = []
+        due_ms = self.cluster.now_ms() + int(delay_s * 1000) if delay_s else None
         for key in keys:
             seq = self._next_seq.get((topic, key), 0)
             self._next_seq[topic, key] = seq + 1
-            messages.append(self._message(key, value_of(key, seq)))
+            message = self._message(key, value_of(key, seq))
+            messages.append(dataclasses.replace(message, deliver_at_ms=due_ms))
         self.topics.revive(topic)
         published = self.cluster.publish(
             topic, *messages, batching=batching or self.shape.batching,
@@ -477,7 +496,7 @@ class World:
         if shape.brief:
             topics = {"topics_pattern": PATTERN, "admin_url": "http://simulated:8080"}
         options = {"starting_position": "earliest", **shape.options, **self.starts.options()}
-        options |= self.refused.options()
+        options |= self.refused.options() | self.delays.options
         return Source(
             **topics, subscription=SUBSCRIPTION, parallelism=ranges,
             fail_on_data_loss=not self.debts.accepted, **options,

@@ -371,6 +371,8 @@ def bytes_of(entry: StoredEntry) -> bytes:
         payload = batch_payload(told)
         return stored(protobuf(fields | {9: len(payload), 11: len(told)}), payload)
     (one,) = told
+    if entry.deliver_at_ms is not None:
+        fields[19] = entry.deliver_at_ms
     fields |= keys_of(one, 6, 17, 18) | {9: len(one["value"])}
     if one["event_ms"]:
         fields[12] = one["event_ms"]

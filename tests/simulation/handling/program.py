@@ -217,7 +217,7 @@ class Program:
         return Source(
             subscription=self.name, service_url=url, parallelism=world.shape.ranges,
             **({"starting_position": "earliest"} | what | world.shape.options
-               | world.starts.options() | world.anomalies.options(self)),
+               | world.starts.options() | world.anomalies.options(self) | world.delays.options),
         )  # fmt: skip
 
     # -- user code -------------------------------------------------------------------------------

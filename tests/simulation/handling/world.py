@@ -15,6 +15,7 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.handlers import batches, run
 from keyshard.observe import monitor
 from keyshard.testing.verify.checkers import check
+from tests.simulation.delays import Delays, small_checkpoints
 from tests.simulation.handling.anomalies import Anomalies
 from tests.simulation.handling.injector import Injector
 from tests.simulation.handling.network import HandlerClient, is_dead_letters
@@ -74,6 +75,9 @@ class HandlerWorld:
         self.starts = Starts(self)
         self.trial = Trial(self)
         self.anomalies = Anomalies(self)
+        # Otherwise a later life does not know what earlier ones acknowledged.
+        knows = self.shape.admin or self.shape.checkpoint
+        self.delays = Delays(seed, self.scheduler, lasting_gaps=not knows)
         self.done = False
         """Whether no life begins any more."""
         self._started_again = False
@@ -86,6 +90,7 @@ class HandlerWorld:
         with (
             _without_outside(self._admin),
             installed(self.scheduler, Random(f"{self.seed}:waits")),
+            small_checkpoints(),
             simulated_files(disks),
         ):
             error, details = broken_by(self.scheduler, self.process, self._main)
@@ -161,6 +166,8 @@ class HandlerWorld:
             program.connect(self.cluster)
         self.starts.prepare()
         scheduler.spawn(self.process, "producer", self._produce)
+        if self.delays.share:
+            scheduler.spawn(self.process, "delays", self._pass_time)
         for program in self.programs:
             scheduler.spawn(self.process, "supervisor", program.supervise)
         while scheduler.now_s < FAULTS_S and not self._all_happened():
@@ -299,18 +306,27 @@ class HandlerWorld:
                             for _ in range(random.randint(1, 5))
                         ],
                     )
+                self.delays.among(self._publish_late)
             self.scheduler.sleep(random.expovariate(5))
 
+    def _publish_late(self, key: str, delay_s: float) -> None:
+        topic = self.topics[len(self._sent) % len(self.topics)]
+        self.publish(topic, [key], Batching.NONE, delay_s=delay_s)
+
+    def _pass_time(self) -> None:
+        self.delays.pass_time(self.cluster.send_due, lambda: self.done)
+
     def publish(
-        self, topic: str, keys: list[str], batching: Batching | None = None
+        self, topic: str, keys: list[str], batching: Batching | None = None, *, delay_s: float = 0.0
     ) -> list[tuple[Name, str]]:
         """Publish a message of each key; where they lie, with their keys."""
         names: list[tuple[Name, str]] = []
+        due_ms = self.cluster.now_ms() + int(delay_s * 1000) if delay_s else None
         messages = []
         for key in keys:
             seq = self._next_seq.get((topic, key), 0)
             self._next_seq[topic, key] = seq + 1
-            messages.append(Message(value_of(key, seq), key=key or None))
+            messages.append(Message(value_of(key, seq), key=key or None, deliver_at_ms=due_ms))
         published = self.cluster.publish(
             topic, *messages, batching=batching or self.shape.batching,
             batch_messages_max=BATCH_MESSAGES_MAX,
