@@ -260,13 +260,76 @@ OF_BATCHES = (
         edits=(
             Edit(
                 "keyshard/core/position/entry_set.py",
-                "        if runs is not None and runs[0][0] == entry + 1:\n",
-                "        if runs is not None and runs[0][0] > entry:\n",
+                "self.run_end(EntryId(ledger, entry + 1)) or entry_id",
+                "self.run_end(EntryId(ledger, entry + 2)) or entry_id",
             ),
         ),
         killers=(
             killer("property/test_entry_set", "test_a_floor_rises_over_the_run_after_it"),
             killer("unit/test_window"),
+        ),
+    ),
+    Mutant(
+        name="serialize a bitmap as it was built",
+        promise="Equal sets have equal texts, and a checkpoint can be read.",
+        edits=(
+            Edit(
+                "keyshard/core/position/ledger_entries.py",
+                "serialized, first = _serialized(entries), entries.min()",
+                "serialized, first = entries.serialize(), entries.min()",
+            ),
+        ),
+        killers=(
+            killer("unit/test_entry_set", "test_the_text_does_not_depend_on_the_way_to_the_set"),
+        ),
+    ),
+    Mutant(
+        name="take any entry without room in the checkpoint",
+        promise="A source whose checkpoint has no room holds no more than its window may.",
+        edits=(
+            Edit(
+                "keyshard/consumers/intake.py",
+                "        if not window.pauses.late_only(where, owned_range.range_index):\n",
+                "        if where in window.known:\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_delayed_messages",
+                "test_a_source_without_room_holds_what_its_window_may_and_says_so[1-True]",
+            ),
+        ),
+    ),
+    Mutant(
+        name="limit the last checkpoint of a run",
+        promise="An ordered stop repeats nothing.",
+        edits=(Edit("keyshard/handlers/entry_run.py", "limited=not last", "limited=True"),),
+        killers=(
+            killer(
+                "runtime/test_delayed_messages",
+                "test_a_stop_repeats_nothing_for_which_the_checkpoint_had_no_room",
+            ),
+            killer(
+                "runtime/test_delayed_messages",
+                "test_a_stop_of_batches_repeats_nothing_either",
+            ),
+        ),
+    ),
+    Mutant(
+        name="gather evidence once",
+        promise="The floor rises, although a lost connection dropped evidence.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/gap_resolver.py",
+                "        if view.doubts != evidence.doubts:\n",
+                "        if view.doubts < 0:\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_ack_gaps",
+                "test_evidence_that_a_doubt_dropped_is_gathered_again",
+            ),
         ),
     ),
     Mutant(

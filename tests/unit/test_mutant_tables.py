@@ -1,0 +1,19 @@
+"""The tables of mutants fit the code, so that a change of the code cannot silence them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mutants.mutant import ROOT, Mutant, changed
+from tests.mutants.test_mutants import ALL
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_mutant_names_code_and_tests_that_exist(mutant: Mutant) -> None:
+    for edit in mutant.edits:
+        changed((ROOT / edit.file).read_text(), edit)
+    for killer in mutant.killers:
+        file, *names = killer.split("::")
+        text = (ROOT / file).read_text()
+        for name in names:
+            assert f" {name.partition('[')[0]}(" in text, killer
