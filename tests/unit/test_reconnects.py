@@ -474,7 +474,8 @@ def test_attempts_in_one_lane_do_not_hold_up_those_in_another() -> None:
         made.until_true(stuck)
     made.until_true(free)
     assert done.wait(DEADLINE_S)
-    assert sum(one.is_alive() for one in made._threads) <= 5
+    # At most two in each of three lanes, one of them for first steps, and an idle one.
+    assert sum(one.is_alive() for one in made._threads) <= 3 * 2 + 1
     release.set()
     made.close()
     made.join(DEADLINE_S)
