@@ -225,9 +225,9 @@ REFERENCES = (
     Reference(
         errors.DataLossTrimmedError,
         "Retention, TTL or the deletion of a topic removed entries before they were committed or "
-        "read.",
-        "Restore the topic, and raise retention and TTL. To accept the loss, set "
-        "`fail_on_data_loss` to false.",
+        "read. Or the subscription expired or was deleted while the source was down.",
+        "Restore the topic, and raise retention, TTL and the expiration time of subscriptions. To "
+        "accept the loss, set `fail_on_data_loss` to false.",
     ),
     Reference(
         errors.DataLossAckedElsewhereError,

@@ -293,7 +293,7 @@ class TopicRecreatedError(KeyShardError):
 
 
 class DataLossTrimmedError(KeyShardError):
-    """Entries of a planned batch are no longer stored at the broker."""
+    """Entries that no committed batch holds are no longer stored at the broker."""
 
     code = "KEYSHARD_DATA_LOSS_TRIMMED"
 

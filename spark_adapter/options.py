@@ -250,9 +250,10 @@ OPTIONS = (
     Option(
         "failOnDataLoss",
         "fail_on_data_loss",
-        "`true`: the query fails if entries of a planned batch are no longer stored, or if "
-        "another client acknowledged entries that no batch contains. `false`: it logs a warning, "
-        "counts them in `entriesLost`, and continues.",
+        "`true`: the query fails if entries of a planned batch are no longer stored, if entries "
+        "were deleted after the subscription was, or if another client acknowledged entries that "
+        "no batch contains. `false`: it logs a warning, counts them in `entriesLost`, and "
+        "continues.",
     ),
 )
 

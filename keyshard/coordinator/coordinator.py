@@ -20,10 +20,16 @@ from keyshard.coordinator.available_now import AvailableNow, last_entries
 from keyshard.coordinator.batches import Batches
 from keyshard.coordinator.discovery import Discovery, Partitions
 from keyshard.coordinator.gap_resolver import GapResolver
-from keyshard.coordinator.opening import cluster_of, open_window, start_position
+from keyshard.coordinator.opening import (
+    cluster_of,
+    open_window,
+    prove_beginnings,
+    start_position,
+)
 from keyshard.coordinator.positions import create_subscriptions, read_first_messages
 from keyshard.coordinator.progress import Progress, SourceWorker, Watch
 from keyshard.coordinator.rescale import Drainable, Rescaler
+from keyshard.coordinator.subscription_ids import SubscriptionIds, read_properties
 from keyshard.core.history import HistoryStatus
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -162,8 +168,8 @@ class Coordinator:
         )  # fmt: skip
         self.in_flight = InFlightEntries(self.consumers)
         self.discovery = Discovery(
-            catalog, self._admin, partitions, config.subscription,
-            config.discovery_interval_ms / 1000,
+            catalog, self._admin, partitions, config.subscription, self._ids,
+            interval_s=config.discovery_interval_ms / 1000,
         )  # fmt: skip
         self._gap_resolver = GapResolver(self._broker, self._admin, config, self.consumers)
         self.consumers.start(
@@ -187,10 +193,13 @@ class Coordinator:
         found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
         if checkpoint is None:
             create_subscriptions(self._admin, config, found.consumed)
-        first_messages = read_first_messages(self._admin, config, found.consumed, starts=True)
+        properties = read_properties(self._admin, config, found.consumed)
+        first_messages = read_first_messages(self._admin, config, properties, starts=True)
+        self._ids = SubscriptionIds(self._admin, config.subscription, checkpoint, properties)
         window = open_window(
             self._broker, self._admin, config, checkpoint, found,
             cluster=cluster, planned=planned, assignment=assignment, first_messages=first_messages,
+            same=self._ids.known_in,
         )  # fmt: skip
         shared = SharedWindow(window, self._stopping, self._failed)
         ending = _batch_of(checkpoint) if checkpoint and planned else frozenset()
@@ -202,6 +211,9 @@ class Coordinator:
             start_position(self._admin, config, checkpoint, found),
             found.kept & ending,
         )
+        prove_beginnings(self._admin, config, checkpoint, window)
+        timeout_s = config.operation_timeout_ms / 1000
+        window.identify(self._ids.set_in(found.consumed, timeout_s))
         return found, opened
 
     def stop(self, timeout_s: float = 5.0) -> None:

@@ -33,6 +33,7 @@ from keyshard.broker.topics import Catalog
 from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import RangeConsumer
 from keyshard.coordinator.progress import DiscoveryProgress
+from keyshard.coordinator.subscription_ids import SubscriptionIds, properties_of
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange, gaps, overlap
@@ -106,6 +107,11 @@ class Partitions:
         with self._shared.lock:
             self._shared.window.drop_partition(gone, gone=True)
 
+    def identify(self, subscription_id: str | None) -> None:
+        """Set the id of the subscription that the next checkpoints name."""
+        with self._shared.lock:
+            self._shared.window.identify(subscription_id)
+
     def standing(self, where: TopicPartition) -> list[tuple[RangeConsumer, Consumer]]:
         """Return the consumers of a topic partition that are connected now."""
         return self._consumers.range_consumers.standing(where)
@@ -169,17 +175,19 @@ class Discovery:
         admin: Admin REST interface; ``None`` without ``admin_url``.
         owned: The topic partitions of the source.
         subscription: Subscription of the source.
+        ids: Sets the id of new subscriptions.
         interval_s: Time between two rounds, seconds.
     """
 
     def __init__(
         self, catalog: Catalog, admin: Admin | None, owned: Partitions, subscription: str,
-        interval_s: float,
+        ids: SubscriptionIds, *, interval_s: float,
     ) -> None:  # fmt: skip
         self._catalog = catalog
         self._admin = admin
         self._owned = owned
         self._subscription = subscription
+        self._ids = ids
         self._interval_s = interval_s
         self._known: set[TopicPartition] = set()
         self._partitioned: set[str] = set()
@@ -257,6 +265,8 @@ class Discovery:
         self._owned.tidy()
         with errors.collected():
             self._look_at_subscriptions()
+        with errors.collected():
+            self._owned.identify(self._ids.set_in(self._known))
         errors.raise_first()
 
     def _look_at_subscriptions(self) -> None:
@@ -289,6 +299,7 @@ class Discovery:
         """
         assert self._admin is not None
         stats = self._admin.subscription(topic_partition, self._subscription)
+        self._ids.seen(topic_partition, None if stats is None else properties_of(stats))
         try:
             return None if stats is None else SubscriptionState.from_stats(stats)
         except ValueError as exc:

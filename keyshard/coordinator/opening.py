@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -15,7 +15,15 @@ from keyshard.broker.port import Broker, StartPosition
 from keyshard.broker.retry import FIRST_TRIES_S, retry_until
 from keyshard.broker.topics import Found, warn_of_existing
 from keyshard.config.source import SourceConfig
-from keyshard.core.ack_gaps import Proofs, acked_elsewhere, acknowledged_unknown, before_the_start
+from keyshard.core.ack_gaps import (
+    Proofs,
+    Trimmed,
+    acked_elsewhere,
+    acknowledged_unknown,
+    before_the_start,
+    trimmed_unread,
+    without_subscription,
+)
 from keyshard.core.fingerprint import check_delivered, check_ledgers
 from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import Edge, parse_start
@@ -33,6 +41,7 @@ from keyshard.errors import (
     BrokerUnavailableError,
     CheckpointMismatchError,
     ConfigError,
+    KeyShardError,
 )
 from keyshard.reading.gaps import inspect_ack_gaps
 from keyshard.reading.scan import Scan
@@ -93,6 +102,7 @@ def open_window(
     planned: bool,
     assignment: Assignment,
     first_messages: Mapping[TopicPartition, MessageId],
+    same: Callable[[TopicPartition], bool] = lambda _: True,
 ) -> Window:
     """Create the window of a source that starts. With an admin interface, audit it.
 
@@ -106,6 +116,7 @@ def open_window(
         planned: Whether the checkpoint's batch will be read again.
         assignment: The owner of each range.
         first_messages: The first messages of subscriptions that begin inside a producer batch.
+        same: As in :func:`audit`.
 
     Raises:
         KeyShardError: As :func:`audit`.
@@ -115,6 +126,7 @@ def open_window(
         config.subscription,
         len(assignment),
         checkpoint.partitions if checkpoint else {},
+        subscription_id=checkpoint.subscription_id if checkpoint else None,
     )
     budget = window_budget(config, admin, found.consumed, sum(map(len, assignment)))
     window = Window(base, len(assignment), budget)
@@ -127,8 +139,9 @@ def open_window(
         window.drop_partition(topic_partition, gone=topic_partition in found.gone)
     if admin is not None:
         audited = audit(
-            broker, admin, config, checkpoint, window.partitions, first_messages=first_messages
-        )
+            broker, admin, config, checkpoint, window.partitions,
+            first_messages=first_messages, same=same,
+        )  # fmt: skip
         for topic_partition, proofs in audited.proofs.items():
             window.prove(topic_partition, proofs)
         window.counters.entries_lost += audited.entries_lost
@@ -190,7 +203,8 @@ class Audited:
 
     proofs: dict[TopicPartition, Proofs] = field(default_factory=dict)
     entries_lost: int = 0
-    """Entries that another consumer acknowledged, if that is not an error."""
+    """Entries that another consumer acknowledged or that are no longer stored, if that is not an
+    error."""
 
 
 def audit(
@@ -201,39 +215,51 @@ def audit(
     topic_partitions: Iterable[TopicPartition],
     *,
     first_messages: Mapping[TopicPartition, MessageId] = MappingProxyType({}),
+    same: Callable[[TopicPartition], bool] = lambda _: True,
 ) -> Audited:
     """Compare each topic partition's cursor and ledgers with the checkpoint.
 
-    If the checkpoint does not contain a topic partition, its acknowledged entries were acknowledged
-    before the source began. They are resolved.
+    A subscription retains the entries that it has not acknowledged. If it is gone, or is another
+    one of the same name, the broker may have deleted entries after those of the checkpoint.
 
     If a subscription begins inside a producer batch, an entry all of whose messages lie before that
     beginning is resolved too. It is acknowledged before a checkpoint contains it.
 
+    Args:
+        broker: Connection for Readers.
+        admin: Admin REST interface.
+        config: The source.
+        checkpoint: Where to continue; ``None`` for the first start of a source.
+        topic_partitions: Topic partitions that the source consumes.
+        first_messages: The first messages of subscriptions that begin inside a producer batch.
+        same: Whether an existing subscription is the one of the checkpoint.
+
     Raises:
         TopicRecreatedError: The checkpoint contains entries that the broker has not created yet.
+        DataLossTrimmedError: A subscription is gone, and entries are no longer stored.
         DataLossAckedElsewhereError: Entries are acknowledged that the checkpoint does not contain.
         BrokerError: The broker does not answer, or refuses.
     """
     known = checkpoint.partitions if checkpoint is not None else {}
     result = Audited()
 
-    def look_at(topic_partition: TopicPartition) -> tuple[Proofs, EntrySet]:
+    def look_at(topic_partition: TopicPartition) -> _Looked:
         broker_state = retry_until(
             lambda: admin.broker_state(topic_partition, config.subscription),
             config.operation_timeout_ms / 1000,
         )
         if broker_state is None:
-            return Proofs(), EntrySet()
-        state = known.get(topic_partition)
-        if state is None:
-            return before_the_start(broker_state, _now_ms()), EntrySet()
+            return _Looked(Proofs())
+        state = known[topic_partition]
         check_ledgers(topic_partition, state, broker_state)
+        trimmed: Trimmed | None = None
+        if broker_state.mark_delete is None or not same(topic_partition):
+            trimmed = trimmed_unread(state, broker_state)
         deadline = time.monotonic() + config.operation_timeout_ms / 1000
         _check_newest(broker, topic_partition, state, broker_state, deadline)
         unknown = acknowledged_unknown(state, broker_state)
         if not unknown:
-            return Proofs(), unknown
+            return _Looked(Proofs(), trimmed=trimmed)
         # The broker itself acknowledges transaction markers; a Reader does not return them.
         found = inspect_ack_gaps(
             broker, topic_partition, unknown, deadline, existing_max=LOST_COUNTED_MAX,
@@ -246,20 +272,79 @@ def audit(
         first = first_messages.get(topic_partition)
         if first is not None and _lies_before(broker, topic_partition, first, lost, deadline):
             lost -= EntrySet.of([EntryId(*first[:2])])
-        return proofs, lost
+        return _Looked(proofs, lost, trimmed)
 
-    names = tuple(topic_partitions)
+    names = tuple(where for where in topic_partitions if where in known)
     with Pool(THREADS_MAX, "keyshard-audit") as pool:
         looked = list(pool.map(look_at, names))
-    for topic_partition, (proofs, lost) in zip(names, looked, strict=True):
+    for topic_partition, (proofs, lost, trimmed) in zip(names, looked, strict=True):
         result.proofs[topic_partition] = proofs
+        losses: list[tuple[KeyShardError, int]] = []
+        if trimmed:
+            proofs.resolved |= trimmed.entries
+            error = without_subscription(topic_partition, config.subscription, trimmed)
+            losses.append((error, trimmed.least))
+        elif trimmed is not None:
+            _log.info(
+                "no subscription %r of %s has retained entries since the checkpoint, but the "
+                "broker still stores all of them",
+                config.subscription, topic_partition,
+            )  # fmt: skip
         if lost:
-            error = acked_elsewhere(topic_partition, config.subscription, lost)
+            losses.append((acked_elsewhere(topic_partition, config.subscription, lost), len(lost)))
+        for loss, count in losses:
             if config.fail_on_data_loss:
-                raise error
-            _log.warning("%s Resolved, because fail_on_data_loss is false.", error)
-            result.entries_lost += len(lost)
+                raise loss
+            _log.warning("%s Resolved, because fail_on_data_loss is false.", loss)
+            result.entries_lost += count
     return result
+
+
+def prove_beginnings(
+    admin: Admin | None,
+    config: SourceConfig,
+    checkpoint: Checkpoint | None,
+    window: Window,
+) -> None:
+    """Resolve what lies before the beginnings of subscriptions that the checkpoint does not know.
+
+    The subscriptions exist, and nothing that they delivered is acknowledged yet. If such a
+    subscription is created again later, from the earliest entry, earlier entries do not count.
+
+    Args:
+        admin: Admin REST interface; without one, nothing is proved.
+        config: The source.
+        checkpoint: Where to continue; ``None`` for the first start of a source.
+        window: Gets the evidence.
+
+    Raises:
+        BrokerError: The admin interface does not answer, or refuses.
+    """
+    if admin is None:
+        return
+    known = checkpoint.partitions if checkpoint is not None else {}
+    new = tuple(where for where in window.partitions if where not in known)
+
+    def look_at(where: TopicPartition) -> BrokerState | None:
+        return retry_until(
+            lambda: admin.broker_state(where, config.subscription),
+            config.operation_timeout_ms / 1000,
+        )
+
+    with Pool(THREADS_MAX, "keyshard-audit") as pool:
+        for where, broker_state in zip(new, pool.map(look_at, new), strict=True):
+            if broker_state is not None:
+                window.prove(where, before_the_start(broker_state, _now_ms()))
+
+
+class _Looked(NamedTuple):
+    """Findings about one topic partition."""
+
+    proofs: Proofs
+    acknowledged: EntrySet = EntrySet()
+    """Stored entries that another consumer acknowledged."""
+    trimmed: Trimmed | None = None
+    """Entries that are no longer stored, if the subscription is not that of the checkpoint."""
 
 
 def _now_ms() -> int:

@@ -18,6 +18,7 @@ from keyshard.broker.connect import connect, connect_admin
 from keyshard.broker.retry import retry_until
 from keyshard.broker.topics import Catalog, look, warn_of_existing
 from keyshard.config.source import SourceConfig
+from keyshard.coordinator.subscription_ids import Properties, read_properties
 from keyshard.core.message import MessageId
 from keyshard.core.position.bounds import (
     Bound,
@@ -144,7 +145,7 @@ def _cursor(
 
 
 def read_first_messages(
-    admin: Admin | None, config: SourceConfig, found: Iterable[TopicPartition], *, starts: bool
+    admin: Admin | None, config: SourceConfig, properties: Properties, *, starts: bool
 ) -> dict[TopicPartition, MessageId]:
     """Return the first message of each subscription that begins inside a producer batch.
 
@@ -155,7 +156,7 @@ def read_first_messages(
     Args:
         admin: Admin REST interface; without one the result is empty.
         config: Names the subscription.
-        found: Topic partitions to ask for.
+        properties: Properties of the subscription in each topic partition.
         starts: Whether the source starts. Then the property is removed from a subscription whose
             cursor was reset: otherwise it would hold again once the cursor reaches that entry.
 
@@ -165,13 +166,13 @@ def read_first_messages(
     if admin is None:
         return {}
     timeout_s = config.operation_timeout_ms / 1000
-    topic_partitions = tuple(found)
+    begins = {
+        where: each[BEGINS_PROPERTY]
+        for where, each in properties.items()
+        if each and BEGINS_PROPERTY in each
+    }
 
-    def first_message(where: TopicPartition) -> MessageId | None:
-        stats = retry_until(lambda: admin.subscription(where, config.subscription), timeout_s)
-        text = (stats or {}).get("subscriptionProperties", {}).get(BEGINS_PROPERTY)
-        if text is None:
-            return None
+    def first_message(where: TopicPartition, text: str) -> MessageId | None:
         position = parse_bound(f"Property {BEGINS_PROPERTY} of {config.subscription!r}", text)
         cursor = _cursor(admin, where, config.subscription, timeout_s)
         if cursor is None or not isinstance(position, MessageId):
@@ -181,14 +182,17 @@ def read_first_messages(
         if not before.entries:
             return position
         if starts:
-            retry_until(lambda: admin.begins_whole(where, config.subscription), timeout_s)
+            retry_until(
+                lambda: admin.set_property(where, config.subscription, BEGINS_PROPERTY, None),
+                timeout_s,
+            )
         return None
 
     with Pool(THREADS_MAX, "keyshard-begin") as pool:
-        positions = list(pool.map(first_message, topic_partitions))
+        positions = list(pool.map(first_message, begins.keys(), begins.values()))
     return {
         where: position
-        for where, position in zip(topic_partitions, positions, strict=True)
+        for where, position in zip(begins, positions, strict=True)
         if position is not None
     }
 
@@ -234,7 +238,8 @@ def _position_after(
         raise gone(where)
     delivered = [one for one in (state.floor, state.delivered.last) if one is not None]
     if not state.delivered:
-        begin = read_first_messages(admin, source, [where], starts=False).get(where)
+        properties = read_properties(admin, source, [where])
+        begin = read_first_messages(admin, source, properties, starts=False).get(where)
         if begin is not None and (broker.mark_delete or EntryId(0, -1)) < begin[:2]:
             return begin
     last = max(delivered, default=broker.mark_delete) or EntryId(0, -1)

@@ -20,7 +20,7 @@ from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.subscription_state import BrokerState
-from keyshard.errors import DataLossAckedElsewhereError
+from keyshard.errors import DataLossAckedElsewhereError, DataLossTrimmedError
 
 FIRST = EntryId(0, 0)
 """The lowest possible position."""
@@ -275,6 +275,69 @@ def before_the_start(broker: BrokerState, now_ms: int) -> Proofs:
     if marked is None:
         return Proofs()
     return Proofs(EntryId(marked.ledger, marked.entry + 1), broker.individually, {}, now_ms)
+
+
+class Trimmed(NamedTuple):
+    """Entries that no batch holds and that the broker no longer stores."""
+
+    entries: EntrySet
+    """Ack gaps of the checkpoint in deleted ledgers."""
+    newest: EntryId | None
+    """The newest entry of the checkpoint, if its ledger is deleted. An unknown number of entries
+    after it may be deleted, too."""
+    oldest_stored: int
+    """The oldest stored ledger."""
+
+    def __bool__(self) -> bool:
+        return bool(self.entries) or self.newest is not None
+
+    @property
+    def least(self) -> int:
+        """Number of entries; those after the newest one count as one."""
+        return len(self.entries) + (self.newest is not None)
+
+
+def trimmed_unread(state: PartitionCheckpoint, broker: BrokerState) -> Trimmed:
+    """Return entries that the broker may have deleted while no subscription retained them.
+
+    The broker deletes whole ledgers, the oldest first. So if it stores the ledger of the newest
+    delivered entry, it stores all later entries, too.
+    """
+    gaps, deleted = ack_gaps_of(state), EntrySet()
+    first = state.delivered.first
+    if state.floor is None and first is not None:
+        gaps = gaps.above(first)  # Earlier entries lie before the start of the source.
+    for ledger in gaps.last_entries:
+        if ledger not in broker.ledgers:
+            deleted |= gaps.of_ledger(ledger)
+    newest = max((one for one in (state.floor, state.delivered.last) if one), default=None)
+    if newest is not None and newest.ledger in broker.ledgers:
+        newest = None
+    return Trimmed(deleted, newest, min(broker.ledgers, default=-1))
+
+
+def without_subscription(
+    topic_partition: TopicPartition, subscription: str, trimmed: Trimmed
+) -> DataLossTrimmedError:
+    """Return the error that names entries deleted while no subscription retained them."""
+    lost = []
+    if trimmed.entries:
+        ids = str(trimmed.entries)[:IDS_SHOWN_MAX]
+        lost.append(f"{len(trimmed.entries)} entries that are in no batch, first {ids}")
+    if trimmed.newest is not None:
+        ledger, entry = trimmed.newest
+        lost.append(
+            f"entries between {ledger}:{entry}, where the checkpoint ends, and ledger "
+            f"{trimmed.oldest_stored}, the oldest that is stored, if there were any"
+        )
+    return DataLossTrimmedError(
+        f"No subscription {subscription!r} of {topic_partition} has retained entries since the "
+        "checkpoint: it expired or was deleted, even if one of this name exists now. The broker "
+        f"no longer stores {', nor '.join(lost)}. Nothing was acknowledged. To accept the loss, "
+        "set fail_on_data_loss to false. Check when the namespace lets subscriptions expire.",
+        topic_partition=topic_partition.name,
+        count=trimmed.least,
+    )
 
 
 def acked_elsewhere(

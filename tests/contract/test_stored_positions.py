@@ -166,6 +166,12 @@ def test_a_subscription_that_begins_inside_a_batch_keeps_its_property(
     consumer.close()
     harness.unload(where)
     assert begins_inside(admin, where, SUBSCRIPTION) == f"{ledger}:1:3"
-    admin.begins_whole(where, SUBSCRIPTION)
-    admin.begins_whole(where, SUBSCRIPTION)
-    assert begins_inside(admin, where, SUBSCRIPTION) is None
+    assert admin.set_property(where, SUBSCRIPTION, "a", "1=2, ü")
+    for _ in range(2):
+        assert admin.set_property(where, SUBSCRIPTION, BEGINS_PROPERTY, None)
+        assert begins_inside(admin, where, SUBSCRIPTION) is None
+    harness.unload(where)
+    found = admin.subscription(where, SUBSCRIPTION)
+    assert found is not None
+    assert found["subscriptionProperties"] == {"a": "1=2, ü"}
+    assert not admin.set_property(where, "nobody", "a", "1")

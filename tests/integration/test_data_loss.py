@@ -15,6 +15,7 @@ from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
@@ -179,6 +180,53 @@ def test_a_trimmed_planned_batch_is_named_or_left_out(
         received(coordinator, 4)
         commit(coordinator)
         wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
+
+
+def trim(broker: DevBroker, harness: PulsarHarness, where: TopicPartition) -> None:
+    """Close the ledger, and let the broker delete it: no subscription retains it."""
+    admin = harness.admin()
+    before = {one.id for one in admin.ledgers(where) or ()}
+    harness.roll_ledger(where)
+
+    def trimmed() -> bool:
+        put(broker, where, "trim", "POST")
+        return not before & {one.id for one in admin.ledgers(where) or ()}
+
+    wait_until(trimmed, deadline(60))
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_messages_deleted_without_a_subscription_are_named_or_counted(
+    broker: DevBroker, harness: PulsarHarness, *, anew: bool
+) -> None:
+    """A job is down, and its subscription expires or is deleted, and perhaps created again."""
+    topic, admin = harness.create_topic(), harness.admin()
+    where = TopicPartition(topic)
+    harness.publish(topic, messages(20))
+    with Running(broker, topic) as coordinator:
+        received(coordinator, 20)
+        end = commit(coordinator)
+        wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
+    put(broker, where, f"subscription/{SUBSCRIPTION}", "DELETE")
+    harness.publish(topic, messages(30))
+    trim(broker, harness, where)
+    if anew:
+        assert admin.begin(where, SUBSCRIPTION, MessageId(0, 0, 0))
+    harness.publish(topic, messages(10))
+    with (
+        pytest.raises(DataLossTrimmedError, match=rf"'{SUBSCRIPTION}' .* has retained"),
+        Running(broker, topic, end),
+    ):
+        pass
+    assert (admin.subscription(where, SUBSCRIPTION) is not None) == anew
+    with Running(broker, topic, end, fail_on_data_loss=False) as coordinator:
+        assert coordinator.status()["entriesLost"] == 1
+        received(coordinator, 10)
+        end = commit(coordinator)
+        wait_until(lambda: harness.backlog(where, SUBSCRIPTION) == 0)
+    trim(broker, harness, where)
+    with Running(broker, topic, end) as coordinator:
+        assert coordinator.status()["entriesLost"] == 0, "it is the subscription of the checkpoint"
 
 
 def test_the_rest_of_a_batch_is_delivered_once_and_replays_the_same(

@@ -491,4 +491,55 @@ OF_BATCHES = (
             ),
         ),
     ),
+    Mutant(
+        name="start as if a missing subscription had retained everything",
+        promise="No silent loss: without a subscription, the broker deletes what no batch has.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/opening.py",
+                "if broker_state.mark_delete is None or not same(topic_partition):",
+                "if not same(topic_partition):",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_deleted_subscriptions",
+                "test_an_older_checkpoint_still_names_a_subscription_that_is_missing",
+            ),
+        ),
+    ),
+    Mutant(
+        name="take any subscription of the name for that of the checkpoint",
+        promise="No silent loss: a subscription that was created again has retained nothing.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/subscription_ids.py",
+                "        return not self._is_known or where in self._has_id\n",
+                "        return True\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_deleted_subscriptions",
+                "test_messages_trimmed_without_a_subscription_are_a_named_loss",
+            ),
+        ),
+    ),
+    Mutant(
+        name="forget where subscriptions began",
+        promise="Messages from before the start stay away, whatever happens to a subscription.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/coordinator.py",
+                "        prove_beginnings(self._admin, config, checkpoint, window)\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_deleted_subscriptions",
+                "test_messages_before_the_start_stay_away_after_a_deletion",
+            ),
+        ),
+    ),
 )

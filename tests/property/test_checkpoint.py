@@ -51,6 +51,7 @@ def any_checkpoint(draw: st.DrawFn) -> Checkpoint:
         rescaled=draw(
             st.none() | st.builds(Rescaled, st.integers(1, 65_536), st.integers(1, 20).map(assign))
         ),
+        subscription_id=draw(st.none() | st.text(max_size=5)),
     )
 
 
@@ -80,6 +81,7 @@ def test_equal_checkpoints_have_equal_texts(checkpoint: Checkpoint, random: obje
         dict(reversed([*checkpoint.partitions.items()])),
         checkpoint.merged,
         rescaled=checkpoint.rescaled,
+        subscription_id=checkpoint.subscription_id,
     )
     assert turned.to_json() == checkpoint.to_json()
     resaved = Checkpoint.from_json(json.dumps(json.loads(checkpoint.to_json()), indent=2))

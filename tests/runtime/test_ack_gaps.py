@@ -100,12 +100,12 @@ def resolved_by_batches(topic: GapTopic, coordinator: Coordinator) -> PartitionC
 def test_three_thousand_markers_leave_nothing_in_a_checkpoint(
     topic: GapTopic, with_admin: bool
 ) -> None:
-    for _ in range(3_000):
-        topic.publish(FAST_KEY)
-        topic.cluster.publish_marker(topic.where)
     with running(
         topic.cluster, topic.source(), admin=topic.admin if with_admin else None
     ) as coordinator:
+        for _ in range(3_000):
+            topic.publish(FAST_KEY)
+            topic.cluster.publish_marker(topic.where)
         received(coordinator, 3_000)
         first = commit(coordinator)
         assert coordinator.status()["ackGaps"] == 2_999
@@ -355,10 +355,10 @@ def test_errors_of_the_broker_are_shown_and_tried_again(topic: GapTopic) -> None
             return super().broker_state(*args)
 
     admin = Failing(topic.cluster)
-    topic.publish(FAST_KEY)
-    topic.cluster.publish_marker(topic.where)
-    topic.publish(FAST_KEY)
     with running(topic.cluster, topic.source(), admin=admin) as coordinator:
+        topic.publish(FAST_KEY)
+        topic.cluster.publish_marker(topic.where)
+        topic.publish(FAST_KEY)
         admin.fails = True
         received(coordinator, 2)
         commit(coordinator)

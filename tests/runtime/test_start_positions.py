@@ -14,7 +14,7 @@ import pytest
 
 import keyshard
 from keyshard import Checkpoint, KeyShardSource
-from keyshard.broker.admin.port import BEGINS_PROPERTY
+from keyshard.broker.admin.port import BEGINS_PROPERTY, ID_PROPERTY
 from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.coordinator.positions import positions_of
@@ -231,6 +231,7 @@ def test_a_cursor_that_was_set_back_begins_at_whole_entries_again() -> None:
     everything = topic.read()
     assert Counter(topic.stream(len(everything))) == Counter(everything)
     # Nor does it begin there when it stands there later.
+    assert subscription.properties.pop(ID_PROPERTY)
     assert subscription.properties == {"team": "billing"}
 
 

@@ -23,8 +23,6 @@ from tests.support.thread_faults import Calls, Step
 STEPS = [
     Step("keyshard-ack", "keyshard.consumers.acknowledger.Acknowledger._hand_over"),
     Step("keyshard-audit", "keyshard.broker.retry.retry_until"),
-    Step("keyshard-audit", "keyshard.core.ack_gaps.before_the_start"),
-    Step("keyshard-begin", "keyshard.broker.retry.retry_until"),
     Step("keyshard-broker-facts", "keyshard.broker.memory.admin.MemoryAdmin.settings"),
     Step("keyshard-broker-facts", "keyshard.observe.status.BrokerFacts._round"),
     Step("keyshard-control", "keyshard.control._of_another_user"),
@@ -40,6 +38,7 @@ STEPS = [
         "keyshard-dead-letters",
         "keyshard.handlers.parked_lanes.ParkedLanes._write.<locals>.<lambda>",
     ),
+    Step("keyshard-properties", "keyshard.broker.retry.retry_until"),
     Step("keyshard-receive", "keyshard.consumers.receiver.Receiver._round"),
     Step("keyshard-reconnect", "keyshard.consumers.reconnector.Reconnector._look"),
     Step("keyshard-gap-resolver", "keyshard.coordinator.gap_resolver.GapResolver._ack_gap_views"),

@@ -42,6 +42,8 @@ class Debts:
         """All entries of which another client acknowledged a part."""
         self._hidden: set[tuple[TopicPartition, EntryId]] = set()
         """Entries without a receiver."""
+        self.unsubscribed = False
+        """Whether a subscription was deleted, and its acknowledgements with it."""
         self.accepted = False
         """Whether a loss was named and accepted: ``failOnDataLoss`` is false from then on."""
 

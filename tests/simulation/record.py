@@ -146,7 +146,8 @@ class Record:
         names = {(one.topic, one.partition) for one in existing}
 
         # What a broker no longer takes for acknowledged comes late, after others of its key.
-        late = any(event.kind == "crashed" and event.worker == "broker" for event in self.events)
+        crashed = any(event.kind == "crashed" and event.worker == "broker" for event in self.events)
+        late = crashed or debts.unsubscribed
         skipped = debts.skipped_entries if late else set()
 
         def counts(at: int, event: Event) -> bool:

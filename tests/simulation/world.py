@@ -29,6 +29,7 @@ from keyshard.errors import (
 )
 from keyshard.testing.verify.checkers import check
 from tests.simulation.delays import Delays, small_checkpoints
+from tests.simulation.deletions import Deletions
 from tests.simulation.faults import TOPICS, Kind
 from tests.simulation.injector import Injector
 from tests.simulation.install import installed
@@ -122,6 +123,7 @@ class World:
         # Without an admin interface, what another client acknowledges is a gap for good.
         foreign = any(fault.kind is Kind.FOREIGN for fault in self.injector.faults)
         self.delays = Delays(seed, self.scheduler, lasting_gaps=foreign)
+        self.deletions = Deletions(seed)
         self.query: Query | None = None
         """The query while it lives."""
         self.wiped: Wiped | None = None
@@ -263,27 +265,27 @@ class World:
         return first is not None and entry_id > first
 
     def _check_named(self) -> None:
-        """Entries that another client acknowledged and no batch holds must be named eventually."""
+        """Entries that are acknowledged or deleted, and in no batch, must be named eventually."""
         silent = self.debts.silent
         if not silent:
             return
         process = self.scheduler.process("next life")
-        named: list[DataLossAckedElsewhereError] = []
+        named: list[KeyShardError] = []
 
         def start() -> None:
             coordinator = self._source(process, self.shape.ranges[0]).coordinator()
             newest = self.storage.offsets[max(self.storage.commits)]
             try:
                 coordinator.start(Checkpoint.from_json(newest))
-            except DataLossAckedElsewhereError as exc:
+            except (DataLossAckedElsewhereError, DataLossTrimmedError) as exc:
                 named.append(exc)
             coordinator.stop()
 
         self.scheduler.join(self.scheduler.spawn(process, "audit", start))
         if not named:
             raise BrokenPromiseError(
-                f"{len(silent)} entries were acknowledged by somebody else, are in no batch, and "
-                f"no error names them, first {silent[0]}"
+                f"{len(silent)} entries were acknowledged by somebody else, or deleted, are in no "
+                f"batch, and no error names them, first {silent[0]}"
             )
 
     def _settled(self) -> bool:
@@ -402,6 +404,7 @@ class World:
     def _supervise(self) -> None:
         while not self._done:
             self.starts.between_lives()
+            self._delete_subscriptions()
             self.lives += 1
             process = self.scheduler.process(f"driver-{self.lives}")
             self.scheduler.join(
@@ -411,6 +414,25 @@ class World:
                 self.end(process)
             if not self._done:
                 self.scheduler.sleep(self._random.random() * 0.5)
+
+    def _delete_subscriptions(self) -> None:
+        """Perhaps delete subscriptions that the newest checkpoint knows."""
+        storage, debts = self.storage, self.debts
+        if not storage.offsets or self.wiped is not None:
+            return
+        newest = max(storage.offsets)
+        known = Checkpoint.from_json(storage.offsets[newest]).partitions
+        may_trim = newest in storage.commits and self.shape.admin
+        for where, trimmed in self.deletions.between_lives(
+            self.cluster, SUBSCRIPTION, known, may_trim=may_trim
+        ):
+            self.record.note(
+                f"FAULT the subscription of {where} is deleted, and {len(trimmed)} entries"
+            )
+            debts.unsubscribed = True
+            for entry in trimmed:
+                debts.skipped[where, entry.id] = True
+                debts.skip(where, entry.id, range(len(entry.messages)))
 
     def _live(self, process: Process) -> None:
         outages, crashes = self.network.outages, self.injector.broker_crashes
@@ -460,7 +482,8 @@ class World:
             return False
         if isinstance(error, DataLossTrimmedError):
             where = TopicPartition.parse(str(error.facts["topic_partition"]))
-            self.debts.accepted = where.topic in self.topics.deleted
+            deleted = where.topic in self.topics.deleted or where in self.deletions.trimmed
+            self.debts.accepted = deleted
         elif isinstance(error, DataLossAckedElsewhereError):
             where = TopicPartition.parse(str(error.facts["topic_partition"]))
             self.debts.accepted = any(place == where for place, _ in self.debts.skipped)

@@ -18,6 +18,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from keyshard.core.position.entry import full_topic_name
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
+from tests.spark.spark_process import eventually
 from tests.support.deadlines import deadline
 
 SUBSCRIPTION = "spark"
@@ -124,6 +125,27 @@ class SparkTopic:
         """Acknowledge the next entries of a partition, as an operator can."""
         answer = httpx.post(f"{self._url(partition)}/subscription/{SUBSCRIPTION}/skip/{count}")
         answer.raise_for_status()
+
+    def delete_subscription(self, partition: int) -> None:
+        """Delete the subscription of a partition."""
+        url = f"{self._url(partition)}/subscription/{SUBSCRIPTION}"
+        httpx.delete(url, timeout=deadline(20)).raise_for_status()
+
+    def trim(self, partition: int) -> None:
+        """Close the ledger of a partition, and let the broker delete it."""
+
+        def ledgers() -> set[int]:
+            return {one["ledgerId"] for one in self._get(partition, "internalStats")["ledgers"]}
+
+        before = ledgers()
+        httpx.put(f"{self._url(partition)}/unload", timeout=deadline(20)).raise_for_status()
+
+        def trimmed() -> bool:
+            answer = httpx.post(f"{self._url(partition)}/trim", timeout=deadline(20))
+            answer.raise_for_status()
+            return not ledgers() & before
+
+        eventually(trimmed, deadline(60), "closed ledgers deleted")
 
     def grow(self, partitions: int) -> None:
         """Give the topic more partitions."""

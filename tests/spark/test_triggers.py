@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -284,3 +285,28 @@ def test_an_unknown_column_is_refused_by_name(spark: SparkSession, topic: SparkT
     writer = rows.writeStream.format("noop").trigger(availableNow=True)
     with pytest.raises(PySparkException, match=r"KEYSHARD_BAD_OPTION.*'colour'"):
         ended(writer.option("checkpointLocation", str(topic.checkpoint)).start())
+
+
+def test_messages_deleted_without_the_subscription_fail_the_query_or_are_counted(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
+    """The subscription of one partition is deleted while the query is down."""
+    topic.produce(60)
+    ended(topic.start(topic.rows(spark)))
+    topic.delete_subscription(0)
+    topic.produce(60)
+    topic.trim(0)
+    lost = set(topic.sent) - set(topic.values())
+    topic.produce(60)
+    message = failed(topic.start(topic.rows(spark)))
+    assert "KEYSHARD_DATA_LOSS_TRIMMED" in message
+    assert f"{topic.name}-partition-0 has retained entries" in message
+    query = topic.start(topic.rows(spark, failOnDataLoss="false"))
+    ended(query)
+    (offset,) = (one["latestOffset"] for one in query.recentProgress[-1]["sources"])
+    assert json.loads(offset)["entriesLost"] == 1
+    missing = set(topic.sent) - set(topic.values())
+    assert missing
+    assert missing < lost, "only those that were deleted"
+    assert set(topic.values().values()) == {1}
+    ended(topic.start(topic.rows(spark)))

@@ -13,6 +13,8 @@ from keyshard.core.topic_schema import TopicSchema
 
 BEGINS_PROPERTY = "keyshard.begins"
 """Property of a subscription that begins inside a producer batch: ``ledger:entry:index``."""
+ID_PROPERTY = "keyshard.id"
+"""Property that distinguishes a subscription from another one of the same name (ADR 44)."""
 
 
 class Admin(Protocol):
@@ -88,8 +90,14 @@ class Admin(Protocol):
         stored in the property :data:`BEGINS_PROPERTY` of the subscription.
         """
 
-    def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
-        """Remove the property :data:`BEGINS_PROPERTY` of a subscription; keep the others."""
+    def set_property(
+        self, topic_partition: TopicPartition, subscription: str, name: str, text: str | None
+    ) -> bool:
+        """Set a property of a subscription, or remove it (``None``); the others stay.
+
+        Returns:
+            Whether the subscription exists.
+        """
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 

@@ -51,7 +51,7 @@ _UNACKNOWLEDGED = (
 
 class PulsarAdmin:
     """Calls of ``/admin/v2``. Methods that change the broker: :meth:`remove_leftover`,
-    :meth:`create`, :meth:`begin` and :meth:`begins_whole`.
+    :meth:`create`, :meth:`begin` and :meth:`set_property`.
 
     Args:
         connection: A connection with an ``admin_url``.
@@ -172,12 +172,21 @@ class PulsarAdmin:
         self._checked(path, answer)
         return True
 
-    def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
-        """Remove the property :data:`BEGINS_PROPERTY` of a subscription; keep the others."""
+    def set_property(
+        self, topic_partition: TopicPartition, subscription: str, name: str, text: str | None
+    ) -> bool:
+        """Set a property of a subscription, or remove it (``None``); the others stay."""
         path = f"{_subscription_path(topic_partition, subscription)}/properties"
-        properties = self._get(path, lambda found: {name: str(found[name]) for name in found})
-        others = {name: text for name, text in properties.items() if name != BEGINS_PROPERTY}
-        self._checked(path, self._request("PUT", path, json=others))
+        before = self._query(path, lambda found: {one: str(found[one]) for one in found})
+        if before is None:
+            return False
+        others = {one: before[one] for one in before if one != name}
+        after = others if text is None else others | {name: text}
+        answer = self._request("PUT", path, json=after)
+        if _says_missing(answer):
+            return False
+        self._checked(path, answer)
+        return True
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
         """Maximum unacknowledged messages per consumer and per subscription; 0 for no limit.

@@ -166,13 +166,17 @@ class MemoryAdmin:
             made.properties = {BEGINS_PROPERTY: str(position)} if position.batch_index else {}
             return True
 
-    def begins_whole(self, topic_partition: TopicPartition, subscription: str) -> None:
-        """Remove the property :data:`BEGINS_PROPERTY` of a subscription; keep the others."""
+    def set_property(
+        self, topic_partition: TopicPartition, subscription: str, name: str, text: str | None
+    ) -> bool:
+        """Set a property of a subscription, or remove it (``None``); the others stay."""
         with self._cluster.lock:
-            found = self._cluster.subscriptions(topic_partition)[subscription]
-            found.properties = {
-                name: text for name, text in found.properties.items() if name != BEGINS_PROPERTY
-            }
+            found = self._cluster.subscriptions(topic_partition).get(subscription)
+            if found is None:
+                return False
+            others = {one: found.properties[one] for one in found.properties if one != name}
+            found.properties = others if text is None else others | {name: text}
+            return True
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
         """A version of a topic's schema, by default the newest; ``None`` if there is none.

@@ -399,6 +399,16 @@ class MemoryCluster:
             del self._subscriptions[topic_partition, name]
             self.open_subscription(topic_partition, name, first).properties = before.properties
 
+    def delete_subscription(self, topic_partition: TopicPartition, name: str) -> None:
+        """Delete a subscription by force; its consumers reconnect, and create it again.
+
+        Raises:
+            BrokerError: There is no such subscription.
+        """
+        with self.lock, self._disconnected({topic_partition}):
+            self.subscription(topic_partition, name)
+            del self._subscriptions[topic_partition, name]
+
     def roll_ledger(self, topic_partition: TopicPartition) -> None:
         """Close the ledger of a topic partition, as a change of its broker does."""
         with self.lock:

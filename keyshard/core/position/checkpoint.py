@@ -208,6 +208,9 @@ class Checkpoint:
     and ``batches()`` write it. ``None``: begin with ``parallelism``."""
     outputs: Outputs | None = None
     """Outputs of the run; ``None`` without a sink."""
+    subscription_id: str | None = None
+    """Property ``keyshard.id`` of the subscription in each of its topic partitions (ADR 44).
+    ``None``: unknown, or not in all of them."""
     _batch_id: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def _repr_html_(self) -> str:
@@ -258,7 +261,8 @@ class Checkpoint:
         outputs = {} if self.outputs is None else {"outputs": self.outputs.to_dict()}
         parked = {} if self.parked is None else {"parked": dict(self.parked)}
         rescaled = {} if self.rescaled is None else {"rescaled": self.rescaled.to_dict()}
-        after = {"subscription": self.subscription, "version": self._version}
+        identity = {} if self.subscription_id is None else {"subscription_id": self.subscription_id}
+        after = {"subscription": self.subscription, **identity, "version": self._version}
         before = {"cluster": self.cluster, **merged, **outputs, **parked}
         return before, {"ranges": self.ranges, **rescaled, **after}
 
@@ -329,6 +333,9 @@ class Checkpoint:
                 version == COMPACT_VERSION and "outputs" in data
             )
             outputs = Outputs.from_dict(data["outputs"]) if has_outputs else None
+            subscription_id = data.get("subscription_id")
+            if subscription_id is not None and type(subscription_id) is not str:
+                raise ValueError(f"subscription_id is {subscription_id!r}")
             cluster, subscription = str(data["cluster"]), str(data["subscription"])
             partitions: dict[TopicPartition, PartitionCheckpoint] = {}
             for name, state in data["partitions"].items():
@@ -344,4 +351,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"Cannot read {name}: {exc}. Restore the checkpoint, or start with a new one."
             ) from exc
-        return cls(cluster, subscription, ranges, partitions, merged, parked, rescaled, outputs)
+        return cls(
+            cluster, subscription, ranges, partitions, merged, parked, rescaled, outputs,
+            subscription_id,
+        )  # fmt: skip

@@ -214,6 +214,11 @@ class Window:
             self._looked(topic_partition)
         return taken
 
+    def identify(self, subscription_id: str | None) -> None:
+        """Set the id of the subscription that the next checkpoints name."""
+        if subscription_id != self._newest.subscription_id:
+            self._newest.identify(subscription_id)
+
     def plan_completed(
         self, completed: Mapping[TopicPartition, Collection[EntryId]], *, limited: bool = True
     ) -> dict[TopicPartition, list[EntryId]]:

@@ -1,0 +1,376 @@
+"""The subscription of a source was deleted while the source was down, and perhaps made anew.
+
+On the in-memory broker, for each way to consume with a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyshard import KeyShardSource
+from keyshard.broker.admin.port import ID_PROPERTY
+from keyshard.broker.memory import Message
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.port import StartPosition
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import EntryId
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.errors import AdminError, DataLossAckedElsewhereError, DataLossTrimmedError
+from tests.helpers import commit, config, key_in, received, rows_of, running, wait_until
+from tests.support.deadlines import deadline
+from tests.support.memory_topic import MemoryTopic, Run
+
+KEYS = [key_in(hash_range) for hash_range in split_ring(4)]
+NAME = "keyshard"
+
+
+class Deleting(MemoryTopic):
+    """A topic of one partition, numbered messages, and subscriptions that come and go."""
+
+    def __init__(self) -> None:
+        super().__init__(partitions=1)
+        (self.at,) = self.where
+        self.admin = MemoryAdmin(self.cluster)
+        self.published = 0
+
+    def source(self, **changes: Any) -> KeyShardSource:
+        return super().source(**{"admin_url": self.url} | changes)
+
+    def publish(self, count: int) -> None:
+        numbers = range(self.published, self.published + count)
+        self.cluster.publish(self.at, *(Message(b"%d" % n, KEYS[n % 4]) for n in numbers))
+        self.published += count
+
+    def trim(self) -> None:
+        """Close the ledger, and delete all that is stored."""
+        self.cluster.roll_ledger(self.at)
+        self.cluster.trim(self.at, EntryId(self.cluster.log(self.at).last_written.ledger + 1, 0))
+
+    def make(self, start: StartPosition) -> None:
+        with self.cluster.lock:
+            self.cluster.open_subscription(self.at, NAME, start)
+
+    def id(self) -> str | None:
+        return self.cluster.subscription(self.at, NAME).properties.get(ID_PROPERTY)
+
+
+class Consumer:
+    """One way to consume with a checkpoint that lasts from one run to the next."""
+
+    def __init__(self, topic: Deleting, folder: Path) -> None:
+        self.topic = topic
+        self.path = folder / "checkpoint.json"
+        self.lost = 0
+
+    def consume(self, count: int, **changes: Any) -> list[int]:
+        """Run until this many messages came and are acknowledged; return their numbers."""
+        raise NotImplementedError
+
+
+def lost_by(source: KeyShardSource) -> int:
+    window = source.status()["window"]
+    assert window is not None
+    return window["entriesLost"]
+
+
+class Handling(Consumer):
+    def consume(self, count: int, **changes: Any) -> list[int]:
+        got: list[int] = []
+        source = self.topic.source(**changes)
+        with Run(source, lambda one: got.append(int(one.value)), {"checkpoint": self.path}) as run:
+            wait_until(lambda: run.error or (len(got) >= count and self.topic.backlog() == 0))
+            if run.error is None:
+                self.lost = lost_by(source)
+        if run.error is not None:
+            raise run.error
+        return got
+
+
+class Batches(Consumer):
+    def consume(self, count: int, **changes: Any) -> list[int]:
+        got: list[int] = []
+        source = self.topic.source(**changes)
+        for batch in source.batches(max_wait_s=0.05, checkpoint=self.path):
+            got += map(int, batch.records.column("value").to_pylist())
+            batch.ack()
+            self.lost = lost_by(source)
+            if len(got) >= count:
+                break
+        return got
+
+
+class Stream(Consumer):
+    def consume(self, count: int, **changes: Any) -> list[int]:
+        got: list[int] = []
+        before = self.path.read_text() if self.path.exists() else None
+        with self.topic.source(**changes).open(before) as stream:
+            while len(got) < count:
+                batch = stream.next_batch(timeout_s=deadline(10))
+                assert batch is not None
+                for rows in batch:
+                    got += map(int, rows.column("value").to_pylist())
+                self.path.write_text(batch.checkpoint)
+                stream.commit(batch)
+            self.lost = stream.status()["entriesLost"]
+            wait_until(lambda: self.topic.backlog() == 0)
+        return got
+
+
+@pytest.fixture
+def topic() -> Deleting:
+    return Deleting()
+
+
+@pytest.fixture(params=[Handling, Batches, Stream])
+def consumer(request: pytest.FixtureRequest, topic: Deleting, tmp_path: Path) -> Consumer:
+    """A consumer that has the first twenty messages in its checkpoint."""
+    made: Consumer = request.param(topic, tmp_path)
+    topic.publish(20)
+    assert sorted(made.consume(20)) == list(range(20))
+    wait_until(lambda: topic.backlog() == 0)
+    return made
+
+
+def deleted(topic: Deleting) -> None:
+    topic.cluster.delete_subscription(topic.at, NAME)
+    topic.publish(30)
+    topic.trim()
+    topic.publish(10)
+
+
+def made_anew(topic: Deleting) -> None:
+    deleted(topic)
+    topic.make(StartPosition.EARLIEST)
+
+
+def made_anew_before(topic: Deleting) -> None:
+    """The new subscription saw all messages, and let them expire."""
+    topic.cluster.delete_subscription(topic.at, NAME)
+    topic.make(StartPosition.EARLIEST)
+    topic.publish(30)
+    topic.trim()
+    topic.publish(10)
+
+
+def made_by_another_source(topic: Deleting) -> None:
+    deleted(topic)
+    topic.make(StartPosition.EARLIEST)
+    topic.admin.set_property(topic.at, NAME, ID_PROPERTY, "another")
+
+
+CHANGES = [deleted, made_anew, made_anew_before, made_by_another_source]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_messages_trimmed_without_a_subscription_are_a_named_loss(
+    topic: Deleting, consumer: Consumer, change: Callable[[Deleting], None]
+) -> None:
+    """Ten messages came, thirty were lost, and nothing said so."""
+    change(topic)
+    before = topic.backlog()
+    for _ in range(2):
+        with pytest.raises(DataLossTrimmedError, match="between 1:19, where the checkpoint ends"):
+            consumer.consume(10)
+        assert topic.backlog() == before, "nothing is subscribed or acknowledged"
+    assert sorted(consumer.consume(10, fail_on_data_loss=False)) == list(range(50, 60))
+    assert consumer.lost == 1
+    topic.publish(5)
+    assert sorted(consumer.consume(5)) == list(range(60, 65))
+    assert consumer.lost == 0, "it is the subscription of the checkpoint now"
+
+
+@pytest.mark.parametrize("again", [None, StartPosition.EARLIEST])
+def test_a_deleted_subscription_costs_nothing_while_all_is_stored(
+    topic: Deleting, consumer: Consumer, again: StartPosition | None
+) -> None:
+    topic.cluster.delete_subscription(topic.at, NAME)
+    topic.cluster.roll_ledger(topic.at)
+    topic.publish(30)
+    if again is not None:
+        topic.make(again)
+    assert sorted(consumer.consume(30)) == list(range(20, 50))
+    assert consumer.lost == 0
+
+
+def test_a_subscription_made_anew_at_the_end_is_a_named_loss(
+    topic: Deleting, consumer: Consumer
+) -> None:
+    topic.cluster.delete_subscription(topic.at, NAME)
+    topic.publish(30)
+    topic.make(StartPosition.LATEST)
+    topic.publish(10)
+    with pytest.raises(DataLossAckedElsewhereError, match="30 entries"):
+        consumer.consume(10)
+    assert sorted(consumer.consume(10, fail_on_data_loss=False)) == list(range(50, 60))
+    assert consumer.lost == 30
+
+
+def test_trimmed_ledgers_that_were_read_are_no_loss(topic: Deleting, consumer: Consumer) -> None:
+    """The broker deletes what the subscription acknowledged, and the next messages follow."""
+    topic.trim()
+    topic.cluster.crash()
+    topic.publish(10)
+    assert sorted(consumer.consume(10)) == list(range(20, 30))
+    assert consumer.lost == 0
+
+
+def checkpoint_of(consumer: Consumer) -> Checkpoint:
+    return Checkpoint.from_json(consumer.path.read_text())
+
+
+def test_a_checkpoint_of_an_older_release_gets_the_id(topic: Deleting, consumer: Consumer) -> None:
+    """Such a checkpoint has no id, and its subscription no property."""
+    assert checkpoint_of(consumer).subscription_id == topic.id() is not None
+    consumer.path.write_text(replace(checkpoint_of(consumer), subscription_id=None).to_json())
+    topic.admin.set_property(topic.at, NAME, ID_PROPERTY, None)
+    topic.trim()
+    topic.publish(10)
+    assert sorted(consumer.consume(10)) == list(range(20, 30))
+    assert checkpoint_of(consumer).subscription_id == topic.id() is not None
+    deleted(topic)
+    with pytest.raises(DataLossTrimmedError):
+        consumer.consume(10)
+
+
+def test_an_older_checkpoint_still_names_a_subscription_that_is_missing(
+    topic: Deleting, consumer: Consumer
+) -> None:
+    consumer.path.write_text(replace(checkpoint_of(consumer), subscription_id=None).to_json())
+    deleted(topic)
+    with pytest.raises(DataLossTrimmedError):
+        consumer.consume(10)
+
+
+def test_a_role_that_may_not_set_the_id_consumes_and_is_warned(
+    topic: Deleting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def refuse(*_: object) -> bool:
+        raise AdminError("this role may not change a subscription")
+
+    monkeypatch.setattr(MemoryAdmin, "set_property", refuse)
+    consumer = Handling(topic, tmp_path)
+    topic.publish(20)
+    assert sorted(consumer.consume(20)) == list(range(20))
+    (warning,) = (one.getMessage() for one in caplog.records if ID_PROPERTY in one.getMessage())
+    assert "the next start will not notice it" in warning
+    assert "this role may not change" in warning
+    assert checkpoint_of(consumer).subscription_id is None
+    monkeypatch.undo()
+    topic.trim()
+    topic.publish(10)
+    assert sorted(consumer.consume(10)) == list(range(20, 30))
+    assert checkpoint_of(consumer).subscription_id == topic.id() is not None
+
+
+def test_missing_entries_of_deleted_ledgers_are_counted_one_by_one() -> None:
+    """Late entries of a slow range, and delayed messages, lie below the newest delivered entry."""
+    topic = Deleting()
+    source = config(topic.topic, discovery_interval_ms=3_600_000)
+    with running(topic.cluster, source, admin=topic.admin) as coordinator:
+        topic.publish(4)
+        received(coordinator, 4)
+        commit(coordinator)
+        due_ms = topic.cluster.now_ms() + 3_600_000
+        delayed = [Message(b"later", KEYS[n], deliver_at_ms=due_ms) for n in range(3)]
+        topic.cluster.publish(topic.at, *delayed)
+        topic.publish(4)
+        topic.cluster.roll_ledger(topic.at)
+        topic.publish(4)
+        received(coordinator, 12)
+        end = commit(coordinator)
+    topic.cluster.delete_subscription(topic.at, "unit")
+    first = min(topic.cluster.log(topic.at).ledger_sizes)
+    topic.cluster.trim(topic.at, EntryId(first + 1, 0))
+    topic.publish(2)
+    with (
+        pytest.raises(DataLossTrimmedError, match=rf"3 entries .* first {first}:4-6") as caught,
+        running(topic.cluster, source, end, admin=topic.admin),
+    ):
+        pass
+    assert caught.value.facts["count"] == 3
+    accepting = replace(source, fail_on_data_loss=False)
+    with running(topic.cluster, accepting, end, admin=topic.admin) as coordinator:
+        assert coordinator.status()["entriesLost"] == 3
+        received(coordinator, 2)
+        state = commit(coordinator).partitions[topic.at]
+        assert all(state.covers(EntryId(first, entry)) for entry in range(11))
+
+
+def test_new_and_recreated_subscriptions_get_the_id_while_the_source_runs() -> None:
+    topic = Deleting()
+    source = config(topic.topic, discovery_interval_ms=20)
+    with running(topic.cluster, source, admin=topic.admin) as coordinator:
+
+        def marked() -> set[object]:
+            return {
+                one.get("subscriptionProperties", {}).get(ID_PROPERTY)
+                for where in topic.cluster.partitions(topic.topic)
+                for one in [topic.admin.subscription(where, "unit") or {}]
+            }
+
+        expected = {coordinator.newest.subscription_id}
+        assert expected != {None}
+        topic.cluster.grow_topic(topic.topic, 3)
+        wait_until(lambda: marked() == expected)
+        topic.cluster.delete_subscription(topic.at, "unit")
+        wait_until(lambda: marked() == expected)
+        topic.cluster.delete_topic(topic.topic)
+        topic.cluster.create_topic(topic.topic, 2)
+        wait_until(lambda: marked() == expected)
+        assert {coordinator.newest.subscription_id} == expected
+
+
+def test_a_planned_batch_whose_subscription_was_deleted_is_read_again_and_nothing_is_lost() -> None:
+    topic = Deleting()
+    source = config(topic.topic)
+    topic.publish(20)
+    with running(topic.cluster, source, admin=topic.admin) as coordinator:
+        received(coordinator, 20)
+        end = coordinator.batches.cut()
+        assert end is not None
+        rows = rows_of(coordinator, end)
+    topic.cluster.delete_subscription(topic.at, "unit")
+    topic.publish(10)
+    with running(topic.cluster, source, end, planned=True, admin=topic.admin) as coordinator:
+        assert rows_of(coordinator, end) == rows
+        coordinator.batches.release(end)
+        received(coordinator, 10)
+        commit(coordinator)
+        wait_until(lambda: topic.cluster.backlog(topic.at, "unit") == 0)
+
+
+@pytest.mark.parametrize("start", ["latest", "position"])
+def test_messages_before_the_start_stay_away_after_a_deletion(topic: Deleting, start: str) -> None:
+    """The subscription is created again at the earliest message, which lies before the start."""
+    topic.publish(20)
+    at = topic.cluster.log(topic.at).last_written
+    if start == "position":
+        start = f'{{"{topic.at.name}": "{at.ledger}:{at.entry + 1}"}}'
+    source = config(
+        topic.topic, starting_position=start, service_url=topic.url, admin_url=topic.url
+    )
+    with running(topic.cluster, source, admin=topic.admin) as coordinator:
+        topic.publish(20)
+        received(coordinator, 20)
+        end = commit(coordinator)
+    topic.cluster.delete_subscription(topic.at, "unit")
+    topic.publish(4)
+    with running(topic.cluster, source, end, admin=topic.admin) as coordinator:
+        received(coordinator, 4)
+        batch = coordinator.batches.cut()
+        assert batch is not None
+        rows = rows_of(coordinator, batch)
+        assert sorted(int(row["value"]) for part in rows.values() for row in part) == [
+            40,
+            41,
+            42,
+            43,
+        ]
+        coordinator.batches.release(batch)
+        wait_until(lambda: topic.cluster.backlog(topic.at, "unit") == 0)
