@@ -102,7 +102,7 @@ def open_window(
     planned: bool,
     assignment: Assignment,
     first_messages: Mapping[TopicPartition, MessageId],
-    same: Callable[[TopicPartition], bool] = lambda _: True,
+    same: Callable[[TopicPartition], bool],
 ) -> Window:
     """Create the window of a source that starts. With an admin interface, audit it.
 
@@ -244,10 +244,7 @@ def audit(
     result = Audited()
 
     def look_at(topic_partition: TopicPartition) -> _Looked:
-        broker_state = retry_until(
-            lambda: admin.broker_state(topic_partition, config.subscription),
-            config.operation_timeout_ms / 1000,
-        )
+        broker_state = _broker_state(admin, config, topic_partition)
         if broker_state is None:
             return _Looked(Proofs())
         state = known[topic_partition]
@@ -324,17 +321,20 @@ def prove_beginnings(
         return
     known = checkpoint.partitions if checkpoint is not None else {}
     new = tuple(where for where in window.partitions if where not in known)
-
-    def look_at(where: TopicPartition) -> BrokerState | None:
-        return retry_until(
-            lambda: admin.broker_state(where, config.subscription),
-            config.operation_timeout_ms / 1000,
-        )
-
     with Pool(THREADS_MAX, "keyshard-audit") as pool:
-        for where, broker_state in zip(new, pool.map(look_at, new), strict=True):
+        states = pool.map(partial(_broker_state, admin, config), new)
+        for where, broker_state in zip(new, states, strict=True):
             if broker_state is not None:
                 window.prove(where, before_the_start(broker_state, _now_ms()))
+
+
+def _broker_state(
+    admin: Admin, config: SourceConfig, topic_partition: TopicPartition
+) -> BrokerState | None:
+    return retry_until(
+        lambda: admin.broker_state(topic_partition, config.subscription),
+        config.operation_timeout_ms / 1000,
+    )
 
 
 class _Looked(NamedTuple):

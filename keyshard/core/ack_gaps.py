@@ -259,11 +259,13 @@ def acknowledged_unknown(state: PartitionCheckpoint, broker: BrokerState) -> Ent
     If a checkpoint has no floor, entries before its first delivered one were acknowledged before
     the source began.
     """
-    acknowledged = broker.acknowledged() - state.delivered
-    if state.floor is not None:
-        return acknowledged.above(state.floor)
-    first = state.delivered.first
-    return EntrySet() if first is None else acknowledged.above(first)
+    return _since_the_start(state, broker.acknowledged() - state.delivered)
+
+
+def _since_the_start(state: PartitionCheckpoint, entries: EntrySet) -> EntrySet:
+    """Return the entries above the floor; without a floor, those above the first delivered one."""
+    before = state.floor or state.delivered.first
+    return EntrySet() if before is None else entries.above(before)
 
 
 def before_the_start(broker: BrokerState, now_ms: int) -> Proofs:
@@ -303,14 +305,11 @@ def trimmed_unread(state: PartitionCheckpoint, broker: BrokerState) -> Trimmed:
     The broker deletes whole ledgers, the oldest first. So if it stores the ledger of the newest
     delivered entry, it stores all later entries, too.
     """
-    gaps, deleted = ack_gaps_of(state), EntrySet()
-    first = state.delivered.first
-    if state.floor is None and first is not None:
-        gaps = gaps.above(first)  # Earlier entries lie before the start of the source.
+    gaps, deleted = _since_the_start(state, ack_gaps_of(state)), EntrySet()
     for ledger in gaps.last_entries:
         if ledger not in broker.ledgers:
             deleted |= gaps.of_ledger(ledger)
-    newest = max((one for one in (state.floor, state.delivered.last) if one), default=None)
+    newest = state.delivered.last or state.floor
     if newest is not None and newest.ledger in broker.ledgers:
         newest = None
     return Trimmed(deleted, newest, min(broker.ledgers, default=-1))

@@ -136,8 +136,10 @@ def consumer(request: pytest.FixtureRequest, topic: Deleting, tmp_path: Path) ->
     return made
 
 
-def deleted(topic: Deleting) -> None:
+def deleted(topic: Deleting, *, again: bool = False) -> None:
     topic.cluster.delete_subscription(topic.at, NAME)
+    if again:
+        topic.make(StartPosition.EARLIEST)
     topic.publish(30)
     topic.trim()
     topic.publish(10)
@@ -150,16 +152,11 @@ def made_anew(topic: Deleting) -> None:
 
 def made_anew_before(topic: Deleting) -> None:
     """The new subscription saw all messages, and let them expire."""
-    topic.cluster.delete_subscription(topic.at, NAME)
-    topic.make(StartPosition.EARLIEST)
-    topic.publish(30)
-    topic.trim()
-    topic.publish(10)
+    deleted(topic, again=True)
 
 
 def made_by_another_source(topic: Deleting) -> None:
-    deleted(topic)
-    topic.make(StartPosition.EARLIEST)
+    made_anew(topic)
     topic.admin.set_property(topic.at, NAME, ID_PROPERTY, "another")
 
 
@@ -366,11 +363,7 @@ def test_messages_before_the_start_stay_away_after_a_deletion(topic: Deleting, s
         batch = coordinator.batches.cut()
         assert batch is not None
         rows = rows_of(coordinator, batch)
-        assert sorted(int(row["value"]) for part in rows.values() for row in part) == [
-            40,
-            41,
-            42,
-            43,
-        ]
+        values = sorted(int(row["value"]) for part in rows.values() for row in part)
+        assert values == list(range(40, 44))
         coordinator.batches.release(batch)
         wait_until(lambda: topic.cluster.backlog(topic.at, "unit") == 0)

@@ -184,15 +184,11 @@ class NewestCheckpoint:
             if state.is_compact:
                 self._compact.add(topic_partition)
 
-    @property
-    def subscription_id(self) -> str | None:
-        """The id of the subscription in the next checkpoints."""
-        return self._frame.subscription_id
-
     def identify(self, subscription_id: str | None) -> None:
         """Set the id of the subscription in the next checkpoints."""
-        self._frame = replace(self._frame, subscription_id=subscription_id)
-        self._whole = None
+        if subscription_id != self._frame.subscription_id:
+            self._frame = replace(self._frame, subscription_id=subscription_id)
+            self._whole = None
 
     def advance(self, ranges: int, merged: int) -> None:
         """Begin the next checkpoint, with a number of ranges and of partitions of its batch."""

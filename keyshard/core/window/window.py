@@ -216,8 +216,7 @@ class Window:
 
     def identify(self, subscription_id: str | None) -> None:
         """Set the id of the subscription that the next checkpoints name."""
-        if subscription_id != self._newest.subscription_id:
-            self._newest.identify(subscription_id)
+        self._newest.identify(subscription_id)
 
     def plan_completed(
         self, completed: Mapping[TopicPartition, Collection[EntryId]], *, limited: bool = True
