@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.port import Broker, WorkerFacts
+from keyshard.broker.retry import FIRST_TRIES_S
 from keyshard.broker.topics import Catalog, Found, look
 from keyshard.config.source import UNREADABLE, SourceConfig
 from keyshard.consumers.consumers import Consumers
@@ -195,11 +196,13 @@ class Coordinator:
             create_subscriptions(self._admin, config, found.consumed)
         properties = read_properties(self._admin, config, found.consumed)
         first_messages = read_first_messages(self._admin, config, properties, starts=True)
-        self._ids = SubscriptionIds(self._admin, config.subscription, checkpoint, properties)
+        self._ids = SubscriptionIds(
+            self._admin, config.subscription, checkpoint, properties, found.gone
+        )
         window = open_window(
             self._broker, self._admin, config, checkpoint, found,
             cluster=cluster, planned=planned, assignment=assignment, first_messages=first_messages,
-            same=self._ids.known_in,
+            same=self._ids.same,
         )  # fmt: skip
         shared = SharedWindow(window, self._stopping, self._failed)
         ending = _batch_of(checkpoint) if checkpoint and planned else frozenset()
@@ -212,8 +215,8 @@ class Coordinator:
             found.kept & ending,
         )
         prove_beginnings(self._admin, config, checkpoint, window)
-        timeout_s = config.operation_timeout_ms / 1000
-        window.identify(self._ids.set_in(found.consumed, timeout_s))
+        self._ids.set_in(found.consumed, FIRST_TRIES_S)
+        window.identify(self._ids.of(found.consumed))
         return found, opened
 
     def stop(self, timeout_s: float = 5.0) -> None:

@@ -34,7 +34,7 @@ from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import RangeConsumer
 from keyshard.coordinator.progress import DiscoveryProgress
 from keyshard.coordinator.subscription_ids import SubscriptionIds, properties_of
-from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.checkpoint import Checkpoint, SubscriptionId
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange, gaps, overlap
 from keyshard.core.subscription_state import SubscriptionState
@@ -107,8 +107,8 @@ class Partitions:
         with self._shared.lock:
             self._shared.window.drop_partition(gone, gone=True)
 
-    def identify(self, subscription_id: str | None) -> None:
-        """Set the id of the subscription that the next checkpoints name."""
+    def identify(self, subscription_id: SubscriptionId | None) -> None:
+        """Set the id of the subscription in the next checkpoints."""
         with self._shared.lock:
             self._shared.window.identify(subscription_id)
 
@@ -266,7 +266,8 @@ class Discovery:
         with errors.collected():
             self._look_at_subscriptions()
         with errors.collected():
-            self._owned.identify(self._ids.set_in(self._known))
+            self._ids.set_in(self._known)
+        self._owned.identify(self._ids.of(self._known))
         errors.raise_first()
 
     def _look_at_subscriptions(self) -> None:
@@ -299,7 +300,9 @@ class Discovery:
         """
         assert self._admin is not None
         stats = self._admin.subscription(topic_partition, self._subscription)
-        self._ids.seen(topic_partition, None if stats is None else properties_of(stats))
+        self._ids.seen(
+            topic_partition, None if stats is None else properties_of(topic_partition, stats)
+        )
         try:
             return None if stats is None else SubscriptionState.from_stats(stats)
         except ValueError as exc:
@@ -342,6 +345,7 @@ class Discovery:
         self._leftovers.update(dict.fromkeys(gone, self._leftover_rounds))
         for topic_partition in sorted(gone):
             self._created.pop(topic_partition, None)
+            self._ids.seen(topic_partition, None)
             _log.warning(
                 "stopped consuming %s: it was deleted%s",
                 topic_partition, " and created again" if again else "",
@@ -405,6 +409,8 @@ class Discovery:
         new = sorted(tp for tp in existing if tp not in self._known)
         if not new:
             return
+        # Until it is set, checkpoints name no id of a new subscription.
+        self._owned.identify(self._ids.of((*self._known, *new)))
         self._owned.grow(new)
         self._known.update(new)
         self.discovered += len(new)

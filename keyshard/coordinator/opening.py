@@ -232,7 +232,7 @@ def audit(
         checkpoint: Where to continue; ``None`` for the first start of a source.
         topic_partitions: Topic partitions that the source consumes.
         first_messages: The first messages of subscriptions that begin inside a producer batch.
-        same: Whether an existing subscription is the one of the checkpoint.
+        same: Whether an existing subscription may be the one of the checkpoint.
 
     Raises:
         TopicRecreatedError: The checkpoint contains entries that the broker has not created yet.

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from keyshard.broker.admin.port import ID_PROPERTY, Admin
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
-from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.checkpoint import Checkpoint, SubscriptionId
 from keyshard.core.position.entry import TopicPartition
-from keyshard.errors import AdminError, AuthorizationError
+from keyshard.errors import AdminError, BrokerError
 from keyshard.threads import Pool
 
 THREADS_MAX = 8
 """Topic partitions that are handled in parallel."""
 ID_BYTES = 8
 """Random bytes of an id."""
+WITHOUT_MAX = 100
+"""Topic partitions without the id that a checkpoint names. If there are more, it names no id."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,29 +56,41 @@ def read_properties(
 
     def read(where: TopicPartition) -> Mapping[str, str] | None:
         stats = retry_until(lambda: admin.subscription(where, config.subscription), timeout_s)
-        return None if stats is None else properties_of(stats)
+        return None if stats is None else properties_of(where, stats)
 
     with Pool(THREADS_MAX, "keyshard-properties") as pool:
         return dict(zip(topic_partitions, pool.map(read, topic_partitions), strict=True))
 
 
-def properties_of(stats: Any) -> Mapping[str, str]:
-    """Return the properties in the statistics of a subscription; empty if there are none."""
-    found = stats.get("subscriptionProperties") if isinstance(stats, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def properties_of(where: TopicPartition, stats: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the properties in the statistics of a subscription; empty if there are none.
+
+    Raises:
+        AdminError: The answer of the broker has another form.
+    """
+    found = stats.get("subscriptionProperties") if isinstance(stats, Mapping) else stats
+    if found is None:
+        return {}
+    if isinstance(found, Mapping) and all(type(each) is str for each in found.values()):
+        return found
+    raise AdminError(
+        f"The properties of the subscription in {where} cannot be understood. Check admin_url."
+    )
 
 
 class SubscriptionIds:
-    """Gives each subscription of a source the same id.
+    """Gives the subscriptions of a source one id.
 
-    If the id cannot be set everywhere, checkpoints name none, and the next start tries again.
+    If a subscription has another id already, that one stays: it may belong to another source. But
+    if the checkpoint names the id of this topic partition, the subscription gets it again.
 
     Args:
-        admin: Admin REST interface; without one, checkpoints name no id.
+        admin: Admin REST interface; without one, no id is set.
         subscription: Name of the subscription.
         checkpoint: Names the id, if it has one. Else it is that of an existing subscription, or a
             new one.
         properties: Properties of the subscriptions before the start.
+        gone: Topic partitions of the checkpoint that no longer exist.
     """
 
     def __init__(
@@ -83,64 +99,112 @@ class SubscriptionIds:
         subscription: str,
         checkpoint: Checkpoint | None,
         properties: Properties,
+        gone: Collection[TopicPartition] = (),
     ) -> None:
         self._admin = admin
         self._subscription = subscription
+        states = frozenset(() if checkpoint is None else checkpoint.partitions).difference(gone)
         known = None if checkpoint is None else checkpoint.subscription_id
+        self._named = frozenset() if known is None else states - known.without
+        """Topic partitions that have the id according to the checkpoint."""
+        self._set_aside = states - properties.keys()
+        """Topic partitions of the checkpoint whose properties are unknown: those that are no longer
+        consumed, and all without an admin interface."""
+        self._with_id = set(self._named & self._set_aside)
         stored = (each.get(ID_PROPERTY) for each in properties.values() if each)
         existing = min((one for one in stored if one), default=None)
-        self.id = known or existing or secrets.token_hex(ID_BYTES)
-        self._is_known = known is not None
-        self._has_id: set[TopicPartition] = set()
+        self._id = known.text if known else existing or secrets.token_hex(ID_BYTES)
+        self._other: set[TopicPartition] = set()
+        """Topic partitions whose subscription has the id of another source."""
         for where, each in properties.items():
             self.seen(where, each)
-        self._refused = False
+        self._refused: dict[TopicPartition, None] = {}
+        """Topic partitions whose newest attempt failed; the next in turn comes first."""
+        self._warned: set[str] = set()
 
-    def known_in(self, where: TopicPartition) -> bool:
-        """Return whether the subscription is that of the checkpoint, as far as that has an id."""
-        return not self._is_known or where in self._has_id
+    def same(self, where: TopicPartition) -> bool:
+        """Return whether a subscription may be that of the checkpoint."""
+        return where in self._with_id or where not in self._named
 
-    def set_in(self, found: Iterable[TopicPartition], timeout_s: float = 0.0) -> str | None:
-        """Set the id in those subscriptions that lack it.
+    def of(self, found: Iterable[TopicPartition]) -> SubscriptionId | None:
+        """Return the id for the next checkpoints.
+
+        Args:
+            found: Topic partitions that the source consumes.
+        """
+        without = self._set_aside.union(found) - self._with_id
+        if not self._with_id:
+            return None
+        if len(without) > WITHOUT_MAX:
+            self._warn(
+                f"is missing in {len(without)} topic partitions, so checkpoints do not name it"
+            )
+            return None
+        return SubscriptionId(self._id, without)
+
+    def set_in(self, found: Iterable[TopicPartition], timeout_s: float = 0.0) -> None:
+        """Set the id in those subscriptions that lack it, unless another source's id stays.
+
+        An error is a warning. If it is about more than one topic partition, the call leaves out
+        those that it has not begun. Later calls begin with the topic partitions that were left out,
+        and try one of the others again, until that succeeds.
 
         Args:
             found: The topic partitions. Where there is no subscription, nothing is set.
-            timeout_s: Longest time of repeated attempts for each, seconds; 0 for one attempt.
-
-        Returns:
-            The id for the next checkpoints; ``None`` if the admin interface refuses to set it.
-
-        Raises:
-            BrokerUnavailableError: The admin interface does not answer.
+            timeout_s: Longest time of repeated attempts, seconds; 0 for one attempt.
         """
-        if self._admin is None or self._refused:
-            return None
-        admin, subscription = self._admin, self._subscription
-        missing = [where for where in found if where not in self._has_id]
+        if self._admin is None:
+            return
+        admin, deadline_s = self._admin, time.monotonic() + timeout_s
+        missing = set(found) - self._with_id - self._other
+        again = [where for where in self._refused if where in missing][:1]
+        new = sorted(missing - self._refused.keys())
+        failed = threading.Event()
 
-        def set_id(where: TopicPartition) -> bool:
-            return retry_until(
-                lambda: admin.set_property(where, subscription, ID_PROPERTY, self.id), timeout_s
-            )
+        def set_id(where: TopicPartition) -> None:
+            if failed.is_set():
+                return
+            try:
+                is_set = retry_until(
+                    lambda: admin.set_property(where, self._subscription, ID_PROPERTY, self._id),
+                    max(0.0, deadline_s - time.monotonic()),
+                )
+            except BrokerError as exc:
+                if not isinstance(exc, AdminError):
+                    failed.set()
+                self._refused[where] = None
+                self._warn(f"could not be set in {where}", exc)
+            else:
+                if is_set:
+                    self._with_id.add(where)
 
-        try:
-            with Pool(THREADS_MAX, "keyshard-properties") as pool:
-                done = list(pool.map(set_id, missing))
-        except (AdminError, AuthorizationError) as exc:
-            self._refused = True
-            _log.warning(
-                "Property %s of subscription %r could not be set. So if the subscription is "
-                "deleted and created again while this source is down, the next start will not "
-                "notice it. %s",
-                ID_PROPERTY, subscription, exc,
-            )  # fmt: skip
-            return None
-        self._has_id.update(where for where, is_set in zip(missing, done, strict=True) if is_set)
-        return self.id
+        for where in again:
+            del self._refused[where]
+        with Pool(THREADS_MAX, "keyshard-properties") as pool:
+            list(pool.map(set_id, [*new, *again]))
+        if self._with_id.intersection(again):
+            self._refused.clear()
+        if not self._refused:
+            self._warned.clear()
 
     def seen(self, where: TopicPartition, properties: Mapping[str, str] | None) -> None:
         """Note the properties of a subscription; ``None`` if it does not exist."""
-        if properties is not None and properties.get(ID_PROPERTY) == self.id:
-            self._has_id.add(where)
-        else:
-            self._has_id.discard(where)
+        self._with_id.discard(where)
+        self._other.discard(where)
+        found = None if properties is None else properties.get(ID_PROPERTY)
+        if found == self._id:
+            self._with_id.add(where)
+        elif found is not None and where not in self._named:
+            self._other.add(where)
+
+    def _warn(self, problem: str, error: BrokerError | str = "") -> None:
+        """Warn of a kind of problem, once until all is well."""
+        kind = type(error).__name__
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        _log.warning(
+            "Property %s of subscription %r %s. So if the subscription is deleted and created "
+            "again while this source is down, the next start may not notice it. %s",
+            ID_PROPERTY, self._subscription, problem, error,
+        )  # fmt: skip

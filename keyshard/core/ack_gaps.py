@@ -310,7 +310,7 @@ def trimmed_unread(state: PartitionCheckpoint, broker: BrokerState) -> Trimmed:
         if ledger not in broker.ledgers:
             deleted |= gaps.of_ledger(ledger)
     newest = state.delivered.last or state.floor
-    if newest is not None and newest.ledger in broker.ledgers:
+    if newest is not None and (newest.ledger in broker.ledgers or newest == broker.last_written):
         newest = None
     return Trimmed(deleted, newest, min(broker.ledgers, default=-1))
 
@@ -331,9 +331,10 @@ def without_subscription(
         )
     return DataLossTrimmedError(
         f"No subscription {subscription!r} of {topic_partition} has retained entries since the "
-        "checkpoint: it expired or was deleted, even if one of this name exists now. The broker "
-        f"no longer stores {', nor '.join(lost)}. Nothing was acknowledged. To accept the loss, "
-        "set fail_on_data_loss to false. Check when the namespace lets subscriptions expire.",
+        "checkpoint. It expired or was deleted, perhaps with its topic, even if one of this name "
+        f"exists now. The broker no longer stores {', nor '.join(lost)}. Nothing was "
+        "acknowledged. To accept the loss, set fail_on_data_loss to false. Check when the "
+        "namespace lets subscriptions expire.",
         topic_partition=topic_partition.name,
         count=trimmed.least,
     )

@@ -10,7 +10,7 @@ from urllib.parse import quote_plus
 
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.position.ledger import ledgers_of
+from keyshard.core.position.ledger import last_written_of, ledgers_of
 from keyshard.core.ring.hash_range import HashRange, gaps
 
 KEY_SHARED = "Key_Shared"
@@ -167,6 +167,8 @@ class BrokerState:
     cursor."""
     individually: EntrySet = field(default_factory=EntrySet)
     """Entries acknowledged after the mark-delete position."""
+    last_written: EntryId | None = None
+    """The last entry that was written, stored or not, as far as the broker knows it."""
 
     @classmethod
     def from_internal_stats(cls, stats: Mapping[str, Any], subscription: str) -> BrokerState:
@@ -177,11 +179,12 @@ class BrokerState:
         """
         ledgers = {ledger.id: ledger.entries for ledger in ledgers_of(stats)}
         cursor = stats.get("cursors", {}).get(_cursor_name(subscription))
+        last = last_written_of(stats)
         if cursor is None:
-            return cls(ledgers)
+            return cls(ledgers, last_written=last)
         ledger, _, entry = str(cursor["markDeletePosition"]).partition(":")
         individually = _parse_ranges(str(cursor.get("individuallyDeletedMessages", "")), ledgers)
-        return cls(ledgers, EntryId(int(ledger), int(entry)), individually)
+        return cls(ledgers, EntryId(int(ledger), int(entry)), individually, last)
 
     @property
     def newest_ledger(self) -> int:

@@ -514,7 +514,7 @@ OF_BATCHES = (
         edits=(
             Edit(
                 "keyshard/coordinator/subscription_ids.py",
-                "        return not self._is_known or where in self._has_id\n",
+                "        return where in self._with_id or where not in self._named\n",
                 "        return True\n",
             ),
         ),
@@ -522,6 +522,40 @@ OF_BATCHES = (
             killer(
                 "runtime/test_deleted_subscriptions",
                 "test_messages_trimmed_without_a_subscription_are_a_named_loss",
+            ),
+        ),
+    ),
+    Mutant(
+        name="name an id that some subscriptions lack",
+        promise="No false loss: only subscriptions that had the id are compared.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/subscription_ids.py",
+                "        return SubscriptionId(self._id, without)\n",
+                "        return SubscriptionId(self._id)\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_deleted_subscriptions",
+                "test_a_topic_that_was_set_aside_before_it_had_an_id_is_no_loss",
+            ),
+        ),
+    ),
+    Mutant(
+        name="replace the ids of other sources",
+        promise="No false loss: a source leaves alone what another one recognizes.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/subscription_ids.py",
+                "            self._other.add(where)\n",
+                "            pass\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_deleted_subscriptions",
+                "test_a_source_leaves_the_ids_of_other_sources",
             ),
         ),
     ),

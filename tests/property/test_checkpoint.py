@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint, SubscriptionId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import Rescaled, assign
@@ -51,7 +51,12 @@ def any_checkpoint(draw: st.DrawFn) -> Checkpoint:
         rescaled=draw(
             st.none() | st.builds(Rescaled, st.integers(1, 65_536), st.integers(1, 20).map(assign))
         ),
-        subscription_id=draw(st.none() | st.text(max_size=5)),
+        subscription_id=draw(
+            st.none()
+            | st.builds(
+                SubscriptionId, st.text(max_size=5), st.frozensets(topic_partitions, max_size=3)
+            )
+        ),
     )
 
 

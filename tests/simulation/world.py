@@ -431,7 +431,7 @@ class World:
             )
             debts.unsubscribed = True
             for entry in trimmed:
-                debts.skipped[where, entry.id] = True
+                debts.skipped.setdefault((where, entry.id), self.is_known(where, entry.id))
                 debts.skip(where, entry.id, range(len(entry.messages)))
 
     def _live(self, process: Process) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from contextlib import closing, suppress
 
@@ -388,3 +389,20 @@ def test_a_role_that_may_not_see_where_ledgers_are_stored_still_sees_them(
     assert (refused.id, refused.entries) == (3, 5)
     assert "its metadata is refused" in str(refused.placement)
     assert queries == ["metadata=true", "metadata=true", ""]
+
+
+def test_properties_of_the_broker_are_not_sent_back(answers: Callable[[Answer], None]) -> None:
+    """The broker keeps them by itself, and answers 500 if a request has one."""
+    internal = "#pulsar.internal.delayed.bucket_1"
+    sent: list[object] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={internal: "1", "a": "2"})
+        sent.append(json.loads(request.content))
+        return httpx.Response(204)
+
+    answers(answer)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        assert admin.set_property(TopicPartition("persistent://t/n/x"), "s", "b", "3")
+    assert sent == [{"a": "2", "b": "3"}]

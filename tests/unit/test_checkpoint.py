@@ -96,6 +96,8 @@ REFUSED: dict[str, Callable[[dict[str, Any]], object]] = {
     "ranges as text": lambda data: data.update(ranges="10"),
     "ranges as boolean": lambda data: data.update(ranges=True),
     "id a number": lambda data: data.update(subscription_id=3),
+    "without id a text": lambda data: data.update(subscription_id="a", without_id=P0.name),
+    "without id a number": lambda data: data.update(subscription_id="a", without_id=[3]),
     "ranges null": lambda data: data.update(ranges=None),
     "partitions a list": lambda data: data.update(partitions=[]),
     "partition a number": lambda data: data["partitions"].update({P0.name: 3}),

@@ -42,6 +42,9 @@ _OFF = "transactionCoordinatorEnabled"
 _RECOVERING = ("None", "Initializing", "Close")
 """States of a topic that is being loaded: the broker does not know its transactions yet."""
 
+_INTERNAL = "#pulsar.internal."
+"""Prefix of properties that the broker sets, keeps by itself, and refuses in a request."""
+
 _UNACKNOWLEDGED = (
     ("maxUnackedMessagesOnConsumer", "maxUnackedMessagesPerConsumer", 50_000),
     ("maxUnackedMessagesOnSubscription", "maxUnackedMessagesPerSubscription", 200_000),
@@ -177,7 +180,7 @@ class PulsarAdmin:
     ) -> bool:
         """Set a property of a subscription, or remove it (``None``); the others stay."""
         path = f"{_subscription_path(topic_partition, subscription)}/properties"
-        before = self._query(path, lambda found: {one: str(found[one]) for one in found})
+        before = self._query(path, _own_properties)
         if before is None:
             return False
         others = {one: before[one] for one in before if one != name}
@@ -380,6 +383,11 @@ def _use_of(stats: Mapping[str, Any], subscription: str) -> tuple[bool, bool]:
     others = set(subscriptions) - {subscription}
     used = bool(stats.get("publishers") or stats.get("msgInCounter") or others)
     return used, subscription in subscriptions and not subscriptions[subscription]["consumers"]
+
+
+def _own_properties(found: Mapping[str, Any]) -> dict[str, str]:
+    """Return the properties of a subscription without those of the broker."""
+    return {name: str(found[name]) for name in found if not name.startswith(_INTERNAL)}
 
 
 def _number(found: object) -> int | None:

@@ -111,12 +111,13 @@ class MemoryAdmin:
             try:
                 cursor = self._cluster.subscription(topic_partition, subscription).cursor
             except BrokerError:
-                return BrokerState(log.ledger_sizes)
+                return BrokerState(log.ledger_sizes, last_written=log.last_written)
             marked = cursor.mark_delete
             return BrokerState(
                 log.ledger_sizes,
                 log.id(marked) if marked >= 0 else EntryId(min(log.ledger_sizes), -1),
                 EntrySet.of(log.id(ordinal) for ordinal in cursor.acked),
+                log.last_written,
             )
 
     def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:

@@ -189,6 +189,36 @@ class WrittenStates(dict[TopicPartition, PartitionCheckpoint]):
 
 
 @dataclass(frozen=True, slots=True)
+class SubscriptionId:
+    """Property ``keyshard.id`` of the subscription in the topic partitions of a checkpoint."""
+
+    text: str
+    without: frozenset[TopicPartition] = frozenset()
+    """Topic partitions whose subscription may lack it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields of a checkpoint. Older releases ignore them."""
+        without = sorted(one.name for one in self.without)
+        return {"subscription_id": self.text} | ({"without_id": without} if without else {})
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SubscriptionId | None:
+        """Parse the fields of a checkpoint; ``None`` without an id.
+
+        Raises:
+            TypeError, ValueError: They have another form.
+        """
+        text, names = data.get("subscription_id"), data.get("without_id", [])
+        if text is None:
+            return None
+        if type(text) is not str:
+            raise ValueError(f"subscription_id is {text!r}")
+        if type(names) is not list or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"without_id is {names!r}")
+        return cls(text, frozenset(map(TopicPartition.parse, names)))
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A durable point of one subscription, over all its topic partitions."""
 
@@ -208,9 +238,9 @@ class Checkpoint:
     and ``batches()`` write it. ``None``: begin with ``parallelism``."""
     outputs: Outputs | None = None
     """Outputs of the run; ``None`` without a sink."""
-    subscription_id: str | None = None
-    """Property ``keyshard.id`` of the subscription in each of its topic partitions (ADR 44).
-    ``None``: unknown, or not in all of them."""
+    subscription_id: SubscriptionId | None = None
+    """Distinguishes the subscription from another one of the same name (ADR 44); ``None``: it has
+    no id."""
     _batch_id: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def _repr_html_(self) -> str:
@@ -261,10 +291,12 @@ class Checkpoint:
         outputs = {} if self.outputs is None else {"outputs": self.outputs.to_dict()}
         parked = {} if self.parked is None else {"parked": dict(self.parked)}
         rescaled = {} if self.rescaled is None else {"rescaled": self.rescaled.to_dict()}
-        identity = {} if self.subscription_id is None else {"subscription_id": self.subscription_id}
-        after = {"subscription": self.subscription, **identity, "version": self._version}
+        subscription = {"subscription": self.subscription, "version": self._version}
+        if self.subscription_id is not None:
+            subscription |= self.subscription_id.to_dict()
         before = {"cluster": self.cluster, **merged, **outputs, **parked}
-        return before, {"ranges": self.ranges, **rescaled, **after}
+        after = {"ranges": self.ranges, **rescaled, **subscription}
+        return before, dict(sorted(after.items()))
 
     @property
     def _version(self) -> int:
@@ -333,9 +365,7 @@ class Checkpoint:
                 version == COMPACT_VERSION and "outputs" in data
             )
             outputs = Outputs.from_dict(data["outputs"]) if has_outputs else None
-            subscription_id = data.get("subscription_id")
-            if subscription_id is not None and type(subscription_id) is not str:
-                raise ValueError(f"subscription_id is {subscription_id!r}")
+            subscription_id = SubscriptionId.from_dict(data)
             cluster, subscription = str(data["cluster"]), str(data["subscription"])
             partitions: dict[TopicPartition, PartitionCheckpoint] = {}
             for name, state in data["partitions"].items():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from keyshard.core.position.checkpoint import (
     Checkpoint,
     PartitionCheckpoint,
+    SubscriptionId,
     WrittenStates,
     named,
     partition_texts,
@@ -184,7 +185,7 @@ class NewestCheckpoint:
             if state.is_compact:
                 self._compact.add(topic_partition)
 
-    def identify(self, subscription_id: str | None) -> None:
+    def identify(self, subscription_id: SubscriptionId | None) -> None:
         """Set the id of the subscription in the next checkpoints."""
         if subscription_id != self._frame.subscription_id:
             self._frame = replace(self._frame, subscription_id=subscription_id)

@@ -19,7 +19,7 @@ from itertools import chain, islice
 
 from keyshard.core.ack_gaps import Proofs
 from keyshard.core.fingerprint import check_unknown, lowest_known_ledger
-from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint, SubscriptionId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.window.admission import Budget, split_limits
@@ -214,8 +214,8 @@ class Window:
             self._looked(topic_partition)
         return taken
 
-    def identify(self, subscription_id: str | None) -> None:
-        """Set the id of the subscription that the next checkpoints name."""
+    def identify(self, subscription_id: SubscriptionId | None) -> None:
+        """Set the id of the subscription in the next checkpoints."""
         self._newest.identify(subscription_id)
 
     def plan_completed(
