@@ -152,7 +152,8 @@ OPTIONS = (
         "mode",
         "malformed",
         "Action if a value does not fit the schema. `FAILFAST`: the query ends, and the error "
-        "names topic, message, field and reason. `PERMISSIVE`: the columns are null, and column "
+        "names topic, message, field and reason. `PERMISSIVE`: what cannot be read is null "
+        "(of a JSON object single fields, else all columns), and column "
         "`_corrupt_record` has the bytes. `DROPMALFORMED`: the row is left out; to find such "
         "rows, keyshard decodes every value. With `valueFormat` `raw`, every value fits.",
     ),

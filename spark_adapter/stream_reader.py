@@ -31,10 +31,10 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from keyshard import Checkpoint, KeyShardSource
-from keyshard.coordinator.batch_server import BatchServer, BatchTicket, read_batch, report_left_out
+from keyshard.coordinator.batch_server import BatchServer, BatchTicket, read_batch, report_malformed
 from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
 from keyshard.handlers.range_owners import observe_stream
-from keyshard.reading.decoding_plan import Ledgers
+from keyshard.reading.decoding_plan import DROPMALFORMED, Ledgers
 from keyshard.threads import owned_by
 from keyshard.workers.process import collect_rarely
 from spark_adapter.lifecycle import end_with_host
@@ -141,8 +141,10 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the source's entry in ``StreamingQueryProgress``."""
         if self._runtime is None:
             return None
-        left_out = self._runtime.server.left_out
-        return {**self._runtime.coordinator.status(), "malformedDropped": left_out}
+        found, plan = self._runtime.server.malformed, self._rows.plan
+        drops = plan is not None and plan.mode == DROPMALFORMED
+        counts = {"malformedDropped": found * drops, "malformedNulls": found * (not drops)}
+        return {**self._runtime.coordinator.status(), **counts}
 
     @as_spark_error()
     def partitions(
@@ -171,7 +173,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         with as_spark_error():
             ticket = partition.ticket
             rows = self._rows.after(partition.ledgers)
-            yield from rows.of(read_batch(ticket), partial(report_left_out, ticket))
+            yield from rows.of(read_batch(ticket), partial(report_malformed, ticket))
 
     @as_spark_error()
     def commit(self, end: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -115,7 +116,7 @@ class Rows:
 
         Args:
             raw: Rows to convert.
-            report: Called with the number of rows left out, if there are any.
+            report: Called with the number of malformed rows, if there are any.
 
         Raises:
             SchemaError: A value is null in a column that is NOT NULL.
@@ -132,12 +133,13 @@ class Rows:
             return
         decoder = Decoder(self.plan, self.output)
         yield from decoder.decoded(raw)
-        if decoder.dropped:
-            (report or _log_left_out)(decoder.dropped)
+        if decoder.malformed:
+            (report or partial(_log_malformed, self.plan.mode))(decoder.malformed)
 
 
-def _log_left_out(rows: int) -> None:
-    _log.warning("left out %d rows, because the schema of their topic does not fit the query", rows)
+def _log_malformed(mode: str, rows: int) -> None:
+    so = "were left out" if mode == DROPMALFORMED else "have nulls"
+    _log.warning("%d rows do not fit the schema of the query, and %s", rows, so)
 
 
 def plan_of(source: KeyShardSource) -> Decoding | None:

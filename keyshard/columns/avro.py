@@ -18,6 +18,7 @@ from keyshard.columns.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, UNION, Avro
 from keyshard.columns.avro_unions import kind_of, written_for
 from keyshard.columns.codec import (
     ALL_DESCRIBED,
+    Indivisible,
     UndecodableError,
     library,
     panics_as_errors,
@@ -35,7 +36,7 @@ COMPILED_LACKS = {
 """Types that pyruhvro does not support; it panics on them."""
 
 
-class AvroCodec:
+class AvroCodec(Indivisible):
     """Values of one Avro schema, resolved from the schemas that they were written with.
 
     Args:

@@ -14,6 +14,18 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from keyshard.columns.avro_unions import kind_of, members, with_member
+from keyshard.columns.json_forms import (
+    LOGICAL,
+    PAIRS,
+    Form,
+    Known,
+    Pair,
+    key_of,
+    numbers_of,
+    of_record,
+    of_type,
+    pair_of,
+)
 from keyshard.columns.projection import cast_values
 from keyshard.errors import SchemaError
 
@@ -63,6 +75,8 @@ class AvroType(NamedTuple):
     """Type of the column."""
     kinds: frozenset[str]
     """Avro's names of all types in it."""
+    form: Form | None = None
+    """Form of its JSON values, if it differs from that of the column."""
 
     def as_column(self, stored: pa.Array) -> pa.Array:
         """Convert values of a reader to a column.
@@ -83,19 +97,20 @@ _NUMBERS = ({"int", "long"}, pa.int64()), ({"float", "double"}, pa.float64())
 """Unions of these types become one type, as in Spark's ``from_avro``."""
 
 
-def parse(definition: bytes, topic: str, *, unions: bool = True) -> AvroType:
+def parse(definition: bytes, topic: str, *, unions: bool = True, forms: bool = False) -> AvroType:
     """Parse a definition.
 
     Args:
         definition: Its JSON.
         topic: For errors.
         unions: Whether values name their type of a union.
+        forms: Whether the values may have the forms of Pulsar's Java client.
 
     Raises:
         SchemaError: It is no Avro schema, or no column can hold its values.
     """
     try:
-        return _Parser(topic, unions=unions).type_of(json.loads(definition), "", "")
+        return _Parser(topic, unions=unions, forms=forms).type_of(json.loads(definition), "", "")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise SchemaError(
             f"The schema of {topic} is not an Avro schema ({exc!r}). Set valueFormat=raw to get "
@@ -104,11 +119,13 @@ def parse(definition: bytes, topic: str, *, unions: bool = True) -> AvroType:
 
 
 class _Parser:
-    def __init__(self, topic: str, *, unions: bool) -> None:
+    def __init__(self, topic: str, *, unions: bool, forms: bool) -> None:
         self._topic = topic
         self._unions = unions
+        self._forms = forms
         self._named: dict[str, AvroType | None] = {}
         """``None`` while the type is parsed."""
+        self._pairs: dict[str, Pair] = {}
         self._fields = 0
         """Fields of all types so far, counted at each use."""
         self._fields_of: dict[str, int] = {}
@@ -125,11 +142,18 @@ class _Parser:
     def _of_kind(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
         if kind in ("record", "error", "enum", "fixed"):
             return self._define(kind, schema, namespace, path)
+        known = of_type(kind, schema) if self._forms else None
+        if known is not None:
+            return _of_known(known)
         if kind in ("array", "map"):
             return self._collection(kind, schema, namespace, path)
         if kind not in _PLAIN:
             return self._reference(kind, namespace, path)
-        return _logical(kind, schema, kind) or _same(kind, _PLAIN[kind], kind)
+        found = _logical(kind, schema, kind)
+        if found is None:
+            return _same(kind, _PLAIN[kind], kind)
+        form = LOGICAL.get(str(schema["logicalType"])) if self._forms else None
+        return found._replace(form=form)
 
     def _refuse(
         self, path: str, why: str, so: str = "which no column can represent"
@@ -208,7 +232,10 @@ class _Parser:
                 kept, pa.binary(), "fixed" if kept["size"] else "nothing"
             )
         else:
-            found = self._record(schema, head, namespace, path)
+            known = of_record(full, schema["fields"]) if self._forms and path else None
+            found = (
+                self._record(schema, head, namespace, path) if known is None else _of_known(known)
+            )
         self._named[full] = found
         self._fields_of[full] = self._fields - before
         return found
@@ -237,6 +264,9 @@ class _Parser:
         ]
         if any(UNION in kind.kinds for _, kind in fields):
             self._put_members(kept)
+        formed = {
+            name: kind.form for name, (_, kind) in zip(names, fields, strict=True) if kind.form
+        }
         return AvroType(
             {"type": "record", **head, "fields": kept},
             pa.struct([(name, kind.stored) for name, (_, kind) in zip(names, fields, strict=True)]),
@@ -245,6 +275,7 @@ class _Parser:
             frozenset({"record" if fields else "nothing"}).union(
                 *(kind.kinds for _, kind in fields)
             ),
+            Form(fields=formed) if formed else None,
         )
 
     def _put_members(self, fields: list[dict[str, Any]]) -> None:
@@ -258,6 +289,15 @@ class _Parser:
         return name if found is None else found.schema
 
     def _collection(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
+        pair = pair_of(schema["items"], self._pairs) if self._forms and kind == "array" else None
+        if pair is not None:
+            key, value = (self.type_of(one, PAIRS, path) for one in pair)
+            key_type, convert = key_of(key.column)
+            stored, unit, column = (
+                pa.map_(key_type, one) for one in (value.stored, value.unit, value.column)
+            )
+            form = Form(item=value.form, key=convert)
+            return AvroType("map", stored, unit, column, value.kinds | {"map"}, form)
         within = "items" if kind == "array" else "values"
         inner = self.type_of(schema[within], namespace, path)
         if inner.kinds <= _NO_BYTES:
@@ -273,6 +313,7 @@ class _Parser:
             made(inner.unit),
             made(inner.column),
             inner.kinds | {kind},
+            Form(item=inner.form) if inner.form else None,
         )
 
 
@@ -283,6 +324,13 @@ def _branches(types: list[Any], namespace: str, path: str) -> Iterator[tuple[Any
     for one in types:
         yield one, namespace, f"{path}.member{number}" if many and one != "null" else path
         number += one != "null"
+
+
+def _of_known(known: Known) -> AvroType:
+    """Return the type of JSON values that their schema does not describe."""
+    column, form, unit = known.column, known.form, known.unit or known.column
+    kinds = frozenset({_TIME} if pa.types.is_time(column) else {"known"})
+    return AvroType("known", numbers_of(unit), unit, column, kinds, form)
 
 
 def _full(name: str, namespace: str) -> str:

@@ -73,6 +73,27 @@ class Codec(Protocol):
             Rows, ascending; empty if the codec cannot tell.
         """
 
+    def readable(
+        self, value: pa.Array, key: pa.Array, writer: TopicSchema | None
+    ) -> pa.Array | None:
+        """Decode what can be read of one value that cannot be decoded.
+
+        Args:
+            value: One payload.
+            key: As for :meth:`decode`.
+            writer: As for :meth:`decode`.
+
+        Returns:
+            The value, with null for each field that cannot be read; ``None`` if there is none.
+        """
+
+
+class Indivisible:
+    """Base of codecs whose values are read as a whole or not at all."""
+
+    def readable(self, value: pa.Array, key: pa.Array, writer: TopicSchema | None) -> None:
+        """Return ``None``: there is nothing to read."""
+
 
 def refused(values: pa.Array, read: Callable[[bytes], object]) -> list[int]:
     """Return the rows of the values for which ``read`` raises any exception."""
@@ -120,9 +141,10 @@ def panics_as_errors() -> Iterator[None]:
 def decode_rows(
     codec: Codec, values: pa.Array, keys: pa.Array, writer: TopicSchema | None = None
 ) -> tuple[pa.Array, dict[int, str]]:
-    """Decode values; one that cannot be decoded becomes null, with a reason.
+    """Decode values; what cannot be decoded becomes null, with a reason.
 
-    Null stays null, unless the codec decodes messages without a value.
+    Of some values that cannot be decoded, single fields can be read; the others are null. A null
+    value stays null, unless the codec decodes messages without a value.
 
     Thousands of values are tried together. If one fails, they are tried again in eighths, so that
     one bad value costs about as much again as its thousands. If few values are left, the codec
@@ -166,6 +188,9 @@ def _decode_together(
         except UndecodableError as exc:
             if len(tried) == 1:
                 reasons[tried[0]] = str(exc)
+                rest = codec.readable(some_values, some_keys, writer)
+                if rest is not None:
+                    parts.append((tried, rest))
                 continue
             suspects: Sequence[int] = ()
             if len(tried) <= _LOOKED_AT:

@@ -99,6 +99,15 @@ class KeyValueCodec:
             return refused(values, lambda value: None if value is None else _pair(value))
         return sorted({row for _, reasons in self._parts(raw, writer) for row in reasons})
 
+    def readable(
+        self, value: pa.Array, key: pa.Array, writer: TopicSchema | None
+    ) -> pa.Array | None:
+        try:
+            parts = [found for found, _ in self._parts(self._raw(value, key, writer), writer)]
+        except UndecodableError:
+            return None
+        return pa.StructArray.from_arrays(parts, fields=list(self.type))
+
     def _raw(
         self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
     ) -> tuple[pa.Array, pa.Array]:

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from operator import attrgetter
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict, cast
 
 import pyarrow as pa
 
 from keyshard.columns.avro_types import DECIMAL_DIGITS_MAX, parse
 from keyshard.columns.codec import ALL_DESCRIBED, UndecodableError, library, refused
+from keyshard.columns.json_forms import BARE, Form, Number, formed, numbers_of
+from keyshard.columns.projection import cast_values
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 from keyshard.redaction import first_line
@@ -25,6 +27,7 @@ _NO_NUMBER = "NaN", "Infinity", "-Infinity"
 quotes."""
 _BARE = "\x01"
 """Prefix of such floats that had no quotes and are quoted here; no other string begins with it."""
+_QUOTED = BARE.encode()
 _TEXTS = _NO_NUMBER + tuple(_BARE + one for one in _NO_NUMBER)
 _FLOAT: Any = float | Literal[_TEXTS]
 _PLAIN: Mapping[Any, Any] = {
@@ -59,25 +62,22 @@ class JsonCodec:
     undescribed = ALL_DESCRIBED
 
     def __init__(self, schema: TopicSchema, topic: str) -> None:
-        msgspec = library("msgspec", f"The JSON schema of {topic}")
-        self._wanted = parse(schema.definition, topic, unions=False)
+        self._msgspec = msgspec = library("msgspec", f"The JSON schema of {topic}")
+        self._wanted = parse(schema.definition, topic, unions=False, forms=True)
         self.type = self._wanted.column
         if not pa.types.is_struct(self.type):
             raise SchemaError(
                 f"The JSON schema of {topic} is not a record. Set valueFormat=raw to get the bytes."
             )
-        self._fields = list(self._wanted.stored)
-        plain = str(self._wanted.stored).isascii()
+        self._form = self._wanted.form or Form()
+        plain = str(self.type).isascii()
         record: _Record = _typed_dict if plain else partial(_struct, msgspec)
         no_bare = Annotated[str, msgspec.Meta(pattern=f"^[^{_BARE}]|^$")]
+        self._quoted = _Kinds(msgspec, record, no_bare)
+        self._encode = msgspec.json.Encoder(decimal_format="number").encode
         try:
-            self._read, self._read_quoted = (
-                msgspec.json.Decoder(
-                    _struct(
-                        msgspec, [(one.name, _kind(one.type, record, text)) for one in self._fields]
-                    )
-                ).decode
-                for text in (str, no_bare)
+            self._read, self._read_quoted = map(
+                self._decoder, (_Kinds(msgspec, record, str), self._quoted)
             )
         except (ValueError, TypeError, RecursionError) as exc:
             raise SchemaError(
@@ -85,12 +85,19 @@ class JsonCodec:
                 "valueFormat=raw to get the bytes.",
                 topic=topic,
             ) from exc
-        self._columns = [attrgetter(f"f{number}") for number in range(len(self._fields))]
+        self._attributes = [attrgetter(f"f{number}") for number in range(len(list(self.type)))]
         # msgspec does not find names that are not ASCII in dictionaries, only in its own objects.
+        kept = (bytes, Decimal, msgspec.Raw, Number)
         self._made_plain: Callable[[Any], Any] | None = (
-            None if plain else partial(msgspec.to_builtins, builtin_types=(bytes, Decimal))
+            None if plain else partial(msgspec.to_builtins, builtin_types=kept)
         )
         self._wrong = (msgspec.MsgspecError, *_WRONG)
+
+    def _decoder(self, kinds: _Kinds) -> Callable[[bytes], Any]:
+        forms = self._form.fields
+        fields = [(one.name, kinds.of(one.type, forms.get(one.name))) for one in self.type]
+        read = self._msgspec.json.Decoder(_struct(self._msgspec, fields), float_hook=Number)
+        return cast("Callable[[bytes], Any]", read.decode)
 
     def decode(
         self,
@@ -122,6 +129,56 @@ class JsonCodec:
     ) -> Sequence[int]:
         return refused(values, self._look)
 
+    def readable(
+        self,
+        value: pa.Array,
+        key: pa.Array,  # noqa: ARG002
+        writer: TopicSchema | None,  # noqa: ARG002
+    ) -> pa.Array | None:
+        (given,) = value.to_pylist()
+        read = self._msgspec.json.Decoder(float_hook=Decimal).decode
+        for text in (given, _bare_quoted(given)):
+            try:
+                found = read(text)
+            except self._wrong:
+                continue
+            if isinstance(found, dict):
+                row = self._readable(found, self.type, self._form)
+                return _cast(pa.array([row], numbers_of(self.type)), self.type)
+        return None
+
+    def _readable(self, value: Any, column: pa.DataType, form: Form | None) -> Any:
+        """Return what can be read of a value that was decoded without the types of the schema."""
+        try:
+            return self._whole(value, column, form)
+        except self._wrong:
+            form = form or Form()
+        types = pa.types
+        if types.is_struct(column) and isinstance(value, dict):
+            return {
+                one.name: self._readable(value.get(one.name), one.type, form.fields.get(one.name))
+                for one in column
+            }
+        if types.is_map(column) and isinstance(value, dict) and form.key is None:
+            return {
+                name: self._readable(one, column.item_type, form.item)
+                for name, one in value.items()
+            }
+        if types.is_list(column) and isinstance(value, list):
+            return [self._readable(one, column.value_type, form.item) for one in value]
+        return None
+
+    def _whole(self, value: Any, column: pa.DataType, form: Form | None) -> Any:
+        """Return a value with numbers for times; raise one of the errors of a wrong value."""
+        kind = self._quoted.of(column, form)
+        read = self._msgspec.json.Decoder(kind, float_hook=Number).decode
+        values = [read(self._encode(value))]
+        if self._made_plain is not None:
+            values = self._made_plain(values)
+        made = _formed(values, column, form)
+        _cast(made, column)
+        return made.to_pylist()[0]
+
     def _look(self, value: bytes) -> None:
         value.decode()
         try:
@@ -132,26 +189,30 @@ class JsonCodec:
     def _decoded(self, values: list[bytes], read: Callable[[bytes], Any]) -> pa.Array:
         rows = list(map(read, values))
         columns = [
-            self._array(list(map(column, rows)), field.type)
-            for column, field in zip(self._columns, self._fields, strict=True)
+            self._column(list(map(attribute, rows)), number)
+            for number, attribute in enumerate(self._attributes)
         ]
         # Without columns, the number of rows would be lost.
-        stored = (
-            pa.StructArray.from_arrays(columns, fields=self._fields)
-            if columns
-            else pa.array([{}] * len(rows), self._wanted.stored)
-        )
-        return self._wanted.as_column(stored)
+        if not columns:
+            return pa.array([{}] * len(rows), self.type)
+        return pa.StructArray.from_arrays(columns, fields=list(self.type))
 
-    def _array(self, values: list[Any], kind: pa.DataType) -> pa.Array:
+    def _column(self, values: list[Any], number: int) -> pa.Array:
+        """Make the column of a field of decoded values."""
+        wanted = self._wanted
+        stored, unit, field = (
+            kind.field(number) for kind in (wanted.stored, wanted.unit, self.type)
+        )
         if self._made_plain is not None:
             values = self._made_plain(values)
-        if "decimal" in str(kind):
-            _check_decimals(values)
-        try:
-            return pa.array(values, kind)
-        except (pa.ArrowException, TypeError):
-            return pa.array([_without_texts(one, kind) for one in values], kind)
+        form = self._form.fields.get(field.name)
+        if form is not None:
+            try:
+                # Values of other clients are as the schema says, and need no conversion.
+                return _cast(_array(values, stored.type), unit.type, field.type)
+            except (pa.ArrowException, TypeError, OverflowError):
+                return _cast(_formed(values, field.type, form), field.type)
+        return _cast(_array(values, stored.type), unit.type, field.type)
 
 
 _WRONG = (pa.ArrowException, ValueError, TypeError, ArithmeticError, RecursionError)
@@ -159,8 +220,35 @@ _WRONG = (pa.ArrowException, ValueError, TypeError, ArithmeticError, RecursionEr
 
 def _bare_quoted(value: bytes) -> bytes:
     return _TEXT_OR_BARE.sub(
-        lambda found: found[0] if found[0].startswith(b'"') else b'"\\u0001%s"' % found[0], value
+        lambda found: found[0] if found[0].startswith(b'"') else b'"%s%s"' % (_QUOTED, found[0]),
+        value,
     )
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if "decimal" in str(kind):
+        _check_decimals(values)
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, TypeError):
+        return pa.array([_without_texts(one, kind) for one in values], kind)
+
+
+def _formed(values: list[Any], column: pa.DataType, form: Form | None) -> pa.Array:
+    """Return values of a form as an array with numbers for times."""
+    if form is not None:
+        values = [formed(one, form) for one in values]
+    return _array(values, numbers_of(column))
+
+
+def _cast(values: pa.Array, *kinds: pa.DataType) -> pa.Array:
+    """Cast values by one or more steps."""
+    for kind in kinds:
+        values = cast_values(values, kind)
+    if "time64" in str(values.type):
+        # Arrow casts any number to a time of day.
+        values.validate(full=True)
+    return values
 
 
 def _without_texts(value: Any, kind: pa.DataType) -> Any:
@@ -198,15 +286,38 @@ def _check_decimals(value: Any) -> None:
             _check_decimals(one)
 
 
-def _kind(stored: pa.DataType, record: _Record, text: Any) -> Any:
-    """Return the type that msgspec reads for a stored type."""
-    found: Any = Decimal
-    if pa.types.is_struct(stored):
-        found = record([(one.name, _kind(one.type, record, text)) for one in stored])
-    elif pa.types.is_map(stored):
-        found = dict[str, _kind(stored.item_type, record, text)]  # type: ignore[misc]
-    elif pa.types.is_list(stored):
-        found = list[_kind(stored.value_type, record, text)]  # type: ignore[misc]
-    elif not pa.types.is_decimal(stored):
-        found = text if pa.types.is_string(stored) else _PLAIN[stored]
-    return found | None
+class _Kinds:
+    """Makes the types that msgspec reads.
+
+    Args:
+        msgspec: The package.
+        record: Makes the type of an object.
+        text: Type of a string.
+    """
+
+    def __init__(self, msgspec: Any, record: _Record, text: Any) -> None:
+        self._raw = msgspec.Raw
+        self._record = record
+        self._text = text
+
+    def of(self, column: pa.DataType, form: Form | None) -> Any:
+        """Return the type for a column and its form."""
+        form = form or Form()
+        if form.is_text:
+            return self._raw
+        if form.convert is not None:
+            return Any
+        types = pa.types
+        found: Any = Decimal
+        if types.is_struct(column):
+            fields = form.fields
+            found = self._record(
+                [(one.name, self.of(one.type, fields.get(one.name))) for one in column]
+            )
+        elif types.is_map(column):
+            found = dict[str, self.of(column.item_type, form.item)]  # type: ignore[misc]
+        elif types.is_list(column):
+            found = list[self.of(column.value_type, form.item)]  # type: ignore[misc]
+        elif not types.is_decimal(column):
+            found = self._text if types.is_string(column) else _PLAIN[column]
+        return found | None

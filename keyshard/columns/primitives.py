@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import compute
 
-from keyshard.columns.codec import ALL_DESCRIBED, UndecodableError, refused
+from keyshard.columns.codec import ALL_DESCRIBED, Indivisible, UndecodableError, refused
 from keyshard.core.topic_schema import TopicSchema
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
@@ -149,7 +149,7 @@ PRIMITIVES = {
 Fractions of a microsecond are cut off."""
 
 
-class PrimitiveCodec:
+class PrimitiveCodec(Indivisible):
     """Codec of one of :data:`PRIMITIVES`."""
 
     has_null = False

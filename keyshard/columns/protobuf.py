@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from pyarrow import compute
 
 from keyshard.columns.avro_types import FIELDS_MAX
-from keyshard.columns.codec import UndecodableError, library, panics_as_errors, refused
+from keyshard.columns.codec import Indivisible, UndecodableError, library, panics_as_errors, refused
 from keyshard.columns.maps import with_keys_once
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
@@ -24,7 +24,7 @@ _SATURATED = {-(2**63), 2**63 - 1}
 """Values of ptars for times and durations that microseconds cannot represent."""
 
 
-class ProtobufCodec:
+class ProtobufCodec(Indivisible):
     """Messages of one descriptor. Fields are known by number, so no version is needed.
 
     An enumeration value becomes its name, or its number if it is unknown.

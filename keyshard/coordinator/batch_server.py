@@ -88,9 +88,9 @@ class BatchServer:
         return BatchTicket(self._endpoint, self._token, batch_id, index, tuple(columns))
 
     @property
-    def left_out(self) -> int:
-        """Rows that tasks reported as omitted; a repeated read counts once."""
-        return self._server.left_out
+    def malformed(self) -> int:
+        """Rows that do not fit the schema, as tasks reported; a repeated read counts once."""
+        return self._server.malformed
 
 
 class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]
@@ -99,9 +99,9 @@ class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         self._batches = batches
         self._token = token
         self._reported: dict[tuple[str, int], int] = {}
-        """Omitted rows by layout partition, of the newest batches."""
+        """Malformed rows by layout partition, of the newest batches."""
         self._reporting = threading.Lock()
-        self.left_out = 0
+        self.malformed = 0
 
     def _checked(self, body: Body) -> Any:
         """Check the token of a request, and return its content."""
@@ -114,11 +114,11 @@ class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]
             ) from exc
 
     def do_action(self, _context: Any, action: flight.Action) -> list[bytes]:
-        """Take the number of rows that a task omitted; another attempt of it sends the same."""
+        """Take the number of malformed rows of a task; another attempt of it sends the same."""
         report = self._checked(action.body)
         of, rows = (str(report["batch"]), int(report["index"])), int(report["rows"])
         with self._reporting:
-            self.left_out += rows - self._reported.pop(of, 0)
+            self.malformed += rows - self._reported.pop(of, 0)
             self._reported[of] = rows
             if len(self._reported) > REPORTS_MAX:
                 self._reported.pop(next(iter(self._reported)))
@@ -155,8 +155,8 @@ def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
         yield from rows_of(partial(_request_rows, ticket), fetch, ticket.columns)
 
 
-def report_left_out(ticket: BatchTicket, rows: int) -> None:
-    """Report to the source how many rows of a layout partition were omitted.
+def report_malformed(ticket: BatchTicket, rows: int) -> None:
+    """Report to the source how many rows of a layout partition do not fit the schema.
 
     The number changes no result, so a failure is only logged.
     """
@@ -168,7 +168,7 @@ def report_left_out(ticket: BatchTicket, rows: int) -> None:
     try:
         with _source.lent(ticket.endpoint) as (client, _):
             options = flight.FlightCallOptions(timeout=CONNECT_TIMEOUT_S)
-            list(client.do_action(("left_out", with_token(ticket.token, report)), options))
+            list(client.do_action(("malformed", with_token(ticket.token, report)), options))
     except pa.ArrowException as exc:
         _log.warning("the counts miss %d rows of batch %s: %s", rows, ticket.batch_id, exc)
 

@@ -66,8 +66,8 @@ class Decoder:
             payload is not None for _, _, payload in self._codecs.values()
         )
         """Whether any row depends on a schema."""
-        self.dropped = 0
-        """Rows that were dropped."""
+        self.malformed = 0
+        """Rows that do not fit the schema: they were dropped, or have nulls."""
 
     @property
     def raw_columns(self) -> tuple[str, ...]:
@@ -101,8 +101,8 @@ class Decoder:
                 for name in self._output.names
             ]
             made = pa.RecordBatch.from_arrays(arrays, schema=self._output)
+            self.malformed += len(reasons)
             if reasons and self._plan.mode == DROPMALFORMED:
-                self.dropped += len(reasons)
                 rest = [row for row in range(len(made)) if row not in reasons]
                 made = made.take(pa.array(rest, pa.int32()))
             yield made

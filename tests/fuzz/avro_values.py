@@ -107,6 +107,14 @@ def _plain(schema: Any) -> Any:
 _PER_UNIT = {"time-millis": 1000, "timestamp-millis": 1000, "local-timestamp-millis": 1000}
 
 
+def is_time(kind: Any) -> bool:
+    """Whether a type is a date or time."""
+    return isinstance(kind, dict) and str(kind.get("logicalType", "")).startswith(_TIMES)
+
+
+_TIMES = "date", "time", "local-time"
+
+
 def as_column(value: Any, kind: Any) -> Any:
     """A value of stored types as a column has it: times in microseconds, unions with a field for
     each type. One of a named type of a union comes with its name."""

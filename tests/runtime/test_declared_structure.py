@@ -268,7 +268,7 @@ def test_in_other_modes_columns_of_keyshard_alone_decode_nothing(declared: Decla
     decoder = Decoder(plan_decoding(connection, [topic], "DROPMALFORMED"), wanted)
     batch = raw(topic, (b'{"id": 1}', 0), (b"{", 0)).select(list(decoder.raw_columns))
     (found,) = decoder.decoded([batch])
-    assert (found.to_pylist(), decoder.dropped) == ([{"__messageId": "7:0:0"}], 1)
+    assert (found.to_pylist(), decoder.malformed) == ([{"__messageId": "7:0:0"}], 1)
 
 
 @pytest.mark.parametrize("of_table", [True, False])

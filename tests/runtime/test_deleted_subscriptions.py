@@ -332,6 +332,18 @@ def test_the_end_of_an_older_ledger_is_no_loss(topic: Deleting, consumer: Consum
     assert consumer.lost == 0
 
 
+def refuse_in(monkeypatch: pytest.MonkeyPatch, partition: int) -> None:
+    """Let the admin interface refuse the property of one partition."""
+    set_property = MemoryAdmin.set_property
+
+    def sometimes(admin: MemoryAdmin, where: TopicPartition, *given: Any) -> bool:
+        if where.partition == partition:
+            raise AdminError("429 Too Many Requests")
+        return set_property(admin, where, *given)
+
+    monkeypatch.setattr(MemoryAdmin, "set_property", sometimes)
+
+
 def at(topic: Deleting, where: TopicPartition) -> Mapping[str, str]:
     return topic.cluster.subscription(where, "unit").properties
 
@@ -342,14 +354,7 @@ def test_a_partition_whose_id_was_not_set_is_no_loss_and_the_others_are_protecte
     """The admin interface refuses the property of one partition that is found later."""
     topic = Deleting()
     source = config(topic.topic, discovery_interval_ms=20)
-    set_property = MemoryAdmin.set_property
-
-    def sometimes(admin: MemoryAdmin, where: TopicPartition, *given: Any) -> bool:
-        if where.partition == 1:
-            raise AdminError("429 Too Many Requests")
-        return set_property(admin, where, *given)
-
-    monkeypatch.setattr(MemoryAdmin, "set_property", sometimes)
+    refuse_in(monkeypatch, 1)
     topic.publish(4)
     with running(topic.cluster, source, admin=topic.admin) as coordinator:
         received(coordinator, 4)
@@ -383,14 +388,7 @@ def test_one_refused_partition_leaves_the_others_of_a_start_their_ids(
 ) -> None:
     topic = Deleting()
     topic.cluster.grow_topic(topic.topic, 30)
-    set_property = MemoryAdmin.set_property
-
-    def sometimes(admin: MemoryAdmin, where: TopicPartition, *given: Any) -> bool:
-        if where.partition == 0:
-            raise AdminError("429 Too Many Requests")
-        return set_property(admin, where, *given)
-
-    monkeypatch.setattr(MemoryAdmin, "set_property", sometimes)
+    refuse_in(monkeypatch, 0)
     source = config(topic.topic, discovery_interval_ms=3_600_000)
     with running(topic.cluster, source, admin=topic.admin) as coordinator:
         found = coordinator.newest.subscription_id

@@ -153,7 +153,7 @@ def test_a_version_with_keys_apart_that_follows_another_type_is_malformed(topic:
     assert "__keyBytes" not in decoder.raw_columns
     (found,) = decoder.decoded([pa.RecordBatch.from_pylist(rows, schema=SCHEMA)])
     assert found.to_pylist() == [{"value": "text"}]
-    assert decoder.dropped == 1
+    assert decoder.malformed == 1
     read = MessageData(Connection(topic.url))
     one = keyshard.Message.for_test(b"text")._replace(topic=topic.name, schema_version=0)
     apart = schemas.pop()

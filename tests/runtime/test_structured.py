@@ -255,7 +255,7 @@ def test_malformed_rows_can_be_left_out_and_are_counted(shop: Shop) -> None:
     found = list(decoder.decoded([one.select(list(decoder.raw_columns)) for one in batches]))
     assert [one.num_rows for one in found] == [1, 0]
     assert found[0].to_pylist() == [{"id": 1, "__messageId": "7:1:0"}]
-    assert decoder.dropped == 3
+    assert decoder.malformed == 3
 
 
 def test_a_topic_without_a_schema_has_the_bytes(shop: Shop) -> None:
@@ -379,6 +379,22 @@ def test_a_field_that_is_called_like_a_column_of_keyshard_is_refused(shop: Shop)
         _ = shop.plan(shop.topic("orders", schema)).columns
 
 
+def test_a_json_field_that_does_not_fit_leaves_the_others_and_is_counted(shop: Shop) -> None:
+    topic = shop.topic("orders", FIRST, kind="JSON")
+    good, bad = b'{"id": 1, "name": "a"}', b'{"id": "x", "name": "b"}'
+    batch = raw(topic, (good, 0), (bad, 0))
+    wanted = only(id=pa.int32(), name=pa.string(), **{CORRUPT: pa.binary()})
+    decoder = Decoder(shop.plan(topic, mode="PERMISSIVE"), wanted)
+    (found,) = decoder.decoded([batch.select(list(decoder.raw_columns))])
+    assert found.to_pylist() == [
+        {"id": 1, "name": "a", CORRUPT: None},
+        {"id": None, "name": "b", CORRUPT: bad},
+    ]
+    assert decoder.malformed == 1
+    with pytest.raises(MalformedMessageError, match="id"):
+        rows_of(shop.plan(topic), [batch])
+
+
 def test_one_bad_row_among_many_costs_no_more_than_all_others(shop: Shop) -> None:
     topic = shop.topic("orders", FIRST)
     values = [(avro(FIRST, {"id": i, "name": "n"}), 0) for i in range(2_000)]
@@ -494,7 +510,7 @@ def test_a_decoder_makes_columns_of_the_rows_of_a_stream(shop: Shop) -> None:
         {"__key": "k1", "name": "b", "added": 7},
         {"__key": "k2", "name": None, "added": None},
     ]
-    assert decoder.dropped <= 1
+    assert decoder.malformed <= 1
     with pytest.raises(ConfigError, match=r"'nobody' does not exist.*added"):
         source.decoder(["nobody"])
 

@@ -12,7 +12,7 @@ from pyarrow import flight
 
 from keyshard.columns.record_batches import SCHEMA, record_batches
 from keyshard.coordinator import batch_server
-from keyshard.coordinator.batch_server import BatchServer, BatchTicket, read_batch, report_left_out
+from keyshard.coordinator.batch_server import BatchServer, BatchTicket, read_batch, report_malformed
 from keyshard.coordinator.batches import Batches
 from keyshard.coordinator.kept_client import KeptClient
 from keyshard.errors import (
@@ -77,18 +77,18 @@ def test_rows_that_tasks_left_out_are_counted_once(
     served: tuple[ServedBatches, BatchServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = served[1]
-    before = server.left_out
+    before = server.malformed
     for index, rows in [(0, 5), (1, 2), (0, 5), (0, 5)]:
-        report_left_out(server.ticket("c", index, ALL), rows)
-    assert server.left_out - before == 7
+        report_malformed(server.ticket("c", index, ALL), rows)
+    assert server.malformed - before == 7
     monkeypatch.setattr(batch_server, "REPORTS_MAX", 2)
     for number in range(3):
-        report_left_out(server.ticket(f"d{number}", 0, ALL), 1)
-    assert server.left_out - before == 10
+        report_malformed(server.ticket(f"d{number}", 0, ALL), 1)
+    assert server.malformed - before == 10
     assert len(server._server._reported) <= 3
     stranger = dataclasses.replace(server.ticket("c", 0, ALL), token="guessed")
-    report_left_out(stranger, 100)
-    assert server.left_out - before == 10
+    report_malformed(stranger, 100)
+    assert server.malformed - before == 10
 
 
 def test_a_batch_crosses_unchanged_as_often_as_asked(
@@ -225,7 +225,7 @@ def test_requests_of_one_process_share_a_connection(
     kept, opened = opened_by(monkeypatch)
     for _ in range(3):
         assert list(read_batch(ticket))
-    report_left_out(ticket, 0)
+    report_malformed(ticket, 0)
     assert opened == [ticket.endpoint]
     assert len(kept._kept) == 1
 

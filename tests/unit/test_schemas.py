@@ -464,8 +464,8 @@ def test_a_float_that_is_no_number_is_read_as_java_and_python_write_it() -> None
     schema = record(field("a", ["null", "double"]), field("t", ["null", "string"]))
     both = [b'{"a": NaN, "t": "NaN \\" NaN"}', b'{"a": "NaN", "t": "NaN \\" NaN"}']
     rows, reasons = rows_of(jsons(schema), [*both, b'{"a": "nan"}', b'{"a": -NaN}', b'{"a": 1}'])
-    assert [row and (str(row["a"]), row["t"]) for row in rows] == [
-        ("nan", 'NaN " NaN'), ("nan", 'NaN " NaN'), None, None, ("1.0", None),
+    assert [(str(row["a"]), row["t"]) for row in rows] == [
+        ("nan", 'NaN " NaN'), ("nan", 'NaN " NaN'), ("None", None), ("None", None), ("1.0", None),
     ]  # fmt: skip
     assert list(reasons) == [2, 3]
 
@@ -508,7 +508,9 @@ def test_a_value_outside_the_schema_is_named_and_shifts_no_row(schema: Any, bad:
     good = [b'{"a":%d,"b":"%d"}' % (i, i) for i in range(7)]
     rows, reasons = rows_of(jsons(schema), [*good[:3], bad, *good[3:]])
     assert list(reasons) == [3], rows
-    assert [row["a"] for row in rows if row] == list(range(7))
+    wrong = rows.pop(3)
+    assert wrong is None or wrong["a"] is None
+    assert [row["a"] for row in rows] == list(range(7))
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -517,8 +519,10 @@ def test_a_decimal_far_out_of_range_is_refused_at_once(number: bytes, nested: bo
     kind = logical("bytes", "decimal", precision=9, scale=2)
     schema = jsons(record(field("d", {"type": "array", "items": kind} if nested else kind)))
     bad = b'{"d":[%s]}' % number if nested else b'{"d":%s}' % number
+    began = process_time()
     rows, reasons = rows_of(schema, [bad])
-    assert rows == [None]
+    assert process_time() - began < 10, "hours, where all digits are written out"
+    assert rows == [{"d": [None] if nested else None}]
     assert list(reasons) == [0]
 
 

@@ -1,0 +1,138 @@
+"""JSON as Pulsar's Java client writes it: each type alone, null, in collections and in classes."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+
+import pyarrow as pa
+import pytest
+
+from keyshard.columns.codec import decode_rows
+from keyshard.columns.codecs import codec_of
+from keyshard.core.topic_schema import TopicSchema
+from tests.support.java_values import CASES, Case, column_types, expected, load
+
+WRITTEN = load()
+
+
+def decoded(schema: str, *values: str) -> tuple[pa.Array, dict[int, str]]:
+    codec = codec_of(TopicSchema("JSON", schema.encode()), "persistent://t/n/orders")
+    data = pa.array([one.encode() for one in values], pa.binary())
+    return decode_rows(codec, data, pa.nulls(len(data), pa.binary()))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.java)
+def test_a_value_of_the_java_client_is_read_with_the_type_of_its_class(case: Case) -> None:
+    schema, value = WRITTEN[case.java]
+    found, reasons = decoded(schema, value)
+    assert not reasons
+    wanted = column_types(case)
+    assert {one.name: one.type for one in found.type} == wanted
+    assert found.to_pylist(maps_as_pydicts="strict") == [expected(case)]
+
+
+def record(*fields: object) -> str:
+    return json.dumps({"type": "record", "name": "Order", "fields": fields})
+
+
+def of_field(kind: object, *values: str) -> tuple[list[object], dict[int, str]]:
+    found, reasons = decoded(
+        record({"name": "v", "type": kind}), *(f'{{"v":{one}}}' for one in values)
+    )
+    return found.field("v").cast(pa.string()).to_pylist(), reasons
+
+
+def logical(kind: str, name: str) -> dict[str, str]:
+    return {"type": kind, "logicalType": name}
+
+
+def java(name: str) -> dict[str, object]:
+    return {"type": "record", "name": name, "fields": []}
+
+
+OTHER_FORMS = [
+    (logical("long", "timestamp-millis"), {
+        "1700000000123": "2023-11-14 22:13:20.123000Z",
+        "1700000000.123456789": "2023-11-14 22:13:20.123456Z",
+        "-0.0000001": "1969-12-31 23:59:59.999999Z",
+        '"2023-11-14T23:13:20.5+01:00"': "2023-11-14 22:13:20.500000Z",
+        '"2023-11-14T23:13:20+01:00[Europe/Berlin]"': "2023-11-14 22:13:20.000000Z",
+        '"2023-11-14T22:13:20Z"': "2023-11-14 22:13:20.000000Z",
+    }),
+    (logical("long", "local-timestamp-micros"), {
+        "5": "1970-01-01 00:00:00.000005", "[2026,11,27,13,5]": "2026-11-27 13:05:00.000000",
+        "[2026,11,27,13,5,7]": "2026-11-27 13:05:07.000000",
+        '"2026-11-27T13:05:07.25"': "2026-11-27 13:05:07.250000",
+    }),
+    (logical("int", "date"), {
+        "20784": "2026-11-27", "[2026,11,27]": "2026-11-27", '"2026-11-27"': "2026-11-27",
+    }),
+    (logical("int", "time-millis"), {
+        "5": "00:00:00.005000", "[13,5]": "13:05:00.000000", '"13:05:07"': "13:05:07.000000",
+    }),
+    (java("java.time.Duration"), {
+        '"PT1M30.5S"': "90500000", '"-P1DT1S"': "-86401000000", "2": "2000000",
+    }),
+    (java("java.util.Date"), {'"2023-11-14T22:13:20.123+00:00"': "2023-11-14 22:13:20.123000Z"}),
+    (java("java.lang.Object"), {
+        '"a"': '"a"', "[1.50]": "[1.50]", "false": "false", "[NaN]": '["NaN"]',
+        '{"ä":1}': '{"ä":1}',
+    }),
+    ({"type": "int", "java-class": "java.lang.Character"}, {'"x"': "x", "120": "x"}),
+    ({"type": "string", "java-class": "java.math.BigDecimal"},
+     {"12.50": "12.50", "1E+3": "1E+3", '"1.0"': "1.0", "7": "7"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "values"), OTHER_FORMS, ids=lambda one: str(one)[:40])
+def test_other_forms_that_java_reads_are_read(kind: object, values: dict[str, str]) -> None:
+    assert of_field(kind, *values) == (list(values.values()), {})
+
+
+WRONG_TIMES = [
+    (logical("long", "timestamp-micros"),
+     ['"soon"', "true", "[2026,13,1,0,0]", "[1]", "{}", "1e999999999", "NaN"]),
+    (logical("int", "date"), ['"2026"', "[2026,2,30]", "1.5", "[1]"]),
+    (logical("int", "time-millis"), ["[24,0]", "86400000", "-1", '"25:00"', "[true,1]"]),
+    (java("java.time.Duration"), ['"P"', '"1s"', "true"]),
+    ({"type": "int", "java-class": "java.lang.Character"}, ["-1", "1.5", "{}"]),
+    ({"type": "string", "java-class": "java.math.BigInteger"}, ["true", "[1]"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "values"), WRONG_TIMES, ids=lambda one: str(one)[:40])
+def test_a_value_without_a_meaning_is_null_with_a_reason(kind: object, values: list[str]) -> None:
+    found, reasons = of_field(kind, *values)
+    assert found == [None] * len(values)
+    assert sorted(reasons) == list(range(len(values)))
+
+
+def test_a_field_that_cannot_be_read_leaves_the_others() -> None:
+    inner = {"type": "record", "name": "Inner", "fields": [
+        {"name": "n", "type": "int"}, {"name": "at", "type": logical("long", "timestamp-micros")},
+    ]}  # fmt: skip
+    schema = record(
+        {"name": "id", "type": "int"},
+        {"name": "inner", "type": inner},
+        {"name": "list", "type": {"type": "array", "items": "Inner"}},
+        {"name": "map", "type": {"type": "map", "values": "float"}},
+        {"name": "any", "type": java("java.lang.Object")},
+    )
+    bad = (
+        '{"id":9999999999,"inner":{"n":1,"at":"soon"},"list":[{"n":"x","at":1.5},null,7],'
+        '"map":{"a":NaN,"b":"c"},"any":[1.50]}'
+    )
+    good = '{"id":1,"inner":null,"list":[],"map":{},"any":null}'
+    found, reasons = decoded(schema, good, bad, good, '{"id":', "[1]", '{"id":"x"}')
+    assert list(reasons) == [1, 3, 4, 5]
+    rows = found.to_pylist(maps_as_pydicts="strict")
+    assert rows[0] == rows[2] == {"id": 1, "inner": None, "list": [], "map": {}, "any": None}
+    assert rows[3:] == [None, None, dict.fromkeys(rows[0])]
+    nan = rows[1]["map"].pop("a")
+    assert nan != nan  # noqa: PLR0124 - only NaN differs from itself
+    at = datetime(1970, 1, 1, 0, 0, 1, 500000, timezone.utc)
+    assert rows[1] == {
+        "id": None, "inner": {"n": 1, "at": None}, "list": [{"n": None, "at": at}, None, None],
+        "map": {"b": None}, "any": "[1.50]",
+    }  # fmt: skip
