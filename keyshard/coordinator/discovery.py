@@ -345,7 +345,7 @@ class Discovery:
         self._leftovers.update(dict.fromkeys(gone, self._leftover_rounds))
         for topic_partition in sorted(gone):
             self._created.pop(topic_partition, None)
-            self._ids.seen(topic_partition, None)
+            self._ids.forget(topic_partition)
             _log.warning(
                 "stopped consuming %s: it was deleted%s",
                 topic_partition, " and created again" if again else "",

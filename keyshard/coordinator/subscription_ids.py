@@ -116,10 +116,10 @@ class SubscriptionIds:
         self._id = known.text if known else existing or secrets.token_hex(ID_BYTES)
         self._other: set[TopicPartition] = set()
         """Topic partitions whose subscription has the id of another source."""
-        for where, each in properties.items():
-            self.seen(where, each)
         self._refused: dict[TopicPartition, None] = {}
         """Topic partitions whose newest attempt failed; the next in turn comes first."""
+        for where, each in properties.items():
+            self.seen(where, each)
         self._warned: set[str] = set()
 
     def same(self, where: TopicPartition) -> bool:
@@ -189,13 +189,25 @@ class SubscriptionIds:
 
     def seen(self, where: TopicPartition, properties: Mapping[str, str] | None) -> None:
         """Note the properties of a subscription; ``None`` if it does not exist."""
+        found = None if properties is None else properties.get(ID_PROPERTY)
+        if found != self._id and where in self._with_id:
+            _log.warning(
+                "The subscription %r of %s was deleted while it was consumed. Its consumers create "
+                "it again, but entries that the broker deletes in between are lost.",
+                self._subscription, where,
+            )  # fmt: skip
         self._with_id.discard(where)
         self._other.discard(where)
-        found = None if properties is None else properties.get(ID_PROPERTY)
         if found == self._id:
             self._with_id.add(where)
         elif found is not None and where not in self._named:
             self._other.add(where)
+
+    def forget(self, gone: TopicPartition) -> None:
+        """Forget a topic partition that was deleted."""
+        self._with_id.discard(gone)
+        self._other.discard(gone)
+        self._refused.pop(gone, None)
 
     def _warn(self, problem: str, error: BrokerError | str = "") -> None:
         """Warn of a kind of problem, once until all is well."""

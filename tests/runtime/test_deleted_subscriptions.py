@@ -517,7 +517,9 @@ def test_missing_entries_of_deleted_ledgers_are_counted_one_by_one() -> None:
         assert all(state.covers(EntryId(first, entry)) for entry in range(11))
 
 
-def test_new_and_recreated_subscriptions_get_the_id_while_the_source_runs() -> None:
+def test_new_and_recreated_subscriptions_get_the_id_while_the_source_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     topic = Deleting()
     source = config(topic.topic, discovery_interval_ms=20)
     with running(topic.cluster, source, admin=topic.admin) as coordinator:
@@ -534,7 +536,9 @@ def test_new_and_recreated_subscriptions_get_the_id_while_the_source_runs() -> N
         expected = {found.text}
         topic.cluster.grow_topic(topic.topic, 3)
         wait_until(lambda: marked() == expected)
+        assert "deleted while it was consumed" not in caplog.text
         topic.cluster.delete_subscription(topic.at, "unit")
+        wait_until(lambda: "deleted while it was consumed" in caplog.text)
         wait_until(lambda: marked() == expected)
         topic.cluster.delete_topic(topic.topic)
         topic.cluster.create_topic(topic.topic, 2)
