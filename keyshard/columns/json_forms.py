@@ -143,14 +143,14 @@ def _moment(per_unit: int, value: Any) -> int:
         return _micros(Decimal(value.text))
     if isinstance(value, list):
         return _since_epoch(_from_parts(value))
-    return _since_epoch(_from_text(value))
+    return _since_epoch(_from_text(_text(value)))
 
 
 def _date(value: Any) -> int:
     """Return days since the epoch."""
     if _is_integer(value):
         return value
-    found = date(*value) if isinstance(value, list) else date.fromisoformat(value)
+    found = date(*value) if isinstance(value, list) else date.fromisoformat(_text(value))
     return found.toordinal() - _EPOCH_DATE
 
 
@@ -162,7 +162,7 @@ def _time_of_day(per_unit: int, value: Any) -> int:
         hour, minute, second, micros = _integers(value, 2, 4)
         found = time(hour, minute, second, micros)
     else:
-        found = time.fromisoformat(value)
+        found = time.fromisoformat(_text(value))
     return ((found.hour * 60 + found.minute) * 60 + found.second) * _US + found.microsecond
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from functools import partial
 from operator import attrgetter
@@ -74,7 +75,6 @@ class JsonCodec:
         record: _Record = _typed_dict if plain else partial(_struct, msgspec)
         no_bare = Annotated[str, msgspec.Meta(pattern=f"^[^{_BARE}]|^$")]
         self._quoted = _Kinds(msgspec, record, no_bare)
-        self._encode = msgspec.json.Encoder(decimal_format="number").encode
         try:
             self._read, self._read_quoted = map(
                 self._decoder, (_Kinds(msgspec, record, str), self._quoted)
@@ -136,43 +136,52 @@ class JsonCodec:
         writer: TopicSchema | None,  # noqa: ARG002
     ) -> pa.Array | None:
         (given,) = value.to_pylist()
-        read = self._msgspec.json.Decoder(float_hook=Decimal).decode
         for text in (given, _bare_quoted(given)):
             try:
-                found = read(text)
+                fields = self._parts(text, dict)
             except self._wrong:
                 continue
-            if isinstance(found, dict):
-                row = self._readable(found, self.type, self._form)
-                return _cast(pa.array([row], numbers_of(self.type)), self.type)
+            row = self._fields(fields, self.type, self._form)
+            return _cast(pa.array([row], numbers_of(self.type)), self.type)
         return None
 
-    def _readable(self, value: Any, column: pa.DataType, form: Form | None) -> Any:
-        """Return what can be read of a value that was decoded without the types of the schema."""
-        try:
-            return self._whole(value, column, form)
-        except self._wrong:
-            form = form or Form()
-        types = pa.types
-        if types.is_struct(column) and isinstance(value, dict):
-            return {
-                one.name: self._readable(value.get(one.name), one.type, form.fields.get(one.name))
-                for one in column
-            }
-        if types.is_map(column) and isinstance(value, dict) and form.key is None:
-            return {
-                name: self._readable(one, column.item_type, form.item)
-                for name, one in value.items()
-            }
-        if types.is_list(column) and isinstance(value, list):
-            return [self._readable(one, column.value_type, form.item) for one in value]
+    def _parts(self, text: Any, kind: type[dict[str, Any]] | type[list[Any]]) -> Any:
+        """Return the parts of an object or array, not yet decoded; raise if it is none."""
+        raw = self._msgspec.Raw
+        parts: Any = dict[str, raw] if kind is dict else list[raw]  # type: ignore[valid-type]
+        return self._msgspec.json.decode(text, type=parts)
+
+    def _fields(self, parts: dict[str, Any], column: pa.DataType, form: Form) -> dict[str, Any]:
+        return {
+            one.name: self._readable(parts[one.name], one.type, form.fields.get(one.name))
+            for one in column
+            if one.name in parts
+        }
+
+    def _readable(self, text: Any, column: pa.DataType, form: Form | None) -> Any:
+        """Return what can be read of a value."""
+        with suppress(*self._wrong):
+            return self._whole(text, column, form)
+        form, types = form or Form(), pa.types
+        with suppress(*self._wrong):
+            if types.is_struct(column):
+                return self._fields(self._parts(text, dict), column, form)
+            if types.is_map(column) and form.key is None:
+                parts = self._parts(text, dict)
+                return {
+                    name: self._readable(one, column.item_type, form.item)
+                    for name, one in parts.items()
+                }
+            if types.is_list(column):
+                parts = self._parts(text, list)
+                return [self._readable(one, column.value_type, form.item) for one in parts]
         return None
 
-    def _whole(self, value: Any, column: pa.DataType, form: Form | None) -> Any:
+    def _whole(self, text: Any, column: pa.DataType, form: Form | None) -> Any:
         """Return a value with numbers for times; raise one of the errors of a wrong value."""
         kind = self._quoted.of(column, form)
         read = self._msgspec.json.Decoder(kind, float_hook=Number).decode
-        values = [read(self._encode(value))]
+        values = [read(text)]
         if self._made_plain is not None:
             values = self._made_plain(values)
         made = _formed(values, column, form)
@@ -198,7 +207,18 @@ class JsonCodec:
         return pa.StructArray.from_arrays(columns, fields=list(self.type))
 
     def _column(self, values: list[Any], number: int) -> pa.Array:
-        """Make the column of a field of decoded values."""
+        """Make the column of a field of decoded values.
+
+        Raises:
+            ValueError: A value does not fit. The text names the field as msgspec does.
+        """
+        try:
+            return self._column_of(values, number)
+        except _WRONG as exc:
+            name = self.type.field(number).name
+            raise ValueError(f"{first_line(exc)} - at `$.{name}`") from exc
+
+    def _column_of(self, values: list[Any], number: int) -> pa.Array:
         wanted = self._wanted
         stored, unit, field = (
             kind.field(number) for kind in (wanted.stored, wanted.unit, self.type)

@@ -108,6 +108,18 @@ def test_a_value_without_a_meaning_is_null_with_a_reason(kind: object, values: l
     assert sorted(reasons) == list(range(len(values)))
 
 
+def test_the_reason_names_the_field() -> None:
+    _, reasons = of_field(logical("long", "timestamp-micros"), "true", "[1]")
+    assert all(reason.endswith(" - at `$.v`") for reason in reasons.values())
+
+
+def test_a_number_too_long_for_any_type_leaves_the_other_fields() -> None:
+    schema = record({"name": "a", "type": "int"}, {"name": "b", "type": "int"})
+    found, reasons = decoded(schema, '{"a":%s,"b":2}' % ("9" * 5_000))
+    assert found.to_pylist() == [{"a": None, "b": 2}]
+    assert list(reasons) == [0]
+
+
 def test_a_field_that_cannot_be_read_leaves_the_others() -> None:
     inner = {"type": "record", "name": "Inner", "fields": [
         {"name": "n", "type": "int"}, {"name": "at", "type": logical("long", "timestamp-micros")},
