@@ -289,7 +289,8 @@ class _Parser:
         return name if found is None else found.schema
 
     def _collection(self, kind: str, schema: dict[str, Any], namespace: str, path: str) -> AvroType:
-        pair = pair_of(schema["items"], self._pairs) if self._forms and kind == "array" else None
+        is_list = self._forms and kind == "array"
+        pair = pair_of(schema["items"], namespace, self._pairs) if is_list else None
         if pair is not None:
             key, value = (self.type_of(one, PAIRS, path) for one in pair)
             key_type, convert = key_of(key.column)

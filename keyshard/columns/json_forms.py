@@ -86,6 +86,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _EPOCH_DATE = date(1970, 1, 1).toordinal()
 _EXPONENT_MAX = 30
 """Largest decimal exponent of a time; the digits of a larger one would take hours."""
+_TEXT_MAX = 100
+"""Most characters of a time; the search for a zone takes quadratic time."""
 _ZONE_ID = re.compile(r"\[[^]]*\]$")
 _ISO_DURATION = re.compile(
     r"([+-]?)P(?:([+-]?\d+)D)?(?:T(?:([+-]?\d+)H)?(?:([+-]?\d+)M)?(?:([+-]?[\d.]+)S)?)?"
@@ -121,6 +123,8 @@ def _from_parts(value: list[Any]) -> datetime:
 
 
 def _from_text(text: str) -> datetime:
+    if len(text) > _TEXT_MAX:
+        raise ValueError("a text is too long for a time")
     found = datetime.fromisoformat(_ZONE_ID.sub("", text))
     return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
 
@@ -201,6 +205,8 @@ def _characters(value: Any) -> str:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} is no string")
+    if value.startswith("\x01"):  # BARE
+        raise ValueError("a float is no string")
     return value
 
 
@@ -321,18 +327,19 @@ class Pair(NamedTuple):
     value: Any
 
 
-def pair_of(items: Any, known: dict[str, Pair]) -> Pair | None:
+def pair_of(items: Any, namespace: str, known: dict[str, Pair]) -> Pair | None:
     """Return the types of a Java map that Avro describes as a list of pairs.
 
     Avro's own maps have strings as keys. Jackson writes any map as an object.
 
     Args:
         items: Schema of the items of an array, or the name of an earlier one.
+        namespace: Namespace of names without one: a pair within a pair has none.
         known: Earlier pairs by name; gets new ones.
     """
     if isinstance(items, str):
-        return known.get(items)
-    if not isinstance(items, Mapping) or items.get("namespace") != PAIRS:
+        return known.get(items if "." in items else f"{namespace}.{items}")
+    if not isinstance(items, Mapping) or items.get("namespace", namespace) != PAIRS:
         return None
     fields = {one["name"]: one["type"] for one in items.get("fields", ())}
     if fields.keys() != {"key", "value"}:

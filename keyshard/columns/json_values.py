@@ -198,7 +198,7 @@ class JsonCodec:
     def _decoded(self, values: list[bytes], read: Callable[[bytes], Any]) -> pa.Array:
         rows = list(map(read, values))
         columns = [
-            self._column(list(map(attribute, rows)), number)
+            self._column(list(map(attribute, rows)), number, quoted=read is self._read_quoted)
             for number, attribute in enumerate(self._attributes)
         ]
         # Without columns, the number of rows would be lost.
@@ -206,19 +206,24 @@ class JsonCodec:
             return pa.array([{}] * len(rows), self.type)
         return pa.StructArray.from_arrays(columns, fields=list(self.type))
 
-    def _column(self, values: list[Any], number: int) -> pa.Array:
+    def _column(self, values: list[Any], number: int, *, quoted: bool) -> pa.Array:
         """Make the column of a field of decoded values.
+
+        Args:
+            values: The values.
+            number: Number of the field.
+            quoted: Whether floats without quotes were quoted.
 
         Raises:
             ValueError: A value does not fit. The text names the field as msgspec does.
         """
         try:
-            return self._column_of(values, number)
+            return self._column_of(values, number, quoted=quoted)
         except _WRONG as exc:
             name = self.type.field(number).name
             raise ValueError(f"{first_line(exc)} - at `$.{name}`") from exc
 
-    def _column_of(self, values: list[Any], number: int) -> pa.Array:
+    def _column_of(self, values: list[Any], number: int, *, quoted: bool) -> pa.Array:
         wanted = self._wanted
         stored, unit, field = (
             kind.field(number) for kind in (wanted.stored, wanted.unit, self.type)
@@ -226,6 +231,8 @@ class JsonCodec:
         if self._made_plain is not None:
             values = self._made_plain(values)
         form = self._form.fields.get(field.name)
+        if form is not None and quoted:
+            return _cast(_formed(values, field.type, form), field.type)
         if form is not None:
             try:
                 # Values of other clients are as the schema says, and need no conversion.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime, timezone
+from time import process_time
 
 import pyarrow as pa
 import pytest
@@ -96,8 +97,9 @@ WRONG_TIMES = [
     (logical("int", "date"), ['"2026"', "[2026,2,30]", "1.5", "[1]"]),
     (logical("int", "time-millis"), ["[24,0]", "86400000", "-1", '"25:00"', "[true,1]"]),
     (java("java.time.Duration"), ['"P"', '"1s"', "true"]),
-    ({"type": "int", "java-class": "java.lang.Character"}, ["-1", "1.5", "{}"]),
-    ({"type": "string", "java-class": "java.math.BigInteger"}, ["true", "[1]"]),
+    ({"type": "int", "java-class": "java.lang.Character"}, ["-1", "1.5", "{}", "NaN"]),
+    (java("java.io.File"), ["NaN", "5"]),
+    ({"type": "string", "java-class": "java.math.BigInteger"}, ["true", "[1]", "NaN"]),
 ]  # fmt: skip
 
 
@@ -148,3 +150,36 @@ def test_a_field_that_cannot_be_read_leaves_the_others() -> None:
         "id": None, "inner": {"n": 1, "at": None}, "list": [{"n": None, "at": at}, None, None],
         "map": {"b": None}, "any": "[1.50]",
     }  # fmt: skip
+
+
+def test_a_long_text_is_no_time_at_once() -> None:
+    began = process_time()
+    found, reasons = of_field(logical("long", "timestamp-micros"), '"%s"' % ("[" * 100_000))
+    assert process_time() - began < 10, "minutes, where each bracket begins a search"
+    assert found == [None]
+    assert list(reasons) == [0]
+
+
+def pair(name: str, value: object, **head: str) -> dict[str, object]:
+    """A map as Avro's reflection describes it if its keys are integers."""
+    fields = [{"name": "key", "type": "int"}, {"name": "value", "type": value}]
+    return {"type": "array", "items": {"type": "record", "name": name, **head, "fields": fields}}
+
+
+def test_maps_by_number_within_maps_by_number_are_read() -> None:
+    """Avro leaves out the namespace of a pair within a pair, also where it is named again."""
+    space = "org.apache.avro.reflect"
+    inner = pair("Inner", logical("long", "timestamp-micros"))
+    again = {"type": "array", "items": f"{space}.Inner"}
+    within = {"type": "array", "items": "Inner"}
+    schema = record(
+        {"name": "a", "type": pair("Outer", inner, namespace=space)},
+        {"name": "b", "type": again},
+        {"name": "c", "type": pair("Other", within, namespace=space)},
+    )
+    found, reasons = decoded(schema, '{"a":{"1":{"2":1.5}},"b":{"3":1.5},"c":{"4":{"5":1.5}}}')
+    assert not reasons
+    at = datetime(1970, 1, 1, 0, 0, 1, 500000, timezone.utc)
+    assert found.to_pylist(maps_as_pydicts="strict") == [
+        {"a": {1: {2: at}}, "b": {3: at}, "c": {4: {5: at}}}
+    ]
