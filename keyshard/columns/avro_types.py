@@ -298,7 +298,8 @@ class _Parser:
                 pa.map_(key_type, one) for one in (value.stored, value.unit, value.column)
             )
             form = Form(item=value.form, key=convert)
-            return AvroType("map", stored, unit, column, value.kinds | {"map"}, form)
+            kept = {"type": "map", "values": value.schema}
+            return AvroType(kept, stored, unit, column, value.kinds | {"map"}, form)
         within = "items" if kind == "array" else "values"
         inner = self.type_of(schema[within], namespace, path)
         if inner.kinds <= _NO_BYTES:

@@ -74,24 +74,24 @@ class Codec(Protocol):
         """
 
     def readable(
-        self, value: pa.Array, key: pa.Array, writer: TopicSchema | None
+        self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
     ) -> pa.Array | None:
-        """Decode what can be read of one value that cannot be decoded.
+        """Decode what can be read of values that cannot be decoded.
 
         Args:
-            value: One payload.
-            key: As for :meth:`decode`.
+            values: As for :meth:`decode`.
+            keys: As for :meth:`decode`.
             writer: As for :meth:`decode`.
 
         Returns:
-            The value, with null for each field that cannot be read; ``None`` if there is none.
+            The values, with null for each part that cannot be read; ``None`` if there is none.
         """
 
 
 class Indivisible:
     """Base of codecs whose values are read as a whole or not at all."""
 
-    def readable(self, value: pa.Array, key: pa.Array, writer: TopicSchema | None) -> None:
+    def readable(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> None:
         """Return ``None``: there is nothing to read."""
 
 
@@ -139,16 +139,27 @@ def panics_as_errors() -> Iterator[None]:
 
 
 def decode_rows(
-    codec: Codec, values: pa.Array, keys: pa.Array, writer: TopicSchema | None = None
+    codec: Codec,
+    values: pa.Array,
+    keys: pa.Array,
+    writer: TopicSchema | None = None,
+    *,
+    in_parts: bool = False,
 ) -> tuple[pa.Array, dict[int, str]]:
     """Decode values; what cannot be decoded becomes null, with a reason.
 
-    Of some values that cannot be decoded, single fields can be read; the others are null. A null
-    value stays null, unless the codec decodes messages without a value.
+    A null value stays null, unless the codec decodes messages without a value.
 
     Thousands of values are tried together. If one fails, they are tried again in eighths, so that
     one bad value costs about as much again as its thousands. If few values are left, the codec
     looks for the bad ones, so that many bad values cost no more each than a few.
+
+    Args:
+        codec: Decodes the values.
+        values: Payloads.
+        keys: As for :meth:`Codec.decode`.
+        writer: As for :meth:`Codec.decode`.
+        in_parts: Whether the fields that can be read of a value that cannot be decoded are kept.
 
     Returns:
         (decoded values, reasons by row, ascending).
@@ -156,7 +167,9 @@ def decode_rows(
     if values.null_count and not codec.has_null:
         there = values.is_valid()
         rows = compute.indices_nonzero(there)
-        decoded, wrong = decode_rows(codec, values.take(rows), keys.take(rows), writer)
+        decoded, wrong = decode_rows(
+            codec, values.take(rows), keys.take(rows), writer, in_parts=in_parts
+        )
         return spread(decoded, there), {rows[row].as_py(): why for row, why in wrong.items()}
     if writer is not None and writer.type != codec.kind:
         why = f"it was written as {writer.type}"
@@ -165,7 +178,7 @@ def decode_rows(
     decoded_parts: list[pa.Array] = []
     for start in range(0, len(values), _TOGETHER):
         some = slice(start, start + _TOGETHER)
-        part, wrong = _decode_together(codec, values[some], keys[some], writer)
+        part, wrong = _decode_together(codec, values[some], keys[some], writer, in_parts=in_parts)
         decoded_parts.append(part)
         reasons |= {start + row: why for row, why in wrong.items()}
     if len(decoded_parts) == 1:
@@ -174,7 +187,12 @@ def decode_rows(
 
 
 def _decode_together(
-    codec: Codec, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
+    codec: Codec,
+    values: pa.Array,
+    keys: pa.Array,
+    writer: TopicSchema | None,
+    *,
+    in_parts: bool,
 ) -> tuple[pa.Array, dict[int, str]]:
     """Decode values as :func:`decode_rows`, beginning with all of them together."""
     reasons: dict[int, str] = {}
@@ -188,14 +206,16 @@ def _decode_together(
         except UndecodableError as exc:
             if len(tried) == 1:
                 reasons[tried[0]] = str(exc)
-                rest = codec.readable(some_values, some_keys, writer)
-                if rest is not None:
-                    parts.append((tried, rest))
                 continue
             suspects: Sequence[int] = ()
             if len(tried) <= _LOOKED_AT:
                 suspects = codec.suspects(some_values, some_keys, writer)
             left += _apart(tried, suspects)
+    if reasons and in_parts:
+        malformed = sorted(reasons)
+        rest = codec.readable(_some(values, malformed), _some(keys, malformed), writer)
+        if rest is not None:
+            parts.append((malformed, rest))
     return _joined(codec, parts, len(values)), dict(sorted(reasons.items()))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+from pyarrow import compute
 
 from keyshard.columns.avro import AvroCodec
 from keyshard.columns.codec import Codec, UndecodableError, decode_rows, refused
@@ -96,30 +97,38 @@ class KeyValueCodec:
         try:
             raw = self._raw(values, keys, writer)
         except UndecodableError:
-            return refused(values, lambda value: None if value is None else _pair(value))
+            return refused(values, lambda value: value is None or _pair(value))
         return sorted({row for _, reasons in self._parts(raw, writer) for row in reasons})
 
-    def readable(
-        self, value: pa.Array, key: pa.Array, writer: TopicSchema | None
-    ) -> pa.Array | None:
-        try:
-            parts = [found for found, _ in self._parts(self._raw(value, key, writer), writer)]
-        except UndecodableError:
-            return None
-        return pa.StructArray.from_arrays(parts, fields=list(self.type))
+    def readable(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
+        broken = pa.array([False] * len(values))
+        if not self._is_separated(writer):
+            wrong = set(refused(values, lambda value: value is None or _pair(value)))
+            broken = pa.array([row in wrong for row in range(len(values))], pa.bool_())
+            values = compute.if_else(broken, pa.scalar(None, pa.binary()), values)
+        raw = self._raw(values, keys, writer)
+        parts = [found for found, _ in self._parts(raw, writer, in_parts=True)]
+        return pa.StructArray.from_arrays(parts, fields=list(self.type), mask=broken)
 
     def _raw(
         self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
     ) -> tuple[pa.Array, pa.Array]:
-        separated = self.has_null if writer is None else keys_apart(writer)
-        return (keys, values) if separated else _split(values)
+        return (keys, values) if self._is_separated(writer) else _split(values)
+
+    def _is_separated(self, writer: TopicSchema | None) -> bool:
+        return self.has_null if writer is None else keys_apart(writer)
 
     def _parts(
-        self, raw: tuple[pa.Array, pa.Array], writer: TopicSchema | None
+        self,
+        raw: tuple[pa.Array, pa.Array],
+        writer: TopicSchema | None,
+        *,
+        in_parts: bool = False,
     ) -> Iterator[tuple[pa.Array, dict[int, str]]]:
         writers = (None, None) if writer is None else parts_of(writer, self._topic)
         for codec, values, written in zip((self._key, self._value), raw, writers, strict=True):
-            yield decode_rows(codec, values, pa.nulls(len(values), pa.binary()), written)
+            nothing = pa.nulls(len(values), pa.binary())
+            yield decode_rows(codec, values, nothing, written, in_parts=in_parts)
 
 
 def _split(values: pa.Array) -> tuple[pa.Array, pa.Array]:

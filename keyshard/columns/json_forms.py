@@ -11,38 +11,19 @@ classes of the JDK are known by their name; those of any other class become thei
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import date, datetime, time, timezone
-from decimal import Decimal
-from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-_Convert = Callable[[Any], Any]
-BARE = r"\u0001"
-"""Prefix in JSON of strings that were floats without quotes, such as ``NaN``; no other string
-begins with it."""
-
-
-class Number:
-    """A JSON number with a fraction or an exponent, as it is written.
-
-    Arrow takes it for no value of any type. It would cut a ``Decimal`` to an integer.
-    """
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: str) -> None:
-        self.text = text
+from keyshard.columns import json_scalars as scalars
+from keyshard.columns.json_scalars import BARE_IN_JSON, Convert
 
 
 class Form(NamedTuple):
     """How decoded JSON values of a type become values of its column."""
 
-    convert: _Convert | None = None
+    convert: Convert | None = None
     """Converts a value other than null."""
     is_text: bool = False
     """Whether the value is the JSON text itself."""
@@ -50,8 +31,22 @@ class Form(NamedTuple):
     """Forms of the fields of a struct that have one."""
     item: Form | None = None
     """Form of the items of a list or a map."""
-    key: _Convert | None = None
-    """Converts the keys of a map."""
+    key: Convert | None = None
+    """Converts the keys of a map whose schema is a list of pairs. Both forms of it are read."""
+
+
+def changes_texts(column: pa.DataType, form: Form | None) -> bool:
+    """Whether a form converts strings to other strings, so that Arrow takes both."""
+    if form is None:
+        return False
+    types = pa.types
+    if types.is_struct(column):
+        return any(changes_texts(one.type, form.fields.get(one.name)) for one in column)
+    if types.is_map(column):
+        return changes_texts(column.item_type, form.item)
+    if types.is_list(column):
+        return changes_texts(column.value_type, form.item)
+    return bool(types.is_string(column))
 
 
 def formed(value: Any, form: Form) -> Any:
@@ -64,167 +59,26 @@ def formed(value: Any, form: Form) -> Any:
         return None
     if form.is_text:
         # A float without quotes was quoted with a prefix.
-        text = str(memoryview(value), "utf-8").replace(f'"{BARE}', '"')
+        text = str(memoryview(value), "utf-8").replace(f'"{BARE_IN_JSON}', '"')
         return None if text == "null" else text
     if form.convert is not None:
         return form.convert(value)
     if form.fields:
         return value | {name: formed(value.get(name), one) for name, one in form.fields.items()}
-    item, key = form.item, form.key
-    if isinstance(value, dict):
+    item = form.item
+    if isinstance(value, dict) or form.key is not None:
         return {
-            name if key is None else key(name): one if item is None else formed(one, item)
-            for name, one in value.items()
+            name if form.key is None else form.key(name): one if item is None else formed(one, item)
+            for name, one in entries(value)
         }
     return value if item is None else [formed(one, item) for one in value]
 
 
-# -- Times ----------------------------------------------------------------------------------------
-
-_US = 1_000_000
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_EPOCH_DATE = date(1970, 1, 1).toordinal()
-_EXPONENT_MAX = 30
-"""Largest decimal exponent of a time; the digits of a larger one would take hours."""
-_TEXT_MAX = 100
-"""Most characters of a time; the search for a zone takes quadratic time."""
-_ZONE_ID = re.compile(r"\[[^]]*\]$")
-_ISO_DURATION = re.compile(
-    r"([+-]?)P(?:([+-]?\d+)D)?(?:T(?:([+-]?\d+)H)?(?:([+-]?\d+)M)?(?:([+-]?[\d.]+)S)?)?"
-)
-_TIMESTAMP, _TIME = pa.timestamp("us", tz="UTC"), pa.time64("us")
-
-
-def _micros(seconds: Decimal) -> int:
-    """Return seconds as microseconds, cut off."""
-    if not seconds.is_finite() or seconds.adjusted() > _EXPONENT_MAX:
-        raise ValueError(f"{str(seconds)[:40]} is no time")
-    if seconds.adjusted() < -_EXPONENT_MAX:
-        return 0 if seconds >= 0 else -1
-    return math.floor(seconds * _US)
-
-
-def _is_integer(value: Any) -> TypeGuard[int]:
-    return type(value) is int
-
-
-def _integers(value: list[Any], least: int, most: int) -> list[int]:
-    """Return the items of an array, filled up with zeros; the last one is nanoseconds."""
-    if not least <= len(value) <= most or not all(map(_is_integer, value)):
-        raise ValueError("an array is no time")
-    *parts, nanos = value + [0] * (most - len(value))
-    return [*parts, nanos // 1_000]
-
-
-def _from_parts(value: list[Any]) -> datetime:
-    """Return the time of ``[year, month, day, hour, minute, second, nanosecond]``."""
-    year, month, day, hour, minute, second, micros = _integers(value, 5, 7)
-    return datetime(year, month, day, hour, minute, second, micros, timezone.utc)
-
-
-def _from_text(text: str) -> datetime:
-    if len(text) > _TEXT_MAX:
-        raise ValueError("a text is too long for a time")
-    found = datetime.fromisoformat(_ZONE_ID.sub("", text))
-    return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
-
-
-def _since_epoch(moment: datetime) -> int:
-    passed = moment - _EPOCH
-    return (passed.days * 86_400 + passed.seconds) * _US + passed.microseconds
-
-
-def _moment(per_unit: int, value: Any) -> int:
-    """Return a point in time, microseconds since the epoch.
-
-    Args:
-        per_unit: Microseconds of a whole number. A number with a fraction has seconds.
-        value: The decoded value.
-    """
-    if _is_integer(value):
-        return value * per_unit
-    if isinstance(value, Number):
-        return _micros(Decimal(value.text))
-    if isinstance(value, list):
-        return _since_epoch(_from_parts(value))
-    return _since_epoch(_from_text(_text(value)))
-
-
-def _date(value: Any) -> int:
-    """Return days since the epoch."""
-    if _is_integer(value):
-        return value
-    found = date(*value) if isinstance(value, list) else date.fromisoformat(_text(value))
-    return found.toordinal() - _EPOCH_DATE
-
-
-def _time_of_day(per_unit: int, value: Any) -> int:
-    """Return microseconds since midnight."""
-    if _is_integer(value):
-        return value * per_unit
-    if isinstance(value, list):
-        hour, minute, second, micros = _integers(value, 2, 4)
-        found = time(hour, minute, second, micros)
-    else:
-        found = time.fromisoformat(_text(value))
-    return ((found.hour * 60 + found.minute) * 60 + found.second) * _US + found.microsecond
-
-
-def _duration(value: Any) -> int:
-    """Return the microseconds of a number of seconds, or of a text such as ``PT1M30.5S``."""
-    if _is_integer(value):
-        return value * _US
-    if isinstance(value, Number):
-        return _micros(Decimal(value.text))
-    value = _text(value)
-    found = _ISO_DURATION.fullmatch(value)
-    if found is None or not any(found.groups()[1:]):
-        raise ValueError(f"{value[:40]!r} is no duration")
-    sign, days, hours, minutes, seconds = (part or "0" for part in found.groups())
-    whole = (int(days) * 24 + int(hours)) * 60 + int(minutes)
-    total = whole * 60 + Decimal(seconds)
-    return _micros(-total if sign == "-" else total)
-
-
-# -- Texts ----------------------------------------------------------------------------------------
-
-
-def _number_text(value: Any) -> str:
-    if isinstance(value, Number):
-        return value.text
-    return str(value) if _is_integer(value) else _text(value)
-
-
-def _characters(value: Any) -> str:
-    """Return a character, or an array of them, as text."""
-    if isinstance(value, list):
-        return "".join(map(_characters, value))
-    return chr(value) if _is_integer(value) else _text(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} is no string")
-    if value.startswith("\x01"):  # BARE
-        raise ValueError("a float is no string")
-    return value
-
-
-def _year_month(value: Any) -> str:
-    if isinstance(value, list):
-        year, month = value
-        return f"{year:04}-{month:02}"
-    return _text(value)
-
-
-def _offset_time(value: Any) -> str:
-    """Return a time of day with its offset, as ISO 8601 writes it."""
-    if not isinstance(value, list):
-        return _text(value)
-    *parts, offset = value
-    hour, minute, second, nanos = [*parts, 0, 0][:4]
-    fraction = f".{nanos:09}".rstrip("0").rstrip(".")
-    return f"{hour:02}:{minute:02}:{second:02}{fraction}{_text(offset)}"
+def entries(value: dict[Any, Any] | list[dict[str, Any]]) -> Iterable[tuple[Any, Any]]:
+    """Return the keys and values of an object, or of a list of pairs."""
+    if isinstance(value, dict):
+        return value.items()
+    return [(one.get("key"), one.get("value")) for one in value]
 
 
 # -- Types of a schema ----------------------------------------------------------------------------
@@ -241,26 +95,33 @@ class Known(NamedTuple):
 
 
 LOGICAL: Mapping[str, Form] = {
-    "date": Form(_date),
-    "time-millis": Form(partial(_time_of_day, 1_000)),
-    "time-micros": Form(partial(_time_of_day, 1)),
-    "timestamp-millis": Form(partial(_moment, 1_000)),
-    "timestamp-micros": Form(partial(_moment, 1)),
-    "local-timestamp-millis": Form(partial(_moment, 1_000)),
-    "local-timestamp-micros": Form(partial(_moment, 1)),
+    "date": Form(scalars.days),
+    "time-millis": Form(scalars.time_of_day(1_000)),
+    "time-micros": Form(scalars.time_of_day(1)),
+    "timestamp-millis": Form(scalars.instant(1_000)),
+    "timestamp-micros": Form(scalars.instant(1)),
+    "local-timestamp-millis": Form(scalars.local(1_000)),
+    "local-timestamp-micros": Form(scalars.local(1)),
 }
 """Forms of Avro's logical types of integers."""
-_CHARACTERS = Known(pa.string(), Form(_characters))
-_NUMBER_TEXT = Known(pa.string(), Form(_number_text))
+_TIMESTAMP, _TIME = pa.timestamp("us", tz="UTC"), pa.time64("us")
 _BY_JAVA_CLASS: Mapping[tuple[str, str], Known] = {
-    ("int", "java.lang.Character"): _CHARACTERS,
-    ("array", "[C"): _CHARACTERS,
-    ("string", "java.math.BigDecimal"): _NUMBER_TEXT,
-    ("string", "java.math.BigInteger"): _NUMBER_TEXT,
+    ("int", "java.lang.Character"): Known(pa.string(), Form(scalars.character)),
+    ("array", "[C"): Known(pa.string(), Form(scalars.characters)),
+    ("string", "java.math.BigDecimal"): Known(pa.string(), Form(scalars.decimal_text)),
+    ("string", "java.math.BigInteger"): Known(pa.string(), Form(scalars.integer_text)),
 }
-_MILLISECONDS = Known(_TIMESTAMP, LOGICAL["timestamp-millis"], pa.timestamp("ms", tz="UTC"))
-_SECONDS = Known(_TIMESTAMP, Form(partial(_moment, _US)), pa.timestamp("s", tz="UTC"))
-_TEXT = Known(pa.string(), Form(_text))
+_MILLISECONDS = Known(
+    _TIMESTAMP,
+    Form(scalars.milliseconds),
+    pa.timestamp("ms", tz="UTC"),
+)
+_SECONDS = Known(
+    _TIMESTAMP,
+    Form(scalars.instant(1_000_000)),
+    pa.timestamp("s", tz="UTC"),
+)
+_TEXT = Known(pa.string())
 _JSON_TEXT = Known(pa.string(), Form(is_text=True))
 _RECORDS: Mapping[str, Known] = {
     **dict.fromkeys(
@@ -273,14 +134,20 @@ _RECORDS: Mapping[str, Known] = {
     **dict.fromkeys(
         ("java.time.Instant", "java.time.OffsetDateTime", "java.time.ZonedDateTime"), _SECONDS
     ),
-    "java.sql.Time": Known(_TIME, LOGICAL["time-millis"], pa.time32("ms")),
-    "java.time.Duration": Known(pa.duration("us"), Form(_duration), pa.duration("s")),
+    "java.sql.Time": Known(
+        _TIME, Form(scalars.time_of_day(1_000)), pa.time32("ms")
+    ),
+    "java.time.Duration": Known(
+        pa.duration("us"),
+        Form(scalars.duration),
+        pa.duration("s"),
+    ),
     "java.time.LocalDate": Known(pa.date32(), LOGICAL["date"]),
     "java.time.LocalDateTime": Known(pa.timestamp("us"), LOGICAL["local-timestamp-micros"]),
     "java.time.LocalTime": Known(_TIME, LOGICAL["time-micros"]),
-    "java.time.OffsetTime": Known(pa.string(), Form(_offset_time)),
+    "java.time.OffsetTime": Known(pa.string(), Form(scalars.offset_time)),
     "java.time.Year": Known(pa.int32()),
-    "java.time.YearMonth": Known(pa.string(), Form(_year_month)),
+    "java.time.YearMonth": Known(pa.string(), Form(scalars.month)),
     "java.util.OptionalDouble": Known(pa.float64()),
     "java.util.OptionalInt": Known(pa.int32()),
     "java.util.OptionalLong": Known(pa.int64()),
@@ -362,8 +229,8 @@ def numbers_of(column: pa.DataType) -> pa.DataType:
     return pa.int64() if is_time else column
 
 
-def key_of(kind: pa.DataType) -> tuple[pa.DataType, _Convert | None]:
-    """Return the type of a map's keys, and what converts their texts to it."""
+def key_of(kind: pa.DataType) -> tuple[pa.DataType, Convert]:
+    """Return the type of a map's keys, and what converts the keys of JSON to it."""
     if pa.types.is_integer(kind):
-        return kind, int
-    return pa.string(), None
+        return kind, scalars.integer_key
+    return pa.string(), scalars.text_key

@@ -162,7 +162,8 @@ class Decoder:
                 f"{NAME_KEY_BYTES} Or set valueFormat=raw.",
                 topic=topic,
             )
-        values, reasons = decode_rows(codec, batch.column("value"), keys, writer)
+        in_parts = self._plan.mode == PERMISSIVE
+        values, reasons = decode_rows(codec, batch.column("value"), keys, writer, in_parts=in_parts)
         return cast(values, payload), reasons
 
     def _fits(self, topic: str) -> bool:

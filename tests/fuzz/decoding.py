@@ -38,7 +38,8 @@ def _rows(
     codec: Codec, values: Sequence[bytes], writer: TopicSchema | None
 ) -> tuple[list[Any], dict[int, str]]:
     given = pa.array(values, pa.binary())
-    found, reasons = decode_rows(codec, given, pa.nulls(len(given), pa.binary()), writer)
+    keys = pa.nulls(len(given), pa.binary())
+    found, reasons = decode_rows(codec, given, keys, writer, in_parts=True)
     found.validate(full=True)
     numbers = cast_values(found, _without_times(found.type))
     return comparable(numbers.to_pylist(maps_as_pydicts="lossy")), reasons

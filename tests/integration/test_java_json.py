@@ -1,4 +1,4 @@
-"""Pulsar's Java client writes what the unit tests of its JSON read."""
+"""Pulsar's Java client writes and reads what the unit tests of its JSON say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import java_forms
 from tests.support.java_values import load, write
 
 pytestmark = pytest.mark.broker
@@ -23,3 +24,7 @@ def test_the_kept_values_are_those_of_the_java_client(tmp_path: Path) -> None:
     } == load()
     again = {java for java, (_, value, second) in written.items() if value != second}
     assert again == READ_OTHERWISE
+
+
+def test_the_kept_answers_to_other_forms_are_those_of_the_java_client(tmp_path: Path) -> None:
+    assert java_forms.ask(tmp_path) == java_forms.load()

@@ -171,6 +171,29 @@ def source() -> str:
     return _SOURCE % ("".join(classes), "\n    ".join(calls))
 
 
+def run(folder: Path, name: str, program: str, given: str = "") -> bytes:
+    """Run a Java program with Pulsar's client, in UTF-8 and UTC.
+
+    Args:
+        folder: For the program.
+        name: Its class.
+        program: Its source.
+        given: What it reads.
+
+    Returns:
+        What it wrote.
+    """
+    file = folder / f"{name}.java"
+    file.write_text(program, encoding="utf-8")
+    jars = str(install() / "lib" / "*")
+    java = str(java_home() / "bin" / "java")
+    ended = subprocess.run(
+        [java, "-cp", jars, "-Dfile.encoding=UTF-8", "-Duser.timezone=UTC", str(file)],
+        capture_output=True, timeout=deadline(100), check=True, input=given.encode(),
+    )  # fmt: skip
+    return ended.stdout
+
+
 def write(folder: Path) -> dict[str, list[str]]:
     """Let the client write an object of each class, read it, and write what it read.
 
@@ -180,15 +203,8 @@ def write(folder: Path) -> dict[str, list[str]]:
     Returns:
         Schema, value and second value, by type.
     """
-    program = folder / "JavaValues.java"
-    program.write_text(source(), encoding="utf-8")
-    jars = str(install() / "lib" / "*")
-    java = str(java_home() / "bin" / "java")
-    ended = subprocess.run(
-        [java, "-cp", jars, "-Dfile.encoding=UTF-8", "-Duser.timezone=UTC", str(program)],
-        capture_output=True, timeout=deadline(100), check=True,
-    )  # fmt: skip
-    texts = [b64decode(line).decode() for line in ended.stdout.split()]
+    written = run(folder, "JavaValues", source())
+    texts = [b64decode(line).decode() for line in written.split()]
     return {one.java: texts[3 * at : 3 * at + 3] for at, one in enumerate(CASES)}
 
 

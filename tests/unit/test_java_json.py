@@ -11,16 +11,20 @@ import pytest
 
 from keyshard.columns.codec import decode_rows
 from keyshard.columns.codecs import codec_of
+from keyshard.columns.json_forms import numbers_of
+from keyshard.columns.projection import cast_values
 from keyshard.core.topic_schema import TopicSchema
+from tests.support import java_forms
 from tests.support.java_values import CASES, Case, column_types, expected, load
 
 WRITTEN = load()
+SPACE = "org.apache.avro.reflect"
 
 
 def decoded(schema: str, *values: str) -> tuple[pa.Array, dict[int, str]]:
     codec = codec_of(TopicSchema("JSON", schema.encode()), "persistent://t/n/orders")
     data = pa.array([one.encode() for one in values], pa.binary())
-    return decode_rows(codec, data, pa.nulls(len(data), pa.binary()))
+    return decode_rows(codec, data, pa.nulls(len(data), pa.binary()), in_parts=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.java)
@@ -84,6 +88,72 @@ OTHER_FORMS = [
     ({"type": "string", "java-class": "java.math.BigDecimal"},
      {"12.50": "12.50", "1E+3": "1E+3", '"1.0"': "1.0", "7": "7"}),
 ]  # fmt: skip
+
+
+ALSO_READ = {
+    "java.time.Instant": {
+        '"2026-11-27T13:05:07"', '"2026-11-27T13:05Z"', '"2026-11-27T13:05:07+0100"',
+        '"2026-11-27T13:05:07+01"', '"2026-11-27T13:05:07+01:00[Europe/Berlin]"', '"2026-11-27"',
+    },
+    "java.time.OffsetDateTime": {
+        '"2026-11-27T13:05:07+01:00[Europe/Berlin]"', '"2026-11-27T13:05:07"',
+    },
+    "java.time.ZonedDateTime": {'"2026-11-27T13:05:07"'},
+    "java.time.LocalTime": {"5"},
+    "java.time.LocalDateTime": {"5"},
+    "java.sql.Time": {"80000000", '"13:05"'},
+    "java.time.OffsetTime": {'"13:05+02"'},
+    "Map<Integer, Integer>": {'[{"key":1,"value":5}]'},
+}  # fmt: skip
+"""Values that Java's client refuses: numbers and pairs as the schema says, and times that it reads
+for other classes."""
+READ_OTHERWISE = {
+    # Whole numbers are in the unit of the schema. Jackson gets the sign of fractions wrong.
+    "java.time.Instant": {"1700000000": "1700000000", "-1.5": "-1500000"},
+    "java.time.Duration": {"-1.5": "-1500000"},
+    "java.util.Date": {'"2026-11-27T13:05:07.1234567Z"': "1795784707123456"},
+}
+NOT_READ = {
+    "java.time.Instant": {
+        '"2026-11-27T24:00:00Z"', '"2026-11-27T23:59:60Z"', '"1700000000"', '"1700000000.5"',
+        '"+1000000000-12-31T23:59:59.999999999Z"',
+    },
+    "java.time.OffsetDateTime": {'"1700000000"'},
+    "java.util.Date": {'"1700000000123"', '"Fri, 27 Nov 2026 13:05:07 GMT"'},
+    "Character": {"55357", r'"\ud83d"'},
+    "java.time.Year": {'"2026"', '"+12026"', '""'},
+    "OptionalInt": {'"5"', "5.5"},
+}  # fmt: skip
+"""Values that only Java's client reads: texts for numbers and the reverse, halves of characters,
+and times that no column holds. It writes none of them."""
+
+
+@pytest.mark.parametrize("java", java_forms.FORMS)
+def test_other_forms_are_read_as_java_reads_them(java: str) -> None:
+    schema, values = java_forms.load()[java]
+    found, reasons = decoded(schema, *(f'{{"v":{one}}}' for one in values))
+    column = found.field("v")
+    numbers = cast_values(column, numbers_of(column.type)).to_pylist()
+    read = {
+        value: None if row in reasons else told(one)
+        for row, (value, one) in enumerate(zip(values, numbers, strict=True))
+    }
+    assert {one for one in values if values[one] is None and read[one] is not None} == (
+        ALSO_READ.get(java, set())
+    )
+    wanted = values | dict.fromkeys(NOT_READ.get(java, ())) | READ_OTHERWISE.get(java, {})
+    assert {one: read[one] for one in values if values[one] is not None} == {
+        one: wanted[one] for one in values if values[one] is not None
+    }
+
+
+def told(value: object) -> str:
+    """Return a value as the Java program writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return "{" + ", ".join(f"{key}={one}" for key, one in value) + "}"
+    return str(value)
 
 
 @pytest.mark.parametrize(("kind", "values"), OTHER_FORMS, ids=lambda one: str(one)[:40])
@@ -152,6 +222,45 @@ def test_a_field_that_cannot_be_read_leaves_the_others() -> None:
     }  # fmt: skip
 
 
+def test_a_map_by_number_is_read_in_both_forms_and_part_by_part() -> None:
+    schema = record(
+        {"name": "m", "type": pair("Of", "int", namespace=SPACE)}, {"name": "n", "type": "int"}
+    )
+    found, reasons = decoded(
+        schema,
+        '{"m":{"1":5,"2":6},"n":1}', '{"m":[{"key":1,"value":5},{"value":6,"key":2}],"n":1}',
+        '{"m":{"1":"x","2":6},"n":2}', '{"m":[{"key":1},{"key":2,"value":"x"}],"n":"x"}',
+        '{"m":{"x":5},"n":3}', '{"m":[{"value":5}],"n":4}', '{"m":[5],"n":5}', '{"m":[null],"n":6}',
+        '{"m":{"9999999999":5},"n":7}',
+    )  # fmt: skip
+    assert list(reasons) == [2, 3, 4, 5, 6, 7, 8]
+    whole = {"m": {1: 5, 2: 6}, "n": 1}
+    assert found.to_pylist(maps_as_pydicts="strict") == [
+        whole, whole, {"m": {1: None, 2: 6}, "n": 2}, {"m": {1: None, 2: None}, "n": None},
+        *({"m": None, "n": number} for number in range(3, 8)),
+    ]  # fmt: skip
+
+
+def test_many_malformed_values_cost_little_more_than_well_formed_ones() -> None:
+    """Parts are read together, and by decoders that are made once."""
+    inner = {"type": "record", "name": "Item", "fields": [
+        {"name": "a", "type": "int"}, {"name": "at", "type": logical("long", "timestamp-micros")},
+    ]}  # fmt: skip
+    schema = record({"name": "l", "type": {"type": "array", "items": inner}})
+    items = ['{"a":1,"at":1.5}'] * 15_000
+    items[7_000] = '{"a":"x","at":1.5}'
+    one = '{"l":[' + ",".join(items) + "]}"
+    many = ['{"l":[{"a":"x","at":1.5}]}'] * 10_000
+    decoded(schema, many[0])
+    began = process_time()
+    found, reasons = decoded(schema, one, *many)
+    assert process_time() - began < 10, "a minute, where each part has a decoder of its own"
+    assert len(reasons) == 1 + len(many)
+    read = found.to_pylist()
+    assert [one["a"] for one in read[0]["l"]].count(None) == 1
+    assert read[-1]["l"][0] | {"at": None} == {"a": None, "at": None}
+
+
 def test_a_long_text_is_no_time_at_once() -> None:
     began = process_time()
     found, reasons = of_field(logical("long", "timestamp-micros"), '"%s"' % ("[" * 100_000))
@@ -168,14 +277,13 @@ def pair(name: str, value: object, **head: str) -> dict[str, object]:
 
 def test_maps_by_number_within_maps_by_number_are_read() -> None:
     """Avro leaves out the namespace of a pair within a pair, also where it is named again."""
-    space = "org.apache.avro.reflect"
     inner = pair("Inner", logical("long", "timestamp-micros"))
-    again = {"type": "array", "items": f"{space}.Inner"}
+    again = {"type": "array", "items": f"{SPACE}.Inner"}
     within = {"type": "array", "items": "Inner"}
     schema = record(
-        {"name": "a", "type": pair("Outer", inner, namespace=space)},
+        {"name": "a", "type": pair("Outer", inner, namespace=SPACE)},
         {"name": "b", "type": again},
-        {"name": "c", "type": pair("Other", within, namespace=space)},
+        {"name": "c", "type": pair("Other", within, namespace=SPACE)},
     )
     found, reasons = decoded(schema, '{"a":{"1":{"2":1.5}},"b":{"3":1.5},"c":{"4":{"5":1.5}}}')
     assert not reasons

@@ -41,6 +41,7 @@ def rows_of(
         pa.array(values, pa.binary()),
         pa.array(keys or [None] * len(values), pa.binary()),
         writer,
+        in_parts=True,
     )
     found.validate(full=True)
     assert found.type == codec_of(schema, TOPIC).type
