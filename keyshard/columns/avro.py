@@ -14,8 +14,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from keyshard.columns.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, UNION, AvroType, parse
-from keyshard.columns.avro_unions import kind_of, written_for
+from keyshard.columns.avro_resolution import without_aliases, written_for
+from keyshard.columns.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, AvroType, parse
+from keyshard.columns.avro_unions import kind_of
 from keyshard.columns.codec import (
     ALL_DESCRIBED,
     Indivisible,
@@ -115,8 +116,7 @@ class _Reader:
         self._fastavro = fastavro
         self._written = written
         self._wanted = wanted
-        self._same = written.schema == wanted.schema
-        self._resolves_unions = not self._same and UNION in written.kinds | wanted.kinds
+        self._same = without_aliases(written.schema) == without_aliases(wanted.schema)
         self._resolve = (lambda values: values) if self._same else resolution(written, wanted)
         # The compiled code truncates an int of more than 32 bits; int and long are encoded alike.
         self._text = json.dumps(_with_longs(written.schema))
@@ -151,8 +151,8 @@ class _Reader:
         except EOFError as exc:
             raise UndecodableError("it ends too early") from exc
         except (*_WRONG, self._fastavro.read.SchemaResolutionError) as exc:
-            # That error's message names the internal records that represent types of unions.
-            unfit = self._resolves_unions and not isinstance(exc, _WRONG)
+            # Types in this error's message do not have the names that users know.
+            unfit = "mismatch" in str(exc) and not isinstance(exc, _WRONG)
             why = "it does not match the reader schema" if unfit else first_line(exc)
             raise UndecodableError(f"{type(exc).__name__}: {why}") from exc
 
@@ -171,9 +171,8 @@ class _Reader:
         written, wanted = self._written.schema, self._wanted.schema
         if self._same or self._by_compiled_code:
             return parsed(written), None
-        if self._resolves_unions:
-            written = written_for(written, wanted)
-        return parsed(written), read_defaults(parsed(wanted), _decimal)
+        reader = parsed(without_aliases(wanted))
+        return parsed(written_for(written, wanted)), read_defaults(reader, _decimal)
 
     def look(self, value: bytes) -> Any:
         """Read one value by fastavro.
@@ -295,13 +294,17 @@ _PROMOTED = {
 def resolution(written: AvroType, wanted: AvroType) -> Callable[[pa.StructArray], pa.Array] | None:
     """Return a conversion from one schema to another; ``None`` for complex cases."""
     ours, theirs = wanted.schema, written.schema
-    if not _are_records(ours, theirs) or ours["name"] != theirs["name"]:
+    if not _are_records(ours, theirs):
         return None
     places = {one["name"]: place for place, one in enumerate(theirs["fields"])}
     makes: list[_Make] = []
+    taken: set[int] = set()
     for field, kind in zip(ours["fields"], wanted.stored, strict=True):
         names = [field["name"], *field.get("aliases", ())]
         place = next((places[name] for name in names if name in places), None)
+        if place in taken:
+            return None  # only one of the two fields has it
+        taken |= {place} if place is not None else set()
         make = (
             _default(field, kind.type)
             if place is None

@@ -170,7 +170,7 @@ VERSIONS: list[tuple[Any, int, Any, Any, Any]] = [
     (["int", "string"], 0, 5, ["int", "long"], 5),
     ([A, "string"], 0, {"x": 5}, ["string", A], member(1, {"x": 5}, 2)),
     ([B, A], 0, {"x": 5}, [A, B, "null"], member(1, {"x": 5}, 2)),
-    ([A, ELSEWHERE], 0, {"x": 5}, [ELSEWHERE, A], member(1, {"x": 5}, 2)),
+    ([A, ELSEWHERE], 0, {"x": 5}, [ELSEWHERE, A], member(0, {"x": 5}, 2)),
     ([A, "int"], 0, {"x": 5}, ["int", ELSEWHERE], member(1, {"x": 5}, 2)),
     ([A, "int"], 0, {"x": 5}, ["int", RENAMED], member(1, {"y": member(1, 5, 2), "added": 3}, 2)),
     (
@@ -182,7 +182,7 @@ UNFIT: list[tuple[Any, int, Any, Any]] = [
     (["int", "string"], 1, "a", "long"),
     (["int", "boolean"], 1, True, ["int", "string"]),
     (["null", "int", "string"], 0, None, ["int", "string"]),
-    ([A, "int"], 0, {"x": 5}, ["int", B]),
+    ([A, "int"], 0, {"x": 5}, ["int", record("B", z="long")]),
     ([A, "int"], 0, {"x": 5}, ["int", record("A", x="string")]),
 ]
 
