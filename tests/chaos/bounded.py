@@ -115,6 +115,10 @@ class Topic:
         return "/admin/v2/" + (where.name if where else self.name).replace("://", "/")
 
 
+_CHAIN_END_S = 180
+"""Most seconds until a chain of reads has all messages after the last one was published."""
+
+
 class Violation(Exception):  # noqa: N818 - what is looked for
     """A promise was broken."""
 
@@ -632,22 +636,30 @@ class Round:
         starts: Any = Edge.EARLIEST
         rows: list[Any] = []
         end_s = time.monotonic() + 4
-        while writer.is_alive():
+        error: BaseException | None = None
+        while True:
             if time.monotonic() > end_s:
                 stop.set()
                 writer.join(60)
+            if time.monotonic() > end_s + _CHAIN_END_S:
+                alive = "the writer still runs" if writer.is_alive() else "no read succeeds"
+                raise Violation(f"round {self.number}, chain: {alive}, last error {error!r}")
+            is_last = not writer.is_alive()
             if self.chance.random() < 0.2:
                 world.roll(topic)
             read = Read(starts, Edge.LATEST)
             read.run(self.source, lambda: None, random.Random(0))
-            if read.error is not None:
-                if isinstance(read.error, UNAVAILABLE):
+            error = read.error
+            if error is not None:
+                if isinstance(error, UNAVAILABLE):
                     continue
                 stop.set()
-                raise Violation(f"round {self.number}, chain: {read.error!r}")
+                raise Violation(f"round {self.number}, chain: {error!r}")
             rows.extend(read.rows)
             starts = {one.topic_partition: one.end for one in read.splits}
             world.counts["chained"] += 1
+            if is_last:
+                break
         # What was sent again after an unload is confirmed without its id.
         got, wanted = (sorted(numbers) for numbers in (
             [row[2] for row in rows], [one.number for one in topic.stored]
