@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-from pyarrow import compute
 
 from keyshard.columns.avro import AvroCodec
 from keyshard.columns.codec import Codec, UndecodableError, decode_rows, refused
@@ -101,14 +100,13 @@ class KeyValueCodec:
         return sorted({row for _, reasons in self._parts(raw, writer) for row in reasons})
 
     def readable(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
-        broken = pa.array([False] * len(values))
         if not self._is_separated(writer):
-            wrong = set(refused(values, lambda value: value is None or _pair(value)))
-            broken = pa.array([row in wrong for row in range(len(values))], pa.bool_())
-            values = compute.if_else(broken, pa.scalar(None, pa.binary()), values)
+            broken = set(refused(values, lambda value: value is None or _pair(value)))
+            given = enumerate(values.to_pylist())
+            values = pa.array([None if row in broken else one for row, one in given], pa.binary())
         raw = self._raw(values, keys, writer)
         parts = [found for found, _ in self._parts(raw, writer, in_parts=True)]
-        return pa.StructArray.from_arrays(parts, fields=list(self.type), mask=broken)
+        return pa.StructArray.from_arrays(parts, fields=list(self.type))
 
     def _raw(
         self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
