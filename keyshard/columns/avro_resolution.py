@@ -11,7 +11,8 @@ those that they become. Types that become none have names of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from keyshard.columns.avro_unions import PREFIX, is_member, kind_of, record_of, without_member
@@ -185,26 +186,26 @@ class _Resolution:
         kind = kind_of(written)
         types = [self._wanted_type(without_member(one)) for one in wanted]
         same = [place for place, one in enumerate(types) if kind_of(one) == kind]
+        found: Iterable[int] = same
         if kind in _NAMED:
-            same = self._places_of_named(written, types, same)
+            found = self._places_of_named(written, types, same)
         wider = (
             place for place, one in enumerate(types) if kind_of(one) in _PROMOTED.get(kind, ())
         )
-        return same[0] if same else next(wider, None)
+        return next(chain(found, wider), None)
 
     def _places_of_named(
         self, written: dict[str, Any], types: list[Any], same: list[int]
-    ) -> list[int]:
-        """Return the places of wanted types that a written type becomes, the first one first."""
+    ) -> Iterator[int]:
+        """Yield the places of wanted types that a written type becomes, the best one first."""
         name = self._name(written)
-        exact = [place for place in same if _full_name(types[place]) == name]
-        if exact:
-            return exact
+        yield from (place for place in same if _full_name(types[place]) == name)
         if written["type"] != "record":
-            return [place for place in same if self._is_called(written, types[place])]
-        matching = [place for place in same if self._matches(written, types[place])]
-        called = [place for place in matching if types[place]["name"] == _short(name)]
-        return called[::-1] or matching
+            yield from (place for place in same if self._is_called(written, types[place]))
+            return
+        called = [place for place in same if types[place]["name"] == _short(name)]
+        for places in called[::-1], same:
+            yield from (place for place in places if self._matches(written, types[place]))
 
     def _matches(self, written: dict[str, Any], wanted: dict[str, Any]) -> bool:
         """Whether a written record has the shape of another, looking at its own fields only."""
