@@ -301,9 +301,10 @@ def resolution(written: AvroType, wanted: AvroType) -> Callable[[pa.StructArray]
     taken: set[int] = set()
     for field, kind in zip(ours["fields"], wanted.stored, strict=True):
         names = [field["name"], *field.get("aliases", ())]
-        place = next((places[name] for name in names if name in places), None)
-        if place in taken:
-            return None  # only one of the two fields has it
+        there = [places[name] for name in names if name in places]
+        place = there[0] if there else None
+        if len(there) > 1 or place in taken:
+            return None  # of two written fields, or of two that want one, the rules choose
         taken |= {place} if place is not None else set()
         make = (
             _default(field, kind.type)

@@ -292,6 +292,7 @@ class _Parser:
         is_list = self._forms and kind == "array"
         pair = pair_of(schema["items"], namespace, self._pairs) if is_list else None
         if pair is not None:
+            self._count(len(pair), path)
             key, value = (self.type_of(one, PAIRS, path) for one in pair)
             key_type, convert = key_of(key.column)
             stored, unit, column = (

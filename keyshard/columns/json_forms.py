@@ -35,17 +35,19 @@ class Form(NamedTuple):
     """Converts the keys of a map whose schema is a list of pairs. Both forms of it are read."""
 
 
-def changes_texts(column: pa.DataType, form: Form | None) -> bool:
-    """Whether a form converts strings to other strings, so that Arrow takes both."""
+def must_convert(column: pa.DataType, form: Form | None) -> bool:
+    """Whether Arrow takes values that a form would change: strings, or pairs with one key twice."""
     if form is None:
         return False
+    if form.key is not None:
+        return True
     types = pa.types
     if types.is_struct(column):
-        return any(changes_texts(one.type, form.fields.get(one.name)) for one in column)
+        return any(must_convert(one.type, form.fields.get(one.name)) for one in column)
     if types.is_map(column):
-        return changes_texts(column.item_type, form.item)
+        return must_convert(column.item_type, form.item)
     if types.is_list(column):
-        return changes_texts(column.value_type, form.item)
+        return must_convert(column.value_type, form.item)
     return bool(types.is_string(column))
 
 

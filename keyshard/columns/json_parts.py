@@ -19,8 +19,7 @@ _FAILED: Any = object()
 class Parts:
     """Reads values of one type, each as a whole or, if that fails, part by part.
 
-    All values are read together, level by level, so that a part costs about what it costs in a
-    value that is well formed.
+    All values are read together, level by level. Each level decodes what is below it once more.
 
     Args:
         types: Makes decoders.

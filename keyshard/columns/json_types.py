@@ -103,6 +103,8 @@ def array_of(values: list[Any], kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, kind)
     except (pa.ArrowException, TypeError):
+        if not _has_floats(kind):
+            raise
         return pa.array([_without_texts(one, kind) for one in values], kind)
 
 
@@ -121,6 +123,11 @@ def cast_array(values: pa.Array, *kinds: pa.DataType) -> pa.Array:
         # Arrow casts any number to a time of day.
         values.validate(full=True)
     return values
+
+
+def _has_floats(kind: pa.DataType) -> bool:
+    text = str(kind)
+    return "float" in text or "double" in text
 
 
 def _without_texts(value: Any, kind: pa.DataType) -> Any:

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from keyshard.columns.avro_types import parse
 from keyshard.columns.codec import ALL_DESCRIBED, UndecodableError, library, refused
-from keyshard.columns.json_forms import Form, changes_texts
+from keyshard.columns.json_forms import Form, must_convert
 from keyshard.columns.json_parts import Parts
 from keyshard.columns.json_scalars import BARE_IN_JSON
 from keyshard.columns.json_types import WRONG, Types, array_of, cast_array, formed_array
@@ -69,7 +69,7 @@ class JsonCodec:
             ) from exc
         forms = self._form.fields
         self._converted = {
-            one.name for one in self.type if changes_texts(one.type, forms.get(one.name))
+            one.name for one in self.type if must_convert(one.type, forms.get(one.name))
         }
         """Fields whose values Arrow may take without their form."""
         self._attributes = [attrgetter(f"f{number}") for number in range(len(list(self.type)))]

@@ -340,6 +340,8 @@ def _others() -> Iterator[Case]:
     changed = [field("n", "int", aliases=["m"]), field("m", "int", aliases=["n"])]
     yield Case("field alias: changed round", row(record("a.X", _N, field("m", "int"))),
                row(record("a.X", *changed)))  # fmt: skip
+    yield Case("field alias: changed round, top", record("t.R", _N, field("m", "int")),
+               record("t.R", *changed[::-1]))  # fmt: skip
     yield Case("names: one to two", row(x, "a.X"), row(_one("a.X"), _one("a.Y")))
     yield Case("names: two to one", row(x, _one("a.Y")), row(x, "a.X"))
     yield Case("names: changed round", row(x, _one("a.Y")), row(_one("a.Y"), x))

@@ -14,6 +14,7 @@ from keyshard.columns.codecs import codec_of
 from keyshard.columns.json_forms import numbers_of
 from keyshard.columns.projection import cast_values
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import SchemaError
 from tests.support import java_forms
 from tests.support.java_values import CASES, Case, column_types, expected, load
 
@@ -240,6 +241,10 @@ def test_a_map_by_number_is_read_in_both_forms_and_part_by_part() -> None:
         '{"m":{"x":5},"n":3}', '{"m":[{"value":5}],"n":4}', '{"m":[5],"n":5}', '{"m":[null],"n":6}',
         '{"m":{"9999999999":5},"n":7}',
     )  # fmt: skip
+    twice = '{"m":[{"key":1,"value":4},{"key":2,"value":6},{"key":1,"value":5}],"n":1}'
+    assert decoded(schema, twice)[0].to_pylist(maps_as_pydicts="strict") == [
+        {"m": {1: 5, 2: 6}, "n": 1}
+    ]
     assert list(reasons) == [2, 3, 4, 5, 6, 7, 8]
     whole = {"m": {1: 5, 2: 6}, "n": 1}
     assert found.to_pylist(maps_as_pydicts="strict") == [
@@ -266,6 +271,19 @@ def test_many_malformed_values_cost_little_more_than_well_formed_ones() -> None:
     read = found.to_pylist()
     assert [one["a"] for one in read[0]["l"]].count(None) == 1
     assert read[-1]["l"][0] | {"at": None} == {"a": None, "at": None}
+
+
+def test_maps_that_name_one_another_many_times_are_refused_at_once() -> None:
+    kind: object = "int"
+    for level in range(30):
+        again = {"type": "array", "items": f"{SPACE}.P{level - 1}"} if level else "int"
+        fields = [{"name": "key", "type": kind}, {"name": "value", "type": again}]
+        head = {"type": "record", "name": f"P{level}", "namespace": SPACE, "fields": fields}
+        kind = {"type": "array", "items": head}
+    began = process_time()
+    with pytest.raises(SchemaError, match="fields"):
+        decoded(record({"name": "m", "type": kind}), "{}")
+    assert process_time() - began < 10, "hours, where each name is read again"
 
 
 def test_a_long_text_is_no_time_at_once() -> None:
