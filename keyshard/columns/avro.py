@@ -116,7 +116,8 @@ class _Reader:
         self._fastavro = fastavro
         self._written = written
         self._wanted = wanted
-        self._same = without_aliases(written.schema) == without_aliases(wanted.schema)
+        self._reader_schema = without_aliases(wanted.schema)
+        self._same = without_aliases(written.schema) == self._reader_schema
         self._resolve = (lambda values: values) if self._same else resolution(written, wanted)
         # The compiled code truncates an int of more than 32 bits; int and long are encoded alike.
         self._text = json.dumps(_with_longs(written.schema))
@@ -171,7 +172,7 @@ class _Reader:
         written, wanted = self._written.schema, self._wanted.schema
         if self._same or self._by_compiled_code:
             return parsed(written), None
-        reader = parsed(without_aliases(wanted))
+        reader = parsed(self._reader_schema)
         return parsed(written_for(written, wanted)), read_defaults(reader, _decimal)
 
     def look(self, value: bytes) -> Any:
@@ -305,7 +306,8 @@ def resolution(written: AvroType, wanted: AvroType) -> Callable[[pa.StructArray]
         place = there[0] if there else None
         if len(there) > 1 or place in taken:
             return None  # of two written fields, or of two that want one, the rules choose
-        taken |= {place} if place is not None else set()
+        if place is not None:
+            taken.add(place)
         make = (
             _default(field, kind.type)
             if place is None

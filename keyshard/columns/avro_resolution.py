@@ -88,7 +88,7 @@ class _Resolution:
 
         Args:
             written: The type.
-            wanted: What the reader reads it as.
+            wanted: Type of the reader for it; ``None``: it is skipped.
             place: Its place in the wanted union, if that is known.
         """
         if not isinstance(wanted, list):

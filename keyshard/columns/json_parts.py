@@ -72,12 +72,13 @@ class Parts:
 
     def _fitting(self, values: list[Any]) -> list[Any]:
         """Return values as Arrow has them, and :data:`_FAILED` for those that it does not take."""
+        numbers = numbers_of(self._column)
         found = [_FAILED] * len(values)
         left = [slice(0, len(values))]
         while left:
             part = left.pop()
             try:
-                made = array_of(values[part], numbers_of(self._column))
+                made = array_of(values[part], numbers)
                 cast_array(made, self._column)
                 found[part] = made.to_pylist()
             except WRONG:
@@ -98,16 +99,13 @@ class Parts:
     @cached_property
     def _fields(self) -> dict[str, Parts]:
         forms = self._form.fields
-        return {one.name: self._part(one.type, forms.get(one.name)) for one in self._column}
+        return {one.name: Parts(self._types, one.type, forms.get(one.name)) for one in self._column}
 
     @cached_property
     def _item(self) -> Parts:
         is_map = pa.types.is_map(self._column)
         kind = self._column.item_type if is_map else self._column.value_type
-        return self._part(kind, self._form.item)
-
-    def _part(self, column: pa.DataType, form: Form | None) -> Parts:
-        return Parts(self._types, column, form)
+        return Parts(self._types, kind, self._form.item)
 
     def _structs(self, texts: Sequence[Any]) -> list[Any]:
         fields = [_tried(self._types.objects, text) for text in texts]

@@ -37,12 +37,16 @@ def _is_integer(value: Any) -> TypeGuard[int]:
     return type(value) is int
 
 
-def text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} is no string")
     if value.startswith(BARE):
         raise ValueError("a float is no string")
     return value
+
+
+def _digits(value: int | Number) -> str:
+    return str(value) if _is_integer(value) else cast("Number", value).text
 
 
 def _refuse(value: Any) -> Any:
@@ -57,7 +61,7 @@ def _one_of(of_number: Convert, of_array: Convert, of_text: Callable[[str], Any]
             return of_number(value)
         if isinstance(value, list):
             return of_array(value)
-        found = text(value).strip()
+        found = _as_text(value).strip()
         return of_text(found) if found else None
 
     return convert
@@ -151,7 +155,7 @@ def _micros(seconds: Decimal) -> int:
 
 def _of_number(per_unit: int, value: int | Number) -> int:
     """Return microseconds of a whole number of units, or of seconds with a fraction."""
-    return value * per_unit if _is_integer(value) else _micros(Decimal(cast("Number", value).text))
+    return value * per_unit if _is_integer(value) else _micros(Decimal(_digits(value)))
 
 
 def _of_whole(per_unit: int, value: int | Number) -> int:
@@ -254,7 +258,7 @@ def _decimal_of_text(text: str) -> str:
 def _integer_of_number(value: int | Number) -> str:
     if _is_integer(value):
         return str(value)
-    found = Decimal(cast("Number", value).text)
+    found = Decimal(_digits(value))
     if found.adjusted() > _INTEGER_DIGITS_MAX:
         raise ValueError("an integer has too many digits")
     return str(int(found))
@@ -267,7 +271,8 @@ def _integer_of_text(text: str) -> str:
 
 
 def character(value: Any) -> str | None:
-    found = chr(value) if _is_integer(value) else text(value)
+    """Return the text of a character, or of its number; an empty text is null, as in Jackson."""
+    found = chr(value) if _is_integer(value) else _as_text(value)
     if len(found) > 1 or ord(found or " ") > _BMP_MAX:
         raise ValueError(f"{found[:40]!r} is no character")
     return found or None
@@ -276,15 +281,11 @@ def character(value: Any) -> str | None:
 def characters(value: Any) -> str:
     """Return the text of an array of characters, which Java's client writes as a text."""
     if not isinstance(value, list):
-        return text(value)
-    return "".join(character(text(one)) or "" for one in value)
+        return _as_text(value)
+    return "".join(character(_as_text(one)) or "" for one in value)
 
 
-decimal_text = _one_of(
-    lambda value: _decimal_of_text(str(value) if _is_integer(value) else value.text),
-    _refuse,
-    _decimal_of_text,
-)
+decimal_text = _one_of(lambda value: _decimal_of_text(_digits(value)), _refuse, _decimal_of_text)
 """Converts numbers to texts with all their digits."""
 integer_text = _one_of(_integer_of_number, _refuse, _integer_of_text)
 """Converts numbers to texts of integers, cut off."""
@@ -317,7 +318,7 @@ def _offset_time(nanos: int, offset_s: int) -> str:
 
 def _offset_time_of_array(value: list[Any]) -> str:
     *parts, offset = value
-    zone = _iso(f"00:00{text(offset)}")
+    zone = _iso(f"00:00{_as_text(offset)}")
     if zone.offset_s is None:
         raise ValueError("a time lacks its offset")
     return _offset_time(_nanos(*_integers(parts, 2, 4)), zone.offset_s)
@@ -340,14 +341,11 @@ offset_time = _one_of(_refuse, _offset_time_of_array, _offset_time_of_text)
 
 
 def integer_key(value: Any) -> int:
-    if _is_integer(value):
-        return value
-    if _INTEGER.fullmatch(text(value)) is None:
-        raise ValueError(f"{value[:40]!r} is no integer")
-    return int(value)
+    """Return the integer of a number or a text."""
+    return value if _is_integer(value) else int(_integer_of_text(_as_text(value)))
 
 
 def text_key(value: Any) -> str:
-    if isinstance(value, Number):
-        return value.text
-    return str(value) if _is_integer(value) else text(value)
+    """Return the text of a number or a text."""
+    is_number = _is_integer(value) or isinstance(value, Number)
+    return _digits(value) if is_number else _as_text(value)

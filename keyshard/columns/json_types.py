@@ -98,6 +98,7 @@ def _typed_dict(fields: list[tuple[str, Any]]) -> Any:
 
 
 def array_of(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return decoded values as an array; raise one of :data:`WRONG` if one does not fit."""
     if "decimal" in str(kind):
         _check_decimals(values)
     try:
@@ -108,11 +109,9 @@ def array_of(values: list[Any], kind: pa.DataType) -> pa.Array:
         return pa.array([_without_texts(one, kind) for one in values], kind)
 
 
-def formed_array(values: list[Any], column: pa.DataType, form: Form | None) -> pa.Array:
+def formed_array(values: list[Any], column: pa.DataType, form: Form) -> pa.Array:
     """Return values of a form as an array with numbers for times."""
-    if form is not None:
-        values = [formed(one, form) for one in values]
-    return array_of(values, numbers_of(column))
+    return array_of([formed(one, form) for one in values], numbers_of(column))
 
 
 def cast_array(values: pa.Array, *kinds: pa.DataType) -> pa.Array:

@@ -49,7 +49,7 @@ class JsonCodec:
     undescribed = ALL_DESCRIBED
 
     def __init__(self, schema: TopicSchema, topic: str) -> None:
-        self._msgspec = msgspec = library("msgspec", f"The JSON schema of {topic}")
+        msgspec = library("msgspec", f"The JSON schema of {topic}")
         self._wanted = parse(schema.definition, topic, unions=False, forms=True)
         self.type = self._wanted.column
         if not pa.types.is_struct(self.type):

@@ -58,6 +58,8 @@ DEADLINE_S = 45.0
 """A read that takes longer has no end: several waits of ``TIMEOUT_MS``, and a restart."""
 ASK_S = 60.0
 """Longest time of a request of an administrator, with what the broker refuses meanwhile."""
+CHAIN_END_S = 180.0
+"""Most seconds until a chain of reads has all messages after the last one was published."""
 COORDINATOR = "/lookup/v2/topic/persistent/pulsar/system/transaction_coordinator_assign-partition-0"
 LATER_MS = 1 << 60
 READS = 12
@@ -113,10 +115,6 @@ class Topic:
     def path(self, where: TopicPartition | None = None) -> str:
         """The faults of the admin interface."""
         return "/admin/v2/" + (where.name if where else self.name).replace("://", "/")
-
-
-_CHAIN_END_S = 180
-"""Most seconds until a chain of reads has all messages after the last one was published."""
 
 
 class Violation(Exception):  # noqa: N818 - what is looked for
@@ -641,7 +639,7 @@ class Round:
             if time.monotonic() > end_s:
                 stop.set()
                 writer.join(60)
-            if time.monotonic() > end_s + _CHAIN_END_S:
+            if time.monotonic() > end_s + CHAIN_END_S:
                 alive = "the writer still runs" if writer.is_alive() else "no read succeeds"
                 raise Violation(f"round {self.number}, chain: {alive}, last error {error!r}")
             is_last = not writer.is_alive()

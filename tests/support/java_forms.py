@@ -173,7 +173,7 @@ public class JavaForms {
 
 
 class Forms(NamedTuple):
-    """What Java's client reads of the values of a type."""
+    """Values of a type, and the answers of Java's client to them."""
 
     schema: str
     values: dict[str, str | None]

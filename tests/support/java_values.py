@@ -178,10 +178,10 @@ def run(folder: Path, name: str, program: str, given: str = "") -> bytes:
         folder: For the program.
         name: Its class.
         program: Its source.
-        given: What it reads.
+        given: Its input.
 
     Returns:
-        What it wrote.
+        Its output.
     """
     file = folder / f"{name}.java"
     file.write_text(program, encoding="utf-8")
