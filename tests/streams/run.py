@@ -122,7 +122,7 @@ class Case(Running):
                     self.number, one.name, partition, self._entries, key, ordering, query.kind,
                     version, tombstone, corrupt, payload=None, confirmed=False,
                 )  # fmt: skip
-                payload = malformed(query.kind) if corrupt else None
+                payload = malformed(query.kind, self.number) if corrupt else None
                 if not corrupt and not tombstone:
                     payload = encoded(query.kind, version, sent.number, sent.name, key)
                 made.append(replace(sent, payload=payload))

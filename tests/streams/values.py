@@ -80,7 +80,11 @@ class Sent:
     @property
     def name(self) -> str | None:
         """Its field ``name``, or its text."""
-        return None if self.number % 11 == 0 else f"né{self.number}"
+        return _name(self.number)
+
+
+def _name(number: int) -> str | None:
+    return None if number % 11 == 0 else f"né{number}"
 
 
 def schema_of(kind: str, version: int) -> Schema | None:
@@ -142,8 +146,15 @@ def _pool(version: int) -> Any:
 _MESSAGES = {version: _pool(version) for version in (0, 1)}
 
 
-def malformed(kind: str) -> bytes:
-    """Bytes that no version can be."""
+def malformed(kind: str, number: int) -> bytes:
+    """Bytes that no version can be; of a JSON object, the field ``name`` can be read.
+
+    Args:
+        kind: The kind of value.
+        number: The number of its message.
+    """
+    if kind == JSON and number % 2:
+        return json.dumps({"id": [], "name": _name(number)}).encode()
     return _MALFORMED[kind]
 
 
@@ -189,6 +200,10 @@ def wrong(sent: Sent, row: Mapping[str, Any], mode: str, *, any_malformed: bool 
             return f"a row that should be malformed {sent.corrupt}, in mode {mode}"
         if corrupt != sent.payload:
             return f"the corrupt bytes are {corrupt!r}"
+        if sent.kind == JSON and sent.corrupt:
+            is_object = corrupt != _MALFORMED[JSON]
+            name = sent.name if is_object else None
+            return _differs(row, "id", None) or _differs(row, "name", name)
         return ""
     if sent.kind == NONE:
         return _differs(row, "value", sent.payload)

@@ -47,8 +47,7 @@ def hold(
         whole = made.read_as == made.topic.name
         possible = [way for way in WAYS if whole or not way.startswith("table")]
         for how in readings(drawn, possible, made.kind, TOGETHER):
-            expected = len(made.sent) - len(made.encrypted)
-            out = reader.read(made, how, expected)
+            out = reader.read(made, how)
             ways[f"{how.way}: {out.code or 'whole'}"] += 1
             found += [(made, how, one) for one in verdict(made, how, out)]
     finally:

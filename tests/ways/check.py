@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.streams.values import BAD, NONE, Sent, wrong
-from tests.ways.draw import ALL, METADATA, SPARK, Published, Reading
+from tests.ways.draw import ALL, METADATA, PLANS, SPARK, STREAMS, Published, Reading
 from tests.ways.read import Outcome
 
 ENCRYPTED = "KEYSHARD_ENCRYPTED_MESSAGE"
@@ -22,10 +22,12 @@ def verdict(made: Published, how: Reading, out: Outcome) -> list[str]:
     problems = [f"{number} came {times} times" for number, times in counted.items() if times > 1]
     problems += [f"{number} was never published" for number in counted if number not in sent]
     problems += [f"encrypted {number} was handed out" for number in made.encrypted & {*counted}]
+    late = set() if how.way in PLANS else made.later
+    problems += [f"{number} came before its time" for number in late & {*counted}]
     if out.error or out.code:
         return [*problems, *_error(made, how, out)]
-    gone = {*sent} - {*counted}
-    problems += _absent(made, how, out, gone)
+    owed = {*sent} - late - (made.soon if how.ends else set())
+    problems += _absent(made, how, out, owed, owed - {*counted})
     for row in out.rows:
         one = sent.get(int(row["n"]))
         if one is not None and (output := _row(made, how, out, one, row)):
@@ -63,7 +65,9 @@ def _error(made: Published, how: Reading, out: Outcome) -> list[str]:
     ]
 
 
-def _absent(made: Published, how: Reading, out: Outcome, gone: set[int]) -> list[str]:
+def _absent(
+    made: Published, how: Reading, out: Outcome, owed: set[int], gone: set[int]
+) -> list[str]:
     problems = []
     locked = gone & made.encrypted
     if locked and not how.skips_encrypted:
@@ -75,12 +79,12 @@ def _absent(made: Published, how: Reading, out: Outcome, gone: set[int]) -> list
         dropped = left & hazards(made)
         left -= dropped
         output = out.counts.get("malformedDropped")
-        if how.way in ("spark stream", "table stream") and dropped and output != len(dropped):
+        if how.way in STREAMS and dropped and output != len(dropped):
             problems.append(f"{len(dropped)} malformed rows left out, {output} counted")
     if left:
         problems.append(f"{sorted(left)} are left out without a word")
     if how.mode == "FAILFAST" and how.columns != METADATA:
-        surely = {one.number for one in made.sent if one.corrupt} & hazards(made)
+        surely = {one.number for one in made.sent if one.corrupt} & hazards(made) & owed
         if surely:
             problems.append(f"malformed {sorted(surely)} and no error")
     return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,10 +26,14 @@ MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
 ALL, SOME, METADATA = "all", "some", "metadata"
 """Columns that a reading asks for."""
 _KEYS: tuple[str | bytes | None, ...] = ("k1", "k2", "ключ", "", b"\x00\xff", b"k1", None)
-_ENCRYPTION_KEYS = 13
-"""Field of ``MessageMetadata``."""
+_ENCRYPTION_KEYS, _DELIVER_AT_TIME = 13, 19
+"""Fields of ``MessageMetadata``."""
 _ENCRYPTION_KEY = b"\n\x01k\x12\x01v"
 """``EncryptionKeys`` with a name and a value."""
+_SOON_S = 3.0
+"""Longest delay of a message that a reading sees, seconds."""
+_LATER_S = 3 * 3_600
+"""Delay of a message that no reading sees, seconds."""
 
 
 @dataclass(slots=True)
@@ -41,11 +46,20 @@ class Published:
     sent: list[Sent] = field(default_factory=list)
     encrypted: set[int] = field(default_factory=set)
     """Numbers of messages."""
+    soon: set[int] = field(default_factory=set)
+    """Messages that are due while they are read, or before."""
+    later: set[int] = field(default_factory=set)
+    """Messages that are not due while they are read."""
 
     @property
     def kind(self) -> str:
         """The schema type of its values."""
         return self.topic.kind
+
+    @property
+    def expected(self) -> int:
+        """Number of messages that a consumer can get."""
+        return len({one.number for one in self.sent} - self.encrypted - self.later)
 
     def text(self) -> str:
         """Facts that a report shows."""
@@ -53,7 +67,8 @@ class Published:
         return (
             f"{self.read_as}: {self.kind}, {self.topic.partitions} partitions, versions "
             f"{sorted(self.topic.versions)}, {len(self.sent)} messages, malformed {bad}, "
-            f"encrypted {sorted(self.encrypted)}"
+            f"encrypted {sorted(self.encrypted)}, due soon {sorted(self.soon)}, later "
+            f"{sorted(self.later)}"
         )
 
 
@@ -69,6 +84,16 @@ class Reading:
     skips_encrypted: bool
     transport: str
     workers: str
+
+    @property
+    def ends(self) -> bool:
+        """Whether it is a query with ``availableNow``.
+
+        Spark asks for counts before it runs a batch, so no progress has those of the last one.
+        A query that counts rows therefore runs until it has counted them.
+        """
+        counts = self.skips_encrypted or self.mode == "DROPMALFORMED"
+        return self.way in STREAMS and not counts
 
 
 def published(drawn: random.Random, broker: Broker, name: str) -> Published:
@@ -86,6 +111,9 @@ def published(drawn: random.Random, broker: Broker, name: str) -> Published:
     encrypted = drawn.choice((0.0, 0.0, 0.15))
     if topic.partitions and drawn.random() < 0.3:
         made.read_as = drawn.choice(topic.names())
+    # An own generator: the other draws of a seed stay.
+    delays = random.Random(f"{name}:delays")
+    delayed = delays.choice((0.0, 0.0, 0.3))
     steps = [0, 1] if kind in RECORDS and drawn.random() < 0.6 else [0]
     if kind in RECORDS[:1] and drawn.random() < 0.2:
         steps.append(BAD)
@@ -94,13 +122,16 @@ def published(drawn: random.Random, broker: Broker, name: str) -> Published:
             register(broker, topic, version)
         for one in topic.names():
             if made.read_as in {one, name}:
-                _publish(drawn, broker, made, one, version, corrupt=corrupt, encrypted=encrypted)
+                _publish(
+                    drawn, broker, made, one, version, corrupt=corrupt, encrypted=encrypted,
+                    delays=delays, delayed=delayed,
+                )  # fmt: skip
     return made
 
 
 def _publish(
     drawn: random.Random, broker: Broker, made: Published, name: str, version: int, *,
-    corrupt: float, encrypted: float,
+    corrupt: float, encrypted: float, delays: random.Random, delayed: float,
 ) -> None:  # fmt: skip
     entries = []
     for entry in range(drawn.randint(1, 8)):
@@ -119,7 +150,7 @@ def _publish(
             )  # fmt: skip
             payload = (
                 None if tombstone
-                else malformed(made.kind) if bad
+                else malformed(made.kind, number) if bad
                 else encoded(made.kind, version, number, one.name, key)
             )  # fmt: skip
             values.append((number, payload))
@@ -135,6 +166,12 @@ def _publish(
         metadata, content = entry_of(values, key, None, number_of_version, drawn)
         if locked:
             metadata |= {_ENCRYPTION_KEYS: _ENCRYPTION_KEY}
+        if delays.random() < delayed:
+            # A reading without an end does not wait for rows that it leaves out.
+            soon = not locked and delays.random() < 0.6
+            (made.soon if soon else made.later).update(numbers)
+            delay_s = delays.uniform(0.0, _SOON_S) if soon else _LATER_S
+            metadata |= {_DELIVER_AT_TIME: int((time.time() + delay_s) * 1000)}
         entries.append((metadata, content))
     done = broker.publish(name, entries)
     assert done == len(entries), f"{done} of {len(entries)} entries of {name} were confirmed"
@@ -170,8 +207,12 @@ SPARK: Mapping[str, str] = {
 """Ways in of Spark."""
 NAMED = ("spark batch", "spark stream")
 """Ways in that name a format."""
+STREAMS = ("spark stream", "table stream")
+"""Ways in that are queries."""
 LIVE = ("spark stream", "embedded", "handlers", "batches")
 """Ways in that consume, and may have workers."""
 SKIPPING = (*LIVE, "table stream")
 """Ways in that have ``onEncrypted``."""
+PLANS = ("spark batch", "table", "ray")
+"""Ways in that read storage, without a subscription: messages that are not due as well."""
 WAYS = (*SPARK, "embedded", "handlers", "batches", "ray")

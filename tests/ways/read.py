@@ -62,18 +62,17 @@ class Reader:
         self._directory = directory
         self._number = 0
 
-    def read(self, made: Published, how: Reading, expected: int) -> Outcome:
+    def read(self, made: Published, how: Reading) -> Outcome:
         """Read a topic in one way.
 
         Args:
             made: The topic.
             how: The way.
-            expected: Messages after which a way without an end may be over.
         """
         self._number += 1
         outcome = Outcome()
         try:
-            _WAYS[how.way](self, made, how, expected, outcome)
+            _WAYS[how.way](self, made, how, outcome)
         except KeyShardError as exc:
             outcome.code, outcome.error = exc.code, str(exc)
         except PySparkException as exc:
@@ -109,24 +108,24 @@ class Reader:
     def _format(self, how: Reading) -> str:
         return "pulsar" if how.by_pulsar_name else "keyshard"
 
-    def _batch(self, made: Published, how: Reading, _expected: int, out: Outcome) -> None:
+    def _batch(self, made: Published, how: Reading, out: Outcome) -> None:
         reader = self._spark.read.format(self._format(how))
         reader = reader.options(**self._options(made, how, stream=False))
         schema = _schema(made, how)
         frame = (reader.schema(schema) if schema else reader).load()
         out.rows += _rows(frame.toArrow())
 
-    def _stream(self, made: Published, how: Reading, _expected: int, out: Outcome) -> None:
+    def _stream(self, made: Published, how: Reading, out: Outcome) -> None:
         reader = self._spark.readStream.format(self._format(how))
         reader = reader.options(**self._options(made, how, stream=True))
         schema = _schema(made, how)
         self._run((reader.schema(schema) if schema else reader).load(), made, how, out)
 
-    def _table(self, made: Published, how: Reading, _expected: int, out: Outcome) -> None:
+    def _table(self, made: Published, how: Reading, out: Outcome) -> None:
         name = self._sync(made, how, stream=False)
         out.rows += _rows(self._spark.table(name).toArrow())
 
-    def _table_stream(self, made: Published, how: Reading, _expected: int, out: Outcome) -> None:
+    def _table_stream(self, made: Published, how: Reading, out: Outcome) -> None:
         name = self._sync(made, how, stream=True)
         self._run(self._spark.readStream.table(name), made, how, out)
 
@@ -136,28 +135,25 @@ class Reader:
         return f"`public/default`.`{made.topic.name}`"
 
     def _run(self, frame: DataFrame, made: Published, how: Reading, out: Outcome) -> None:
-        """Run a query to its end; one that leaves rows out, until it has counted them.
-
-        Spark asks for counts before it runs a batch, so no progress has those of the last one.
-        """
+        """Run a query to its end, or until it has counted the rows that it leaves out."""
         parts: list[pa.Table] = []
-        counts = how.skips_encrypted or how.mode == "DROPMALFORMED"
         query = (
             frame.writeStream.foreachBatch(lambda rows, _: parts.append(rows.toArrow()))
             .option("checkpointLocation", str(self._directory / f"checkpoint-{self._number}"))
             .trigger(
-                **({"processingTime": "100 milliseconds"} if counts else {"availableNow": True})
+                **({"availableNow": True} if how.ends else {"processingTime": "100 milliseconds"})
             )
             .start()
         )
         end = time.monotonic() + DEADLINE_S
         try:
-            while not query.awaitTermination(1 if counts else DEADLINE_S):
+            while not query.awaitTermination(DEADLINE_S if how.ends else 1):
                 rows = sum(part.num_rows for part in parts)
                 out.counts = _counts(query)
-                if rows + out.counts.get("malformedDropped", 0) >= len(made.sent) - len(
-                    made.encrypted
-                ) and (not made.encrypted or out.counts.get("encryptedSkipped")):
+                locked = made.encrypted - made.later
+                if rows + out.counts.get("malformedDropped", 0) >= made.expected and (
+                    not locked or out.counts.get("encryptedSkipped")
+                ):
                     break
                 if time.monotonic() >= end:
                     out.error = f"{rows} rows, {out.counts} after {DEADLINE_S:.0f} s"
@@ -183,13 +179,13 @@ class Reader:
             metadata_columns=["__keyBytes"] if made.kind == SEPARATED else [],
         )
 
-    def _embedded(self, made: Published, how: Reading, expected: int, out: Outcome) -> None:
+    def _embedded(self, made: Published, how: Reading, out: Outcome) -> None:
         source = self._source(made, how)
         raw: list[pa.RecordBatch] = []
         with source.open() as stream:
             try:
                 end = time.monotonic() + DEADLINE_S
-                while sum(one.num_rows for one in raw) < expected and time.monotonic() < end:
+                while sum(one.num_rows for one in raw) < made.expected and time.monotonic() < end:
                     batch = stream.next_batch(timeout_s=1.0)
                     if batch is not None:
                         raw += batch
@@ -201,7 +197,7 @@ class Reader:
         out.rows[:] = []
         out.rows += _decoded(made, source, raw)
 
-    def _batches(self, made: Published, how: Reading, expected: int, out: Outcome) -> None:
+    def _batches(self, made: Published, how: Reading, out: Outcome) -> None:
         source = self._source(made, how)
         timer = threading.Timer(DEADLINE_S, _stopped, [source])
         timer.start()
@@ -209,13 +205,13 @@ class Reader:
             for batch in source.batches(max_wait_s=0.2):
                 out.rows += _raw_rows([batch.records])
                 batch.ack()
-                if len(out.rows) >= expected:
+                if len(out.rows) >= made.expected:
                     _counted(source, out)
                     source.stop()
         finally:
             timer.cancel()
 
-    def _handlers(self, made: Published, how: Reading, expected: int, out: Outcome) -> None:
+    def _handlers(self, made: Published, how: Reading, out: Outcome) -> None:
         source = self._source(made, how)
         lock = threading.Lock()
 
@@ -231,7 +227,7 @@ class Reader:
                 output = None
             with lock:
                 out.rows.append(_of_handler(made, number, message.value, output))
-                over = len(out.rows) >= expected
+                over = len(out.rows) >= made.expected
             if over:
                 _counted(source, out)
                 source.stop()
@@ -243,14 +239,14 @@ class Reader:
         finally:
             timer.cancel()
 
-    def _ray(self, made: Published, how: Reading, _expected: int, out: Outcome) -> None:
+    def _ray(self, made: Published, how: Reading, out: Outcome) -> None:
         dataset = ray_adapter.read(self._source(made, how), override_num_blocks=2)
         out.rows += [
             {"n": _number(row["__properties"]), "raw": row["value"]} for row in dataset.take_all()
         ]
 
 
-_WAYS: dict[str, Callable[[Reader, Published, Reading, int, Outcome], None]] = {
+_WAYS: dict[str, Callable[[Reader, Published, Reading, Outcome], None]] = {
     "spark batch": Reader._batch,
     "spark stream": Reader._stream,
     "table": Reader._table,
