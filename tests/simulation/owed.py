@@ -80,6 +80,17 @@ class Debts:
         self.forgiven |= gone
         self.skipped_entries.update(place[:4] for place in gone)
 
+    def delete_subscription(self, where: TopicPartition) -> None:
+        """Record a deletion: the property with the message at which its source begins is gone."""
+        self.unsubscribed = True
+        parts = [
+            place for place in self.before
+            if place[:2] == (where.topic, where.partition) and place[:4] not in self._left_out
+        ]  # fmt: skip
+        self.before.difference_update(parts)
+        self.forgiven.update(parts)
+        self.skipped_entries.update(place[:4] for place in parts)
+
     def hidden(self, where: TopicPartition, entries: Iterable[EntryId]) -> None:
         """The broker has entries that it never delivers, and acknowledges by itself."""
         self._hidden.update((where, entry_id) for entry_id in entries)

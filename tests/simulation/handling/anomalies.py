@@ -101,6 +101,11 @@ class Anomalies:
 
     # -- entries that are refused ------------------------------------------------------------------
 
+    @property
+    def refuses(self) -> bool:
+        """Whether there are such entries."""
+        return bool(self._choices)
+
     def options(self, program: Program) -> dict[str, Any]:
         """Of the source of the next life."""
         return {f"on_{kind}": self._choice(program, kind) for kind in self._choices}

@@ -123,6 +123,7 @@ class Program:
                 self.world.forget()
             self.world.starts.between_lives(self)
             self.world.anomalies.between_lives(self)
+            self.world.deletions.between_lives(self)
             self.lives += 1
             self.promises.life_begins()
             process = self.process = scheduler.process(f"{self.name}-{self.lives}")
@@ -169,7 +170,7 @@ class Program:
                 self._run(source)
         except KeyShardError as exc:
             self.record.note(f"the run ends: {exc!r}")
-            if self.world.anomalies.ends(self, exc):
+            if self.world.anomalies.ends(self, exc) or self.world.deletions.names(exc):
                 pass
             elif not isinstance(exc, (CheckpointError, HandlerFailedError)):
                 if excuses == self._excuses:
@@ -217,7 +218,8 @@ class Program:
         return Source(
             subscription=self.name, service_url=url, parallelism=world.shape.ranges,
             **({"starting_position": "earliest"} | what | world.shape.options
-               | world.starts.options() | world.anomalies.options(self) | world.delays.options),
+               | world.starts.options() | world.anomalies.options(self) | world.delays.options
+               | world.deletions.options()),
         )  # fmt: skip
 
     # -- user code -------------------------------------------------------------------------------

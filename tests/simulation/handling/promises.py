@@ -61,7 +61,8 @@ class Promises:
         then."""
         self._replayed: dict[Place, dict[Name, int]] = {}
         """Messages that were done as dead letters, with their sequence numbers."""
-        self._saved: Checkpoint | None = None
+        self.saved_checkpoint: Checkpoint | None = None
+        """The newest one."""
 
     def life_begins(self) -> None:
         """A process begins, and remembers nothing."""
@@ -137,7 +138,7 @@ class Promises:
 
     def saved(self, text: str) -> None:
         """A checkpoint is stored."""
-        self._saved = Checkpoint.from_json(text)
+        self.saved_checkpoint = Checkpoint.from_json(text)
 
     def unfinished(self) -> list[str]:
         """Keys with resting dead letters."""
@@ -163,9 +164,9 @@ class Promises:
                     self._break(f"{found.key}:{rest.seq} is called replayed, and was not handled")
 
     def _is_saved(self, name: Name) -> bool:
-        if self._saved is None:
+        if self.saved_checkpoint is None:
             return False
-        of = self._saved.partitions.get(TopicPartition(name.topic, name.partition))
+        of = self.saved_checkpoint.partitions.get(TopicPartition(name.topic, name.partition))
         return of is not None and of.covers(EntryId(name.id.ledger, name.id.entry))
 
     def _break(self, text: str) -> None:

@@ -41,8 +41,9 @@ class Starts:
         possible = world.shape.admin and not world.shape.neighbour
         self._inside = possible and self._random.random() < SHARE
         self._kills = self._random.randint(0, KILLS_MAX)
-        self._debts = Debts()
-        self._positions = Positions(self._random, self._debts)
+        self.debts = Debts()
+        """Messages that the program need not handle."""
+        self._positions = Positions(self._random, self.debts)
 
     def prepare(self) -> None:
         """Something is published, and somewhere in it the program is to begin."""
@@ -55,7 +56,7 @@ class Starts:
             if random.random() < 0.2:
                 where = random.choice(world.topic_partitions())
                 aborted = world.cluster.publish_aborted(where, Message(b"aborted", key="k0"))
-                self._debts.hidden(where, aborted)
+                self.debts.hidden(where, aborted)
         self._positions.draw(world.cluster, world.topic_partitions())
         world.scheduler.spawn(world.process, "fault", self._kill_early)
 
@@ -73,13 +74,18 @@ class Starts:
             "starting_position": "earliest" if earliest else start,
         }
 
+    def is_owed(self, name: Name) -> bool:
+        """Whether a message is the program's, and was not deleted before it was done."""
+        place = Place(name.topic, name.partition, *name.id)
+        return place not in self.debts.before and place not in self.debts.forgiven
+
     def lies_before(self, name: Name) -> bool:
         """Whether a message is not the program's."""
-        return Place(name.topic, name.partition, *name.id) in self._debts.before
+        return Place(name.topic, name.partition, *name.id) in self.debts.before
 
     def judged(self, program: Program) -> list[Event]:
         """The events that a checker may judge."""
-        return program.record.judged(self._debts, self._all())
+        return program.record.judged(self.debts, self._all())
 
     def between_lives(self, program: Program) -> None:
         """Another client sets a cursor, while no consumer is connected and no message is done."""
@@ -96,7 +102,7 @@ class Starts:
         entry = random.choice(visible)
         program.record.note(f"FAULT the cursor of {where} is set to {entry.id}")
         program.disturbed()
-        program.record.set_cursor(self._debts)
+        program.record.set_cursor(self.debts)
         self._positions.set_cursor(world.cluster, where, program.name, entry.id)
 
     def _all(self) -> list[TopicPartition]:

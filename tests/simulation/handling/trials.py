@@ -79,6 +79,9 @@ class Trial:
         if fills:
             keys = random.choice((KEYS_MIN, 9))
             self._repeats = 2 * share * sum(shape.topics) // keys + 1
+        elif shape.rate is not None:
+            # A rate limit makes other keys wait behind them. All keys tried meanwhile would fail.
+            keys = min(keys, KEYS_MIN - 1)
         self._poison = [f"p{at}" for at in range(keys)]
         self._hang_s = random.choice((0.0, 5.0, 30.0))
         # A lane and a worker are left for the other keys.

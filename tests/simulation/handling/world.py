@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from random import Random
@@ -17,6 +18,7 @@ from keyshard.observe import monitor
 from keyshard.testing.verify.checkers import check
 from tests.simulation.delays import Delays, small_checkpoints
 from tests.simulation.handling.anomalies import Anomalies
+from tests.simulation.handling.deletions import HandlerDeletions
 from tests.simulation.handling.injector import Injector
 from tests.simulation.handling.network import HandlerClient, is_dead_letters
 from tests.simulation.handling.program import Program
@@ -47,7 +49,8 @@ FAULTS_S = 8.0
 HEALING_S = 2.5
 """Time that a fault lasts at most, seconds."""
 SETTLE_S = 60.0
-"""Time after the faults in which everything must be done and acknowledged, seconds."""
+"""Time after the faults in which everything must be done and acknowledged, seconds, besides that
+of a rate limit."""
 
 FORGETS = 0.7
 """Share of the runs at whose end the broker is killed once more: it forgets acknowledgements."""
@@ -75,9 +78,11 @@ class HandlerWorld:
         self.starts = Starts(self)
         self.trial = Trial(self)
         self.anomalies = Anomalies(self)
-        # Otherwise a later life does not know what earlier ones acknowledged.
-        knows = self.shape.admin or self.shape.checkpoint
-        self.delays = Delays(seed, self.scheduler, lasting_gaps=not knows)
+        self.deletions = HandlerDeletions(self)
+        # Without a checkpoint, a later life does not know what earlier ones acknowledged. Only the
+        # admin interface tells soon that an entry of an aborted transaction does not come.
+        fills = not self.shape.checkpoint or self.anomalies.refuses
+        self.delays = Delays(seed, self.scheduler, lasting_gaps=fills and not self.shape.admin)
         self.done = False
         """Whether no life begins any more."""
         self._started_again = False
@@ -214,12 +219,20 @@ class HandlerWorld:
     def _all_happened(self) -> bool:
         return len(self._sent) >= self.shape.messages_min and self.injector.all_begun
 
+    @property
+    def _settle_s(self) -> float:
+        """Time after the faults in which everything must be done and acknowledged, seconds."""
+        per_s = math.inf if self.shape.rate is None else self.shape.rate[0]
+        return SETTLE_S + len(self._sent) * self.shape.attempts / per_s
+
     def _settle(self) -> None:
-        end = self.scheduler.now_s + SETTLE_S
+        end = self.scheduler.now_s + self._settle_s
         while unsettled := [text for one in self.programs if (text := self._unsettled(one))]:
             if self.scheduler.now_s > end:
                 self._judge()
-                raise BrokenPromiseError(f"{unsettled[0]}, {SETTLE_S:.0f} s after the last fault")
+                raise BrokenPromiseError(
+                    f"{unsettled[0]}, {self._settle_s:.0f} s after the last fault"
+                )
             for program in self.programs:
                 if keys := program.parked():
                     program.unpark(*keys)
@@ -239,7 +252,7 @@ class HandlerWorld:
         if self._started_again and not program.has_started:
             return f"{program.name} is starting"
         left = self._sent - program.promises.finished
-        left = {name for name in left if not self.starts.lies_before(name)}
+        left = {name for name in left if self.starts.is_owed(name)}
         if left:
             return f"{program.name}: {len(left)} messages are not done, first {min(left)}"
         if resting := program.promises.unfinished():
@@ -260,7 +273,7 @@ class HandlerWorld:
 
     def _judge(self) -> None:
         for program in self.programs:
-            for verdict in check(self.starts.judged(program), liveness_s=SETTLE_S):
+            for verdict in check(self.starts.judged(program), liveness_s=self._settle_s):
                 if verdict.holds or (self.shape.batches and verdict.name in NOT_OF_BATCHES):
                     continue
                 offending = "".join(f"\n    {event.to_json()}" for event in verdict.offending)
@@ -275,6 +288,8 @@ class HandlerWorld:
         if resting < kept:
             raise BrokenPromiseError(f"{program.name}: {resting} letters rest of {kept}")
         if self._started_again and (broken := self.anomalies.broken(program)):
+            raise BrokenPromiseError(broken)
+        if self._started_again and (broken := self.deletions.broken):
             raise BrokenPromiseError(broken)
 
     def _kept(self, program: Program) -> int:
