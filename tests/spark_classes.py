@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keyshard.testing.devbroker import java_home
-from keyshard.testing.devbroker.java import class_archive
+from keyshard.testing.devbroker.java import class_options
 from tests.support.deadlines import deadline
 
 if TYPE_CHECKING:
@@ -32,8 +33,7 @@ _RECORD_S = deadline(240)
 def java_options() -> str:
     """Options of the JVM of a session; the first call ever records the archive."""
     home = Path(sys.prefix) / f"spark-{version('pyspark')}"
-    archive = class_archive(home, java_home(), _record, of="Spark")
-    return f"{QUICK} -XX:SharedArchiveFile={archive}" if archive else QUICK
+    return " ".join([QUICK, *class_options(home, java_home(), _record, of="Spark")])
 
 
 def submit_arguments(options: str) -> str:
@@ -45,12 +45,12 @@ def submit_arguments(options: str) -> str:
     )
 
 
-def _record(archive: Path) -> None:
+def _record(options: Sequence[str]) -> None:
     """Run a session whose JVM writes the archive of its classes at its end."""
-    options = f"{QUICK} -XX:ArchiveClassesAtExit={archive}"
+    arguments = submit_arguments(" ".join([QUICK, *options]))
     subprocess.run(
         [sys.executable, "-m", "tests.spark_classes"],
-        env=os.environ | {"PYSPARK_SUBMIT_ARGS": submit_arguments(options)},
+        env=os.environ | {"PYSPARK_SUBMIT_ARGS": arguments},
         cwd=Path(__file__).parents[1],
         capture_output=True,
         timeout=_RECORD_S,

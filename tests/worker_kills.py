@@ -31,6 +31,7 @@ from keyshard.testing.verify.history import HistoryWriter, read_history
 from keyshard.testing.verify.recorder import Recorder
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from keyshard.workers.backends import connect_source
+from tests.support.tested_pulsar import PULSAR
 
 PARTITIONS = 3
 STOPPED_S = 6.0
@@ -155,7 +156,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=4.0)
     arguments = parser.parse_args()
     load = Workload(arguments.messages, keys=500, entry_messages=4, rate_per_s=arguments.rate)
-    with tempfile.TemporaryDirectory() as folder, DevBroker() as broker:
+    with tempfile.TemporaryDirectory() as folder, DevBroker(PULSAR) as broker:
         report, held = run(broker, Path(folder), arguments.workers, load, arguments.every)
     print(report)
     return 0 if held else 1

@@ -36,6 +36,7 @@ from keyshard.testing.verify.workloads import (
 )
 from tests.chaos.pipeline_query import TWO_HOSTS
 from tests.spark.spark_process import SparkProcess
+from tests.support.tested_pulsar import PULSAR
 
 IN, OUT, SUBSCRIPTION = "chaos-in", "chaos-out", "chaos"
 PARTITIONS_IN, PARTITIONS_OUT = 4, 3
@@ -118,7 +119,7 @@ class PipelineChaos:
         self._say = say
         self._cluster = cluster
         self._faults = faults
-        self._broker = DevBroker(settings={"brokerDeduplicationEnabled": "true"})
+        self._broker = DevBroker(PULSAR, settings={"brokerDeduplicationEnabled": "true"})
         self._runs: list[SparkProcess] = []
         self._injected: Counter[str] = Counter()
         self._began = time.monotonic()

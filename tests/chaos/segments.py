@@ -30,6 +30,7 @@ from keyshard.reading.split_reader import read_splits
 from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevCluster
 from keyshard.testing.verify.workloads import Workload, produce
+from tests.support.tested_pulsar import PULSAR
 
 TOPIC = "persistent://public/default/history"
 PARTITIONS = 3
@@ -54,7 +55,7 @@ def run(messages: int) -> int:
         "managedLedgerMaxEntriesPerLedger": str(max(10, messages // ENTRY_MESSAGES // LEDGERS)),
         "managedLedgerMinLedgerRolloverTimeMinutes": "0",
     }
-    with DevCluster(brokers=2, bookies=3, settings=settings) as cluster:
+    with DevCluster(2, 3, PULSAR, settings=settings) as cluster:
         kept = {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}
         cluster.ask("POST", "/admin/v2/namespaces/public/default/retention", json=kept)
         path = TOPIC.replace("://", "/")

@@ -17,6 +17,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
 
 TOPIC = "persistent://public/default/orders"
 PARTITIONS, RANGES = 5, 8
@@ -47,7 +48,7 @@ def test_a_killed_broker_makes_few_log_lines(tmp_path: Path) -> None:
     def result() -> list[str]:
         return [line for line in log.read_text().splitlines() if " keyshard.client " in line]
 
-    with DevBroker(data_dir=tmp_path / "data") as broker:
+    with DevBroker(PULSAR, data_dir=tmp_path / "data") as broker:
         create_partitioned_topic(broker.admin_url, TOPIC, PARTITIONS)
         program = subprocess.Popen(
             [

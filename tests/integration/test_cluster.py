@@ -16,6 +16,7 @@ from keyshard.testing.devbroker.members import ClusterBroker
 from keyshard.testing.verify.workloads import Workload, produce
 from tests.helpers import listening, wait_until
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
@@ -31,7 +32,7 @@ LOAD = Workload(4_000, keys=100, entry_messages=2)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DevCluster]:
-    with DevCluster(brokers=2, bookies=2) as started:
+    with DevCluster(2, 2, PULSAR) as started:
         yield started
 
 

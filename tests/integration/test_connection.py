@@ -31,6 +31,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 
@@ -44,7 +45,7 @@ SOON_S = 7.0
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[DevBroker]:
-    with DevBroker(tls=True, tokens=True) as broker:
+    with DevBroker(PULSAR, tls=True, tokens=True) as broker:
         yield broker
 
 

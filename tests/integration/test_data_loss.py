@@ -24,6 +24,7 @@ from keyshard.testing.devbroker import DevBroker
 from tests.contract.pulsar_harness import PulsarHarness
 from tests.helpers import commit, key_in, received, rows_of, wait_until
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker]
 
@@ -41,7 +42,7 @@ def broker() -> Iterator[DevBroker]:
         "defaultRetentionTimeInMinutes": "0",
         "defaultRetentionSizeInMB": "0",
     }
-    with DevBroker(settings=settings) as started:
+    with DevBroker(PULSAR, settings=settings) as started:
         yield started
 
 
@@ -310,7 +311,7 @@ def acknowledge_indices(broker: DevBroker, topic: str, indices: set[int]) -> set
 
 @pytest.mark.parametrize("admin", [True, False])
 def test_a_broker_that_is_wiped_under_a_checkpoint_stops_the_source(*, admin: bool) -> None:
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         topic = "persistent://public/default/wiped"
         where = TopicPartition(topic, 0)
 
@@ -358,7 +359,7 @@ def test_a_broker_that_is_wiped_under_a_checkpoint_stops_the_source(*, admin: bo
 
 def test_a_broker_that_is_wiped_while_a_source_runs_stops_it() -> None:
     """Entries received earlier are durable only later, and acknowledge nothing new."""
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         topic = "persistent://public/default/wiped"
         where = TopicPartition(topic)
         harness = PulsarHarness(broker.service_url, broker.admin_url)

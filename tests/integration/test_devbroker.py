@@ -17,6 +17,7 @@ from keyshard.errors import DevBrokerError
 from keyshard.testing.devbroker import DevBroker, install
 from tests.helpers import listening
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 
@@ -51,7 +52,7 @@ def read(client: pulsar.Client, topic: str, count: int) -> list[int]:
 
 def test_two_side_by_side_listen_on_loopback_only() -> None:
     settings = {"managedLedgerMaxEntriesPerLedger": "1000"}
-    with DevBroker(settings=settings) as one, DevBroker() as two:
+    with DevBroker(PULSAR, settings=settings) as one, DevBroker(PULSAR) as two:
         sockets = {broker: listening(broker.pid or 0) for broker in (one, two)}
         for broker, found in sockets.items():
             assert {address for address, _ in found} == {LOOPBACK}
@@ -75,7 +76,7 @@ def test_two_side_by_side_listen_on_loopback_only() -> None:
 
 
 def test_messages_survive_kill_and_stop(tmp_path: Path) -> None:
-    with DevBroker(data_dir=tmp_path) as broker:
+    with DevBroker(PULSAR, data_dir=tmp_path) as broker:
         before = (broker.service_url, broker.admin_url)
         with client_of(broker) as client:
             client.subscribe("t", "keeps", initial_position=pulsar.InitialPosition.Earliest)
@@ -102,12 +103,12 @@ def test_messages_survive_kill_and_stop(tmp_path: Path) -> None:
 
 
 def test_a_failed_start_names_its_reason(tmp_path: Path) -> None:
-    broken = DevBroker(data_dir=tmp_path, settings={"brokerServicePort": "not-a-port"})
+    broken = DevBroker(PULSAR, data_dir=tmp_path, settings={"brokerServicePort": "not-a-port"})
     with pytest.raises(DevBrokerError, match=r"its process ended.*\n.*") as caught:
         broken.start()
     assert str(tmp_path / "broker.log") in str(caught.value)
     assert not broken.is_running()
-    late = DevBroker(data_dir=tmp_path / "late")
+    late = DevBroker(PULSAR, data_dir=tmp_path / "late")
     with pytest.raises(DevBrokerError, match=r"not ready in time.*limit 0\.2 s"):
         late.start(timeout_s=0.2)
     assert not late.is_running()
@@ -135,14 +136,17 @@ def keyshard(tmp_path: Path) -> Command:
 
 
 def test_the_command_line_starts_and_stops_one(tmp_path: Path, keyshard: Command) -> None:
-    plan = DevBroker()
+    plan = DevBroker(PULSAR)
     ports = ["--port", str(plan.port), "--admin-port", str(plan.admin_port)]
     data = ["--data", str(tmp_path / "data")]
     try:
-        started = keyshard("broker", "start", *ports, *data)
+        started = keyshard("broker", "start", "--version", PULSAR, *ports, *data)
         assert started.returncode == 0, started.stderr
         assert plan.service_url in started.stdout
-        assert "Already running" in keyshard("broker", "start", *ports, *data).stdout
+        assert (
+            "Already running"
+            in keyshard("broker", "start", "--version", PULSAR, *ports, *data).stdout
+        )
         assert keyshard("broker", "status", *data).returncode == 0
         urls = ["--service-url", plan.service_url, "--admin-url", plan.admin_url]
         load = ["--partitions", "3", "--messages", "500", "--keys", "20"]
@@ -151,7 +155,9 @@ def test_the_command_line_starts_and_stops_one(tmp_path: Path, keyshard: Command
         clash = keyshard("produce", "t", "--partitions", "4", *urls)
         assert (clash.returncode, clash.stdout) == (1, "")
         assert clash.stderr.startswith("[KEYSHARD_ADMIN] ")
-        taken = keyshard("broker", "start", *ports, "--data", str(tmp_path / "other"))
+        taken = keyshard(
+            "broker", "start", "--version", PULSAR, *ports, "--data", str(tmp_path / "other")
+        )
         assert taken.returncode == 1
         assert f"Port {plan.port} is in use" in taken.stderr
         assert "INFO" in keyshard("broker", "logs", "-n", "5", *data).stdout
@@ -162,12 +168,14 @@ def test_the_command_line_starts_and_stops_one(tmp_path: Path, keyshard: Command
 
 
 def test_the_command_line_starts_one_with_tls_and_tokens(tmp_path: Path, keyshard: Command) -> None:
-    plan = DevBroker(tls=True)
+    plan = DevBroker(PULSAR, tls=True)
     ports = ["--port", str(plan.port), "--admin-port", str(plan.admin_port)]
     data = ["--data", str(tmp_path / "data")]
     conf = tmp_path / "data" / "client.conf"
     try:
-        started = keyshard("broker", "start", "--tls", "--tokens", *ports, *data)
+        started = keyshard(
+            "broker", "start", "--version", PULSAR, "--tls", "--tokens", *ports, *data
+        )
         assert started.returncode == 0, started.stderr
         for output in (plan.service_url, plan.admin_url, str(conf)):
             assert output in started.stdout
@@ -189,7 +197,7 @@ def _shared_cache(tmp_path: Path) -> Path:
     """A cache of this test with the distribution of the user's, so nothing is fetched again."""
     cache = tmp_path / "cache"
     (cache / "pulsar").mkdir(parents=True)
-    home = install()
-    for one in home, *home.parent.glob("classes-*.jsa"):
+    home = install(PULSAR)
+    for one in home, *home.parent.glob("*.jsa"):
         (cache / "pulsar" / one.name).symlink_to(one)
     return cache

@@ -21,6 +21,7 @@ from keyshard.core.publishing import NOTHING, batch_of, row_of
 from keyshard.testing.devbroker import DevBroker
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline, in_time
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 NAMES_MAX = 10
@@ -49,7 +50,7 @@ def broker() -> Iterator[DevBroker]:
         "defaultRetentionTimeInMinutes": "-1",
         "defaultRetentionSizeInMB": "-1",
     }
-    with DevBroker(settings=settings) as made:
+    with DevBroker(PULSAR, settings=settings) as made:
         yield made
 
 

@@ -24,6 +24,7 @@ from keyshard.testing.verify.workloads import (
 )
 from tests.helpers import wait_until
 from tests.support.deadlines import DeadlineError, deadline
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 
@@ -140,7 +141,7 @@ def test_no_message_of_the_checkpoint_comes_again_after_a_sigkill(
 def test_no_message_of_the_checkpoint_comes_again_whichever_process_is_killed(
     topic_name: str, tmp_path: Path
 ) -> None:
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         create_partitioned_topic(broker.admin_url, topic_name, PARTITIONS)
         load = Workload(30_000, keys=300, entry_messages=2)
         sent = produce(load, broker.service_url, topic_name)

@@ -35,6 +35,7 @@ from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.parking_topic import numbers
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 
@@ -405,7 +406,7 @@ def test_keys_park_and_are_unparked_while_the_broker_is_killed(topic_name: str) 
             raise ValueError("cannot handle it")
         handled[message.routing_key].append(int(present(message.value)))
 
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         parking = ParkingProcess(broker, topic_name)
         source = parking.source()
         policy = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
@@ -467,7 +468,7 @@ def test_done_dead_letters_are_acknowledged_again_after_a_broker_was_killed(
             raise ValueError("cannot handle it")
         handled[message.routing_key].append(int(present(message.value)))
 
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         parking = ParkingProcess(broker, topic_name)
 
         def run() -> tuple[KeyShardSource, threading.Thread]:

@@ -23,6 +23,7 @@ from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.observed import backlog
 from tests.support.recorded_handler import RecordedRun
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 
@@ -81,7 +82,7 @@ def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) ->
             entered.set()
             leave.wait(deadline(60))
 
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         create_partitioned_topic(broker.admin_url, topic_name, PARTITIONS)
         topic = full_topic_name(topic_name)
         sent = produce(load, broker.service_url, topic_name)

@@ -40,6 +40,7 @@ from keyshard.testing.devbroker.security import Authority
 from keyshard.testing.verify.workloads import Workload, produce
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
@@ -64,7 +65,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @pytest.fixture(scope="module")
 def cluster(authority: Authority) -> Iterator[DevCluster]:
     """Two bookies offer TLS, and the second of them asks for a client certificate."""
-    cluster = DevCluster(brokers=1, bookies=3)
+    cluster = DevCluster(1, 3, PULSAR)
     for bookie in cluster.bookies:
         bookie.settings["gcWaitTime"] = "500"
     open_to_all, asking, _ = cluster.bookies

@@ -35,6 +35,7 @@ from keyshard.errors import (
 from keyshard.testing.devbroker import DevBroker
 from tests.integration.test_connection import SECRET, Issuer
 from tests.support.deadlines import deadline, in_time
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 ROLE = "writer-app"
@@ -50,7 +51,7 @@ def broker() -> Iterator[DevBroker]:
         "brokerDeduplicationEnabled": "true",
         "backlogQuotaCheckIntervalInSeconds": "1",
     }
-    with DevBroker(tls=True, tokens=True, settings=settings) as made:
+    with DevBroker(PULSAR, tls=True, tokens=True, settings=settings) as made:
         yield made
 
 

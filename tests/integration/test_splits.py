@@ -30,6 +30,7 @@ from tests.contract.pulsar_harness import PulsarHarness
 from tests.contract.raw_protocol import COMMIT, RawConnection
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker]
 
@@ -47,7 +48,7 @@ def broker() -> Iterator[DevBroker]:
         "defaultRetentionSizeInMB": "0",
         "transactionCoordinatorEnabled": "true",
     }
-    with DevBroker(settings=settings) as started:
+    with DevBroker(PULSAR, settings=settings) as started:
         yield started
 
 

@@ -21,6 +21,7 @@ from keyshard.testing.verify.workloads import Workload, create_partitioned_topic
 from tests.helpers import present, wait_until
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker]
 
@@ -30,7 +31,7 @@ PARTITIONS, RANGES = 2, 3
 @pytest.fixture(scope="module")
 def broker() -> Iterator[DevBroker]:
     """One that is killed here."""
-    with DevBroker() as started:
+    with DevBroker(PULSAR) as started:
         yield started
 
 

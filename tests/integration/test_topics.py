@@ -25,6 +25,7 @@ from keyshard.testing.verify.workloads import (
 )
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline, in_time
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 
@@ -356,7 +357,7 @@ def consumers(broker: DevBroker, topic: str) -> int:
 
 
 def test_a_broker_that_is_away_for_a_while_ends_nothing(topic_name: str) -> None:
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         create_partitioned_topic(broker.admin_url, f"{topic_name}-a", 2)
         with source(broker, topics_pattern=f"{topic_name}-.*").open() as stream:
             job = Job(broker, stream)

@@ -30,6 +30,7 @@ from keyshard.testing.verify.recorder import sent_events
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline, in_time
+from tests.support.tested_pulsar import PULSAR
 
 ROOT = Path(__file__).parents[2]
 PARTITIONS = 3
@@ -184,7 +185,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0)
     arguments = parser.parse_args()
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    with tempfile.TemporaryDirectory() as folder, DevBroker() as broker:
+    with tempfile.TemporaryDirectory() as folder, DevBroker(PULSAR) as broker:
         kills = Kills(broker, Path(folder), arguments.messages, arguments.minutes * 60)
         kills.run(arguments.drivers, arguments.actors)
         broken = kills.broken()

@@ -16,7 +16,7 @@ from keyshard.testing.verify.file_sink import SinkCheck, committed_files, messag
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.spark.spark_process import SparkProcess, eventually
 from tests.support.deadlines import deadline, in_time
-from tests.support.tested_pulsar import BROKERS
+from tests.support.tested_pulsar import BROKERS, PULSAR
 
 pytestmark = [
     pytest.mark.broker,
@@ -143,7 +143,7 @@ class OneOfSeveral(DevCluster):
 
 
 def test_exactly_once_in_order_under_kills_of_everything_and_changes_of_n(tmp_path: Path) -> None:
-    broker = OneOfSeveral(BROKERS) if BROKERS > 1 else DevBroker()
+    broker = OneOfSeveral(BROKERS) if BROKERS > 1 else DevBroker(PULSAR)
     with broker:
         sent = sent_to(broker, "exactly-once", LOAD)
         runs = Runs(broker, sent.topic, tmp_path)

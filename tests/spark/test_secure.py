@@ -9,6 +9,7 @@ from pyspark.sql import SparkSession
 
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.spark
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.spark
 def test_a_stream_over_tls_with_a_token(
     spark: SparkSession, topic_name: str, tmp_path: Path
 ) -> None:
-    with DevBroker(tls=True, tokens=True) as broker:
+    with DevBroker(PULSAR, tls=True, tokens=True) as broker:
         create_partitioned_topic(broker.connection, topic_name, 2)
         produce(Workload(500, 20), broker.connection, topic_name)
         token = tmp_path / "token"

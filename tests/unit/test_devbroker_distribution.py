@@ -13,7 +13,7 @@ import pytest
 
 from keyshard.errors import ConfigError, DevBrokerError
 from keyshard.testing.devbroker import distribution
-from keyshard.testing.devbroker.distribution import NotInRepositoryError, OnDownload
+from keyshard.testing.devbroker.distribution import Artifact, NotInRepositoryError, OnDownload
 from tests.support.deadlines import deadline
 
 VERSION = "9.9.9"
@@ -51,9 +51,10 @@ class Repository:
         self.failures: list[Exception] = []
         self.asked: list[str] = []
 
-    def __call__(self, version: str, packaging: str, into: Path, on_download: OnDownload) -> Path:
+    def __call__(self, artifact: Artifact, into: Path, on_download: OnDownload) -> Path:
+        packaging = artifact.packaging
         self.asked.append(packaging)
-        target = into / f"pulsar-{version}.{packaging}"
+        target = into / f"pulsar-{artifact.version}.{packaging}"
         algorithm = packaging.removeprefix("tar.gz").removeprefix(".")
         if algorithm:
             if algorithm not in self.checksums:
@@ -89,7 +90,7 @@ def test_sha1_is_used_where_there_is_no_sha512() -> None:
 @pytest.mark.parametrize("checksums", [("sha512",), ("sha1",)])
 def test_a_wrong_checksum_is_refused(cache: Path, checksums: tuple[str, ...]) -> None:
     repository = Repository(checksums=checksums)
-    repository.served = archive(("bin/pulsar", "lib/evil.jar"))
+    repository.served = archive(("lib/evil.jar",))
     with pytest.raises(DevBrokerError, match=f"{checksums[0]} checksum.*is not used"):
         distribution.install(VERSION, fetch=repository)
     assert distribution.installed(VERSION) is None
@@ -128,13 +129,13 @@ def test_a_full_disk_is_not_taken_for_a_bad_network() -> None:
 
 
 def test_leftovers_of_dead_processes_do_not_count_and_are_removed(cache: Path) -> None:
-    half = cache / f".tmp-{VERSION}-dead" / "unpacked" / "apache-pulsar" / "bin"
+    half = cache / f".tmp-{VERSION}-dead" / "unpacked" / "apache-pulsar" / "lib"
     half.mkdir(parents=True)
-    (half / "pulsar").write_text("half")
+    (half / "a.jar").write_text("half")
     (cache / VERSION / "lib").mkdir(parents=True)
     assert distribution.installed(VERSION) is None
     home = distribution.install(VERSION, fetch=Repository())
-    assert (home / "bin" / "pulsar").read_bytes() == b"bin/pulsar" * 50
+    assert (home / "lib" / "a.jar").read_bytes() == b"lib/a.jar" * 50
     assert not list(cache.glob(".tmp-*"))
 
 
@@ -151,15 +152,109 @@ def test_members_outside_the_folder_are_refused(
 ) -> None:
     if not builtin:
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
-    evil = archive(("bin/pulsar", "../../../evil"))
+    evil = archive(("lib/a.jar", "../../../evil"))
     with pytest.raises(DevBrokerError, match="cannot be unpacked"):
         distribution.install(VERSION, fetch=Repository(evil))
     assert not list(tmp_path.rglob("evil"))
 
 
 def test_an_archive_of_something_else_is_refused() -> None:
-    with pytest.raises(DevBrokerError, match="no bin/pulsar"):
+    with pytest.raises(DevBrokerError, match="it has no jars"):
         distribution.install(VERSION, fetch=Repository(archive(("README",))))
+
+
+def test_a_release_without_archive_names_those_that_can_be_had() -> None:
+    with pytest.raises(DevBrokerError, match=r"was not found.*4\.0\.8.*5\.0\.1"):
+        distribution.install(VERSION, fetch=Repository(checksums=()))
+
+
+# -- Releases whose jars are fetched one by one ----------------------------------------------------
+
+JARS = ("a.b:core:1", "c.d:core:1", "a.b:native:2:linux-x86_64")
+"""Two groups have a jar of one name."""
+
+
+class Jars:
+    """A repository of jars; each has its coordinates as content."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.failures: dict[str, Exception] = {}
+        self.changed = ""
+
+    def __call__(self, artifact: Artifact, into: Path, _on_download: OnDownload) -> Path:
+        name = ":".join(part for part in artifact[:4] if part)
+        assert artifact.packaging == "jar"
+        self.asked.append(name)
+        target = into / "file.jar"
+        target.write_text("changed" if name == self.changed else name)
+        if name in self.failures:
+            raise self.failures.pop(name)
+        return target
+
+
+@pytest.fixture
+def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that is fetched jar by jar."""
+    releases = tmp_path / "releases"
+    releases.mkdir()
+    lines = [f"{name} {len(name)} {hashlib.sha256(name.encode()).hexdigest()}\n" for name in JARS]
+    (releases / f"{VERSION}.lock").write_text("".join(lines))
+    monkeypatch.setattr(distribution, "RELEASES", releases)
+
+
+@pytest.mark.usefixtures("locked")
+def test_every_jar_of_a_release_is_fetched_once(cache: Path) -> None:
+    repository = Jars()
+    home = distribution.install(VERSION, fetch=repository)
+    assert home == cache / VERSION
+    jars = {path.name: path.read_text() for path in (home / "lib").iterdir()}
+    assert jars == {
+        "a.b.core-1.jar": JARS[0], "c.d.core-1.jar": JARS[1],
+        "a.b.native-2-linux-x86_64.jar": JARS[2],
+    }  # fmt: skip
+    assert distribution.install(VERSION, fetch=repository) == home
+    assert sorted(repository.asked) == sorted(JARS)
+
+
+@pytest.mark.usefixtures("locked")
+def test_a_jar_that_was_cut_off_is_fetched_again() -> None:
+    repository = Jars()
+    repository.failures = {JARS[1]: ConnectionError("reset")}
+    distribution.install(VERSION, fetch=repository)
+    assert repository.asked.count(JARS[1]) == 2
+
+
+@pytest.mark.usefixtures("locked")
+def test_a_changed_jar_is_refused(cache: Path) -> None:
+    repository = Jars()
+    repository.changed = JARS[2]
+    with pytest.raises(DevBrokerError, match=r"sha256 checksum.*is not used"):
+        distribution.install(VERSION, fetch=repository)
+    assert distribution.installed(VERSION) is None
+    assert [path.name for path in cache.iterdir()] == [f".lock-{VERSION}"]
+
+
+@pytest.mark.parametrize("version", ["4.2.4", "5.0.1"])
+def test_the_jars_of_a_release_are_those_of_one_broker(version: str) -> None:
+    jars = distribution.jars_of(version)
+    assert len({jar.file_name for jar in jars}) == len(jars)
+    broker = [jar for jar in jars if jar.file_name.startswith("org.apache.pulsar.pulsar-broker-")]
+    assert [jar.artifact.version for jar in broker if jar.artifact.name == "pulsar-broker"] == [
+        version
+    ]
+    assert all(len(bytes.fromhex(jar.sha256)) == 32 and jar.size_bytes > 0 for jar in jars)
+
+
+def test_an_archive_has_the_configuration_of_its_own_release(tmp_path: Path) -> None:
+    """That of Pulsar 4.0 has old defaults, which later releases have changed."""
+    own = distribution.template(tmp_path, "standalone.conf")
+    assert "clusterName=standalone" in own
+    assert "dispatcherMaxReadBatchSize" not in own
+    assert distribution.template(tmp_path, "broker.conf") == ""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "standalone.conf").write_text("of the archive")
+    assert distribution.template(tmp_path, "standalone.conf") == "of the archive"
 
 
 @pytest.mark.parametrize("version", ["", "4", "../4.0.8", "4.0.8/..", "latest", "4.0.8 "])

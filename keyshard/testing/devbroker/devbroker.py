@@ -7,14 +7,14 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from keyshard.config.connection import Connection, Token
 from keyshard.errors import ConfigError, DevBrokerError
-from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install
-from keyshard.testing.devbroker.java import class_archive, java_home, jvm_environment
+from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install, template
+from keyshard.testing.devbroker.java import class_options, java_of, jvm_command
 from keyshard.testing.devbroker.process import (
     LOOPBACK,
     BrokerProcess,
@@ -105,7 +105,7 @@ class DevBroker(ProcessOwner):
         self._tls = tls
         self._tokens = tokens
         self._optimised = optimised
-        self._classes_option: str | None = None
+        self._class_options: Sequence[str] | None = None
 
     def __enter__(self) -> DevBroker:
         try:
@@ -198,9 +198,9 @@ class DevBroker(ProcessOwner):
         if self.is_running():
             return
         home = install(self.version)
-        java = java_home()
-        if self._classes_option is None:
-            self._classes_option = class_option(self.version, home, java)
+        java = java_of(self.version)
+        if self._class_options is None:
+            self._class_options = options_of_broker(self.version, home, java)
         self._prepare(home)
         self._check_ports()
         deadline = time.monotonic() + timeout_s
@@ -219,8 +219,7 @@ class DevBroker(ProcessOwner):
     def _launch(self, home: Path, java: Path, log_from: int, deadline: float) -> StartResult:
         """Start the process and wait; kill it again unless it becomes ready."""
         process = BrokerProcess(
-            self._command(home),
-            self._environment(home, java),
+            self._command(home, java),
             self.log_path,
             remove_if_orphaned=self.data_dir if self._temporary else None,
         )
@@ -288,8 +287,8 @@ class DevBroker(ProcessOwner):
             if self._bookie_port is None:
                 self._bookie_port = free_port({self.port, self.admin_port})
             state.write_text(json.dumps({"bookie_port": self._bookie_port}) + "\n")
-            template = (home / "conf" / "standalone.conf").read_text()
-            self._config_path.write_text(render_config(template, self._all_settings()))
+            text = template(home, "standalone.conf")
+            self._config_path.write_text(render_config(text, self._all_settings()))
         except (OSError, ValueError, KeyError) as exc:
             raise DevBrokerError(
                 f"The data directory {self.data_dir} cannot be used: {exc}. Use another one."
@@ -325,10 +324,12 @@ class DevBroker(ProcessOwner):
                     port=port,
                 )
 
-    def _command(self, home: Path) -> list[str]:
+    def _command(self, home: Path, java: Path) -> list[str]:
         data = self.data_dir
+        options = [f"-Dpulsar.config.file={self._config_path}", *(self._class_options or ())]
         return [
-            *(str(home / "bin" / "pulsar"), "standalone", "-nfw", "-nss"),
+            *jvm_command(home, java, memory=_MEMORY, options=options, optimised=self._optimised),
+            *("org.apache.pulsar.PulsarStandaloneStarter", "-nfw", "-nss"),
             *("--config", str(self._config_path)),
             *("--metadata-dir", str(data / "metadata")),
             *("--zookeeper-dir", str(data / "zookeeper")),
@@ -336,36 +337,24 @@ class DevBroker(ProcessOwner):
             *("--bookkeeper-port", str(self._bookie_port)),
         ]
 
-    def _environment(self, home: Path, java: Path) -> dict[str, str]:
-        environment = jvm_environment(
-            home,
-            java,
-            self.data_dir / "logs",
-            memory=_MEMORY,
-            options=self._classes_option or "",
-            optimised=self._optimised,
-        )
-        return {**environment, "PULSAR_STANDALONE_CONF": str(self._config_path)}
 
-
-def class_option(version: str, home: Path, java: Path) -> str:
-    """Return the option with which a JVM maps the classes of its broker; empty if it cannot.
+def options_of_broker(version: str, home: Path, java: Path) -> list[str]:
+    """Return the options with which a JVM maps the classes of its broker; none if it cannot.
 
     Args:
         version: Pulsar version.
-        home: Folder of its distribution.
+        home: Folder with its jars.
         java: Folder of the Java.
     """
 
-    def record(archive: Path) -> None:
-        """Run a broker whose JVM writes the list of its classes at its end."""
+    def record(options: Sequence[str]) -> None:
+        """Run a broker whose JVM writes the archive of its classes at its end."""
         broker = DevBroker(version)
-        broker._classes_option = f"-XX:ArchiveClassesAtExit={archive}"
+        broker._class_options = options
         with broker:
             broker.stop(_ARCHIVE_TIMEOUT_S)
 
-    archive = class_archive(home, java, record)
-    return f"-XX:SharedArchiveFile={archive}" if archive else ""
+    return class_options(home, java, record)
 
 
 # -- The configuration file of a development broker ------------------------------------------------

@@ -1,4 +1,7 @@
-"""The Pulsar server distribution: fetched once, verified, unpacked into the user's cache.
+"""The jars of Pulsar's broker: fetched once, verified, and stored in the user's cache.
+
+Releases up to 4.0.8 have a distribution archive in the Maven repository. The jars of later ones are
+fetched one by one; their names and checksums are in the folder ``releases``.
 
 Only a folder that was renamed into place counts as installed. Everything before that happens in a
 temporary folder under a lock. So an interrupted download, a half-unpacked folder, and two processes
@@ -8,39 +11,30 @@ at once do no harm. The next process with the lock removes the leftovers of dead
 from __future__ import annotations
 
 import errno
-import fcntl
 import gc
 import hashlib
-import os
 import re
 import shutil
 import tarfile
 import tempfile
-import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from keyshard.errors import ConfigError, DevBrokerError
+from keyshard.testing.devbroker.cache import Announcer, cache_dir, file_lock
 
-_GROUP = "org.apache.pulsar"
-_ARTIFACT = "pulsar-server-distribution"
-_CLASSIFIER = "bin"
+RELEASES = Path(__file__).with_name("releases")
+"""Folder with the jars of releases, and with the configuration of brokers made of them."""
 _TIMEOUT_S = 30
+_THREADS = 8
+"""Jars that are fetched at once."""
 
 OnDownload = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Takes a file name and its size in bytes; yields a function that takes the bytes received."""
@@ -50,15 +44,39 @@ class NotInRepositoryError(Exception):
     """The repository does not have the artifact, or does not serve it now."""
 
 
-class Fetch(Protocol):
-    """Fetches one artifact of the distribution into a folder."""
+class Artifact(NamedTuple):
+    """A file in a Maven repository."""
 
-    def __call__(self, version: str, packaging: str, into: Path, on_download: OnDownload) -> Path:
+    group: str
+    name: str
+    version: str
+    classifier: str | None
+    packaging: str
+    """End of the file name, such as ``jar`` or ``tar.gz.sha512``."""
+
+
+class Jar(NamedTuple):
+    """A jar of a release."""
+
+    artifact: Artifact
+    size_bytes: int
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file in the class path; two groups may have a name in common."""
+        group, name, version, classifier, _ = self.artifact
+        return f"{group}.{name}-{version}{f'-{classifier}' if classifier else ''}.jar"
+
+
+class Fetch(Protocol):
+    """Fetches one artifact into a folder."""
+
+    def __call__(self, artifact: Artifact, into: Path, on_download: OnDownload, /) -> Path:
         """Fetch an artifact.
 
         Args:
-            version: Pulsar version.
-            packaging: End of the file name: ``tar.gz``, or that of a checksum.
+            artifact: The artifact.
             into: An empty folder.
             on_download: Called for the progress.
 
@@ -68,7 +86,7 @@ class Fetch(Protocol):
         """
 
 
-def fetch_artifact(version: str, packaging: str, into: Path, on_download: OnDownload) -> Path:
+def fetch_artifact(artifact: Artifact, into: Path, on_download: OnDownload) -> Path:
     """Fetch an artifact from the Maven repository; see :class:`Fetch`.
 
     Raises:
@@ -86,26 +104,17 @@ def fetch_artifact(version: str, packaging: str, into: Path, on_download: OnDown
         resolver=PythonResolver(progress_callback=on_download),
         timeout=_TIMEOUT_S,
     )
-    artifact = (
-        context.project(_GROUP, _ARTIFACT)
-        .at_version(version)
-        .artifact(classifier=_CLASSIFIER, packaging=packaging)
-    )
+    project = context.project(artifact.group, artifact.name).at_version(artifact.version)
     try:
-        return Path(artifact.resolve())
+        # It reads no pom: some parents are in no repository.
+        return Path(project.artifact(artifact.classifier or "", artifact.packaging).resolve())
     except RuntimeError as exc:
-        raise NotInRepositoryError(f"{_GROUP}:{_ARTIFACT}:{version}, {packaging}") from exc
-    finally:
-        # The package leaves connections to the garbage collector, which would warn the user.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
+        raise NotInRepositoryError(":".join(map(str, artifact))) from exc
 
 
 DEFAULT_VERSION = "4.0.8"
 """Pulsar version that is used by default."""
 
-_ARCHIVE = "tar.gz"
 _ATTEMPTS_MAX = 3
 _LOCK_TIMEOUT_S = 900.0
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -113,21 +122,21 @@ _VERSION = re.compile(r"\d+(\.\d+)+([.-][A-Za-z0-9.-]+)?")
 
 
 def installed(version: str = DEFAULT_VERSION) -> Path | None:
-    """Return the folder of an installed distribution, or ``None``.
+    """Return the folder of an installed release, or ``None``.
 
     Raises:
         ConfigError: ``version`` is no version number.
     """
     home = _home(version)
-    return home if (home / "bin" / "pulsar").is_file() else None
+    return home if any((home / "lib").glob("*.jar")) else None
 
 
 def install(version: str = DEFAULT_VERSION, *, fetch: Fetch = fetch_artifact) -> Path:
-    """Return the folder of the distribution; fetch it if it is not installed.
+    """Return the folder of a release, with its jars in ``lib``; fetch it if it is not installed.
 
     Args:
         version: Pulsar version, such as ``4.0.8``.
-        fetch: Fetches one artifact of the distribution into a folder.
+        fetch: Fetches one artifact into a folder.
 
     Raises:
         ConfigError: ``version`` is no version number.
@@ -149,9 +158,31 @@ def install(version: str = DEFAULT_VERSION, *, fetch: Fetch = fetch_artifact) ->
             return installed(version) or _install_locked(version, root, fetch, announcer)
     except OSError as exc:
         raise DevBrokerError(
-            f"Apache Pulsar {version} cannot be stored in {root}: {exc}. Unpacking needs about "
-            "900 MB: free some space, or set KEYSHARD_CACHE to another directory."
+            f"Apache Pulsar {version} cannot be stored in {root}: {exc}. It needs up to 900 MB: "
+            "free some space, or set KEYSHARD_CACHE to another directory."
         ) from exc
+    finally:
+        # jgo leaves connections to the garbage collector, which would warn the user.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+
+
+def template(home: Path, name: str) -> str:
+    """Return the configuration of a program to which settings are added.
+
+    Args:
+        home: Folder of the release. An archive contains the configuration of its own release.
+        name: Name of the file, such as ``broker.conf``.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    for folder in (home / "conf", RELEASES):
+        path = folder / name
+        if path.exists():
+            return path.read_text()
+    return ""
 
 
 def _home(version: str) -> Path:
@@ -165,18 +196,91 @@ def _install_locked(version: str, root: Path, fetch: Fetch, announcer: Announcer
     for leftover in root.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     home = _home(version)
-    if home.exists():  # Not ours: a folder in this place without bin/pulsar.
+    if home.exists():  # Not ours: a folder in this place without jars.
         shutil.rmtree(home)
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
     try:
-        algorithm, digest = _fetch_checksum(version, fetch, work, announcer)
-        archive = _fetch_retrying(version, _ARCHIVE, fetch, work, announcer)
-        _verify(archive, algorithm, digest)
-        unpacked = _unpack(archive, work / "unpacked", announcer)
-        unpacked.rename(home)
+        jars = jars_of(version)
+        if jars:
+            made = _fetch_jars(version, jars, fetch, work, announcer)
+        else:
+            made = _fetch_archive(version, fetch, work, announcer)
+        made.rename(home)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return home
+
+
+# -- Jar by jar ------------------------------------------------------------------------------------
+
+
+def jars_of(version: str) -> list[Jar]:
+    """Return the jars of a release; none if its distribution archive is fetched."""
+    path = RELEASES / f"{version}.lock"
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        coordinates, size, digest = line.split()
+        group, name, number, *classifier = coordinates.split(":")
+        artifact = Artifact(group, name, number, classifier[0] if classifier else None, "jar")
+        found.append(Jar(artifact, int(size), digest))
+    return found
+
+
+def _locked() -> list[str]:
+    """Return the releases that are fetched jar by jar."""
+    return [path.stem for path in RELEASES.glob("*.lock")]
+
+
+def _fetch_jars(
+    version: str, jars: Sequence[Jar], fetch: Fetch, work: Path, announcer: Announcer
+) -> Path:
+    """Fetch and check every jar of a release; return the folder of the release."""
+    home = work / "home"
+    lib = home / "lib"
+    lib.mkdir(parents=True)
+
+    def take(jar: Jar) -> int:
+        file = _fetch_retrying(version, jar.artifact, fetch, work, _silently)
+        _verify(file, "sha256", jar.sha256)
+        file.rename(lib / jar.file_name)
+        return jar.size_bytes
+
+    size_bytes = sum(jar.size_bytes for jar in jars)
+    with (
+        announcer.progress(f"Fetching Apache Pulsar {version}", size_bytes) as advance,
+        ThreadPoolExecutor(_THREADS, "keyshard-fetch") as pool,
+    ):
+        fetched = [pool.submit(take, jar) for jar in jars]
+        try:
+            for one in fetched:
+                advance(one.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return home
+
+
+@contextmanager
+def _silently(_name: str, _size_bytes: int) -> Iterator[Callable[[int], None]]:
+    yield lambda _count: None
+
+
+# -- The distribution archive ----------------------------------------------------------------------
+
+
+def _fetch_archive(version: str, fetch: Fetch, work: Path, announcer: Announcer) -> Path:
+    """Fetch, check and unpack the archive of a release; return the folder of the release."""
+    algorithm, digest = _fetch_checksum(version, fetch, work, announcer)
+    archive = _fetch_retrying(version, _archive(version), fetch, work, announcer.download)
+    _verify(archive, algorithm, digest)
+    return _unpack(archive, work / "unpacked", announcer)
+
+
+def _archive(version: str, checksum: str = "") -> Artifact:
+    name = "pulsar-server-distribution"
+    return Artifact("org.apache.pulsar", name, version, "bin", f"tar.gz{checksum}")
 
 
 def _fetch_checksum(
@@ -186,7 +290,12 @@ def _fetch_checksum(
     for algorithm, last in (("sha512", False), ("sha1", True)):
         try:
             path = _fetch_retrying(
-                version, f"{_ARCHIVE}.{algorithm}", fetch, work, announcer, missing_ok=not last
+                version,
+                _archive(version, f".{algorithm}"),
+                fetch,
+                work,
+                announcer.download,
+                missing_ok=not last,
             )
         except NotInRepositoryError:
             continue
@@ -202,10 +311,10 @@ def _fetch_checksum(
 
 def _fetch_retrying(
     version: str,
-    packaging: str,
+    artifact: Artifact,
     fetch: Fetch,
     work: Path,
-    announcer: Announcer,
+    on_download: OnDownload,
     *,
     missing_ok: bool = False,
 ) -> Path:
@@ -213,7 +322,7 @@ def _fetch_retrying(
 
     def attempt() -> Path:
         folder = Path(tempfile.mkdtemp(dir=work))
-        return fetch(version, packaging, folder, announcer.download)
+        return fetch(artifact, folder, on_download)
 
     def worth_it(exc: BaseException) -> bool:
         if isinstance(exc, NotInRepositoryError):  # A busy repository looks the same.
@@ -232,8 +341,9 @@ def _fetch_retrying(
         if missing_ok:
             raise
         raise DevBrokerError(
-            f"Apache Pulsar {version} was not found in the Maven repository ({exc}). Check the "
-            f"version; {DEFAULT_VERSION} is the default.",
+            f"Apache Pulsar {version} was not found in the Maven repository ({exc}). Use "
+            f"{', '.join(sorted({DEFAULT_VERSION, *_locked()}))}, or another release that has a "
+            "distribution archive there.",
             version=version,
         ) from exc
     except OSError as exc:
@@ -281,10 +391,10 @@ def _unpack(archive: Path, target: Path, announcer: Announcer) -> Path:
                 tar.extractall(target, members=_only_safe(members))
     except (tarfile.TarError, EOFError, zlib.error) as exc:
         raise DevBrokerError(f"{archive.name} cannot be unpacked: {exc}. Try again.") from exc
-    homes = [path.parent.parent for path in target.glob("*/bin/pulsar")]
+    homes = [path.parent for path in target.glob("*/lib") if any(path.glob("*.jar"))]
     if len(homes) != 1:
         raise DevBrokerError(
-            f"{archive.name} is not a Pulsar distribution: it has no bin/pulsar. Check the version."
+            f"{archive.name} is not a Pulsar distribution: it has no jars. Check the version."
         )
     return homes[0]
 
@@ -309,100 +419,3 @@ def _only_safe(members: Iterator[tarfile.TarInfo]) -> Iterator[tarfile.TarInfo]:
         if not inside or not (member.isfile() or member.isdir()):
             raise tarfile.ReadError(f"member {member.name!r} is not allowed")
         yield member
-
-
-# -- The cache directory ---------------------------------------------------------------------------
-
-_POLL_S = 0.1
-
-
-def cache_dir() -> Path:
-    """Return the directory for files that keyshard downloads or records; it may not exist yet.
-
-    ``$KEYSHARD_CACHE``, or else ``$XDG_CACHE_HOME/keyshard``, or else ``~/.cache/keyshard``.
-    """
-    own = os.environ.get("KEYSHARD_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    base = Path(shared).expanduser() if shared else Path.home() / ".cache"
-    return (base / "keyshard").absolute()
-
-
-@contextmanager
-def file_lock(
-    path: Path, timeout_s: float, on_wait: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` between processes; it ends with its process.
-
-    Args:
-        path: The lock file; it is created and stays.
-        timeout_s: Longest wait for another holder, seconds.
-        on_wait: Called once if another process holds the lock.
-
-    Raises:
-        DevBrokerError: Another process held the lock until the deadline.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + timeout_s
-    waited = False
-    with path.open("a") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise DevBrokerError(
-                        f"Another process held {path} for {timeout_s:g} s. End that process, "
-                        "then try again."
-                    ) from None
-                if on_wait is not None and not waited:
-                    on_wait()
-                waited = True
-                time.sleep(_POLL_S)
-        yield
-
-
-# -- Progress on stderr of large downloads and archives --------------------------------------------
-
-_WORTH_TELLING_BYTES = 1_000_000
-
-
-class Announcer:
-    """Shows a progress bar per piece of work on a terminal, and one line each elsewhere."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console if console is not None else Console(stderr=True)
-
-    def say(self, text: str) -> None:
-        """Print one line."""
-        self._console.print(text, highlight=False, soft_wrap=True)
-
-    @contextmanager
-    def download(self, name: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Show the progress of one download; small files are not shown."""
-        if size_bytes < _WORTH_TELLING_BYTES:
-            yield lambda _count: None
-        else:
-            with self.progress(f"Fetching {name}", size_bytes) as advance:
-                yield advance
-
-    @contextmanager
-    def progress(self, what: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Show the progress of some work; yields a function that takes the number of bytes done."""
-        if not self._console.is_terminal:
-            self.say(f"{what} ({size_bytes / 1e6:.0f} MB)")
-            yield lambda _count: None
-            return
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-        ) as bars:
-            task = bars.add_task(what, total=size_bytes)
-            yield lambda count: bars.update(task, advance=count)
-            bars.update(task, completed=size_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -29,8 +30,8 @@ _FROZEN_S = 3.0
 _ENDS_S = 5.0
 """Longest wait for the end of a broker that was frozen for longer, seconds."""
 _POLL_S = 0.1
-_BOOKIE_ENDS = b"Shutting down Bookie-"
-_BOOKIE_STARTED = b"Started component bookie-server"
+_BOOKIE_ENDS = re.compile(rb"Shutting down Bookie(-| \{)")
+_BOOKIE_STARTED = re.compile(rb"Started component (\{component=)?bookie-server")
 
 
 @dataclass(eq=False)

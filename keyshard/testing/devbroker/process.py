@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from enum import Enum
 from pathlib import Path
@@ -49,7 +49,6 @@ class BrokerProcess:
     def __init__(
         self,
         command: Sequence[str],
-        env: Mapping[str, str],
         log_path: Path,
         *,
         remove_if_orphaned: Path | None = None,
@@ -58,14 +57,13 @@ class BrokerProcess:
 
         Args:
             command: Program and arguments.
-            env: Its whole environment.
-            log_path: File to which its output is appended.
+            log_path: File to which its output is appended; its folder is the working directory.
             remove_if_orphaned: Directory to remove if it is killed because this process ended.
         """
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
-                env=dict(env),
+                cwd=log_path.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -237,9 +235,13 @@ def _dismiss(watchdog: subprocess.Popen[bytes]) -> None:
 _READY_POLL_S = 0.1
 _NAMESPACE = "public/default"
 _PROBE = f"/lookup/v2/topic/persistent/{_NAMESPACE}/keyshard-probe"
-_STUCK = re.compile(rb"Lock on resource /ledgers/available/\S+ was invalidated\. state Valid")
+_STUCK = re.compile(
+    rb"Lock on resource (?:/ledgers/available/\S+ was invalidated\. state Valid"
+    # From Pulsar 5.0 on, facts stand behind the text.
+    rb"|was invalidated \{.*/ledgers/available/.*\bValid)"
+)
 _STUCK_LINES = 3
-_IN_USE = b"Address already in use"
+_IN_USE = re.compile(rb"Address already in use")
 
 
 class StartResult(Enum):
@@ -270,11 +272,11 @@ class LogWatch:
         self._rest = b""
         self._found = 0
 
-    def has(self, text: bytes) -> bool:
+    def has(self, text: re.Pattern[bytes]) -> bool:
         """Whether a text was written."""
         with self._path.open("rb") as log:
             log.seek(self._start)
-            return text in log.read()
+            return text.search(log.read()) is not None
 
     def stuck(self) -> bool:
         """Whether the storage is in that loop."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from keyshard.errors import DevBrokerError
 from keyshard.redaction import shown
-from keyshard.testing.devbroker.distribution import cache_dir
+from keyshard.testing.devbroker.cache import cache_dir
 from keyshard.testing.devbroker.process import kill_group, start_ticks
 
 _STOP_TIMEOUT_S = 20.0
