@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 
 
@@ -80,16 +81,25 @@ class Debts:
         self.forgiven |= gone
         self.skipped_entries.update(place[:4] for place in gone)
 
-    def delete_subscription(self, where: TopicPartition) -> None:
-        """Record a deletion: the property with the message at which its source begins is gone."""
+    def delete_subscription(self, where: TopicPartition, known: PartitionCheckpoint) -> None:
+        """Record a deletion: messages before the start may come that the checkpoint does not know.
+
+        These are all of them, if a connection was lost before the first checkpoint. Otherwise they
+        are in the producer batch inside which the source begins.
+
+        Args:
+            where: The topic partition.
+            known: Its part of the newest checkpoint.
+        """
         self.unsubscribed = True
-        parts = [
+        unknown = [
             place for place in self.before
-            if place[:2] == (where.topic, where.partition) and place[:4] not in self._left_out
+            if place[:2] == (where.topic, where.partition)
+            and (known.floor is None or place[:4] not in self._left_out)
         ]  # fmt: skip
-        self.before.difference_update(parts)
-        self.forgiven.update(parts)
-        self.skipped_entries.update(place[:4] for place in parts)
+        self.before.difference_update(unknown)
+        self.forgiven.update(unknown)
+        self.skipped_entries.update(place[:4] for place in unknown)
 
     def hidden(self, where: TopicPartition, entries: Iterable[EntryId]) -> None:
         """The broker has entries that it never delivers, and acknowledges by itself."""

@@ -429,7 +429,7 @@ class World:
             self.record.note(
                 f"FAULT the subscription of {where} is deleted, and {len(trimmed)} entries"
             )
-            debts.delete_subscription(where)
+            debts.delete_subscription(where, known[where])
             for entry in trimmed:
                 debts.skipped.setdefault((where, entry.id), self.is_known(where, entry.id))
                 debts.skip(where, entry.id, range(len(entry.messages)))

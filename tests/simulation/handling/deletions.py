@@ -41,8 +41,8 @@ class HandlerDeletions:
             program.record.note(
                 f"FAULT the subscription of {where} is deleted, and {len(trimmed)} entries"
             )
-            world.starts.debts.delete_subscription(where)
             state = saved.partitions[where]
+            world.starts.debts.delete_subscription(where, state)
             first = state.floor or state.delivered.first
             for entry in trimmed:
                 if state.covers(entry.id):
