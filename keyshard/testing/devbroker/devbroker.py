@@ -260,7 +260,7 @@ class DevBroker(ProcessOwner):
         """
         if self.is_running():
             raise DevBrokerError("The broker is running. Stop it before you delete its data.")
-        for name in ("metadata", "bookkeeper", "logs"):
+        for name in ("metadata", "bookkeeper"):
             shutil.rmtree(self.data_dir / name, ignore_errors=True)
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class DevBroker(ProcessOwner):
     def _prepare(self, home: Path) -> None:
         """Write the configuration; the bookie's port is part of its data's identity and stays."""
         try:
-            (self.data_dir / "logs").mkdir(parents=True, exist_ok=True)
+            self.data_dir.mkdir(parents=True, exist_ok=True)
             state = self.data_dir / _STATE
             if self._bookie_port is None and state.exists():
                 self._bookie_port = int(json.loads(state.read_text())["bookie_port"])
