@@ -44,6 +44,9 @@ class SubscriptionSpec:
     ignores it. ``None``: all clients ignore it."""
     columns: Collection[str] | None = None
     """As :attr:`ReadOptions.columns`."""
+    message_bytes: int | None = None
+    """Mean memory of the messages that an earlier consumer of the range received, bytes. The client
+    requests as many at once as fit. ``None``: it is unknown, and the client begins with one."""
 
 
 class Consumer(Protocol):

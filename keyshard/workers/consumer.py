@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from keyshard.broker.port import SubscriptionSpec
@@ -236,6 +237,13 @@ class HostedConsumer:
         self._holders.forget(self)
 
     def regaining(self, number: int) -> None:
-        """Prepare for a new worker, under a new number."""
+        """Prepare for a new worker, under a new number.
+
+        Pulsar 4.2 and 5.0 drop acknowledged entries from their replay queue only as fast as a
+        consumer has permits, and send nothing else meanwhile. With one, this takes up to a minute.
+        """
         with self._changed:
+            messages, size_bytes = self._taken
+            if messages:
+                self.spec = replace(self.spec, message_bytes=size_bytes // messages)
             self.number, self._taken, self._gave_all = number, Taken(), False

@@ -133,6 +133,7 @@ class Host:
         self, *, number: int, topic: str, partition: int, subscription: str, start: int, end: int,
         position: str, consumer_name: str, receiver_queue_size: int,
         receiver_queue_bytes: int | None = None, columns: Sequence[str] | None = None,
+        message_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """Host a consumer under a number that the caller chooses. Idempotent.
 
@@ -144,7 +145,7 @@ class Host:
                 return
             spec = SubscriptionSpec(
                 TopicPartition(topic, partition), subscription, HashRange(start, end),
-                consumer_name, receiver_queue_size, receiver_queue_bytes, columns,
+                consumer_name, receiver_queue_size, receiver_queue_bytes, columns, message_bytes,
             )  # fmt: skip
             consumer = self._broker.subscribe(spec, StartPosition(position))
             hosted = _Hosted(

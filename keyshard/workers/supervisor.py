@@ -104,6 +104,7 @@ class WorkerHosting:
             start=spec.hash_range.start, end=spec.hash_range.end, position=start.value,
             consumer_name=spec.consumer_name, receiver_queue_size=spec.receiver_queue_size,
             receiver_queue_bytes=spec.receiver_queue_bytes, columns=spec.columns,
+            message_bytes=spec.message_bytes,
         )  # fmt: skip
 
     # -- Hosting: called by the consumers --------------------------------------------------------

@@ -25,6 +25,18 @@ OF_WORKERS = (
         ),
     ),
     Mutant(
+        name="let a replacement begin with one permit",
+        promise="No stall: new messages come soon after a worker was killed.",
+        edits=(
+            Edit(
+                SUPERVISOR,
+                "            message_bytes=spec.message_bytes,\n",
+                "            message_bytes=None,\n",
+            ),
+        ),
+        killers=(killer(HOSTING, "test_a_replacement_knows_the_size_of_the_messages"),),
+    ),
+    Mutant(
         name="let a worker of another version begin",
         promise="Two versions that work together are refused, not found out by what they do.",
         edits=(

@@ -8,15 +8,18 @@ from typing import Any, cast
 import pytest
 
 from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.broker.retry import Retrier
 from keyshard.broker.wire import ack_grouping
 from keyshard.broker.wire.ack_grouping import AckGrouping
 from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.reconnect import Shared
 from keyshard.broker.wire.subscription import WireSubscription
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import SentAhead
 from keyshard.errors import BrokerError
 
@@ -32,6 +35,7 @@ class At:
         self.losses = losses
         self.subscribed: list[int] = []
         self.sent: list[Any] = []
+        self.flows: list[Any] = []
         self.handle: WireSubscription | None = None
 
     def register(self, _consumer_id: int, handle: WireSubscription) -> None:
@@ -51,7 +55,9 @@ class At:
 
     def forget(self, _number: int) -> None: ...
 
-    def send(self, *_: object) -> None: ...
+    def send(self, name: str, request: Any, *_: object) -> None:
+        if name == "flow":
+            self.flows.append(request)
 
 
 class OneBroker:
@@ -74,6 +80,23 @@ def test_a_subscription_that_ends_while_it_is_made_is_made_again() -> None:
     one.open()
     assert one.standing() == (at, at.subscribed[-1])
     assert len(at.subscribed) == 2
+
+
+@pytest.mark.parametrize(
+    ("message_bytes", "permits"), [(None, 1), (700, 100), (0, 333), (10**9, 1)]
+)
+def test_a_consumer_begins_with_as_many_messages_as_fit(
+    message_bytes: int | None, permits: int
+) -> None:
+    at = At(losses=0)
+    shared = Shared(
+        cast("Cluster", OneBroker(at)), Retrier(), Retrier(), cast("Credentials", None), 5.0
+    )
+    spec = SubscriptionSpec(
+        WHERE, "s", split_ring(1)[0], "c", 500, 100_000, message_bytes=message_bytes
+    )
+    WireConsumer(shared, spec, StartPosition.EARLIEST).open()
+    assert [one.permits for one in at.flows] == [permits]
 
 
 def test_old_acknowledgements_are_not_sent_after_a_lost_subscription(

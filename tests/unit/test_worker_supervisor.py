@@ -22,7 +22,7 @@ from keyshard.workers.consumer import Holders, HostedConsumer
 from keyshard.workers.encoding import Taken, WorkerDelivery
 from keyshard.workers.supervisor import WorkerHosting
 from keyshard.workers.worker import Worker
-from tests.helpers import wait_until
+from tests.helpers import block, wait_until
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)
 WANTED = SubscriptionSpec(WHERE, "s", split_ring(1)[0], "c", 10)
@@ -46,6 +46,8 @@ class Hosts(Worker):
         """The numbers of all consumers that it was asked to host."""
         self.hosted: set[int] = set()
         self.taken: dict[int, Taken] = {}
+        self.message_bytes: list[int | None] = []
+        """The size of messages that each subscription named."""
         self.away: set[str] = set()
 
     def request(self, command: str, timeout_s: float, **arguments: Any) -> Any:  # noqa: ARG002
@@ -57,6 +59,7 @@ class Hosts(Worker):
             if self._dead.is_set():
                 raise WorkerUnreachableError(f"{self.name} has died.")
             self.numbers.append(arguments["number"])
+            self.message_bytes.append(arguments["message_bytes"])
             self.hosted.add(arguments["number"])
         elif command == "close_consumer":
             self.hosted.discard(arguments["number"])
@@ -125,6 +128,19 @@ def test_a_worker_that_is_given_up_is_ended_before_another_one_has_its_ranges() 
         at.workers[0].die()
         at.second(lambda worker: worker.hosted)
         assert at.told.index("end worker 0") < at.told.index("start worker 1")
+
+
+def test_a_replacement_knows_the_size_of_the_messages() -> None:
+    """It began with one permit. Pulsar 5.0 sent nothing for 22 to 48 s then."""
+    with supervised() as at:
+        consumer = at.subscribe()
+        blocks = [block(0, 0, "a", "b", "c"), block(0, 1)]
+        consumer.arrived(WorkerDelivery(consumer.number, blocks))
+        consumer.receive(0)
+        at.workers[0].die()
+        second = at.second(lambda worker: worker.message_bytes)
+        assert at.workers[0].message_bytes == [None]
+        assert second.message_bytes == [sum(one.column_bytes for one in blocks) // 4]
 
 
 def test_topic_partitions_whose_broker_is_away_do_not_hold_up_others() -> None:

@@ -18,7 +18,7 @@ from keyshard.broker.wire.reconnect import Shared
 from keyshard.broker.wire.subscription import WireSubscription
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.core.window.client_queue import SentAhead
+from keyshard.core.window.client_queue import RAW_ENTRY_BYTES, SentAhead
 
 CONFIRM_S = 2.0
 """Longest wait at a close for receipts of acknowledgements, seconds."""
@@ -51,13 +51,7 @@ class WireConsumer(WireSubscription):
         *,
         hand_on: Callable[[WireConsumer, Sequence[EntryId]], None] = lambda *_: None,
     ) -> None:
-        size, bytes_max = spec.receiver_queue_size, spec.receiver_queue_bytes
-        queue = (
-            SentAhead(size, UNLIMITED_BYTES, size)
-            if bytes_max is None
-            else SentAhead(size, bytes_max)
-        )
-        super().__init__(shared, spec.topic_partition, queue, self._key_shared)
+        super().__init__(shared, spec.topic_partition, _queue_of(spec), self._key_shared)
         self._hand_on = hand_on
         self._spec = spec
         self._latest = start is StartPosition.LATEST
@@ -181,6 +175,15 @@ def warn_of_unconfirmed(entries: int, where: str) -> None:
         "checkpoint.",
         entries, where,
     )  # fmt: skip
+
+
+def _queue_of(spec: SubscriptionSpec) -> SentAhead:
+    size, bytes_max = spec.receiver_queue_size, spec.receiver_queue_bytes
+    if bytes_max is None:
+        return SentAhead(size, UNLIMITED_BYTES, size)
+    if spec.message_bytes is None:
+        return SentAhead(size, bytes_max)
+    return SentAhead(size, bytes_max, bytes_max // (spec.message_bytes + RAW_ENTRY_BYTES))
 
 
 class WireReader(WireSubscription):
