@@ -251,6 +251,9 @@ def test_an_archive_has_the_configuration_of_its_own_release(tmp_path: Path) -> 
     own = distribution.template(tmp_path, "standalone.conf")
     assert "clusterName=standalone" in own
     assert "dispatcherMaxReadBatchSize" not in own
+    for name in ("standalone.conf", "bookkeeper.conf"):
+        # Otherwise the bookie refuses entries of the largest messages.
+        assert "nettyMaxFrameSizeBytes=5253120" in distribution.template(tmp_path, name)
     assert distribution.template(tmp_path, "broker.conf") == ""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "standalone.conf").write_text("of the archive")
