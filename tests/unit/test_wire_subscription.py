@@ -22,6 +22,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import SentAhead
 from keyshard.errors import BrokerError
+from tests.support.deadlines import deadline
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)
 
@@ -88,15 +89,18 @@ def test_a_subscription_that_ends_while_it_is_made_is_made_again() -> None:
 def test_a_consumer_begins_with_as_many_messages_as_fit(
     message_bytes: int | None, permits: int
 ) -> None:
-    at = At(losses=0)
+    at, nudges = At(losses=0), Retrier()
     shared = Shared(
-        cast("Cluster", OneBroker(at)), Retrier(), Retrier(), cast("Credentials", None), 5.0
+        cast("Cluster", OneBroker(at)), Retrier(), nudges, cast("Credentials", None), 5.0
     )
     spec = SubscriptionSpec(
         WHERE, "s", split_ring(1)[0], "c", 500, 100_000, message_bytes=message_bytes
     )
     WireConsumer(shared, spec, StartPosition.EARLIEST).open()
     assert [one.permits for one in at.flows] == [permits]
+    # Its nudges would go on, and draw random numbers while other tests draw theirs.
+    nudges.close()
+    nudges.join(deadline(10))
 
 
 def test_old_acknowledgements_are_not_sent_after_a_lost_subscription(
