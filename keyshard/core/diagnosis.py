@@ -6,19 +6,17 @@ Each check is a function from facts to findings. ``keyshard doctor`` gathers the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from keyshard.core.position.entry import ENTRY_BYTES, ROW_BYTES, EntryBlock, EntryId, TopicPartition
+from keyshard.core.releases import LINES, TESTED, Fault, Version, faults_of
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 
 States = Mapping[TopicPartition, Mapping[str, SubscriptionState]]
 """Every subscription of each topic partition, by name."""
 
-OLDEST_VERSION = (4, 0)
-"""Oldest release of the broker that keyshard is tested with."""
 NEAR = 0.5
 """Fraction of a limit that causes a warning."""
 _NAMES_MAX = 3
@@ -86,23 +84,42 @@ class Sample:
 def judge_version(version: str) -> Finding:
     """Check the broker's release."""
     about = "broker version"
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
+    found = Version.of(version)
+    if found is None:
         return Finding(
             Level.WARNING,
             about,
             f"The broker reports the unknown version {version!r}.",
             "Check that service_url and admin_url belong to a Pulsar broker.",
         )
-    if tuple(map(int, match.groups())) >= OLDEST_VERSION:
-        return Finding(Level.OK, about, f"Pulsar {version}.")
-    oldest = ".".join(map(str, OLDEST_VERSION))
+    oldest = ".".join(map(str, LINES[0]))
+    if found.line < LINES[0]:
+        return Finding(
+            Level.WARNING,
+            about,
+            f"Pulsar {version} is older than {oldest}, the oldest version that keyshard is tested "
+            "with. Ranges that joined earlier may delay a range that joins (apache/pulsar#23271).",
+            f"Use Pulsar {oldest} or newer.",
+        )
+    tested = ", ".join(TESTED[:-1])
+    return Finding(
+        Level.OK, about, f"Pulsar {version}. keyshard is tested with {tested} and {TESTED[-1]}."
+    )
+
+
+def judge_faults(version: str, *, of_sinks: bool = False) -> list[Finding]:
+    """Name the known faults of the broker's release, those of sources or those of sinks."""
+    return [_known(fault) for fault in faults_of(version, of_sinks=of_sinks)]
+
+
+def _known(fault: Fault) -> Finding:
+    mended = ", ".join(map(str, fault.mended))
+    upgrade = f"Mended in {mended}." if mended else "No release has mended it."
     return Finding(
         Level.WARNING,
-        about,
-        f"Pulsar {version} is older than {oldest}, the oldest version that keyshard is tested "
-        "with. Ranges that joined earlier may delay a range that joins (apache/pulsar#23271).",
-        f"Use Pulsar {oldest} or newer.",
+        "known fault",
+        f"{fault.text} ({fault.source})",
+        f"{upgrade} {fault.remedy}".rstrip(),
     )
 
 
@@ -128,9 +145,10 @@ def judge_deduplication(topic: str, *, enabled: bool, by_topic: bool) -> Finding
         return Finding(
             Level.WARNING,
             about,
-            f"A policy of {topic} itself enables deduplication. Pulsar 4.0.8 may accept duplicates "
-            "after a restart in this case (apache/pulsar#25954).",
-            f"Enable it for the namespace: {command}",
+            f"A policy of {topic} itself enables deduplication. Pulsar before 5.0 may store a row "
+            "twice after it has loaded such a topic (apache/pulsar#25953).",
+            f"Use Pulsar 5.0, or a topic that never had a policy, and enable it for the namespace: "
+            f"{command}",
         )
     return Finding(Level.OK, about, f"The broker deduplicates {topic}.")
 

@@ -19,7 +19,7 @@ KEY_SHARED = "Key_Shared"
 
 @dataclass(frozen=True, slots=True)
 class BrokerLimits:
-    """Limits of a broker, with the defaults of Pulsar 4.0; 0 means no limit."""
+    """Limits of a broker, by default those of Pulsar 4.0; 0 means no limit."""
 
     unacked_per_consumer: int = 50_000
     """Unacknowledged messages of one consumer from which it gets no more."""
@@ -35,15 +35,14 @@ class BrokerLimits:
     message_bytes: int = 5 * 1024 * 1024
     """Largest message, bytes."""
 
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, str]) -> BrokerLimits:
-        """Read the broker's configuration; missing settings have the default."""
+    def with_settings(self, settings: Mapping[str, str]) -> BrokerLimits:
+        """Return these limits with those that the broker's configuration names."""
         found = {
             field: int(settings[name])
             for field, name in _SETTINGS.items()
             if str(settings.get(name, "")).isdigit()
         }
-        return cls(**found)
+        return replace(self, **found)
 
     def with_unacknowledged(self, per_consumer: int, per_subscription: int) -> BrokerLimits:
         """Return these limits with a topic's own limits of unacknowledged messages."""

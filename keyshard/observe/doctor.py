@@ -19,6 +19,7 @@ from keyshard.core.diagnosis import (
     States,
     judge_batching,
     judge_deduplication,
+    judge_faults,
     judge_fill,
     judge_load,
     judge_orphans,
@@ -26,6 +27,7 @@ from keyshard.core.diagnosis import (
     judge_version,
 )
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.releases import release_of
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 from keyshard.errors import ChunkedMessageError, KeyShardError, TopicNotFoundError
 from keyshard.reading.scan import Scan
@@ -68,9 +70,11 @@ def examine(
     topic = config.topics[0]
     findings = _decoder(config)
     try:
-        findings.append(judge_version(admin.version()))
+        version = admin.version()
+        findings.append(judge_version(version))
+        findings += judge_faults(version)
         partitions = _partitions(admin, topic)
-        limits = _limits(admin, topic)
+        limits = _limits(admin, topic, version)
         states = _states(admin, partitions)
     except KeyShardError as exc:
         return [*findings, Finding(Level.PROBLEM, "broker", exc.message)]
@@ -127,7 +131,9 @@ def examine_sink(topic: str, connect: Callable[[], Broker], admin: Admin) -> lis
     """
     findings: list[Finding] = []
     try:
-        findings.append(judge_version(admin.version()))
+        version = admin.version()
+        findings.append(judge_version(version))
+        findings += judge_faults(version, of_sinks=True)
         broker = connect()
         try:
             if broker.missing([topic]):
@@ -152,9 +158,9 @@ def examine_sink(topic: str, connect: Callable[[], Broker], admin: Admin) -> lis
     return findings
 
 
-def _limits(admin: Admin, topic: str) -> BrokerLimits:
+def _limits(admin: Admin, topic: str, version: str) -> BrokerLimits:
     """Return the broker's limits; a topic may have its own limits on unacknowledged messages."""
-    limits = BrokerLimits.from_settings(admin.settings())
+    limits = release_of(version).limits.with_settings(admin.settings())
     per_consumer, per_subscription = admin.unacknowledged_limits(topic)
     return limits.with_unacknowledged(per_consumer, per_subscription)
 

@@ -32,6 +32,7 @@ from keyshard.core.health import (
 from keyshard.core.lanes.rate_limit import RateLimitStatus
 from keyshard.core.pace import Loads, Pace, Trend
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.releases import release_of
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import possible_slots
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
@@ -559,7 +560,7 @@ class BrokerFacts:
             while not self._stopping.is_set():
                 began_s = time.monotonic()
                 try:
-                    limits = limits or BrokerLimits.from_settings(admin.settings())
+                    limits = limits or _limits_of(admin)
                     self._round(admin, limits)
                     self.error = ""
                 except (KeyShardError, ValueError) as exc:
@@ -586,3 +587,7 @@ class BrokerFacts:
                 limits.replay(len(state.consumers)),
             )
         self.known = known
+
+
+def _limits_of(admin: Admin) -> BrokerLimits:
+    return release_of(admin.version()).limits.with_settings(admin.settings())

@@ -11,6 +11,7 @@ from keyshard.broker.admin.port import Admin
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import Broker, Consumer, Reader, StartPosition, SubscriptionSpec
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.releases import Release
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerUnavailableError
@@ -27,6 +28,8 @@ COME_BACK_S = deadline(90)
 class Harness(Protocol):
     """One cluster with its topics."""
 
+    release: Release
+    """Behaviour of the broker's release."""
     look_ahead_per_consumer: int
     """Entries that may wait for their owner for each connected consumer."""
     idle_s: float
@@ -53,6 +56,9 @@ class Harness(Protocol):
     def create_topic(self, partitions: int = 0) -> str:
         """Create a new topic, without partitions by default; return its full name."""
 
+    def create_again(self, topic: str, partitions: int) -> None:
+        """Create a partitioned topic that was deleted."""
+
     def deduplicate(self) -> None:
         """Topics that are created from now on store each sequence id once."""
 
@@ -69,6 +75,9 @@ class Harness(Protocol):
 
     def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
         """Entries the broker holds unacknowledged."""
+
+    def expire(self, topic_partition: TopicPartition, before_ms: int) -> None:
+        """Expire messages that were published before a time, for all subscriptions and readers."""
 
     def drop_connections(self, topic_partition: TopicPartition) -> None:
         """Make every consumer of a topic partition reconnect."""

@@ -19,6 +19,7 @@ from keyshard.broker.memory import (
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import Broker
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.releases import release_of
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
 from tests.contract.contract_harness import SUBSCRIPTION, OtherClient, receive, subscribe
@@ -27,6 +28,7 @@ from tests.contract.contract_harness import SUBSCRIPTION, OtherClient, receive, 
 class MemoryHarness:
     """The in-memory broker, with a short look-ahead so that a stall needs few messages."""
 
+    version = "4.0.8"
     look_ahead_per_consumer = 100
     idle_s = 0.25
     delay_ms = 3_600_000
@@ -38,7 +40,9 @@ class MemoryHarness:
     publishes_entries = True
 
     def __init__(self) -> None:
+        self.release = release_of(self.version)
         self._cluster = MemoryCluster(
+            version=self.version,
             look_ahead=LookAhead(self.look_ahead_per_consumer, delayed=self.delayed_look_ahead),
             ack_group_ms=100,
             now_ms=lambda: time.time_ns() // 1_000_000 + self._ahead_ms,
@@ -56,6 +60,9 @@ class MemoryHarness:
         if self._deduplicates:
             self._cluster.deduplicate(topic)
         return topic
+
+    def create_again(self, topic: str, partitions: int) -> None:
+        self._cluster.create_topic(topic, partitions)
 
     def deduplicate(self) -> None:
         self._deduplicates = True
@@ -82,6 +89,9 @@ class MemoryHarness:
 
     def backlog(self, topic_partition: TopicPartition, subscription: str = SUBSCRIPTION) -> int:
         return self._cluster.backlog(topic_partition, subscription)
+
+    def expire(self, topic_partition: TopicPartition, before_ms: int) -> None:
+        self._cluster.expire(topic_partition, before_ms)
 
     def drop_connections(
         self,
@@ -148,6 +158,12 @@ class MemoryHarness:
         self._cluster.validate()
         for broker in self._brokers:
             broker.close()
+
+
+class NewerMemoryHarness(MemoryHarness):
+    """The same as Pulsar 5.0.1."""
+
+    version = "5.0.1"
 
 
 class MemoryOtherClient:

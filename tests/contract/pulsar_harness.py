@@ -30,12 +30,14 @@ from keyshard.broker.port import Broker
 from keyshard.config.connection import Connection
 from keyshard.core.metadata_columns import NOT_BY_CLIENT
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.releases import release_of
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.testing.devbroker import DevBroker
 from tests.contract.contract_harness import SUBSCRIPTION, OtherClient
 from tests.contract.raw_protocol import RawConnection, RawEntry, entry_of
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
 
 OTHER_CLIENT = Path(__file__).with_name("other_client.py")
 
@@ -43,7 +45,8 @@ OTHER_CLIENT = Path(__file__).with_name("other_client.py")
 class PulsarHarness:
     """A real broker, reached with pulsar-client and the admin REST interface."""
 
-    look_ahead_per_consumer = 2_000
+    release = release_of(PULSAR)
+    look_ahead_per_consumer = release.limits.replay_per_consumer
     idle_s = 0.8
     delay_ms = int(deadline(5) * 1_000)
     delayed_look_ahead = 50_000
@@ -76,6 +79,9 @@ class PulsarHarness:
         else:
             self._put(_path(topic))
         return topic
+
+    def create_again(self, topic: str, partitions: int) -> None:
+        self._put(f"{_path(topic)}/partitions", json=partitions)
 
     def deduplicate(self) -> None:
         # Without a subscription, a ledger of a restarted broker is deleted at once.
@@ -142,6 +148,11 @@ class PulsarHarness:
         backlog = answer.json()["subscriptions"][subscription]["msgBacklog"]
         assert isinstance(backlog, int)
         return backlog
+
+    def expire(self, topic_partition: TopicPartition, before_ms: int) -> None:
+        age_s = int(time.time() - before_ms / 1_000)
+        path = f"{_path(topic_partition.name)}/all_subscription/expireMessages/{age_s}"
+        self._admin.post(path).raise_for_status()
 
     def drop_connections(self, topic_partition: TopicPartition) -> None:
         self._put(f"{_path(topic_partition.name)}/unload")

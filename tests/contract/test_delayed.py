@@ -61,8 +61,19 @@ def test_a_delayed_message_is_overtaken_by_its_key_and_comes_when_it_is_due(
 def test_a_message_whose_time_has_passed_keeps_its_place(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     consumer = subscribe(harness.broker(), where)
+    harness.publish(where.name, [Message(b"first", key="another", deliver_at_ms=1_000)])
+    assert receive([consumer], 1).values == [b"first"]
     harness.publish(where.name, messages(1, count=3, due_ms=1_000))
     assert receive([consumer], 3).values == [b"0", b"1", b"2"]
+
+
+def test_the_first_message_with_a_time_that_has_passed_may_come_last(harness: Harness) -> None:
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    subscribe(broker, where).close()
+    harness.publish(where.name, messages(1, count=4, due_ms=1_000))
+    order = receive([subscribe(broker, where)], 4).values
+    late = harness.release.first_delayed_waits
+    assert order == ([b"0", b"2", b"3", b"1"] if late else [b"0", b"1", b"2", b"3"])
 
 
 def test_a_delayed_message_is_an_entry_of_its_own(harness: Harness) -> None:

@@ -86,6 +86,7 @@ def test_a_range_that_does_not_receive_stops_its_partition_until_it_does(harness
 def test_acknowledging_waiting_entries_ends_a_stall_at_the_mark_delete(
     harness: Harness,
 ) -> None:
+    """In newer releases, only a consumer for the waiting entries ends it."""
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     low, high = split_ring(2)
     consumer = subscribe(broker, where, low)
@@ -104,5 +105,13 @@ def test_acknowledging_waiting_entries_ends_a_stall_at_the_mark_delete(
     assert len(received.values) == stalled < sum(keys_in(keys, low).values())
 
     consumer.acknowledge(foreign)
-    acknowledge_and_finish(harness, where, [consumer], received)
-    assert Counter(received.values) == keys_in(keys, low)
+    consumers = [consumer]
+    if harness.release.acknowledged_wait:
+        consumer.acknowledge(received.ids)
+        wait_until(lambda: harness.backlog(where) == len(keys) - len(foreign) - stalled)
+        known = len(received.values)
+        receive_until_idle(consumers, received, harness.idle_s)
+        assert len(received.values) == known < sum(keys_in(keys, low).values())
+        consumers.append(subscribe(broker, where, high))
+    acknowledge_and_finish(harness, where, consumers, received)
+    assert keys_in(keys, low) <= Counter(received.values) <= keys_in(keys, low, high)

@@ -50,9 +50,13 @@ def test_beside_another_a_consumer_at_its_limit_gets_as_many_as_it_acknowledges(
     first = take(harness, [low, high], LIMIT).ids
     assert len(first) == LIMIT
     low.acknowledge(first[:3])
-    assert len(take(harness, [low, high], 3).ids) == 3
     harness.publish(where.name, singles(HIGH_KEY, 5))
-    assert len(take(harness, [high], 5).ids) == 5
+    may_wait = harness.release.blocked_until_half
+    more = take(harness, [low, high], 5 if may_wait else 8).ids
+    assert len(more) == 8 or may_wait
+    low.acknowledge(first[3 : LIMIT // 2])
+    late = LIMIT // 2 + 5 - len(more)
+    assert len(take(harness, [low, high], late).ids) == late
 
 
 def test_the_limit_of_a_consumer_counts_messages_and_an_entry_may_pass_it(harness: Harness) -> None:

@@ -6,11 +6,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from keyshard import KeyShardSource, Message
+from keyshard.errors import DevBrokerError
 from keyshard.testing.devbroker import DevCluster
 from keyshard.testing.devbroker.members import ClusterBroker
 from keyshard.testing.verify.workloads import Workload, produce
@@ -39,8 +40,10 @@ def cluster() -> Iterator[DevCluster]:
 @pytest.fixture
 def topic(cluster: DevCluster, topic_name: str) -> str:
     """A topic with a partition on each broker."""
+    with suppress(DevBrokerError):
+        cluster.start()
+    # A broker that was frozen by the test before has lost its session: it may end only now.
     cluster.start()
-    # A broker that was frozen by the test before has lost its session, and comes back meanwhile.
     path = f"/admin/v2/persistent/public/default/{topic_name}/partitions"
     cluster.ask("PUT", path, timeout_s=END_S, json=PARTITIONS)
     full = f"persistent://public/default/{topic_name}"

@@ -13,6 +13,7 @@ import pytest
 from keyshard.broker.connect import connect
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.cli import main
+from keyshard.core.diagnosis import judge_faults
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.testing.devbroker import DevBroker
@@ -125,7 +126,10 @@ def test_the_batching_of_the_topic_is_reported(  # noqa: PLR0917
     assert found["batching"][0] == level
     assert found["batching"][1].startswith(says)
     assert code == (1 if level == "problem" else 0)
-    assert found["broker version"] == ("ok", f"Pulsar {dev_broker.version}.")
+    assert found["broker version"][0] == "ok"
+    assert found["broker version"][1].startswith(f"Pulsar {dev_broker.version}. ")
+    known = [finding.text for finding in judge_faults(dev_broker.version)]
+    assert found["known fault"][1] in known
 
 
 def test_another_type_of_the_subscription_is_reported(

@@ -14,6 +14,7 @@ import pytest
 
 from keyshard import KeyShardSource, Message
 from keyshard.control import running_source
+from keyshard.core.releases import release_of
 from keyshard.errors import NotRunningError
 from keyshard.observe.status_types import Status
 from keyshard.testing.devbroker import DevBroker
@@ -26,6 +27,7 @@ from tests.support.tested_pulsar import PULSAR
 pytestmark = [pytest.mark.broker]
 
 PARTITIONS, RANGES = 2, 3
+LIMITS = release_of(PULSAR).limits
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +110,8 @@ def test_the_status_shows_the_backlog_and_names_an_absent_broker_in_time(
         wait_until(
             lambda: None not in job.partitions("backlog") and sum(job.partitions("backlog")) == 200
         )
-        assert job.partitions("replayMax") == [RANGES * 2_000] * PARTITIONS
-        assert job.partitions("ackGapsMax") == [10_000] * PARTITIONS
+        assert job.partitions("replayMax") == [LIMITS.replay(RANGES)] * PARTITIONS
+        assert job.partitions("ackGapsMax") == [LIMITS.ack_gaps] * PARTITIONS
         assert job.partitions("covered") == [True] * PARTITIONS
 
         def held() -> int:

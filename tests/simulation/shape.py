@@ -7,8 +7,14 @@ from random import Random
 from typing import Any
 
 from keyshard.broker.memory import Batching, LookAhead, UnackedLimits
+from keyshard.core.releases import TESTED
 
 SUBSCRIPTION = "simulation"
+
+
+def version_of(seed: object) -> str:
+    """Draw the release of Pulsar that the broker of a run behaves like."""
+    return Random(f"{seed}:release").choice(TESTED)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import Record, value_of
 from tests.simulation.refused_entries import Refused
 from tests.simulation.scheduler import Process, Scheduler
-from tests.simulation.shape import SUBSCRIPTION, Shape
+from tests.simulation.shape import SUBSCRIPTION, Shape, version_of
 from tests.simulation.spark import Query, Step, Storage, UserError, without_processes
 from tests.simulation.starts import Starts
 from tests.simulation.topics import PATTERN, Topics
@@ -186,6 +186,7 @@ class World:
     def _main(self) -> None:
         scheduler, shape = self.scheduler, self.shape
         self.cluster = MemoryCluster(
+            version=version_of(self.seed),
             entries_per_ledger=shape.entries_per_ledger,
             look_ahead=shape.look_ahead,
             unacked_limits=shape.unacked_limits,

@@ -53,7 +53,7 @@ def test_statistics_that_lack_the_backlog_are_refused() -> None:
 
 
 def test_limits_come_from_the_broker_if_it_reports_them() -> None:
-    limits = BrokerLimits.from_settings(
+    limits = BrokerLimits().with_settings(
         {"maxUnackedMessagesPerConsumer": "0", "maxMessageSize": "100", "other": "x"}
     )
     assert limits == BrokerLimits(unacked_per_consumer=0, message_bytes=100)

@@ -8,7 +8,8 @@ client connection to it. ``tests/contract`` runs the same cases here and on a re
     cluster.publish(topic, Message(b"first", key="a"), Message(b"second", key="a"))
     broker = MemoryBroker(cluster)
 
-Behaviour of Pulsar 4.0 that it reproduces, because programs often get it wrong:
+Behaviour of Pulsar that it reproduces, because programs often get it wrong, by default that of
+4.0.8 (``MemoryCluster(version="5.0.1")``; :mod:`keyshard.core.releases` has the differences):
 
 - A batch goes whole to the range of its first key. A keyless entry is routed by producer and
   sequence id.

@@ -58,7 +58,7 @@ class MemoryAdmin:
             return str(self._cluster.log(topic_partition).first_ledger)
 
     def version(self) -> str:
-        return "4.0.8"
+        return self._cluster.version
 
     def settings(self) -> Mapping[str, str]:
         unacked, look_ahead = self._cluster.unacked_limits, self._cluster.look_ahead
@@ -150,9 +150,11 @@ class MemoryAdmin:
         """A position at which publish times reach ``time_ms``; ``None`` if there is no topic."""
         with self._cluster.lock:
             try:
-                return self._cluster.log(topic_partition).position_at(time_ms)
+                found = self._cluster.log(topic_partition).position_at(time_ms)
             except TopicNotFoundError:
                 return None
+            before_all = not time_ms and self._cluster.release.zero_is_before_all
+            return EntryId(-1, -1) if before_all else found
 
     def begin(
         self, topic_partition: TopicPartition, subscription: str, position: MessageId

@@ -19,6 +19,7 @@ from keyshard.broker.memory.publishing import Publishing
 from keyshard.broker.memory.topics import TopicStore
 from keyshard.broker.port import StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.releases import release_of
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerError
 
@@ -31,6 +32,9 @@ class Client(Protocol):
 
     def reconnect(self, dropped: Iterable[Any] | None = None) -> None:
         """Reconnect the handles that :meth:`drop` returned; by default, all of them."""
+
+    def move_readers(self, topic_partition: TopicPartition) -> None:
+        """Move the cursors of the readers of a topic partition."""
 
 
 class Grouping(Protocol):
@@ -46,6 +50,7 @@ class MemoryCluster:
     Thread-safe: one lock guards everything, including the handles of its clients.
 
     Args:
+        version: Release of Pulsar that it behaves like, such as ``4.0.8``.
         entries_per_ledger: Entries after which a topic partition opens its next ledger.
         look_ahead: When entries without a ready owner stop all ranges of a topic partition.
         unacked_limits: When unacknowledged messages stop a range, or a topic partition.
@@ -60,6 +65,7 @@ class MemoryCluster:
     def __init__(
         self,
         *,
+        version: str = "4.0.8",
         entries_per_ledger: int = 50_000,
         look_ahead: LookAhead | None = None,
         unacked_limits: UnackedLimits | None = None,
@@ -73,10 +79,14 @@ class MemoryCluster:
         self.ack_group_ms = ack_group_ms
         self.message_bytes_max = message_bytes_max
         """Largest message that a producer of the port may send, bytes."""
-        self.look_ahead = look_ahead or LookAhead()
+        self.version = version
+        self.release = release = release_of(version)
+        self.look_ahead = look_ahead or LookAhead(
+            release.limits.replay_per_consumer, release.limits.replay_per_subscription
+        )
         self.unacked_limits = unacked_limits or UnackedLimits()
         self._cursor_write_ms = cursor_write_ms
-        self._store = TopicStore(entries_per_ledger)
+        self._store = TopicStore(entries_per_ledger, self.release)
         self._subscriptions: dict[tuple[TopicPartition, str], Subscription] = {}
         self.publishing = Publishing()
         """Entry producers and deduplication; use it under the lock."""
@@ -421,6 +431,19 @@ class MemoryCluster:
             for subscription in self._subscriptions_of(topic_partition):
                 subscription.skip_trimmed()
 
+    def expire(self, topic_partition: TopicPartition, before_ms: int) -> None:
+        """Expire the first messages, published before a time, as a time to live does.
+
+        They count as acknowledged in all subscriptions, and stay stored. Readers miss none of them:
+        those of the wire transport notice that their cursor was moved, and connect again.
+        """
+        with self.lock:
+            end = self.log(topic_partition).ordinal_at(before_ms)
+            for client in self._clients:
+                client.move_readers(topic_partition)
+            for subscription in self._subscriptions_of(topic_partition):
+                subscription.acknowledge(range(subscription.cursor.mark_delete + 1, end))
+
     def validate(self) -> None:
         """Assert the invariants of everything that is stored; for tests."""
         with self.lock:
@@ -454,8 +477,9 @@ class MemoryCluster:
                 first = log.first if start is StartPosition.EARLIEST else len(log)
             cursor = Cursor(first - 1, self._cursor_write_ms)
             found = Subscription(
-                log, cursor, self.look_ahead, self.unacked_limits, self.now_ms, delays=self._delays
-            )
+                log, cursor, self.look_ahead, self.unacked_limits, self.now_ms,
+                delays=self._delays, release=self.release,
+            )  # fmt: skip
             self._subscriptions[topic_partition, name] = found
         return found
 

@@ -176,6 +176,14 @@ class MemoryBroker:
                 for handle in self._handles if dropped is None else dropped:
                     handle.reconnect()
 
+    def move_readers(self, topic_partition: TopicPartition) -> None:
+        """Move the cursors of connected readers, which then connect again."""
+        with self._cluster.lock:
+            for reader in self._readers:
+                if reader.topic_partition == topic_partition and reader.is_connected():
+                    reader.drop()
+                    reader.reconnect()
+
     def disconnect(self) -> None:
         """Lose the connection and reconnect at once; unacknowledged entries are redelivered."""
         with self._cluster.lock:

@@ -23,10 +23,12 @@ class DelayedEntries:
         look_ahead: Number of waiting entries from which nothing is delivered before the first of
             them is due, if all entries since the first had a time and their times ascend.
         now_ms: The clock, milliseconds.
+        first_waits: Whether the first entry with a time is kept even if it is due.
     """
 
-    def __init__(self, look_ahead: int, now_ms: Callable[[], int]) -> None:
+    def __init__(self, look_ahead: int, now_ms: Callable[[], int], *, first_waits: bool) -> None:
         self._look_ahead = look_ahead
+        self._first_waits = first_waits
         self._now_ms = now_ms
         self._times: list[tuple[int, int]] = []
         """A heap of due times and ordinals. Acknowledged entries stay in it until they are due."""
@@ -46,8 +48,9 @@ class DelayedEntries:
         """Keep an entry until it is due; ``False`` if it can be sent now."""
         if deliver_at_ms is None and not self._begun:
             return False
+        waits = self._first_waits and not self._begun
         self._begun = True
-        if deliver_at_ms is None or deliver_at_ms <= self._now_ms() + TICK_MS:
+        if deliver_at_ms is None or (deliver_at_ms <= self._now_ms() + TICK_MS and not waits):
             self._ascending = False
             return False
         self._ascending = self._ascending and deliver_at_ms >= self._latest_ms - TICK_MS

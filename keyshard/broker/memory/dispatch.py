@@ -3,8 +3,8 @@
 Private to :mod:`keyshard.broker.memory`, which documents the package. Call every method under the
 lock of the cluster. No method waits, and none knows a client.
 
-The rules are those of Pulsar 4.0's ``PersistentStickyKeyDispatcherMultipleConsumers``: order is
-kept per slot. If the owner of an entry is not ready, the entry and its slot wait in the replay
+The rules are those of Pulsar's ``PersistentStickyKeyDispatcherMultipleConsumers``: order is kept
+per slot. If the owner of an entry is not ready, the entry and its slot wait in the replay
 queue.
 """
 
@@ -21,6 +21,7 @@ from keyshard.broker.memory.cursor import Cursor
 from keyshard.broker.memory.delayed import DelayedEntries
 from keyshard.broker.memory.limits import LookAhead, UnackedLimits
 from keyshard.broker.memory.log import EntryLog, StoredEntry
+from keyshard.core.releases import Release
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import RangeConflictError
 
@@ -103,6 +104,7 @@ class Subscription:
         unacked_limits: When unacknowledged messages stop a range, or all.
         now_ms: The clock, milliseconds.
         delays: Called when an entry waits for its time.
+        release: Behaviour of the broker.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class Subscription:
         now_ms: Callable[[], int],
         *,
         delays: Callable[[Subscription], None],
+        release: Release,
     ) -> None:
         self.log = log
+        self._release = release
         self._delays = delays
         self._look_ahead = look_ahead
         self._limits = unacked_limits
@@ -123,7 +127,7 @@ class Subscription:
         self.cursor = cursor
         self.properties: Mapping[str, str] = {}
         self.replay = ReplayQueue()
-        self.delayed = DelayedEntries(look_ahead.delayed, now_ms)
+        self.delayed = self._new_delayed()
         self._members: list[Member] = []
         self._starts: list[int] = []
         self._read_next = cursor.mark_delete + 1
@@ -238,7 +242,7 @@ class Subscription:
             self.cursor.write(self._now_ms())
         self._read_next = self.cursor.mark_delete + 1
         self._blocked = False
-        self.delayed.clear()
+        self.delayed = self._new_delayed()
 
     def deliver_again(self, ordinal: int) -> bool:
         """Send an entry once more. Return ``False`` if it was never sent, or its slot has no owner.
@@ -284,7 +288,10 @@ class Subscription:
         assert -1 <= cursor.mark_delete < max(size, 1)
         assert all(cursor.mark_delete + 1 < ordinal < size for ordinal in cursor.acked)
         early = {ordinal for ordinal in self.delayed.ordinals() if ordinal > cursor.mark_delete}
-        places = [self.replay.ordinals(), *(set(member.pending) for member in self._members), early]
+        waiting = self.replay.ordinals()
+        if self._release.acknowledged_wait:
+            waiting = {ordinal for ordinal in waiting if not cursor.is_acked(ordinal)}
+        places = [waiting, *(set(member.pending) for member in self._members), early]
         everywhere: set[int] = set().union(*places)
         assert len(everywhere) == sum(map(len, places)), "an entry is in two places"
         assert all(ordinal > cursor.mark_delete for ordinal in everywhere)
@@ -335,7 +342,7 @@ class Subscription:
         assert entry is not None
         if entry.hidden:
             self.cursor.ack(ordinal)
-            self.replay.discard_up_to(self.cursor.mark_delete)
+            self._discard_acknowledged()
             return
         if self.delayed.keeps(ordinal, entry.deliver_at_ms):
             self._delays(self)
@@ -365,8 +372,19 @@ class Subscription:
 
     def _acknowledged(self) -> None:
         self.cursor.write_if_due(self._now_ms())
-        self.replay.discard_up_to(self.cursor.mark_delete)
+        self._discard_acknowledged()
         self.dispatch()
+
+    def _discard_acknowledged(self) -> None:
+        if not self._release.acknowledged_wait:
+            self.replay.discard_up_to(self.cursor.mark_delete)
+
+    def _new_delayed(self) -> DelayedEntries:
+        return DelayedEntries(
+            self._look_ahead.delayed,
+            self._now_ms,
+            first_waits=self._release.first_delayed_waits,
+        )
 
     def _owner(self, slot: int) -> Member | None:
         index = bisect_right(self._starts, slot) - 1
@@ -386,8 +404,8 @@ class Subscription:
 class ReplayQueue:
     """Entries that wait for their owner, in position order per owner.
 
-    An entry that is acknowledged while it waits still counts, until its owner asks for it or the
-    mark-delete passes it, as in a real broker.
+    An entry that is acknowledged while it waits still counts, until its owner asks for it. In
+    releases without ``acknowledged_wait``, it also ends when the mark-delete passes it.
     """
 
     def __init__(self) -> None:

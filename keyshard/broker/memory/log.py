@@ -324,9 +324,14 @@ class EntryLog:
         return tuple(Ledger(ledger, counts[ledger], size) for ledger, size in sizes.items())
 
     def position_at(self, time_ms: int) -> EntryId:
-        """Find a position at which publish times reach ``time_ms``, by bisection as in Pulsar.
+        """Find a position at which publish times reach ``time_ms``, as :meth:`ordinal_at`."""
+        ordinal = self.ordinal_at(time_ms)
+        return self._ids[ordinal] if ordinal < len(self._ids) else self._next_id
 
-        If times are not in order, this is any such position.
+    def ordinal_at(self, time_ms: int) -> int:
+        """Find an ordinal at which publish times reach ``time_ms``, by bisection as in Pulsar.
+
+        If times are not in order, this is any such ordinal.
         """
         low, high = self._first, len(self._entries)
         if high > low and self._published(high - 1) < time_ms:
@@ -339,7 +344,7 @@ class EntryLog:
                 low = middle + 1
             else:
                 high = middle
-        return self._ids[low] if low < len(self._ids) else self._next_id
+        return low
 
     def _published(self, ordinal: int) -> int:
         entry = self._entries[ordinal]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from keyshard.broker.memory.log import EntryLog, Message
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.releases import Release
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, TopicNotFoundError
 
@@ -20,12 +21,14 @@ class TopicStore:
 
     Args:
         entries_per_ledger: Entries after which a topic partition opens its next ledger.
+        release: Behaviour of the broker.
     """
 
-    def __init__(self, entries_per_ledger: int) -> None:
+    def __init__(self, entries_per_ledger: int, release: Release) -> None:
         if entries_per_ledger < 1:
             raise ConfigError(f"entries_per_ledger is {entries_per_ledger}; it must be at least 1.")
         self._entries_per_ledger = entries_per_ledger
+        self._release = release
         self._topics: dict[str, tuple[TopicPartition, ...]] = {}
         self._logs: dict[TopicPartition, EntryLog] = {}
         self._next_ledger = 0
@@ -107,8 +110,14 @@ class TopicStore:
             ) from None
 
     def open_log(self, topic_partition: TopicPartition) -> EntryLog:
-        """Return the log as :meth:`log`, but create a missing topic."""
-        if topic_partition not in self._logs and topic_partition.topic not in self._topics:
+        """Return the log as :meth:`log`, but create a missing topic.
+
+        Raises:
+            TopicNotFoundError: It is a partition of a topic that is not partitioned, or has fewer.
+        """
+        refused = topic_partition.partition >= 0 and self._release.partitions_need_topic
+        missing = topic_partition not in self._logs and topic_partition.topic not in self._topics
+        if missing and not refused:
             self._topics[topic_partition.name] = (topic_partition,)
             self._open([topic_partition])
         return self.log(topic_partition)

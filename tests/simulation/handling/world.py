@@ -32,6 +32,7 @@ from tests.simulation.network import ACK_GROUP_S, Admin
 from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import value_of
 from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.shape import version_of
 from tests.simulation.world import (
     BATCH_MESSAGES_MAX,
     TRACE_MAX,
@@ -156,6 +157,7 @@ class HandlerWorld:
     def _main(self) -> None:
         scheduler, shape = self.scheduler, self.shape
         self.cluster = MemoryCluster(
+            version=version_of(self.seed),
             entries_per_ledger=shape.entries_per_ledger,
             look_ahead=shape.look_ahead,
             unacked_limits=shape.unacked_limits,

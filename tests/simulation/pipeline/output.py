@@ -19,6 +19,7 @@ from tests.simulation.pipeline.faults import Trouble
 from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import Record
 from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.shape import version_of
 
 TOPIC = "out"
 TROUBLE_S = 0.7
@@ -61,6 +62,7 @@ class Output:
         self._record = record
         self._frames = frames
         self.cluster = MemoryCluster(
+            version=version_of(seed),
             entries_per_ledger=self._random.choice((7, 1_000)),
             now_ms=lambda: int((EPOCH_S + scheduler.now_s) * 1000),
         )
