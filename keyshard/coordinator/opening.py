@@ -53,7 +53,8 @@ _log = logging.getLogger(__name__)
 def cluster_of(admin: Admin | None, config: SourceConfig, checkpoint: Checkpoint | None) -> str:
     """Return the name of the cluster.
 
-    Without an admin interface it is the name in the checkpoint, or ``""``.
+    Without an admin interface it is the name in the checkpoint, or ``""``. The same holds if this
+    role may not list clusters, which needs a permission from Pulsar 5.0 on.
 
     Raises:
         CheckpointMismatchError: The checkpoint belongs to another subscription or cluster.
@@ -64,7 +65,10 @@ def cluster_of(admin: Admin | None, config: SourceConfig, checkpoint: Checkpoint
         timeout_s = config.operation_timeout_ms / 1000
         if checkpoint is None:
             timeout_s = min(timeout_s, FIRST_TRIES_S)
-        cluster = retry_until(admin.cluster, timeout_s)
+        try:
+            cluster = retry_until(admin.cluster, timeout_s)
+        except AuthorizationError as exc:
+            _log.info("the name of the cluster is unknown: %s", exc.message)
     if checkpoint is None:
         return cluster
     _check_belongs(checkpoint, config.subscription, cluster)

@@ -23,6 +23,7 @@ from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.window.client_queue import ClientQueue
 from keyshard.core.window.pauses import Pauses
 from keyshard.errors import (
+    AuthorizationError,
     BatchReleasedError,
     BatchUnknownError,
     BrokerError,
@@ -580,6 +581,25 @@ def test_the_checkpoint_names_the_cluster_if_the_admin_interface_does(
     finally:
         coordinator.stop()
     assert admin.closed
+
+
+def test_a_role_that_may_not_list_clusters_keeps_the_cluster_of_the_checkpoint(
+    orders: CoordinatedTopic,
+) -> None:
+    """Issue: a role with the permission consume could start no source on Pulsar 5.0."""
+
+    class Restricted(FakeAdmin):
+        def cluster(self) -> str:
+            raise AuthorizationError("Role r lacks the permission LIST_CLUSTERS.")
+
+    orders.publish(1)
+    coordinator = Coordinator(orders.source, lambda: MemoryBroker(orders.cluster), Restricted())
+    coordinator.start(Checkpoint("west", "unit", 4))
+    try:
+        received(coordinator, 1)
+        assert cut(coordinator).cluster == "west"
+    finally:
+        coordinator.stop()
 
 
 def test_without_admin_the_cluster_of_the_checkpoint_is_kept(orders: CoordinatedTopic) -> None:

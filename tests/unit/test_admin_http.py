@@ -272,6 +272,22 @@ def test_a_system_topic_has_no_transactions(
         assert admin.held_back_behind(where) is None
 
 
+def test_a_partition_that_newer_brokers_deny_is_missing(answers: Callable[[Answer], None]) -> None:
+    where = TopicPartition("persistent://public/default/t", 0)
+    said = f"Partition metadata not found for the partitioned topic: {where}"
+    answers(lambda _: httpx.Response(409, json={"reason": said}))
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        assert admin.subscription(where, "s") is None
+        assert admin.ledgers(where) is None
+        assert admin.remove_leftover(where, "s") is True
+    answers(lambda _: httpx.Response(409, json={"reason": "Topic has active producers"}))
+    with (
+        closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin,
+        pytest.raises(AdminError, match="active producers"),
+    ):
+        admin.ledgers(where)
+
+
 @pytest.mark.parametrize("output", [b"<html>", b"[7]", b"{}", b"null", b"7", b""])
 def test_a_foreign_answer_is_an_error_and_no_missing_topic(
     answers: Callable[[Answer], None], output: bytes

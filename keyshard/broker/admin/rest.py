@@ -26,6 +26,7 @@ from keyshard.core.position.ledger import (
     ledgers_of,
     placed_ledgers_of,
 )
+from keyshard.core.releases import denies_partition
 from keyshard.core.subscription_state import BrokerState
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
@@ -423,7 +424,10 @@ def _reason(response: httpx.Response) -> str | None:
 def _says_missing(response: httpx.Response) -> bool:
     """Return whether Pulsar says that something does not exist. A proxy with a wrong route, or
     without a broker behind it, also answers 404. Trusting that would drop existing topics."""
-    return response.status_code == httpx.codes.NOT_FOUND and _reason(response) is not None
+    reason = _reason(response)
+    if response.status_code == httpx.codes.CONFLICT:
+        return reason is not None and denies_partition(reason)
+    return response.status_code == httpx.codes.NOT_FOUND and reason is not None
 
 
 def _namespace(tenant: str, namespace: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from keyshard.broker.auth.errors import lacks, not_accepted
 from keyshard.broker.unconfirmed import AcceptedLostError
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.releases import denies_partition
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -20,7 +21,7 @@ from keyshard.errors import (
 )
 from keyshard.redaction import redacted
 
-NOT_AUTHENTICATED, _NOT_AUTHORIZED, _TOPIC_NOT_FOUND = 3, 4, 11
+NOT_AUTHENTICATED, _NOT_AUTHORIZED, _TOPIC_NOT_FOUND, _NOT_ALLOWED = 3, 4, 11, 22
 _CONFLICTS = {5, 19}
 _QUOTA = "the backlog quota is exceeded. Let the subscriptions catch up, or raise the quota"
 _QUOTAS = {7, 8}
@@ -48,8 +49,8 @@ _NAMED = {
     18: "IncompatibleSchema: the topic has another schema",
     20: "TransactionCoordinatorNotFound: the broker has transactions disabled",
     21: "InvalidTxnStatus: the transaction has ended",
-    22: "NotAllowedError: the broker or a policy forbids it. Check the policies of the topic "
-    "and its namespace, such as the enabled subscription types",
+    _NOT_ALLOWED: "NotAllowedError: the broker or a policy forbids it. Check the policies of the "
+    "topic and its namespace, such as the enabled subscription types",
     23: "TransactionConflict: another transaction holds it",
     24: "TransactionNotFound: the transaction does not exist",
     25: "ProducerFenced: another producer replaced this one",
@@ -88,7 +89,7 @@ def error_of(refused: RefusedError, action: str, what: object, topic: str, who: 
             f"Could not {action} {what}: another consumer holds the range or the subscription "
             f"({said}). Stop that consumer, or use another subscription."
         )
-    if code == _TOPIC_NOT_FOUND:
+    if code == _TOPIC_NOT_FOUND or (code == _NOT_ALLOWED and denies_partition(said)):
         return TopicNotFoundError(
             f"Could not {action} {what}: the topic does not exist. Create the topic, or correct "
             "its name."
