@@ -150,7 +150,10 @@ class Reader(Protocol):
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         """Return the next whole or partial entries, by position; ``[]`` if none arrive in time.
 
+        If an entry is missing, the broker may be asked whether it is stored.
+
         Raises:
+            BrokerUnavailableError: It did not answer before the operation timeout (retriable).
             ChunkedMessageError: A chunked message arrived, and everything before it was read.
             UnreadableEntryError: An entry cannot be read, and everything before it was read. The
                 next call continues after it.

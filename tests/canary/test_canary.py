@@ -17,8 +17,8 @@ from tests.support.deadlines import deadline
 ACKNOWLEDGE_EARLY = OF_BATCHES[0].edits[0]
 LOSE_ENTRIES = Edit(
     "keyshard/broker/wire/consumer.py",
-    "        return self.accept_decoded(decoded, entries)\n\n    def passed(",
-    "        return self.accept_decoded(decoded, entries)[1:]\n\n    def passed(",
+    "        return self.accept_decoded(decoded, entries)\n\n    def _proved(",
+    "        return self.accept_decoded(decoded, entries)[1:]\n\n    def _proved(",
 )
 ACKNOWLEDGE_NOTHING = Edit(
     "keyshard/broker/wire/consumer.py", "        self._acks.add(entries)\n", ""

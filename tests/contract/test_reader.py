@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 import pytest
 
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import ReadOptions
 from keyshard.columns.content import only
-from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerError, ChunkedMessageError
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.errors import BrokerError, BrokerUnavailableError, ChunkedMessageError
+from keyshard.reading.scan import Scan
 from tests.contract.contract_harness import Harness, Received, read_to_end, receive, subscribe
 from tests.helpers import wait_until
 
@@ -152,3 +156,34 @@ def test_a_closed_reader_refuses_work_and_closes_again(harness: Harness) -> None
         reader.read(10)
     with pytest.raises(BrokerError):
         reader.at_end()
+
+
+def test_a_reader_misses_nothing_if_a_time_to_live_moves_its_cursor(harness: Harness) -> None:
+    """1. Part of the messages was read. 2. Older ones expire. 3. The rest has to come in order."""
+    if not harness.whole_entries and harness.may_repeat:
+        pytest.skip("pulsar-client does not notice it")
+    where, broker = TopicPartition(harness.create_topic()), harness.broker()
+    subscribe(broker, where).close()
+    now_ms = time.time_ns() // 1_000_000
+    old = [now_ms - 3_600_000 + number for number in range(900)]
+    harness.publish_at(where.name, [*old, *range(now_ms, now_ms + 100)])
+    found: list[EntryBlock] = []
+    with Scan(broker, where, FIRST, None, ReadOptions(receiver_queue_size=20, first=20)) as scan:
+
+        def began() -> bool:
+            found.extend(scan.read())
+            return bool(found)
+
+        wait_until(began)
+        harness.expire(where, now_ms - 60_000)
+        wait_until(lambda: harness.backlog(where) == 100)
+
+        def finished() -> bool:
+            with suppress(BrokerUnavailableError):
+                found.extend(scan.read())
+            return scan.done
+
+        wait_until(finished)
+    assert [int(block.values[0] or b"") for block in found] == [
+        *old, *range(now_ms, now_ms + 100)
+    ]  # fmt: skip

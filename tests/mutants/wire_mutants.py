@@ -10,6 +10,37 @@ PERMITS = "keyshard/broker/wire/permits.py"
 
 OF_WIRE = (
     Mutant(
+        name="believe each gap between two entries",
+        promise="A reader misses no stored message if its cursor is moved by an expiry.",
+        edits=(
+            Edit(
+                "keyshard/broker/wire/consumer.py",
+                "        if marked < gap:\n            return len(entries)\n",
+                "        if marked < gap or number == 0:\n            return len(entries)\n",
+            ),
+        ),
+        killers=(
+            killer("unit/test_wire_reader", "test_a_gap_that_the_cursor_has_reached_is_read_again"),
+        ),
+    ),
+    Mutant(
+        name="take a partition that the broker denies for a policy",
+        promise="A source goes on if a partitioned topic is deleted.",
+        edits=(
+            Edit(
+                "keyshard/broker/wire/errors.py",
+                " or (code == _NOT_ALLOWED and denies_partition(said))",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_wire_errors",
+                "test_a_partition_that_newer_brokers_deny_is_missing_and_ends_no_source",
+            ),
+        ),
+    ),
+    Mutant(
         name="send the first permits before acknowledgements that waited",
         promise="What is acknowledged does not come again because a connection was lost.",
         edits=(

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from keyshard.broker.port import ReadOptions, StartPosition, SubscriptionSpec
@@ -189,6 +190,15 @@ def _queue_of(spec: SubscriptionSpec) -> SentAhead:
 class WireReader(WireSubscription):
     """Reads a topic partition from a position.
 
+    It acknowledges nothing, so its cursor stays where it began. A time to live, or an administrator
+    that expires messages, moves the cursor, and the broker then skips stored entries
+    (apache/pulsar#26504). So a gap between two entries counts only if the mark-delete position is
+    still before it. Otherwise, the reader subscribes anew at the gap.
+
+    At the start of a reader, the mark-delete position proves nothing: it may lie behind the start,
+    because the broker itself acknowledges markers, for example. Then another reader has to get the
+    same first entry.
+
     Args:
         shared: State that all handles share.
         topic_partition: The topic partition.
@@ -202,6 +212,8 @@ class WireReader(WireSubscription):
         self._start = start
         self._passed: EntryId | None = None
         """The last entry that was handed out or skipped."""
+        self._served_id = 0
+        """Consumer id of the subscription that entries were handed out from last."""
         self._how = how
         queue = SentAhead(how.receiver_queue_size, how.receiver_queue_bytes, how.first)
         super().__init__(
@@ -212,11 +224,67 @@ class WireReader(WireSubscription):
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         self.raise_refused()
         entries = self.take(timeout_ms / 1000)
-        if not entries:
+        try:
+            proved = self._proved(entries)
+        except BaseException:
+            self._put_back(entries)
+            raise
+        if not proved:
             return []
-        decoded = self._decode(entries)
+        self._served_id = self._taken_id
+        decoded = self._decode(entries[:proved])
         self.used(decoded.messages, entries[: decoded.seen], self._ahead_max())
         return self.accept_decoded(decoded, entries)
+
+    def _proved(self, entries: Sequence[RawEntry]) -> int:
+        """Return the number of entries without a stored one missing before or among them."""
+        at = _gap(self._expected(), entries)
+        if at is None:
+            return len(entries)
+        marked = self._marked()
+        connection, consumer_id = self.standing()
+        if connection is None or consumer_id != self._taken_id:
+            return 0  # Another cursor may have answered, and the entries come again.
+        gap, number = at
+        is_start = not number and self._served_id != self._taken_id
+        if is_start and marked >= gap and self._first_of_another(gap) == entries[0].id:
+            gap, number = _gap(entries[0].id, entries) or (marked, len(entries))
+        if marked < gap:
+            return len(entries)
+        if not number:
+            _log.info(
+                "The broker moved a reader of %s from %d:%d to %d:%d, as a time to live does. The "
+                "entries between are read again.",
+                self.topic_partition, *gap, *entries[0].id,
+            )  # fmt: skip
+            self._ask_again(connection, consumer_id)
+        # The next read begins at the gap.
+        return number
+
+    def _marked(self) -> EntryId:
+        """Ask for the mark-delete position; an old broker does not say it."""
+        ends = self._ask_for_ends()
+        if not ends.HasField("consumer_mark_delete_position"):
+            return EntryId(-1, -1)
+        marked = ends.consumer_mark_delete_position
+        return EntryId(_signed(marked.ledger), _signed(marked.entry))
+
+    def _first_of_another(self, start: EntryId) -> EntryId | None:
+        """Return the first entry that a new reader gets; ``None`` if it gets none in time."""
+        how = ReadOptions(receiver_queue_size=1, first=1)
+        other = WireReader(self._shared, self.topic_partition, start, how)
+        other.open()
+        try:
+            entries = other.take(self._shared.timeout_s)
+        finally:
+            other.close()
+        return entries[0].id if entries else None
+
+    def _expected(self) -> EntryId | None:
+        """Return the next entry, if it exists; ``None`` at the beginning of the topic."""
+        if self._passed is not None:
+            return EntryId(self._passed.ledger, self._passed.entry + 1)
+        return self._start if self._start > EntryId(0, 0) else None
 
     def passed(self, entry_id: EntryId) -> None:
         self._passed = entry_id
@@ -270,3 +338,25 @@ class WireReader(WireSubscription):
             start_message_id=start,
             initial_position=_EARLIEST,
         )
+
+
+def _gap(expected: EntryId | None, entries: Sequence[RawEntry]) -> tuple[EntryId, int] | None:
+    """Return the first position at which entries lack one, and the index of the entry after it."""
+    if not entries:
+        return None
+    first, last = entries[0].id, entries[-1].id
+    expected = expected or EntryId(first.ledger, 0)
+    if first > expected:
+        return expected, 0
+    if (last.ledger, last.entry - first.entry) == (first.ledger, len(entries) - 1):
+        return None
+    for index, (one, other) in enumerate(pairwise(entries), 1):
+        following = EntryId(one.id.ledger, one.id.entry + 1)
+        if other.id > following:
+            return following, index
+    return None
+
+
+def _signed(number: int) -> int:
+    """Return a signed number that the protocol has as an unsigned one."""
+    return number - (1 << 64) if number >= 1 << 63 else number

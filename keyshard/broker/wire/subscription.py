@@ -95,7 +95,13 @@ class WireSubscription(ReconnectingHandle):
             if found:
                 return found
             at, consumer_id = self._at, self._id
-        self._ask_again(at, consumer_id)
+        if at is not None:
+            _log.info(
+                "the broker sends more of %s than was requested, or more than fits into memory; "
+                "keyshard requests the rest again",
+                self.topic_partition,
+            )
+            self._ask_again(at, consumer_id)
         return []
 
     @property
@@ -103,15 +109,8 @@ class WireSubscription(ReconnectingHandle):
         """Memory limit of one decoding step, bytes; at most that of the queue."""
         return min(PAYLOAD_AT_ONCE, self._queue.bytes_max)
 
-    def _ask_again(self, at: WireConnection | None, consumer_id: int) -> None:
-        """Subscribe anew to get dropped entries again, with permits for messages of their size."""
-        if at is None:
-            return
-        _log.info(
-            "the broker sends more of %s than was requested, or more than fits into memory; "
-            "keyshard requests the rest again",
-            self.topic_partition,
-        )
+    def _ask_again(self, at: WireConnection, consumer_id: int) -> None:
+        """Subscribe anew to get entries again, with permits for messages of their size."""
         at.unregister(consumer_id)
         self._forget(at, consumer_id)
         self.lost(consumer_id, ended=False)
@@ -122,15 +121,17 @@ class WireSubscription(ReconnectingHandle):
         Raises:
             KeyShardError: The first of them is refused.
         """
-        rest = entries[decoded.seen :]
-        if rest:
-            with self._changed:
-                if self._taken_id == self._id and not self._closed:
-                    self._queue.put_back(rest)
+        self._put_back(entries[decoded.seen :])
         self._refused = decoded.refused
         if self._refused is not None and not decoded.blocks:
             self.raise_refused()
         return decoded.blocks
+
+    def _put_back(self, rest: Sequence[RawEntry]) -> None:
+        """Requeue entries that were taken last."""
+        with self._changed:
+            if rest and self._taken_id == self._id and not self._closed:
+                self._queue.put_back(rest)
 
     def raise_refused(self) -> None:
         """Raise the refusal of the next entry, if any.
@@ -224,6 +225,11 @@ class WireSubscription(ReconnectingHandle):
         Raises:
             BrokerUnavailableError: No answer before the deadline (retriable).
         """
+        found = self._ask_for_ends().last_message_id
+        return None if found.entry >= 1 << 63 else EntryId(found.ledger, found.entry)
+
+    def _ask_for_ends(self) -> Any:
+        """Ask for the last stored entry, and for the mark-delete position of this subscription."""
         end_s = time.monotonic() + self._shared.timeout_s
         while True:
             with self._changed:
@@ -237,9 +243,7 @@ class WireSubscription(ReconnectingHandle):
                     )
                 asked = api.GetLastMessageId(consumer_id=consumer_id, request_id=0)
                 left_s = max(0.001, end_s - time.monotonic())
-                found = at.ask("get_last_message_id", asked, left_s).last_message_id
-                none = found.entry >= 1 << 63
-                return None if none else EntryId(found.ledger, found.entry)
+                return at.ask("get_last_message_id", asked, left_s)
             except (BrokerUnavailableError, RefusedError) as exc:
                 error = self._error("ask for the last entry of", exc)
                 if not error.retriable or time.monotonic() + RETRY_S >= end_s:

@@ -421,7 +421,9 @@ class Run:
     def _step(self, handle: WireConsumer | WireReader) -> None:
         what = self.random.choice(("take", "take", "take", "last", "connected", "pause"))
         if what == "take":
-            self._call("take", lambda: self._take(handle), 0.1)
+            # A reader asks the broker whether an entry is missing.
+            asks_s = TIMEOUT_S if isinstance(handle, WireReader) else 0.0
+            self._call("take", lambda: self._take(handle), 0.1 + asks_s)
         elif what == "last":
             self._call("last", handle.last_entry, TIMEOUT_S)
         elif what == "connected":
