@@ -59,15 +59,25 @@ class Span:
         return self.first <= version and (is_newest or version.line == self.first.line)
 
 
-def _span(first: str, end: str | None = None) -> Span:
-    began, ended = Version.of(first), None if end is None else Version.of(end)
-    assert began is not None
-    return Span(began, ended)
+def _version(text: str) -> Version:
+    found = Version.of(text)
+    assert found is not None
+    return found
+
+
+def _from(*firsts: str) -> tuple[Span, ...]:
+    """Return the given releases and the later ones of their lines."""
+    return tuple(Span(_version(first)) for first in firsts)
+
+
+def _until(*ends: str) -> tuple[Span, ...]:
+    """Return the releases before the given ones of their lines, and all of 4.1."""
+    return (*_from("4.1.0"), *(Span(Version(*end.line), end) for end in map(_version, ends)))
 
 
 # -- Differences -----------------------------------------------------------------------------------
 
-_ACKNOWLEDGED_WAIT = (_span("4.0.11"), _span("4.2.2"), _span("5.0.0"))
+_ACKNOWLEDGED_WAIT = _from("4.0.11", "4.2.2", "5.0.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,17 +168,7 @@ class Fault:
         return (*filter(None, found), *(Version(*line) for line in newer))
 
 
-def _until(*ends: str) -> tuple[Span, ...]:
-    """Return the releases before the given ones of their lines, and all of 4.1."""
-    found = [_span("4.1.0")]
-    for end in ends:
-        ended = Version.of(end)
-        assert ended is not None
-        found.append(Span(Version(*ended.line), ended))
-    return tuple(found)
-
-
-_NEVER_BEFORE_5 = (_span("4.0.0"), _span("4.1.0"), _span("4.2.0"))
+_NEVER_BEFORE_5 = _from("4.0.0", "4.1.0", "4.2.0")
 
 FAULTS = (
     Fault(
@@ -218,13 +218,13 @@ FAULTS = (
     Fault(
         "An entry with a negative number of messages ends the delivery of its subscription.",
         "apache/pulsar#26030",
-        (_span("5.0.0"),),
+        _from("5.0.0"),
     ),
     Fault(
         "The first message with a delivery time comes behind later messages of its key, even if "
         "its time has passed.",
         "seen with 5.0.1",
-        (_span("5.0.0"),),
+        _from("5.0.0"),
     ),
     Fault(
         "If the topic has, or once had, a policy of its own, of any kind, the broker may store a "

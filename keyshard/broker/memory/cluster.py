@@ -80,9 +80,10 @@ class MemoryCluster:
         self.message_bytes_max = message_bytes_max
         """Largest message that a producer of the port may send, bytes."""
         self.version = version
-        self.release = release = release_of(version)
+        self.release = release_of(version)
+        limits = self.release.limits
         self.look_ahead = look_ahead or LookAhead(
-            release.limits.replay_per_consumer, release.limits.replay_per_subscription
+            limits.replay_per_consumer, limits.replay_per_subscription
         )
         self.unacked_limits = unacked_limits or UnackedLimits()
         self._cursor_write_ms = cursor_write_ms
