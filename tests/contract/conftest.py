@@ -17,8 +17,9 @@ from tests.contract.pulsar_harness import BreakablePulsarHarness, PulsarHarness
 from tests.support.tested_pulsar import PULSAR
 
 REAL = [pytest.param(transport, marks=pytest.mark.broker) for transport in ("pulsar", "wire")]
-ALL = ["memory", "hosted", *REAL]
 NEWER = "memory-5.0.1"
+IN_MEMORY = {"memory": MemoryHarness, NEWER: NewerMemoryHarness, "hosted": HostedHarness}
+ALL = ["memory", "hosted", *REAL]
 DIFFER = {
     "test_delayed",
     "test_look_ahead",
@@ -67,12 +68,8 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     """A cluster with its topics; the real broker is started once for the session."""
     _excuse(request)
     made: Harness
-    if request.param == "memory":
-        made = MemoryHarness()
-    elif request.param == NEWER:
-        made = NewerMemoryHarness()
-    elif request.param == "hosted":
-        made = HostedHarness()
+    if request.param in IN_MEMORY:
+        made = IN_MEMORY[request.param]()
     else:
         from tests.contract.wire_harness import WireHarness  # noqa: PLC0415 - only who needs it
 
@@ -88,12 +85,8 @@ def breakable(request: pytest.FixtureRequest) -> Iterator[BreakableHarness]:
     """A cluster that may be broken; the real broker is another one than that of ``harness``."""
     _excuse(request)
     made: BreakableHarness
-    if request.param == "memory":
-        made = MemoryHarness()
-    elif request.param == NEWER:
-        made = NewerMemoryHarness()
-    elif request.param == "hosted":
-        made = HostedHarness()
+    if request.param in IN_MEMORY:
+        made = IN_MEMORY[request.param]()
     else:
         from tests.contract.wire_harness import BreakableWireHarness  # noqa: PLC0415 - only who needs it
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.port import ReadOptions
 from keyshard.broker.retry import Retrier
-from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.consumer import WireReader
 from keyshard.broker.wire.frames import api
-from keyshard.broker.wire.reconnect import Shared
 from keyshard.core.position.entry import EntryId
 from tests.helpers import wait_until
 from tests.stored_entries import WHERE, plain, raw, single
+from tests.support.one_broker import shared_at
 
 DATA = single(plain())
 FROM = EntryId(7, 10)
@@ -76,17 +74,6 @@ class At:
         return api.GetLastMessageIdResponse(**ends)
 
 
-class OneBroker:
-    """A cluster of one broker."""
-
-    def __init__(self, at: At) -> None:
-        self.at = at
-
-    def path(self, *_: object) -> Generator[Any, None, tuple[At, float]]:
-        yield from ()
-        return self.at, 1.0
-
-
 class Readers:
     """Readers of one connection."""
 
@@ -94,10 +81,7 @@ class Readers:
         self.at = At(mark)
         self.retrier = Retrier()
         self._opened: list[WireReader] = []
-        self._shared = Shared(
-            cast("Cluster", OneBroker(self.at)), self.retrier, self.retrier,
-            cast("Credentials", None), 5.0,
-        )  # fmt: skip
+        self._shared = shared_at(self.at, self.retrier)
 
     def open(self, start: EntryId = FROM) -> WireReader:
         reader = WireReader(self._shared, WHERE, start, ReadOptions())

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any, cast
 
 import pytest
 
-from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.broker.retry import Retrier
 from keyshard.broker.wire import ack_grouping
 from keyshard.broker.wire.ack_grouping import AckGrouping
-from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.frames import api
-from keyshard.broker.wire.reconnect import Shared
 from keyshard.broker.wire.subscription import WireSubscription
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.client_queue import SentAhead
 from keyshard.errors import BrokerError
 from tests.support.deadlines import deadline
+from tests.support.one_broker import shared_at
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)
 
@@ -61,23 +58,9 @@ class At:
             self.flows.append(request)
 
 
-class OneBroker:
-    """A cluster of one broker."""
-
-    def __init__(self, at: At) -> None:
-        self.at = at
-
-    def path(self, *_: object) -> Generator[Any, None, tuple[At, float]]:
-        yield from ()
-        return self.at, 1.0
-
-
 def test_a_subscription_that_ends_while_it_is_made_is_made_again() -> None:
     at = At(losses=1)
-    shared = Shared(
-        cast("Cluster", OneBroker(at)), Retrier(), Retrier(), cast("Credentials", None), 5.0
-    )
-    one = WireSubscription(shared, WHERE, SentAhead(10, 1_000), api.Subscribe)
+    one = WireSubscription(shared_at(at, Retrier()), WHERE, SentAhead(10, 1_000), api.Subscribe)
     one.open()
     assert one.standing() == (at, at.subscribed[-1])
     assert len(at.subscribed) == 2
@@ -89,18 +72,15 @@ def test_a_subscription_that_ends_while_it_is_made_is_made_again() -> None:
 def test_a_consumer_begins_with_as_many_messages_as_fit(
     message_bytes: int | None, permits: int
 ) -> None:
-    at, nudges = At(losses=0), Retrier()
-    shared = Shared(
-        cast("Cluster", OneBroker(at)), Retrier(), nudges, cast("Credentials", None), 5.0
-    )
+    at, retrier = At(losses=0), Retrier()
     spec = SubscriptionSpec(
         WHERE, "s", split_ring(1)[0], "c", 500, 100_000, message_bytes=message_bytes
     )
-    WireConsumer(shared, spec, StartPosition.EARLIEST).open()
+    WireConsumer(shared_at(at, retrier), spec, StartPosition.EARLIEST).open()
     assert [one.permits for one in at.flows] == [permits]
     # Its nudges would go on, and draw random numbers while other tests draw theirs.
-    nudges.close()
-    nudges.join(deadline(10))
+    retrier.close()
+    retrier.join(deadline(10))
 
 
 def test_old_acknowledgements_are_not_sent_after_a_lost_subscription(
