@@ -38,6 +38,7 @@ from bench import (
     wide,
     workers,
 )
+from bench.release import PULSAR
 
 _OF_MESSAGES = {"ingest": ingest.run, "batch": batch.run}
 _WITHOUT_OPTIONS = {
@@ -103,9 +104,10 @@ def main() -> None:
         "bench": arguments.bench,
         "commit": commit(),
         "machine": machine(),
+        "pulsar": PULSAR,
         "figures": figures,
     }
-    table = Table(title=f"bench {arguments.bench} on {result['machine']}")
+    table = Table(title=f"bench {arguments.bench} on {result['machine']}, Pulsar {PULSAR}")
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in figures.items():

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.ingest import PARTITIONS, WARM_ROWS, load
+from bench.release import PULSAR
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload
 
@@ -44,7 +45,7 @@ def run(messages: int) -> dict[str, float]:
         messages: Messages per topic.
     """
     figures: dict[str, float] = {}
-    with DevBroker(optimised=True) as broker:
+    with DevBroker(PULSAR, optimised=True) as broker:
         for shape, entry_messages in SHAPES.items():
             keys = 100 if shape == "large" else 10_000
             topic, warm = f"batch-{shape}", f"warm-{shape}"

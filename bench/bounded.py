@@ -16,6 +16,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.ingest import PARTITIONS, load
+from bench.release import PULSAR
 from keyshard import KeyShardSource
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.core.position.split import cut
@@ -35,7 +36,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Return medians for small and large entries: rows per second, and ratios to plain Readers."""
     figures: dict[str, float] = {}
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         for size, messages in MESSAGES.items():
             topic = f"bounded-{size}"
             keys = 100 if size > 4 else 10_000

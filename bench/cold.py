@@ -8,6 +8,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.ingest import load
+from bench.release import PULSAR
 from bench.transport import TRANSPORTS
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload
@@ -22,7 +23,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Return medians by transport. The first turn only warms up the broker's JIT compiler."""
     found: dict[str, list[float]] = {}
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         load(broker, "cold", Workload(20_000, keys=1_000, size_bytes=100, entry_messages=4))
         for turn in range(RUNS + 1):
             for transport in TRANSPORTS:

@@ -8,6 +8,7 @@ import uuid
 
 import pulsar
 
+from bench.release import PULSAR
 from keyshard import KeyShardSource
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
@@ -63,7 +64,7 @@ def measure(broker: DevBroker, ranges: int, partitions: int) -> dict[str, float]
 def run() -> dict[str, float]:
     """Return all figures."""
     figures: dict[str, float] = {}
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         for ranges, partitions in SHAPES:
             figures |= measure(broker, ranges, partitions)
     return figures

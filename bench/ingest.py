@@ -14,6 +14,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from bench.child import child
+from bench.release import PULSAR
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
@@ -100,7 +101,7 @@ def run(messages: int) -> dict[str, float]:
     """Return all figures, for small entries (about 2 messages) and large ones (1,000)."""
     small = Workload(messages, keys=1_000, size_bytes=100)
     figures: dict[str, float] = {}
-    with DevBroker(optimised=True) as broker:
+    with DevBroker(PULSAR, optimised=True) as broker:
         load(broker, "warm", replace(small, messages=WARM_ROWS))
         figures |= shape(broker, small, "")
         figures |= shape(broker, replace(small, entry_messages=1_000), "_large")

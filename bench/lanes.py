@@ -14,6 +14,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.loads import efficiency, even_keys, handler_s, mixed_keys, publish, values
+from bench.release import PULSAR
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
@@ -150,5 +151,5 @@ def handled(broker: DevBroker, topic: str, messages: int, **settings: Any) -> di
 
 def run() -> dict[str, float]:
     """All figures."""
-    with DevBroker(optimised=True) as broker:
+    with DevBroker(PULSAR, optimised=True) as broker:
         return by_keys(broker) | by_ranges(broker) | nothing(broker)

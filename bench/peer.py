@@ -19,6 +19,7 @@ from rich.console import Console
 from bench.child import child
 from bench.ingest import PARTITIONS, TRIGGER_RATE, load
 from bench.peer_spark import START_ROWS
+from bench.release import PULSAR
 from keyshard.errors import ConfigError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
@@ -164,7 +165,7 @@ def run(messages: int, turns: int, jars: Path | None, part: str | None) -> dict[
     settings = {"brokerDeduplicationEnabled": "true"}
     figures: dict[str, float] = {}
     for one in (part,) if part else PARTS:
-        with DevBroker(optimised=True, settings=settings) as broker:
+        with DevBroker(PULSAR, optimised=True, settings=settings) as broker:
             peer = Peer(broker, jars.resolve(), messages, turns)
             peer.measure(one)
             figures |= peer.figures()

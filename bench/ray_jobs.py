@@ -18,6 +18,7 @@ from rich.console import Console
 
 import ray_adapter
 from bench.child import child
+from bench.release import PULSAR
 from keyshard import KeyShardSource
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
@@ -34,7 +35,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Return all figures."""
     figures: dict[str, float] = {}
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         for topic, messages in (("rows", MESSAGES), ("few", COMPUTING)):
             create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
             produce(Workload(messages, keys=KEYS, entry_messages=2), broker.service_url, topic)

@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.release import PULSAR
 from keyshard import KeyShardSource
 from keyshard.core.ring.assignment import Assignment, assign, reassign
 from keyshard.core.ring.hash_range import HashRange
@@ -238,7 +239,7 @@ def _p99(values: Sequence[float]) -> float:
 
 def run() -> dict[str, float]:
     """Return all figures."""
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         return live(broker) | backlog(broker)
 
 

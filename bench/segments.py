@@ -25,6 +25,7 @@ import pulsar
 from rich.console import Console
 
 from bench.child import child
+from bench.release import PULSAR
 from keyshard import KeyShardSource
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.config.connection import Connection
@@ -50,7 +51,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Return medians by shape and way: rows per second, CPU of each process, latency."""
     figures: dict[str, float] = {}
-    with DevCluster(brokers=1, bookies=1) as cluster:
+    with DevCluster(1, 1, PULSAR) as cluster:
         for size, messages in MESSAGES.items():
             topic = f"history-{size}"
             path = f"/admin/v2/persistent/public/default/{topic}"

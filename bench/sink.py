@@ -18,6 +18,7 @@ import time
 from rich.console import Console
 
 from bench.child import child
+from bench.release import PULSAR
 from bench.writers import PARTITIONS, stored
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
@@ -47,7 +48,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Return all figures, and say which goals are met."""
     settings = {"brokerDeduplicationEnabled": "true"}
-    with DevBroker(optimised=True, settings=settings) as broker:
+    with DevBroker(PULSAR, optimised=True, settings=settings) as broker:
         figures = _one_by_one(broker)
         figures |= _from_spark(broker)
         figures |= _pipelines(broker)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.loads import efficiency, publish, skewed_keys
+from bench.release import PULSAR
 from keyshard.testing.devbroker import DevBroker
 
 CLIENTS, CONSUMERS = 3, 10
@@ -28,7 +29,7 @@ def run() -> dict[str, float]:
     keys = skewed_keys()
     mean_s = HANDLER_MS / 1e3
     figures: dict[str, float] = {}
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         publish(broker.service_url, "skew", keys)
         ideal_s = len(keys) * mean_s / LANES
         _console.print(f"{len(keys):,} messages, at best {ideal_s:.1f} s")

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.ingest import load
+from bench.release import PULSAR
 from bench.transport import SHAPES, TRANSPORTS
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload
@@ -23,7 +24,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Return medians of rows per second, and of processor time per row, by process."""
     found: dict[str, list[float]] = {}
-    with DevBroker(optimised=True) as broker:
+    with DevBroker(PULSAR, optimised=True) as broker:
         for shape, entry_messages in SHAPES.items():
             workload = Workload(MESSAGES, keys=1_000, size_bytes=100)
             load(broker, shape, replace(workload, entry_messages=entry_messages))

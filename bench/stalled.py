@@ -15,6 +15,7 @@ import pulsar
 from rich.console import Console
 
 from bench.child import child
+from bench.release import PULSAR
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
 
@@ -48,7 +49,7 @@ SHAPES = {
 def run() -> dict[str, float]:
     """Return peaks in MB, by shape and budget."""
     figures: dict[str, float] = {}
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         for name, shape in SHAPES.items():
             create_partitioned_topic(broker.admin_url, name, PARTITIONS)
             publish(broker.service_url, name, shape)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.ingest import load
+from bench.release import PULSAR
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload
 
@@ -30,7 +31,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Return medians of rows per second, and of CPU time per row, own and of the broker."""
     figures: dict[str, float] = {}
-    with DevBroker(optimised=True) as broker:
+    with DevBroker(PULSAR, optimised=True) as broker:
         for shape, entry_messages in SHAPES.items():
             workload = Workload(MESSAGES, keys=1_000, size_bytes=100)
             load(broker, shape, replace(workload, entry_messages=entry_messages))

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.ingest import load
+from bench.release import PULSAR
 from bench.transport import with_broker
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload
@@ -42,7 +43,7 @@ def run() -> dict[str, float]:
     found: dict[str, list[float]] = {}
     with ExitStack() as stack:
         brokers = {
-            name: stack.enter_context(DevBroker(settings=settings, optimised=True))
+            name: stack.enter_context(DevBroker(PULSAR, settings=settings, optimised=True))
             for name, settings in BROKERS.items()
         }
         workload = Workload(MESSAGES, keys=1_000, size_bytes=100, entry_messages=ENTRY_MESSAGES)

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.ingest import load
+from bench.release import PULSAR
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster
 from keyshard.testing.devbroker import DevBroker
@@ -138,7 +139,7 @@ def figures_of_idle() -> dict[str, float]:
 def run() -> dict[str, float]:
     """Return the figures of an idle source, and rates of watched runs over unwatched ones."""
     figures = figures_of_idle()
-    with DevBroker(optimised=True) as broker:
+    with DevBroker(PULSAR, optimised=True) as broker:
         load(broker, "watched", Workload(MESSAGES, keys=1_000, size_bytes=100))
         arguments = {
             "service_url": broker.service_url, "admin_url": broker.admin_url, "topic": "watched",

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.ingest import load
+from bench.release import PULSAR
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload
 
@@ -22,7 +23,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Return medians of rows per second, processor seconds and the time to subscribe."""
     found: dict[int, list[dict[str, float]]] = {ranges: [] for ranges in RANGES}
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         load(broker, "wide", Workload(MESSAGES, keys=10_000, size_bytes=100))
         for _ in range(RUNS):
             for ranges in RANGES:

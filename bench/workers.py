@@ -13,6 +13,7 @@ from rich.console import Console
 
 from bench.child import child
 from bench.ingest import load
+from bench.release import PULSAR
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 
@@ -39,7 +40,7 @@ _console = Console(stderr=True)
 def run() -> dict[str, float]:
     """Return medians for small and large entries, batches of one row, and computing handlers."""
     figures: dict[str, float] = {}
-    with DevBroker() as broker:
+    with DevBroker(PULSAR) as broker:
         for size in ENTRIES:
             figures |= _ingest(broker, size)
         figures |= _single(broker)

@@ -1,0 +1,10 @@
+"""The Pulsar release of the measured broker."""
+
+from __future__ import annotations
+
+import os
+
+from keyshard.testing.devbroker import DEFAULT_VERSION
+
+PULSAR = os.environ.get("KEYSHARD_BENCH_PULSAR") or DEFAULT_VERSION
+"""``KEYSHARD_BENCH_PULSAR=5.0.1 python -m bench ingest`` measures that release."""
