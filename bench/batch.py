@@ -62,8 +62,8 @@ def run(messages: int) -> dict[str, float]:
             for turn in range(RUNS):
                 measured = {"readers_rows_per_s": readers(arguments)}
                 time.sleep(max(0.0, loaded_s + OLDER_S - time.monotonic()))
-                figures = child("bench.spark_batch", json.dumps(arguments | {"warm_topic": warm}))
-                for name, value in (measured | figures).items():
+                measured |= child("bench.spark_batch", json.dumps(arguments | {"warm_topic": warm}))
+                for name, value in measured.items():
                     _console.print(f"{topic} run {turn + 1} of {RUNS}: {name} {value:,.2f}")
                     found.setdefault(name, []).append(value)
             medians = {name: statistics.median(values) for name, values in found.items()}

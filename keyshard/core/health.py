@@ -3,7 +3,8 @@
 State of a range; the first that applies::
 
     stalled       for STALL_S it had work and made no progress, or a handler has taken
-                  unusually long, or a consumer has been disconnected
+                  unusually long, or a consumer has been disconnected, or the broker delivers
+                  nothing of a topic partition to it
     disconnected  a consumer of it is not connected to the broker
     draining      it is about to move: running handlers finish, no new ones start
     blocked       rows wait, and all their keys wait for a retry
@@ -64,6 +65,10 @@ class StallKind(str, Enum):
     """All workers are busy with other ranges."""
     DRAINING = "draining"
     """The range is about to move."""
+    LOOK_AHEAD = "look-ahead"
+    """The broker reads nothing: too many entries wait for other ranges."""
+    UNDELIVERED = "undelivered"
+    """The broker delivers nothing, though entries are stored."""
     UNKNOWN = "unknown"
     """Messages wait, and none of the other reasons applies."""
 
@@ -170,6 +175,16 @@ class RangeFacts:
     """Topic partitions whose consumer is not connected."""
     oldest: datetime | None = None
     """Publish time of the entry that the range has held longest; ``None`` without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldUp:
+    """A topic partition of which the broker delivers nothing."""
+
+    kind: StallKind
+    since_s: float
+    """Time of the first look at which it was so, by the clock of the watchdog's caller."""
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +301,7 @@ class Watchdog:
         usual_s: float = 0.0,
         pause: Pause | None = None,
         held_back: bool = False,
+        held_up: Sequence[HeldUp] = (),
     ) -> list[Stall]:
         """Take the facts about all ranges, and return the stalls to report.
 
@@ -297,6 +313,8 @@ class Watchdog:
             usual_s: 99th percentile of the attempts of the handler, seconds.
             pause: The reason why no handler starts at all, if so.
             held_back: Whether a rate limit lets messages wait. Such a range does not stall.
+            held_up: Topic partitions that are held up, the longest first. Ranges that wait for
+                the broker stall.
         """
         slow_s = max(STALL_S, USUAL_TIMES * usual_s)
         self._watched = {
@@ -307,7 +325,9 @@ class Watchdog:
             if facts.ready and not facts.in_flight:
                 self._watched[facts.index].still_since_s = now_s
         found = [
-            self._judge(now_s, self._watched[facts.index], facts, slow_s, pause) for facts in ranges
+            self._judge(now_s, self._watched[facts.index], facts, slow_s, pause)
+            or _held_up(facts, held_up)
+            for facts in ranges
         ]
         self.stalls = {stall.index: stall for stall in found if stall is not None}
         due: list[Stall] = []
@@ -350,6 +370,15 @@ class Watchdog:
         if busy and now_s - watched.still_since_s >= (slow_s if works else STALL_S):
             return Stall(facts.index, watched.still_since_s, *_stillness(facts, pause))
         return None
+
+
+def _held_up(facts: RangeFacts, held_up: Sequence[HeldUp]) -> Stall | None:
+    """Return the stall of a range that waits for a broker that delivers nothing, if any."""
+    if not held_up or load_of(facts) is not Load.WAITING:
+        return None
+    first = held_up[0]
+    more = f" (and nothing of {len(held_up) - 1} more topic partitions)" if held_up[1:] else ""
+    return Stall(facts.index, first.since_s, first.kind, f"{first.reason}{more}")
 
 
 def _away(disconnected: Sequence[str]) -> str:

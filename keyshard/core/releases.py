@@ -98,9 +98,9 @@ class Release:
     blocked_until_half: bool = False
     """Whether a consumer at its limit of unacknowledged messages may get nothing until half of
     them are acknowledged, also beside another consumer."""
-    negative_batch_stops: bool = False
-    """Whether an entry with a negative number of messages ends the delivery of its subscription
-    (apache/pulsar#26030)."""
+    negative_batch_undelivered: bool = False
+    """Whether the broker delivers neither an entry with a negative number of messages nor the
+    entries that it reads together with it (apache/pulsar#26030)."""
     first_delayed_waits: bool = False
     """Whether the first message with a delivery time comes behind later messages of its key, even
     if its time has passed: the broker first creates what tracks delayed messages."""
@@ -123,7 +123,7 @@ def release_of(version: str) -> Release:
         partitions_need_topic=newer,
         zero_is_before_all=newer,
         blocked_until_half=waits,
-        negative_batch_stops=newest,
+        negative_batch_undelivered=newest,
         first_delayed_waits=newest,
     )
 
@@ -216,7 +216,9 @@ FAULTS = (
         _until("4.0.14", "4.2.5"),
     ),
     Fault(
-        "An entry with a negative number of messages ends the delivery of its subscription.",
+        "The broker does not deliver an entry with a negative number of messages, nor the entries "
+        "that it reads together with it. Once it has loaded the topic again, it may deliver "
+        "nothing.",
         "apache/pulsar#26030",
         _from("5.0.0"),
     ),

@@ -81,6 +81,8 @@ class ConsumerState:
     """Number of unacknowledged messages."""
     blocked: bool = False
     """Whether it has reached its limit of unacknowledged messages."""
+    permits: int = 0
+    """Messages that the broker may still send to it; batches may make it negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,10 @@ class SubscriptionState:
     blocked: bool
     """Whether it has reached its limit of unacknowledged messages."""
     consumers: tuple[ConsumerState, ...]
+    delayed: int = 0
+    """Entries that wait for their delivery time."""
+    delivered: int = 0
+    """Messages delivered since the broker loaded the topic."""
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> SubscriptionState:
@@ -125,6 +131,8 @@ class SubscriptionState:
                 ack_gaps=int(stats.get("nonContiguousDeletedMessagesRanges", 0)),
                 blocked=bool(stats.get("blockedSubscriptionOnUnackedMsgs")),
                 consumers=tuple(map(_consumer, stats.get("consumers", ()))),
+                delayed=int(stats.get("msgDelayed", 0)),
+                delivered=int(stats.get("msgOutCounter", 0)),
             )
         except (AttributeError, KeyError, OverflowError, TypeError) as exc:
             raise ValueError(f"the statistics of the subscription are incomplete: {exc!r}") from exc
@@ -133,6 +141,11 @@ class SubscriptionState:
     def gaps(self) -> tuple[HashRange, ...]:
         """Parts of the ring that no connected consumer owns."""
         return gaps(owned for consumer in self.consumers for owned in consumer.ranges)
+
+    @property
+    def unacknowledged(self) -> int:
+        """Number of messages that are delivered and unacknowledged."""
+        return sum(consumer.unacknowledged for consumer in self.consumers)
 
 
 def _consumer(stats: Mapping[str, Any]) -> ConsumerState:
@@ -147,6 +160,7 @@ def _consumer(stats: Mapping[str, Any]) -> ConsumerState:
         tuple(HashRange(int(start), int(end)) for start, end in arrays),
         int(stats.get("unackedMessages", 0)),
         bool(stats.get("blockedConsumerOnUnackedMsgs")),
+        int(stats.get("availablePermits", 0)),
     )
 
 

@@ -57,6 +57,8 @@ _STALLED = {
     StallKind.RETRIES: "a key fails, and its messages wait for the next attempt",
     StallKind.WORKERS: "all workers are busy with other ranges",
     StallKind.DRAINING: "they are about to move",
+    StallKind.LOOK_AHEAD: "the broker reads nothing, as too many entries wait for other ranges",
+    StallKind.UNDELIVERED: "the broker delivers nothing, though it has entries for them",
     StallKind.UNKNOWN: "messages wait for an unknown reason",
 }
 _OF = "of subscription {{ $labels.subscription }}"

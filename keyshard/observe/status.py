@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -18,7 +18,9 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
 from keyshard.coordinator.rescale import Rescaler
 from keyshard.core.dead_letter import DeadLetter
+from keyshard.core.deliveries import Deliveries
 from keyshard.core.health import (
+    HeldUp,
     KeyFacts,
     Load,
     Pause,
@@ -144,6 +146,7 @@ class StatusView:
         facts = handling.ranges(now_s, owned)
         usual_s, pause = handling.pace()
         held_back = _held_back(handling.rate_limit(now_s))
+        held_up = () if self._broker_facts is None else self._broker_facts.held_up
         counters = handling.totals(now_s).counters
         progress = self._subject.coordinator.status()
         lags = self._lags(owned, progress)
@@ -158,7 +161,7 @@ class StatusView:
             self._pace.look(now_s, values)
             self._loads.look(now_s, facts)
             return self._watchdog.look(
-                now_s, facts, usual_s=usual_s, pause=pause, held_back=held_back
+                now_s, facts, usual_s=usual_s, pause=pause, held_back=held_back, held_up=held_up
             )
 
     def status(self) -> Status:
@@ -545,6 +548,10 @@ class BrokerFacts:
         self._stopping = threading.Event()
         self.known: dict[TopicPartition, PartitionFacts] = {}
         """Replaced as a whole after each round."""
+        self.held_up: Sequence[HeldUp] = ()
+        """Topic partitions of which the broker delivers nothing, the longest first; none while
+        it is unknown."""
+        self._deliveries = Deliveries()
         self.error = ""
         """Error of the newest round; empty if it succeeded."""
         begin("keyshard-broker-facts", self._run)
@@ -564,7 +571,7 @@ class BrokerFacts:
                     self._round(admin, limits)
                     self.error = ""
                 except (KeyShardError, ValueError) as exc:
-                    self.error = str(exc)
+                    self.error, self.held_up = str(exc), ()
                     _log.info("the broker facts are unknown, asking again: %s", exc)
                 self._stopping.wait(max(FACTS_ROUND_S, REST_TIMES * (time.monotonic() - began_s)))
         finally:
@@ -572,13 +579,14 @@ class BrokerFacts:
 
     def _round(self, admin: Admin, limits: BrokerLimits) -> None:
         known: dict[TopicPartition, PartitionFacts] = {}
+        states: dict[TopicPartition, SubscriptionState] = {}
         for where in self._partitions():
             if self._stopping.is_set():
                 return
             stats = admin.subscription(where, self._subscription)
             if stats is None:
                 continue
-            state = SubscriptionState.from_stats(stats)
+            state = states[where] = SubscriptionState.from_stats(stats)
             known[where] = PartitionFacts(
                 state.backlog,
                 state.ack_gaps,
@@ -587,6 +595,7 @@ class BrokerFacts:
                 limits.replay(len(state.consumers)),
             )
         self.known = known
+        self.held_up = self._deliveries.look(time.monotonic(), states, limits)
 
 
 def _limits_of(admin: Admin) -> BrokerLimits:

@@ -48,8 +48,11 @@ def test_the_doctor_reports_backlog_ack_gaps_and_entries_that_wait_for_their_own
     assert state.in_replay == 1
     assert not state.blocked
     wait_until(lambda: state_of(admin, where).consumers[0].unacknowledged == 3)
-    (owner,) = state_of(admin, where).consumers
+    state = state_of(admin, where)
+    (owner,) = state.consumers
     assert not owner.blocked
+    assert owner.permits > 0
+    assert (state.delivered, state.delayed) == (6, 0)
 
 
 def test_a_topic_that_is_not_there_has_no_subscription(harness: Harness) -> None:

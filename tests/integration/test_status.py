@@ -6,20 +6,23 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import httpx
+import pulsar
 import pytest
 
 from keyshard import KeyShardSource, Message
+from keyshard.consumers.intake import Intake
+from keyshard.consumers.receiver import OwnedRange
 from keyshard.control import running_source
 from keyshard.core.releases import release_of
 from keyshard.errors import NotRunningError
 from keyshard.observe.status_types import Status
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
-from tests.helpers import present, wait_until
+from tests.helpers import keys_of, present, wait_until
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import deadline
 from tests.support.tested_pulsar import PULSAR
@@ -27,13 +30,14 @@ from tests.support.tested_pulsar import PULSAR
 pytestmark = [pytest.mark.broker]
 
 PARTITIONS, RANGES = 2, 3
-LIMITS = release_of(PULSAR).limits
+SETTINGS = {"keySharedLookAheadMsgInReplayThresholdPerConsumer": "100"}
+LIMITS = release_of(PULSAR).limits.with_settings(SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[DevBroker]:
     """One that is killed here."""
-    with DevBroker(PULSAR) as started:
+    with DevBroker(PULSAR, settings=SETTINGS) as started:
         yield started
 
 
@@ -160,3 +164,37 @@ def test_a_paused_source_receives_nothing_until_it_is_resumed(
         job.source.resume()
         wait_until(lambda: job.handled == 500)
         wait_until(lambda: backlog() == 0)
+
+
+def publish(broker: DevBroker, topic: str, keys: list[str]) -> None:
+    """Publish an entry for each key."""
+    client = pulsar.Client(
+        broker.service_url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error)
+    )
+    with closing(client):
+        producer = client.create_producer(topic, batching_enabled=False, block_if_queue_full=True)
+        for key in keys:
+            producer.send_async(b"x", None, partition_key=key)
+        producer.flush()
+
+
+def test_the_status_names_ranges_that_wait_because_of_another_one(
+    broker: DevBroker, topic_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_paused = Intake.is_paused
+
+    def paused(intake: Intake, owned_range: OwnedRange) -> bool:
+        return owned_range.range_index == 0 or is_paused(intake, owned_range)
+
+    with Job(broker, topic_name) as job:
+        monkeypatch.setattr(Intake, "is_paused", paused)
+        first, second, _ = keys_of(RANGES)
+        # The consumer of the first range takes 1,000 before it comes to a stand.
+        publish(broker, f"{topic_name}-partition-0", [first] * 2_000 + [second])
+        wait_until(lambda: "stalled" in job.states())
+        (reason,) = {each["reason"] for each in present(job.status())["ranges"] if each["stalled"]}
+        assert reason.startswith("the broker reads no new entries of persistent://public/default/")
+        assert job.handled == 0
+        monkeypatch.setattr(Intake, "is_paused", is_paused)
+        wait_until(lambda: job.handled == 2_001)
+        wait_until(lambda: job.states() == ["idle"] * RANGES)

@@ -18,6 +18,7 @@ from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.frames import api
 from keyshard.columns.messages import messages_of
 from keyshard.config.connection import Connection
+from keyshard.core import deliveries
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import CorruptEntryError, EncryptedMessageError
@@ -27,6 +28,7 @@ from tests.contract.raw_protocol import RawEntry
 from tests.contract.wire_harness import WireHarness
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import Run
 
 pytestmark = pytest.mark.broker
 
@@ -223,12 +225,37 @@ def test_a_source_names_or_counts_encrypted_messages(
         assert (rows, stream.status()["encryptedSkipped"]) == (3, 3)
 
 
+def test_the_status_names_entries_that_the_broker_does_not_deliver(
+    harness: WireHarness, dev_broker: DevBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not harness.release.negative_batch_undelivered:
+        pytest.skip("the broker delivers them")
+    monkeypatch.setattr(deliveries, "UNDELIVERED_S", 2.0)
+    where = TopicPartition(harness.create_topic())
+    source = KeyShardSource(
+        where.name, subscription="withheld", service_url=dev_broker.service_url, transport="wire",
+        admin_url=dev_broker.admin_url, parallelism=2,
+    )  # fmt: skip
+    run = Run(source, lambda _: None, {})
+    with run:
+        run.wait_started()
+        harness.publish_raw(where.name, [({6: b"k"}, b"good"), ({6: b"k", 11: 2**64 - 1}, b"bad")])
+
+        def stalled() -> list[str]:
+            ranges = source.status()["ranges"]
+            return [each["stalled"]["reason"] for each in ranges if each["stalled"]]
+
+        wait_until(lambda: len(stalled()) == 2)
+        assert f"entries of {where}, though every range asks for messages" in stalled()[0]
+        assert not run.errors
+
+
 @pytest.mark.parametrize("declared", [-1, -(2**20), 2**31 - 1, 2**31, -(2**30)])
 def test_a_batch_with_any_declared_size_stops_no_consumer(
     declared: int, harness: WireHarness
 ) -> None:
-    if harness.release.negative_batch_stops and (declared < 0 or declared >= 2**31):
-        pytest.skip("the broker ends the delivery of the subscription")
+    if harness.release.negative_batch_undelivered and (declared < 0 or declared >= 2**31):
+        pytest.skip("the broker does not deliver it")
     where, elsewhere = (TopicPartition(harness.create_topic()) for _ in range(2))
     broker = harness.broker()
     consumer, other = subscribe(broker, where), subscribe(broker, elsewhere)

@@ -90,6 +90,20 @@ OF_HANDLERS = (
         ),
     ),
     Mutant(
+        name="take a broker that delivers nothing for one without entries",
+        promise="A stall is named, also if the broker is its cause.",
+        edits=(
+            Edit(
+                "keyshard/core/deliveries.py",
+                "if asked and not state.unacknowledged and state.backlog > state.delayed:",
+                "if asked and not state.unacknowledged and state.backlog < state.delayed:",
+            ),
+        ),
+        killers=(
+            killer("unit/test_deliveries", "test_a_topic_partition_is_held_up_after_a_while"),
+        ),
+    ),
+    Mutant(
         name="acknowledge dead letters that rest when they come again",
         promise="No loss: a dead letter is kept until a handler got it done.",
         edits=(

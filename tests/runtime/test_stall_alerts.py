@@ -14,8 +14,12 @@ import pytest
 import tenacity
 
 from keyshard import Message, Produce, RetryPolicy
+from keyshard.broker.memory import LookAhead
 from keyshard.broker.memory import Message as Stored
-from keyshard.core import health
+from keyshard.broker.memory.dispatch import Subscription
+from keyshard.consumers.intake import Intake
+from keyshard.consumers.receiver import OwnedRange
+from keyshard.core import deliveries, health
 from keyshard.core.dead_letter import DeadLetter
 from keyshard.core.health import StallKind
 from keyshard.core.lanes import circuit
@@ -23,7 +27,7 @@ from keyshard.core.ring.assignment import assign, moved_ranges, reassign
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.dead_letters.store import DeadLetters
 from keyshard.errors import KeyShardError
-from keyshard.observe import monitor
+from keyshard.observe import monitor, status
 from keyshard.observe.alerts import ALERTS
 from tests.helpers import DEADLINE_S, key_in, wait_until
 from tests.support.copied_topic import Copied
@@ -36,6 +40,8 @@ RANGES = 4
 FIRST, SECOND = (key_in(hash_range) for hash_range in split_ring(RANGES)[:2])
 """Keys of the first two ranges."""
 LATER = RetryPolicy(wait=tenacity.wait_fixed(60), stop=tenacity.stop_never)
+QUEUE_MESSAGES = 100
+LOOK_AHEAD = LookAhead(per_consumer=10, per_subscription=20)
 GIVEN_UP = RetryPolicy(stop=tenacity.stop_after_attempt(1))
 
 
@@ -44,14 +50,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog looks often and waits for less."""
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
     monkeypatch.setattr(health, "STALL_S", 0.3)
+    monkeypatch.setattr(deliveries, "UNDELIVERED_S", 0.3)
+    monkeypatch.setattr(status, "FACTS_ROUND_S", 0.05)
     monkeypatch.setattr(circuit, "QUIET_S", 0.05)
 
 
 class Stalling(Copied):
     """A source that stalls until it is released."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
+        self.cluster.look_ahead = LOOK_AHEAD
+        self.patch = patch
         self.released = threading.Event()
         self.moving = threading.Event()
 
@@ -127,6 +137,22 @@ def move(world: Stalling, run: Run) -> None:
     world.moving.set()  # A free worker finds the message that waits, and that it is held.
 
 
+def take_nothing_in_the_first_range(world: Stalling, _run: Run) -> None:
+    """Leave more entries with the broker than its look-ahead limit."""
+    is_paused = Intake.is_paused
+
+    def paused(intake: Intake, owned_range: OwnedRange) -> bool:
+        return owned_range.range_index == 0 or is_paused(intake, owned_range)
+
+    world.patch.setattr(Intake, "is_paused", paused)
+    world.send(*[(FIRST, b"waits")] * (QUEUE_MESSAGES + LOOK_AHEAD.per_subscription))
+
+
+def deliver_nothing(world: Stalling, _run: Run) -> None:
+    world.patch.setattr(Subscription, "dispatch", lambda _: None)
+    world.send((FIRST, b"waits"))
+
+
 CASES: dict[StallKind, Case] = {
     StallKind.HANDLER: ({}, hang, 1),
     StallKind.DEAD_LETTER: ({"retry": GIVEN_UP, "on_failure": "dead_letter"}, give_up, 1),
@@ -136,6 +162,8 @@ CASES: dict[StallKind, Case] = {
     StallKind.RETRIES: ({"retry": LATER}, give_up, 1),
     StallKind.WORKERS: ({"workers": 1}, occupy_the_worker, 1),
     StallKind.DRAINING: ({"workers": 2}, move, 1),
+    StallKind.LOOK_AHEAD: ({}, take_nothing_in_the_first_range, RANGES),
+    StallKind.UNDELIVERED: ({}, deliver_nothing, RANGES),
 }
 
 
@@ -147,7 +175,7 @@ def test_the_alert_of_a_stall_fires_on_what_the_source_exports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options, stall, count = CASES[kind]
-    world = Stalling()
+    world = Stalling(monkeypatch)
     send = DeadLetters.send
 
     def slow(dead_letters: DeadLetters, dead_letter: DeadLetter) -> None:
@@ -156,8 +184,8 @@ def test_the_alert_of_a_stall_fires_on_what_the_source_exports(
 
     monkeypatch.setattr(DeadLetters, "send", slow)
     run = world.running(
-        world.source(), world.handle, sink=world.sink, metrics_port=0,
-        **options,
+        world.source(admin_url=world.url, receiver_queue_size=QUEUE_MESSAGES),
+        world.handle, sink=world.sink, metrics_port=0, **options,
     )  # fmt: skip
 
     def stalled() -> list[str]:

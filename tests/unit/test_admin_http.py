@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from contextlib import closing, suppress
+from typing import Any
 
 import httpx
 import pytest
@@ -286,6 +287,27 @@ def test_a_partition_that_newer_brokers_deny_is_missing(answers: Callable[[Answe
         pytest.raises(AdminError, match="active producers"),
     ):
         admin.ledgers(where)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        {"text": "<!DOCTYPE html><p>KEEP OUT</p>"},
+        {"text": "KEEP OUT", "headers": {"content-type": "text/html; charset=utf-8"}},
+    ],
+)
+def test_an_error_contains_no_page_of_a_web_server(
+    page: dict[str, Any], answers: Callable[[Answer], None]
+) -> None:
+    answers(lambda _: httpx.Response(500, **page))
+    with (
+        closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin,
+        pytest.raises(
+            BrokerUnavailableError, match=r"status 500, Internal Server Error\."
+        ) as caught,
+    ):
+        admin.partition_count("persistent://public/default/t")
+    assert "KEEP OUT" not in str(caught.value)
 
 
 @pytest.mark.parametrize("output", [b"<html>", b"[7]", b"{}", b"null", b"7", b""])

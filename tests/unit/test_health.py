@@ -9,6 +9,7 @@ import pytest
 from keyshard.core.health import (
     REMIND_S,
     STALL_S,
+    HeldUp,
     KeyFacts,
     Pause,
     RangeFacts,
@@ -177,3 +178,43 @@ def test_a_range_that_is_gone_after_a_rescale_is_forgotten() -> None:
     assert watchdog.look(STALL_S, [RangeFacts(0, waiting=1)])
     assert watchdog.look(STALL_S + 1, [RangeFacts(7)]) == []
     assert watchdog.stalls == {}
+
+
+HELD_UP = [
+    HeldUp(StallKind.UNDELIVERED, 3.0, "the broker delivers none of t-0"),
+    HeldUp(StallKind.LOOK_AHEAD, 4.0, "the broker reads none of t-1"),
+]
+
+
+def test_a_range_that_waits_for_a_broker_that_delivers_nothing_stalls() -> None:
+    watchdog = Watchdog()
+    stall, of_second = watchdog.look(90.0, [RangeFacts(0), RangeFacts(1)], held_up=HELD_UP)
+    assert (stall.index, of_second.index) == (0, 1)
+    assert (stall.kind, stall.since_s) == (StallKind.UNDELIVERED, 3.0)
+    assert stall.reason.startswith("the broker delivers none of t-0 (and nothing of 1 more topic")
+    assert watchdog.look(91.0, [RangeFacts(0), RangeFacts(1)], held_up=HELD_UP[1:]) == []
+    assert watchdog.stalls[0].reason == "the broker reads none of t-1"
+    assert watchdog.look(92.0, [RangeFacts(0), RangeFacts(1)]) == []
+    assert watchdog.stalls == {}
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        RangeFacts(0, waiting=1, ready=1),
+        RangeFacts(0, in_flight=1),
+        RangeFacts(0, paused=True),
+        RangeFacts(0, draining=True),
+    ],
+)
+def test_a_range_that_waits_for_something_else_does_not_stall_by_the_broker(
+    facts: RangeFacts,
+) -> None:
+    assert Watchdog().look(90.0, [facts], held_up=HELD_UP) == []
+
+
+def test_the_reason_of_a_range_comes_before_that_of_the_broker() -> None:
+    watchdog, facts = Watchdog(), RangeFacts(0, disconnected=("t-0",))
+    watchdog.look(0.0, [facts], held_up=HELD_UP)
+    (stall,) = watchdog.look(STALL_S, [facts], held_up=HELD_UP)
+    assert stall.kind is StallKind.DISCONNECTED

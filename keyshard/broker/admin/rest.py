@@ -353,7 +353,7 @@ class PulsarAdmin:
         if response.is_success:
             return response
         reason = _reason(response)
-        said = reason or response.text[:200] or response.reason_phrase
+        said = reason or _plain(response) or response.reason_phrase
         status = f"status {response.status_code}, {said}"
         if response.status_code == httpx.codes.NOT_FOUND and reason is None:
             status += " (Pulsar does not send this text, so another program answers there)"
@@ -419,6 +419,12 @@ def _reason(response: httpx.Response) -> str | None:
         return str(response.json()["reason"])
     except UNEXPECTED:
         return None
+
+
+def _plain(response: httpx.Response) -> str:
+    """Return the beginning of an answer; empty for a page of a web server or a proxy."""
+    page = response.headers.get("content-type", "").startswith("text/html")
+    return "" if page or response.text.lstrip().startswith("<") else response.text[:200]
 
 
 def _says_missing(response: httpx.Response) -> bool:

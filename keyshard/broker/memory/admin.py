@@ -230,6 +230,7 @@ def _stats(found: Subscription) -> Mapping[str, Any]:
         "msgBacklog": found.backlog,
         "msgInReplay": len(found.replay),
         "msgDelayed": len(found.delayed),
+        "msgOutCounter": found.delivered,
         "nonContiguousDeletedMessagesRanges": found.cursor.ack_gaps,
         "blockedSubscriptionOnUnackedMsgs": found.blocked,
         "consumers": [
@@ -239,6 +240,7 @@ def _stats(found: Subscription) -> Mapping[str, Any]:
                 "keyHashRangeArrays": [[member.hash_range.start, member.hash_range.end]],
                 "unackedMessages": member.unacked,
                 "blockedConsumerOnUnackedMsgs": member.blocked,
+                "availablePermits": member.permits,
             }
             for member in found.members
         ],

@@ -128,6 +128,8 @@ class Subscription:
         self.properties: Mapping[str, str] = {}
         self.replay = ReplayQueue()
         self.delayed = self._new_delayed()
+        self.delivered = 0
+        """Number of messages sent."""
         self._members: list[Member] = []
         self._starts: list[int] = []
         self._read_next = cursor.mark_delete + 1
@@ -256,6 +258,7 @@ class Subscription:
         if entry is None or owner is None or waits:
             return False
         owner.permits -= len(entry.messages)
+        self.delivered += len(entry.messages)
         owner.deliver(Delivery(entry, range(len(entry.messages))))
         return True
 
@@ -352,6 +355,7 @@ class Subscription:
         indices = [i for i in range(count) if i not in acked] if acked else range(count)
         member.sent(ordinal, UnackedEntry(entry.slot, len(indices)), self._limits.per_consumer)
         self._count(len(indices))
+        self.delivered += len(indices)
         member.deliver(Delivery(entry, indices))
 
     def _forget_pending(self, ordinal: int) -> None:
