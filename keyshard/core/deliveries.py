@@ -5,9 +5,9 @@ Two rules, over the broker's statistics of a subscription (``GET .../stats``). B
 
 - The replay queue is at the look-ahead limit (PIP-379): the broker reads no new entry, whichever
   range could take it.
-- Entries are stored, none is unacknowledged at a consumer, and every slot has a consumer with
-  permits. Nothing keeps the broker from delivering them, except an open transaction, a limit of
-  the dispatch rate or a fault of the broker.
+- Entries are stored that do not wait for their time, none is unacknowledged at a consumer, and
+  every slot has a consumer with permits. Nothing keeps the broker from delivering them, except an
+  open transaction, a dispatch rate or a fault of the broker.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ def _hindered(state: SubscriptionState, limits: BrokerLimits) -> StallKind | Non
     """Return why the broker may deliver nothing at this moment; ``None`` if there is no sign."""
     if 0 < limits.replay(len(state.consumers)) <= state.in_replay:
         return StallKind.LOOK_AHEAD
-    asked = not state.gaps and all(consumer.permits > 0 for consumer in state.consumers)
-    if asked and not state.unacknowledged and state.backlog > state.delayed:
-        return StallKind.UNDELIVERED
-    return None
+    due = state.backlog > state.delayed and not 0 < limits.delayed <= state.delayed
+    if not due or state.unacknowledged:
+        return None
+    asked = all(consumer.permits > 0 for consumer in state.consumers) and not state.gaps
+    return StallKind.UNDELIVERED if asked else None
 
 
 def _reason(

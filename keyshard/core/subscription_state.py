@@ -29,6 +29,9 @@ class BrokerLimits:
     """Entries of one topic partition that may wait for their owner, per connected consumer."""
     replay_per_subscription: int = 20_000
     """Limit of these entries for any number of consumers."""
+    delayed: int = 50_000
+    """Entries that may wait for their time. At this limit, if their times ascend, the broker reads
+    no further entries; 0 for no limit."""
     ack_gaps: int = 10_000
     """Runs of acknowledged entries that a cursor keeps. When a broker restarts, further ones are
     forgotten, and their entries are redelivered."""
@@ -65,6 +68,7 @@ _SETTINGS = {
     "unacked_per_subscription": "maxUnackedMessagesPerSubscription",
     "replay_per_consumer": "keySharedLookAheadMsgInReplayThresholdPerConsumer",
     "replay_per_subscription": "keySharedLookAheadMsgInReplayThresholdPerSubscription",
+    "delayed": "delayedDeliveryFixedDelayDetectionLookahead",
     "ack_gaps": "managedLedgerMaxUnackedRangesToPersist",
     "message_bytes": "maxMessageSize",
 }

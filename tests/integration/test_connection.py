@@ -12,7 +12,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
 
+import pulsar
 import pytest
+from pulsar.schema import AvroSchema, Long, Record
 
 from keyshard import Connection, KeyShardSource, Message, OAuth2, Reject, SourceStream, Token
 from keyshard.broker.admin.http import AdminHttp
@@ -121,6 +123,35 @@ FULL = "persistent://public/default/"
 
 def test_the_right_token_gets_everything(broker: DevBroker, topic: str) -> None:
     assert rows_of(as_role(broker), topic) == 100
+
+
+class Order(Record):  # type: ignore[misc]
+    id = Long()
+
+
+@pytest.mark.parametrize("admin", [True, False])
+def test_the_permission_to_consume_is_enough_for_values_with_a_schema(
+    admin: bool, broker: DevBroker, topic_name: str
+) -> None:
+    token = pulsar.AuthenticationToken(broker.signer.token("admin"))
+    client = pulsar.Client(
+        broker.service_url, authentication=token,
+        tls_trust_certs_file_path=str(broker.authority.path),
+        logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
+    )  # fmt: skip
+    with closing(client):
+        producer = client.create_producer(topic_name, schema=AvroSchema(Order))
+        for number in range(3):
+            producer.send(Order(id=number), partition_key="k")
+    grant(broker, topic_name, "consume")
+    connection = as_role(broker)
+    source = source_at(connection if admin else replace(connection, admin_url=None), topic_name)
+    rows: list[dict[str, int]] = []
+    with source.open() as stream:
+        decoder = source.decoder(["id"])
+        while len(rows) < 3 and (batch := stream.next_batch(timeout_s=deadline(30))):
+            rows += [row for one in decoder.decoded(batch) for row in one.to_pylist()]
+    assert rows == [{"id": number} for number in range(3)]
 
 
 def test_a_token_of_a_file_and_of_a_variable(

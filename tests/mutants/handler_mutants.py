@@ -95,8 +95,8 @@ OF_HANDLERS = (
         edits=(
             Edit(
                 "keyshard/core/deliveries.py",
-                "if asked and not state.unacknowledged and state.backlog > state.delayed:",
-                "if asked and not state.unacknowledged and state.backlog < state.delayed:",
+                "due = state.backlog > state.delayed and",
+                "due = state.backlog < state.delayed and",
             ),
         ),
         killers=(

@@ -14,7 +14,7 @@ from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.subscription_state import BrokerLimits, ConsumerState, SubscriptionState
 
 P0, P1 = (TopicPartition("persistent://public/default/t", number) for number in (0, 1))
-LIMITS = BrokerLimits(replay_per_consumer=100, replay_per_subscription=150)
+LIMITS = BrokerLimits(replay_per_consumer=100, replay_per_subscription=150, delayed=500)
 ASKING = tuple(ConsumerState("c", "a", (part,), permits=5) for part in split_ring(2))
 QUIET = SubscriptionState(
     kind="Key_Shared", sticky=True, out_of_order=False, durable=True,
@@ -32,6 +32,7 @@ def kinds(deliveries: Deliveries, now_s: float, state: SubscriptionState) -> lis
     ("state", "kind", "after_s"),
     [
         (WITHHELD, StallKind.UNDELIVERED, UNDELIVERED_S),
+        (replace(WITHHELD, backlog=502, delayed=499), StallKind.UNDELIVERED, UNDELIVERED_S),
         # Its ranges ask for them, so it is no reason that they wait for their ranges.
         (replace(WITHHELD, in_replay=149), StallKind.UNDELIVERED, UNDELIVERED_S),
         (FULL, StallKind.LOOK_AHEAD, STALL_S),
@@ -55,6 +56,8 @@ def test_a_topic_partition_is_held_up_after_a_while(
     [
         QUIET,
         replace(WITHHELD, delayed=3),
+        # It reads no entries behind so many delayed ones.
+        replace(WITHHELD, backlog=503, delayed=500),
         replace(WITHHELD, consumers=()),
         replace(WITHHELD, consumers=ASKING[:1]),
         replace(WITHHELD, consumers=(ASKING[0], replace(ASKING[1], permits=0))),

@@ -69,6 +69,7 @@ class MemoryAdmin:
             "keySharedLookAheadMsgInReplayThresholdPerSubscription": str(
                 look_ahead.per_subscription
             ),
+            "delayedDeliveryFixedDelayDetectionLookahead": str(look_ahead.delayed),
         }
 
     def subscription(
