@@ -578,23 +578,23 @@ class BrokerFacts:
             admin.close()
 
     def _round(self, admin: Admin, limits: BrokerLimits) -> None:
-        known: dict[TopicPartition, PartitionFacts] = {}
         states: dict[TopicPartition, SubscriptionState] = {}
         for where in self._partitions():
             if self._stopping.is_set():
                 return
             stats = admin.subscription(where, self._subscription)
-            if stats is None:
-                continue
-            state = states[where] = SubscriptionState.from_stats(stats)
-            known[where] = PartitionFacts(
+            if stats is not None:
+                states[where] = SubscriptionState.from_stats(stats)
+        self.known = {
+            where: PartitionFacts(
                 state.backlog,
                 state.ack_gaps,
                 limits.ack_gaps,
                 state.in_replay,
                 limits.replay(len(state.consumers)),
             )
-        self.known = known
+            for where, state in states.items()
+        }
         self.held_up = self._deliveries.look(time.monotonic(), states, limits)
 
 

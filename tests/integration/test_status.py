@@ -14,8 +14,6 @@ import pulsar
 import pytest
 
 from keyshard import KeyShardSource, Message
-from keyshard.consumers.intake import Intake
-from keyshard.consumers.receiver import OwnedRange
 from keyshard.control import running_source
 from keyshard.core.releases import release_of
 from keyshard.errors import NotRunningError
@@ -25,6 +23,7 @@ from keyshard.testing.verify.workloads import Workload, create_partitioned_topic
 from tests.helpers import keys_of, present, wait_until
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import deadline
+from tests.support.paused_range import pause_first_range
 from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker]
@@ -181,13 +180,8 @@ def publish(broker: DevBroker, topic: str, keys: list[str]) -> None:
 def test_the_status_names_ranges_that_wait_because_of_another_one(
     broker: DevBroker, topic_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_paused = Intake.is_paused
-
-    def paused(intake: Intake, owned_range: OwnedRange) -> bool:
-        return owned_range.range_index == 0 or is_paused(intake, owned_range)
-
     with Job(broker, topic_name) as job:
-        monkeypatch.setattr(Intake, "is_paused", paused)
+        pause_first_range(monkeypatch)
         first, second, _ = keys_of(RANGES)
         # The consumer of the first range takes 1,000 before it comes to a stand.
         publish(broker, f"{topic_name}-partition-0", [first] * 2_000 + [second])
@@ -195,6 +189,6 @@ def test_the_status_names_ranges_that_wait_because_of_another_one(
         (reason,) = {each["reason"] for each in present(job.status())["ranges"] if each["stalled"]}
         assert reason.startswith("the broker reads no new entries of persistent://public/default/")
         assert job.handled == 0
-        monkeypatch.setattr(Intake, "is_paused", is_paused)
+        monkeypatch.undo()
         wait_until(lambda: job.handled == 2_001)
         wait_until(lambda: job.states() == ["idle"] * RANGES)

@@ -17,8 +17,6 @@ from keyshard import Message, Produce, RetryPolicy
 from keyshard.broker.memory import LookAhead
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.dispatch import Subscription
-from keyshard.consumers.intake import Intake
-from keyshard.consumers.receiver import OwnedRange
 from keyshard.core import deliveries, health
 from keyshard.core.dead_letter import DeadLetter
 from keyshard.core.health import StallKind
@@ -32,6 +30,7 @@ from keyshard.observe.alerts import ALERTS
 from tests.helpers import DEADLINE_S, key_in, wait_until
 from tests.support.copied_topic import Copied
 from tests.support.memory_topic import Run
+from tests.support.paused_range import pause_first_range
 from tests.support.promtool import fires
 
 pytestmark = pytest.mark.usefixtures("control_folder")
@@ -139,12 +138,7 @@ def move(world: Stalling, run: Run) -> None:
 
 def take_nothing_in_the_first_range(world: Stalling, _run: Run) -> None:
     """Leave more entries with the broker than its look-ahead limit."""
-    is_paused = Intake.is_paused
-
-    def paused(intake: Intake, owned_range: OwnedRange) -> bool:
-        return owned_range.range_index == 0 or is_paused(intake, owned_range)
-
-    world.patch.setattr(Intake, "is_paused", paused)
+    pause_first_range(world.patch)
     world.send(*[(FIRST, b"waits")] * (QUEUE_MESSAGES + LOOK_AHEAD.per_subscription))
 
 
