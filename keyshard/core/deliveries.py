@@ -20,8 +20,9 @@ from keyshard.core.health import HeldUp, StallKind
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 
-UNDELIVERED_S = 30.0
-"""Time after which entries that every range asks for count as undelivered, seconds."""
+UNDELIVERED_S = 90.0
+"""Time after which entries that every range asks for count as undelivered, seconds. It is longer
+than a transaction lasts by default, 60 s, and than a usual period of a dispatch rate."""
 
 
 @dataclass(frozen=True, slots=True)

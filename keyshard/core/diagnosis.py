@@ -481,19 +481,19 @@ def _reaches(load: Load, limits: BrokerLimits) -> list[_Reach]:
             f"{stop} the window of {load.window_bytes_max:,} bytes is full after",
             "Raise window_bytes_max.",
         ),
-        _Reach(
-            "replay queue",
-            limits.replay(load.parallelism) / entries_per_consumer,
-            f"{lag} the broker stops all ranges of a topic partition, with "
-            f"{limits.replay(load.parallelism):,} entries waiting, after",
-            "Raise keySharedLookAheadMsgInReplayThresholdPerConsumer and ...PerSubscription.",
-        ),
-        _Reach(
-            "ack gaps", limits.ack_gaps / entries_per_consumer,
-            f"{lag} a topic partition exceeds {limits.ack_gaps:,} ack gaps after",
-            "Raise managedLedgerMaxUnackedRangesToPersist.",
-        ),
     ]  # fmt: skip
+    replay_max = limits.replay(load.parallelism)
+    if replay_max:
+        text = (
+            f"{lag} the broker stops all ranges of a topic partition, with {replay_max:,} entries "
+            "waiting, after"
+        )
+        advice = "Raise keySharedLookAheadMsgInReplayThresholdPerConsumer and ...PerSubscription."
+        reaches.append(_Reach("replay queue", replay_max / entries_per_consumer, text, advice))
+    if limits.ack_gaps:
+        text = f"{lag} a topic partition exceeds {limits.ack_gaps:,} ack gaps after"
+        advice = "Raise managedLedgerMaxUnackedRangesToPersist."
+        reaches.append(_Reach("ack gaps", limits.ack_gaps / entries_per_consumer, text, advice))
     if limits.unacked_per_consumer:
         text = f"{stop} a range has {limits.unacked_per_consumer:,} unacknowledged messages after"
         seconds = limits.unacked_per_consumer / per_consumer

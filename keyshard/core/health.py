@@ -281,6 +281,8 @@ class _Watched:
     """Time since which it has had work and handled none."""
     away_since_s: float | None = None
     """Time since which one of its consumers has been disconnected."""
+    waits_since_s: float | None = None
+    """Time since which each look has found it waiting for the broker, without progress."""
     named_s: float | None = None
     """Time of the newest report."""
 
@@ -313,8 +315,8 @@ class Watchdog:
             usual_s: 99th percentile of the attempts of the handler, seconds.
             pause: The reason why no handler starts at all, if so.
             held_back: Whether a rate limit lets messages wait. Such a range does not stall.
-            held_up: Topic partitions that are held up, the longest first. Ranges that wait for
-                the broker stall.
+            held_up: Topic partitions that are held up, the longest first. Ranges stall that have
+                only waited for the broker for ``STALL_S``.
         """
         slow_s = max(STALL_S, USUAL_TIMES * usual_s)
         self._watched = {
@@ -324,9 +326,15 @@ class Watchdog:
         for facts in ranges if held_back else ():
             if facts.ready and not facts.in_flight:
                 self._watched[facts.index].still_since_s = now_s
+        for facts in ranges:
+            watched = self._watched[facts.index]
+            if facts.handled != watched.handled or load_of(facts) is not Load.WAITING:
+                watched.waits_since_s = None
+            elif watched.waits_since_s is None:
+                watched.waits_since_s = now_s
         found = [
             self._judge(now_s, self._watched[facts.index], facts, slow_s, pause)
-            or _held_up(facts, held_up)
+            or _held_up(now_s, self._watched[facts.index], facts, held_up)
             for facts in ranges
         ]
         self.stalls = {stall.index: stall for stall in found if stall is not None}
@@ -372,9 +380,12 @@ class Watchdog:
         return None
 
 
-def _held_up(facts: RangeFacts, held_up: Sequence[HeldUp]) -> Stall | None:
+def _held_up(
+    now_s: float, watched: _Watched, facts: RangeFacts, held_up: Sequence[HeldUp]
+) -> Stall | None:
     """Return the stall of a range that waits for a broker that delivers nothing, if any."""
-    if not held_up or load_of(facts) is not Load.WAITING:
+    since_s = watched.waits_since_s
+    if not held_up or since_s is None or now_s - since_s < STALL_S:
         return None
     first = held_up[0]
     more = f" (and nothing of {len(held_up) - 1} more topic partitions)" if held_up[1:] else ""

@@ -41,9 +41,9 @@ class BrokerLimits:
     def with_settings(self, settings: Mapping[str, str]) -> BrokerLimits:
         """Return these limits with those that the broker's configuration names."""
         found = {
-            field: int(settings[name])
+            field: max(0, int(settings[name]))
             for field, name in _SETTINGS.items()
-            if str(settings.get(name, "")).isdigit()
+            if re.fullmatch(r"-?[0-9]+", str(settings.get(name, "")))
         }
         return replace(self, **found)
 
@@ -58,9 +58,17 @@ class BrokerLimits:
     def replay(self, consumers: int) -> int:
         """Return how many entries of one topic partition may wait for their owner.
 
-        Beyond that, all ranges stop.
+        Beyond that, all ranges stop; 0 for no limit. Without limits of their own, the limits of
+        unacknowledged messages apply to them, as in ``getEffectiveLookAheadLimit`` of Pulsar.
         """
-        return min(self.replay_per_consumer * consumers, self.replay_per_subscription)
+        return _smaller(
+            self.replay_per_consumer * consumers, self.replay_per_subscription
+        ) or _smaller(self.unacked_per_consumer * consumers, self.unacked_per_subscription)
+
+
+def _smaller(one: int, other: int) -> int:
+    """Return the smaller of two limits, where 0 means no limit."""
+    return min(one, other) or max(one, other)
 
 
 _SETTINGS = {

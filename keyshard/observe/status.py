@@ -512,6 +512,8 @@ FACTS_ROUND_S = 2.0
 """Shortest time between two rounds of requests, seconds."""
 REST_TIMES = 4.0
 """Time between two rounds, at least this many times the duration of a round."""
+FAILURES_MAX = 3
+"""Failed requests after which a round ends."""
 
 _log = logging.getLogger(__name__)
 
@@ -568,24 +570,38 @@ class BrokerFacts:
                 began_s = time.monotonic()
                 try:
                     limits = limits or _limits_of(admin)
-                    self._round(admin, limits)
-                    self.error = ""
+                    failed = self._round(admin, limits)
                 except (KeyShardError, ValueError) as exc:
-                    self.error, self.held_up = str(exc), ()
-                    _log.info("the broker facts are unknown, asking again: %s", exc)
+                    failed = exc
+                self.error = "" if failed is None else str(failed)
+                if failed is not None:
+                    _log.info("broker facts are unknown, asking again: %s", failed)
                 self._stopping.wait(max(FACTS_ROUND_S, REST_TIMES * (time.monotonic() - began_s)))
         finally:
             admin.close()
 
-    def _round(self, admin: Admin, limits: BrokerLimits) -> None:
-        states: dict[TopicPartition, SubscriptionState] = {}
-        for where in self._partitions():
-            if self._stopping.is_set():
-                return
-            stats = admin.subscription(where, self._subscription)
-            if stats is not None:
-                states[where] = SubscriptionState.from_stats(stats)
+    def _round(self, admin: Admin, limits: BrokerLimits) -> Exception | None:
+        """Take the facts of each topic partition; return the first error, if there was one.
+
+        Topic partitions without an answer keep their old facts. They are not held up, since the
+        time without an answer proves nothing.
+        """
+        partitions = list(self._partitions())
+        failed: list[Exception] = []
+        answers: dict[TopicPartition, SubscriptionState | None] = {}
+        for where in partitions:
+            if self._stopping.is_set() or len(failed) == FAILURES_MAX:
+                break
+            try:
+                stats = admin.subscription(where, self._subscription)
+                answers[where] = None if stats is None else SubscriptionState.from_stats(stats)
+            except (KeyShardError, ValueError) as exc:
+                failed.append(exc)
+        states = {where: state for where, state in answers.items() if state is not None}
+        old = self.known
         self.known = {
+            where: old[where] for where in partitions if where in old and where not in answers
+        } | {
             where: PartitionFacts(
                 state.backlog,
                 state.ack_gaps,
@@ -596,6 +612,7 @@ class BrokerFacts:
             for where, state in states.items()
         }
         self.held_up = self._deliveries.look(time.monotonic(), states, limits)
+        return failed[0] if failed else None
 
 
 def _limits_of(admin: Admin) -> BrokerLimits:

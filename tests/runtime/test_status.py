@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,6 +20,7 @@ from keyshard import KeyShardSource, Message, RetryPolicy
 from keyshard.broker.connect import connect_admin
 from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
+from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import Broker
 from keyshard.cli import main
 from keyshard.config.connection import Connection
@@ -28,9 +29,11 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
 from keyshard.core import health, pace
 from keyshard.core.history import CommitsStatus, RescaleStatus
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import range_index, split_ring
 from keyshard.core.ring.key_slot import key_slot, possible_slots
 from keyshard.errors import (
+    BrokerError,
     ConfigError,
     ControlError,
     DrainTimeoutError,
@@ -245,6 +248,30 @@ def test_status_is_plain_json_with_counts_and_facts_of_the_broker(job: Job, quic
         assert each["replay"] == 0
     assert status["brokerError"] == ""
     assert status["parked"] == []
+
+
+def test_a_topic_partition_without_an_answer_of_the_broker_hides_no_other(
+    job: Job, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, silent = MemoryAdmin.subscription, {0}
+
+    def subscription(
+        admin: MemoryAdmin, where: TopicPartition, name: str
+    ) -> Mapping[str, Any] | None:
+        if where.partition in silent:
+            raise BrokerError(f"{where.name} has no answer")
+        return ask(admin, where, name)
+
+    job.start()
+    wait_until(lambda: all(each["backlog"] == 0 for each in job.status()["partitions"]))
+    monkeypatch.setattr(MemoryAdmin, "subscription", subscription)
+    wait_until(lambda: job.status()["brokerError"].endswith("orders-partition-0 has no answer"))
+    job.publish(*((f"key-{number}", b"hang") for number in range(20)))
+    wait_until(lambda: job.status()["partitions"][1]["backlog"])
+    assert job.status()["partitions"][0]["backlog"] == 0, "as it was before"
+    silent.clear()
+    wait_until(lambda: job.status()["partitions"][0]["backlog"])
+    wait_until(lambda: job.status()["brokerError"] == "")
 
 
 def test_every_field_is_documented(job: Job) -> None:

@@ -103,7 +103,7 @@ def test_the_longest_comes_first_and_a_topic_partition_that_is_gone_is_forgotten
 
 
 def test_a_broker_without_a_look_ahead_limit_is_never_at_it() -> None:
-    deliveries, limits = Deliveries(), BrokerLimits(replay_per_consumer=0)
+    deliveries, limits = Deliveries(), BrokerLimits(0, 0, 0, 0)
     busy = replace(FULL, consumers=(replace(ASKING[0], unacknowledged=1), ASKING[1]))
     deliveries.look(0.0, {P0: busy}, limits)
     assert deliveries.look(UNDELIVERED_S, {P0: busy}, limits) == []

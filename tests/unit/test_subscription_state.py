@@ -60,6 +60,27 @@ def test_limits_come_from_the_broker_if_it_reports_them() -> None:
     assert (limits.replay(3), limits.replay(50)) == (6_000, 20_000)
 
 
+@pytest.mark.parametrize(
+    ("limits", "three", "fifty"),
+    [
+        (BrokerLimits(), 6_000, 20_000),
+        (BrokerLimits(replay_per_consumer=0), 20_000, 20_000),
+        (BrokerLimits(replay_per_subscription=0), 6_000, 100_000),
+        (BrokerLimits(replay_per_consumer=0, replay_per_subscription=0), 150_000, 200_000),
+        (BrokerLimits(0, 0, replay_per_consumer=0, replay_per_subscription=0), 0, 0),
+    ],
+)
+def test_limits_of_unacknowledged_messages_stand_in_for_those_of_waiting_entries(
+    limits: BrokerLimits, three: int, fifty: int
+) -> None:
+    assert (limits.replay(3), limits.replay(50)) == (three, fifty)
+
+
+def test_a_negative_limit_is_none() -> None:
+    names = {"keySharedLookAheadMsgInReplayThresholdPerConsumer": "-1", "maxMessageSize": "1 MB"}
+    assert BrokerLimits().with_settings(names) == BrokerLimits(replay_per_consumer=0)
+
+
 def test_the_type_of_an_unused_subscription_is_unknown() -> None:
     for output in ({"type": "None"}, {"type": None}, {}):
         assert SubscriptionState.from_stats({"msgBacklog": 0, **output}).kind == ""
