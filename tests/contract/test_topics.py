@@ -40,6 +40,15 @@ def test_partition_counts_distinguish_missing_plain_and_partitioned_topics(
     assert admin.partition_count("persistent://public/default/contract-missing") is None
 
 
+def test_a_request_that_fails_does_not_spoil_the_next_one(harness: Harness) -> None:
+    admin = harness.admin()
+    missing = TopicPartition("persistent://public/default/contract-missing")
+    for _ in range(30):
+        with pytest.raises(BrokerError):
+            admin.created(missing)
+        assert admin.partition_count(missing.topic) is None
+
+
 def test_the_topics_of_a_namespace_come_without_their_partitions(harness: Harness) -> None:
     mine = {harness.create_topic(partitions=2), harness.create_topic()}
     found = harness.admin().topics(*namespace_of(min(mine)))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Callable
 from contextlib import closing, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -444,3 +446,33 @@ def test_properties_of_the_broker_are_not_sent_back(answers: Callable[[Answer], 
     with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
         assert admin.set_property(TopicPartition("persistent://t/n/x"), "s", "b", "3")
     assert sent == [{"a": "2", "b": "3"}]
+
+
+class _Statuses(BaseHTTPRequestHandler):
+    """Answers with the status in the path and the port of the client."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        body = b"%d" % self.client_address[1]
+        self.send_response(int(self.path.rpartition("/")[2]))
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def test_a_connection_ends_with_a_server_error() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Statuses) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        connection = Connection(admin_url=f"http://127.0.0.1:{server.server_port}")
+        with closing(AdminHttp(connection)) as admin:
+            statuses = (200, 404, 409, 500, 200, 503, 404, 404)
+            ports = [admin.request("GET", f"/admin/v2/{status}").text for status in statuses]
+        server.shutdown()
+        thread.join()
+    assert [port for port, _ in itertools.groupby(ports)] == [ports[0], ports[4], ports[6]]
+    assert len(set(ports)) == 3

@@ -47,11 +47,18 @@ class _Authorization(httpx.Auth):
         yield request
 
 
-class _InTime(httpx.SyncByteStream):
-    """The bytes of an answer, with a time limit, so that a slow trickle cannot block the caller."""
+class _Content(httpx.SyncByteStream):
+    """The bytes of an answer, with a time limit, so that a slow trickle cannot block the caller.
 
-    def __init__(self, stream: httpx.SyncByteStream) -> None:
-        self._stream = stream
+    A connection ends with a server error. If a request of Pulsar 5.0.1 fails by an error that the
+    broker does not expect, the next request on its connection may get status 500, or no answer.
+    """
+
+    def __init__(self, answer: httpx.Response) -> None:
+        assert isinstance(answer.stream, httpx.SyncByteStream)
+        self._stream = answer.stream
+        self._connection = answer.extensions.get("network_stream")
+        self._is_last = answer.is_server_error
         self._end_s = time.monotonic() + ANSWER_S
 
     def __iter__(self) -> Iterator[bytes]:
@@ -61,6 +68,8 @@ class _InTime(httpx.SyncByteStream):
             yield part
 
     def close(self) -> None:
+        if self._is_last and self._connection is not None:
+            self._connection.close()
         self._stream.close()
 
 
@@ -68,9 +77,8 @@ def _limit(answer_s: float) -> httpx.Timeout:
     return httpx.Timeout(answer_s, connect=min(CONNECT_S, answer_s))
 
 
-def _in_time(answer: httpx.Response) -> None:
-    assert isinstance(answer.stream, httpx.SyncByteStream)
-    answer.stream = _InTime(answer.stream)
+def _watch(answer: httpx.Response) -> None:
+    answer.stream = _Content(answer)
 
 
 class AdminHttp:
@@ -108,7 +116,7 @@ class AdminHttp:
         self._client = httpx.Client(
             timeout=_limit(TIMEOUT_S),
             auth=auth,
-            event_hooks={"response": [_in_time]},
+            event_hooks={"response": [_watch]},
             verify=shared_tls_context(connection),
             # Requests to this machine must not go through a proxy of the environment.
             trust_env=url.host not in _LOOPBACK,
