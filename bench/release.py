@@ -7,4 +7,4 @@ import os
 from keyshard.testing.devbroker import DEFAULT_VERSION
 
 PULSAR = os.environ.get("KEYSHARD_BENCH_PULSAR") or DEFAULT_VERSION
-"""``KEYSHARD_BENCH_PULSAR=5.0.1 python -m bench ingest`` measures that release."""
+"""``KEYSHARD_BENCH_PULSAR=4.0.8 python -m bench ingest`` measures that release."""

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from keyshard.core.releases import DEFAULT_VERSION
+
 if TYPE_CHECKING:
     from keyshard.testing.devbroker.registry import BrokerRecord
 
 _POLL_S = 0.2
-_VERSION = "4.0.8"  # Copied from keyshard.testing.devbroker, which would load httpx for --help.
 _PORT = 6650
 _ADMIN_PORT = 8080
 _CLIENT_CONF = "client.conf"
@@ -49,7 +50,7 @@ LogDataOption = Annotated[
 def start(  # noqa: PLR0917 - one argument per option
     version: Annotated[
         str, typer.Option(help="Pulsar version, downloaded on first use.")
-    ] = _VERSION,
+    ] = DEFAULT_VERSION,
     port: Annotated[int, typer.Option(help="Port of the broker.")] = _PORT,
     admin_port: Annotated[int, typer.Option(help="Port of the admin interface.")] = _ADMIN_PORT,
     data: DataOption = None,

@@ -15,6 +15,8 @@ from keyshard.core.subscription_state import BrokerLimits
 
 TESTED = ("4.0.8", "4.2.4", "5.0.1")
 """Releases that keyshard is tested with."""
+DEFAULT_VERSION = TESTED[-1]
+"""Release of the brokers that keyshard starts, and that the in-memory broker behaves like."""
 
 
 class Version(NamedTuple):

@@ -19,7 +19,7 @@ from keyshard.broker.memory import (
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import Broker
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.releases import release_of
+from keyshard.core.releases import DEFAULT_VERSION, release_of
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
 from tests.contract.contract_harness import SUBSCRIPTION, OtherClient, receive, subscribe
@@ -28,7 +28,7 @@ from tests.contract.contract_harness import SUBSCRIPTION, OtherClient, receive, 
 class MemoryHarness:
     """The in-memory broker, with a short look-ahead so that a stall needs few messages."""
 
-    version = "4.0.8"
+    version = DEFAULT_VERSION
     look_ahead_per_consumer = 100
     idle_s = 0.25
     delay_ms = 3_600_000
@@ -160,10 +160,10 @@ class MemoryHarness:
             broker.close()
 
 
-class NewerMemoryHarness(MemoryHarness):
-    """The same as Pulsar 5.0.1."""
+class OldestMemoryHarness(MemoryHarness):
+    """The same as Pulsar 4.0.8."""
 
-    version = "5.0.1"
+    version = "4.0.8"
 
 
 class MemoryOtherClient:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.cli import broker
 from keyshard.testing.devbroker import DEFAULT_VERSION, registry
 from tests.helpers import DEADLINE_S
 from tests.support.command_line import run
@@ -113,10 +112,6 @@ def test_the_log_is_printed_from_its_end(
     (tmp_path / "broker.log").write_text("one\ntwo\nthree\n")
     code, out, _ = run(capsys, "broker", "logs", "-n", "2", "--data", str(tmp_path))
     assert (code, out) == (0, "two\nthree\n")
-
-
-def test_the_default_version_is_that_of_the_broker() -> None:
-    assert broker._VERSION == DEFAULT_VERSION
 
 
 COMMANDS = (

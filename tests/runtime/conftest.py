@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from keyshard.core.releases import DEFAULT_VERSION
 from keyshard.reading import scan
 from tests.support.changing_topics import ChangingTopics
 from tests.support.control_folder import own_control_folder
@@ -49,8 +50,9 @@ def dlq() -> Iterator[DeadLetterTopic]:
 
 
 @pytest.fixture
-def changing() -> Iterator[ChangingTopics]:
-    topics = ChangingTopics()
+def changing(request: pytest.FixtureRequest) -> Iterator[ChangingTopics]:
+    """A parameter is the release of Pulsar."""
+    topics = ChangingTopics(getattr(request, "param", DEFAULT_VERSION))
     yield topics
     topics.cluster.validate()
 

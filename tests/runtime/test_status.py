@@ -18,7 +18,7 @@ import tenacity
 
 from keyshard import KeyShardSource, Message, RetryPolicy
 from keyshard.broker.connect import connect_admin
-from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import Broker
@@ -242,9 +242,9 @@ def test_status_is_plain_json_with_counts_and_facts_of_the_broker(job: Job, quic
     assert status["counters"]["completed"] == 15
     assert status["handlerSeconds"]["count"] == 15
     for each in status["partitions"]:
-        # 4 ranges of 2,000 entries; the limits are those of the broker.
-        assert each["replayMax"] == RANGES * LookAhead().per_consumer
-        assert each["ackGapsMax"] == 10_000
+        # The limits are those of Pulsar 5.0.
+        assert each["replayMax"] == RANGES * 4_000
+        assert each["ackGapsMax"] == 200_000
         assert each["replay"] == 0
     assert status["brokerError"] == ""
     assert status["parked"] == []

@@ -13,6 +13,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.releases import DEFAULT_VERSION
 from tests.helpers import config, keys_of, rows_of
 
 PREFIX = "persistent://public/default/"
@@ -22,8 +23,8 @@ KEYS = keys_of(4)
 class ChangingTopics:
     """A cluster, with its published messages and those that a source gave."""
 
-    def __init__(self) -> None:
-        self.cluster = MemoryCluster()
+    def __init__(self, version: str = DEFAULT_VERSION) -> None:
+        self.cluster = MemoryCluster(version=version)
         self.admin = MemoryAdmin(self.cluster)
         self.sent: Counter[str] = Counter()
         self.got: Counter[str] = Counter()

@@ -14,7 +14,7 @@ import pytest
 
 from keyshard.config.connection import Connection
 from keyshard.errors import ConfigError, DevBrokerError
-from keyshard.testing.devbroker import DevBroker, process, registry
+from keyshard.testing.devbroker import DEFAULT_VERSION, DevBroker, process, registry
 from keyshard.testing.devbroker.devbroker import render_config
 from keyshard.testing.devbroker.process import LogWatch, StartResult, wait_until_ready
 from tests.helpers import wait_until
@@ -66,16 +66,26 @@ def _another_process_may_hold(port: int) -> bool:
     return done.stdout == "True\n"
 
 
-def test_a_broker_names_a_port_that_was_taken_meanwhile(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("bind(..) failed with error(-98): Address already in use", StartResult.TAKEN),
+        (
+            "org.rocksdb.RocksDBException: unsupported format_version: 6 in M",
+            StartResult.NEWER,
+        ),
+    ],
+)
+def test_a_broker_that_ends_names_the_cause(tmp_path: Path, text: str, result: StartResult) -> None:
     log = tmp_path / "broker.log"
-    log.write_text("bind(..) failed with error(-98): Address already in use\n")
+    log.write_text(f"starting\n{text}\n")
 
     def outcome(start: int) -> StartResult:
         watch = LogWatch(log, start)
         nobody = Connection("pulsar://127.0.0.1:1", "http://127.0.0.1:1")
         return wait_until_ready(nobody, returncode=lambda: 1, log=watch, deadline=0)
 
-    assert outcome(0) is StartResult.TAKEN
+    assert outcome(0) is result
     assert outcome(log.stat().st_size) is StartResult.DIED
 
 
@@ -85,7 +95,7 @@ def test_a_broker_has_its_addresses_before_it_runs(tmp_path: Path) -> None:
     assert broker.admin_url == "http://127.0.0.1:1235"
     assert broker.pid is None
     assert not broker.is_running()
-    assert repr(broker) == f"<DevBroker 4.0.8 on 1234, {tmp_path}: not running>"
+    assert repr(broker) == f"<DevBroker {DEFAULT_VERSION} on 1234, {tmp_path}: not running>"
 
 
 @pytest.mark.parametrize("optimised", [False, True])

@@ -9,7 +9,7 @@ client connection to it. ``tests/contract`` runs the same cases here and on a re
     broker = MemoryBroker(cluster)
 
 Behaviour of Pulsar that it reproduces, because programs often get it wrong, by default that of
-4.0.8 (``MemoryCluster(version="5.0.1")``; :mod:`keyshard.core.releases` has the differences):
+5.0.1 (``MemoryCluster(version="4.0.8")``; :mod:`keyshard.core.releases` has the differences):
 
 - A batch goes whole to the range of its first key. A keyless entry is routed by producer and
   sequence id.
@@ -17,7 +17,7 @@ Behaviour of Pulsar that it reproduces, because programs often get it wrong, by 
   slots that do not. Within a slot, order is kept.
 - Entries of a range without a consumer, or with a full client queue, fill the replay queue. Then
   all ranges of the topic partition stop (:class:`LookAhead`). Acknowledging waiting entries does
-  not help until the mark-delete passes them.
+  not help until their range could get them.
 - If a consumer closes or reconnects, its unacknowledged entries are redelivered from the first
   index. When the last consumer leaves, the cursor rewinds to its mark-delete.
 - Subscribing to a missing topic creates it, without partitions. So does a consumer whose topic is

@@ -19,7 +19,7 @@ from keyshard.broker.memory.publishing import Publishing
 from keyshard.broker.memory.topics import TopicStore
 from keyshard.broker.port import StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
-from keyshard.core.releases import release_of
+from keyshard.core.releases import DEFAULT_VERSION, release_of
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerError
 
@@ -65,7 +65,7 @@ class MemoryCluster:
     def __init__(
         self,
         *,
-        version: str = "4.0.8",
+        version: str = DEFAULT_VERSION,
         entries_per_ledger: int = 50_000,
         look_ahead: LookAhead | None = None,
         unacked_limits: UnackedLimits | None = None,

@@ -13,9 +13,10 @@ from typing import Any
 
 from keyshard.broker.admin.http import AdminHttp
 from keyshard.config.connection import Connection
+from keyshard.core.releases import DEFAULT_VERSION
 from keyshard.errors import BrokerError, ConfigError, DevBrokerError
 from keyshard.testing.devbroker.devbroker import DEFAULT_SETTINGS, options_of_broker, render_config
-from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install, template
+from keyshard.testing.devbroker.distribution import install, template
 from keyshard.testing.devbroker.java import java_of, jvm_command
 from keyshard.testing.devbroker.members import START_S, Bookie, ClusterBroker, ClusterMember
 from keyshard.testing.devbroker.process import (

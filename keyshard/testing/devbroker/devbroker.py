@@ -12,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 
 from keyshard.config.connection import Connection, Token
+from keyshard.core.releases import DEFAULT_VERSION
 from keyshard.errors import ConfigError, DevBrokerError
-from keyshard.testing.devbroker.distribution import DEFAULT_VERSION, install, template
+from keyshard.testing.devbroker.distribution import install, template
 from keyshard.testing.devbroker.java import class_options, java_of, jvm_command
 from keyshard.testing.devbroker.process import (
     LOOPBACK,

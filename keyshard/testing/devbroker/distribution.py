@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
+from keyshard.core.releases import DEFAULT_VERSION, TESTED
 from keyshard.errors import ConfigError, DevBrokerError
 from keyshard.testing.devbroker.cache import Announcer, cache_dir, file_lock
 
@@ -111,9 +112,6 @@ def fetch_artifact(artifact: Artifact, into: Path, on_download: OnDownload) -> P
     except RuntimeError as exc:
         raise NotInRepositoryError(":".join(map(str, artifact))) from exc
 
-
-DEFAULT_VERSION = "4.0.8"
-"""Pulsar version that is used by default."""
 
 _ATTEMPTS_MAX = 3
 _LOCK_TIMEOUT_S = 900.0
@@ -342,7 +340,7 @@ def _fetch_retrying(
             raise
         raise DevBrokerError(
             f"Apache Pulsar {version} was not found in the Maven repository ({exc}). Use "
-            f"{', '.join(sorted({DEFAULT_VERSION, *_locked()}))}, or another release that has a "
+            f"{', '.join(sorted({*TESTED, *_locked()}))}, or another release that has a "
             "distribution archive there.",
             version=version,
         ) from exc
