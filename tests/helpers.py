@@ -270,7 +270,7 @@ class FakeAdmin(MemoryAdmin):
     def deduplicates_by_topic(self, topic: str) -> bool:  # noqa: ARG002
         return False
 
-    def subscription(self, *_: object) -> dict[str, Any] | None:
+    def subscription(self, *_: object, oldest: bool = False) -> dict[str, Any] | None:  # noqa: ARG002
         return self.stats
 
     def broker_state(self, *_: object) -> BrokerState | None:

@@ -123,6 +123,9 @@ class SubscriptionState:
     """Entries that wait for their delivery time."""
     delivered: int = 0
     """Messages delivered since the broker loaded the topic."""
+    oldest_ms: int | None = None
+    """Time at which the first unacknowledged entry was published, milliseconds since the epoch;
+    ``None`` if there is none or it was not asked for."""
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> SubscriptionState:
@@ -132,6 +135,7 @@ class SubscriptionState:
             ValueError: The broker's answer has another format.
         """
         try:
+            oldest_ms = int(stats.get("earliestMsgPublishTimeInBacklog", 0))
             return cls(
                 # The type is "None" if no consumer has connected since the broker loaded the topic.
                 kind="" if stats.get("type") in (None, "None") else str(stats["type"]),
@@ -145,6 +149,7 @@ class SubscriptionState:
                 consumers=tuple(map(_consumer, stats.get("consumers", ()))),
                 delayed=int(stats.get("msgDelayed", 0)),
                 delivered=int(stats.get("msgOutCounter", 0)),
+                oldest_ms=oldest_ms if oldest_ms > 0 else None,
             )
         except (AttributeError, KeyError, OverflowError, TypeError) as exc:
             raise ValueError(f"the statistics of the subscription are incomplete: {exc!r}") from exc

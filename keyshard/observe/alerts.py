@@ -95,7 +95,7 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "KeyshardLag", f"{known('keyshard_lag_seconds')} > 300", "5m", "warning",
-        f"The oldest received message {_OF} is {{{{ $value | humanizeDuration }}}} old.",
+        f"The oldest message {_OF} is {{{{ $value | humanizeDuration }}}} old.",
     ),
     Alert(
         "KeyshardUncovered", f"{known('keyshard_partition_covered')} == 0", "1m", "critical",

@@ -160,8 +160,8 @@ METRICS: tuple[Metric, ...] = (
            "Time for which the range has been stalled, by the kind of the reason; "
            "missing while it is not.", _stalled),
     Metric("keyshard_lag_seconds", _GAUGE, "seconds", (),
-           "Age of the oldest message that was received and is not acknowledged, 0 without one; "
-           "missing while the broker holds a backlog of which nothing was received.",
+           "Age of the oldest message that was received and is not acknowledged; without one, of "
+           "the oldest entry at the broker; missing while that is unknown.",
            _one("lag", "seconds")),
     Metric("keyshard_partition_lag_seconds", _GAUGE, "seconds", _PARTITION,
            "The same for each topic partition.",

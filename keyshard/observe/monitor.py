@@ -63,7 +63,10 @@ class Monitor:
         if config.admin_url is not None:
             connection = config.how_to_connect()
             self._broker_facts = BrokerFacts(
-                lambda: connect_admin(connection), config.subscription, self._partitions
+                lambda: connect_admin(connection),
+                config.subscription,
+                self._partitions,
+                self._holding,
             )
         self.view = StatusView(subject, self._broker_facts)
         if metrics is None and config.metrics_port is not None:
@@ -139,6 +142,10 @@ class Monitor:
         coordinator = self._subject.coordinator
         owned_ranges = coordinator.consumers.owned_ranges() if coordinator.started else []
         return {owned_range.topic_partition for owned_range, _, _ in owned_ranges}
+
+    def _holding(self) -> Collection[TopicPartition]:
+        coordinator = self._subject.coordinator
+        return coordinator.oldest_ms() if coordinator.started else ()
 
     def _status(self, _request: Mapping[str, Any]) -> Any:
         return self.view.status()

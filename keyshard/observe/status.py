@@ -326,20 +326,22 @@ class StatusView:
 
     def _lags(self, owned: Owned, progress: Progress) -> dict[TopicPartition, Lag]:
         """Return the lag of every topic partition, without trends."""
-        oldest_ms = self._subject.coordinator.oldest_ms()
+        ages_ms, now_ms = self._subject.coordinator.oldest_ms(), time.time() * 1000
         known = {} if self._broker_facts is None else self._broker_facts.known
         entries = progress["entriesReceived"]
         per_entry = progress["rowsReceived"] / entries if entries else 1.0
         lags: dict[TopicPartition, Lag] = {}
         for where in owned.gaps:
-            facts, age_ms = known.get(where), oldest_ms.get(where)
+            facts, age_ms = known.get(where), ages_ms.get(where)
             backlog = None if facts is None else facts.backlog
-            # Without a row here, nothing is late, unless the broker holds entries back.
-            nothing_s = None if backlog else 0.0
+            if age_ms is None and not backlog:
+                age_ms = 0  # Nothing is late.
+            elif age_ms is None and facts is not None and facts.oldest_ms:
+                age_ms = max(0, round(now_ms - facts.oldest_ms))
             lags[where] = {
                 "entries": backlog,
                 "rows": None if backlog is None else round(backlog * per_entry),
-                "seconds": nothing_s if age_ms is None else age_ms / 1000,
+                "seconds": None if age_ms is None else age_ms / 1000,
                 "trend": None,
             }
         return lags
@@ -527,6 +529,9 @@ class PartitionFacts:
     ack_gaps_max: int
     replay: int
     replay_max: int
+    oldest_ms: int | None
+    """Time at which the first entry of the backlog was published, milliseconds since the epoch;
+    ``None`` if it is unknown."""
 
 
 class BrokerFacts:
@@ -536,6 +541,7 @@ class BrokerFacts:
         admin: Makes the admin interface, which this object closes.
         subscription: Subscription of the source.
         partitions: Returns the current topic partitions of the source.
+        holding: Returns those of which the source holds rows.
     """
 
     def __init__(
@@ -543,10 +549,12 @@ class BrokerFacts:
         admin: Callable[[], Admin],
         subscription: str,
         partitions: Callable[[], Collection[TopicPartition]],
+        holding: Callable[[], Collection[TopicPartition]],
     ) -> None:
         self._admin = admin
         self._subscription = subscription
         self._partitions = partitions
+        self._holding = holding
         self._stopping = threading.Event()
         self.known: dict[TopicPartition, PartitionFacts] = {}
         """Replaced as a whole after each round."""
@@ -587,18 +595,20 @@ class BrokerFacts:
         time without an answer proves nothing.
         """
         partitions = list(self._partitions())
+        holding, old = self._holding(), self.known
         failed: list[Exception] = []
         answers: dict[TopicPartition, SubscriptionState | None] = {}
         for where in partitions:
             if self._stopping.is_set() or len(failed) == FAILURES_MAX:
                 break
             try:
-                stats = admin.subscription(where, self._subscription)
+                known = old.get(where)
+                oldest = known is not None and known.backlog > 0 and where not in holding
+                stats = admin.subscription(where, self._subscription, oldest=oldest)
                 answers[where] = None if stats is None else SubscriptionState.from_stats(stats)
             except (KeyShardError, ValueError) as exc:
                 failed.append(exc)
         states = {where: state for where, state in answers.items() if state is not None}
-        old = self.known
         self.known = {
             where: old[where] for where in partitions if where in old and where not in answers
         } | {
@@ -608,6 +618,8 @@ class BrokerFacts:
                 limits.ack_gaps,
                 state.in_replay,
                 limits.replay(len(state.consumers)),
+                # An entry that waits for its time is not late.
+                None if state.delayed else state.oldest_ms,
             )
             for where, state in states.items()
         }

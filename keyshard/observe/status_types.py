@@ -36,7 +36,8 @@ class Lag(TypedDict):
     rows: int | None
     """Estimate: entries times the rows that an entry has on average."""
     seconds: float | None
-    """Age of the oldest row that was received and is not acknowledged."""
+    """Age of the oldest row that was received and is not acknowledged; without one, that of the
+    oldest entry that the broker holds."""
     trend: str | None
 
 

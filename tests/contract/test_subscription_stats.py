@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.memory import Message
 from keyshard.core.position.entry import TopicPartition
@@ -10,7 +12,7 @@ from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 from tests.contract.contract_harness import SUBSCRIPTION, Harness, receive, subscribe
-from tests.helpers import wait_until
+from tests.helpers import present, wait_until
 
 
 def state_of(admin: Admin, where: TopicPartition) -> SubscriptionState:
@@ -53,6 +55,31 @@ def test_the_doctor_reports_backlog_ack_gaps_and_entries_that_wait_for_their_own
     assert not owner.blocked
     assert owner.permits > 0
     assert (state.delivered, state.delayed) == (6, 0)
+
+
+def test_the_publish_time_of_the_oldest_entry_is_reported_on_request(harness: Harness) -> None:
+    where = TopicPartition(harness.create_topic())
+    admin = harness.admin()
+    consumer = subscribe(harness.broker(), where, HashRange(0, 65_535))
+
+    def oldest_ms() -> int | None:
+        found = present(admin.subscription(where, SUBSCRIPTION, oldest=True))
+        return SubscriptionState.from_stats(found).oldest_ms
+
+    assert oldest_ms() is None
+    began_ms = time.time_ns() // 1_000_000
+    harness.publish(where.name, [Message(b"first", key="k")])
+    between_ms = time.time_ns() // 1_000_000
+    wait_until(lambda: time.time_ns() // 1_000_000 > between_ms)
+    harness.publish(where.name, [Message(b"second", key="k")])
+    assert began_ms <= present(oldest_ms()) <= between_ms
+    assert state_of(admin, where).oldest_ms is None
+    received = receive([consumer], 2)
+    consumer.acknowledge(received.ids[1:])
+    wait_until(lambda: state_of(admin, where).backlog == 1)
+    assert began_ms <= present(oldest_ms()) <= between_ms
+    consumer.acknowledge(received.ids[:1])
+    wait_until(lambda: oldest_ms() is None)
 
 
 def test_a_topic_that_is_not_there_has_no_subscription(harness: Harness) -> None:

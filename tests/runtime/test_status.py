@@ -256,11 +256,11 @@ def test_a_topic_partition_without_an_answer_of_the_broker_hides_no_other(
     ask, silent = MemoryAdmin.subscription, {0}
 
     def subscription(
-        admin: MemoryAdmin, where: TopicPartition, name: str
+        admin: MemoryAdmin, where: TopicPartition, name: str, *, oldest: bool
     ) -> Mapping[str, Any] | None:
         if where.partition in silent:
             raise BrokerError(f"{where.name} has no answer")
-        return ask(admin, where, name)
+        return ask(admin, where, name, oldest=oldest)
 
     job.start()
     wait_until(lambda: all(each["backlog"] == 0 for each in job.status()["partitions"]))
@@ -291,6 +291,17 @@ def test_every_field_is_documented(job: Job) -> None:
         assert f"`{name}`" in output, name
     for state in health.RangeState:
         assert f"| `{state.value}` |" in output, state
+
+
+def test_a_paused_source_shows_how_long_its_messages_have_waited(job: Job, quick: None) -> None:
+    job.start()
+    job.source.pause()
+    job.publish((KEYS[0], b"late"))
+    wait_until(lambda: (job.status()["lag"]["seconds"] or 0) > 0.1)
+    assert job.handled == []
+    job.source.resume()
+    wait_until(lambda: job.status()["lag"]["seconds"] == 0)
+    assert len(job.handled) == 1
 
 
 def test_lag_rates_and_the_newest_error_are_shown(

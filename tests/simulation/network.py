@@ -512,4 +512,8 @@ class Admin:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._inner, name)
-        return lambda *arguments: self._network.request(lambda: method(*arguments), patient=False)
+
+        def ask(*arguments: Any, **options: Any) -> Any:
+            return self._network.request(lambda: method(*arguments, **options), patient=False)
+
+        return ask

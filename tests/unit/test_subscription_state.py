@@ -47,6 +47,16 @@ def test_consumers_and_their_ranges_are_read_as_new_and_old_brokers_write_them(
     assert state.gaps == (HashRange(11, 19),)
 
 
+@pytest.mark.parametrize(("stated", "known"), [(0, None), (-1, None), (1_795_853_064_607,) * 2])
+def test_the_age_of_the_backlog_is_known_if_it_was_asked_for(
+    stated: int, known: int | None
+) -> None:
+    state = SubscriptionState.from_stats(
+        {"msgBacklog": 1, "earliestMsgPublishTimeInBacklog": stated}
+    )
+    assert state.oldest_ms == known
+
+
 def test_statistics_that_lack_the_backlog_are_refused() -> None:
     with pytest.raises(ValueError, match="msgBacklog"):
         SubscriptionState.from_stats({"type": "Shared"})

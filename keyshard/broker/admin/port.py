@@ -39,8 +39,16 @@ class Admin(Protocol):
     ) -> bool | None: ...
 
     def subscription(
-        self, topic_partition: TopicPartition, subscription: str
-    ) -> Mapping[str, Any] | None: ...
+        self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
+    ) -> Mapping[str, Any] | None:
+        """Statistics of a subscription, as the broker names them; ``None`` if there is none.
+
+        Args:
+            topic_partition: Its topic partition.
+            subscription: Its name.
+            oldest: Whether to report when the first unacknowledged entry was published. The broker
+                reads that entry, of every subscription.
+        """
 
     def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]: ...
 

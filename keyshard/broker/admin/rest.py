@@ -151,14 +151,20 @@ class PulsarAdmin:
         return answer.is_success or _says_missing(answer)
 
     def subscription(
-        self, topic_partition: TopicPartition, subscription: str
+        self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
     ) -> Mapping[str, Any] | None:
         """Statistics of a subscription, as the broker names them; ``None`` if there is none."""
-        return self.subscriptions(topic_partition).get(subscription)
+        return self._subscriptions(topic_partition, oldest=oldest).get(subscription)
 
     def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
         """Statistics of every subscription, by name; empty if there is no such topic."""
+        return self._subscriptions(topic_partition, oldest=False)
+
+    def _subscriptions(
+        self, topic_partition: TopicPartition, *, oldest: bool
+    ) -> Mapping[str, Mapping[str, Any]]:
         path = f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false"
+        path += "&getEarliestTimeInBacklog=true" if oldest else ""
         return self._query(path, lambda found: dict(found.get("subscriptions", {}))) or {}
 
     def begin(

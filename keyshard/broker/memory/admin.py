@@ -73,9 +73,16 @@ class MemoryAdmin:
         }
 
     def subscription(
-        self, topic_partition: TopicPartition, subscription: str
+        self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
     ) -> Mapping[str, Any] | None:
-        return self.subscriptions(topic_partition).get(subscription)
+        with self._cluster.lock:
+            found = self._cluster.subscriptions(topic_partition).get(subscription)
+            if found is None:
+                return None
+            first = found.cursor.mark_delete + 1
+            oldest_ms = self._cluster.log(topic_partition).published_from(first) if oldest else 0
+            shown_ms = -1 if oldest_ms is None else oldest_ms
+            return {**_stats(found), "earliestMsgPublishTimeInBacklog": shown_ms}
 
     def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
         with self._cluster.lock:

@@ -346,6 +346,11 @@ class EntryLog:
                 high = middle
         return low
 
+    def published_from(self, ordinal: int) -> int | None:
+        """Return when the first stored entry from an ordinal on was published, milliseconds."""
+        ordinal = max(ordinal, self._first)
+        return self._published(ordinal) if ordinal < len(self._entries) else None
+
     def _published(self, ordinal: int) -> int:
         entry = self._entries[ordinal]
         assert entry is not None, "only entries before the first are trimmed"
