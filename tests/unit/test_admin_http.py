@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -27,6 +27,7 @@ from keyshard.errors import (
     KeyShardError,
     TlsError,
 )
+from keyshard.threads import Pool
 
 SECRET = "s3cr3t-of-nobody"
 Answer = Callable[[httpx.Request], httpx.Response]
@@ -464,15 +465,28 @@ class _Statuses(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-def test_a_connection_ends_with_a_server_error() -> None:
+@pytest.fixture
+def statuses() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Statuses) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        connection = Connection(admin_url=f"http://127.0.0.1:{server.server_port}")
-        with closing(AdminHttp(connection)) as admin:
-            statuses = (200, 404, 409, 500, 200, 503, 404, 404)
-            ports = [admin.request("GET", f"/admin/v2/{status}").text for status in statuses]
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+def test_a_connection_ends_with_a_server_error(statuses: str) -> None:
+    with closing(AdminHttp(Connection(admin_url=statuses))) as admin:
+        asked = (200, 404, 409, 500, 200, 503, 404, 404)
+        ports = [admin.request("GET", f"/admin/v2/{status}").text for status in asked]
     assert [port for port, _ in itertools.groupby(ports)] == [ports[0], ports[4], ports[6]]
     assert len(set(ports)) == 3
+
+
+def test_a_connection_that_ended_is_given_to_no_request_of_another_thread(statuses: str) -> None:
+    def ask(number: int) -> int:
+        return admin.request("GET", f"/admin/v2/{500 if number % 2 else 200}").status_code
+
+    with closing(AdminHttp(Connection(admin_url=statuses))) as admin, Pool(4, "test-ask") as pool:
+        found = list(pool.map(ask, range(600)))
+    assert found == [200, 500] * 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from collections.abc import Generator, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import tenacity
 
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.auth.errors import lacks, not_accepted
@@ -24,6 +26,8 @@ ANSWER_S = 30.0
 """Longest time for the content of an answer, seconds, from the end of its headers."""
 CONNECT_S = 3.0
 """Longest time to connect, seconds."""
+ENDED_MAX = 20
+"""Maximum number of ended connections that one request may get."""
 REDIRECTS_MAX = 5
 """Maximum number of redirects of one request."""
 UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
@@ -71,6 +75,24 @@ class _Content(httpx.SyncByteStream):
         if self._is_last and self._connection is not None:
             self._connection.close()
         self._stream.close()
+
+
+def _was_ended(error: BaseException | None) -> bool:
+    """Return whether a request got a connection that :class:`_Content` had closed."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.EBADF:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_unless_ended = tenacity.Retrying(
+    retry=tenacity.retry_if_exception(_was_ended),
+    stop=tenacity.stop_after_attempt(ENDED_MAX),
+    reraise=True,
+)
+"""Calls a function that sends a request. If another thread has just ended its connection, nothing
+was sent, and the function is called again."""
 
 
 def _limit(answer_s: float) -> httpx.Timeout:
@@ -136,7 +158,9 @@ class AdminHttp:
         try:
             for _ in range(REDIRECTS_MAX):
                 with unlogged():
-                    answer = self._client.request(method, url, **{**self._limits, **content})
+                    answer = _unless_ended(
+                        self._client.request, method, url, **{**self._limits, **content}
+                    )
                 self._limits = {}
                 if answer.next_request is None:
                     self._check_let_in(path, answer)
