@@ -12,7 +12,7 @@ Two rules, over the broker's statistics of a subscription (``GET .../stats``). B
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from keyshard.core import health
@@ -45,6 +45,7 @@ class Deliveries:
         now_s: float,
         states: Mapping[TopicPartition, SubscriptionState],
         limits: BrokerLimits,
+        unknown: Collection[TopicPartition] = (),
     ) -> list[HeldUp]:
         """Take the states of all topic partitions; return those held up, the longest first.
 
@@ -52,8 +53,10 @@ class Deliveries:
             now_s: Time of the clock.
             states: The subscription of the source on each topic partition.
             limits: Limits of the broker.
+            unknown: Topic partitions whose state is unknown. They are not held up now. If the next
+                state has the same count of deliveries, their time goes on.
         """
-        still: dict[TopicPartition, _Still] = {}
+        still = {where: self._still[where] for where in unknown if where in self._still}
         for where, state in states.items():
             kind = _hindered(state, limits)
             if kind is None:
@@ -67,7 +70,7 @@ class Deliveries:
         found = [
             HeldUp(known.kind, known.since_s, _reason(known.kind, where, states[where], limits))
             for where, known in still.items()
-            if now_s - known.since_s >= after_s[known.kind]
+            if where in states and now_s - known.since_s >= after_s[known.kind]
         ]
         return sorted(found, key=lambda one: one.since_s)
 

@@ -285,6 +285,8 @@ class _Watched:
     """Time since which each look has found it waiting for the broker, without progress."""
     named_s: float | None = None
     """Time of the newest report."""
+    named: tuple[StallKind, float] | None = None
+    """Kind and beginning of the stall that was reported."""
 
 
 class Watchdog:
@@ -338,13 +340,17 @@ class Watchdog:
             for facts in ranges
         ]
         self.stalls = {stall.index: stall for stall in found if stall is not None}
+        lasting = {(one.kind, one.since_s) for one in held_up}
         due: list[Stall] = []
         for index, watched in self._watched.items():
-            if index not in self.stalls:
-                watched.named_s = None
+            stall = self.stalls.get(index)
+            if stall is None:
+                # A range may be busy now and then while the broker holds up the same messages.
+                if watched.named not in lasting:
+                    watched.named_s = None
             elif watched.named_s is None or now_s - watched.named_s >= REMIND_S:
-                watched.named_s = now_s
-                due.append(self.stalls[index])
+                watched.named_s, watched.named = now_s, (stall.kind, stall.since_s)
+                due.append(stall)
         return due
 
     @staticmethod

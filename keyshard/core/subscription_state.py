@@ -62,8 +62,15 @@ class BrokerLimits:
         unacknowledged messages apply to them, as in ``getEffectiveLookAheadLimit`` of Pulsar.
         """
         return _smaller(
-            self.replay_per_consumer * consumers, self.replay_per_subscription
-        ) or _smaller(self.unacked_per_consumer * consumers, self.unacked_per_subscription)
+            _java_int(self.replay_per_consumer * consumers), self.replay_per_subscription
+        ) or _smaller(
+            _java_int(self.unacked_per_consumer * consumers), self.unacked_per_subscription
+        )
+
+
+def _java_int(value: int) -> int:
+    """Return a value as Java's ``int`` has it; 0 if that is negative."""
+    return max(0, (value + 2**31) % 2**32 - 2**31)
 
 
 def _smaller(one: int, other: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -513,9 +515,14 @@ def _slot_assignment(slot: int, index: int, owned: Collection[HashRange]) -> Slo
 FACTS_ROUND_S = 2.0
 """Shortest time between two rounds of requests, seconds."""
 REST_TIMES = 4.0
-"""Time between two rounds, at least this many times the duration of a round."""
+"""Time between two rounds, at least this many times the duration of a round, without the time of
+failed requests."""
 FAILURES_MAX = 3
 """Failed requests after which a round ends."""
+KEPT_S = 60.0
+"""Age of facts from which they are forgotten at the end of a round, seconds."""
+LIMITS_S = 60.0
+"""Age of the broker's limits from which they are asked for again, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -532,6 +539,8 @@ class PartitionFacts:
     oldest_ms: int | None
     """Time at which the first entry of the backlog was published, milliseconds since the epoch;
     ``None`` if it is unknown."""
+    known_s: float
+    """When they were known, monotonic seconds."""
 
 
 class BrokerFacts:
@@ -562,6 +571,8 @@ class BrokerFacts:
         """Topic partitions of which the broker delivers nothing, the longest first; none while
         it is unknown."""
         self._deliveries = Deliveries()
+        self._last: TopicPartition | None = None
+        """The topic partition with which the last round ended early."""
         self.error = ""
         """Error of the newest round; empty if it succeeded."""
         begin("keyshard-broker-facts", self._run)
@@ -572,35 +583,48 @@ class BrokerFacts:
 
     def _run(self) -> None:
         admin = self._admin()
-        limits: BrokerLimits | None = None
+        limits, asked_s = BrokerLimits(), -math.inf
         try:
             while not self._stopping.is_set():
                 began_s = time.monotonic()
+                failed: list[Exception] = []
+                failed_s = 0.0
                 try:
-                    limits = limits or _limits_of(admin)
-                    failed = self._round(admin, limits)
+                    if began_s - asked_s >= LIMITS_S:
+                        limits, asked_s = _limits_of(admin), began_s
+                    failed_s = self._round(admin, limits, failed)
                 except (KeyShardError, ValueError) as exc:
-                    failed = exc
-                self.error = "" if failed is None else str(failed)
-                if failed is not None:
-                    _log.info("broker facts are unknown, asking again: %s", failed)
-                self._stopping.wait(max(FACTS_ROUND_S, REST_TIMES * (time.monotonic() - began_s)))
+                    failed.append(exc)
+                self.error = str(failed[0]) if failed else ""
+                if failed:
+                    _log.info("broker facts are unknown, asking again: %s", failed[0])
+                took_s = time.monotonic() - began_s - failed_s
+                self._stopping.wait(max(FACTS_ROUND_S, REST_TIMES * took_s))
         finally:
             admin.close()
 
-    def _round(self, admin: Admin, limits: BrokerLimits) -> Exception | None:
-        """Take the facts of each topic partition; return the first error, if there was one.
+    def _round(self, admin: Admin, limits: BrokerLimits, failed: list[Exception]) -> float:
+        """Take the facts of each topic partition; return the time of failed requests, seconds.
 
-        Topic partitions without an answer keep their old facts. They are not held up, since the
-        time without an answer proves nothing.
+        Topic partitions without an answer keep their old facts for a while. They are not held up,
+        since the time without an answer proves nothing. After too many failures, the next round
+        begins where this one ended.
+
+        Args:
+            admin: The admin interface.
+            limits: Limits of the broker.
+            failed: Gets the errors.
         """
-        partitions = list(self._partitions())
-        holding, old = self._holding(), self.known
-        failed: list[Exception] = []
+        partitions = sorted(self._partitions())
+        first = 0 if self._last is None else bisect_right(partitions, self._last)
+        partitions = partitions[first:] + partitions[:first]
+        holding, old, failed_s = self._holding(), self.known, 0.0
         answers: dict[TopicPartition, SubscriptionState | None] = {}
+        self._last = None
         for where in partitions:
-            if self._stopping.is_set() or len(failed) == FAILURES_MAX:
-                break
+            if self._stopping.is_set():
+                return 0.0
+            asked_s = time.monotonic()
             try:
                 known = old.get(where)
                 oldest = known is not None and known.backlog > 0 and where not in holding
@@ -608,9 +632,17 @@ class BrokerFacts:
                 answers[where] = None if stats is None else SubscriptionState.from_stats(stats)
             except (KeyShardError, ValueError) as exc:
                 failed.append(exc)
+                failed_s += time.monotonic() - asked_s
+                if len(failed) == FAILURES_MAX:
+                    self._last = where
+                    break
+        now_s = time.monotonic()
         states = {where: state for where, state in answers.items() if state is not None}
+        unknown = [where for where in partitions if where not in answers]
         self.known = {
-            where: old[where] for where in partitions if where in old and where not in answers
+            where: old[where]
+            for where in unknown
+            if where in old and now_s - old[where].known_s < KEPT_S
         } | {
             where: PartitionFacts(
                 state.backlog,
@@ -620,11 +652,12 @@ class BrokerFacts:
                 limits.replay(len(state.consumers)),
                 # An entry that waits for its time is not late.
                 None if state.delayed else state.oldest_ms,
+                now_s,
             )
             for where, state in states.items()
         }
-        self.held_up = self._deliveries.look(time.monotonic(), states, limits)
-        return failed[0] if failed else None
+        self.held_up = self._deliveries.look(now_s, states, limits, unknown)
+        return failed_s
 
 
 def _limits_of(admin: Admin) -> BrokerLimits:

@@ -126,6 +126,8 @@ def test_more_consumers_raise_the_look_ahead_limit() -> None:
     assert LookAhead().limit(1) == 2_000
     assert LookAhead().limit(9) == 18_000
     assert LookAhead().limit(50) == 20_000
+    with pytest.raises(ConfigError, match="below 1"):
+        LookAhead(0)
 
 
 def test_permits_count_messages_and_a_batch_may_overdraw_them() -> None:

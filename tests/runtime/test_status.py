@@ -21,7 +21,7 @@ from keyshard.broker.connect import connect_admin
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.broker.port import Broker
+from keyshard.broker.port import Broker, StartPosition
 from keyshard.cli import main
 from keyshard.config.connection import Connection
 from keyshard.control import running_source, running_sources
@@ -42,6 +42,7 @@ from keyshard.errors import (
 )
 from keyshard.observe import monitor
 from keyshard.observe import status as status_module
+from keyshard.observe.status import BrokerFacts
 from keyshard.observe.status_types import (
     NewestErrorStatus,
     PartitionStatus,
@@ -272,6 +273,35 @@ def test_a_topic_partition_without_an_answer_of_the_broker_hides_no_other(
     silent.clear()
     wait_until(lambda: job.status()["partitions"][0]["backlog"])
     wait_until(lambda: job.status()["brokerError"] == "")
+
+
+def test_topic_partitions_that_never_answer_hide_no_others_and_old_facts_are_forgotten(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = MemoryCluster()
+    wheres = cluster.partitions(cluster.create_topic("t", 12))
+    for where in wheres:
+        cluster.open_subscription(where, "jobs", StartPosition.EARLIEST)
+    silent = set(wheres[:5])
+
+    class Admin(MemoryAdmin):
+        def subscription(
+            self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
+        ) -> Mapping[str, Any] | None:
+            if topic_partition in silent:
+                raise BrokerError("no answer")
+            return super().subscription(topic_partition, subscription, oldest=oldest)
+
+    facts = BrokerFacts(lambda: Admin(cluster), "jobs", lambda: wheres, lambda: ())
+    try:
+        wait_until(lambda: facts.known.keys() == set(wheres[5:]))
+        monkeypatch.setattr(status_module, "KEPT_S", 0.1)
+        silent.update(wheres)
+        wait_until(lambda: not facts.known)
+        silent.clear()
+        wait_until(lambda: facts.known.keys() == set(wheres))
+    finally:
+        facts.close()
 
 
 def test_every_field_is_documented(job: Job) -> None:

@@ -102,6 +102,20 @@ def test_the_longest_comes_first_and_a_topic_partition_that_is_gone_is_forgotten
     assert deliveries.look(41.0, {P1: WITHHELD}, LIMITS) == []
 
 
+@pytest.mark.parametrize("state", [WITHHELD, FULL])
+def test_a_missing_answer_names_nothing_and_proves_nothing(state: SubscriptionState) -> None:
+    deliveries, after_s = Deliveries(), UNDELIVERED_S if state is WITHHELD else STALL_S
+    kinds(deliveries, 0.0, state)
+    assert deliveries.look(after_s, {}, LIMITS, unknown=[P0, P1]) == []
+    (found,) = deliveries.look(after_s + 1, {P0: state}, LIMITS)
+    assert found.since_s == 0.0
+    deliveries.look(after_s + 2, {}, LIMITS, unknown=[P0])
+    moved = replace(state, delivered=8)
+    assert deliveries.look(after_s + 3, {P0: moved}, LIMITS) == []
+    assert deliveries.look(after_s + 4, {}, LIMITS) == []
+    assert kinds(deliveries, 2 * after_s + 5, moved) == [], "it was not owned meanwhile"
+
+
 def test_a_broker_without_a_look_ahead_limit_is_never_at_it() -> None:
     deliveries, limits = Deliveries(), BrokerLimits(0, 0, 0, 0)
     busy = replace(FULL, consumers=(replace(ASKING[0], unacknowledged=1), ASKING[1]))

@@ -239,6 +239,18 @@ def test_a_range_that_handles_messages_of_other_topic_partitions_does_not_stall(
         assert watchdog.stalls == {}
 
 
+def test_a_stall_of_the_broker_that_comes_and_goes_is_reported_once_a_minute() -> None:
+    watchdog, reports = Watchdog(), []
+    for second in range(600):
+        now = RangeFacts(0, handled=second // 10)
+        reports += watchdog.look(float(second), [now], held_up=HELD_UP)
+    assert len(reports) == 600 / REMIND_S
+    watchdog.look(600.0, [RangeFacts(0)])
+    later = [replace(HELD_UP[0], since_s=600.0)]
+    watchdog.look(601.0, [RangeFacts(0)], held_up=later)
+    assert len(watchdog.look(601.0 + STALL_S, [RangeFacts(0)], held_up=later)) == 1, "another one"
+
+
 def test_the_reason_of_a_range_comes_before_that_of_the_broker() -> None:
     stalls = after(STALL_S, RangeFacts(0, disconnected=("t-0",)))
     assert stalls[0].kind is StallKind.DISCONNECTED

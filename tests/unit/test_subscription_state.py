@@ -78,6 +78,8 @@ def test_limits_come_from_the_broker_if_it_reports_them() -> None:
         (BrokerLimits(replay_per_subscription=0), 6_000, 100_000),
         (BrokerLimits(replay_per_consumer=0, replay_per_subscription=0), 150_000, 200_000),
         (BrokerLimits(0, 0, replay_per_consumer=0, replay_per_subscription=0), 0, 0),
+        # In Java, both products are negative.
+        (BrokerLimits(replay_per_consumer=2**30, replay_per_subscription=0), 150_000, 200_000),
     ],
 )
 def test_limits_of_unacknowledged_messages_stand_in_for_those_of_waiting_entries(

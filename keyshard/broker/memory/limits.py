@@ -1,4 +1,4 @@
-"""Limits of the in-memory broker, with the values of a Pulsar 4.0 broker.
+"""Limits of the in-memory broker.
 
 Private to :mod:`keyshard.broker.memory`, which documents the package and re-exports public names.
 """
@@ -6,6 +6,8 @@ Private to :mod:`keyshard.broker.memory`, which documents the package and re-exp
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from keyshard.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,10 @@ class LookAhead:
     delayed: int = 50_000
     """Entries that may wait for their time before all ranges stop, if their times ascend: Pulsar's
     ``delayedDeliveryFixedDelayDetectionLookahead``."""
+
+    def __post_init__(self) -> None:
+        if min(self.per_consumer, self.per_subscription, self.delayed) < 1:
+            raise ConfigError(f"{self} has a limit below 1. Use large limits instead of none.")
 
     def limit(self, consumers: int) -> int:
         """Return the limit for a number of consumers."""
