@@ -49,8 +49,12 @@ LogDataOption = Annotated[
 @broker_app.command()
 def start(  # noqa: PLR0917 - one argument per option
     version: Annotated[
-        str, typer.Option(help="Pulsar version, downloaded on first use.")
-    ] = DEFAULT_VERSION,
+        str | None,
+        typer.Option(
+            help=f"Pulsar version, downloaded on first use. Default: {DEFAULT_VERSION}.",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(help="Port of the broker.")] = _PORT,
     admin_port: Annotated[int, typer.Option(help="Port of the admin interface.")] = _ADMIN_PORT,
     data: DataOption = None,
@@ -81,8 +85,11 @@ def start(  # noqa: PLR0917 - one argument per option
     if running is not None:
         if foreground:
             raise DevBrokerError(f"A broker already runs on {folder}. Stop it first.")
+        if version not in {None, running.version}:
+            raise DevBrokerError(f"Pulsar {running.version} runs on {folder}. Stop it first.")
         typer.echo(f"Already running. {_describe(running)}")
         return
+    version = version or DEFAULT_VERSION
     broker = DevBroker(
         version, port, admin_port, folder, detached=not foreground, tls=tls, tokens=tokens
     )

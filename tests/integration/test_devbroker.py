@@ -147,6 +147,8 @@ def test_the_command_line_starts_and_stops_one(tmp_path: Path, keyshard: Command
             "Already running"
             in keyshard("broker", "start", "--version", PULSAR, *ports, *data).stdout
         )
+        other = keyshard("broker", "start", "--version", "4.0.7", *ports, *data)
+        assert f"Pulsar {PULSAR} runs on" in other.stderr
         assert keyshard("broker", "status", *data).returncode == 0
         urls = ["--service-url", plan.service_url, "--admin-url", plan.admin_url]
         load = ["--partitions", "3", "--messages", "500", "--keys", "20"]

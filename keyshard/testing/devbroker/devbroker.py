@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from keyshard.config.connection import Connection, Token
-from keyshard.core.releases import DEFAULT_VERSION
+from keyshard.core.releases import DEFAULT_VERSION, Version
 from keyshard.errors import ConfigError, DevBrokerError
 from keyshard.testing.devbroker.distribution import install, template
 from keyshard.testing.devbroker.java import class_options, java_of, jvm_command
@@ -283,17 +283,32 @@ class DevBroker(ProcessOwner):
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True)
             state = self.data_dir / _STATE
-            if self._bookie_port is None and state.exists():
-                self._bookie_port = int(json.loads(state.read_text())["bookie_port"])
+            known = json.loads(state.read_text()) if state.exists() else {}
+            newest = self._newest(known.get("pulsar", self.version))
+            if self._bookie_port is None and known:
+                self._bookie_port = int(known["bookie_port"])
             if self._bookie_port is None:
                 self._bookie_port = free_port({self.port, self.admin_port})
-            state.write_text(json.dumps({"bookie_port": self._bookie_port}) + "\n")
+            known = {"bookie_port": self._bookie_port, "pulsar": newest}
+            state.write_text(json.dumps(known) + "\n")
             text = template(home, "standalone.conf")
             self._config_path.write_text(render_config(text, self._all_settings()))
         except (OSError, ValueError, KeyError) as exc:
             raise DevBrokerError(
                 f"The data directory {self.data_dir} cannot be used: {exc}. Use another one."
             ) from exc
+
+    def _newest(self, written_by: str) -> str:
+        """Return the newest release that has written the data directory, with this one."""
+        ours, theirs = Version.of(self.version), Version.of(written_by)
+        if ours is None or theirs is None or theirs <= ours:
+            return self.version
+        if theirs.major > ours.major:
+            raise DevBrokerError(
+                f"Pulsar {written_by} has written the data directory {self.data_dir}, which Pulsar "
+                f"{self.version} cannot read. Start Pulsar {written_by}, or use another directory."
+            )
+        return written_by
 
     @property
     def _config_path(self) -> Path:

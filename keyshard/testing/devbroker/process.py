@@ -241,6 +241,7 @@ _STUCK = re.compile(
     rb"|was invalidated \{.*/ledgers/available/.*\bValid)"
 )
 _STUCK_LINES = 3
+_IN_USE = re.compile(rb"Address already in use")
 
 
 class StartResult(Enum):
@@ -249,16 +250,8 @@ class StartResult(Enum):
     READY = "it is ready"
     DIED = "its process ended"
     TAKEN = "another process listens on one of its ports"
-    NEWER = "a newer Pulsar has written its data directory"
     LATE = "it was not ready in time"
     STUCK = "its storage keeps losing its registration"
-
-
-_CAUSES = {
-    StartResult.TAKEN: re.compile(rb"Address already in use"),
-    StartResult.NEWER: re.compile(rb"RocksDBException: .*unsupported format_version"),
-}
-"""Text in the log of a process that ended."""
 
 
 class LogWatch:
@@ -315,8 +308,7 @@ def wait_until_ready(
     with closing(AdminHttp(connection)) as admin:
         while True:
             if returncode() is not None:
-                causes = (result for result, text in _CAUSES.items() if log.has(text))
-                return next(causes, StartResult.DIED)
+                return StartResult.TAKEN if log.has(_IN_USE) else StartResult.DIED
             if log.stuck():
                 return StartResult.STUCK
             if _serves(connection, admin):
