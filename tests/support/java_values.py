@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from keyshard.testing.devbroker import install, java_home
 from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import JAVA_CLIENT
 
 WRITTEN = Path(__file__).with_suffix(".jsonl")
 """Type, schema and value in each line."""
@@ -185,7 +186,7 @@ def run(folder: Path, name: str, program: str, given: str = "") -> bytes:
     """
     file = folder / f"{name}.java"
     file.write_text(program, encoding="utf-8")
-    jars = str(install() / "lib" / "*")
+    jars = str(install(JAVA_CLIENT) / "lib" / "*")
     java = str(java_home() / "bin" / "java")
     ended = subprocess.run(
         [java, "-cp", jars, "-Dfile.encoding=UTF-8", "-Duser.timezone=UTC", str(file)],
