@@ -10,7 +10,7 @@ MINUTES ?= 20
 PROCESSES ?= auto
 KINDS := gate real clock broker spark ray proofs fresh
 BENCH ?= ingest
-# PULSAR=5.0.1 runs tests on the broker of another release; it is fetched first.
+# PULSAR=4.0.8 runs tests on the broker of another release; it is fetched first.
 PULSAR ?=
 export KEYSHARD_TEST_PULSAR := $(PULSAR)
 OLDEST_PYSPARK := 4.0.0 4.1.0 4.2.0
@@ -41,7 +41,7 @@ test-all: $(INSTALLED) ## the gate, and all other kinds of tests, whatever fails
 
 test-gate: ## the part of the gate without a broker
 test-clock: ## tests without a broker that measure elapsed time, take long, or need a browser
-test-broker: ## the other tests that need a real broker; PULSAR=5.0.1 for that of another release
+test-broker: ## the other tests that need a real broker; PULSAR=4.0.8 for that of another release
 test-spark: ## the other tests that need Spark
 test-ray: ## the other tests that need Ray
 test-proofs: ## chaos, random topics, mutants and measured memory

@@ -11,6 +11,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.config.workers import WORKERS_MAX
 from keyshard.core.diagnosis import ENTRIES_PER_S_MAX
 from keyshard.core.position.entry import DELIVERY_BYTES, ENTRY_BYTES, ROW_BYTES
+from keyshard.core.releases import release_of
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.subscription_state import _SETTINGS, BrokerLimits
 from keyshard.core.window.client_queue import FIRST_MIN
@@ -45,7 +46,8 @@ def test_figures_that_stand_in_the_code_are_those_of_the_code() -> None:
         f"about {ENTRIES_PER_S_MAX:,} entries/s",
         f"consumer at {limits.unacked_per_consumer:,}",
         f"topic partition at {limits.unacked_per_subscription:,}",
-        f"{limits.ack_gaps:,} are kept",
+        f"Pulsar 4 keeps {limits.ack_gaps:,}",
+        f"Pulsar 5 keeps {release_of('5.0.0').limits.ack_gaps:,}",
         f"gets {FIRST_MIN} messages",
         f"{ROW_BYTES} bytes (`ROW_BYTES`) a message",
         f"{ENTRY_BYTES} an entry (`ENTRY_BYTES`)",
