@@ -47,8 +47,9 @@ OPTIONS = (
     Option(
         "partitionDiscoveryIntervalMillis",
         "discovery_interval_ms",
-        "Interval of the discovery of topics and topic partitions, milliseconds. Topics found "
-        "while the query runs are read from their beginning.",
+        "Interval of the discovery of topics and topic partitions, milliseconds. With the "
+        "transport `wire`, Pulsar reports new topics and topic partitions, which are then found "
+        "within about a second. Topics found while the query runs are read from their beginning.",
     ),
     Option(
         "subscription",

@@ -380,6 +380,16 @@ class OpensReaders(Protocol):
         """
 
 
+class TopicWatch(Protocol):
+    """A standing request to report topics."""
+
+    def is_open(self) -> bool:
+        """Return whether it still reports. Once false, it stays false."""
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+
+
 class Broker(OpensReaders, Protocol):
     """A connection to one cluster. Not shared between processes: create it after a fork."""
 
@@ -403,6 +413,26 @@ class Broker(OpensReaders, Protocol):
         Raises:
             BrokerUnavailableError: No answer before the operation timeout.
             TopicNotFoundError: The topic does not exist, if the broker says so.
+        """
+
+    def watch_topics(
+        self, prefix: str, changed: Callable[[Collection[str]], None]
+    ) -> TopicWatch | None:
+        """Report topics and topic partitions as soon as they are created or deleted.
+
+        Reports may be late or missing, so a caller also has to look now and then.
+
+        Args:
+            prefix: Beginning of their names, with at least the namespace:
+                ``persistent://tenant/namespace/``.
+            changed: Takes full names. Any thread may call it, and it must return at once.
+
+        Returns:
+            ``None`` if the client or the broker does not report topics.
+
+        Raises:
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
+            BrokerError: The broker refuses.
         """
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:

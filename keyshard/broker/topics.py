@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 from keyshard.broker.admin.port import Admin
-from keyshard.broker.port import Broker
+from keyshard.broker.port import Broker, TopicWatch
 from keyshard.broker.retry import FIRST_TRIES_S, retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.core.position.checkpoint import Checkpoint
@@ -55,6 +57,26 @@ class Catalog:
         found = self._admin.topics(self._pattern.tenant, self._pattern.namespace)
         matching = sorted(topic for topic in found if self._pattern.matches(topic))
         return tuple(topic for topic in matching if not self._has_dead_letters(topic))
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Return how the names of the topics begin, for each namespace."""
+        if self._pattern is not None:
+            return (self._pattern.prefix,)
+        by_namespace: defaultdict[str, list[str]] = defaultdict(list)
+        for topic in self._topics:
+            by_namespace[topic.rpartition("/")[0]].append(topic)
+        return tuple(map(commonprefix, by_namespace.values()))
+
+    def selects(self, name: str) -> bool:
+        """Return whether a topic or a topic partition belongs to the topics, by its name."""
+        topic = TopicPartition.parse(name).topic
+        if self._pattern is not None:
+            return self._pattern.matches(topic)
+        return name in self._topics or topic in self._topics
+
+    def watch(self, prefix: str, changed: Callable[[Collection[str]], None]) -> TopicWatch | None:
+        """Watch topics, as :meth:`keyshard.broker.port.Broker.watch_topics`."""
+        return self._broker.watch_topics(prefix, changed)
 
     def _has_dead_letters(self, topic: str) -> bool:
         """Return whether a topic holds dead letters of a source. The answer is cached."""

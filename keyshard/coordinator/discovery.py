@@ -8,9 +8,9 @@ A round::
     3. new       not known: own every range of them, from their beginning
 
 If a topic is deleted, our own consumers reconnect within a second, and Pulsar creates the topic
-again for them, unless a policy forbids it. A partitioned topic is then still missing from the
-metadata. A topic without partitions looks unchanged, but its storage is new and empty, which shows
-the deletion.
+again for them, unless a policy forbids it; from 4.1 on, it creates no partitions. A partitioned
+topic is then still missing from the metadata. A topic without partitions looks unchanged, but its
+storage is new and empty, which shows the deletion.
 
 If another client created a topic again between two rounds, its new storage shows that too. The
 topic is dropped and owned again, because consumers that found no topic do not come back. Consumers
@@ -34,6 +34,7 @@ from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import RangeConsumer
 from keyshard.coordinator.progress import DiscoveryProgress
 from keyshard.coordinator.subscription_ids import SubscriptionIds, properties_of
+from keyshard.coordinator.topic_watches import TopicWatches
 from keyshard.core.position.checkpoint import Checkpoint, SubscriptionId
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange, gaps, overlap
@@ -45,6 +46,13 @@ LEFTOVER_ROUNDS = 3
 """Fewest rounds in which a deleted topic partition is checked, because a consumer may come back."""
 LEFTOVER_S = 5.0
 """Shortest time for these checks, seconds."""
+SETTLE_S = 0.5
+"""Time from the report of a topic to the round, seconds."""
+AGAIN_S = 2.0
+"""Time from that round to another one, seconds. A broker reports a topic partition before its
+metadata counts it."""
+REST_TIMES = 4.0
+"""The same, at least this many times the duration of the last round."""
 
 _log = logging.getLogger(__name__)
 
@@ -195,6 +203,9 @@ class Discovery:
         self._leftovers: dict[TopicPartition, int] = {}
         self._leftover_rounds = max(LEFTOVER_ROUNDS, math.ceil(LEFTOVER_S / interval_s))
         self._stopping = threading.Event()
+        self._reported = threading.Event()
+        """Set when a topic was created or deleted, or the thread shall end."""
+        self._watches = TopicWatches(catalog, self._reported.set)
         self._thread: threading.Thread | None = None
         self.discovered = 0
         """Topic partitions found since the start."""
@@ -223,6 +234,7 @@ class Discovery:
     def stop(self) -> None:
         """End the thread after its round; returns without waiting."""
         self._stopping.set()
+        self._reported.set()
 
     def join(self, timeout_s: float) -> None:
         """Wait for the thread's end, at most ``timeout_s`` seconds."""
@@ -238,8 +250,12 @@ class Discovery:
             "backlogEntries": self.backlog,
         }
 
-    def round(self) -> None:
+    def round(self, *, early: bool = False) -> None:
         """Run one round. An error of one topic does not stop the check of the others.
+
+        Args:
+            early: Whether it follows a report of the broker. It does not count as one of the rounds
+                in which leftovers are checked.
 
         Raises:
             KeyShardError: The first error.
@@ -258,7 +274,7 @@ class Discovery:
         leftovers = set(self._leftovers)
         with errors.collected():
             # ``existing`` is older, so it contains the leftovers that this deletes.
-            leftovers -= self._clean()
+            leftovers -= self._clean(counts=not early)
         for topic in topics:
             with errors.collected():
                 self._add(tp for tp in existing.get(topic, ()) if tp not in leftovers)
@@ -312,13 +328,32 @@ class Discovery:
             ) from exc
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._interval_s):
-            self._attempt()
+        rest_s, again = SETTLE_S, False
+        try:
+            if self._watches.open():
+                # Something may have changed since the start looked for topics.
+                self._reported.set()
+            while not self._stopping.is_set():
+                wait_s = min(AGAIN_S, self._interval_s) if again else self._interval_s
+                reported = self._reported.wait(wait_s)
+                if reported:
+                    self._stopping.wait(min(rest_s, self._interval_s))
+                    self._reported.clear()
+                if self._stopping.is_set():
+                    return
+                # Before the round, which then finds what was not reported.
+                self._watches.open()
+                began_s = time.monotonic()
+                self._attempt(early=reported or again)
+                rest_s = max(SETTLE_S, REST_TIMES * (time.monotonic() - began_s))
+                again = reported
+        finally:
+            self._watches.close()
 
-    def _attempt(self) -> None:
+    def _attempt(self, *, early: bool) -> None:
         """Run one round, and report its error."""
         try:
-            self.round()
+            self.round(early=early)
         except KeyShardError as exc:
             if not self._stopping.is_set():
                 self._report(exc)
@@ -372,7 +407,7 @@ class Discovery:
             _log.debug("the creation time of %s is unknown: %s", topic_partition, exc)
             return ""
 
-    def _clean(self) -> set[TopicPartition]:
+    def _clean(self, *, counts: bool) -> set[TopicPartition]:
         """Delete what our own reconnects created, for as long as one may be running.
 
         Returns:
@@ -380,7 +415,7 @@ class Discovery:
         """
         stay: set[TopicPartition] = set()
         for topic_partition in sorted(self._leftovers):
-            self._leftovers[topic_partition] -= 1
+            self._leftovers[topic_partition] -= counts
             if self._belongs_to_others(topic_partition):
                 self._leftovers[topic_partition] = 0
                 stay.add(topic_partition)

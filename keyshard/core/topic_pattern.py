@@ -11,6 +11,8 @@ from keyshard.errors import ConfigError, NonPersistentTopicError
 from keyshard.redaction import shown
 
 _NAME = re.compile(r"^[-=:.\w]+$")
+_LITERAL = re.compile(r"[-\w]*(?![*?{])", re.ASCII)
+"""The characters that a regular expression begins with and that stand for themselves."""
 DEAD_LETTERS = "-DLQ"
 """Suffix of the default names of dead-letter topics."""
 
@@ -81,6 +83,13 @@ class TopicPattern:
     def text(self) -> str:
         """The full form; :meth:`parse` accepts it."""
         return f"persistent://{self.tenant}/{self.namespace}/{self.regex}"
+
+    @property
+    def prefix(self) -> str:
+        """The beginning that all matching names have; at least that of the namespace."""
+        found = None if "|" in self.regex else _LITERAL.match(self.regex)
+        literal = "" if found is None else found.group()
+        return f"persistent://{self.tenant}/{self.namespace}/{literal}"
 
     def matches(self, topic: str) -> bool:
         """Return whether a full topic name matches."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from weakref import WeakValueDictionary
 
 from keyshard.broker.port import (
@@ -17,6 +17,7 @@ from keyshard.broker.port import (
     ReadOptions,
     StartPosition,
     SubscriptionSpec,
+    TopicWatch,
     WorkerFacts,
 )
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -70,6 +71,11 @@ class HostedBroker:
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         return self._local.partitions(topic)
+
+    def watch_topics(
+        self, prefix: str, changed: Callable[[Collection[str]], None]
+    ) -> TopicWatch | None:
+        return self._local.watch_topics(prefix, changed)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> HostedConsumer:
         worker = self._workers[spec.hash_range.start * len(self._workers) // RING_SIZE]

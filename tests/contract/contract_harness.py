@@ -49,6 +49,8 @@ class Harness(Protocol):
     """Whether an entry may come twice though nothing failed (docs/semantics.md)."""
     publishes_entries: bool
     """Whether entries can be published whole, with sequence ids."""
+    reports_topics: bool
+    """Whether topics can be watched."""
 
     def broker(self) -> Broker:
         """Open a connection; it is closed at the end of the test."""

@@ -38,6 +38,7 @@ class MemoryHarness:
     not_handed_out: Collection[str] = ("__brokerPublishTime",)
     may_repeat = False
     publishes_entries = True
+    reports_topics = True
 
     def __init__(self) -> None:
         self.release = release_of(self.version)
@@ -45,6 +46,7 @@ class MemoryHarness:
             version=self.version,
             look_ahead=LookAhead(self.look_ahead_per_consumer, delayed=self.delayed_look_ahead),
             ack_group_ms=100,
+            reports_topics=True,
             now_ms=lambda: time.time_ns() // 1_000_000 + self._ahead_ms,
         )
         self._ahead_ms = 0

@@ -55,6 +55,7 @@ class PulsarHarness:
     not_handed_out: Collection[str] = NOT_BY_CLIENT
     may_repeat = True
     publishes_entries = False
+    reports_topics = False
 
     def __init__(self, service_url: str, admin_url: str) -> None:
         self._service_url = service_url

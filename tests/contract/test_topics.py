@@ -49,6 +49,32 @@ def test_a_request_that_fails_does_not_spoil_the_next_one(harness: Harness) -> N
         assert admin.partition_count(missing.topic) is None
 
 
+def test_topics_are_reported_when_they_are_created_or_deleted(harness: Harness) -> None:
+    broker, known = harness.broker(), harness.create_topic(partitions=2)
+    namespace = known.rpartition("/")[0] + "/"
+    reported: list[str] = []
+    watch = broker.watch_topics(f"{namespace}contract-", reported.extend)
+    of_known: list[str] = []
+    exact = broker.watch_topics(known, of_known.extend)
+    assert (watch is not None) is (exact is not None) is harness.reports_topics
+    if watch is None or exact is None:
+        return
+    plain = harness.create_topic()
+    wait_until(lambda: plain in reported)
+    harness.grow_topic(known, 3)
+    wait_until(lambda: f"{known}-partition-2" in reported)
+    wait_until(lambda: of_known == [f"{known}-partition-2"])
+    reported.clear()
+    harness.delete_topic(plain)
+    wait_until(lambda: plain in reported)
+    exact.close()
+    wait_until(lambda: not exact.is_open())
+    assert watch.is_open()
+    broker.close()
+    wait_until(lambda: not watch.is_open())
+    assert of_known == [f"{known}-partition-2"]
+
+
 def test_the_topics_of_a_namespace_come_without_their_partitions(harness: Harness) -> None:
     mine = {harness.create_topic(partitions=2), harness.create_topic()}
     found = harness.admin().topics(*namespace_of(min(mine)))

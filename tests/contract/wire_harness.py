@@ -18,6 +18,7 @@ class WireHarness(PulsarHarness):
     whole_entries = True
     empty_keys = True
     publishes_entries = True
+    reports_topics = True
     not_handed_out: Collection[str] = ("__brokerPublishTime",)
 
     def broker(self) -> Broker:

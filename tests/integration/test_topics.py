@@ -14,6 +14,7 @@ import pytest
 
 from keyshard import KeyShardSource, SourceStream
 from keyshard.broker.admin.rest import PulsarAdmin
+from keyshard.coordinator import discovery
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.errors import BrokerError, DataLossTrimmedError, TopicNotFoundError
 from keyshard.testing.devbroker import DevBroker
@@ -166,6 +167,30 @@ def test_topics_come_grow_and_go_and_nothing_is_missed_or_twice(
     assert total(job, first) == LOAD.messages + first_again
 
 
+@pytest.mark.parametrize("by_pattern", [True, False])
+def test_topics_that_the_broker_reports_are_found_long_before_the_next_round(
+    dev_broker: DevBroker, api: httpx.Client, topic_name: str, by_pattern: bool
+) -> None:
+    first, late = f"{topic_name}-a", f"{topic_name}-b"
+    create_partitioned_topic(dev_broker.admin_url, first, 2)
+    names: dict[str, object] = (
+        {"topics_pattern": f"{topic_name}-.*"} if by_pattern else {"topics": [first]}
+    )
+    slow = source(dev_broker, discovery_interval_ms=86_400_000, **names)
+    with slow.open() as stream:
+        job = Job(dev_broker, stream)
+        api.post(f"{first}/partitions", json=5).raise_for_status()
+        create_partitioned_topic(dev_broker.admin_url, late, 2)
+        job.produce(first)
+        job.produce(late)
+        expected = (first, late) if by_pattern else (first,)
+        job.pump(lambda: job.has(*expected), deadline(30))
+        job.check(*expected)
+        if by_pattern:
+            delete(api, late, partitioned=True)
+            job.pump(lambda: job.status("topicPartitions") == 5, deadline(30))
+
+
 def total(job: Job, topic: str) -> int:
     return sum(n for (name, *_), n in job.got.items() if name == topic)
 
@@ -194,8 +219,9 @@ def test_a_deleted_topic_that_is_created_again_is_consumed_again(
 
 
 def test_a_topic_deleted_and_created_again_between_two_rounds(
-    dev_broker: DevBroker, api: httpx.Client, topic_name: str
+    dev_broker: DevBroker, api: httpx.Client, topic_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(discovery, "SETTLE_S", 86_400.0)
     create_partitioned_topic(dev_broker.admin_url, topic_name, 3)
     slow = source(
         dev_broker, topics=topic_name, starting_position="latest", discovery_interval_ms=86_400_000

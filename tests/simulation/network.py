@@ -217,6 +217,13 @@ class Client:
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         return self.network.request(lambda: self._inner.partitions(topic))
 
+    def watch_topics(
+        self,
+        prefix: str,
+        changed: Callable[[Collection[str]], None],
+    ) -> None:
+        """Report nothing: the client cannot."""
+
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
         def action() -> Consumer:
             inner = self._inner.subscribe(spec, start)

@@ -23,8 +23,8 @@ KEYS = keys_of(4)
 class ChangingTopics:
     """A cluster, with its published messages and those that a source gave."""
 
-    def __init__(self, version: str = DEFAULT_VERSION) -> None:
-        self.cluster = MemoryCluster(version=version)
+    def __init__(self, version: str = DEFAULT_VERSION, *, reports_topics: bool = False) -> None:
+        self.cluster = MemoryCluster(version=version, reports_topics=reports_topics)
         self.admin = MemoryAdmin(self.cluster)
         self.sent: Counter[str] = Counter()
         self.got: Counter[str] = Counter()

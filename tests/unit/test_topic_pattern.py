@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.errors import ConfigError
@@ -20,6 +22,30 @@ from keyshard.errors import ConfigError
 def test_the_short_forms_are_completed(text: str, full: str) -> None:
     assert TopicPattern.parse(text).text == full
     assert TopicPattern.parse(full) == TopicPattern.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("regex", "literal"),
+    [
+        ("orders", "orders"), ("orders-.*", "orders-"), ("ab*", "a"), ("ab?", "a"),
+        ("ab{0,2}", "a"), ("ab+", "ab"), ("a*", ""), ("orders|bills", ""), ("(?i)orders", ""),
+        (r"a\.b", "a"), ("a[b|c]", ""), (".*", ""), ("^a", ""), ("é", ""),
+    ],
+)  # fmt: skip
+def test_the_literal_beginning_of_a_pattern_is_known(regex: str, literal: str) -> None:
+    found = TopicPattern.parse(f"acme/shop/{regex}").prefix
+    assert found == f"persistent://acme/shop/{literal}"
+
+
+@given(st.from_regex(r"[a-c.*+?{}()|\\^$\[\]0-2-]{1,8}", fullmatch=True), st.data())
+def test_each_name_that_matches_has_the_prefix(regex: str, data: st.DataObject) -> None:
+    try:
+        pattern = TopicPattern.parse(f"acme/shop/{regex}")
+    except ConfigError:
+        reject()
+    name = data.draw(st.from_regex(pattern.regex, fullmatch=True))
+    topic = f"persistent://acme/shop/{name}"
+    assert topic.startswith(pattern.prefix) or not pattern.matches(topic)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import _pulsar
@@ -65,6 +65,13 @@ class PulsarBroker:
                 # The client returns an empty list if it loses the connection during the request.
                 raise pulsar.NotConnected("the connection was lost")
         return tuple(sorted(TopicPartition.parse(name) for name in names))
+
+    def watch_topics(
+        self,
+        prefix: str,
+        changed: Callable[[Collection[str]], None],
+    ) -> None:
+        """Report nothing: the client cannot."""
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> PulsarConsumer:
         position = (

@@ -21,7 +21,7 @@ Behaviour of Pulsar that it reproduces, because programs often get it wrong, by 
 - If a consumer closes or reconnects, its unacknowledged entries are redelivered from the first
   index. When the last consumer leaves, the cursor rewinds to its mark-delete.
 - Subscribing to a missing topic creates it, without partitions. So does a consumer whose topic is
-  deleted, because it reconnects.
+  deleted, because it reconnects. A partition of a deleted topic is refused.
 - A consumer with 50,000 unacknowledged messages gets no more. With 200,000 in a subscription, no
   consumer gets new ones (:class:`UnackedLimits`).
 - A topic with ``cluster.deduplicate(topic)`` stores each sequence id of a producer name once. It

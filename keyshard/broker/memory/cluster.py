@@ -16,7 +16,7 @@ from keyshard.broker.memory.dispatch import Subscription
 from keyshard.broker.memory.limits import LookAhead, UnackedLimits
 from keyshard.broker.memory.log import Batching, EntryLog, Message, batches
 from keyshard.broker.memory.publishing import Publishing
-from keyshard.broker.memory.topics import TopicStore
+from keyshard.broker.memory.topics import MemoryTopicWatch, TopicStore
 from keyshard.broker.port import StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
 from keyshard.core.releases import DEFAULT_VERSION, release_of
@@ -58,6 +58,8 @@ class MemoryCluster:
             :meth:`crash` loses later acknowledgements.
         ack_group_ms: How long a client groups acknowledgements, milliseconds. A killed client
             loses them. Pulsar's default is 100.
+        reports_topics: Whether clients may watch topics; by default not, so that a source looks for
+            topics only when its interval ends.
         now_ms: The clock, milliseconds. It gives default publish times, and decides when cursors
             are written and groups are sent. The default clock never advances.
     """
@@ -72,6 +74,7 @@ class MemoryCluster:
         cursor_write_ms: int = 10_000,
         ack_group_ms: int = 0,
         message_bytes_max: int = 5 * 1024 * 1024,
+        reports_topics: bool = False,
         now_ms: Callable[[], int] = lambda: 0,
     ) -> None:
         self.lock = threading.RLock()
@@ -93,6 +96,9 @@ class MemoryCluster:
         """Entry producers and deduplication; use it under the lock."""
         self._clients: list[Client] = []
         self._grouped: dict[Grouping, None] = {}
+        self._reports_topics = reports_topics
+        self._watches: list[MemoryTopicWatch] = []
+        self._store.changed = self._topics_changed
         self._delaying: dict[Subscription, None] = {}
         """Subscriptions with entries that wait for their time."""
 
@@ -150,6 +156,21 @@ class MemoryCluster:
                 self._subscriptions = {
                     key: found for key, found in self._subscriptions.items() if key[0] not in gone
                 }
+
+    def watch_topics(
+        self, prefix: str, changed: Callable[[Collection[str]], None]
+    ) -> MemoryTopicWatch | None:
+        """Report topic partitions of a prefix as they are created or deleted."""
+        if not self._reports_topics:
+            return None
+        with self.lock:
+            self._watches.append(MemoryTopicWatch(prefix, changed))
+            return self._watches[-1]
+
+    def _topics_changed(self, names: Collection[str]) -> None:
+        self._watches = [watch for watch in self._watches if watch.is_open()]
+        for watch in self._watches:
+            watch.report(names)
 
     def topics(self) -> dict[str, tuple[TopicPartition, ...]]:
         """All topics with their topic partitions."""

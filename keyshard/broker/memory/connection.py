@@ -6,13 +6,14 @@ Private to :mod:`keyshard.broker.memory`, which documents the package and re-exp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 from keyshard.broker.memory.client import MemoryConnection, MemoryConsumer, MemoryReader
 from keyshard.broker.memory.cluster import MemoryCluster
 from keyshard.broker.memory.entry_producer import MemoryEntryProducer
 from keyshard.broker.memory.producer import MemoryProducer
+from keyshard.broker.memory.topics import MemoryTopicWatch
 from keyshard.broker.port import (
     DEFAULT_READ_OPTIONS,
     PublishOptions,
@@ -38,6 +39,7 @@ class MemoryBroker:
         self._consumers: list[MemoryConsumer] = []
         self._readers: list[MemoryReader] = []
         self._producers: list[MemoryProducer | MemoryEntryProducer] = []
+        self._watches: list[MemoryTopicWatch] = []
         self._frozen = False
         self._closed = False
         self._connection = MemoryConnection(
@@ -61,6 +63,15 @@ class MemoryBroker:
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         self._check_open()
         return self._cluster.partitions(topic)
+
+    def watch_topics(
+        self, prefix: str, changed: Callable[[Collection[str]], None]
+    ) -> MemoryTopicWatch | None:
+        self._check_open()
+        watch = self._cluster.watch_topics(prefix, changed)
+        if watch is not None:
+            self._watches.append(watch)
+        return watch
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> MemoryConsumer:
         size, where, name = spec.receiver_queue_size, spec.topic_partition, spec.subscription
@@ -156,6 +167,8 @@ class MemoryBroker:
             ]
             for handle in found:
                 handle.drop()
+            for watch in self._watches if of is None else ():
+                watch.close()
             return found
 
     def forget(self, topic_partition: TopicPartition, hash_range: HashRange) -> None:
@@ -228,6 +241,8 @@ class MemoryBroker:
             reader.close()
         for producer in self._producers:
             producer.close()
+        for watch in self._watches:
+            watch.close()
         self._cluster.detach(self)
 
     def _answers(self) -> bool:

@@ -7,13 +7,38 @@ lock of the cluster.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from keyshard.broker.memory.log import EntryLog, Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.releases import Release
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, TopicNotFoundError
+
+
+class MemoryTopicWatch:
+    """Reports topic partitions to one client.
+
+    Args:
+        prefix: Beginning of their names.
+        changed: Takes names.
+    """
+
+    def __init__(self, prefix: str, changed: Callable[[Collection[str]], None]) -> None:
+        self._prefix = prefix
+        self._changed = changed
+        self._open = True
+
+    def is_open(self) -> bool:
+        return self._open
+
+    def close(self) -> None:
+        self._open = False
+
+    def report(self, names: Iterable[str]) -> None:
+        """Report those names that have the prefix."""
+        if found := [name for name in names if name.startswith(self._prefix)]:
+            self._changed(found)
 
 
 class TopicStore:
@@ -33,6 +58,8 @@ class TopicStore:
         self._logs: dict[TopicPartition, EntryLog] = {}
         self._next_ledger = 0
         self._next_partition = 0
+        self.changed: Callable[[Collection[str]], None] = lambda _names: None
+        """Called with the names of topic partitions that were created or deleted."""
         self.schemas: dict[str, list[TopicSchema]] = {}
         """All schema versions by topic."""
 
@@ -74,8 +101,10 @@ class TopicStore:
     def delete(self, topic: str) -> None:
         """Delete a topic."""
         self.schemas.pop(topic, None)
-        for where in self._topics.pop(topic):
+        gone = self._topics.pop(topic)
+        for where in gone:
             del self._logs[where]
+        self.changed([where.name for where in gone])
 
     def clear(self) -> None:
         """Delete everything; ledger ids begin again."""
@@ -140,9 +169,10 @@ class TopicStore:
         self._next_partition += 1
         return partitions[self._next_partition % len(partitions)]
 
-    def _open(self, where: Iterable[TopicPartition]) -> None:
+    def _open(self, where: Collection[TopicPartition]) -> None:
         for topic_partition in where:
             self._logs[topic_partition] = EntryLog(self._new_ledger, self._entries_per_ledger)
+        self.changed([topic_partition.name for topic_partition in where])
 
     def _new_ledger(self) -> int:
         self._next_ledger += 1

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from keyshard.broker.at_exit import close_at_exit
@@ -26,6 +26,7 @@ from keyshard.broker.port import (
 from keyshard.broker.preflight import missing_topics
 from keyshard.broker.retry import Retrier
 from keyshard.broker.wire.cluster import Cluster
+from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.consumer import (
     CONFIRM_S,
     WireConsumer,
@@ -40,6 +41,8 @@ from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerError
 
+WATCH_S = 5.0
+"""Longest wait for the opening of a watch, seconds."""
 LEAVE_S = 2.0
 """Longest wait for threads at the end, seconds."""
 CLOSE_S = 3.0
@@ -48,6 +51,19 @@ NUDGE_LONGEST_WAIT_S = 60.0
 """Longest wait between two nudges to a silent broker, seconds."""
 
 _log = logging.getLogger(__name__)
+
+
+class WireTopicWatch:
+    """A connection on which the broker reports topics."""
+
+    def __init__(self, connection: WireConnection) -> None:
+        self._connection = connection
+
+    def is_open(self) -> bool:
+        return self._connection.is_open
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 class WireBroker:
@@ -90,6 +106,20 @@ class WireBroker:
         if not count:
             return (TopicPartition.parse(topic),)
         return tuple(TopicPartition(topic, number) for number in range(count))
+
+    def watch_topics(
+        self, prefix: str, changed: Callable[[Collection[str]], None]
+    ) -> WireTopicWatch | None:
+        def report(names: Sequence[str]) -> None:
+            if found := [name for name in names if name.startswith(prefix)]:
+                changed(found)
+
+        timeout_s = min(self._shared.timeout_s, WATCH_S)
+        try:
+            watching = self._shared.cluster.watch(prefix, report, timeout_s)
+        except RefusedError as exc:
+            raise error_of(exc, "watch", prefix, prefix, self._credentials.who()) from exc
+        return None if watching is None else WireTopicWatch(watching)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> WireConsumer:
         consumer = WireConsumer(self._shared, spec, start, hand_on=self._acknowledge_by_another)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +14,7 @@ from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError
 from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.requests import new_id
 from keyshard.config.connection import Connection
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
@@ -33,6 +34,9 @@ RETIRE_AGE_S = 5.0
 """Age below which the credentials of a connection count as fresh, seconds."""
 PARTITIONS_MAX = 1_000_000
 """Maximum plausible number of partitions of a topic."""
+PATTERN_MAX = 40
+"""Characters of the names that a watch gives to the broker, whose default limit of a pattern,
+``subscriptionPatternMaxLength``, is 50."""
 _REDIRECT, _CONNECT = 0, 1
 _SCHEMA_TYPES = dict(enumerate((
     "NONE", "STRING", "JSON", "PROTOBUF", "AVRO", "BOOLEAN", "INT8", "INT16", "INT32", "INT64",
@@ -63,7 +67,8 @@ class Cluster:
         self._opening: dict[Address, threading.Lock] = {}
         self._slow: dict[Address, tuple[float, BrokerUnavailableError]] = {}
         """Slow failed attempts to connect: when they failed, and why."""
-        self._retired: list[WireConnection] = []
+        self._apart: list[WireConnection] = []
+        """Connections that no look-up uses: of watches, and replaced ones."""
         self._closed = False
         self._owner = owner()
 
@@ -104,6 +109,55 @@ class Cluster:
             int.from_bytes(found.version, "big"),
             {_text(one.key): _text(one.value) for one in schema_info.properties},
         )
+
+    def watch(
+        self, prefix: str, changed: Callable[[Sequence[str]], None], timeout_s: float
+    ) -> WireConnection | None:
+        """Open a connection of its own on which the broker reports topics.
+
+        A broker may list all topics of the prefix first, and a proxy may end a connection whose
+        command it does not know. Neither must disturb consumers.
+
+        Args:
+            prefix: Beginning of the full names of the topics. The broker may report others, too.
+            changed: Takes names. The reading thread calls it.
+            timeout_s: Longest wait, seconds.
+
+        Returns:
+            ``None`` if the broker does not report topics.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+            RefusedError: The broker refuses.
+        """
+        end_s = time.monotonic() + timeout_s
+        at = self._service(end_s).address
+        made = WireConnection(
+            at, self._connection, self._credentials, _left(end_s), self._owner, changed=changed
+        )
+        with self._lock:
+            closed = self._closed
+            self._apart = [one for one in self._apart if one.is_open]
+            if not closed:
+                self._apart.append(made)
+        try:
+            if closed:
+                raise BrokerError("The connection is closed.")
+            if not made.reports_topics:
+                made.close()
+                return None
+            namespace, _, literal = prefix.removeprefix("persistent://").rpartition("/")
+            # The whole of a longer prefix is not necessary: the broker only reports more.
+            literal = literal.partition("\\")[0][:PATTERN_MAX]
+            pattern = f".*/\\Q{literal}\\E.*" if literal else ".*"
+            asked = api.WatchTopicList(
+                watcher_id=new_id(), namespace=namespace.encode(), topics_pattern=pattern.encode()
+            )
+            made.ask("watch_topic_list", asked, _left(end_s))
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def path(
         self, topic: str, timeout_s: float
@@ -300,8 +354,8 @@ class Cluster:
             if young or self._open.get(at.address) is not at:
                 return
             del self._open[at.address]
-            self._retired = [one for one in self._retired if one.is_open]
-            self._retired.append(at)
+            self._apart = [one for one in self._apart if one.is_open]
+            self._apart.append(at)
         at.retire()
 
     def close(self, timeout_s: float) -> None:
@@ -313,9 +367,9 @@ class Cluster:
         end_s = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
-            known = [*self._open.values(), *self._retired]
+            known = [*self._open.values(), *self._apart]
             self._open.clear()
-            self._retired.clear()
+            self._apart.clear()
         for one in known:
             one.close()
         for one in known:

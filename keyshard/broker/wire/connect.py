@@ -81,19 +81,22 @@ def _explained(address: Address, connection: Connection) -> Iterator[None]:
         ) from exc
 
 
-def greeting(address: Address, method: str, data: str) -> Any:
+def greeting(address: Address, method: str, data: str, *, watches: bool) -> Any:
     """Return the first command of a connection.
 
     Args:
         address: Address of the broker.
         method: Name of the authentication method; ``none`` for none.
         data: The credentials.
+        watches: Whether the connection watches topics.
     """
     hello = api.Connect(
         client_version=_CLIENT,
         protocol_version=_PROTOCOL_VERSION,
         feature_flags=api.FeatureFlags(
-            supports_auth_refresh=True, supports_broker_entry_metadata=True
+            supports_auth_refresh=True,
+            supports_broker_entry_metadata=True,
+            supports_topic_watchers=watches or None,
         ),
     )
     if method != "none":

@@ -62,6 +62,8 @@ class WireConnection:
         timeout_s: Longest wait until it is open, seconds.
         fail: Ends the source if the reading thread fails; default: the owner of the calling
             thread.
+        changed: Takes the names of topics that the broker reports, if the connection watches
+            topics. The reading thread calls it.
 
     Raises:
         BrokerUnavailableError: Nothing answers at the address (retriable).
@@ -72,19 +74,22 @@ class WireConnection:
 
     def __init__(
         self, address: Address, connection: Connection, credentials: Credentials, timeout_s: float,
-        fail: Fail | None = None,
+        fail: Fail | None = None, *, changed: Callable[[Sequence[str]], None] | None = None,
     ) -> None:  # fmt: skip
         self.address = address
         self.opened_s = time.monotonic()
         """When opening began, monotonic seconds."""
         self._connection = connection
         self._credentials = credentials
+        self._changed = changed
         self._lock = threading.Lock()
         self._requests = PendingRequests()
         self._connected: Future[Any] = Future()
         self._handles = Handles()
         self.message_bytes_max = FRAME_BYTES_MAX
         """Largest message that the broker accepts, with its metadata, bytes."""
+        self.reports_topics = False
+        """Whether the broker reports topics that are created or deleted."""
         self._unsent = bytearray()
         self._why = ""
         """Why the connection ended; empty while it is open."""
@@ -129,11 +134,13 @@ class WireConnection:
             ) from exc
 
     def _greet(self, method: str, data: str, timeout_s: float) -> None:
-        self.send("connect", greeting(self.address, method, data))
+        watches = self._changed is not None
+        self.send("connect", greeting(self.address, method, data, watches=watches))
         response = greeted(self._connected, self.address, self._credentials, timeout_s)
         if response.max_message_size > 0:
             self._frames.bytes_max = response.max_message_size + FRAME_PADDING
             self.message_bytes_max = response.max_message_size
+        self.reports_topics = response.feature_flags.supports_topic_watchers
 
     @property
     def is_open(self) -> bool:
@@ -430,6 +437,10 @@ class WireConnection:
         elif name == "send_error":
             if (handle := self._handles.get(command.producer_id)) is not None:
                 handle.refused(command)
+        elif name == "watch_topic_update":
+            names = (*command.new_topics, *command.deleted_topics)
+            if self._changed is not None:
+                self._changed([name.decode(errors="replace") for name in names])
         elif name == "topic_migrated":
             self._migrated(command)
         elif name == "connected":

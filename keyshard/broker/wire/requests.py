@@ -18,13 +18,16 @@ _ANSWER_TO = {
     "subscribe": "success", "close_consumer": "success", "ack": "ack_response",
     "get_last_message_id": "get_last_message_id_response", "get_schema": "get_schema_response",
     "producer": "producer_success", "close_producer": "success",
+    "watch_topic_list": "watch_topic_list_success",
 }  # fmt: skip
 ANSWERS = frozenset(_ANSWER_TO.values())
 """Names of the commands that answer a request."""
 _GIVEN_UP_EARLY = {"lookup_response", "success"}
 """Answers whose waits end early if the broker is unresponsive. Other requests keep their
 timeouts."""
-_MAY_FAIL = ANSWERS - {"success", "get_last_message_id_response", "producer_success"}
+_MAY_FAIL = ANSWERS - {
+    "success", "get_last_message_id_response", "producer_success", "watch_topic_list_success",
+}  # fmt: skip
 
 _ids = itertools.count(1)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keyshard.broker.port import (
@@ -21,6 +21,7 @@ from keyshard.broker.port import (
     ReadOptions,
     StartPosition,
     SubscriptionSpec,
+    TopicWatch,
     WorkerFacts,
 )
 from keyshard.core.dead_letter import PREFIX
@@ -89,6 +90,11 @@ class RecordingBroker:
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         return self._broker.partitions(topic)
+
+    def watch_topics(
+        self, prefix: str, changed: Callable[[Collection[str]], None]
+    ) -> TopicWatch | None:
+        return self._broker.watch_topics(prefix, changed)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
         consumer = self._broker.subscribe(spec, start)
