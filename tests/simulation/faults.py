@@ -93,7 +93,7 @@ def plan(seed: int, random: Random) -> list[Fault]:
         if kind is Kind.FORGETS and step in (Step.STARTING, Step.REPLAYING):
             # Something is acknowledged before that.
             before = Step.COMMITTED if step is Step.STARTING else random.choice(WITHIN_BATCH)
-            faults.append(Fault(Kind.DRIVER, before, 3, 0.0))
+            faults.append(Fault(Kind.DRIVER, before, 4, 0.0))
         elif step is Step.REPLAYING and not any(
             fault.kind in CRASHES and fault.step in WITHIN_BATCH for fault in faults
         ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import random as real_random
+import secrets
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from keyshard.threads import Pool as RealPool
-from tests.simulation.primitives import Pool, RandomModule, Threading, Time, wait
+from tests.simulation.primitives import Pool, RandomModule, SecretsModule, Threading, Time, wait
 from tests.simulation.scheduler import Scheduler
 
 BROKER_SIDE = "keyshard.broker.memory"
@@ -52,10 +53,12 @@ def installed(scheduler: Scheduler, random: Random) -> Iterator[None]:
         random: Where tenacity's waits come from.
     """
     undo: list[tuple[Any, str, Any]] = []
+    # From a stream of their own, so that other draws of a seed stay the same.
+    ids = SecretsModule(Random("ids"))
     try:
         for module in _modules():
             quiet = module.__name__.startswith(BROKER_SIDE)
-            stand_ins = _stand_ins(scheduler, random, quiet=quiet)
+            stand_ins = [*_stand_ins(scheduler, random, quiet=quiet), (secrets, ids)]
             for holder, name, _, value in list(_held(module)):
                 for real, simulated in stand_ins:
                     if value is real:
@@ -69,7 +72,7 @@ def installed(scheduler: Scheduler, random: Random) -> Iterator[None]:
 
 def real_ones() -> list[tuple[str, str]]:
     """(module, name) of every real primitive that a simulated module holds now."""
-    real = [threading, time, real_random, RealPool]
+    real = [threading, time, real_random, secrets, RealPool]
     real += [threading.Thread, threading.Event, threading.Lock, threading.RLock]
     real += [threading.Condition, time.sleep, time.monotonic, time.time, concurrent.futures.wait]
     return [

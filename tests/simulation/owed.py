@@ -37,6 +37,8 @@ class Debts:
         """Messages before the start of the source; they must not be committed."""
         self._left_out: set[tuple[Any, ...]] = set()
         """Entries that have nothing else."""
+        self._inside: set[tuple[Any, ...]] = set()
+        """Entries inside which the source begins, perhaps behind their last message."""
         self.skipped: dict[tuple[TopicPartition, EntryId], bool] = {}
         """Entries that another client acknowledged whole; whether the source must notice it."""
         self.skipped_entries: set[tuple[Any, ...]] = set()
@@ -63,8 +65,17 @@ class Debts:
         early = self.before & self.committed
         assert not early, f"{min(early)} lies before the start of the source, and is committed"
 
-    def begin(self, known: Collection[Place], before: Collection[Place]) -> None:
-        """Record a start: messages before it are not owed, later ones are."""
+    def begin(
+        self, known: Collection[Place], before: Collection[Place], inside: tuple[Any, ...] | None
+    ) -> None:
+        """Record a start: messages before it are not owed, later ones are.
+
+        Args:
+            known: Messages of the topic partition.
+            before: Those before the start.
+            inside: The entry inside which the source begins: topic, partition, ledger, entry.
+        """
+        self._inside.update(() if inside is None else (inside,))
         self.before -= set(known)
         self.owed |= {place for place in known if self._entry(place) not in self._hidden}
         self.before |= set(before)
@@ -95,7 +106,7 @@ class Debts:
         unknown = [
             place for place in self.before
             if place[:2] == (where.topic, where.partition)
-            and (known.floor is None or place[:4] not in self._left_out)
+            and (known.floor is None or place[:4] not in self._left_out - self._inside)
         ]  # fmt: skip
         self.before.difference_update(unknown)
         self.forgiven.update(unknown)
@@ -141,7 +152,9 @@ class Debts:
         return [
             f"{where}/{entry_id.ledger}:{entry_id.entry}"
             for (where, entry_id), must in self.skipped.items()
-            if must and (where.topic, where.partition, *entry_id) in lost
+            if must
+            and (where, entry_id) not in self._hidden
+            and (where.topic, where.partition, *entry_id) in lost
         ]
 
     @property

@@ -401,6 +401,16 @@ def wait(futures: Iterable[Future], timeout: float | None = None) -> None:
         future.wait(timeout)
 
 
+class SecretsModule:
+    """The module ``secrets``, as far as keyshard uses it, with ids that a seed decides."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def token_hex(self, size: int) -> str:
+        return self._random.randbytes(size).hex()
+
+
 class RandomModule:
     """Stands where the module ``random`` stood."""
 

@@ -102,7 +102,9 @@ class Positions:
             if not one.hidden
             for index in range(len(one.messages))
         }
-        self._debts.begin(places, {place for place, at in places.items() if at < position})
+        before = {place for place, at in places.items() if at < position}
+        inside = (where.topic, where.partition, *position[:2]) if position.batch_index else None
+        self._debts.begin(places, before, inside)
 
 
 def entries_of(cluster: MemoryCluster, where: TopicPartition) -> list[StoredEntry]:
