@@ -60,6 +60,7 @@ def test_a_watch_that_was_lost_is_opened_again(
     changing.cluster.create_topic("a-1")
     source = changing.matching("a-.*", discovery_interval_ms=20)
     with changing.running(source) as coordinator:
+        wait_until(lambda: changing.cluster._watches)
         (first,) = changing.cluster._watches
         changing.cluster.crash()
         assert not first.is_open()
