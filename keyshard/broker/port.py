@@ -383,6 +383,7 @@ class OpensReaders(Protocol):
 class TopicWatch(Protocol):
     """A standing request to report topics."""
 
+    @property
     def is_open(self) -> bool:
         """Return whether it still reports. Once false, it stays false."""
 

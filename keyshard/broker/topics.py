@@ -67,16 +67,33 @@ class Catalog:
             by_namespace[topic.rpartition("/")[0]].append(topic)
         return tuple(map(commonprefix, by_namespace.values()))
 
-    def selects(self, name: str) -> bool:
+    def watch(self, prefix: str, changed: Callable[[], None]) -> TopicWatch | None:
+        """Watch the topics whose names begin so.
+
+        Args:
+            prefix: One of :meth:`prefixes`.
+            changed: Called when one of the topics, or a topic partition, is created or deleted. Any
+                thread may call it, and it must return at once.
+
+        Returns:
+            ``None`` if the client or the broker does not report topics.
+
+        Raises:
+            BrokerError: The broker cannot be reached, or refuses.
+        """
+
+        def report(names: Collection[str]) -> None:
+            if any(map(self._selects, names)):
+                changed()
+
+        return self._broker.watch_topics(prefix, report)
+
+    def _selects(self, name: str) -> bool:
         """Return whether a topic or a topic partition belongs to the topics, by its name."""
         topic = TopicPartition.parse(name).topic
         if self._pattern is not None:
             return self._pattern.matches(topic)
         return name in self._topics or topic in self._topics
-
-    def watch(self, prefix: str, changed: Callable[[Collection[str]], None]) -> TopicWatch | None:
-        """Watch topics, as :meth:`keyshard.broker.port.Broker.watch_topics`."""
-        return self._broker.watch_topics(prefix, changed)
 
     def _has_dead_letters(self, topic: str) -> bool:
         """Return whether a topic holds dead letters of a source. The answer is cached."""

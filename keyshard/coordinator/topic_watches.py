@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from keyshard.broker.port import TopicWatch
 from keyshard.broker.topics import Catalog
@@ -42,13 +42,13 @@ class TopicWatches:
         now_s, opened = time.monotonic(), False
         for prefix in self._catalog.prefixes()[:WATCHES_MAX]:
             standing = self._open.get(prefix)
-            if standing is not None and standing.is_open():
+            if standing is not None and standing.is_open:
                 continue
             if now_s < self._again_s.get(prefix, now_s):
                 continue
             self._again_s[prefix] = now_s + AGAIN_S
             try:
-                watch = self._catalog.watch(prefix, self._report)
+                watch = self._catalog.watch(prefix, self._changed)
             except KeyShardError as exc:
                 _log.debug("the broker does not report topics of %s: %s", prefix, exc)
                 continue
@@ -60,7 +60,3 @@ class TopicWatches:
         """End them."""
         for watch in self._open.values():
             watch.close()
-
-    def _report(self, names: Collection[str]) -> None:
-        if any(map(self._catalog.selects, names)):
-            self._changed()

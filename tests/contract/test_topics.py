@@ -68,10 +68,10 @@ def test_topics_are_reported_when_they_are_created_or_deleted(harness: Harness) 
     harness.delete_topic(plain)
     wait_until(lambda: plain in reported)
     exact.close()
-    wait_until(lambda: not exact.is_open())
-    assert watch.is_open()
+    wait_until(lambda: not exact.is_open)
+    assert watch.is_open
     broker.close()
-    wait_until(lambda: not watch.is_open())
+    wait_until(lambda: not watch.is_open)
     assert of_known == [f"{known}-partition-2"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -63,8 +63,8 @@ def test_a_watch_that_was_lost_is_opened_again(
         wait_until(lambda: changing.cluster._watches)
         (first,) = changing.cluster._watches
         changing.cluster.crash()
-        assert not first.is_open()
-        wait_until(lambda: any(watch.is_open() for watch in changing.cluster._watches))
+        assert not first.is_open
+        wait_until(lambda: any(watch.is_open for watch in changing.cluster._watches))
         changing.cluster.create_topic("a-2")
         wait_until(lambda: partitions(coordinator) == 2)
 
@@ -79,10 +79,7 @@ class Refusing:
     def prefixes(self) -> tuple[str, ...]:
         return ("persistent://public/default/a",)
 
-    def selects(self, _name: str) -> bool:
-        return True
-
-    def watch(self, _prefix: str, _changed: Callable[[Collection[str]], None]) -> None:
+    def watch(self, _prefix: str, _changed: Callable[[], None]) -> None:
         self.asked += 1
         if (error := next(self._answers)) is not None:
             raise error

@@ -168,7 +168,7 @@ class MemoryCluster:
             return self._watches[-1]
 
     def _topics_changed(self, names: Collection[str]) -> None:
-        self._watches = [watch for watch in self._watches if watch.is_open()]
+        self._watches = [watch for watch in self._watches if watch.is_open]
         for watch in self._watches:
             watch.report(names)
 

@@ -27,13 +27,10 @@ class MemoryTopicWatch:
     def __init__(self, prefix: str, changed: Callable[[Collection[str]], None]) -> None:
         self._prefix = prefix
         self._changed = changed
-        self._open = True
-
-    def is_open(self) -> bool:
-        return self._open
+        self.is_open = True
 
     def close(self) -> None:
-        self._open = False
+        self.is_open = False
 
     def report(self, names: Iterable[str]) -> None:
         """Report those names that have the prefix."""

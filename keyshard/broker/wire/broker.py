@@ -53,19 +53,6 @@ NUDGE_LONGEST_WAIT_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-class WireTopicWatch:
-    """A connection on which the broker reports topics."""
-
-    def __init__(self, connection: WireConnection) -> None:
-        self._connection = connection
-
-    def is_open(self) -> bool:
-        return self._connection.is_open
-
-    def close(self) -> None:
-        self._connection.close()
-
-
 class WireBroker:
     """A connection to a Pulsar cluster.
 
@@ -109,17 +96,16 @@ class WireBroker:
 
     def watch_topics(
         self, prefix: str, changed: Callable[[Collection[str]], None]
-    ) -> WireTopicWatch | None:
+    ) -> WireConnection | None:
         def report(names: Sequence[str]) -> None:
             if found := [name for name in names if name.startswith(prefix)]:
                 changed(found)
 
         timeout_s = min(self._shared.timeout_s, WATCH_S)
         try:
-            watching = self._shared.cluster.watch(prefix, report, timeout_s)
+            return self._shared.cluster.watch(prefix, report, timeout_s)
         except RefusedError as exc:
             raise error_of(exc, "watch", prefix, prefix, self._credentials.who()) from exc
-        return None if watching is None else WireTopicWatch(watching)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> WireConsumer:
         consumer = WireConsumer(self._shared, spec, start, hand_on=self._acknowledge_by_another)
