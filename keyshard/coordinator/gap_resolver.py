@@ -209,7 +209,11 @@ class GapResolver:
         ack_gaps: EntrySet,
         resolved: EntrySet,
     ) -> Proofs:
-        """Read ack gaps that have lasted for a while, each once, and return what that proves."""
+        """Read ack gaps that have lasted for a while, each once, and return what is proved.
+
+        An entry that was read as the border of a ledger may be an ack gap later. So everything that
+        was proved absent is returned until a checkpoint has it.
+        """
         evidence.existing = {
             entry_id: slot for entry_id, slot in evidence.existing.items() if entry_id in ack_gaps
         }
@@ -218,7 +222,7 @@ class GapResolver:
         unknown -= evidence.absent | EntrySet.of(evidence.existing)
         room = EXISTING_MAX - len(evidence.existing)
         if not unknown or room <= 0:
-            return Proofs()
+            return Proofs(resolved=evidence.absent)
         deadline = time.monotonic() + READ_S
         found = inspect_ack_gaps(
             self._broker, topic_partition, unknown, deadline, existing_max=room,
@@ -226,6 +230,7 @@ class GapResolver:
         )  # fmt: skip
         evidence.existing |= found.existing
         evidence.absent |= found.proofs.resolved
+        found.proofs.resolved = evidence.absent
         if FIRST in unknown:
             found.proofs.base = _first_stored(found)
         return found.proofs

@@ -345,6 +345,34 @@ def test_the_floor_moves_over_ledgers(topic: GapTopic) -> None:
             assert state.delivered.run_count <= 1
 
 
+def test_a_marker_at_the_border_of_a_ledger_is_resolved_once_later_entries_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by the simulation, seed 403 of spark: the gap stayed, and the checkpoint filled up.
+
+    1. the newest delivered entry of a ledger is before a marker, and a later ledger is delivered
+    2. a Reader at the border of the two ledgers proves that the marker is no entry
+    3. the late entries behind the marker are delivered, so it is an ack gap now
+    """
+    monkeypatch.setattr("keyshard.coordinator.gap_resolver.ROUND_S", 0.02)
+    topic, gate = GapTopic(entries_per_ledger=4), Gate()
+    topic.publish(FAST_KEY)
+    marker = topic.cluster.publish_marker(topic.where)
+    topic.publish(SLOW_KEY, SLOW_KEY)
+    later = topic.publish(FAST_KEY)[0]
+    assert later.ledger > marker.ledger
+    with running_gated(topic, topic.source(), gate) as coordinator:
+        received(coordinator, 2)
+        commit(coordinator)
+        window = coordinator.consumers.shared.window.known[topic.where]
+        wait_until(lambda: window.proofs.base is not None)
+        gate.open()
+        received(coordinator, 4)
+        commit(coordinator)
+        state = resolved_by_batches(topic, coordinator)
+        assert state.covers(marker)
+
+
 def test_errors_of_the_broker_are_shown_and_tried_again(topic: GapTopic) -> None:
     class Failing(MemoryAdmin):
         fails = False
