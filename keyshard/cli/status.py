@@ -365,6 +365,7 @@ def _view(status: Status, rates: Rates | None, *, all_ranges: bool | None) -> Re
                 f"{len(refused) - _REFUSED_MAX} more topic partitions receive nothing", style="red"
             )
         )
+    parts += _stalls(status["partitions"])
     if status["brokerError"]:
         parts.append(Text(f"broker facts are outdated: {status['brokerError']}", style="yellow"))
     parts += _table_of(
@@ -373,9 +374,23 @@ def _view(status: Status, rates: Rates | None, *, all_ranges: bool | None) -> Re
     )  # fmt: skip
     parts += _table_of(
         status["partitions"], _partitions, _partitions_summary,
-        lambda each: not each["covered"], all_ranges,
+        lambda each: not each["covered"] or each["stalled"] is not None, all_ranges,
     )  # fmt: skip
     return Group(*parts)
+
+
+def _stalls(partitions: list[PartitionStatus]) -> list[RenderableType]:
+    """Return a line for each of the first stalled topic partitions, and their number."""
+    from rich.text import Text
+
+    stalls = [(each, each["stalled"]) for each in partitions if each["stalled"] is not None]
+    lines = [
+        f"{_name_of(each)} is stalled for {stalled['forSeconds']:.0f} s: {stalled['reason']}"
+        for each, stalled in stalls[:_REFUSED_MAX]
+    ]
+    if len(stalls) > _REFUSED_MAX:
+        lines.append(f"{len(stalls) - _REFUSED_MAX} more topic partitions are stalled")
+    return [Text(line, style="red") for line in lines]
 
 
 def _table_of(
@@ -417,9 +432,11 @@ def _ranges_summary(rows: list[RangeStatus]) -> str:
 def _partitions_summary(rows: list[PartitionStatus]) -> str:
     backlogs = [each["backlog"] for each in rows if each["backlog"] is not None]
     gaps = sum(not each["covered"] for each in rows)
+    stalled = sum(each["stalled"] is not None for each in rows)
     return (
         f"{plural(len(rows), 'topic partition')}: backlog "
         f"{_number(sum(backlogs) if backlogs else None)}, {gaps:,} with slots without a consumer"
+        f", {stalled:,} stalled"
     )
 
 

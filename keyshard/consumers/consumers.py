@@ -135,6 +135,16 @@ class Consumers:
             for one, connected in self.range_consumers.connected()
         ]
 
+    def asked(self) -> dict[TopicPartition, bool]:
+        """Return each topic partition, and whether a range asks for messages and holds none."""
+        known, asked = self.shared.window.known, dict[TopicPartition, bool]()
+        for one, connected in self.range_consumers.connected():
+            where, held = one.topic_partition, known.get(one.topic_partition)
+            rows = 0 if held is None else held.range_rows[one.range_index]
+            asks = connected and not rows and not self.intake.is_paused(one)
+            asked[where] = asked.get(where, False) or asks
+        return asked
+
     def troubles(self) -> dict[TopicPartition, str]:
         """Return one sentence for each topic partition whose broker refuses or does not answer."""
         return self.range_consumers.troubles()

@@ -4,7 +4,7 @@ Two rules, over the broker's statistics of a subscription (``GET .../stats``). B
 ``msgOutCounter`` has not changed for a while:
 
 - The replay queue is at the look-ahead limit (PIP-379): the broker reads no new entry, whichever
-  range could take it.
+  range could take it. That matters if a range asks for messages and has none.
 - Entries are stored that do not wait for their time, none is unacknowledged at a consumer, and
   every slot has a consumer with permits. Nothing keeps the broker from delivering them, except an
   open transaction, a dispatch rate or a fault of the broker.
@@ -16,13 +16,29 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from keyshard.core import health
-from keyshard.core.health import HeldUp, StallKind
+from keyshard.core.health import REMIND_S, StallKind
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 
 UNDELIVERED_S = 90.0
 """Time after which entries that every range asks for count as undelivered, seconds. It is longer
 than a transaction lasts by default, 60 s, and than a usual period of a dispatch rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionStall:
+    """A topic partition of which the broker delivers nothing."""
+
+    topic_partition: TopicPartition
+    since_s: float
+    """Time of the first look at which it was so, by the clock of the caller."""
+    kind: StallKind
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """Name of the topic partition."""
+        return str(self.topic_partition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +55,33 @@ class Deliveries:
 
     def __init__(self) -> None:
         self._still: dict[TopicPartition, _Still] = {}
+        self._named_s: dict[TopicPartition, float] = {}
+        self.stalls: dict[TopicPartition, PartitionStall] = {}
+        """Topic partitions that are stalled now. Replaced as a whole by each look."""
 
     def look(
         self,
         now_s: float,
         states: Mapping[TopicPartition, SubscriptionState],
         limits: BrokerLimits,
+        asked: Collection[TopicPartition],
         unknown: Collection[TopicPartition] = (),
-    ) -> list[HeldUp]:
-        """Take the states of all topic partitions; return those held up, the longest first.
+    ) -> list[PartitionStall]:
+        """Take the states of all topic partitions; return the stalls to report, the longest first.
+
+        A stall is reported when it is found, and each topic partition at most every ``REMIND_S``.
 
         Args:
             now_s: Time of the clock.
             states: The subscription of the source on each topic partition.
             limits: Limits of the broker.
-            unknown: Topic partitions whose state is unknown. They are not held up now. If the next
+            asked: Topic partitions of which a range asks for messages and holds none.
+            unknown: Topic partitions whose state is unknown. They are not stalled now. If the next
                 state has the same count of deliveries, their time goes on.
         """
         still = {where: self._still[where] for where in unknown if where in self._still}
         for where, state in states.items():
-            kind = _hindered(state, limits)
+            kind = _hindered(state, limits, asked=where in asked)
             if kind is None:
                 continue
             known = self._still.get(where)
@@ -67,35 +90,39 @@ class Deliveries:
             still[where] = known
         self._still = still
         after_s = {StallKind.LOOK_AHEAD: health.STALL_S, StallKind.UNDELIVERED: UNDELIVERED_S}
-        found = [
-            HeldUp(known.kind, known.since_s, _reason(known.kind, where, states[where], limits))
+        self.stalls = {
+            where: PartitionStall(
+                where, known.since_s, known.kind, _reason(known.kind, states[where], limits)
+            )
             for where, known in still.items()
             if where in states and now_s - known.since_s >= after_s[known.kind]
-        ]
-        return sorted(found, key=lambda one: one.since_s)
+        }
+        self._named_s = {
+            where: named_s for where, named_s in self._named_s.items() if now_s - named_s < REMIND_S
+        }
+        due = [stall for where, stall in self.stalls.items() if where not in self._named_s]
+        self._named_s |= dict.fromkeys((stall.topic_partition for stall in due), now_s)
+        return sorted(due, key=lambda one: one.since_s)
 
 
-def _hindered(state: SubscriptionState, limits: BrokerLimits) -> StallKind | None:
+def _hindered(state: SubscriptionState, limits: BrokerLimits, *, asked: bool) -> StallKind | None:
     """Return why the broker may deliver nothing at this moment; ``None`` if there is no sign."""
     if 0 < limits.replay(len(state.consumers)) <= state.in_replay:
-        return StallKind.LOOK_AHEAD
+        return StallKind.LOOK_AHEAD if asked else None
     due = state.backlog > state.delayed and not 0 < limits.delayed <= state.delayed
     if not due or state.unacknowledged:
         return None
-    asked = all(consumer.permits > 0 for consumer in state.consumers) and not state.gaps
-    return StallKind.UNDELIVERED if asked else None
+    all_ask = all(consumer.permits > 0 for consumer in state.consumers) and not state.gaps
+    return StallKind.UNDELIVERED if all_ask else None
 
 
-def _reason(
-    kind: StallKind, where: TopicPartition, state: SubscriptionState, limits: BrokerLimits
-) -> str:
+def _reason(kind: StallKind, state: SubscriptionState, limits: BrokerLimits) -> str:
     if kind is StallKind.LOOK_AHEAD:
         return (
-            f"the broker reads no new entries of {where}: {state.in_replay} entries wait for "
-            f"ranges that do not receive them, and its look-ahead limit is "
-            f"{limits.replay(len(state.consumers))}"
+            f"the broker reads no new entries: {state.in_replay} entries wait for ranges that do "
+            f"not receive them, and its look-ahead limit is {limits.replay(len(state.consumers))}"
         )
     return (
-        f"the broker delivers none of {state.backlog - state.delayed} entries of {where}, though "
-        "every range asks for messages"
+        f"the broker delivers none of {state.backlog - state.delayed} entries, though every range "
+        "asks for messages"
     )

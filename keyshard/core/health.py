@@ -3,8 +3,7 @@
 State of a range; the first that applies::
 
     stalled       for STALL_S it had work and made no progress, or a handler has taken
-                  unusually long, or a consumer has been disconnected, or the broker delivers
-                  nothing of a topic partition to it
+                  unusually long, or a consumer has been disconnected
     disconnected  a consumer of it is not connected to the broker
     draining      it is about to move: running handlers finish, no new ones start
     blocked       rows wait, and all their keys wait for a retry
@@ -47,7 +46,7 @@ class RangeState(str, Enum):
 
 
 class StallKind(str, Enum):
-    """Why a range is stalled. ``docs/runbook.md`` has a section for each."""
+    """Why a range or a topic partition is stalled. ``docs/runbook.md`` has a section for each."""
 
     HANDLER = "handler"
     """A handler has not returned."""
@@ -65,12 +64,12 @@ class StallKind(str, Enum):
     """All workers are busy with other ranges."""
     DRAINING = "draining"
     """The range is about to move."""
-    LOOK_AHEAD = "look-ahead"
-    """The broker reads nothing: too many entries wait for other ranges."""
-    UNDELIVERED = "undelivered"
-    """The broker delivers nothing, though entries are stored."""
     UNKNOWN = "unknown"
     """Messages wait, and none of the other reasons applies."""
+    LOOK_AHEAD = "look-ahead"
+    """Of a topic partition: the broker reads nothing, as too many entries wait for ranges."""
+    UNDELIVERED = "undelivered"
+    """Of a topic partition: the broker delivers nothing, though entries are stored."""
 
     @property
     def alert(self) -> str:
@@ -178,16 +177,6 @@ class RangeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldUp:
-    """A topic partition of which the broker delivers nothing."""
-
-    kind: StallKind
-    since_s: float
-    """Time of the first look at which it was so, by the clock of the watchdog's caller."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Stall:
     """A range that stalls, and the reason."""
 
@@ -196,6 +185,11 @@ class Stall:
     """Start of the stall, by the clock of the watchdog's caller."""
     kind: StallKind
     reason: str
+
+    @property
+    def name(self) -> str:
+        """Name of the range."""
+        return f"range {self.index}"
 
 
 def shown_key(key: str) -> str:
@@ -281,12 +275,8 @@ class _Watched:
     """Time since which it has had work and handled none."""
     away_since_s: float | None = None
     """Time since which one of its consumers has been disconnected."""
-    waits_since_s: float | None = None
-    """Time since which each look has found it waiting for the broker, without progress."""
     named_s: float | None = None
     """Time of the newest report."""
-    named: tuple[StallKind, float] | None = None
-    """Kind and beginning of the stall that was reported."""
 
 
 class Watchdog:
@@ -305,7 +295,6 @@ class Watchdog:
         usual_s: float = 0.0,
         pause: Pause | None = None,
         held_back: bool = False,
-        held_up: Sequence[HeldUp] = (),
     ) -> list[Stall]:
         """Take the facts about all ranges, and return the stalls to report.
 
@@ -317,8 +306,6 @@ class Watchdog:
             usual_s: 99th percentile of the attempts of the handler, seconds.
             pause: The reason why no handler starts at all, if so.
             held_back: Whether a rate limit lets messages wait. Such a range does not stall.
-            held_up: Topic partitions that are held up, the longest first. Ranges stall that have
-                only waited for the broker for ``STALL_S``.
         """
         slow_s = max(STALL_S, USUAL_TIMES * usual_s)
         self._watched = {
@@ -328,28 +315,17 @@ class Watchdog:
         for facts in ranges if held_back else ():
             if facts.ready and not facts.in_flight:
                 self._watched[facts.index].still_since_s = now_s
-        for facts in ranges:
-            watched = self._watched[facts.index]
-            if facts.handled != watched.handled or load_of(facts) is not Load.WAITING:
-                watched.waits_since_s = None
-            elif watched.waits_since_s is None:
-                watched.waits_since_s = now_s
         found = [
-            self._judge(now_s, self._watched[facts.index], facts, slow_s, pause)
-            or _held_up(now_s, self._watched[facts.index], facts, held_up)
-            for facts in ranges
+            self._judge(now_s, self._watched[facts.index], facts, slow_s, pause) for facts in ranges
         ]
         self.stalls = {stall.index: stall for stall in found if stall is not None}
-        lasting = {(one.kind, one.since_s) for one in held_up}
         due: list[Stall] = []
         for index, watched in self._watched.items():
             stall = self.stalls.get(index)
             if stall is None:
-                # A range may be busy now and then while the broker holds up the same messages.
-                if watched.named not in lasting:
-                    watched.named_s = None
+                watched.named_s = None
             elif watched.named_s is None or now_s - watched.named_s >= REMIND_S:
-                watched.named_s, watched.named = now_s, (stall.kind, stall.since_s)
+                watched.named_s = now_s
                 due.append(stall)
         return due
 
@@ -384,18 +360,6 @@ class Watchdog:
         if busy and now_s - watched.still_since_s >= (slow_s if works else STALL_S):
             return Stall(facts.index, watched.still_since_s, *_stillness(facts, pause))
         return None
-
-
-def _held_up(
-    now_s: float, watched: _Watched, facts: RangeFacts, held_up: Sequence[HeldUp]
-) -> Stall | None:
-    """Return the stall of a range that waits for a broker that delivers nothing, if any."""
-    since_s = watched.waits_since_s
-    if not held_up or since_s is None or now_s - since_s < STALL_S:
-        return None
-    first = held_up[0]
-    more = f" (and nothing of {len(held_up) - 1} more topic partitions)" if held_up[1:] else ""
-    return Stall(facts.index, first.since_s, first.kind, f"{first.reason}{more}")
 
 
 def _away(disconnected: Sequence[str]) -> str:

@@ -57,22 +57,23 @@ _STALLED = {
     StallKind.RETRIES: "a key fails, and its messages wait for the next attempt",
     StallKind.WORKERS: "all workers are busy with other ranges",
     StallKind.DRAINING: "they are about to move",
-    StallKind.LOOK_AHEAD: "the broker reads nothing, as too many entries wait for other ranges",
-    StallKind.UNDELIVERED: "the broker delivers nothing, though it has entries for them",
     StallKind.UNKNOWN: "messages wait for an unknown reason",
+}
+_STALLED_PARTITIONS = {
+    StallKind.LOOK_AHEAD: "the broker reads nothing, as too many entries wait for ranges",
+    StallKind.UNDELIVERED: "the broker delivers nothing, though it has entries",
 }
 _OF = "of subscription {{ $labels.subscription }}"
 _PARTITION = "Topic partition {{ $labels.topic }}-{{ $labels.partition }} " + _OF
 
 
-def _stall(kind: StallKind, text: str) -> Alert:
-    stalled = known("keyshard_range_stalled_seconds")
+def _stall(kind: StallKind, text: str, several: str, stalled: str) -> Alert:
     return Alert(
         kind.alert,
-        f'count by (job, instance, subscription) ({stalled}{{kind="{kind.value}"}})',
+        f'count by (job, instance, subscription) ({known(stalled)}{{kind="{kind.value}"}})',
         "1m",
         "critical",
-        f"{{{{ $value }}}} ranges {_OF} are stalled: {text}.",
+        f"{{{{ $value }}}} {several} {_OF} are stalled: {text}.",
     )
 
 
@@ -88,7 +89,14 @@ def _near(alert: str, count: str, limit: str, effect: str) -> Alert:
 
 
 ALERTS: tuple[Alert, ...] = (
-    *(_stall(kind, text) for kind, text in _STALLED.items()),
+    *(
+        _stall(kind, text, "ranges", "keyshard_range_stalled_seconds")
+        for kind, text in _STALLED.items()
+    ),
+    *(
+        _stall(kind, text, "topic partitions", "keyshard_partition_stalled_seconds")
+        for kind, text in _STALLED_PARTITIONS.items()
+    ),
     Alert(
         "KeyshardDown", 'up{job="keyshard"} == 0', "2m", "critical",
         "{{ $labels.instance }} does not answer Prometheus.",

@@ -56,6 +56,7 @@ ROWS: dict[str, dict[str, tuple[str, ...]]] = {
     "Broker": {
         "Backlog": ("keyshard_partition_backlog_entries",),
         "Connection": ("keyshard_partition_covered", "keyshard_partition_broker_error"),
+        "Stalled topic partitions": ("keyshard_partition_stalled_seconds",),
         "Ack gaps": ("keyshard_partition_ack_gaps", "keyshard_partition_ack_gaps_limit"),
         "Entries that wait for their range": (
             "keyshard_partition_replay_entries", "keyshard_partition_replay_entries_limit",

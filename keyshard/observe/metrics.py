@@ -92,6 +92,14 @@ def _stalled(status: Status) -> Iterable[Sample]:
             yield (str(each["index"]), stalled["kind"]), stalled["forSeconds"]
 
 
+def _stalled_partitions(status: Status) -> Iterable[Sample]:
+    for each in status["partitions"]:
+        stalled = each["stalled"]
+        if stalled is not None:
+            where = each["topic"], str(each["partition"])
+            yield (*where, stalled["kind"]), stalled["forSeconds"]
+
+
 def _workers(value_of: Callable[[SourceWorker], float]) -> Any:
     """Return a value for each worker."""
 
@@ -180,6 +188,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("keyshard_partition_broker_error", _GAUGE, "", _PARTITION,
            "1 while the broker refuses a consumer or does not answer it, else 0.",
            _partitions(lambda each: float(bool(each["error"])))),
+    Metric("keyshard_partition_stalled_seconds", _GAUGE, "seconds", (*_PARTITION, "kind"),
+           "Time for which the broker has delivered nothing of the topic partition, by the kind of "
+           "the reason; missing while it is not stalled; needs admin_url.", _stalled_partitions),
     Metric("keyshard_partition_ack_gaps", _GAUGE, "gaps", _PARTITION,
            "Gaps between the acknowledged entries at the broker; needs admin_url.",
            _partitions(lambda each: each["ackGaps"])),
@@ -356,7 +367,7 @@ keyshard reads the values from the [status](status.md) when Prometheus asks. It 
 default registry of the process. Metrics that need `admin_url` are missing without it.
 
 Each metric of a source has the label `subscription`. The ranges and topic partitions of the source
-bound the number of time series: at most 11 for each range, 7 for each topic partition, and 60
+bound the number of time series: at most 11 for each range, 8 for each topic partition, and 60
 others.
 
 [Alert rules](operations/alerts.yml) and a [Grafana board](operations/grafana.json) are made from

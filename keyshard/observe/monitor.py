@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from keyshard.broker.connect import connect_admin
 from keyshard.control import ControlServer, Handler
-from keyshard.core.health import Stall
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import RescalePlan
 from keyshard.core.ring.key_slot import broker_text
@@ -18,7 +17,7 @@ from keyshard.errors import ConfigError, ControlError, NotRunningError
 from keyshard.observe.dead_letter_requests import DeadLetterRequests, message_of
 from keyshard.observe.metrics_server import MetricsServer
 from keyshard.observe.page.options import PageOptions, serve_page
-from keyshard.observe.status import BrokerFacts, StatusView, Subject
+from keyshard.observe.status import BrokerFacts, StatusView, Subject, name_stalls
 from keyshard.threads import begin
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ LOOK_S = 1.0
 """Interval of the watchdog, seconds."""
 RUNS_MAX = 200
 """Most messages in the answer to ``runs``."""
-NAMED_MAX = 5
-"""Most stalls that are logged one by one; further ones are only counted."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +62,7 @@ class Monitor:
             self._broker_facts = BrokerFacts(
                 lambda: connect_admin(connection),
                 config.subscription,
-                self._partitions,
+                self._asked,
                 self._holding,
             )
         self.view = StatusView(subject, self._broker_facts)
@@ -138,10 +135,9 @@ class Monitor:
             if part is not None:
                 part.close()
 
-    def _partitions(self) -> Collection[TopicPartition]:
+    def _asked(self) -> Mapping[TopicPartition, bool]:
         coordinator = self._subject.coordinator
-        owned_ranges = coordinator.consumers.owned_ranges() if coordinator.started else []
-        return {owned_range.topic_partition for owned_range, _, _ in owned_ranges}
+        return coordinator.consumers.asked() if coordinator.started else {}
 
     def _holding(self) -> Collection[TopicPartition]:
         coordinator = self._subject.coordinator
@@ -210,7 +206,7 @@ class Monitor:
 
     def _watch(self) -> None:
         while not self._stopping.wait(LOOK_S):
-            _name(self.view.watch())
+            name_stalls(self.view.watch(), "ranges")
 
 
 def _key_of(request: Mapping[str, Any]) -> str:
@@ -218,12 +214,3 @@ def _key_of(request: Mapping[str, Any]) -> str:
     if not isinstance(key, str):
         raise ConfigError(f"The key is {key!r}; it must be a text.")
     return broker_text(key)
-
-
-def _name(stalls: list[Stall]) -> None:
-    for stall in stalls[:NAMED_MAX]:
-        _log.warning("range %d is stalled: %s (%s)", stall.index, stall.reason, stall.kind.runbook)
-    if len(stalls) > NAMED_MAX:
-        _log.warning(
-            "%d more ranges are stalled; keyshard status shows them", len(stalls) - NAMED_MAX
-        )

@@ -20,9 +20,8 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
 from keyshard.coordinator.rescale import Rescaler
 from keyshard.core.dead_letter import DeadLetter
-from keyshard.core.deliveries import Deliveries
+from keyshard.core.deliveries import Deliveries, PartitionStall
 from keyshard.core.health import (
-    HeldUp,
     KeyFacts,
     Load,
     Pause,
@@ -56,6 +55,7 @@ from keyshard.observe.status_types import (
     RangeStatus,
     Rates,
     SlotAssignment,
+    Stalled,
     Status,
 )
 from keyshard.redaction import redacted
@@ -148,7 +148,6 @@ class StatusView:
         facts = handling.ranges(now_s, owned)
         usual_s, pause = handling.pace()
         held_back = _held_back(handling.rate_limit(now_s))
-        held_up = () if self._broker_facts is None else self._broker_facts.held_up
         counters = handling.totals(now_s).counters
         progress = self._subject.coordinator.status()
         lags = self._lags(owned, progress)
@@ -163,7 +162,7 @@ class StatusView:
             self._pace.look(now_s, values)
             self._loads.look(now_s, facts)
             return self._watchdog.look(
-                now_s, facts, usual_s=usual_s, pause=pause, held_back=held_back, held_up=held_up
+                now_s, facts, usual_s=usual_s, pause=pause, held_back=held_back
             )
 
     def status(self) -> Status:
@@ -408,13 +407,7 @@ class StatusView:
                 None if age is None else max(0, int(age.total_seconds() * 1000))
             ),
             "blockedBy": None if blocking is None else _key(blocking),
-            "stalled": None
-            if stall is None
-            else {
-                "forSeconds": round(now_s - stall.since_s, 1),
-                "kind": stall.kind.value,
-                "reason": stall.reason,
-            },
+            "stalled": _stalled(stall, now_s),
             "reason": reason_of(
                 facts, stall, pause, held_back=held_back, source_paused=self._subject.paused
             ),
@@ -431,14 +424,17 @@ class StatusView:
         self, where: TopicPartition, missing: tuple[HashRange, ...], error: str, lag: Lag
     ) -> PartitionStatus:
         facts: PartitionFacts | None = None
+        stall: PartitionStall | None = None
         if self._broker_facts is not None:
             facts = self._broker_facts.known.get(where)
+            stall = self._broker_facts.stalls.get(where)
         return {
             "topic": where.topic,
             "partition": where.partition,
             "covered": not missing,
             "gaps": list(map(str, missing)),
             "error": error,
+            "stalled": _stalled(stall, time.monotonic()),
             "lag": lag,
             "backlog": None if facts is None else facts.backlog,
             "ackGaps": None if facts is None else facts.ack_gaps,
@@ -446,6 +442,16 @@ class StatusView:
             "replay": None if facts is None else facts.replay,
             "replayMax": None if facts is None else facts.replay_max,
         }
+
+
+def _stalled(stall: Stall | PartitionStall | None, now_s: float) -> Stalled | None:
+    if stall is None:
+        return None
+    return {
+        "forSeconds": round(now_s - stall.since_s, 1),
+        "kind": stall.kind.value,
+        "reason": stall.reason,
+    }
 
 
 def _held_back(rate: RateLimitStatus | None) -> bool:
@@ -521,6 +527,8 @@ FAILURES_MAX = 3
 """Failed requests after which a round ends."""
 KEPT_S = 60.0
 """Age of facts from which they are forgotten at the end of a round, seconds."""
+NAMED_MAX = 5
+"""Most stalls that are logged one by one."""
 LIMITS_S = 60.0
 """Age of the broker's limits from which they are asked for again, seconds."""
 
@@ -549,7 +557,8 @@ class BrokerFacts:
     Args:
         admin: Makes the admin interface, which this object closes.
         subscription: Subscription of the source.
-        partitions: Returns the current topic partitions of the source.
+        asked: Returns the current topic partitions of the source, and whether a range asks for
+            messages of it and holds none.
         holding: Returns those of which the source holds rows.
     """
 
@@ -557,25 +566,27 @@ class BrokerFacts:
         self,
         admin: Callable[[], Admin],
         subscription: str,
-        partitions: Callable[[], Collection[TopicPartition]],
+        asked: Callable[[], Mapping[TopicPartition, bool]],
         holding: Callable[[], Collection[TopicPartition]],
     ) -> None:
         self._admin = admin
         self._subscription = subscription
-        self._partitions = partitions
+        self._asked = asked
         self._holding = holding
         self._stopping = threading.Event()
         self.known: dict[TopicPartition, PartitionFacts] = {}
         """Replaced as a whole after each round."""
-        self.held_up: Sequence[HeldUp] = ()
-        """Topic partitions of which the broker delivers nothing, the longest first; none while
-        it is unknown."""
         self._deliveries = Deliveries()
         self._last: TopicPartition | None = None
         """The topic partition with which the last round ended early."""
         self.error = ""
         """Error of the newest round; empty if it succeeded."""
         begin("keyshard-broker-facts", self._run)
+
+    @property
+    def stalls(self) -> Mapping[TopicPartition, PartitionStall]:
+        """Topic partitions of which the broker delivers nothing; none while it is unknown."""
+        return self._deliveries.stalls
 
     def close(self) -> None:
         """Send no more requests; returns without waiting for a request in progress."""
@@ -606,7 +617,7 @@ class BrokerFacts:
     def _round(self, admin: Admin, limits: BrokerLimits, failed: list[Exception]) -> float:
         """Take the facts of each topic partition; return the time of failed requests, seconds.
 
-        Topic partitions without an answer keep their old facts for a while. They are not held up,
+        Topic partitions without an answer keep their old facts for a while. They are not stalled,
         since the time without an answer proves nothing. After too many failures, the next round
         begins where this one ended.
 
@@ -615,7 +626,8 @@ class BrokerFacts:
             limits: Limits of the broker.
             failed: Gets the errors.
         """
-        partitions = sorted(self._partitions())
+        asked = self._asked()
+        partitions = sorted(asked)
         first = 0 if self._last is None else bisect_right(partitions, self._last)
         partitions = partitions[first:] + partitions[:first]
         holding, old, failed_s = self._holding(), self.known, 0.0
@@ -656,8 +668,25 @@ class BrokerFacts:
             )
             for where, state in states.items()
         }
-        self.held_up = self._deliveries.look(now_s, states, limits, unknown)
+        asking = {where for where, asks in asked.items() if asks}
+        due = self._deliveries.look(now_s, states, limits, asking, unknown)
+        name_stalls(due, "topic partitions")
         return failed_s
+
+
+def name_stalls(stalls: Sequence[Stall] | Sequence[PartitionStall], several: str) -> None:
+    """Log stalls as warnings, further ones as a number.
+
+    Args:
+        stalls: The stalls.
+        several: Word for what is stalled, in the plural.
+    """
+    for stall in stalls[:NAMED_MAX]:
+        _log.warning("%s is stalled: %s (%s)", stall.name, stall.reason, stall.kind.runbook)
+    if len(stalls) > NAMED_MAX:
+        _log.warning(
+            "%d more %s are stalled; keyshard status shows them", len(stalls) - NAMED_MAX, several
+        )
 
 
 def _limits_of(admin: Admin) -> BrokerLimits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keyshard.notebook import table
+from keyshard.observe.status_types import PartitionStatus
 
 _CALM = ("running", "idle")
 
@@ -26,7 +27,9 @@ class ShownStatus(dict[str, Any]):
         ]
         # Ranges in trouble come first, because a table shows only some.
         ranges = sorted(self["ranges"], key=lambda one: one["state"] in _CALM)
-        partitions = sorted(self["partitions"], key=lambda one: one["covered"])
+        partitions = sorted(
+            self["partitions"], key=lambda one: one["covered"] and one["stalled"] is None
+        )
         return (
             table(f"{self['name']}: status", facts)
             + table(
@@ -44,13 +47,19 @@ class ShownStatus(dict[str, Any]):
                         one["topic"],
                         str(one["partition"]),
                         one["lag"]["rows"],
-                        one["error"] or ("" if one["covered"] else "slots without a consumer"),
+                        _trouble_of(one),
                     )
                     for one in partitions
                 ),
                 ("topic", "partition", "lag in rows", "error"),
             )
         )
+
+
+def _trouble_of(partition: PartitionStatus) -> str:
+    stalled = "" if partition["stalled"] is None else partition["stalled"]["reason"]
+    uncovered = "" if partition["covered"] else "slots without a consumer"
+    return partition["error"] or uncovered or stalled
 
 
 def _value(number: float | None) -> str:

@@ -21,7 +21,7 @@ class BlockingKey(TypedDict):
 
 
 class Stalled(TypedDict):
-    """Duration and reason of a stalled range."""
+    """Duration and reason of a stalled range or topic partition."""
 
     forSeconds: float
     kind: str
@@ -89,6 +89,7 @@ class PartitionStatus(TypedDict):
     covered: bool
     gaps: list[str]
     error: str
+    stalled: Stalled | None
     lag: Lag
     backlog: int | None
     ackGaps: int | None

@@ -100,7 +100,7 @@ OF_HANDLERS = (
             ),
         ),
         killers=(
-            killer("unit/test_deliveries", "test_a_topic_partition_is_held_up_after_a_while"),
+            killer("unit/test_deliveries", "test_a_topic_partition_is_stalled_after_a_while"),
         ),
     ),
     Mutant(

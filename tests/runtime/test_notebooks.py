@@ -76,7 +76,11 @@ def test_a_status_shows_trouble_first() -> None:
             status(
                 name=HOSTILE,
                 ranges=ranges,
-                partitions=[partition_status(0), partition_status(1, covered=False)],
+                partitions=[
+                    partition_status(0),
+                    partition_status(1, covered=False),
+                    partition_status(2, stalled={"reason": "the broker reads nothing"}),
+                ],
                 newestError={"error": HOSTILE, "secondsAgo": 1.0},
             )
         )
@@ -85,6 +89,7 @@ def test_a_status_shows_trouble_first() -> None:
     assert "... and 80 more" in texts
     assert texts.count(HOSTILE) == 2
     assert "slots without a consumer" in texts
+    assert "the broker reads nothing" in texts
 
 
 def test_a_running_source_and_its_rescale_are_shown() -> None:

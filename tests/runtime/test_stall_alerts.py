@@ -82,7 +82,8 @@ class Stalling(Copied):
 
 
 Case = tuple[dict[str, Any], Callable[[Stalling, Run], None], int]
-"""Options of the run; makes the started run stall; number of ranges that stall so."""
+"""Options of the run; makes the started run stall; number of ranges, or of topic partitions, that
+stall so."""
 
 
 def hang(world: Stalling, _run: Run) -> None:
@@ -156,8 +157,8 @@ CASES: dict[StallKind, Case] = {
     StallKind.RETRIES: ({"retry": LATER}, give_up, 1),
     StallKind.WORKERS: ({"workers": 1}, occupy_the_worker, 1),
     StallKind.DRAINING: ({"workers": 2}, move, 1),
-    StallKind.LOOK_AHEAD: ({}, take_nothing_in_the_first_range, RANGES),
-    StallKind.UNDELIVERED: ({}, deliver_nothing, RANGES),
+    StallKind.LOOK_AHEAD: ({}, take_nothing_in_the_first_range, 1),
+    StallKind.UNDELIVERED: ({}, deliver_nothing, 1),
 }
 
 
@@ -183,8 +184,9 @@ def test_the_alert_of_a_stall_fires_on_what_the_source_exports(
     )  # fmt: skip
 
     def stalled() -> list[str]:
-        ranges = run.source.status()["ranges"]
-        return [each["stalled"]["kind"] for each in ranges if each["stalled"]]
+        status = run.source.status()
+        found = (each["stalled"] for each in [*status["ranges"], *status["partitions"]])
+        return [stalled["kind"] for stalled in found if stalled]
 
     with caplog.at_level(logging.WARNING, "keyshard"), run:
         try:

@@ -18,16 +18,17 @@ import tenacity
 
 from keyshard import KeyShardSource, Message, RetryPolicy
 from keyshard.broker.connect import connect_admin
-from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.memory.dispatch import Subscription
 from keyshard.broker.port import Broker, StartPosition
 from keyshard.cli import main
 from keyshard.config.connection import Connection
 from keyshard.control import running_source, running_sources
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
-from keyshard.core import health, pace
+from keyshard.core import deliveries, health, pace
 from keyshard.core.history import CommitsStatus, RescaleStatus
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import range_index, split_ring
@@ -48,6 +49,7 @@ from keyshard.observe.status_types import (
     PartitionStatus,
     RangeStatus,
     Shares,
+    Stalled,
     Status,
 )
 from tests.helpers import key_in, present, wait_until
@@ -292,7 +294,9 @@ def test_topic_partitions_that_never_answer_hide_no_others_and_old_facts_are_for
                 raise BrokerError("no answer")
             return super().subscription(topic_partition, subscription, oldest=oldest)
 
-    facts = BrokerFacts(lambda: Admin(cluster), "jobs", lambda: wheres, lambda: ())
+    facts = BrokerFacts(
+        lambda: Admin(cluster), "jobs", lambda: dict.fromkeys(wheres, True), lambda: ()
+    )
     try:
         wait_until(lambda: facts.known.keys() == set(wheres[5:]))
         monkeypatch.setattr(status_module, "KEPT_S", 0.1)
@@ -302,6 +306,61 @@ def test_topic_partitions_that_never_answer_hide_no_others_and_old_facts_are_for
         wait_until(lambda: facts.known.keys() == set(wheres))
     finally:
         facts.close()
+
+
+def test_a_stalled_topic_partition_is_named_while_its_ranges_are_busy_with_others(
+    job: Job, quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deliveries, "UNDELIVERED_S", 0.3)
+    job.start()
+    stuck, other = job.cluster.partitions(job.topic)
+    withheld, dispatch = job.cluster.subscription(stuck, "jobs"), Subscription.dispatch
+    monkeypatch.setattr(
+        Subscription, "dispatch", lambda one: None if one is withheld else dispatch(one)
+    )
+    job.cluster.publish(stuck, Stored(b"late", key=KEYS[0]))
+
+    def stalled() -> Stalled | None:
+        job.cluster.publish(other, *(Stored(b"fine", key=key) for key in KEYS))
+        first, second = job.status()["partitions"]
+        assert second["stalled"] is None
+        return first["stalled"]
+
+    wait_until(stalled)
+    assert present(stalled())["kind"] == "undelivered"
+    assert len(job.handled) >= len(KEYS)
+    (named,) = [text for text in caplog.messages if "is stalled" in text]
+    assert named == (
+        f"{stuck} is stalled: the broker delivers none of 1 entries, though every range asks for "
+        "messages (docs/runbook.md#keyshardstalledundelivered)"
+    )
+    assert {each["state"] for each in job.status()["ranges"]} <= {"idle", "running"}
+    monkeypatch.undo()
+    job.cluster.publish(stuck, Stored(b"later", key=KEYS[0]))
+    wait_until(lambda: job.status()["partitions"][0]["stalled"] is None)
+
+
+def test_a_topic_partition_does_not_stall_while_its_window_is_full(
+    job: Job, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker is at its look-ahead limit because the source pauses, and not the reverse."""
+    monkeypatch.setattr(status_module, "REST_TIMES", 0.0)
+    job.cluster.look_ahead = LookAhead(per_consumer=10, per_subscription=20)
+    job.source = KeyShardSource(
+        job.topic, subscription="jobs", parallelism=RANGES, service_url=job.url, admin_url=job.url,
+        starting_position="earliest", window_rows_max=40, receiver_queue_size=5,
+    )  # fmt: skip
+    job.start()
+    full = job.cluster.partitions(job.topic)[0]
+    job.cluster.publish(full, *[Stored(b"hang", key=KEYS[0])] * 100)
+
+    def waited() -> bool:
+        status = job.status()
+        first, hung = status["partitions"][0], status["ranges"][0]["stalled"]
+        assert first["stalled"] is None
+        return first["replay"] == 20 and hung is not None and hung["forSeconds"] > 1
+
+    wait_until(waited)
 
 
 def test_every_field_is_documented(job: Job) -> None:

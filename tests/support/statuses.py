@@ -49,6 +49,7 @@ def partition_status(partition: int, **changes: Any) -> dict[str, Any]:
         "covered": True,
         "gaps": [],
         "error": "",
+        "stalled": None,
         "ackGaps": None,
         "ackGapsMax": None,
         "replay": None,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from keyshard.core.deliveries import UNDELIVERED_S, Deliveries
-from keyshard.core.health import STALL_S, StallKind
+from keyshard.core.deliveries import UNDELIVERED_S, Deliveries, PartitionStall
+from keyshard.core.health import REMIND_S, STALL_S, StallKind
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.subscription_state import BrokerLimits, ConsumerState, SubscriptionState
@@ -24,8 +25,23 @@ WITHHELD = replace(QUIET, backlog=3)
 FULL = replace(QUIET, backlog=900, in_replay=150)
 
 
-def kinds(deliveries: Deliveries, now_s: float, state: SubscriptionState) -> list[StallKind]:
-    return [one.kind for one in deliveries.look(now_s, {P0: state}, LIMITS)]
+class Looks:
+    """Looks at a source whose ranges ask for messages of both topic partitions."""
+
+    def __init__(self) -> None:
+        self.deliveries = Deliveries()
+
+    def at(
+        self, now_s: float, states: dict[TopicPartition, SubscriptionState], **changes: Any
+    ) -> list[PartitionStall]:
+        """The stalls to report."""
+        arguments: dict[str, Any] = {"limits": LIMITS, "asked": [P0, P1]}
+        return self.deliveries.look(now_s, states, **(arguments | changes))
+
+    def kinds(self, now_s: float, state: SubscriptionState, **changes: Any) -> list[StallKind]:
+        """The stalls of one topic partition."""
+        self.at(now_s, {P0: state}, **changes)
+        return [one.kind for one in self.deliveries.stalls.values()]
 
 
 @pytest.mark.parametrize(
@@ -40,15 +56,15 @@ def kinds(deliveries: Deliveries, now_s: float, state: SubscriptionState) -> lis
         (replace(FULL, consumers=ASKING[:1], in_replay=100), StallKind.LOOK_AHEAD, STALL_S),
     ],
 )
-def test_a_topic_partition_is_held_up_after_a_while(
+def test_a_topic_partition_is_stalled_after_a_while(
     state: SubscriptionState, kind: StallKind, after_s: float
 ) -> None:
-    deliveries = Deliveries()
-    assert kinds(deliveries, 50.0, state) == []
-    assert kinds(deliveries, 50.0 + after_s - 0.1, state) == []
-    (found,) = deliveries.look(50.0 + after_s, {P0: state}, LIMITS)
-    assert (found.kind, found.since_s) == (kind, 50.0)
-    assert str(P0) in found.reason
+    looks = Looks()
+    assert looks.kinds(50.0, state) == []
+    assert looks.kinds(50.0 + after_s - 0.1, state) == []
+    (found,) = looks.at(50.0 + after_s, {P0: state})
+    assert looks.deliveries.stalls == {P0: found}
+    assert (found.name, found.kind, found.since_s) == (str(P0), kind, 50.0)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +81,19 @@ def test_a_topic_partition_is_held_up_after_a_while(
         replace(FULL, in_replay=149, consumers=(replace(ASKING[0], permits=-2), ASKING[1])),
     ],
 )
-def test_a_broker_that_has_a_reason_holds_nothing_up(state: SubscriptionState) -> None:
-    deliveries = Deliveries()
+def test_a_broker_that_has_a_reason_stalls_nothing(state: SubscriptionState) -> None:
+    looks = Looks()
     for now_s in (0.0, UNDELIVERED_S, 10 * UNDELIVERED_S):
-        assert kinds(deliveries, now_s, state) == []
+        assert looks.kinds(now_s, state) == []
+
+
+def test_a_full_replay_queue_stalls_nothing_while_no_range_asks_for_messages() -> None:
+    """All ranges pause while a sink is slow, and the broker reads up to its limit."""
+    looks = Looks()
+    for now_s in (0.0, STALL_S, 10 * STALL_S):
+        assert looks.kinds(now_s, FULL, asked=[P1]) == []
+    assert looks.kinds(10 * STALL_S + 1, FULL) == []
+    assert looks.kinds(11 * STALL_S + 1, FULL) == [StallKind.LOOK_AHEAD]
 
 
 @pytest.mark.parametrize(
@@ -84,40 +109,56 @@ def test_a_broker_that_has_a_reason_holds_nothing_up(state: SubscriptionState) -
 def test_the_time_begins_again_with_each_delivery(
     state: SubscriptionState, change: Callable[[SubscriptionState], SubscriptionState]
 ) -> None:
-    deliveries, after_s = Deliveries(), UNDELIVERED_S if state is WITHHELD else STALL_S
-    kinds(deliveries, 0.0, state)
-    kinds(deliveries, 1.0, change(state))
-    kinds(deliveries, 2.0, state)
-    assert kinds(deliveries, after_s + 1.9, state) == []
-    assert kinds(deliveries, after_s + 2.0, state)
+    looks, after_s = Looks(), UNDELIVERED_S if state is WITHHELD else STALL_S
+    looks.kinds(0.0, state)
+    looks.kinds(1.0, change(state))
+    looks.kinds(2.0, state)
+    assert looks.kinds(after_s + 1.9, state) == []
+    assert looks.kinds(after_s + 2.0, state)
 
 
 def test_the_longest_comes_first_and_a_topic_partition_that_is_gone_is_forgotten() -> None:
-    deliveries = Deliveries()
-    deliveries.look(0.0, {P1: WITHHELD}, LIMITS)
-    deliveries.look(1.0, {P0: FULL, P1: WITHHELD}, LIMITS)
-    found = deliveries.look(UNDELIVERED_S, {P0: FULL, P1: WITHHELD}, LIMITS)
+    looks = Looks()
+    looks.at(0.0, {P1: WITHHELD})
+    looks.at(1.0, {P1: WITHHELD})
+    looks.at(UNDELIVERED_S - STALL_S, {P0: FULL, P1: WITHHELD})
+    found = looks.at(UNDELIVERED_S, {P0: FULL, P1: WITHHELD})
     assert [one.kind for one in found] == [StallKind.UNDELIVERED, StallKind.LOOK_AHEAD]
-    assert deliveries.look(40.0, {P0: FULL}, LIMITS)
-    assert deliveries.look(41.0, {P1: WITHHELD}, LIMITS) == []
+    looks.at(UNDELIVERED_S + 1, {P0: FULL})
+    assert looks.deliveries.stalls.keys() == {P0}
+    assert looks.kinds(UNDELIVERED_S + 2, WITHHELD) == []
+
+
+def test_a_stall_is_reported_when_found_and_then_once_a_minute() -> None:
+    looks = Looks()
+    named = [now_s for now_s in range(200) if looks.at(float(now_s), {P0: FULL, P1: QUIET})]
+    assert named == [int(STALL_S + reminder * REMIND_S) for reminder in range(4)]
+
+
+def test_a_stall_that_comes_and_goes_is_reported_once_a_minute() -> None:
+    looks, reports = Looks(), []
+    for second in range(600):
+        reports += looks.at(float(second), {P0: replace(FULL, delivered=second // 10)})
+    assert len(reports) == 600 / REMIND_S
 
 
 @pytest.mark.parametrize("state", [WITHHELD, FULL])
 def test_a_missing_answer_names_nothing_and_proves_nothing(state: SubscriptionState) -> None:
-    deliveries, after_s = Deliveries(), UNDELIVERED_S if state is WITHHELD else STALL_S
-    kinds(deliveries, 0.0, state)
-    assert deliveries.look(after_s, {}, LIMITS, unknown=[P0, P1]) == []
-    (found,) = deliveries.look(after_s + 1, {P0: state}, LIMITS)
+    looks, after_s = Looks(), UNDELIVERED_S if state is WITHHELD else STALL_S
+    looks.kinds(0.0, state)
+    assert looks.at(after_s, {}, unknown=[P0, P1]) == []
+    assert looks.deliveries.stalls == {}
+    (found,) = looks.at(after_s + 1, {P0: state})
     assert found.since_s == 0.0
-    deliveries.look(after_s + 2, {}, LIMITS, unknown=[P0])
+    looks.at(after_s + 2, {}, unknown=[P0])
     moved = replace(state, delivered=8)
-    assert deliveries.look(after_s + 3, {P0: moved}, LIMITS) == []
-    assert deliveries.look(after_s + 4, {}, LIMITS) == []
-    assert kinds(deliveries, 2 * after_s + 5, moved) == [], "it was not owned meanwhile"
+    assert looks.kinds(after_s + 3, moved) == []
+    looks.at(after_s + 4, {})
+    assert looks.kinds(2 * after_s + 5, moved) == [], "it was not owned meanwhile"
 
 
 def test_a_broker_without_a_look_ahead_limit_is_never_at_it() -> None:
-    deliveries, limits = Deliveries(), BrokerLimits(0, 0, 0, 0)
+    looks, limits = Looks(), BrokerLimits(0, 0, 0, 0)
     busy = replace(FULL, consumers=(replace(ASKING[0], unacknowledged=1), ASKING[1]))
-    deliveries.look(0.0, {P0: busy}, limits)
-    assert deliveries.look(UNDELIVERED_S, {P0: busy}, limits) == []
+    assert looks.kinds(0.0, busy, limits=limits) == []
+    assert looks.kinds(UNDELIVERED_S, busy, limits=limits) == []

@@ -9,12 +9,10 @@ import pytest
 from keyshard.core.health import (
     REMIND_S,
     STALL_S,
-    HeldUp,
     KeyFacts,
     Pause,
     RangeFacts,
     RangeState,
-    Stall,
     StallKind,
     Watchdog,
     most_blocking,
@@ -179,78 +177,3 @@ def test_a_range_that_is_gone_after_a_rescale_is_forgotten() -> None:
     assert watchdog.look(STALL_S, [RangeFacts(0, waiting=1)])
     assert watchdog.look(STALL_S + 1, [RangeFacts(7)]) == []
     assert watchdog.stalls == {}
-
-
-HELD_UP = [
-    HeldUp(StallKind.UNDELIVERED, 3.0, "the broker delivers none of t-0"),
-    HeldUp(StallKind.LOOK_AHEAD, 4.0, "the broker reads none of t-1"),
-]
-
-
-def after(s: float, *facts: RangeFacts, held_up: list[HeldUp] = HELD_UP) -> dict[int, Stall]:
-    """The stalls after a time in which ranges do not change."""
-    watchdog = Watchdog()
-    watchdog.look(90.0, facts, held_up=held_up)
-    watchdog.look(90.0 + s, facts, held_up=held_up)
-    return watchdog.stalls
-
-
-def test_a_range_that_only_waits_for_a_broker_that_delivers_nothing_stalls() -> None:
-    assert after(STALL_S - 0.1, RangeFacts(0)) == {}
-    stalls = after(STALL_S, RangeFacts(0), RangeFacts(1))
-    assert stalls.keys() == {0, 1}
-    assert (stalls[0].kind, stalls[0].since_s) == (StallKind.UNDELIVERED, 3.0)
-    assert stalls[0].reason.startswith(
-        "the broker delivers none of t-0 (and nothing of 1 more topic"
-    )
-    second = after(STALL_S, RangeFacts(0), held_up=HELD_UP[1:])
-    assert second[0].reason == "the broker reads none of t-1"
-    assert after(STALL_S, RangeFacts(0), held_up=[]) == {}
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        RangeFacts(0, in_flight=1),
-        RangeFacts(0, paused=True),
-        RangeFacts(0, draining=True),
-    ],
-)
-def test_a_range_that_waits_for_something_else_does_not_stall_by_the_broker(
-    facts: RangeFacts,
-) -> None:
-    stall = after(STALL_S, facts).get(0)
-    assert stall is None or stall.kind is StallKind.UNKNOWN
-
-
-@pytest.mark.parametrize(
-    "between", [RangeFacts(0, in_flight=1), RangeFacts(0, waiting=1, ready=1), RangeFacts(0)]
-)
-def test_a_range_that_handles_messages_of_other_topic_partitions_does_not_stall(
-    between: RangeFacts,
-) -> None:
-    watchdog = Watchdog()
-    for number in range(20):
-        now_s = number * STALL_S / 2
-        watchdog.look(now_s, [RangeFacts(0, handled=number)], held_up=HELD_UP)
-        assert watchdog.stalls == {}
-        now_s += STALL_S / 4
-        watchdog.look(now_s, [replace(between, handled=number)], held_up=HELD_UP)
-        assert watchdog.stalls == {}
-
-
-def test_a_stall_of_the_broker_that_comes_and_goes_is_reported_once_a_minute() -> None:
-    watchdog, reports = Watchdog(), []
-    for second in range(600):
-        now = RangeFacts(0, handled=second // 10)
-        reports += watchdog.look(float(second), [now], held_up=HELD_UP)
-    assert len(reports) == 600 / REMIND_S
-    watchdog.look(600.0, [RangeFacts(0)])
-    later = [replace(HELD_UP[0], since_s=600.0)]
-    watchdog.look(601.0, [RangeFacts(0)], held_up=later)
-    assert len(watchdog.look(601.0 + STALL_S, [RangeFacts(0)], held_up=later)) == 1, "another one"
-
-
-def test_the_reason_of_a_range_comes_before_that_of_the_broker() -> None:
-    stalls = after(STALL_S, RangeFacts(0, disconnected=("t-0",)))
-    assert stalls[0].kind is StallKind.DISCONNECTED

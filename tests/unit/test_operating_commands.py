@@ -392,7 +392,7 @@ def test_a_thousand_ranges_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -
     with Asked(MANY):
         lines = run(capsys, "status")[1].splitlines()
         assert len(lines) < 15
-        assert sum("stalled" in line for line in lines) == 2, "counted, and in the table"
+        assert sum("stalled" in line for line in lines) == 3, "counted twice, and in the table"
         assert any(
             "1,000 ranges: 1 stalled, 999 running; waiting 7, in flight 1,998" in line
             for line in lines
@@ -407,6 +407,20 @@ def test_a_thousand_ranges_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -
         assert len(out.splitlines()) < 30
     with Asked(BUSY):
         assert "2 ranges: 1 stalled, 1 running" in run(capsys, "status", "--summary")[1]
+
+
+def test_stalled_topic_partitions_are_named_also_in_a_summary(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stalled = {"forSeconds": 12.4, "kind": "look-ahead", "reason": "the broker reads nothing"}
+    partitions = [partition_status(number, stalled=stalled) for number in range(7)]
+    partitions += [partition_status(number) for number in range(7, 60)]
+    with Asked(status(partitions=partitions)):
+        out = run(capsys, "status")[1]
+    assert out.count("is stalled for 12 s: the broker reads nothing") == 5
+    assert "t-partition-0 is stalled for 12 s" in out
+    assert "2 more topic partitions are stalled" in out
+    assert "60 topic partitions: backlog -, 0 with slots without a consumer, 7 stalled" in out
 
 
 def test_rescale_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -391,6 +391,9 @@ function showPartitions(status) {
     ["covered", "Ring", (one) => (one.covered ? 0 : 1) + (one.error ? 2 : 0),
       (one) => element("span", { class: one.covered && !one.error ? "" : "bad" },
         one.error || (one.covered ? "whole" : `no consumer: ${one.gaps.slice(0, 3).join(" ")}`)), "text"],
+    ["stalled", "Stalled", (one) => one.stalled?.forSeconds ?? 0,
+      (one) => element("span", { class: one.stalled ? "bad" : "" },
+        one.stalled ? `${durationOf(one.stalled.forSeconds)}: ${one.stalled.reason}` : "–"), "text"],
   ], status.partitions, ROWS, "The source has no topic partition yet.");
 }
 
