@@ -24,6 +24,8 @@ ENTRY_MESSAGES = 4
 RUNS = 3
 BROKERS: Mapping[str, Mapping[str, str]] = {
     "defaults": {},
+    "read_batch_100": {"dispatcherMaxReadBatchSize": "100"},
+    "read_batch_500": {"dispatcherMaxReadBatchSize": "500"},
     "read_batch_1000": {"dispatcherMaxReadBatchSize": "1000"},
 }
 """Settings of brokers."""

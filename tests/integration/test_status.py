@@ -177,7 +177,7 @@ def publish(broker: DevBroker, topic: str, keys: list[str]) -> None:
         producer.flush()
 
 
-def test_the_status_names_ranges_that_wait_because_of_another_one(
+def test_the_status_names_a_topic_partition_that_stands_still_because_of_one_range(
     broker: DevBroker, topic_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Job(broker, topic_name) as job:
@@ -185,10 +185,11 @@ def test_the_status_names_ranges_that_wait_because_of_another_one(
         first, second, _ = keys_of(RANGES)
         # The consumer of the first range takes 1,000 before it comes to a stand.
         publish(broker, f"{topic_name}-partition-0", [first] * 2_000 + [second])
-        wait_until(lambda: "stalled" in job.states())
-        (reason,) = {each["reason"] for each in present(job.status())["ranges"] if each["stalled"]}
-        assert reason.startswith("the broker reads no new entries of persistent://public/default/")
+        wait_until(lambda: any(job.partitions("stalled")))
+        stalled, *others = job.partitions("stalled")
+        assert stalled["reason"].startswith("the broker reads no new entries: 300 entries wait")
+        assert not any(others)
         assert job.handled == 0
         monkeypatch.undo()
         wait_until(lambda: job.handled == 2_001)
-        wait_until(lambda: job.states() == ["idle"] * RANGES)
+        wait_until(lambda: not any(job.partitions("stalled")))
