@@ -280,8 +280,8 @@ class FakeAdmin(MemoryAdmin):
         self.closed = True
 
 
-def config(topic: str, **changes: Any) -> SourceConfig:
-    """A source of one topic, from its beginning, with four ranges."""
+def config(topic: str | list[str], **changes: Any) -> SourceConfig:
+    """A source of topics, from their beginning, with four ranges."""
     fields: dict[str, Any] = {
         "subscription": "unit",
         "parallelism": 4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 from keyshard.broker.admin.port import Admin
@@ -27,7 +27,8 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.subscription_state import BrokerState
-from keyshard.errors import KeyShardError
+from keyshard.core.window.partition_window import PartitionWindow
+from keyshard.errors import KeyShardError, UnreadableEntryError
 from keyshard.reading.gaps import Inspection, inspect_ack_gaps
 from keyshard.threads import begin
 
@@ -35,15 +36,15 @@ ROUND_S = 2.0
 """Shortest time between two rounds, seconds."""
 READ_SHARE = 0.25
 """Largest fraction of its time that the gap resolver spends on reading."""
-READ_S = 1.0
-"""Longest time to read ack gaps of one topic partition in one round, seconds."""
+READ_S, SLOW_READ_S = 1.0, 16.0
+"""Longest time to read ack gaps of one topic partition in one round, seconds. The second is for a
+broker that does not answer a Reader in the first."""
 ACK_GAP_AGE_MS = 5_000
 """Age from which an ack gap is read, milliseconds. Entries of younger ones are mostly on their way.
 If the admin interface lists what is acknowledged and the checkpoint has room, only acknowledged
 entries are read."""
 EXISTING_MAX = 20_000
-"""Existing entries in ack gaps that are remembered per topic partition. With as many, any range may
-owe further ones."""
+"""Existing entries in ack gaps whose slots are remembered per topic partition."""
 WARN_AFTER_S, WARN_INTERVAL_S = 10.0, 60.0
 """Time without room in the checkpoint before a warning, and between two warnings, seconds."""
 
@@ -53,6 +54,7 @@ _log = logging.getLogger(__name__)
 class AckGapsView(NamedTuple):
     """Evidence about a topic partition with ack gaps or several ledgers."""
 
+    window: PartitionWindow
     state: PartitionCheckpoint
     held: Collection[EntryId]
     """Entries that are received and not released."""
@@ -66,14 +68,23 @@ class AckGapsView(NamedTuple):
 class _GapEvidence:
     """State of one topic partition between rounds."""
 
-    def __init__(self, ack_gap_age_ms: int, settle_after_ms: int) -> None:
+    def __init__(self, window: PartitionWindow, ack_gap_age_ms: int, settle_after_ms: int) -> None:
+        self.window = window
+        """A topic partition that is created again has another one, and other evidence."""
         self.open = Lasting(ack_gap_age_ms)
         self.acknowledged = Lasting(settle_after_ms)
         self.marked = Lasting(settle_after_ms)
         self.existing: dict[EntryId, tuple[int, ...]] = {}
         """Entries of ack gaps that a Reader returned, with the slots that may route them."""
+        self.unplaced = EntrySet()
+        """Further ones. Any range may owe them: a Reader shows no slot of a message without a key,
+        or of an unreadable entry, or the slots are too many."""
         self.absent = EntrySet()
         """Entries that were proved absent and are in no checkpoint yet."""
+        self.skipped = EntrySet()
+        """Those of them that are unreadable, and that the source skips."""
+        self.read_s = READ_S
+        """Longest time of the next read, seconds."""
         self.doubts = 0
         """Times that the window had dropped its evidence when they were read."""
         self.lost = EntrySet()
@@ -135,9 +146,10 @@ class GapResolver:
 
     def _look_at(self, topic_partition: TopicPartition, view: AckGapsView) -> None:
         config, state = self._config, view.state
-        evidence = self._evidence.setdefault(
-            topic_partition, _GapEvidence(self._ack_gap_age_ms, config.settle_after_ms)
-        )
+        evidence = self._evidence.get(topic_partition)
+        if evidence is None or evidence.window is not view.window:
+            evidence = _GapEvidence(view.window, self._ack_gap_age_ms, config.settle_after_ms)
+            self._evidence[topic_partition] = evidence
         if view.doubts != evidence.doubts:
             evidence.doubts, evidence.absent = view.doubts, EntrySet()
         now_ms = time.monotonic_ns() // 1_000_000
@@ -166,9 +178,9 @@ class GapResolver:
             self._read_over(topic_partition, evidence, now_ms, ack_gaps | doubted, proofs.resolved)
         )
         # Borders are not entries. In a checkpoint they would make ledgers look too long.
-        proofs.resolved -= borders
-        missing = _missing_slots(evidence.existing, proofs.resolved)
-        self._prove(topic_partition, proofs, missing)
+        proofs.resolved -= borders - evidence.skipped
+        missing = _missing_slots(evidence, proofs.resolved)
+        self._prove(topic_partition, view, proofs, missing)
 
     def _warn_of_room(self) -> None:
         """Warn that entries wait because the checkpoint has no room."""
@@ -196,7 +208,7 @@ class GapResolver:
         self, topic_partition: TopicPartition, evidence: _GapEvidence, acknowledged: EntrySet
     ) -> None:
         """Report, once, stored entries that another consumer acknowledged."""
-        lost = acknowledged & EntrySet.of(evidence.existing)
+        lost = acknowledged & (EntrySet.of(evidence.existing) | evidence.unplaced)
         if lost - evidence.lost:
             self._lose(topic_partition, lost - evidence.lost)
         evidence.lost = lost
@@ -217,19 +229,25 @@ class GapResolver:
         evidence.existing = {
             entry_id: slot for entry_id, slot in evidence.existing.items() if entry_id in ack_gaps
         }
+        evidence.unplaced &= ack_gaps
         evidence.absent &= ack_gaps
+        evidence.skipped &= ack_gaps
         unknown = evidence.open.update(now_ms, ack_gaps - resolved)
-        unknown -= evidence.absent | EntrySet.of(evidence.existing)
-        room = EXISTING_MAX - len(evidence.existing)
-        if not unknown or room <= 0:
+        unknown -= evidence.absent | evidence.unplaced | EntrySet.of(evidence.existing)
+        if not unknown:
             return Proofs(resolved=evidence.absent)
-        deadline = time.monotonic() + READ_S
+        deadline = time.monotonic() + evidence.read_s
         found = inspect_ack_gaps(
-            self._broker, topic_partition, unknown, deadline, existing_max=room,
-            skipped=self._config.skipped, parked=self._config.parked,
+            self._broker, topic_partition, unknown, deadline, existing_max=EXISTING_MAX,
+            skipped=self._config.skipped, parked=(UnreadableEntryError,),
         )  # fmt: skip
-        evidence.existing |= found.existing
+        placed = [(entry_id, slots) for entry_id, slots in found.existing.items() if slots]
+        evidence.existing.update(placed[: max(0, EXISTING_MAX - len(evidence.existing))])
+        evidence.unplaced |= EntrySet.of(found.existing) - EntrySet.of(evidence.existing)
         evidence.absent |= found.proofs.resolved
+        evidence.skipped |= found.skipped
+        slow = not (found.complete or found.existing or found.proofs)
+        evidence.read_s = min(SLOW_READ_S, 2 * evidence.read_s) if slow else READ_S
         found.proofs.resolved = evidence.absent
         if FIRST in unknown:
             found.proofs.base = _first_stored(found)
@@ -257,21 +275,39 @@ class GapResolver:
         return proofs
 
     def _ack_gap_views(self) -> dict[TopicPartition, AckGapsView]:
-        """Return a view of each topic partition with ack gaps or several ledgers."""
+        """Return a view of each topic partition with ack gaps or several ledgers.
+
+        Rows that wait for room in the checkpoint are looked at again. Evidence of forgotten topic
+        partitions is dropped.
+        """
         with self._shared.lock:
             window = self._shared.window
+            if window.retry_without_room():
+                self._shared.lock.notify_all()
+            for topic_partition in self._evidence.keys() - window.known.keys():
+                del self._evidence[topic_partition]
             parts = {tp: window.known[tp] for tp in window.partitions}
             return {
-                tp: AckGapsView(part.state, list(part.held), part.tight, part.doubts)
+                tp: AckGapsView(part, part.state, list(part.held), part.tight, part.doubts)
                 for tp, part in parts.items()
                 if part.ack_gaps
             }
 
     def _prove(
-        self, topic_partition: TopicPartition, proofs: Proofs, missing_slots: Collection[int]
+        self,
+        topic_partition: TopicPartition,
+        view: AckGapsView,
+        proofs: Proofs,
+        missing_slots: Collection[int],
     ) -> None:
-        """Take evidence, and the slots of entries in ack gaps that are still to come."""
+        """Take evidence, and the slots of entries in ack gaps that are still to come.
+
+        If the topic partition has become uncertain since the view, the evidence is of no use.
+        """
         with self._shared.lock:
+            known = self._shared.window.known.get(topic_partition)
+            if known is not view.window or known.doubts != view.doubts:
+                return
             owners = frozenset(map(self._consumers.owners.__getitem__, missing_slots))
             self._shared.window.prove(topic_partition, proofs, owners)
             self._shared.lock.notify_all()
@@ -306,14 +342,15 @@ def _leave_out(proofs: Proofs, undecided: EntrySet) -> None:
         proofs.base = min(proofs.base, first)
 
 
-def _missing_slots(
-    existing: Mapping[EntryId, tuple[int, ...]], resolved: EntrySet
-) -> Collection[int]:
+def _missing_slots(evidence: _GapEvidence, resolved: EntrySet) -> Collection[int]:
     """Return the slots that may have routed entries that exist and are not resolved."""
-    if len(existing) >= EXISTING_MAX:
+    if evidence.unplaced - resolved:
         return range(RING_SIZE)
     return frozenset(
-        slot for entry_id, slots in existing.items() if entry_id not in resolved for slot in slots
+        slot
+        for entry_id, slots in evidence.existing.items()
+        if entry_id not in resolved
+        for slot in slots
     )
 
 

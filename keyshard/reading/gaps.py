@@ -24,6 +24,8 @@ class Inspection:
     """Ack gaps without an entry, and ledger ends that were passed."""
     existing: dict[EntryId, tuple[int, ...]] = field(default_factory=dict)
     """Entries that exist, with the slots that may route them."""
+    skipped: EntrySet = field(default_factory=EntrySet)
+    """Unreadable entries that the source skips. They are resolved as well."""
     complete: bool = True
     """Whether all ack gaps were read."""
 
@@ -66,12 +68,17 @@ def inspect_ack_gaps(
                 position = scan.position
                 blocks = retry_until(scan.read, left_s)
                 for entry_id, error in unreadable.items():
-                    if entry_id in stretch and isinstance(error, parked):
+                    if entry_id in stretch and isinstance(error, skipped):
+                        found.skipped |= EntrySet.of([entry_id])
+                    elif entry_id in stretch and isinstance(error, parked):
                         found.existing[entry_id] = ()
-                    elif entry_id in stretch and not isinstance(error, skipped):
+                    elif entry_id in stretch:
                         raise error
                     position = _passed(found, position, entry_id)
                 unreadable.clear()
+                if not blocks and scan.position.ledger > position.ledger:
+                    # It ended at an unreadable entry behind the stretch.
+                    _passed(found, position, scan.position)
                 _take(found, stretch, position, blocks)
         # The entry before entry 0 is -1: `above` then takes the whole ledger.
         at = EntryId(scan.position.ledger, scan.position.entry - 1)

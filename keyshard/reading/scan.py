@@ -94,6 +94,7 @@ class Scan:
             blocks, at_end = self._step()
         except UnreadableEntryError as exc:
             if self._last is not None and entry_of(exc) > self._last:
+                self.position = max(self.position, entry_of(exc))
                 self.done = True
                 return []
             if self._unreadable is None:

@@ -3,74 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from keyshard.broker.memory import (
-    LookAhead,
     MemoryBroker,
-    MemoryCluster,
-    MemoryConsumer,
-    MemoryReader,
     Message,
 )
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition, SubscriptionSpec
-from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.ring.hash_range import HashRange, split_ring
+from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.subscription_state import BrokerState
 from keyshard.errors import BrokerUnavailableError, DataLossAckedElsewhereError, TopicRecreatedError
-from tests.helpers import commit, config, key_in, received, rows_of, running, wait_until
+from tests.helpers import commit, received, rows_of, running, wait_until
 from tests.support.deadlines import deadline
-
-FAST, SLOW = split_ring(2)
-FAST_KEY, SLOW_KEY = key_in(FAST), key_in(SLOW)
-
-
-class GapTopic:
-    """A topic of one partition, with markers and acknowledgements of other clients."""
-
-    def __init__(self, *, entries_per_ledger: int = 50_000) -> None:
-        self.cluster = MemoryCluster(
-            entries_per_ledger=entries_per_ledger, look_ahead=LookAhead(100_000, 100_000)
-        )
-        self.topic = self.cluster.create_topic("orders", partitions=1)
-        (self.where,) = self.cluster.partitions(self.topic)
-        self.admin = MemoryAdmin(self.cluster)
-
-    def publish(self, *keys: str, publish_ms: int = 1_000) -> list[EntryId]:
-        messages = [Message(b"m", key=key) for key in keys]
-        made = self.cluster.publish(self.where, *messages, publish_ms=publish_ms)
-        return [entry_id for _, entry_id in made]
-
-    def source(self, **changes: object) -> SourceConfig:
-        return config(self.topic, **{"parallelism": 2, "settle_after_ms": 20} | changes)
-
-    def acknowledge(self, entries: Sequence[EntryId]) -> None:
-        self.cluster.acknowledge(self.where, "unit", entries)
-
-    def earlier_owner(self) -> tuple[MemoryBroker, MemoryConsumer]:
-        """A consumer that owns the whole ring of the subscription before the source begins."""
-        broker = MemoryBroker(self.cluster)
-        return broker, broker.subscribe(
-            SubscriptionSpec(
-                self.where,
-                "unit",
-                split_ring(1)[0],
-                consumer_name="earlier",
-                receiver_queue_size=100,
-            ),
-            StartPosition.EARLIEST,
-        )
-
-    def backlog(self) -> int:
-        return self.cluster.backlog(self.where, "unit")
+from tests.support.gap_topic import (
+    FAST_KEY,
+    SLOW_KEY,
+    GapTopic,
+    Gate,
+    GatedBroker,
+    resolved_by_batches,
+    running_gated,
+)
 
 
 @pytest.fixture
@@ -78,22 +39,6 @@ def topic() -> Iterator[GapTopic]:
     made = GapTopic()
     yield made
     made.cluster.validate()
-
-
-def resolved_by_batches(topic: GapTopic, coordinator: Coordinator) -> PartitionCheckpoint:
-    """Publish single entries, each its own batch, until ack gaps are resolved."""
-    state = PartitionCheckpoint()
-
-    def resolved() -> bool:
-        nonlocal state
-        topic.publish(FAST_KEY)
-        coordinator.batches.wait_for_rows(5)
-        if coordinator.status()["windowRows"]:
-            state = commit(coordinator).partitions[topic.where]
-        return coordinator.status()["ackGaps"] == 0
-
-    wait_until(resolved)
-    return state
 
 
 @pytest.mark.parametrize("with_admin", [False, True])
@@ -186,50 +131,6 @@ def test_evidence_that_a_doubt_dropped_is_gathered_again(monkeypatch: pytest.Mon
         with shared.lock:
             window.doubt()
         wait_until(lambda: window.proofs.base is not None)
-
-
-class Gate:
-    """Withholds the entries of one range, and counts Readers."""
-
-    def __init__(self, hash_range: HashRange = SLOW) -> None:
-        self.hash_range = hash_range
-        self.closed = True
-        self.readers = 0
-
-    def open(self) -> None:
-        self.closed = False
-
-
-class GatedBroker(MemoryBroker):
-    def __init__(self, cluster: MemoryCluster, gate: Gate) -> None:
-        super().__init__(cluster)
-        self._gate = gate
-
-    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> MemoryConsumer:
-        consumer = super().subscribe(spec, start)
-        take = consumer.receive
-        consumer.receive = lambda timeout_ms: (  # type: ignore[method-assign]
-            []
-            if self._gate.closed and consumer.hash_range == self._gate.hash_range
-            else take(timeout_ms)
-        )
-        return consumer
-
-    def reader(self, *args: Any) -> MemoryReader:
-        self._gate.readers += 1
-        return super().reader(*args)
-
-
-class running_gated:  # noqa: N801 - a context manager, like `running`
-    def __init__(self, topic: GapTopic, source: SourceConfig, gate: Gate) -> None:
-        self.coordinator = Coordinator(source, lambda: GatedBroker(topic.cluster, gate))
-
-    def __enter__(self) -> Coordinator:
-        self.coordinator.start()
-        return self.coordinator
-
-    def __exit__(self, *_: object) -> None:
-        self.coordinator.stop()
 
 
 def test_a_slow_range_keeps_the_checkpoint_small_and_stops_nothing_for_good(

@@ -38,11 +38,15 @@ class Delaying(MemoryTopic):
             now_ms=lambda: time.time_ns() // 1_000_000 + self.ahead_ms,
         )
 
-    def publish_pairs(self, count: int) -> None:
-        """Publish pairs: a message, and one for an hour later."""
+    def publish_pairs(self, count: int, *, keyless: bool = False) -> None:
+        """Publish pairs: a message, and one for an hour later, perhaps without a key."""
         due_ms = time.time_ns() // 1_000_000 + HOUR_MS
         messages = [
-            Message(b"%d" % n, f"k{n % 50}", deliver_at_ms=due_ms if n % 2 else None)
+            Message(
+                b"%d" % n,
+                None if n % 2 and keyless else f"k{n % 50}",
+                deliver_at_ms=due_ms if n % 2 else None,
+            )
             for n in range(2 * count)
         ]
         self.cluster.publish(self.where[0], *messages)
@@ -101,18 +105,26 @@ def test_a_gap_for_each_second_message_fits_into_the_smallest_checkpoint() -> No
         assert sorted(got.values) == list(range(3_000))
 
 
-@pytest.mark.parametrize(("ranges", "with_admin"), [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize(
+    ("ranges", "with_admin", "keyless"),
+    [(1, True, False), (4, True, False), (4, False, False), (1, True, True)],
+)
 def test_a_source_without_room_holds_what_its_window_may_and_says_so(
-    ranges: int, with_admin: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ranges: int,
+    with_admin: bool,
+    keyless: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """1. Delayed messages fill the checkpoint. 2. They become due.
 
-    Every range owes a delayed message, so none paused: the window held all that was published.
+    Every range owes a delayed message, so none paused: the window held all that was published. The
+    range of a message without a key is unknown: that range paused, and took it at no time.
     """
     look_often(monkeypatch)
     # A ledger with one gap takes five bytes, so a few hundred fill the checkpoint.
     topic = Delaying(entries_per_ledger=2)
-    topic.publish_pairs(1_500)
+    topic.publish_pairs(1_500, keyless=keyless)
     source = config(
         topic.topic, parallelism=ranges, checkpoint_bytes_max=4_096, window_rows_max=400,
         receiver_queue_size=QUEUE, settle_after_ms=60_000,

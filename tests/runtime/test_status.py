@@ -329,6 +329,7 @@ def test_a_stalled_topic_partition_is_named_while_its_ranges_are_busy_with_other
     wait_until(stalled)
     assert present(stalled())["kind"] == "undelivered"
     assert len(job.handled) >= len(KEYS)
+    wait_until(lambda: "is stalled" in caplog.text)
     (named,) = [text for text in caplog.messages if "is stalled" in text]
     assert named == (
         f"{stuck} is stalled: the broker delivers none of 1 entries, though every range asks for "

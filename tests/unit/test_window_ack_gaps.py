@@ -10,7 +10,7 @@ from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.window.admission import Budget
 from keyshard.core.window.window import Window
-from tests.helpers import P0, block
+from tests.helpers import P0, P1, block
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,33 @@ def test_evidence_from_before_an_absence_resolves_nothing_after_it() -> None:
     window.validate()
     assert end is not None
     assert not end.partitions[P0].covers(EntryId(13, 3))
+
+
+def test_rows_without_room_are_tried_again_once_another_topic_partition_has_made_room() -> None:
+    """They waited for the next entry of their own topic partition, whenever it came."""
+    window = Window(Checkpoint("c", "s", 4), 4, Budget(10_000, 10**9, checkpoint_bytes_max=4_096))
+    window.add_partition(P0)
+    window.add_partition(P1)
+    for where, ledgers in (P1, range(1, 801)), (P0, range(1, 201)):
+        for ledger in ledgers:
+            for entry in 0, 2:
+                window.receive(where, 0, block(ledger, entry))
+        while end := window.cut():
+            window.release(end)
+    waiting = window.known[P0].waiting_rows
+    assert waiting
+    assert window.received_rows == 0
+    assert not window.retry_without_room(), "the checkpoint is as large as before"
+    newest = window.known[P1].state.delivered.last
+    assert newest is not None
+    window.prove(P1, Proofs(base=newest))
+    end = window.cut()
+    window.validate()
+    assert end is not None
+    assert P0 not in end.partitions or not end.partitions[P0].batch
+    assert window.retry_without_room()
+    assert window.received_rows >= waiting
+    end = window.cut()
+    window.validate()
+    assert end is not None
+    assert window.known[P0].waiting_rows == 0

@@ -72,6 +72,8 @@ class PartitionWindow:
     """Whether the newest cut or commit left entries out because the checkpoint had no room."""
     waiting_rows: int = 0
     """Received rows that no cut can take until a new entry or evidence comes."""
+    refused_at_bytes: int = 0
+    """Size of the whole checkpoint at the newest look for rows that fit, bytes."""
     lowest_ledger: int = -1
     """Lowest ledger in the checkpoint of the start; -1 if it has none."""
     doubted: Known | None = None

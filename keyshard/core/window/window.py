@@ -181,6 +181,7 @@ class Window:
         }
         entries = {tp: blocks for tp, blocks in cuts.items() if blocks}
         for tp in limits:
+            self.known[tp].refused_at_bytes = self._newest.bytes
             self._looked(tp)
         self.received_rows = sum([self.known[tp].ready_rows for tp in self._filled])
         for tp in ready.keys() - entries:
@@ -321,6 +322,24 @@ class Window:
         if proofs:
             self._changing[topic_partition] = None
         self.pauses.fitted(topic_partition)
+
+    def retry_without_room(self) -> bool:
+        """Let the next cut try rows again for which an earlier, larger checkpoint had no room.
+
+        Other topic partitions may have made room meanwhile.
+
+        Returns:
+            Whether there are such rows.
+        """
+        again = [
+            window
+            for window in map(self.known.__getitem__, self.tight)
+            if window.waiting_rows and self._newest.bytes < window.refused_at_bytes
+        ]
+        for window in again:
+            self.received_rows += window.waiting_rows
+            window.waiting_rows = 0
+        return bool(again)
 
     @property
     def partitions(self) -> tuple[TopicPartition, ...]:
