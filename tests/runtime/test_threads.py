@@ -44,7 +44,7 @@ STEPS = [
     Step("keyshard-gap-resolver", "keyshard.coordinator.gap_resolver.GapResolver._ack_gap_views"),
     Step("keyshard-gap-resolver", "keyshard.coordinator.gap_resolver.GapResolver._look_at"),
     Step("keyshard-subscribe", "keyshard.broker.retry.retry_until"),
-    Step("keyshard-watchdog", "keyshard.observe.monitor._name"),
+    Step("keyshard-watchdog", "keyshard.observe.status.name_stalls"),
     Step("keyshard-watchdog", "keyshard.observe.status.StatusView.watch"),
     Step("keyshard-work", "keyshard.handlers.dispatcher.Dispatcher.finish"),
     Step("keyshard-work", "keyshard.handlers.dispatcher.Dispatcher.judge"),
