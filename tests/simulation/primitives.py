@@ -159,6 +159,9 @@ class Event:
         self._waiting.clear()
         self._scheduler.point()
 
+    def clear(self) -> None:
+        self._set = False
+
     def wait(self, timeout: float | None = None) -> bool:
         scheduler = self._scheduler
         me = scheduler.current
