@@ -18,6 +18,7 @@ import pyarrow as pa
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.port import Broker
 from keyshard.columns.content import entry_block, gather
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
@@ -299,9 +300,10 @@ def running(
     *,
     planned: bool = False,
     admin: Admin | None = None,
+    connect: Callable[[], Broker] | None = None,
 ) -> Iterator[Coordinator]:
     """A started coordinator on the in-memory broker; stopped at the end, without a release."""
-    coordinator = Coordinator(source, lambda: MemoryBroker(cluster), admin)
+    coordinator = Coordinator(source, connect or (lambda: MemoryBroker(cluster)), admin)
     coordinator.start(checkpoint, planned=planned)
     try:
         yield coordinator

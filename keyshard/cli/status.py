@@ -46,7 +46,7 @@ _TROUBLED_MAX = 10
 _KEY_MAX = 60
 """Most characters of a hot key."""
 _PARKED_MAX = 10
-_REFUSED_MAX = 5
+_NAMED_MAX = 5
 _SOURCE_WORKERS_MAX = 8
 _STYLES = {
     "stalled": "red",
@@ -355,17 +355,22 @@ def _view(status: Status, rates: Rates | None, *, all_ranges: bool | None) -> Re
     if status["malformedDeadLetters"]:
         text = f"malformed dead letters, not replayed: {status['malformedDeadLetters']:,}"
         parts.append(Text(text, style="yellow"))
-    refused = [each for each in status["partitions"] if each["error"]]
-    for each in refused[:_REFUSED_MAX]:
-        text = f"{_name_of(each)} receives nothing: {plain(each['error'], ERROR_MAX)}"
-        parts.append(Text(text, style="red"))
-    if len(refused) > _REFUSED_MAX:
-        parts.append(
-            Text(
-                f"{len(refused) - _REFUSED_MAX} more topic partitions receive nothing", style="red"
-            )
-        )
-    parts += _stalls(status["partitions"])
+    parts += _named(
+        [
+            f"{_name_of(each)} receives nothing: {plain(each['error'], ERROR_MAX)}"
+            for each in status["partitions"]
+            if each["error"]
+        ],
+        "receive nothing",
+    )
+    parts += _named(
+        [
+            f"{_name_of(each)} is stalled for {stalled['forSeconds']:.0f} s: {stalled['reason']}"
+            for each in status["partitions"]
+            if (stalled := each["stalled"]) is not None
+        ],
+        "are stalled",
+    )
     if status["brokerError"]:
         parts.append(Text(f"broker facts are outdated: {status['brokerError']}", style="yellow"))
     parts += _table_of(
@@ -379,18 +384,13 @@ def _view(status: Status, rates: Rates | None, *, all_ranges: bool | None) -> Re
     return Group(*parts)
 
 
-def _stalls(partitions: list[PartitionStatus]) -> list[RenderableType]:
-    """Return a line for each of the first stalled topic partitions, and their number."""
+def _named(troubles: list[str], others: str) -> list[RenderableType]:
+    """Return a line for each of the first troubled topic partitions, and the number of others."""
     from rich.text import Text
 
-    stalls = [(each, each["stalled"]) for each in partitions if each["stalled"] is not None]
-    lines = [
-        f"{_name_of(each)} is stalled for {stalled['forSeconds']:.0f} s: {stalled['reason']}"
-        for each, stalled in stalls[:_REFUSED_MAX]
-    ]
-    if len(stalls) > _REFUSED_MAX:
-        lines.append(f"{len(stalls) - _REFUSED_MAX} more topic partitions are stalled")
-    return [Text(line, style="red") for line in lines]
+    more = len(troubles) - _NAMED_MAX
+    rest = [f"{more} more topic partitions {others}"] if more > 0 else []
+    return [Text(line, style="red") for line in troubles[:_NAMED_MAX] + rest]
 
 
 def _table_of(

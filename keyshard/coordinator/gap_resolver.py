@@ -141,7 +141,7 @@ class GapResolver:
                     error = str(exc)
                     _log.info("resolving gaps in %s is tried again: %s", topic_partition, exc)
             self.error = error
-            self._warn_of_room()
+            self._look_for_room()
             wait_s = max(self._round_s, (time.monotonic() - began) / READ_SHARE)
 
     def _look_at(self, topic_partition: TopicPartition, view: AckGapsView) -> None:
@@ -182,8 +182,11 @@ class GapResolver:
         missing = _missing_slots(evidence, proofs.resolved)
         self._prove(topic_partition, view, proofs, missing)
 
-    def _warn_of_room(self) -> None:
-        """Warn that entries wait because the checkpoint has no room."""
+    def _look_for_room(self) -> None:
+        """Try rows again that wait for room in the checkpoint, and warn if some wait for long."""
+        with self._shared.lock:
+            if self._shared.window.retry_without_room():
+                self._shared.lock.notify_all()
         now_s, waited_s = time.monotonic(), self._shared.without_room_s
         if waited_s < WARN_AFTER_S or now_s - self._warned_s < WARN_INTERVAL_S:
             return
@@ -277,13 +280,10 @@ class GapResolver:
     def _ack_gap_views(self) -> dict[TopicPartition, AckGapsView]:
         """Return a view of each topic partition with ack gaps or several ledgers.
 
-        Rows that wait for room in the checkpoint are looked at again. Evidence of forgotten topic
-        partitions is dropped.
+        Evidence of forgotten topic partitions is dropped.
         """
         with self._shared.lock:
             window = self._shared.window
-            if window.retry_without_room():
-                self._shared.lock.notify_all()
             for topic_partition in self._evidence.keys() - window.known.keys():
                 del self._evidence[topic_partition]
             parts = {tp: window.known[tp] for tp in window.partitions}

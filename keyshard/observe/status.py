@@ -228,7 +228,9 @@ class StatusView:
                 for each, load in zip(facts, shares, strict=True)
             ],
             "partitions": [
-                self._partition(where, missing, troubles.get(where, ""), lags.get(where) or _lag())
+                self._partition(
+                    where, missing, troubles.get(where, ""), lags.get(where) or _lag(), now_s
+                )
                 for where, missing in sorted(owned.gaps.items())
             ],
             "parkedKeys": 0 if parked is None else len(parked),
@@ -421,7 +423,12 @@ class StatusView:
         }
 
     def _partition(
-        self, where: TopicPartition, missing: tuple[HashRange, ...], error: str, lag: Lag
+        self,
+        where: TopicPartition,
+        missing: tuple[HashRange, ...],
+        error: str,
+        lag: Lag,
+        now_s: float,
     ) -> PartitionStatus:
         facts: PartitionFacts | None = None
         stall: PartitionStall | None = None
@@ -434,7 +441,7 @@ class StatusView:
             "covered": not missing,
             "gaps": list(map(str, missing)),
             "error": error,
-            "stalled": _stalled(stall, time.monotonic()),
+            "stalled": _stalled(stall, now_s),
             "lag": lag,
             "backlog": None if facts is None else facts.backlog,
             "ackGaps": None if facts is None else facts.ack_gaps,

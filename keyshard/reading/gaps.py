@@ -55,7 +55,7 @@ def inspect_ack_gaps(
         UnreadableEntryError: An ack gap contains an unreadable entry of another kind.
         BrokerError: The broker cannot be reached before the deadline, or refused.
     """
-    found = Inspection()
+    found, passed_over = Inspection(), list[EntryId]()
     for stretch in stretches(ack_gaps):
         start, last = stretch.first, stretch.last
         assert start is not None
@@ -69,7 +69,7 @@ def inspect_ack_gaps(
                 blocks = retry_until(scan.read, left_s)
                 for entry_id, error in unreadable.items():
                     if entry_id in stretch and isinstance(error, skipped):
-                        found.skipped |= EntrySet.of([entry_id])
+                        passed_over.append(entry_id)
                     elif entry_id in stretch and isinstance(error, parked):
                         found.existing[entry_id] = ()
                     elif entry_id in stretch:
@@ -86,6 +86,7 @@ def inspect_ack_gaps(
         found.complete = found.complete and scan.done
         if not scan.done:
             break
+    found.skipped = EntrySet.of(passed_over)
     return found
 
 

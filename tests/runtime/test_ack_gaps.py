@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from keyshard.broker.memory import (
-    MemoryBroker,
-    Message,
-)
+from keyshard.broker.memory import MemoryBroker, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.coordinator.coordinator import Coordinator
@@ -29,6 +26,7 @@ from tests.support.gap_topic import (
     GapTopic,
     Gate,
     GatedBroker,
+    one_more,
     resolved_by_batches,
     running_gated,
 )
@@ -323,9 +321,7 @@ def test_ack_gaps_are_resolved_beside_unreadable_entries_that_a_handler_parks(
         commit(coordinator)
 
         def resolved() -> bool:
-            topic.publish(FAST_KEY)
-            coordinator.batches.wait_for_rows(5)
-            commit(coordinator)
+            one_more(topic, coordinator)
             return coordinator.status()["ackGapsResolved"] == 3
 
         wait_until(resolved)

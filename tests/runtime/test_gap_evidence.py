@@ -18,6 +18,7 @@ from tests.support.gap_topic import (
     SLOW_KEY,
     GapTopic,
     Gate,
+    one_more,
     resolved_by_batches,
     running_gated,
 )
@@ -51,9 +52,7 @@ def test_a_gap_before_an_unreadable_entry_is_resolved(
     try:
 
         def floor_is_behind_the_marker() -> bool:
-            topic.publish(FAST_KEY)
-            coordinator.batches.wait_for_rows(5)
-            floor = commit(coordinator).partitions[topic.where].floor
+            floor = one_more(topic, coordinator).floor
             return floor is not None and floor > marker
 
         wait_until(floor_is_behind_the_marker)
@@ -111,9 +110,7 @@ def test_evidence_of_a_deleted_topic_says_nothing_about_one_with_the_same_ids() 
         readers = gate.readers
         wait_until(lambda: gate.readers > readers)
         for _ in range(5):
-            topic.publish(FAST_KEY)
-            coordinator.batches.wait_for_rows(5)
-            assert not commit(coordinator).partitions[topic.where].covers(late)
+            assert not one_more(topic, coordinator).covers(late)
 
 
 def test_evidence_from_before_a_doubt_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +159,8 @@ def test_a_reader_that_needs_longer_than_a_look_proves_gaps_at_last(
             return reader
 
     topic = GapTopic()
-    coordinator = Coordinator(topic.source(), lambda: SlowBroker(topic.cluster))
-    coordinator.start()
-    try:
+    slow = running(topic.cluster, topic.source(), connect=lambda: SlowBroker(topic.cluster))
+    with slow as coordinator:
         topic.publish(FAST_KEY)
         topic.cluster.publish_marker(topic.where)
         topic.publish(FAST_KEY)
@@ -172,8 +168,6 @@ def test_a_reader_that_needs_longer_than_a_look_proves_gaps_at_last(
         commit(coordinator)
         assert coordinator.status()["ackGaps"] == 1
         resolved_by_batches(topic, coordinator)
-    finally:
-        coordinator.stop()
 
 
 def test_existing_entries_without_number_keep_no_gap_from_being_resolved(
@@ -196,9 +190,7 @@ def test_existing_entries_without_number_keep_no_gap_from_being_resolved(
         commit(coordinator)
 
         def only_late_entries_are_missing() -> bool:
-            topic.publish(FAST_KEY)
-            coordinator.batches.wait_for_rows(5)
-            commit(coordinator)
+            one_more(topic, coordinator)
             return coordinator.status()["ackGapsResolved"] == 100
 
         wait_until(only_late_entries_are_missing)

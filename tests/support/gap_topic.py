@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from keyshard.broker.memory import (
@@ -20,7 +21,7 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.ring.hash_range import HashRange, split_ring
-from tests.helpers import commit, config, key_in, wait_until
+from tests.helpers import commit, config, key_in, running, wait_until
 
 FAST, SLOW = split_ring(2)
 FAST_KEY, SLOW_KEY = key_in(FAST), key_in(SLOW)
@@ -64,6 +65,13 @@ class GapTopic:
 
     def backlog(self) -> int:
         return self.cluster.backlog(self.where, "unit")
+
+
+def one_more(topic: GapTopic, coordinator: Coordinator) -> PartitionCheckpoint:
+    """Publish an entry, commit what has come as a batch, and return the state."""
+    topic.publish(FAST_KEY)
+    coordinator.batches.wait_for_rows(5)
+    return commit(coordinator).partitions[topic.where]
 
 
 def resolved_by_batches(topic: GapTopic, coordinator: Coordinator) -> PartitionCheckpoint:
@@ -114,13 +122,8 @@ class GatedBroker(MemoryBroker):
         return super().reader(*args)
 
 
-class running_gated:  # noqa: N801 - a context manager, like `running`
-    def __init__(self, topic: GapTopic, source: SourceConfig, gate: Gate) -> None:
-        self.coordinator = Coordinator(source, lambda: GatedBroker(topic.cluster, gate))
-
-    def __enter__(self) -> Coordinator:
-        self.coordinator.start()
-        return self.coordinator
-
-    def __exit__(self, *_: object) -> None:
-        self.coordinator.stop()
+def running_gated(
+    topic: GapTopic, source: SourceConfig, gate: Gate
+) -> AbstractContextManager[Coordinator]:
+    """A started coordinator whose consumers a gate may stop."""
+    return running(topic.cluster, source, connect=lambda: GatedBroker(topic.cluster, gate))
