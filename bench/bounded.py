@@ -20,8 +20,8 @@ from bench.release import PULSAR
 from keyshard import KeyShardSource
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.core.position.split import cut
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from keyshard.broker.wire import compiled
+from keyshard.broker.wire import native_decoder
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.encoding import EntryHead, encoded
 from keyshard.broker.wire.entries import RawEntry
@@ -50,9 +50,9 @@ def run() -> dict[str, float]:
     Raises:
         RuntimeError: The install built no compiled decoder.
     """
-    if not compiled.is_available():
-        raise RuntimeError(f"There is nothing to compare, because {compiled.why_missing()}.")
-    library = compiled._library
+    if not native_decoder.is_available():
+        raise RuntimeError(f"There is nothing to compare, because {native_decoder.why_missing()}.")
+    library = native_decoder._library
     figures: dict[str, float] = {}
     for name, (count, messages) in SHAPES.items():
         entries = entries_of(count, messages)
@@ -60,10 +60,10 @@ def run() -> dict[str, float]:
         try:
             for _ in range(ROUNDS):
                 for decoder, times in taken.items():
-                    compiled._library = library if decoder == "compiled" else None
+                    native_decoder._library = library if decoder == "compiled" else None
                     times.append(_us(entries, count * messages))
         finally:
-            compiled._library = library
+            native_decoder._library = library
         for decoder, times in taken.items():
             figures[f"{name}_{decoder}_us"] = statistics.median(times)
     return figures

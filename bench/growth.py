@@ -27,7 +27,7 @@ from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.window.admission import Budget
 from keyshard.core.window.window import Window
-from keyshard.dead_letters.parked import Parked
+from keyshard.dead_letters.topic_state import TopicState
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 LONGEST_S = 60.0
@@ -207,7 +207,7 @@ def fold(size: int) -> Measured:
     """Fold and replay ``size`` dead letters, ten of each key."""
     where = _partitions(1)[0]
     yield
-    parked = Parked()
+    parked = TopicState()
     for number in range(size):
         key = f"k{number % max(1, size // PER_KEY)}"
         parked.dead_letter(EntryId(9, number), key, where, MessageId(1, number, 0))
@@ -221,7 +221,7 @@ def fold_one_key(size: int) -> Measured:
     """Fold and replay ``size`` dead letters of one key."""
     where = _partitions(1)[0]
     yield
-    parked = Parked()
+    parked = TopicState()
     for number in range(size):
         parked.dead_letter(EntryId(9, number), "k", where, MessageId(1, number, 0))
     for number in range(size):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from bench.embedded import peak_rss_kb
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer
-from keyshard.core.ack_gaps import Proofs
+from keyshard.core.ack_gaps import GapEvidence
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.assignment import (
@@ -40,12 +40,12 @@ from keyshard.core.ring.assignment import (
 )
 from keyshard.core.ring.hash_range import RING_SIZE, range_index, split_ring
 from keyshard.core.window.admission import Budget
-from keyshard.core.window.client_queue import ClientQueue
+from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.core.window.window import Window
 from keyshard.errors import WorkerUnreachableError
-from keyshard.workers.consumer import Holders, HostedConsumer
-from keyshard.workers.encoding import Taken, WorkerDelivery
-from keyshard.workers.supervisor import WorkerHosting
+from keyshard.workers.consumer import EntryHolders, RemoteConsumer
+from keyshard.workers.encoding import DeliveredTotals, WorkerDelivery
+from keyshard.workers.supervisor import WorkerSupervisor
 from keyshard.workers.worker import Worker
 
 RANGES, PARTITIONS, WORKERS = 10_000, 1_000, 1_000
@@ -101,7 +101,7 @@ class Topic:
         for one in self.where:
             self.window.add_partition(one)
             # As after an audit of the broker's cursor: no entry is missing before this one.
-            self.window.prove(one, Proofs(base=EntryId(LEDGER, 0)))
+            self.window.prove(one, GapEvidence(base=EntryId(LEDGER, 0)))
 
     def arrive(self, where: Sequence[TopicPartition], count: int, *, every: int = 1) -> float:
         """Let ``count`` entries arrive in each topic partition; ``every`` 2 leaves ack gaps.
@@ -255,7 +255,7 @@ class InstantWorker(Worker):
             self.subscribed += 1
             self._new.append(arguments["number"])
 
-    def take(self, taken: Mapping[int, Taken]) -> list[WorkerDelivery]:  # noqa: ARG002
+    def take(self, taken: Mapping[int, DeliveredTotals]) -> list[WorkerDelivery]:  # noqa: ARG002
         if self._dead.wait(0.0 if self._new else 0.02):
             raise WorkerUnreachableError(f"{self.name} was killed.")
         new = [self._new.popleft() for _ in range(len(self._new))]
@@ -293,17 +293,17 @@ def death(ranges: int, partitions: int, workers: int, held: int = HELD) -> dict[
 
     mine = split_ring(ranges)[: max(1, ranges // workers)]
     where = [TopicPartition("persistent://public/default/t", i) for i in range(partitions)]
-    hosting = WorkerHosting(start, 1.0, "keyshard-worker-0")
+    supervisor = WorkerSupervisor(start, 1.0, "keyshard-worker-0")
     kept: list[RangeConsumer] = []
     tracemalloc.start()
     try:
         for one in where:
-            holders = Holders()
+            holders = EntryHolders()
             for index, hash_range in enumerate(mine):
                 wanted = SubscriptionSpec(one, "billing", hash_range, f"range-{index}", 20)
-                consumer = hosting.subscribe(wanted, StartPosition.EARLIEST, holders)
+                consumer = supervisor.subscribe(wanted, StartPosition.EARLIEST, holders)
                 owned = OwnedRange(one, index, hash_range)
-                kept.append(RangeConsumer(owned, consumer, ClientQueue(1_000_000, 1_000)))
+                kept.append(RangeConsumer(owned, consumer, ReceiverQueueSize(1_000_000, 1_000)))
         size = tracemalloc.get_traced_memory()[0] / len(kept)
         tracemalloc.stop()
         _take_in_hand([one.consumer for one in kept], held, workers)
@@ -317,7 +317,7 @@ def death(ranges: int, partitions: int, workers: int, held: int = HELD) -> dict[
     finally:
         gc.enable()
         tracemalloc.stop()
-        hosting.close(time.monotonic() + 5)
+        supervisor.close(time.monotonic() + 5)
     return {
         "death_consumers": len(kept),
         "death_lost_ms": (replaced_s[0] - began) * 1e3,
@@ -330,11 +330,11 @@ def death(ranges: int, partitions: int, workers: int, held: int = HELD) -> dict[
 def _take_in_hand(consumers: Collection[Any], held: int, workers: int) -> None:
     """Put ``held`` entries per topic partition in flight: the worker's share, and the others'."""
     for consumer in consumers:
-        assert isinstance(consumer, HostedConsumer)
+        assert isinstance(consumer, RemoteConsumer)
         holders = consumer._holders
         if holders._holders:
             continue
-        others = HostedConsumer(consumer.spec, consumer._hosting, -1, holders)
+        others = RemoteConsumer(consumer.spec, consumer._supervisor, -1, holders)
         own = max(1, held // workers)
         holders.took(others, [_block(entry, 0).id for entry in range(own, held)])
         holders.took(consumer, [_block(entry, 0).id for entry in range(own)])

@@ -31,8 +31,8 @@ from keyshard.columns.record_batches import SCHEMA
 from keyshard.config.connection import Connection
 from keyshard.config.segments import Segments
 from keyshard.core.position.split import Split, cut
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevCluster
 from keyshard.testing.verify.workloads import Workload, produce
 

@@ -10,7 +10,7 @@ from keyshard.config.handlers import HandlerConfig
 from keyshard.config.settings import Settings, read_settings
 from keyshard.core.dead_letter import DeadLetter
 from keyshard.core.lanes.failure import Reject, RetryLater
-from keyshard.core.lanes.retrying import RetryPolicy
+from keyshard.core.lanes.retry_policy import RetryPolicy
 from keyshard.core.message import Message, MessageId, Produce, TakenMessage
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import KeyShardError

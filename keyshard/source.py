@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from keyshard.coordinator.progress import Progress
     from keyshard.coordinator.rescale import Rescaler, RescaleReport
     from keyshard.handlers.batches import Batch, BatchRun
-    from keyshard.handlers.calling import Handle
+    from keyshard.handlers.handler_call import Handle
     from keyshard.handlers.outcomes import Observer
     from keyshard.handlers.run import HandlerRun
     from keyshard.handlers.taken_messages import TakenIterator
     from keyshard.observe.monitor import Monitor
     from keyshard.observe.status_types import Status
     from keyshard.observe.telemetry import PlannedSpans
-    from keyshard.reading.structured import Decoder
+    from keyshard.reading.decoder import RowDecoder
 
 
 def _handling(options: HandlerOptions) -> HandlerConfig:
@@ -100,7 +100,7 @@ class KeyShardSource(SourceDeadLetters, SourceConfig):
         self.check_subscribed()
         connection = self.how_to_connect()
         admin = None if self.admin_url is None else connect_admin(connection, ANSWER_S)
-        return Coordinator(self, lambda: connect_source(connection, self.hosting()), admin)
+        return Coordinator(self, lambda: connect_source(connection, self.parsed_workers()), admin)
 
     def run(
         self,
@@ -437,7 +437,7 @@ class KeyShardSource(SourceDeadLetters, SourceConfig):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_running"}
 
-    def decoder(self, columns: Sequence[str] | None = None) -> Decoder:
+    def decoder(self, columns: Sequence[str] | None = None) -> RowDecoder:
         """Make a decoder for the raw rows that :meth:`open` and :meth:`batches` return.
 
         ::
@@ -464,15 +464,15 @@ class KeyShardSource(SourceDeadLetters, SourceConfig):
         from keyshard.broker.schemas import first_tries_s, topics_of  # noqa: PLC0415
         from keyshard.columns.codecs import keys_apart  # noqa: PLC0415
         from keyshard.columns.record_batches import columns_of  # noqa: PLC0415
+        from keyshard.reading.decoder import RowDecoder  # noqa: PLC0415
         from keyshard.reading.decoding_plan import plan_decoding  # noqa: PLC0415
-        from keyshard.reading.structured import Decoder  # noqa: PLC0415
 
         connection = self.how_to_connect()
         plan = plan_decoding(
             connection, topics_of(self), self.malformed, self.metadata_columns,
             tries_s=first_tries_s(connection),
         )  # fmt: skip
-        made = Decoder(plan, plan.columns if columns is None else plan.only(columns))
+        made = RowDecoder(plan, plan.columns if columns is None else plan.only(columns))
         apart = any(map(keys_apart, plan.schemas.values()))
         if apart and set(made.raw_columns) - set(columns_of(self.metadata_columns)):
             raise ConfigError(

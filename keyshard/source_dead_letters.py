@@ -59,7 +59,7 @@ class SourceDeadLetters:
         from keyshard.broker.connect import connect, connect_admin  # noqa: PLC0415
         from keyshard.config.source import SourceConfig  # noqa: PLC0415
         from keyshard.core.position.entry import full_topic_name  # noqa: PLC0415
-        from keyshard.dead_letters.opening import open_browser  # noqa: PLC0415
+        from keyshard.dead_letters.startup import open_browser  # noqa: PLC0415
 
         run: Any = self.__dict__.get("_running")
         if hasattr(run, "dead_letters"):

@@ -16,7 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 _FOLDER = Path("keyshard", "broker", "wire", "native")
 _NAMES = ("decoder", "encoder")
 _REASON = "_not_compiled.txt"
-"""File that says why a library is missing; :mod:`keyshard.broker.wire.compiled` reads it."""
+"""File that says why a library is missing; :mod:`keyshard.broker.wire.native_decoder` reads it."""
 _COMPILE_S = 120
 """Longest time to compile one library, seconds."""
 _REASON_LENGTH_MAX = 300

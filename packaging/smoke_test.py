@@ -13,7 +13,7 @@ from pathlib import Path
 import keyshard
 from keyshard.broker.connect import decoded_in_python, decoder_of
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.broker.wire import bulk_encoding, compiled
+from keyshard.broker.wire import native_decoder, native_encoder
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.encoding import EntryHead, encoded
 from keyshard.broker.wire.entries import RawEntry
@@ -27,11 +27,11 @@ _MESSAGES = 100
 def _check_decoder(wanted: str) -> None:
     found = decoder_of(keyshard.Connection())
     assert found == wanted, f"entries are decoded by {found} code"
-    assert bulk_encoding.is_available() == (wanted == "compiled")
+    assert native_encoder.is_available() == (wanted == "compiled")
     rows = [OutgoingMessage(b"%d" % number, "k17", None, None, None) for number in range(3)]
     data = encoded(rows, EntryHead(b"smoke", 1_700_000_000_000), 0)
     entries = [RawEntry(EntryId(1, 0), redelivered=False, ack_set=(), data=data, position=0)]
-    by_compiled_code = compiled.decode(entries, keeps_values=True)
+    by_compiled_code = native_decoder.decode(entries, keeps_values=True)
     assert (by_compiled_code is not None) == (wanted == "compiled")
     (block,) = decode(entries, TopicPartition("persistent://public/default/smoke", 0)).blocks
     assert block.content.column("value").to_pylist() == [b"0", b"1", b"2"]

@@ -24,14 +24,14 @@ from keyshard.core.lanes.failure import text_of
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import ConfigError
-from keyshard.handlers.calling import Calling, Take, as_returned, check_fits, published
-from keyshard.handlers.processes import Reply
-from keyshard.reading.message_data import MessageData
+from keyshard.handlers.handler_call import HandlerCall, Take, as_returned, check_fits, published
+from keyshard.handlers.process_executor import Reply
+from keyshard.reading.message_decoder import MessageDecoder
 
 if TYPE_CHECKING:
     from keyshard.observe.telemetry import Telemetry
     from ray_adapter.options import Takes
-    from ray_adapter.portions import Piece
+    from ray_adapter.row_slices import RowSlice
 SLICE_S = 1.0
 """Time after which an actor returns its results, at the end of an entry, seconds."""
 
@@ -79,7 +79,7 @@ class HandlerActor:
     def __init__(
         self,
         handler: bytes,
-        read_data: MessageData,
+        read_data: MessageDecoder,
         take: Take = as_returned,
         traced: Traced | None = None,
     ) -> None:
@@ -112,7 +112,7 @@ class HandlerActor:
             if is_class(handler):
                 handler = handler()
                 check_fits(handler, self._take)
-            self._handle = self._followed(Calling(handler, self._read_data, self._take))
+            self._handle = self._followed(HandlerCall(handler, self._read_data, self._take))
         except BaseException as exc:  # noqa: BLE001 - the user's code
             raise_if_ended_by_ray(exc)
             return Loaded(os.getpid(), broken=Reply.of(exc))
@@ -238,7 +238,7 @@ class MessageRows(NamedTuple):
     entries: list[tuple[Any, ...]]
 
 
-def message_rows(pieces: Sequence[Piece]) -> MessageRows:
+def message_rows(pieces: Sequence[RowSlice]) -> MessageRows:
     """Encode pieces for handlers of messages."""
     blocks = [piece.block for piece in pieces]
     names = names_in(blocks)
@@ -248,7 +248,7 @@ def message_rows(pieces: Sequence[Piece]) -> MessageRows:
     return MessageRows(content, [_to_wire(*piece[:2]) for piece in pieces])
 
 
-def arrow_rows(pieces: Sequence[Piece]) -> pa.RecordBatch:
+def arrow_rows(pieces: Sequence[RowSlice]) -> pa.RecordBatch:
     """Encode pieces for handlers of Arrow: default columns and those of the source."""
     # Imported here, because actors do not need these modules.
     from keyshard.columns.record_batches import columns_of  # noqa: PLC0415

@@ -28,14 +28,14 @@ from keyshard.errors import (
     UnfitHandlerError,
     WorkerEnvironmentError,
 )
-from keyshard.handlers.calling import Take, as_returned
-from keyshard.reading.message_data import MessageData
+from keyshard.handlers.handler_call import Take, as_returned
+from keyshard.reading.message_decoder import MessageDecoder
 from ray_adapter.actor import CallResult, HandlerActor, Loaded, Traced
 from ray_adapter.cluster import (
     NOWHERE_S,
     START_TIMEOUT_S,
     Actor,
-    GivenUp,
+    JobCancelled,
     Session,
     fits_nowhere,
     forget,
@@ -59,7 +59,7 @@ DEATHS = (
 """Ray's errors for an actor or a node that is dead or was not reached."""
 
 
-class Unsendable(Exception):  # noqa: N818 - the feeder makes it an error that names the message
+class UnserializableResult(Exception):  # noqa: N818 - the feeder makes it an error that names the message
     """The result of a row cannot be sent from its actor.
 
     Args:
@@ -96,7 +96,7 @@ class ActorPool:
         handler: object,
         options: JobOptions,
         given_up: Callable[[], bool],
-        read_data: MessageData,
+        read_data: MessageDecoder,
         take: Take = as_returned,
         *,
         traced: Traced | None = None,
@@ -172,9 +172,9 @@ class ActorPool:
 
         Raises:
             HandlerProcessError: The actor died.
-            Unsendable: A result of the handler cannot be sent.
+            UnserializableResult: A result of the handler cannot be sent.
             KeyShardError: There is no answer for another reason.
-            GivenUp: The job has stopped.
+            JobCancelled: The job has stopped.
         """
         arrow = self._options.takes == "arrow"
         try:
@@ -202,7 +202,7 @@ class ActorPool:
         answers: list[Future[Any]] = []
         try:
             for actor in actors:
-                with suppress(ClusterError, GivenUp):
+                with suppress(ClusterError, JobCancelled):
                     answers.append(actor.ask("flush", FLUSH_S))
             wait_for(answers, FLUSH_S)
         finally:
@@ -225,7 +225,7 @@ class ActorPool:
         with suppress(exceptions.RayError, TimeoutError):  # the error then says only what is known
             unsendable = self._answer(actor.ask("unsendable"), time.monotonic() + UNSENDABLE_S)
         if unsendable is not None:
-            return Unsendable(start + unsendable[0], unsendable[1])
+            return UnserializableResult(start + unsendable[0], unsendable[1])
         return KeyShardError(
             f"The result of the handler {self.handler_name} cannot be read: {text_of(error)}. "
             "Return plain values or Arrow tables."
@@ -320,14 +320,14 @@ class ActorPool:
             if not waiting or left_s <= 0:
                 return [answer for answer in answers if answer in ready]
             if self._given_up():
-                raise GivenUp
+                raise JobCancelled
 
     def _answer(self, answer: Future[Any], deadline_s: float | None) -> Any:
         try:
             while not wait_for([answer], LOOK_S).done:
                 self.session.check()
                 if self._given_up():
-                    raise GivenUp
+                    raise JobCancelled
                 if deadline_s is not None and time.monotonic() > deadline_s:
                     raise TimeoutError
             return answer.result()

@@ -137,7 +137,7 @@ GONE = (
 )
 
 
-class GivenUp(Exception):  # noqa: N818 - ends a wait, is no error
+class JobCancelled(Exception):  # noqa: N818 - ends a wait, is no error
     """Nothing waits for an actor any more."""
 
 
@@ -229,11 +229,11 @@ class Actor:
 
         Raises:
             ClusterError: Ray was shut down.
-            GivenUp: The actor was ended.
+            JobCancelled: The actor was ended.
         """
         with self._session.inside():
             if self.handle is None:
-                raise GivenUp
+                raise JobCancelled
             answer: Future[Any] = getattr(self.handle, method).remote(*args).future()
         return answer
 

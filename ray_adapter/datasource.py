@@ -14,7 +14,7 @@ from keyshard.columns.record_batches import SCHEMA, select
 from keyshard.config.connection import Connection
 from keyshard.config.segments import BROKER, Segments
 from keyshard.core.position.split import Split, cut, grouped
-from keyshard.reading.report import ReadReport, planned
+from keyshard.reading.read_report import ReadReport, planned
 from keyshard.reading.split_reader import read_splits
 from ray_adapter.read_reports import ReadReports
 

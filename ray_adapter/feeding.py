@@ -11,13 +11,13 @@ from keyshard.columns.messages import messages_of
 from keyshard.core.lanes.failure import Failure, FailureKind, times
 from keyshard.core.message import Message
 from keyshard.errors import HandlerFailedError, HandlerProcessError
-from keyshard.handlers.outcomes import OutcomeLog
-from keyshard.handlers.processes import Reply
+from keyshard.handlers.outcomes import FailureLog
+from keyshard.handlers.process_executor import Reply
 from ray_adapter.actor import arrow_rows, message_rows
-from ray_adapter.actor_pool import ActorPool, Unsendable
-from ray_adapter.exchange import ActorSlot, Done, Exchange
+from ray_adapter.actor_pool import ActorPool, UnserializableResult
+from ray_adapter.job_state import ActorSlot, Done, JobState
 from ray_adapter.options import JobOptions
-from ray_adapter.portions import Piece, rows_of, whole_pieces
+from ray_adapter.row_slices import RowSlice, rows_of, whole_pieces
 
 
 class ActorFeeder:
@@ -33,11 +33,11 @@ class ActorFeeder:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: JobState,
         actor_slot: ActorSlot,
         actor_pool: ActorPool,
         options: JobOptions,
-        outcomes: OutcomeLog,
+        outcomes: FailureLog,
     ) -> None:
         self._exchange = exchange
         self._actor_slot = actor_slot
@@ -51,7 +51,7 @@ class ActorFeeder:
         Raises:
             HandlerFailedError: A message failed at its last attempt.
             KeyShardError: The actor cannot be restarted, or its answer cannot be had.
-            GivenUp: The job has stopped.
+            JobCancelled: The job has stopped.
         """
         while self._fed():
             pass
@@ -70,7 +70,7 @@ class ActorFeeder:
         )  # fmt: skip
         return True
 
-    def _handled(self, pieces: Sequence[Piece]) -> tuple[int, list[Any], int]:
+    def _handled(self, pieces: Sequence[RowSlice]) -> tuple[int, list[Any], int]:
         """Return how many rows were handled, from the first on, their results, and how many began.
 
         A row that began has used its token of the rate limit, also if its attempt failed.
@@ -98,7 +98,7 @@ class ActorFeeder:
                 lost = True
                 self._actor_slot.deaths += 1
                 failure = Failure.of(exc)
-            except Unsendable as exc:
+            except UnserializableResult as exc:
                 failure = Failure(FailureKind.UNFIT, exc.reason, exc)
                 raise self._failed(pieces, exc.row, 1, failure, lost) from exc
             else:
@@ -130,7 +130,7 @@ class ActorFeeder:
             )
 
     def _failed(
-        self, pieces: Sequence[Piece], done: int, attempts: int, failure: Failure, lost: bool
+        self, pieces: Sequence[RowSlice], done: int, attempts: int, failure: Failure, lost: bool
     ) -> HandlerFailedError:
         """Return the error that ends the job."""
         after = (
@@ -165,7 +165,7 @@ def _failure_of(reply: Reply) -> Failure:
     return replace(failure, reason=f"{failure.reason.rstrip('.')} (at {reply.where})")
 
 
-def _message(pieces: Sequence[Piece], row: int) -> Message:
+def _message(pieces: Sequence[RowSlice], row: int) -> Message:
     for piece in pieces:
         if row < piece.block.rows:
             message: Message = messages_of(piece.where, piece.block)[row]

@@ -26,20 +26,20 @@ from keyshard.core.option_checks import check_integer, check_seconds, suggesting
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.handlers.entry_run import EntryRun
-from keyshard.handlers.outcomes import OutcomeLog
+from keyshard.handlers.outcomes import FailureLog
 from keyshard.handlers.stop_signals import stopping_signals
-from keyshard.reading.message_data import MessageData
+from keyshard.reading.message_decoder import MessageDecoder
 from keyshard.redaction import shown
 from keyshard.threads import begin
 from ray_adapter import cluster
 from ray_adapter.actor import Traced, check_handler
 from ray_adapter.actor_pool import ActorPool
-from ray_adapter.cluster import START_TIMEOUT_S, GivenUp
-from ray_adapter.exchange import LOOK_S, ActorSlot, Done, Exchange
+from ray_adapter.cluster import START_TIMEOUT_S, JobCancelled
 from ray_adapter.feeding import ActorFeeder
+from ray_adapter.job_state import LOOK_S, ActorSlot, Done, JobState
 from ray_adapter.options import ACTORS_MAX, JobOptions, Takes
-from ray_adapter.portions import rows_of, whole_pieces
 from ray_adapter.results import Results, take_of
+from ray_adapter.row_slices import rows_of, whole_pieces
 
 END_S = 10.0
 """Longest wait at the end for the thread of a killed actor, seconds."""
@@ -71,12 +71,12 @@ class Job:
         actor_slots = [ActorSlot(index, None) for index in range(options.parallelism)]
         limits = options.max_rows, options.max_wait_s, source.window_bytes_max
         rate = options.rate_limit
-        self._exchange = Exchange(
+        self._exchange = JobState(
             actor_slots, *limits, None if rate is None else RateLimit(rate, options.rate_burst)
         )
         self._published = None if sink is None else Results(self._exchange, sink)
         self._actor_pool = ActorPool(
-            handler, options, lambda: self._exchange.stopping, MessageData.of(source),
+            handler, options, lambda: self._exchange.stopping, MessageDecoder.of(source),
             take_of(options, sink), traced=_traced(source, options, sink),
         )  # fmt: skip
         self._run = EntryRun(
@@ -84,7 +84,7 @@ class Job:
             executor="ray", workers=lambda: len(self._exchange.actor_slots),
             sink=sink, rate_limit=self._exchange.rate_limit,
         )  # fmt: skip
-        self._outcomes = OutcomeLog()
+        self._outcomes = FailureLog()
         self._feeders: list[threading.Thread] = []
         self._others: list[threading.Thread] = []
         # atexit runs this before Ray's own hook, because that was registered earlier.
@@ -164,7 +164,7 @@ class Job:
             raise NotRunningError("Another thread already rescales this job. Try again later.")
         try:
             self._rescale(actors)
-        except GivenUp:
+        except JobCancelled:
             raise NotRunningError("The job ends, so it cannot be rescaled.") from None
         finally:
             self._rescaling.release()
@@ -301,7 +301,7 @@ class Job:
         def guarded() -> None:
             try:
                 work()
-            except GivenUp:
+            except JobCancelled:
                 pass
             except BaseException as exc:  # noqa: BLE001 - raised where the caller waits
                 self._exchange.fail(self._actor_pool.session.named(exc))

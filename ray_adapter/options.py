@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from keyshard.config.handlers import check_rate, checkpoint_url
-from keyshard.core.lanes.retrying import RetryPolicy
+from keyshard.core.lanes.retry_policy import RetryPolicy
 from keyshard.core.option_checks import check_choice, check_integer, check_seconds
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown

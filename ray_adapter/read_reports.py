@@ -7,7 +7,7 @@ import logging
 import ray
 from ray.exceptions import RayError
 
-from keyshard.reading.report import ReadReport, SpansByStart
+from keyshard.reading.read_report import ReadReport, SpansByStart
 from ray_adapter import cluster
 
 TIMEOUT_S = 30.0

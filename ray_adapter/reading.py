@@ -14,7 +14,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.metadata_columns import check_known, check_transport
 from keyshard.core.option_checks import check_integer, did_you_mean
 from keyshard.errors import ConfigError
-from keyshard.reading.splits import plan_read
+from keyshard.reading.split_planner import plan_read
 from keyshard.redaction import shown
 from ray_adapter.read_reports import ReadReports
 

@@ -15,12 +15,12 @@ from keyshard.config.sink import SinkConfig
 from keyshard.core.message import Produce
 from keyshard.core.position.entry import full_topic_name
 from keyshard.errors import BrokerUnavailableError, KeyShardError
-from keyshard.handlers.calling import Take, as_returned, published
 from keyshard.handlers.entry_run import EntryRun, RowsByTopic
+from keyshard.handlers.handler_call import Take, as_returned, published
 from ray_adapter.actor import published_rows
-from ray_adapter.exchange import LOOK_S, Done, Exchange
+from ray_adapter.job_state import LOOK_S, Done, JobState
 from ray_adapter.options import JobOptions
-from ray_adapter.portions import entries_done
+from ray_adapter.row_slices import entries_done
 
 BATCH_BYTES_MAX = 16 * 1024 * 1024
 """Bytes of results after which a checkpoint takes no further call."""
@@ -47,7 +47,7 @@ class Results:
         sink: Options of the sink.
     """
 
-    def __init__(self, exchange: Exchange, sink: SinkConfig) -> None:
+    def __init__(self, exchange: JobState, sink: SinkConfig) -> None:
         self._exchange = exchange
         self._sink = sink
         self._waiting: deque[Done] = deque()

@@ -21,7 +21,7 @@ import ray
 from ray import exceptions
 
 from keyshard.config.connection import Connection
-from keyshard.config.workers import Workers
+from keyshard.config.workers import WorkersOption
 from keyshard.core.lanes.failure import text_of
 from keyshard.errors import (
     ClusterError,
@@ -33,7 +33,7 @@ from keyshard.redaction import shown
 from keyshard.threads import begin
 from keyshard.version import VERSION
 from keyshard.workers.backends import StartWorker
-from keyshard.workers.process import LOOPBACK, start_server
+from keyshard.workers.server import LOOPBACK, start_server
 from keyshard.workers.worker import START_TIMEOUT_S, Worker, setup_of
 from ray_adapter.cluster import (
     NOWHERE_S,
@@ -83,13 +83,13 @@ def workers(
     asked: dict[str, Any] = {} if num_cpus is None else {"num_cpus": num_cpus}
     asked |= {f"{RESOURCE}{name}": amount for name, amount in resources.items()}
     text = f"ray:{count}" + (f"?{urlencode(asked)}" if asked else "")
-    parsed = Workers.parse(text)
+    parsed = WorkersOption.parse(text)
     assert parsed is not None
     _placement(parsed)
     return text
 
 
-def backend(connection: Connection, workers: Workers) -> StartWorker:
+def backend(connection: Connection, workers: WorkersOption) -> StartWorker:
     """Return what starts workers; the entry point ``ray`` of ``keyshard.workers``.
 
     Raises:
@@ -101,7 +101,7 @@ def backend(connection: Connection, workers: Workers) -> StartWorker:
     return lambda stop: RayWorker(connection, placement, stop)
 
 
-def _placement(workers: Workers) -> dict[str, Any]:
+def _placement(workers: WorkersOption) -> dict[str, Any]:
     """Return Ray's options for each actor."""
     placement: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
     for name, value in workers.options.items():

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from keyshard.core.position.bounds import bound_text
+from keyshard.core.position.read_bounds import bound_text
 from keyshard.core.position.split import Split, cut
-from keyshard.reading.report import ReadReport
+from keyshard.reading.read_report import ReadReport
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from keyshard.reading.splits import plan_read
+from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import BoundedRead
 from spark_adapter.python_worker import exempt_imports
-from spark_adapter.structure import Rows
-from spark_adapter.wording import as_spark_error
+from spark_adapter.task_rows import Rows
 
 if TYPE_CHECKING:
     import pyarrow as pa

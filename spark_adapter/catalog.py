@@ -30,16 +30,16 @@ from keyshard.config.connection import Connection
 from keyshard.core.position.entry import is_system_topic
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.redaction import Secret, shown
+from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import parse_bounded, parse_options
 from spark_adapter.session_catalog import SessionCatalog, TableName, columns_alike, named, steps
-from spark_adapter.structure import plan_of, schema_of
 from spark_adapter.table_options import (
     check_takes_no_filters,
     of_batches,
     of_streams,
     with_options,
 )
-from spark_adapter.wording import as_spark_error
+from spark_adapter.task_rows import plan_of, schema_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

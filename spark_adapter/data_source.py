@@ -13,11 +13,11 @@ from keyshard import KeyShardSource
 from keyshard.errors import ConfigError
 from keyshard.reading.decoding_plan import Decoding
 from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader
+from spark_adapter.error_text import as_spark_error, concise_errors
 from spark_adapter.option_parsing import is_of_streams, parse_bounded, parse_options
 from spark_adapter.preflight import FILTERS, STREAM_WRITES, STREAMS, check_has
-from spark_adapter.structure import Rows, needs_no_schema, plan_of, rows_of, schema_of
 from spark_adapter.table_options import check_takes_no_filters, is_table, options_of
-from spark_adapter.wording import as_spark_error, concise_errors
+from spark_adapter.task_rows import Rows, needs_no_schema, plan_of, rows_of, schema_of
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter

@@ -14,7 +14,7 @@ from keyshard.config.field_types import of_type
 from keyshard.config.segments import BROKER, Segments
 from keyshard.config.source import SHORTHANDS
 from keyshard.core.option_checks import check_integer, did_you_mean, duration_ms
-from keyshard.core.position.bounds import (
+from keyshard.core.position.read_bounds import (
     Edge,
     bound_text,
     parse_offsets,
@@ -279,7 +279,7 @@ class BoundedRead:
     start: str | Mapping[str, object] = Edge.EARLIEST
     end: str | Mapping[str, object] = Edge.LATEST
     names: tuple[tuple[str, str], ...] = ()
-    """Option names by argument of :func:`keyshard.reading.splits.plan_read`, for errors."""
+    """Option names by argument of :func:`keyshard.reading.split_planner.plan_read`, for errors."""
     disorder_max_s: float | None = None
     partitions_min: int = 1
     rows_max: int | None = None

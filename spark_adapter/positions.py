@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.types import StructType
 
 from keyshard import Checkpoint
-from keyshard.coordinator.positions import positions_of
-from keyshard.core.position.bounds import parse_bound
+from keyshard.coordinator.start_positions import positions_of
+from keyshard.core.position.read_bounds import parse_bound
 from keyshard.errors import CheckpointError, ConfigError, NotRunningError
 from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplit
+from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import parse_options
 from spark_adapter.pulsar.options import translated
 from spark_adapter.table_options import options_of
-from spark_adapter.wording import as_spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

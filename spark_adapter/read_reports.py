@@ -16,13 +16,13 @@ from pyspark.accumulators import Accumulator, AccumulatorParam
 
 from keyshard.core.position.split import Split
 from keyshard.errors import ConfigError
-from keyshard.reading.report import ReadReport, SpansByStart, planned
+from keyshard.reading.read_report import ReadReport, SpansByStart, planned
 from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplit
 from spark_adapter.data_source import KeyShardDataSource
+from spark_adapter.error_text import as_spark_error
 from spark_adapter.positions import tables
 from spark_adapter.preflight import READ_REPORTS, check_has
-from spark_adapter.wording import as_spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

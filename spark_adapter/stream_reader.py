@@ -36,12 +36,12 @@ from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
 from keyshard.handlers.range_owners import observe_stream
 from keyshard.reading.decoding_plan import DROPMALFORMED, Ledgers
 from keyshard.threads import owned_by
-from keyshard.workers.process import collect_rarely
+from keyshard.workers.server import collect_garbage_rarely
+from spark_adapter.error_text import as_spark_error
 from spark_adapter.lifecycle import end_with_host
 from spark_adapter.python_worker import exempt_imports
-from spark_adapter.structure import Rows
-from spark_adapter.wording import as_spark_error
-from spark_adapter.workers.launcher import keep_content
+from spark_adapter.task_rows import Rows
+from spark_adapter.workers.launcher import keep_content_in_workers
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -192,8 +192,8 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._runtime.stop()
 
     def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> _Runtime:
-        keep_content()
-        collect_rarely()
+        keep_content_in_workers()
+        collect_garbage_rarely()
         spans = None
         if self._source.telemetry:
             from keyshard.observe.telemetry import PlannedSpans  # noqa: PLC0415 - an extra

@@ -10,8 +10,8 @@ from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMess
 
 from keyshard.config.sink import EXACTLY_ONCE
 from keyshard.errors import ConfigError
+from spark_adapter.error_text import concise_errors
 from spark_adapter.topic_writer import Staged, Stored, TopicWrite, log_counts, task_context
-from spark_adapter.wording import concise_errors
 
 ADAPTIVE = "spark.sql.adaptive.streaming.stateless.enabled"
 """Setting of Spark that lets adaptive execution change the Spark partitions of a stream."""

@@ -16,8 +16,8 @@ from keyshard import KeyShardSink
 from keyshard.publishing.batch_writer import WriteReport
 from keyshard.publishing.claim import Claim
 from keyshard.publishing.staging import StagedBatch, StagedFile, Staging
+from spark_adapter.error_text import concise_errors
 from spark_adapter.python_worker import exempt_imports
-from spark_adapter.wording import concise_errors
 from spark_adapter.write_options import WriteOptions
 
 NAMES_KEPT_S = 60.0

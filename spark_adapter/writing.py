@@ -17,7 +17,7 @@ from keyshard.core.publishing import BATCH_ID_MAX
 from keyshard.errors import ConfigError
 from keyshard.publishing.batch_writer import WriteReport
 from spark_adapter.python_worker import exempt_imports
-from spark_adapter.structure import arrow_schema_of
+from spark_adapter.task_rows import arrow_schema_of
 from spark_adapter.write_options import WriteOptions, fitted
 
 if TYPE_CHECKING:

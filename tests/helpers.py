@@ -26,7 +26,7 @@ from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 from tests.support.deadlines import deadline, in_time
 
 DEADLINE_S = deadline(float(os.environ.get("KEYSHARD_TEST_DEADLINE_S", "30")))
@@ -247,7 +247,7 @@ class FakeAdmin(MemoryAdmin):
         super().__init__(MemoryCluster(), cluster)
         self.known = topics
         self.stats: dict[str, Any] | None = None
-        self.state: BrokerState | None = None
+        self.state: CursorState | None = None
         self.closed = False
 
     def partition_count(self, topic: str) -> int | None:
@@ -274,7 +274,7 @@ class FakeAdmin(MemoryAdmin):
     def subscription(self, *_: object, oldest: bool = False) -> dict[str, Any] | None:  # noqa: ARG002
         return self.stats
 
-    def broker_state(self, *_: object) -> BrokerState | None:
+    def broker_state(self, *_: object) -> CursorState | None:
         return self.state
 
     def close(self) -> None:

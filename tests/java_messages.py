@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from keyshard.broker.port import Broker, StartPosition, SubscriptionSpec
-from keyshard.broker.wire import compiled
+from keyshard.broker.wire import native_decoder
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.columns.messages import messages_of
 from keyshard.config.connection import Connection
@@ -287,7 +287,7 @@ def main() -> int:
             java.close()
     print(
         f"{seed - options.seed} rounds from seed {options.seed} hold, {messages:,} messages; "
-        f"compiled: {compiled.is_available()}"
+        f"compiled: {native_decoder.is_available()}"
     )
     return 0
 

@@ -21,8 +21,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from keyshard.broker.wire import compiled as bulk
-from keyshard.broker.wire import decoding
+from keyshard.broker.wire import decoding, native_decoder
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.entries import Decoded, RawEntry
 from keyshard.columns.content import CONTENT, METADATA
@@ -180,7 +179,11 @@ def memory_max(limit: int) -> Iterator[None]:
     """With another limit for the memory of an entry, in both decoders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "ENTRY_MEMORY_MAX", limit)
-        patch.setattr(bulk, "_LIMITS", (bulk._LIMITS[0], limit, *bulk._LIMITS[2:]))
+        patch.setattr(
+            native_decoder,
+            "_LIMITS",
+            (native_decoder._LIMITS[0], limit, *native_decoder._LIMITS[2:]),
+        )
         yield
 
 
@@ -239,7 +242,7 @@ def damaged(whole: bytes, damage: Sequence[tuple[str, int, int]]) -> bytes:
 def reference_only() -> Iterator[None]:
     """Without the compiled decoder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bulk, "decode", lambda *_, **__: None)
+        patch.setattr(native_decoder, "decode", lambda *_, **__: None)
         yield
 
 
@@ -249,7 +252,7 @@ def look_at(data: bytes) -> bool:
     Where the compiled decoder answers, the reference says the same.
     """
     entries = [raw(data)]
-    compiled = bulk.decode(entries, keeps_values=True, metadata=tuple(METADATA.names))
+    compiled = native_decoder.decode(entries, keeps_values=True, metadata=tuple(METADATA.names))
     with reference_only():
         found = decode(entries, WHERE, EVERYTHING)
     if found.refused is not None:
@@ -339,7 +342,7 @@ def main() -> None:
             print(f"{number + 1:,} inputs, {whole:,} of them messages", flush=True)
     print(
         f"{options.inputs:,} inputs hold, {whole:,} of them messages; "
-        f"compiled: {bulk.is_available()}"
+        f"compiled: {native_decoder.is_available()}"
     )
 
 

@@ -55,7 +55,9 @@ def run(
         recorder = Recorder(writer, "source")
         coordinator = Coordinator(
             source,
-            lambda: recorder.broker(connect_source(source.how_to_connect(), source.hosting())),
+            lambda: recorder.broker(
+                connect_source(source.how_to_connect(), source.parsed_workers())
+            ),
         )
         coordinator.start()
         struck = Struck(lambda: coordinator.status()["sourceWorkers"], every_s)

@@ -43,9 +43,9 @@ def connect(connection: Connection) -> Broker:
         from keyshard.broker.wire.broker import WireBroker  # noqa: PLC0415
 
         return WireBroker(connection)
-    from keyshard.broker.client.broker import PulsarBroker  # noqa: PLC0415
+    from keyshard.broker.client.broker import ClientBroker  # noqa: PLC0415
 
-    return PulsarBroker(connection)
+    return ClientBroker(connection)
 
 
 def transport_of(connection: Connection) -> str:
@@ -60,9 +60,9 @@ def decoder_of(connection: Connection) -> str | None:
     """Name the entry decoder of this process: ``compiled``, ``python``, or ``None`` for none."""
     if transport_of(connection) != WIRE:
         return None
-    from keyshard.broker.wire import compiled  # noqa: PLC0415
+    from keyshard.broker.wire import native_decoder  # noqa: PLC0415
 
-    return "compiled" if compiled.is_available() else "python"
+    return "compiled" if native_decoder.is_available() else "python"
 
 
 @cache
@@ -76,9 +76,10 @@ def _tell(transport: str, decoder: str | None) -> None:
 
 def decoded_in_python() -> str:
     """Say why this process decodes entries in Python, and what that costs."""
-    from keyshard.broker.wire import compiled  # noqa: PLC0415
 
-    return f"Entries are decoded in Python, because {compiled.why_missing()}. {PYTHON_COST}"
+    from keyshard.broker.wire import native_decoder  # noqa: PLC0415
+
+    return f"Entries are decoded in Python, because {native_decoder.why_missing()}. {PYTHON_COST}"
 
 
 def connect_admin(

@@ -417,7 +417,7 @@ def _stored(named: _Named, topic: str) -> Iterator[DeadLetterBrowser]:
     from keyshard.broker.connect import connect, connect_admin
     from keyshard.config.source import SourceConfig
     from keyshard.core.position.entry import full_topic_name
-    from keyshard.dead_letters.opening import open_browser
+    from keyshard.dead_letters.startup import open_browser
 
     if named.subscription is None:
         raise ConfigError(

@@ -24,7 +24,7 @@ from keyshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from keyshard.control import RunningSource
-    from keyshard.core.ring.assignment import Assignment, Ceiling, RescalePlan
+    from keyshard.core.ring.assignment import Assignment, Ceiling, RescaleDryRun
     from keyshard.observe.status_types import Status
 
 _LANES = 16
@@ -147,9 +147,9 @@ def _show(
     as_json: bool,
 ) -> None:
     """Show what would move, and the limits of handlers before and after it."""
-    from keyshard.core.ring.assignment import Ceiling, RescalePlan
+    from keyshard.core.ring.assignment import Ceiling, RescaleDryRun
 
-    made = RescalePlan.make(before, ranges)
+    made = RescaleDryRun.make(before, ranges)
     lanes = lanes or (status and status["lanes"]) or _LANES
     handler_s = _mean_s(status) if handler_ms is None else handler_ms / 1000
     workers = workers or (status and status["workersMax"]) or None
@@ -189,7 +189,7 @@ def _mean_s(status: Status | None) -> float | None:
 
 
 def _as_json(
-    made: RescalePlan, ceilings: list[Ceiling], lanes: int, handler_s: float | None
+    made: RescaleDryRun, ceilings: list[Ceiling], lanes: int, handler_s: float | None
 ) -> dict[str, Any]:
     names = ("before", "after")
     return {
@@ -214,7 +214,9 @@ def _as_json(
     }
 
 
-def _print(made: RescalePlan, ceilings: list[Ceiling], lanes: int, handler_s: float | None) -> None:
+def _print(
+    made: RescaleDryRun, ceilings: list[Ceiling], lanes: int, handler_s: float | None
+) -> None:
     from rich.table import Table
 
     from_, to = len(made.before), len(made.after)

@@ -20,7 +20,7 @@ from keyshard.errors import ConfigError
 
 if TYPE_CHECKING:
     from keyshard.control import RunningSource
-    from keyshard.core.lanes.facts import RunStatus
+    from keyshard.core.lanes.lane_status import RunStatus
 
 RUNS_MAX = 200
 """Most messages that a source lists."""

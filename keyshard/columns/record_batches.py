@@ -20,7 +20,7 @@ from keyshard.columns.content import (
 from keyshard.core import metadata_columns
 from keyshard.core.metadata_columns import MESSAGE_ID_BYTES
 from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
-from keyshard.core.position.serialized import batch_index_bytes, batch_size_bytes, entry_bytes
+from keyshard.core.position.serialized_id import batch_index_bytes, batch_size_bytes, entry_bytes
 from keyshard.core.window.layout import Located
 
 ROWS_PER_BATCH_MAX = 10_000

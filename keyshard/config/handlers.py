@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 from keyshard.config.field_types import short_repr
-from keyshard.core.lanes.retrying import RetryPolicy
+from keyshard.core.lanes.retry_policy import RetryPolicy
 from keyshard.core.option_checks import (
     check_bool,
     check_choice,

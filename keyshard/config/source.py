@@ -9,7 +9,7 @@ from typing import Literal
 
 from keyshard.config.connection import AUTO, SERVICE_URL, WIRE, Connection, Transport
 from keyshard.config.field_types import given_fields, in_both, short_repr
-from keyshard.config.workers import EMBEDDED, Workers
+from keyshard.config.workers import EMBEDDED, WorkersOption
 from keyshard.core.metadata_columns import check_metadata_columns
 from keyshard.core.option_checks import (
     check_bool,
@@ -19,8 +19,8 @@ from keyshard.core.option_checks import (
     check_token,
     suggesting_options,
 )
-from keyshard.core.position.bounds import Edge, parse_start
 from keyshard.core.position.entry import full_topic_name
+from keyshard.core.position.read_bounds import Edge, parse_start
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.topic_pattern import DEAD_LETTERS, TopicPattern
 from keyshard.errors import (
@@ -332,15 +332,15 @@ class SourceConfig:
 
     def _check_workers(self) -> None:
         """Check that the kind of workers exists, and that they can reach the broker."""
-        if self.hosting() is not None and self.in_memory:
+        if self.parsed_workers() is not None and self.in_memory:
             raise ConfigError(
                 f"workers is {shown(self.workers)}, but only this process can reach the "
                 f"in-memory cluster. Set workers to {EMBEDDED!r}."
             )
 
-    def hosting(self) -> Workers | None:
+    def parsed_workers(self) -> WorkersOption | None:
         """The workers that host the consumers; ``None``: this process."""
-        return Workers.parse(self.workers)
+        return WorkersOption.parse(self.workers)
 
     def _check_numbers(self) -> None:
         for name, low, high in _LIMITS:

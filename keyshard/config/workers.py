@@ -32,7 +32,7 @@ _FORM = re.compile(r"([a-z][a-z0-9_-]*):([0-9]{1,9})(?:\?(.+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class WorkersOption:
     """Number of workers, and their backend."""
 
     text: str
@@ -43,7 +43,7 @@ class Workers:
     """Options for the backend; no duplicates."""
 
     @classmethod
-    def parse(cls, text: object) -> Workers | None:
+    def parse(cls, text: object) -> WorkersOption | None:
         """Parse the option; ``None`` is ``embedded``.
 
         Raises:

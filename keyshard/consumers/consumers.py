@@ -10,7 +10,7 @@ from keyshard.broker.admin.port import Admin
 from keyshard.broker.port import Broker, StartPosition
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.acknowledger import Acknowledger
-from keyshard.consumers.continuity import Continuity
+from keyshard.consumers.identity_check import IdentityCheck
 from keyshard.consumers.intake import Admit, Intake, LoadMeter, Unreadable
 from keyshard.consumers.range_consumers import RangeConsumers
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer
@@ -89,9 +89,9 @@ class Consumers:
             unreadable: Called with unreadable entries, if the source delivers them.
         """
         shared, consumers, config = self.shared, self.range_consumers, self._config
-        continuity = Continuity(self._broker, consumers, shared)
+        identity_check = IdentityCheck(self._broker, consumers, shared)
         self.acknowledger = Acknowledger(
-            consumers.consumer_of, continuity.acknowledgeable,
+            consumers.consumer_of, identity_check.acknowledgeable,
             config.acknowledge_timeout_ms / 1000, shared.fail,
         )  # fmt: skip
         self._reconnector = Reconnector(
@@ -99,11 +99,11 @@ class Consumers:
             consumers,
             config,
             self.changing,
-            continuity=continuity,
+            identity_check=identity_check,
             fail=shared.fail,
         )
         self.intake = consumers.sink = Intake(
-            shared, consumers, continuity=continuity, acknowledger=self.acknowledger,
+            shared, consumers, identity_check=identity_check, acknowledger=self.acknowledger,
             reopen=self._reconnector.reopen, config=config, admit=admit,
             ahead_rows_max=ahead_rows_max, unreadable=unreadable,
             first_messages=self._first_messages,

@@ -11,22 +11,22 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
-from keyshard.broker.refused_entries import entry_of
+from keyshard.broker.unreadable_entries import entry_of
 from keyshard.columns.content import entry_block, gather, only
 from keyshard.config.source import UNREADABLE, SourceConfig
 from keyshard.consumers.acknowledger import Acknowledger
-from keyshard.consumers.continuity import Continuity
+from keyshard.consumers.identity_check import IdentityCheck
 from keyshard.consumers.range_consumers import RangeConsumers
+from keyshard.consumers.receive_state import Rest
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer, routing_of
 from keyshard.consumers.shared_window import SharedWindow
-from keyshard.core.ack_gaps import Proofs
+from keyshard.core.ack_gaps import GapEvidence
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.reception import Rest
 from keyshard.core.ring.key_slot import routing_key
 from keyshard.core.ring.slot_load import KEYS_MAX, SlotLoad
-from keyshard.core.window.partition_window import Receipt
+from keyshard.core.window.partition_window import ReceiveResult
 from keyshard.errors import (
     EncryptedMessageError,
     KeyShardError,
@@ -65,7 +65,7 @@ class Intake:
     Args:
         shared: The window.
         range_consumers: Knows which ranges are owned.
-        continuity: Knows whether a topic partition was created again.
+        identity_check: Knows whether a topic partition was created again.
         acknowledger: Acknowledges entries that are committed already.
         reopen: Gives a range consumer a new consumer, as the sink's ``reopen``.
         config: The source.
@@ -78,7 +78,8 @@ class Intake:
     """
 
     def __init__(
-        self, shared: SharedWindow, range_consumers: RangeConsumers, *, continuity: Continuity,
+        self, shared: SharedWindow, range_consumers: RangeConsumers, *,
+        identity_check: IdentityCheck,
         acknowledger: Acknowledger, reopen: Callable[[RangeConsumer], bool], config: SourceConfig,
         admit: Admit | None, ahead_rows_max: int | None, unreadable: Unreadable | None = None,
         first_messages: Mapping[TopicPartition, MessageId] = MappingProxyType({}),
@@ -86,7 +87,7 @@ class Intake:
         self._first_messages = first_messages
         self._shared = shared
         self._range_consumers = range_consumers
-        self._continuity = continuity
+        self._identity_check = identity_check
         self._acknowledger = acknowledger
         self.reopen = reopen
         self._config = config
@@ -158,7 +159,7 @@ class Intake:
                 return rest  # It lies behind the target.
         if not isinstance(error, self._config.skipped):
             raise error
-        if not self._continuity.may_receive(where, [entry_id]):
+        if not self._identity_check.may_receive(where, [entry_id]):
             return Rest(time.monotonic() + COMPARE_AGAIN_S)
         with self._shared.lock:
             window = self._shared.window
@@ -180,7 +181,7 @@ class Intake:
     ) -> Admitted:
         """Return the entries that are taken now."""
         where = range_consumer.owned_range.topic_partition
-        if not self._continuity.may_receive(where, (block.id for block in entries)):
+        if not self._identity_check.may_receive(where, (block.id for block in entries)):
             # After the rest, a new consumer receives everything again.
             return Admitted((), Rest(time.monotonic() + COMPARE_AGAIN_S))
         first = self._first_messages.get(where)
@@ -240,7 +241,7 @@ class Intake:
         if window.known[where].state.covers(entry_id):
             return False
         resolved = EntrySet.of([entry_id])
-        proofs = Proofs(resolved=resolved, published_ms=time.time_ns() // 1_000_000)
+        proofs = GapEvidence(resolved=resolved, published_ms=time.time_ns() // 1_000_000)
         window.prove(where, proofs, window.known[where].owners)
         return True
 
@@ -253,9 +254,9 @@ class Intake:
         committed: list[EntryId] = []
         for block in entries:
             receipt = window.receive(where, owned_range.range_index, block)
-            if receipt is Receipt.COMMITTED:
+            if receipt is ReceiveResult.COMMITTED:
                 committed.append(block.id)
-            elif receipt is Receipt.ACCEPTED:
+            elif receipt is ReceiveResult.ACCEPTED:
                 accepted.append(block)
                 if wrong and self._unreadable is not None:
                     # Another delivery may be readable. If it comes first, it is handled instead.

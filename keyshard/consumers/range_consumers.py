@@ -28,7 +28,7 @@ from keyshard.consumers.subscribe import THREADS_MAX, open_range_consumer, open_
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import Assignment
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.window.client_queue import ClientQueue
+from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import BrokerUnavailableError, KeyShardError
 from keyshard.threads import Pool
 
@@ -98,7 +98,7 @@ class RangeConsumers:
         adapts = transport_of(self._config.how_to_connect()) == WIRE
         return open_range_consumers(
             self._broker, self._admin, self._config, owned_ranges, start,
-            make_queue=lambda: ClientQueue(share, self.queue_max, adapts=adapts),
+            make_queue=lambda: ReceiverQueueSize(share, self.queue_max, adapts=adapts),
         )  # fmt: skip
 
     def owned_ranges(

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Protocol
 
 from keyshard.broker.port import Consumer
-from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.consumers.receive_state import ReceiveEvent, Receiving, Rest, Turn
 from keyshard.core.position.entry import EntryBlock, TopicPartition
-from keyshard.core.reception import Reception, ReceptionEvent, Rest, Turn
-from keyshard.core.refusals import Refusals
+from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.core.refusal_timer import RefusalTimer
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.core.window.client_queue import ClientQueue
+from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import BrokerError, KeyShardError, UnreadableEntryError
 from keyshard.threads import begin
 
@@ -51,9 +51,9 @@ class RangeConsumer:
 
     owned_range: OwnedRange
     consumer: Consumer
-    queue: ClientQueue
+    queue: ReceiverQueueSize
     assembly: EntryAssembly = field(default_factory=EntryAssembly)
-    reception: Reception = field(default_factory=Reception)
+    reception: Receiving = field(default_factory=Receiving)
     """State of the reception; only the receive thread uses it."""
     successor: Consumer | None = None
     """A consumer that will replace ``consumer``, which has no connection."""
@@ -63,7 +63,7 @@ class RangeConsumer:
     """A connected consumer that the broker did not list."""
     replace_at_s: float = 0.0
     """Monotonic time at which a successor is due; 0 if it was connected at the last check."""
-    refusals: Refusals = field(default_factory=Refusals)
+    refusals: RefusalTimer = field(default_factory=RefusalTimer)
     """Outcomes of the attempts to subscribe again."""
     lacking: bool = False
     """Whether ``consumer`` is closed and there is no successor yet."""
@@ -229,7 +229,7 @@ class Receiver:
                 if not stays(range_consumer)
             }
             for range_consumer in dropped.values():
-                range_consumer.reception.apply(ReceptionEvent.CLOSE)
+                range_consumer.reception.apply(ReceiveEvent.CLOSE)
         try:
             for range_consumer in dropped.values():
                 self.range_consumers -= 1
@@ -296,7 +296,7 @@ class Receiver:
             self._rest(range_consumer, rest)
             return
         with self._changed:
-            reception.apply(ReceptionEvent.DONE)
+            reception.apply(ReceiveEvent.DONE)
             self._ready.append(range_consumer)
 
     def _take(self, range_consumer: RangeConsumer, blocks: Sequence[EntryBlock]) -> Rest | None:
@@ -335,10 +335,10 @@ class Receiver:
         consumer = range_consumer.consumer
         with self._changed:
             if range_consumer.successor is not None:
-                range_consumer.reception.apply(ReceptionEvent.DONE)
+                range_consumer.reception.apply(ReceiveEvent.DONE)
                 self._ready.append(range_consumer)
                 return
-            range_consumer.reception.apply(ReceptionEvent.NOTHING)
+            range_consumer.reception.apply(ReceiveEvent.NOTHING)
             self._idle[id(range_consumer)] = range_consumer
         consumer.when_ready(partial(self._wake, range_consumer, consumer))
 
@@ -346,10 +346,10 @@ class Receiver:
         """Queue a range consumer without a consumer; it is served when it has a successor."""
         with self._changed:
             if range_consumer.successor is None:
-                range_consumer.reception.apply(ReceptionEvent.NOTHING)
+                range_consumer.reception.apply(ReceiveEvent.NOTHING)
                 self._idle[id(range_consumer)] = range_consumer
             else:
-                range_consumer.reception.apply(ReceptionEvent.DONE)
+                range_consumer.reception.apply(ReceiveEvent.DONE)
                 self._ready.append(range_consumer)
 
     def _wake(self, range_consumer: RangeConsumer, of: Consumer | None = None) -> None:

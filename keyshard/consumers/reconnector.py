@@ -28,14 +28,14 @@ from functools import partial
 from keyshard.broker.port import Broker, Consumer
 from keyshard.broker.retry import Retrier, Steps
 from keyshard.config.source import SourceConfig
-from keyshard.consumers.continuity import Continuity
+from keyshard.consumers.identity_check import IdentityCheck
 from keyshard.consumers.range_consumers import RangeConsumers
+from keyshard.consumers.receive_state import Link, ReceiveState, link_of
 from keyshard.consumers.receiver import RangeConsumer, close_quietly
 from keyshard.consumers.subscribe import subscribe_once
-from keyshard.core.position.assembly import EntryAssembly
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.reception import Link, ReceptionState, link_of
-from keyshard.core.refusals import words_of
+from keyshard.core.position.entry_assembly import EntryAssembly
+from keyshard.core.refusal_timer import without_numbers
 from keyshard.errors import BrokerError, KeyShardError, RangeConflictError
 from keyshard.threads import begin
 
@@ -61,21 +61,22 @@ class Reconnector:
         range_consumers: The consumers to check.
         config: The source.
         changing: Held by a thread that opens or closes consumers.
-        continuity: Checks the connections, too.
+        identity_check: Checks the connections, too.
         fail: Called with a refusal that ends the source.
     """
 
     def __init__(
         self, broker: Broker, range_consumers: RangeConsumers, config: SourceConfig,
-        changing: threading.Lock, *, continuity: Continuity, fail: Callable[[KeyShardError], None],
+        changing: threading.Lock, *, identity_check: IdentityCheck,
+        fail: Callable[[KeyShardError], None],
     ) -> None:  # fmt: skip
         self._broker = broker
         self._range_consumers = range_consumers
         self._config = config
         self._changing = changing
-        self._continuity = continuity
+        self._identity_check = identity_check
         self._fail = fail
-        self._troubles = Troubles()
+        self._troubles = ConnectionProblems()
         self._replacing = False
         """Whether the retrier is replacing consumers."""
         self._retrier = Retrier(REOPEN_WAIT_S, name="keyshard-reopen")
@@ -148,7 +149,7 @@ class Reconnector:
             self._look()
 
     def _look(self) -> None:
-        self._continuity.check_connections()
+        self._identity_check.check_connections()
         long_away = self._long_away()
         self._troubles.look(time.monotonic(), self._range_consumers.troubles())
         if long_away and not self._replacing:
@@ -168,7 +169,7 @@ class Reconnector:
                     one.refusals.succeeded()
                 elif link is Link.AWAY and not one.replace_at_s:
                     one.replace_at_s = now_s + random.uniform(*AWAY_S)
-                elif link is Link.DUE and one.reception.state is not ReceptionState.RESTING:
+                elif link is Link.DUE and one.reception.state is not ReceiveState.RESTING:
                     long.append(one)
         return long
 
@@ -260,7 +261,7 @@ class _Trouble:
     named_s: float | None = None
 
 
-class Troubles:
+class ConnectionProblems:
     """Logs the troubles of one source. Time is an argument, from any monotonic clock."""
 
     def __init__(self) -> None:
@@ -273,7 +274,7 @@ class Troubles:
                 _log.warning("the broker serves %s again", where)
         due: dict[str, list[TopicPartition]] = {}
         for where, text in sorted(troubles.items()):
-            words = words_of(text)
+            words = without_numbers(text)
             known = self._known.setdefault(where, _Trouble(now_s, words))
             if known.words != words and known.named_s is not None:
                 known.named_s = None

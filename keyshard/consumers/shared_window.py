@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from keyshard.core.history import History
+from keyshard.core.recent_history import History
 from keyshard.core.window.window import Window
 from keyshard.errors import KeyShardError, RuntimeStoppedError
 

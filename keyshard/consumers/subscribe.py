@@ -16,11 +16,11 @@ from keyshard.broker.retry import retry_until
 from keyshard.columns.content import content_columns
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer, close_quietly
-from keyshard.core.position.assembly import EntryAssembly
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry_assembly import EntryAssembly
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.subscription_state import KEY_SHARED, SubscriptionState
-from keyshard.core.window.client_queue import ClientQueue
+from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import BrokerError, RangeConflictError, SubscriptionInUseError
 from keyshard.threads import Pool
 
@@ -40,7 +40,7 @@ def open_range_consumers(
     owned_ranges: Sequence[OwnedRange],
     start: StartPosition,
     *,
-    make_queue: Callable[[], ClientQueue],
+    make_queue: Callable[[], ReceiverQueueSize],
 ) -> list[RangeConsumer]:
     """Subscribe all of some owned ranges, or none.
 
@@ -163,7 +163,7 @@ def open_range_consumer(
 ) -> RangeConsumer:
     """Subscribe one range in order to acknowledge, not to receive."""
     owned_range = OwnedRange(topic_partition, 0, hash_range)
-    queue = ClientQueue(bytes_max=1, messages_max=1)
+    queue = ReceiverQueueSize(bytes_max=1, messages_max=1)
     made = retry_until(
         lambda: subscribe_once(broker, config, owned_range, queue),
         config.subscribe_timeout_ms / 1000,
@@ -204,7 +204,7 @@ def subscribe_once(
     broker: Broker,
     config: SourceConfig,
     owned_range: OwnedRange,
-    queue: ClientQueue,
+    queue: ReceiverQueueSize,
     start: StartPosition = StartPosition.EARLIEST,
 ) -> Consumer:
     """Try once to subscribe an owned range.

@@ -35,15 +35,15 @@ from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.acknowledger import Acknowledger
 from keyshard.consumers.intake import Admitted
+from keyshard.consumers.receive_state import Rest
 from keyshard.consumers.receiver import RangeConsumer, Receiver
 from keyshard.consumers.shared_window import SharedWindow
 from keyshard.consumers.subscribe import close_range_consumers
-from keyshard.core.fingerprint import check_ledgers
 from keyshard.core.metadata_columns import DELIVER_AT
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.reception import Rest
-from keyshard.core.subscription_state import BrokerState
-from keyshard.core.target import Gap, Target
+from keyshard.core.read_target import Gap, Target
+from keyshard.core.subscription_state import CursorState
+from keyshard.core.topic_identity import check_ledgers
 from keyshard.errors import (
     AvailableNowTimeoutError,
     BrokerError,
@@ -323,7 +323,7 @@ class AvailableNow:
             return 0
         return int(stats.get("msgDelayed", 0))
 
-    def _broker_state(self, where: TopicPartition) -> BrokerState | None:
+    def _broker_state(self, where: TopicPartition) -> CursorState | None:
         """Return what the cursor has acknowledged; ``None`` if that is unknown."""
         if self._admin is None:
             return None

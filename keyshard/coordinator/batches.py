@@ -26,8 +26,8 @@ from keyshard.columns.record_batches import columns_of, described, record_batche
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.consumers import Consumers
 from keyshard.coordinator.available_now import AvailableNow
-from keyshard.coordinator.discovery import Partitions
-from keyshard.coordinator.progress import Watch
+from keyshard.coordinator.discovery import PartitionLifecycle
+from keyshard.coordinator.progress import PaceMonitor
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
 from keyshard.core.window.admission import waits_for_more
@@ -78,8 +78,9 @@ class Batches:
     """
 
     def __init__(
-        self, consumers: Consumers, broker: Broker, config: SourceConfig, *, partitions: Partitions,
-        watch: Watch, bounded: AvailableNow | None,
+        self, consumers: Consumers, broker: Broker, config: SourceConfig, *,
+        partitions: PartitionLifecycle,
+        watch: PaceMonitor, bounded: AvailableNow | None,
     ) -> None:  # fmt: skip
         self._consumers = consumers
         self._shared = consumers.shared

@@ -19,21 +19,21 @@ from keyshard.consumers.receiver import RangeConsumer
 from keyshard.consumers.shared_window import SharedWindow
 from keyshard.coordinator.available_now import AvailableNow, last_entries
 from keyshard.coordinator.batches import Batches
-from keyshard.coordinator.discovery import Discovery, Partitions
+from keyshard.coordinator.discovery import Discovery, PartitionLifecycle
 from keyshard.coordinator.gap_resolver import GapResolver
-from keyshard.coordinator.opening import (
+from keyshard.coordinator.progress import PaceMonitor, Progress, SourceWorker
+from keyshard.coordinator.rescale import Drainable, Rescaler
+from keyshard.coordinator.start_positions import create_subscriptions, read_first_messages
+from keyshard.coordinator.startup import (
     cluster_of,
     open_window,
     prove_beginnings,
     start_position,
 )
-from keyshard.coordinator.positions import create_subscriptions, read_first_messages
-from keyshard.coordinator.progress import Progress, SourceWorker, Watch
-from keyshard.coordinator.rescale import Drainable, Rescaler
 from keyshard.coordinator.subscription_ids import SubscriptionIds, read_properties
-from keyshard.core.history import HistoryStatus
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.recent_history import HistoryStatus
 from keyshard.core.ring.assignment import Assignment, Rescaled, assign
 from keyshard.errors import (
     BrokerError,
@@ -73,7 +73,7 @@ class Coordinator:
         self._admin = admin
         self._stopping = threading.Event()
         self._remembered: tuple[Assignment, Rescaled | None] | None = None
-        self._watch = Watch()
+        self._watch = PaceMonitor()
         self._abandoned = self._bounded = False
         self._failure: KeyShardError | None = None
         """The first error that a thread of the source raised."""
@@ -162,7 +162,9 @@ class Coordinator:
             if self._failure is not None:
                 raise self._failure
             on_failure.pop_all()
-        partitions = Partitions(self.consumers, checkpoint, planned=planned, gone=found.gone)
+        partitions = PartitionLifecycle(
+            self.consumers, checkpoint, planned=planned, gone=found.gone
+        )
         self.batches = Batches(
             self.consumers, self._broker, config,
             partitions=partitions, watch=self._watch, bounded=bounded,

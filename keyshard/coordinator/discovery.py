@@ -57,7 +57,7 @@ REST_TIMES = 4.0
 _log = logging.getLogger(__name__)
 
 
-class Partitions:
+class PartitionLifecycle:
     """The topic partitions of a source: opens and closes their consumers.
 
     Args:
@@ -188,7 +188,7 @@ class Discovery:
     """
 
     def __init__(
-        self, catalog: Catalog, admin: Admin | None, owned: Partitions, subscription: str,
+        self, catalog: Catalog, admin: Admin | None, owned: PartitionLifecycle, subscription: str,
         ids: SubscriptionIds, *, interval_s: float,
     ) -> None:  # fmt: skip
         self._catalog = catalog

@@ -14,22 +14,22 @@ from keyshard.config.source import SourceConfig
 from keyshard.consumers.consumers import Consumers
 from keyshard.core.ack_gaps import (
     FIRST,
-    Lasting,
-    Proofs,
+    AgedEntries,
+    GapEvidence,
     ack_gaps_of,
     acked_elsewhere,
     acknowledged_unknown,
-    borders_of,
-    proofs_of_ledgers,
+    evidence_of_ledgers,
+    ledger_borders,
 )
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import RING_SIZE
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 from keyshard.core.window.partition_window import PartitionWindow
 from keyshard.errors import KeyShardError, UnreadableEntryError
-from keyshard.reading.gaps import Inspection, inspect_ack_gaps
+from keyshard.reading.gap_reader import GapReport, inspect_ack_gaps
 from keyshard.threads import begin
 
 ROUND_S = 2.0
@@ -71,9 +71,9 @@ class _GapEvidence:
     def __init__(self, window: PartitionWindow, ack_gap_age_ms: int, settle_after_ms: int) -> None:
         self.window = window
         """A topic partition that is created again has another one, and other evidence."""
-        self.open = Lasting(ack_gap_age_ms)
-        self.acknowledged = Lasting(settle_after_ms)
-        self.marked = Lasting(settle_after_ms)
+        self.open = AgedEntries(ack_gap_age_ms)
+        self.acknowledged = AgedEntries(settle_after_ms)
+        self.marked = AgedEntries(settle_after_ms)
         self.existing: dict[EntryId, tuple[int, ...]] = {}
         """Entries of ack gaps that a Reader returned, with the slots that may route them."""
         self.unplaced = EntrySet()
@@ -153,13 +153,13 @@ class GapResolver:
         if view.doubts != evidence.doubts:
             evidence.doubts, evidence.absent = view.doubts, EntrySet()
         now_ms = time.monotonic_ns() // 1_000_000
-        broker_state: BrokerState | None = None
+        broker_state: CursorState | None = None
         if self._admin is not None:
             broker_state = self._admin.broker_state(topic_partition, config.subscription)
         ack_gaps = _not_held(ack_gaps_of(state, broker_state), view.held)
-        proofs, doubted, borders = Proofs(), EntrySet(), EntrySet()
+        proofs, doubted, borders = GapEvidence(), EntrySet(), EntrySet()
         if broker_state is not None:
-            proofs.merge(proofs_of_ledgers(state, ack_gaps, broker_state))
+            proofs.merge(evidence_of_ledgers(state, ack_gaps, broker_state))
             # Entries outside every checkpoint were acknowledged before the source began.
             doubted = _not_held(acknowledged_unknown(state, broker_state), view.held)
             lasting = self._acknowledged_long(evidence, now_ms, ack_gaps | doubted, broker_state)
@@ -172,7 +172,7 @@ class GapResolver:
                 # no consumer.
                 ack_gaps &= broker_state.acknowledged()
         else:
-            borders = borders_of(state)
+            borders = ledger_borders(state)
             ack_gaps |= borders
         proofs.merge(
             self._read_over(topic_partition, evidence, now_ms, ack_gaps | doubted, proofs.resolved)
@@ -223,7 +223,7 @@ class GapResolver:
         now_ms: int,
         ack_gaps: EntrySet,
         resolved: EntrySet,
-    ) -> Proofs:
+    ) -> GapEvidence:
         """Read ack gaps that have lasted for a while, each once, and return what is proved.
 
         An entry that was read as the border of a ledger may be an ack gap later. So everything that
@@ -238,7 +238,7 @@ class GapResolver:
         unknown = evidence.open.update(now_ms, ack_gaps - resolved)
         unknown -= evidence.absent | evidence.unplaced | EntrySet.of(evidence.existing)
         if not unknown:
-            return Proofs(resolved=evidence.absent)
+            return GapEvidence(resolved=evidence.absent)
         deadline = time.monotonic() + evidence.read_s
         found = inspect_ack_gaps(
             self._broker, topic_partition, unknown, deadline, existing_max=EXISTING_MAX,
@@ -258,10 +258,10 @@ class GapResolver:
 
     @staticmethod
     def _acknowledged_long(
-        evidence: _GapEvidence, now_ms: int, ack_gaps: EntrySet, broker_state: BrokerState
-    ) -> Proofs:
+        evidence: _GapEvidence, now_ms: int, ack_gaps: EntrySet, broker_state: CursorState
+    ) -> GapEvidence:
         """Return gaps acknowledged elsewhere, and the mark-delete, if they lasted long enough."""
-        proofs = Proofs()
+        proofs = GapEvidence()
         proofs.resolved = evidence.acknowledged.update(
             now_ms, ack_gaps & broker_state.acknowledged()
         )
@@ -297,7 +297,7 @@ class GapResolver:
         self,
         topic_partition: TopicPartition,
         view: AckGapsView,
-        proofs: Proofs,
+        proofs: GapEvidence,
         missing_slots: Collection[int],
     ) -> None:
         """Take evidence, and the slots of entries in ack gaps that are still to come.
@@ -334,7 +334,7 @@ def _not_held(entries: EntrySet, held: Collection[EntryId]) -> EntrySet:
     return entries - EntrySet.of([one for one in held if first <= one <= last])
 
 
-def _leave_out(proofs: Proofs, undecided: EntrySet) -> None:
+def _leave_out(proofs: GapEvidence, undecided: EntrySet) -> None:
     """Remove undecided entries from the evidence: they may have to be reported as lost."""
     proofs.resolved -= undecided
     first = undecided.first
@@ -354,7 +354,7 @@ def _missing_slots(evidence: _GapEvidence, resolved: EntrySet) -> Collection[int
     )
 
 
-def _first_stored(found: Inspection) -> EntryId | None:
+def _first_stored(found: GapReport) -> EntryId | None:
     """Return the first stored entry, as a Reader from the very first position returned it."""
     if FIRST in found.existing:
         return FIRST

@@ -80,7 +80,7 @@ OLDEST_INTERVAL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Watch:
+class PaceMonitor:
     """Counts and times of one source. Called under the window's lock."""
 
     def __init__(self) -> None:

@@ -35,8 +35,8 @@ from keyshard.broker.admin.port import Admin
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer
-from keyshard.coordinator.opening import window_budget
-from keyshard.core.history import Rescale
+from keyshard.coordinator.startup import window_budget
+from keyshard.core.recent_history import Rescale
 from keyshard.core.ring.assignment import (
     Assignment,
     fewest_moved,

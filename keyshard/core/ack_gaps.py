@@ -5,8 +5,8 @@ Either it is a late entry of a slow range: this must never be resolved. Or it wi
 delivered: a transaction or replication marker, an aborted message, or an entry that another
 application acknowledged, skipped or expired.
 
-The evidence comes from outside (:class:`Proofs`); this module draws the conclusions. Resolved ack
-gaps join the ``delivered`` set, which keeps it in few runs, and the floor moves over both.
+The evidence comes from outside (:class:`GapEvidence`); this module draws the conclusions. Resolved
+ack gaps join the ``delivered`` set, which keeps it in few runs, and the floor moves over both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 from keyshard.errors import DataLossAckedElsewhereError, DataLossTrimmedError
 
 FIRST = EntryId(0, 0)
@@ -37,7 +37,7 @@ class LedgerEnd:
 
 
 @dataclass(slots=True)
-class Proofs:
+class GapEvidence:
     """Evidence about one topic partition that no checkpoint has yet."""
 
     base: EntryId | None = None
@@ -51,7 +51,7 @@ class Proofs:
     them, milliseconds since the epoch. The redelivery of such an entry is no sign of a
     re-created topic."""
 
-    def merge(self, other: Proofs) -> None:
+    def merge(self, other: GapEvidence) -> None:
         """Add the evidence of ``other``."""
         if other.base is not None and (self.base is None or other.base > self.base):
             self.base = other.base
@@ -84,7 +84,7 @@ class Resolution(NamedTuple):
 
 
 def resolve(
-    state: PartitionCheckpoint, proofs: Proofs, undelivered: Collection[EntryId]
+    state: PartitionCheckpoint, proofs: GapEvidence, undelivered: Collection[EntryId]
 ) -> Resolution:
     """Apply evidence to a checkpoint's state.
 
@@ -107,16 +107,16 @@ def resolve(
     return Resolution(floor, delivered, len(ack_gaps) if ack_gaps else 0)
 
 
-def resolves_more(state: PartitionCheckpoint, proofs: Proofs) -> bool:
+def resolves_more(state: PartitionCheckpoint, proofs: GapEvidence) -> bool:
     """Return whether the evidence resolves anything that the delivered entries do not imply."""
     if not proofs:
         return False
-    alone = _raise(state.floor, state.delivered, Proofs(), None)
+    alone = _raise(state.floor, state.delivered, GapEvidence(), None)
     return bool(proofs.resolved) or alone != _raise(state.floor, state.delivered, proofs, None)
 
 
 def _raise(
-    floor: EntryId | None, delivered: EntrySet, proofs: Proofs, limit: EntryId | None
+    floor: EntryId | None, delivered: EntrySet, proofs: GapEvidence, limit: EntryId | None
 ) -> EntryId | None:
     """Return the highest entry up to which everything is resolved; ``limit`` itself never is."""
     at = None if floor is None else _after(floor)
@@ -146,7 +146,7 @@ def _after(entry_id: EntryId) -> EntryId:
     return EntryId(entry_id.ledger, entry_id.entry + 1)
 
 
-def ack_gaps_of(state: PartitionCheckpoint, broker: BrokerState | None = None) -> EntrySet:
+def ack_gaps_of(state: PartitionCheckpoint, broker: CursorState | None = None) -> EntrySet:
     """Return the entries above the floor and below the newest delivered one that no batch holds.
 
     Args:
@@ -165,7 +165,7 @@ def ack_gaps_of(state: PartitionCheckpoint, broker: BrokerState | None = None) -
     return ack_gaps if state.floor is None else ack_gaps.above(state.floor)
 
 
-def borders_of(state: PartitionCheckpoint) -> EntrySet:
+def ledger_borders(state: PartitionCheckpoint) -> EntrySet:
     """Return positions at which a Reader shows ledger borders, if no list of ledgers exists.
 
     A Reader that starts after the last delivered entry of a ledger and lands on the next ledger
@@ -182,13 +182,13 @@ def borders_of(state: PartitionCheckpoint) -> EntrySet:
     return EntrySet.of(borders if state.floor is not None else [FIRST, *borders])
 
 
-def proofs_of_ledgers(
-    state: PartitionCheckpoint, ack_gaps: EntrySet, broker: BrokerState
-) -> Proofs:
+def evidence_of_ledgers(
+    state: PartitionCheckpoint, ack_gaps: EntrySet, broker: CursorState
+) -> GapEvidence:
     """Return what the list of stored ledgers proves: ends of ledgers, and deleted ledgers."""
     stored = sorted(broker.ledgers)
     if not stored:
-        return Proofs()
+        return GapEvidence()
     lasts = state.delivered.last_entries
     ends = {
         ledger: LedgerEnd(broker.ledgers[ledger] - 1, EntryId(following, 0))
@@ -205,10 +205,10 @@ def proofs_of_ledgers(
         if following is not None:
             ends[ledger] = LedgerEnd(-1, EntryId(following, 0))
             gone |= ack_gaps.of_ledger(ledger)
-    return Proofs(EntryId(stored[0], 0), gone, ends)
+    return GapEvidence(EntryId(stored[0], 0), gone, ends)
 
 
-class Lasting:
+class AgedEntries:
     """Finds the entries of a changing set that have been in it for a period.
 
     Args:
@@ -253,7 +253,7 @@ IDS_SHOWN_MAX = 80
 """Most characters of ids in a message."""
 
 
-def acknowledged_unknown(state: PartitionCheckpoint, broker: BrokerState) -> EntrySet:
+def acknowledged_unknown(state: PartitionCheckpoint, broker: CursorState) -> EntrySet:
     """Return stored and acknowledged entries that are neither delivered nor resolved.
 
     If a checkpoint has no floor, entries before its first delivered one were acknowledged before
@@ -268,15 +268,15 @@ def _since_the_start(state: PartitionCheckpoint, entries: EntrySet) -> EntrySet:
     return EntrySet() if before is None else entries.above(before)
 
 
-def before_the_start(broker: BrokerState, now_ms: int) -> Proofs:
+def before_the_start(broker: CursorState, now_ms: int) -> GapEvidence:
     """Return evidence for the first start on an existing subscription.
 
     All entries that are acknowledged then are resolved.
     """
     marked = broker.mark_delete
     if marked is None:
-        return Proofs()
-    return Proofs(EntryId(marked.ledger, marked.entry + 1), broker.individually, {}, now_ms)
+        return GapEvidence()
+    return GapEvidence(EntryId(marked.ledger, marked.entry + 1), broker.individually, {}, now_ms)
 
 
 class Trimmed(NamedTuple):
@@ -299,7 +299,7 @@ class Trimmed(NamedTuple):
         return len(self.entries) + (self.newest is not None)
 
 
-def trimmed_unread(state: PartitionCheckpoint, broker: BrokerState) -> Trimmed:
+def trimmed_unread(state: PartitionCheckpoint, broker: CursorState) -> Trimmed:
     """Return entries that the broker may have deleted while no subscription retained them.
 
     The broker deletes whole ledgers, the oldest first. So if it stores the ledger of the newest

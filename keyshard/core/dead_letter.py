@@ -146,7 +146,7 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, slots=True)
-class Resting:
+class StoredDeadLetter:
     """A parked dead letter, read from the dead-letter topic."""
 
     position: EntryId
@@ -155,7 +155,7 @@ class Resting:
 
 
 @dataclass(frozen=True, slots=True)
-class Marker:
+class DoneMarker:
     """The dead letter of an original is done: a handler handled it."""
 
     key: str
@@ -170,7 +170,7 @@ class Marker:
 
 
 @dataclass(frozen=True, slots=True)
-class RunsAgain:
+class RunsAgainNote:
     """A message older than done dead letters of its key runs: they no longer count as done."""
 
     key: str
@@ -184,7 +184,7 @@ class RunsAgain:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class DoneUpToMarker:
     """All dead letters of a key up to a position are done: replayed or discarded."""
 
     key: str
@@ -265,7 +265,7 @@ def position_of_text(text: str) -> EntryId:
     return EntryId(*_numbers(text, 2))
 
 
-def parse(found: Message) -> DeadLetter | Marker | RunsAgain | Sweep | None:
+def parse(found: Message) -> DeadLetter | DoneMarker | RunsAgainNote | DoneUpToMarker | None:
     """Parse a message of a dead-letter topic; ``None`` if it is neither dead letter nor marker.
 
     Raises:
@@ -298,7 +298,7 @@ def parse(found: Message) -> DeadLetter | Marker | RunsAgain | Sweep | None:
         raise ValueError(f"one of its numbers is out of range: {exc}") from exc
 
 
-def _about(kind: str, says: Marker | RunsAgain) -> dict[str, str]:
+def _about(kind: str, says: DoneMarker | RunsAgainNote) -> dict[str, str]:
     """Return the properties of a message about one original."""
     where = says.topic_partition
     own = {
@@ -311,12 +311,12 @@ def _about(kind: str, says: Marker | RunsAgain) -> dict[str, str]:
     return {PREFIX + name: value for name, value in own.items()}
 
 
-def _marker(key: str | None, own: Mapping[str, str]) -> Marker | RunsAgain | Sweep:
+def _marker(key: str | None, own: Mapping[str, str]) -> DoneMarker | RunsAgainNote | DoneUpToMarker:
     if key is None:
         raise ValueError("it is a marker without a key")
     if "upTo" in own:
-        return Sweep(key, own["subscription"], position_of_text(own["upTo"]))
-    kind = RunsAgain if own["kind"] == RUNS_AGAIN else Marker
+        return DoneUpToMarker(key, own["subscription"], position_of_text(own["upTo"]))
+    kind = RunsAgainNote if own["kind"] == RUNS_AGAIN else DoneMarker
     return kind(
         key,
         own["subscription"],

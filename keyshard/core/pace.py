@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
 
-from keyshard.core.health import Load, RangeFacts, load_of
+from keyshard.core.range_watchdog import Load, RangeFacts, load_of
 
 HISTORY_S = 30.0
 """Time over which a trend is judged, seconds."""

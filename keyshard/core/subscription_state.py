@@ -194,7 +194,7 @@ _RANGE = re.compile(r"\((-?\d+):(-?\d+)\.\.(-?\d+):(-?\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class BrokerState:
+class CursorState:
     """Ledgers and cursor at one moment."""
 
     ledgers: Mapping[int, int]
@@ -208,7 +208,7 @@ class BrokerState:
     """The last entry that was written, stored or not, as far as the broker knows it."""
 
     @classmethod
-    def from_internal_stats(cls, stats: Mapping[str, Any], subscription: str) -> BrokerState:
+    def from_internal_stats(cls, stats: Mapping[str, Any], subscription: str) -> CursorState:
         """Parse the admin interface's ``internalStats``.
 
         Raises:

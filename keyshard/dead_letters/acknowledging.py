@@ -14,8 +14,8 @@ from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.dead_letters.parking import ParkedKeys
-from keyshard.dead_letters.reading import is_finished, position_of
 from keyshard.dead_letters.subscription import DeadLetterSubscription
+from keyshard.dead_letters.topic_scan import is_finished, position_of
 from keyshard.errors import BrokerError, KeyShardError, UnreadableEntryError
 from keyshard.threads import begin
 

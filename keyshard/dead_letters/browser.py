@@ -12,10 +12,10 @@ from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, parts_of
 from keyshard.core.dead_letter_filter import DeadLetterFilter
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 from keyshard.dead_letters.parking import ParkedKeys
-from keyshard.dead_letters.reader import DeadLetterReader
-from keyshard.dead_letters.reading import FIRST, dead_letter_of, position_of, read
+from keyshard.dead_letters.replay import DeadLetterReader
+from keyshard.dead_letters.topic_scan import FIRST, dead_letter_of, position_of, read
 from keyshard.errors import ConfigError
 
 PAGE_BYTES_MAX = 8 * 1024 * 1024
@@ -217,7 +217,7 @@ class DeadLetterBrowser:
                     yield message, one
 
     def _stored(
-        self, message: Message, position: EntryId, cursor: BrokerState | None
+        self, message: Message, position: EntryId, cursor: CursorState | None
     ) -> Stored | None:
         """Return the dead letter of a message, if this source wrote it and it is not done."""
         found = dead_letter_of(message)
@@ -233,7 +233,7 @@ class DeadLetterBrowser:
             return None
         return Stored(position, found, tuple(parts_of(message)))
 
-    def _cursor(self) -> BrokerState | None:
+    def _cursor(self) -> CursorState | None:
         if self._admin is None:
             return None
         return self._admin.broker_state(self._reader.where, f"{self._subscription}{PARKED}")

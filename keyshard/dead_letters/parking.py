@@ -24,7 +24,7 @@ from itertools import islice
 from keyshard.core.dead_letter_filter import DeadLetterFilter
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.dead_letters.parked import Parked, ParkedKey
+from keyshard.dead_letters.topic_state import ParkedKey, TopicState
 
 
 class ParkingState(Enum):
@@ -90,7 +90,7 @@ class Parking:
         parked: State of the dead-letter topic.
     """
 
-    def __init__(self, parked: Parked) -> None:
+    def __init__(self, parked: TopicState) -> None:
         self.parked = parked
         self._states = dict.fromkeys(parked.keys, ParkingState.PARKED)
 
@@ -216,7 +216,7 @@ class ParkedKeys:
         parked: State of the dead-letter topic.
     """
 
-    def __init__(self, parked: Parked) -> None:
+    def __init__(self, parked: TopicState) -> None:
         self.parking = Parking(parked)
         self.lock = threading.Condition()
         """Guards :attr:`parking`; notified when something is confirmed."""

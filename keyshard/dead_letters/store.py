@@ -24,10 +24,10 @@ from keyshard.core.dead_letter import (
     PREFIX,
     DeadLetter,
     DeadLetterKind,
-    Marker,
-    Resting,
-    RunsAgain,
-    Sweep,
+    DoneMarker,
+    DoneUpToMarker,
+    RunsAgainNote,
+    StoredDeadLetter,
     position_text,
 )
 from keyshard.core.dead_letter_filter import DeadLetterFilter, KeyPlan
@@ -37,11 +37,11 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.dead_letters.acknowledging import AckTracker
 from keyshard.dead_letters.browser import DeadLetterBrowser
-from keyshard.dead_letters.parked import Parked
 from keyshard.dead_letters.parking import ParkedKeys
-from keyshard.dead_letters.reader import DeadLetterReader, Replay
-from keyshard.dead_letters.reading import dead_letter_of, position_of, read
+from keyshard.dead_letters.replay import DeadLetterReader, Replay
 from keyshard.dead_letters.subscription import DeadLetterSubscription
+from keyshard.dead_letters.topic_scan import dead_letter_of, position_of, read
+from keyshard.dead_letters.topic_state import TopicState
 from keyshard.dead_letters.writer import DeadLetterWriter
 from keyshard.errors import BrokerUnavailableError, DataLossTrimmedError, KeyShardError
 from keyshard.threads import Pool
@@ -54,13 +54,13 @@ Sent = TypeVar("Sent")
 _log = logging.getLogger(__name__)
 
 
-class DeadLetters:
+class DeadLetterStore:
     """The dead letters of one source. Any thread may call it; every wait has a deadline.
 
     A method that returns has its message confirmed. If it raises ``BrokerError``, the message may
     still be stored.
 
-    :func:`~keyshard.dead_letters.opening.open_dead_letters` makes it.
+    :func:`~keyshard.dead_letters.startup.open_dead_letters` makes it.
 
     Args:
         broker: Connection to write and read through.
@@ -80,7 +80,7 @@ class DeadLetters:
         topic_partition: TopicPartition,
         config: SourceConfig,
         keeper: DeadLetterSubscription,
-        parked: Parked,
+        parked: TopicState,
         *,
         checkpointed: bool = False,
         stored: EntryId | None = None,
@@ -141,7 +141,7 @@ class DeadLetters:
 
         self._tracked(lambda claim: self._writer.dead_letter(dead_letter, claim), written)
 
-    def done(self, key: str, resting: Resting) -> None:
+    def done(self, key: str, resting: StoredDeadLetter) -> None:
         """Mark a replayed dead letter as done, then acknowledge it.
 
         The marker of the last one releases the key.
@@ -157,7 +157,7 @@ class DeadLetters:
     def _done(
         self, key: str, where: TopicPartition, message_id: MessageId, dead_letter: EntryId
     ) -> None:
-        marker = Marker(key, self._config.subscription, where, message_id)
+        marker = DoneMarker(key, self._config.subscription, where, message_id)
         position = self._tracked(
             lambda claim: self._writer.marker(key, marker.properties() | claim),
             lambda position: self.keys.parking.replayed(position, key, where, message_id),
@@ -175,7 +175,7 @@ class DeadLetters:
         Raises:
             BrokerError: As for :meth:`send`; the message must not run.
         """
-        says = RunsAgain(key, self._config.subscription, where, message_id)
+        says = RunsAgainNote(key, self._config.subscription, where, message_id)
         position = self._tracked(
             lambda claim: self._writer.marker(key, says.properties() | claim),
             lambda position: self.keys.parking.parked.run_again(position, key, where, message_id),
@@ -195,7 +195,7 @@ class DeadLetters:
         Raises:
             BrokerError: As for :meth:`send`.
         """
-        marks: list[Sweep | Marker] = []
+        marks: list[DoneUpToMarker | DoneMarker] = []
         gone: set[EntryId] = set()
         done: list[KeyPlan] = []
         with self.keys.lock:
@@ -204,9 +204,9 @@ class DeadLetters:
                 found = [one for one in parked.dead_letters() if one[2] in wanted]
                 if len(found) == parked.count:
                     # It also covers second copies, without a marker for each.
-                    marks.append(Sweep(key, self._config.subscription, parked.last))
+                    marks.append(DoneUpToMarker(key, self._config.subscription, parked.last))
                 else:
-                    marks += [Marker(key, self._config.subscription, *one[:2]) for one in found]
+                    marks += [DoneMarker(key, self._config.subscription, *one[:2]) for one in found]
                 gone.update(position for _, _, position in found)
                 done.append(KeyPlan(key, len(found), len(wanted)))
         if not marks:
@@ -221,7 +221,7 @@ class DeadLetters:
         def marked(positions: list[EntryId]) -> None:
             parked = self.keys.parking.parked
             for position, mark in sorted(zip(positions, marks, strict=True), key=itemgetter(0)):
-                if isinstance(mark, Sweep):
+                if isinstance(mark, DoneUpToMarker):
                     parked.swept(position, mark.key, mark.up_to)
                 else:
                     parked.replayed(position, mark.key, mark.topic_partition, mark.message_id)
@@ -263,7 +263,7 @@ class DeadLetters:
 
     # -- replaying --------------------------------------------------------------------------------
 
-    def first(self, key: str) -> Resting | None:
+    def first(self, key: str) -> StoredDeadLetter | None:
         """Read the first resting dead letter of a key; ``None`` while none is confirmed.
 
         Raises:
@@ -294,7 +294,7 @@ class DeadLetters:
                     return dead_letter_of(message)
         return None
 
-    def replay(self, key: str, first: Resting) -> Replay:
+    def replay(self, key: str, first: StoredDeadLetter) -> Replay:
         """Return the dead letters of a draining key after its first one. Memory only.
 
         The caller ensures that no message of the key runs and no dead letter of it is in flight.

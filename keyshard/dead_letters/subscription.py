@@ -14,8 +14,8 @@ from keyshard.broker.topics import PARKED
 from keyshard.config.source import SourceConfig
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.dead_letters.parked import Parked
-from keyshard.dead_letters.reading import fold
+from keyshard.dead_letters.topic_scan import fold
+from keyshard.dead_letters.topic_state import TopicState
 from keyshard.errors import ConfigError, SubscriptionInUseError
 
 RECEIVER_QUEUE_SIZE = 8
@@ -60,7 +60,7 @@ class DeadLetterSubscription:
         with self._lock:
             if self.consumer is not None:
                 return self.consumer
-            consumer, found = self._subscribe(), Parked()
+            consumer, found = self._subscribe(), TopicState()
             try:
                 finished = fold(self._broker, self._where, found, consumer, self._config)
                 if found.keys:

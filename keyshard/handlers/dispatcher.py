@@ -10,32 +10,32 @@ from collections.abc import Callable, Hashable, Sequence
 
 from keyshard.config.handlers import HandlerConfig
 from keyshard.coordinator.rescale import Blocking
-from keyshard.core.health import Pause, RangeFacts, StallKind, shown_key
 from keyshard.core.lanes.bulk import HANGS_S, Arrivals, Bulk, Pace
-from keyshard.core.lanes.circuit import ON_TRIAL_MAX, Circuit
-from keyshard.core.lanes.facts import (
+from keyshard.core.lanes.circuit_breaker import ON_TRIAL_MAX, CircuitBreaker
+from keyshard.core.lanes.failure import Failure, FailureKind, times
+from keyshard.core.lanes.key_queue import Arrival, KeyQueue, Work
+from keyshard.core.lanes.lane_status import (
+    HandlerCounters,
     NewestError,
     OutputsStatus,
     RunStatus,
-    Tally,
     lane_of,
     range_facts,
     runs_of,
 )
-from keyshard.core.lanes.failure import Failure, FailureKind, times
 from keyshard.core.lanes.lanes import Lanes
-from keyshard.core.lanes.queues import Arrival, KeyQueue, Work
 from keyshard.core.lanes.rate_limit import RateLimit, RateLimitStatus
-from keyshard.core.lanes.retrying import Setback
+from keyshard.core.lanes.retry_policy import FailedAttempt
 from keyshard.core.message import MessageId, Produce
+from keyshard.core.range_watchdog import Pause, RangeFacts, StallKind, shown_key
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import HandlerFailedError, KeyShardError, UnfitHandlerError
 from keyshard.handlers.executors import Executor
-from keyshard.handlers.outcomes import OutcomeLog
+from keyshard.handlers.failed_messages import FailedMessages
+from keyshard.handlers.outcomes import FailureLog
 from keyshard.handlers.outputs import HandlerOutputs
-from keyshard.handlers.parked_lanes import ParkedLanes
 from keyshard.handlers.stacks import lines_of
-from keyshard.observe.handling import KeyState, Owned, Totals
+from keyshard.observe.handler_view import KeyState, Ownership, Totals
 from keyshard.observe.status_types import StackStatus
 
 _log = logging.getLogger(__name__)
@@ -50,21 +50,21 @@ class Dispatcher:
         outcomes: Log of failures.
     """
 
-    def __init__(self, lanes: Lanes, handling: HandlerConfig, outcomes: OutcomeLog) -> None:
+    def __init__(self, lanes: Lanes, handling: HandlerConfig, outcomes: FailureLog) -> None:
         self.lanes = lanes
         self.arrivals = Arrivals(lanes)
         """Entries that are not in lanes yet."""
-        self.tally = Tally()
+        self.tally = HandlerCounters()
         self.changed = threading.Condition()
         """Guards lanes, arrivals, tally and circuit; notified when there is work."""
-        self.circuit = Circuit()
+        self.circuit = CircuitBreaker()
         self.stopping = False
         """Whether no new entry begins."""
         self.closed = False
         """Whether no message is handed out any more."""
         self.error: KeyShardError | None = None
         """The error that ends the source."""
-        self.parking: ParkedLanes | None = None
+        self.parking: FailedMessages | None = None
         """Handles messages that exhausted their retries; set before any message is handed out."""
         self.outputs: HandlerOutputs | None = None
         """Publishes what handlers produce; ``None`` without a sink."""
@@ -182,7 +182,7 @@ class Dispatcher:
             _log.warning("handlers are paused: %s", self.circuit)
         return may_start
 
-    def judge(self, work: Work, error: BaseException) -> Setback:
+    def judge(self, work: Work, error: BaseException) -> FailedAttempt:
         failure, queue, now = Failure.of(error), work.queue, time.monotonic()
         circuit = self.circuit
         keeps = queue.outage == circuit.openings or circuit.counts_on(queue.first_failed_s)
@@ -196,9 +196,11 @@ class Dispatcher:
                 "failures are not logged",
                 decision.problem,
             )
-        return Setback(failure, decision)
+        return FailedAttempt(failure, decision)
 
-    def finish(self, work: Work, setback: Setback | None, produced: Sequence[Produce] = ()) -> None:
+    def finish(
+        self, work: Work, setback: FailedAttempt | None, produced: Sequence[Produce] = ()
+    ) -> None:
         seconds = time.monotonic() - work.started_s
         self.tally.attempt(seconds, failed=setback is not None)
         if setback is not None:
@@ -208,10 +210,10 @@ class Dispatcher:
             return
         self.conclude(work, setback)
 
-    def _erred(self, setback: Setback) -> None:
+    def _erred(self, setback: FailedAttempt) -> None:
         self.tally.newest_error = NewestError(setback.failure.reason, time.monotonic())
 
-    def conclude(self, work: Work, setback: Setback | None) -> None:
+    def conclude(self, work: Work, setback: FailedAttempt | None) -> None:
         """Decide what follows from an attempt whose outputs, if any, are confirmed."""
         if self._is_outage(work, setback, time.monotonic()):
             return
@@ -230,7 +232,7 @@ class Dispatcher:
         else:
             self._give_up(work, failure)
 
-    def _is_outage(self, work: Work, setback: Setback | None, now_s: float) -> bool:
+    def _is_outage(self, work: Work, setback: FailedAttempt | None, now_s: float) -> bool:
         """Report an attempt to the circuit; ``True`` if it is requeued as a mass failure."""
         circuit, lane = self.circuit, _lane(work)
         kind = None if setback is None else setback.failure.kind
@@ -355,7 +357,7 @@ class Dispatcher:
             self.executor.wake(self.lanes.runnable + due + arrived)
 
     @property
-    def _parking(self) -> ParkedLanes:
+    def _parking(self) -> FailedMessages:
         assert self.parking is not None, "handlers run after the dead letters were read"
         return self.parking
 
@@ -373,7 +375,7 @@ def _name(queue: KeyQueue) -> Hashable:
 
 
 class LaneFacts:
-    """The :class:`~keyshard.observe.handling.Handling` of a handler run.
+    """The :class:`~keyshard.observe.handler_view.HandlerView` of a handler run.
 
     Args:
         run: Owner of the lanes.
@@ -387,7 +389,7 @@ class LaneFacts:
     def lanes(self) -> int:
         return self._run.lanes.lanes
 
-    def ranges(self, now_s: float, owned: Owned) -> list[RangeFacts]:
+    def ranges(self, now_s: float, owned: Ownership) -> list[RangeFacts]:
         with self._changed:
             self._run.distribute()
             return range_facts(
@@ -471,7 +473,7 @@ LOOK_S = 0.002
 consume a notification meant for an executor."""
 
 
-class LaneMoves:
+class LanePause:
     """The :class:`~keyshard.coordinator.rescale.Drainable` of handlers.
 
     The rescaling thread calls it.

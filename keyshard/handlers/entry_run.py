@@ -15,19 +15,19 @@ from keyshard.columns.outgoing import Outgoing
 from keyshard.config.sink import SinkConfig
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.coordinator.opening import first_assignment
 from keyshard.coordinator.rescale import Rescaler
+from keyshard.coordinator.startup import first_assignment
 from keyshard.core.lanes.rate_limit import RateLimitStatus
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.outputs import Handled, Outputs, check_owner
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import ConfigError, KeyShardError, RuntimeStoppedError
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.output_log import OutputLog
 from keyshard.handlers.range_owners import RangeOwners
 from keyshard.observe.monitor import Monitor
-from keyshard.observe.status import StatusView, Subject
+from keyshard.observe.status import ObservedRun, StatusView
 from keyshard.observe.status_types import Status
 from keyshard.threads import owned_by
 
@@ -85,7 +85,7 @@ class EntryRun:
         self._handled: Handled = {}
         """Messages whose rows an earlier run has in the checkpoint: :meth:`take` omits them."""
         self._owners = RangeOwners(self._log, rate_limit)
-        self._subject = Subject(
+        self._subject = ObservedRun(
             config, coordinator, self._owners,
             executor=executor, workers=workers, workers_max=None,
             stopping=lambda: self._stopping, rescaler=lambda: self.rescaler,
@@ -348,7 +348,7 @@ class Committer:
         coordinator: Coordinator,
         store: CheckpointStore | None,
         stored: Checkpoint | None,
-        parked: DeadLetters | None = None,
+        parked: DeadLetterStore | None = None,
     ) -> None:
         self._parked = parked
         self._coordinator = coordinator

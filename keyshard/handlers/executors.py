@@ -1,4 +1,4 @@
-"""Executors: threads, an event loop, or (:mod:`keyshard.handlers.processes`) processes.
+"""Executors: threads, an event loop, or (:mod:`keyshard.handlers.process_executor`) processes.
 
 All ask one :class:`WorkSource` for the next message, and report how each attempt ended.
 """
@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from keyshard.core.lanes.bulk import Bulk
-from keyshard.core.lanes.queues import Work
-from keyshard.core.lanes.retrying import Setback
+from keyshard.core.lanes.key_queue import Work
+from keyshard.core.lanes.retry_policy import FailedAttempt
 from keyshard.core.message import Message, Produce
 from keyshard.errors import KeyShardError
 from keyshard.handlers import stacks
-from keyshard.handlers.calling import CallersLoop, EventLoop, Handle
+from keyshard.handlers.handler_call import CallersLoop, EventLoop, Handle
 from keyshard.threads import begin, ending_source
 
 ASYNC_NAME = "keyshard-work-async"
@@ -46,10 +46,12 @@ class WorkSource(Protocol):
             The message to finish by itself: it failed, or the bulk was taken apart meanwhile.
         """
 
-    def judge(self, work: Work, error: BaseException) -> Setback:
+    def judge(self, work: Work, error: BaseException) -> FailedAttempt:
         """Decide on a handler's exception; called without the lock, because it runs user code."""
 
-    def finish(self, work: Work, setback: Setback | None, produced: Sequence[Produce] = ()) -> None:
+    def finish(
+        self, work: Work, setback: FailedAttempt | None, produced: Sequence[Produce] = ()
+    ) -> None:
         """Report the end of an attempt: its failure, or the messages to publish."""
 
     def wake(self) -> None:
@@ -164,7 +166,7 @@ class ThreadExecutor:
         dispatcher, handle = self._dispatcher, self._handles()
         ident = threading.get_ident()
         work: Work | None = None
-        setback: Setback | None = None
+        setback: FailedAttempt | None = None
         produced: Sequence[Produce] = ()
         bulk: Bulk | None = None
         while True:
@@ -196,7 +198,7 @@ class ThreadExecutor:
             if self._left_behind:
                 return
 
-    def _handle_bulk(self, bulk: Bulk, handle: Handle) -> tuple[Work | None, Setback | None]:
+    def _handle_bulk(self, bulk: Bulk, handle: Handle) -> tuple[Work | None, FailedAttempt | None]:
         """Handle messages until none is left or one fails; return the one to finish by itself."""
         todo, ends, now, error = bulk.todo, bulk.ends, time.monotonic, None
         while todo:
@@ -305,7 +307,7 @@ class AsyncExecutor:
 
     async def _serve(self, work: Work) -> None:
         dispatcher = self._dispatcher
-        setback: Setback | None = None
+        setback: FailedAttempt | None = None
         produced: Sequence[Produce] = ()
         try:
             try:

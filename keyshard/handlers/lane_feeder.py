@@ -12,7 +12,7 @@ from itertools import islice
 
 from keyshard.columns.messages import messages_of_each
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.lanes.queues import Arrival
+from keyshard.core.lanes.key_queue import Arrival
 from keyshard.core.position.outputs import Handled
 from keyshard.handlers.dispatcher import Dispatcher
 

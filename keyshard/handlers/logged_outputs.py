@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.config.sink import SinkConfig
-from keyshard.core.lanes.facts import OutputsStatus
-from keyshard.core.lanes.queues import Work
+from keyshard.core.lanes.key_queue import Work
+from keyshard.core.lanes.lane_status import OutputsStatus
 from keyshard.core.message import Produce
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition

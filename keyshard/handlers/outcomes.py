@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from keyshard.core.lanes.failure import Reject, RetryLater, name_of, text_of, times
-from keyshard.core.lanes.queues import Work
+from keyshard.core.lanes.key_queue import Work
 from keyshard.core.message import Message
-from keyshard.handlers.calling import Handle
+from keyshard.handlers.handler_call import Handle
 
 OBSERVER_KINDS_MAX = 100
 """Kinds of errors of observers that are logged, each once."""
@@ -112,7 +112,7 @@ KINDS_MAX = 1_000
 _LINE = "message %s of %s, %s, %s%s"
 
 
-class OutcomeLog:
+class FailureLog:
     """Logs one line per kind of outcome and error, then one a minute; one traceback per error.
 
     Not thread-safe: the run calls it with its lock held.

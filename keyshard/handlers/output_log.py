@@ -26,7 +26,7 @@ from keyshard.broker.connect import connect
 from keyshard.broker.port import Broker, EntryProducer
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.config.sink import SinkConfig
-from keyshard.core.lanes.facts import OutputsStatus
+from keyshard.core.lanes.lane_status import OutputsStatus
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.outputs import Handled, Outputs, TopicRows, check_owner
 from keyshard.core.publishing import BATCH_ID_MAX, HashingScheme

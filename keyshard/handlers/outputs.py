@@ -15,9 +15,9 @@ from keyshard.broker.connect import connect
 from keyshard.broker.port import Broker
 from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.sink import SinkConfig
-from keyshard.core.lanes.facts import OutputsStatus, Tally
-from keyshard.core.lanes.queues import Work
-from keyshard.core.lanes.retrying import Setback
+from keyshard.core.lanes.key_queue import Work
+from keyshard.core.lanes.lane_status import HandlerCounters, OutputsStatus
+from keyshard.core.lanes.retry_policy import FailedAttempt
 from keyshard.core.message import MessageId, Produce
 from keyshard.errors import BrokerError, KeyShardError
 from keyshard.handlers.output_log import OpenTopics
@@ -30,12 +30,12 @@ class Concluding(Protocol):
 
     changed: threading.Condition
     """Guards lanes and tally."""
-    tally: Tally
+    tally: HandlerCounters
 
-    def judge(self, work: Work, error: BaseException) -> Setback:
+    def judge(self, work: Work, error: BaseException) -> FailedAttempt:
         """Decide on a failure; called without the lock."""
 
-    def conclude(self, work: Work, setback: Setback | None) -> None:
+    def conclude(self, work: Work, setback: FailedAttempt | None) -> None:
         """Complete a message, or decide what follows; ``changed`` is held."""
 
     def wake(self) -> None:

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.health import Pause, RangeFacts
-from keyshard.core.lanes.circuit import Circuit
-from keyshard.core.lanes.facts import OutputsStatus, RunStatus, Tally, lane_of
+from keyshard.core.lanes.circuit_breaker import CircuitBreaker
+from keyshard.core.lanes.lane_status import HandlerCounters, OutputsStatus, RunStatus, lane_of
 from keyshard.core.lanes.rate_limit import RateLimitStatus
 from keyshard.core.message import MessageId
+from keyshard.core.range_watchdog import Pause, RangeFacts
 from keyshard.core.ring.assignment import Assignment, assign, slot_owners
 from keyshard.core.ring.hash_range import HashRange, overlap
 from keyshard.handlers.output_log import OutputLog
-from keyshard.observe.handling import KeyState, Owned, Totals
+from keyshard.observe.handler_view import KeyState, Ownership, Totals
 from keyshard.observe.monitor import Monitor
-from keyshard.observe.status import Subject
+from keyshard.observe.status import ObservedRun
 
 
 class RangeOwners:
@@ -55,9 +55,9 @@ class RangeOwners:
     def resume(self) -> None:
         self._held = ()
 
-    # -- as keyshard.observe.handling.Handling ----------------------------------------------------
+    # -- as keyshard.observe.handler_view.HandlerView ----------------------------------------------
 
-    def ranges(self, now_s: float, owned: Owned) -> list[RangeFacts]:  # noqa: ARG002
+    def ranges(self, now_s: float, owned: Ownership) -> list[RangeFacts]:  # noqa: ARG002
         held = self._held
         return [
             RangeFacts(
@@ -73,8 +73,8 @@ class RangeOwners:
         return 0.0, None
 
     def totals(self, now_s: float) -> Totals:
-        tally = Tally()
-        return Totals(tally.counters(), tally.timings.status(), Circuit().status(now_s))
+        tally = HandlerCounters()
+        return Totals(tally.counters(), tally.timings.status(), CircuitBreaker().status(now_s))
 
     def rate_limit(self, now_s: float) -> RateLimitStatus | None:
         return self._rate_limit(now_s)
@@ -107,7 +107,7 @@ def observe_stream(coordinator: Coordinator, config: SourceConfig, kind: str) ->
     """
     owners = RangeOwners()
     owners.begin(assign(config.parallelism))
-    subject = Subject(
+    subject = ObservedRun(
         config, coordinator, owners,
         executor="batches", workers=lambda: 1, workers_max=None,
         stopping=lambda: coordinator.stopping, rescaler=lambda: None, kind=kind, fixed=True,

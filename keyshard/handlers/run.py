@@ -22,8 +22,8 @@ from keyshard.config.handlers import WORKERS_MAX, HandlerConfig
 from keyshard.config.sink import SinkConfig
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.coordinator.opening import first_assignment
 from keyshard.coordinator.rescale import Rescaler
+from keyshard.coordinator.startup import first_assignment
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.message import MessageId
 from keyshard.core.metadata_columns import refuse_for_handlers
@@ -31,7 +31,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.outputs import check_owner
 from keyshard.core.ring.assignment import slot_owners
 from keyshard.core.ring.hash_range import range_index
-from keyshard.dead_letters.opening import (
+from keyshard.dead_letters.startup import (
     check_dead_letter_topic,
     find_dead_letter_topic,
     open_dead_letters,
@@ -42,31 +42,31 @@ from keyshard.errors import (
     RuntimeStoppedError,
     ThreadStartError,
 )
-from keyshard.handlers.calling import (
-    Calling,
+from keyshard.handlers.checkpoint_store import CheckpointStore
+from keyshard.handlers.dispatcher import Dispatcher, LaneFacts, LanePause
+from keyshard.handlers.entry_run import Committer
+from keyshard.handlers.executors import AsyncExecutor, Executor, ThreadExecutor
+from keyshard.handlers.failed_messages import FailedMessages
+from keyshard.handlers.handler_call import (
     Handle,
+    HandlerCall,
     calling_async,
     executor_of,
     published,
     unpublished,
 )
-from keyshard.handlers.checkpoint_store import CheckpointStore
-from keyshard.handlers.dispatcher import Dispatcher, LaneFacts, LaneMoves
-from keyshard.handlers.entry_run import Committer
-from keyshard.handlers.executors import AsyncExecutor, Executor, ThreadExecutor
 from keyshard.handlers.lane_feeder import LaneFeeder
 from keyshard.handlers.logged_outputs import LoggedOutputs
-from keyshard.handlers.outcomes import Observer, Observers, OutcomeLog
+from keyshard.handlers.outcomes import FailureLog, Observer, Observers
 from keyshard.handlers.outputs import SentOutputs
-from keyshard.handlers.parked_lanes import ParkedLanes
-from keyshard.handlers.processes import ProcessExecutor
+from keyshard.handlers.process_executor import ProcessExecutor
 from keyshard.handlers.stop_signals import stopping_signals, stopping_with_program
 from keyshard.observe.monitor import Monitor
 from keyshard.observe.page.options import PageOptions
-from keyshard.observe.status import StatusView, Subject
+from keyshard.observe.status import ObservedRun, StatusView
 from keyshard.observe.status_types import Status
 from keyshard.observe.telemetry import Telemetry
-from keyshard.reading.message_data import MessageData
+from keyshard.reading.message_decoder import MessageDecoder
 from keyshard.threads import begin, owned_by, unexpected
 
 COMMIT_INTERVAL_S = 0.05
@@ -131,8 +131,8 @@ class HandlerRun:
         self._outputs_topic = None if sink is None else sink.topic
         self._take = unpublished if sink is None else published
         self._mode = executor_of(handle, handling.executor, self._take)
-        self._read_data = MessageData.of(config)
-        self._calling = Calling(handle, self._read_data, self._take)
+        self._read_data = MessageDecoder.of(config)
+        self._calling = HandlerCall(handle, self._read_data, self._take)
         self._store = None if handling.checkpoint is None else CheckpointStore(handling.checkpoint)
         ranges = config.parallelism
         self.lanes = Lanes(
@@ -141,7 +141,7 @@ class HandlerRun:
             lambda slot: range_index(slot, ranges),
             serialise_keyless=handling.null_keys == "serialise",
         )
-        self._outcomes = OutcomeLog()
+        self._outcomes = FailureLog()
         self._dispatcher = Dispatcher(self.lanes, handling, self._outcomes)
         self._sent = self._logged = None
         if sink is not None and handling.checkpoint is None:
@@ -156,13 +156,13 @@ class HandlerRun:
         self._commit_at_s = 0.0
         self._turned_s = time.monotonic()
         check_dead_letter_topic(config, handling.dead_letter_topic)
-        self._parked: ParkedLanes | None = None
+        self._parked: FailedMessages | None = None
         self._executor: Executor | None = None
         self._start_ended = threading.Event()
         self._abandoning = False
         self.rescaler: Rescaler | None = None
         """Moves ranges; set once the run has started."""
-        self._subject = Subject(
+        self._subject = ObservedRun(
             config, coordinator,
             LaneFacts(self._dispatcher),
             executor=self._mode,
@@ -261,7 +261,7 @@ class HandlerRun:
                 self._logged.log.abandon()
             self.coordinator.abandon_start()
 
-    def dead_letters(self) -> ParkedLanes:
+    def dead_letters(self) -> FailedMessages:
         """Return the dead letters of the started run.
 
         Raises:
@@ -285,7 +285,7 @@ class HandlerRun:
         )
 
     @property
-    def _dead_letters(self) -> ParkedLanes:
+    def _dead_letters(self) -> FailedMessages:
         assert self._parked is not None, "handlers run after the dead letters were read"
         return self._parked
 
@@ -340,7 +340,7 @@ class HandlerRun:
             fail=coordinator.consumers.shared.fail,
         )
         self._committer = Committer(self.coordinator, self._store, checkpoint, dead_letters)
-        self._parked = self._dispatcher.parking = ParkedLanes(
+        self._parked = self._dispatcher.parking = FailedMessages(
             self._dispatcher,
             dead_letters,
             self._handling,
@@ -349,7 +349,7 @@ class HandlerRun:
             unreadable=self._unreadable,
         )
         self.rescaler = self.coordinator.rescaler(
-            LaneMoves(self._dispatcher, self._moved), self._handling.drain_timeout_s
+            LanePause(self._dispatcher, self._moved), self._handling.drain_timeout_s
         )
         _log.info(
             "started: %d lanes in each range, %d concurrent handlers (%s), %s checkpoint",

@@ -15,11 +15,11 @@ from typing import Any
 from keyshard.config.handlers import HandlerConfig
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.lanes.queues import Work
+from keyshard.core.lanes.key_queue import Work
 from keyshard.core.message import Message, TakenMessage
 from keyshard.errors import ConfigError, KeyShardError, RuntimeStoppedError, UnfitHandlerError
-from keyshard.handlers.calling import CallersLoop, Handle
 from keyshard.handlers.executors import Executor, WorkSource
+from keyshard.handlers.handler_call import CallersLoop, Handle
 from keyshard.handlers.outcomes import Observers
 from keyshard.handlers.run import HandlerRun
 from keyshard.handlers.stacks import Call

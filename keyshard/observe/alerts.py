@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from keyshard.core.diagnosis import NEAR
-from keyshard.core.health import StallKind
+from keyshard.core.range_watchdog import StallKind
 from keyshard.observe.metrics import METRICS, SINK_METRICS
 
 _NAMES = frozenset(metric.name for metric in (*METRICS, *SINK_METRICS))

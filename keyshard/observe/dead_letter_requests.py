@@ -18,7 +18,7 @@ from keyshard.core.option_checks import check_integer
 from keyshard.core.position.entry import full_topic_name
 from keyshard.core.ring.key_slot import broker_text
 from keyshard.dead_letters.browser import Page, Stored
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import ConfigError, KeyShardError
 from keyshard.redaction import shown
 
@@ -35,7 +35,7 @@ DECODED_CHARS_MAX = 1024 * 1024
 class RunningDeadLetters(Protocol):
     """The dead letters of a run; implemented by its parked lanes."""
 
-    dead_letters: DeadLetters
+    dead_letters: DeadLetterStore
 
     def unpark(self, wanted: DeadLetterFilter, *, dry_run: bool = False) -> Plan:
         """Unpark the keys of matching dead letters."""
@@ -147,7 +147,7 @@ def decoded_value(connection: Connection, dead_letter: DeadLetter) -> DecodedVal
         connection: The cluster that has the schema.
         dead_letter: Whole.
     """
-    from keyshard.reading.message_data import data_by_version  # noqa: PLC0415 - loads pyarrow
+    from keyshard.reading.message_decoder import data_by_version  # noqa: PLC0415 - loads pyarrow
 
     size = len(dead_letter.message.value or b"")
     if size > DECODED_BYTES_MAX:

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from keyshard.coordinator.progress import SourceWorker
-from keyshard.core.health import RangeState
+from keyshard.core.range_watchdog import RangeState
 from keyshard.observe.status_types import PartitionStatus, RangeStatus, Status
 from keyshard.version import VERSION
 

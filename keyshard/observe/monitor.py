@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from keyshard.broker.connect import connect_admin
 from keyshard.control import ControlServer, Handler
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.ring.assignment import RescalePlan
+from keyshard.core.ring.assignment import RescaleDryRun
 from keyshard.core.ring.key_slot import broker_text
 from keyshard.errors import ConfigError, ControlError, NotRunningError
 from keyshard.observe.dead_letter_requests import DeadLetterRequests, message_of
 from keyshard.observe.metrics_server import MetricsServer
 from keyshard.observe.page.options import PageOptions, serve_page
-from keyshard.observe.status import BrokerFacts, StatusView, Subject, name_stalls
+from keyshard.observe.status import BrokerPoll, ObservedRun, StatusView, name_stalls
 from keyshard.threads import begin
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Monitor:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: ObservedRun,
         metrics: tuple[str, int] | None = None,
         page: PageOptions | None = None,
     ) -> None:
@@ -54,12 +54,12 @@ class Monitor:
         self._stopping = threading.Event()
         config = subject.config
         self._metrics: MetricsServer | None = None
-        self._broker_facts: BrokerFacts | None = None
+        self._broker_facts: BrokerPoll | None = None
         self._control: ControlServer | None = None
         self._page: PageServer | None = None
         if config.admin_url is not None:
             connection = config.how_to_connect()
-            self._broker_facts = BrokerFacts(
+            self._broker_facts = BrokerPoll(
                 lambda: connect_admin(connection),
                 config.subscription,
                 self._asked,
@@ -196,7 +196,7 @@ class Monitor:
                 "that moment, so they cannot be shown before."
             )
         assignment = self._subject.coordinator.consumers.range_consumers.assignment
-        plan = RescalePlan.make(assignment, ranges)
+        plan = RescaleDryRun.make(assignment, ranges)
         return {
             "before": len(plan.before),
             "after": len(plan.after),

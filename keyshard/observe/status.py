@@ -20,21 +20,21 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
 from keyshard.coordinator.rescale import Rescaler
 from keyshard.core.dead_letter import DeadLetter
-from keyshard.core.deliveries import Deliveries, PartitionStall
-from keyshard.core.health import (
+from keyshard.core.lanes.rate_limit import RateLimitStatus
+from keyshard.core.pace import Loads, Pace, Trend
+from keyshard.core.partition_watchdog import PartitionStall, PartitionWatchdog
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.range_watchdog import (
     KeyFacts,
     Load,
     Pause,
     RangeFacts,
+    RangeWatchdog,
     Stall,
-    Watchdog,
     reason_of,
     shown_key,
     state_of,
 )
-from keyshard.core.lanes.rate_limit import RateLimitStatus
-from keyshard.core.pace import Loads, Pace, Trend
-from keyshard.core.position.entry import TopicPartition
 from keyshard.core.releases import release_of
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import possible_slots
@@ -42,7 +42,7 @@ from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 from keyshard.dead_letters.parking import ParkedKeys
 from keyshard.errors import KeyShardError, NotRunningError
 from keyshard.observe.dead_letter_requests import RunningDeadLetters
-from keyshard.observe.handling import Handling, Owned, Totals
+from keyshard.observe.handler_view import HandlerView, Ownership, Totals
 from keyshard.observe.status_types import (
     BlockingKey,
     Explanation,
@@ -80,12 +80,12 @@ TRENDS_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ObservedRun:
     """The run that the status shows."""
 
     config: SourceConfig
     coordinator: Coordinator
-    handling: Handling
+    handling: HandlerView
     """Facts about its messages."""
     executor: str
     workers: Callable[[], int]
@@ -129,12 +129,12 @@ class StatusView:
         broker_facts: Facts from the broker; ``None`` without an admin interface.
     """
 
-    def __init__(self, subject: Subject, broker_facts: BrokerFacts | None) -> None:
+    def __init__(self, subject: ObservedRun, broker_facts: BrokerPoll | None) -> None:
         self._subject = subject
         self._broker_facts = broker_facts
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
         self._lock = threading.Lock()
-        self._watchdog = Watchdog()
+        self._watchdog = RangeWatchdog()
         self._pace, self._loads = Pace(), Loads()
         self._began_s = time.monotonic()
 
@@ -170,7 +170,7 @@ class StatusView:
         subject = self._subject
         now_s = time.monotonic()
         started = subject.coordinator.started
-        owned = self._owned() if started else Owned({}, {}, set(), {})
+        owned = self._owned() if started else Ownership({}, {}, set(), {})
         facts = subject.handling.ranges(now_s, owned) if started else []
         totals = subject.handling.totals(now_s)
         troubles = subject.coordinator.consumers.troubles() if started else {}
@@ -327,7 +327,7 @@ class StatusView:
             parked_by["message"] = _message(dead_letter)
         return parked_by
 
-    def _lags(self, owned: Owned, progress: Progress) -> dict[TopicPartition, Lag]:
+    def _lags(self, owned: Ownership, progress: Progress) -> dict[TopicPartition, Lag]:
         """Return the lag of every topic partition, without trends."""
         ages_ms, now_ms = self._subject.coordinator.oldest_ms(), time.time() * 1000
         known = {} if self._broker_facts is None else self._broker_facts.known
@@ -364,7 +364,7 @@ class StatusView:
             return None
         return {"error": newest.text, "secondsAgo": round(max(0.0, now_s - newest.at_s), 1)}
 
-    def _hot_keys(self, owned: Owned) -> list[HotKeyStatus]:
+    def _hot_keys(self, owned: Ownership) -> list[HotKeyStatus]:
         consumers = self._subject.coordinator.consumers
         return [
             {
@@ -379,13 +379,13 @@ class StatusView:
             for key, share in consumers.hot_keys(HOT_KEYS_MAX, HOT_SHARE)
         ]
 
-    def _owned(self) -> Owned:
-        return Owned.of(self._subject.coordinator.consumers.owned_ranges())
+    def _owned(self) -> Ownership:
+        return Ownership.of(self._subject.coordinator.consumers.owned_ranges())
 
     def _range(
         self,
         facts: RangeFacts,
-        owned: Owned,
+        owned: Ownership,
         stall: Stall | None,
         now_s: float,
         *,
@@ -558,7 +558,7 @@ class PartitionFacts:
     """When they were known, monotonic seconds."""
 
 
-class BrokerFacts:
+class BrokerPoll:
     """Fetches facts in one daemon thread; the newest ones are available without a request.
 
     Args:
@@ -583,7 +583,7 @@ class BrokerFacts:
         self._stopping = threading.Event()
         self.known: dict[TopicPartition, PartitionFacts] = {}
         """Replaced as a whole after each round."""
-        self._deliveries = Deliveries()
+        self._deliveries = PartitionWatchdog()
         self._last: TopicPartition | None = None
         """The topic partition with which the last round ended early."""
         self.error = ""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TypedDict
 
 from keyshard.coordinator.progress import Progress
-from keyshard.core.history import HistoryStatus
-from keyshard.core.lanes.circuit import CircuitStatus
-from keyshard.core.lanes.facts import HandlerSeconds, LaneStatus, OutcomeCounts, OutputsStatus
+from keyshard.core.lanes.circuit_breaker import CircuitStatus
+from keyshard.core.lanes.lane_status import HandlerSeconds, LaneStatus, OutcomeCounts, OutputsStatus
 from keyshard.core.lanes.rate_limit import RateLimitStatus
+from keyshard.core.recent_history import HistoryStatus
 
 
 class BlockingKey(TypedDict):
@@ -25,7 +25,7 @@ class Stalled(TypedDict):
 
     forSeconds: float
     kind: str
-    """A :class:`keyshard.core.health.StallKind`."""
+    """A :class:`keyshard.core.range_watchdog.StallKind`."""
     reason: str
 
 

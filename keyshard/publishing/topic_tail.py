@@ -17,7 +17,7 @@ from functools import partial
 from pyarrow import compute
 
 from keyshard.broker.port import Broker, EntryProducer, Reader, ReadOptions
-from keyshard.broker.refused_entries import entry_of
+from keyshard.broker.unreadable_entries import entry_of
 from keyshard.columns.content import gather
 from keyshard.core.metadata_columns import PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition

@@ -14,11 +14,11 @@ from functools import partial
 from keyshard.broker.port import Broker, ReadOptions
 from keyshard.broker.retry import retry_until
 from keyshard.columns.content import only
-from keyshard.core.fingerprint import check_delivered
-from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.topic_identity import check_delivered
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossTrimmedError,

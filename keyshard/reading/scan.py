@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from keyshard.broker.port import DEFAULT_READ_OPTIONS, OpensReaders, Reader, ReadOptions
-from keyshard.broker.refused_entries import entry_of
+from keyshard.broker.unreadable_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import BrokerError, BrokerUnavailableError, UnreadableEntryError
 

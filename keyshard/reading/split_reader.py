@@ -28,8 +28,8 @@ from keyshard.columns.content import only
 from keyshard.columns.record_batches import record_batches
 from keyshard.config.connection import Connection
 from keyshard.config.segments import BOOKIES, BROKER, Segments
-from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.split import Split
 from keyshard.errors import (
     BrokerUnavailableError,
@@ -38,9 +38,9 @@ from keyshard.errors import (
     ReplayTimeoutError,
     TopicRecreatedError,
 )
-from keyshard.reading.report import ReadReport, was_read
+from keyshard.reading.read_report import ReadReport, was_read
 from keyshard.reading.scan import Scan
-from keyshard.reading.splits import created
+from keyshard.reading.split_planner import created
 
 if TYPE_CHECKING:
     from keyshard.bookkeeper.reader import BookieReads

@@ -17,7 +17,7 @@ from keyshard.source import READY_S, KeyShardSource
 
 if TYPE_CHECKING:
     from keyshard.broker.admin.port import Admin
-    from keyshard.handlers.calling import Handle
+    from keyshard.handlers.handler_call import Handle
 
 LOOK_S = 0.02
 """Interval at which the backlog is asked for, seconds."""

@@ -4,9 +4,9 @@ A server checks the size of a request, then its sender, and parses it last. A re
 credential line, followed by JSON. The credential has one of two forms:
 
 - the token of the run, for tasks: they read rows and send nothing secret;
-- a proof, from :class:`Prover`: both sides prove that they know the token, and neither sends it.
-  The server proves it first, so a foreign server on its port learns nothing. Every answer proves
-  it again.
+- a proof, from :class:`RequestSigner`: both sides prove that they know the token, and neither sends
+  it. The server proves it first, so a foreign server on its port learns nothing. Every answer
+  proves it again.
 
 A proof is an HMAC over nonces of both sides, the endpoint, the command, a number and the arguments.
 It is useless for another server, another command or other arguments, and a server accepts each
@@ -69,7 +69,7 @@ def unauthenticated() -> flight.FlightUnauthenticatedError:
     return flight.FlightUnauthenticatedError("The token belongs to another run.")
 
 
-class Prover:
+class RequestSigner:
     """The client side of one connection.
 
     Args:
@@ -114,7 +114,7 @@ class Prover:
         )
 
 
-class Verifier:
+class RequestVerifier:
     """The server side.
 
     Args:
@@ -143,7 +143,7 @@ class Verifier:
         return f"{self._own} {proof}".encode()
 
     def read(self, body: Body, command: str) -> tuple[dict[str, Any], str]:
-        """Decode a request of :meth:`Prover.request`. Also return the proof for its answer.
+        """Decode a request of :meth:`RequestSigner.request`. Also return the proof for its answer.
 
         Raises:
             FlightUnauthenticatedError: The client does not know the token, or repeats a request.

@@ -10,7 +10,7 @@ from keyshard.broker.at_exit import close_at_exit
 from keyshard.broker.connect import connect
 from keyshard.broker.port import Broker
 from keyshard.config.connection import Connection
-from keyshard.config.workers import PROCESSES, Workers, backends
+from keyshard.config.workers import PROCESSES, WorkersOption, backends
 from keyshard.errors import ConfigError
 from keyshard.redaction import first_line
 
@@ -21,12 +21,12 @@ StartWorker = Callable[[threading.Event], "Worker"]
 """Starts one worker, or raises a ``KeyShardError``. The event ends the wait. Several threads call
 it, and call it again after a worker has died."""
 
-Backend = Callable[[Connection, Workers], StartWorker]
+Backend = Callable[[Connection, WorkersOption], StartWorker]
 """The type of an entry point of ``keyshard.workers``. It need not start anything. It raises
 ``ConfigError`` for unknown options."""
 
 
-def connect_source(connection: Connection, workers: Workers | None) -> Broker:
+def connect_source(connection: Connection, workers: WorkersOption | None) -> Broker:
     """Open the broker connection of a source, with consumers in this process or in workers.
 
     Args:
@@ -40,17 +40,17 @@ def connect_source(connection: Connection, workers: Workers | None) -> Broker:
     """
     if workers is None:
         return connect(connection)
-    from keyshard.workers.broker import HostedBroker  # noqa: PLC0415 - loads Arrow Flight
+    from keyshard.workers.broker import RemoteBroker  # noqa: PLC0415 - loads Arrow Flight
 
     start = start_of(connection, workers)
-    hosted = HostedBroker(
+    broker = RemoteBroker(
         connect(connection), start, workers.count, connection.operation_timeout_ms / 1000
     )
-    close_at_exit(hosted)
-    return hosted
+    close_at_exit(broker)
+    return broker
 
 
-def start_of(connection: Connection, workers: Workers) -> StartWorker:
+def start_of(connection: Connection, workers: WorkersOption) -> StartWorker:
     """Return the function that starts the workers of a source.
 
     Raises:

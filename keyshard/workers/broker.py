@@ -23,13 +23,13 @@ from keyshard.broker.port import (
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.threads import Pool
-from keyshard.workers.consumer import Holders, HostedConsumer
-from keyshard.workers.process import LEAVE_S
-from keyshard.workers.supervisor import WorkerHosting
+from keyshard.workers.consumer import EntryHolders, RemoteConsumer
+from keyshard.workers.server import LEAVE_S
+from keyshard.workers.supervisor import WorkerSupervisor
 from keyshard.workers.worker import Worker
 
 
-class HostedBroker:
+class RemoteBroker:
     """Distributes consumers over workers. In every topic partition, adjacent ranges share a worker.
 
     Args:
@@ -50,10 +50,10 @@ class HostedBroker:
         operation_timeout_s: float,
     ) -> None:
         self._local = local
-        self._holders: WeakValueDictionary[TopicPartition, Holders] = WeakValueDictionary()
+        self._holders: WeakValueDictionary[TopicPartition, EntryHolders] = WeakValueDictionary()
 
-        def host(index: int) -> WorkerHosting:
-            return WorkerHosting(start, operation_timeout_s, f"keyshard-worker-{index}")
+        def host(index: int) -> WorkerSupervisor:
+            return WorkerSupervisor(start, operation_timeout_s, f"keyshard-worker-{index}")
 
         with Pool(workers, "keyshard-start") as pool:
             starting = [pool.submit(host, index) for index in range(workers)]
@@ -77,9 +77,9 @@ class HostedBroker:
     ) -> TopicWatch | None:
         return self._local.watch_topics(prefix, changed)
 
-    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> HostedConsumer:
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> RemoteConsumer:
         worker = self._workers[spec.hash_range.start * len(self._workers) // RING_SIZE]
-        holders = self._holders.setdefault(spec.topic_partition, Holders())
+        holders = self._holders.setdefault(spec.topic_partition, EntryHolders())
         return worker.subscribe(spec, start, holders)
 
     def reader(

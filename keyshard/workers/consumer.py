@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from keyshard.broker.port import SubscriptionSpec
-from keyshard.broker.refused_entries import entry_of
+from keyshard.broker.unreadable_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, UnreadableEntryError
-from keyshard.workers.encoding import Taken, WorkerDelivery
+from keyshard.workers.encoding import DeliveredTotals, WorkerDelivery
 
 
-class Holders:
+class EntryHolders:
     """Records which consumer of a topic partition received which entries.
 
     An acknowledgement must go through the worker that received the entry. If that worker loses its
@@ -27,11 +27,11 @@ class Holders:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holders: dict[EntryId, HostedConsumer] = {}
-        self._held: dict[HostedConsumer, set[EntryId]] = {}
+        self._holders: dict[EntryId, RemoteConsumer] = {}
+        self._held: dict[RemoteConsumer, set[EntryId]] = {}
         """The same entries by consumer, so that all entries of a lost consumer can be forgotten."""
 
-    def took(self, consumer: HostedConsumer, entries: Iterable[EntryId]) -> None:
+    def took(self, consumer: RemoteConsumer, entries: Iterable[EntryId]) -> None:
         """Record that a consumer handed out entries."""
         with self._lock:
             own = self._held.setdefault(consumer, set())
@@ -42,15 +42,15 @@ class Holders:
                 self._holders[entry_id] = consumer
                 own.add(entry_id)
 
-    def acknowledge(self, entries: Sequence[EntryId], other: HostedConsumer) -> None:
+    def acknowledge(self, entries: Sequence[EntryId], other: RemoteConsumer) -> None:
         """Acknowledge each entry through its holder, or through ``other`` if there is none.
 
         A holder keeps an entry until its worker accepted the acknowledgement. After an error the
         caller acknowledges all of them again, through the same holders.
         """
-        held: defaultdict[HostedConsumer | None, list[EntryId]] = defaultdict(list)
-        shares: defaultdict[HostedConsumer, list[EntryId]] = defaultdict(list)
-        through: dict[HostedConsumer, HostedConsumer] = {}
+        held: defaultdict[RemoteConsumer | None, list[EntryId]] = defaultdict(list)
+        shares: defaultdict[RemoteConsumer, list[EntryId]] = defaultdict(list)
+        through: dict[RemoteConsumer, RemoteConsumer] = {}
         with self._lock:
             for entry_id in dict.fromkeys(entries):
                 held[self._holders.get(entry_id)].append(entry_id)
@@ -65,21 +65,21 @@ class Holders:
                 for holder in (one for one, its in through.items() if its is by):
                     self._give_up(holder, held[holder])
 
-    def _give_up(self, holder: HostedConsumer, entries: Sequence[EntryId]) -> None:
+    def _give_up(self, holder: RemoteConsumer, entries: Sequence[EntryId]) -> None:
         """Forget those entries that a consumer still holds."""
         own = self._held.get(holder, set())
         for entry_id in own.intersection(entries):
             own.discard(entry_id)
             del self._holders[entry_id]
 
-    def forget(self, consumer: HostedConsumer) -> None:
+    def forget(self, consumer: RemoteConsumer) -> None:
         """Forget the entries of a consumer: they are redelivered, or were acknowledged."""
         with self._lock:
             for entry_id in self._held.pop(consumer, ()):
                 del self._holders[entry_id]
 
 
-class Hosting(Protocol):
+class Supervisor(Protocol):
     """The interface of a worker to its consumers."""
 
     def acknowledge(self, number: int, entries: Sequence[EntryId]) -> None: ...
@@ -88,29 +88,29 @@ class Hosting(Protocol):
 
     def close_consumer(self, number: int, *, for_another: bool) -> None: ...
 
-    def took(self, number: int, taken: Taken) -> None: ...
+    def took(self, number: int, taken: DeliveredTotals) -> None: ...
 
 
-class HostedConsumer:
+class RemoteConsumer:
     """Implements the ``Consumer`` port.
 
     Args:
         spec: Its subscription.
-        hosting: The worker that hosts it.
+        supervisor: The worker that hosts it.
         number: Its number in the worker.
         holders: Holders of its topic partition, shared by the consumers of all workers.
     """
 
     def __init__(
-        self, spec: SubscriptionSpec, hosting: Hosting, number: int, holders: Holders
+        self, spec: SubscriptionSpec, supervisor: Supervisor, number: int, holders: EntryHolders
     ) -> None:
         self.spec = spec
         self._holders = holders
-        self._hosting = hosting
+        self._supervisor = supervisor
         self.number = number
         self._changed = threading.Condition()
         self._queue: deque[WorkerDelivery] = deque()
-        self._taken = Taken()
+        self._taken = DeliveredTotals()
         self._connected = True
         self._trouble = ""
         self._gave_all = False
@@ -139,7 +139,7 @@ class HostedConsumer:
         error = delivery.error
         refused = [entry_of(error)] if isinstance(error, UnreadableEntryError) else []
         self._holders.took(self, [*(block.id for block in delivery.blocks), *refused])
-        self._hosting.took(number, taken)
+        self._supervisor.took(number, taken)
         if error is not None:
             raise error
         return list(delivery.blocks)
@@ -158,11 +158,11 @@ class HostedConsumer:
 
     def hand_on(self, entries: Sequence[EntryId]) -> None:
         """Acknowledge entries through this consumer's worker."""
-        self._hosting.acknowledge(self.number, entries)
+        self._supervisor.acknowledge(self.number, entries)
 
     def last_entry(self) -> EntryId | None:
         self._check_open()
-        return self._hosting.last_entry(self.number)
+        return self._supervisor.last_entry(self.number)
 
     def is_connected(self) -> bool:
         return self._connected and not self.closed
@@ -176,7 +176,7 @@ class HostedConsumer:
 
     def close(self, *, for_another: bool = False) -> None:
         if self.ended():
-            self._hosting.close_consumer(self.number, for_another=for_another)
+            self._supervisor.close_consumer(self.number, for_another=for_another)
 
     def _check_open(self) -> None:
         if self.closed:
@@ -212,7 +212,7 @@ class HostedConsumer:
                 callback, self._callback = self._callback, None
                 self._changed.notify_all()
         if not self._connected:
-            self._hosting.took(number, taken)
+            self._supervisor.took(number, taken)
         if callback is not None:
             callback()
 
@@ -246,4 +246,4 @@ class HostedConsumer:
             messages, size_bytes = self._taken
             if messages:
                 self.spec = replace(self.spec, message_bytes=size_bytes // messages)
-            self.number, self._taken, self._gave_all = number, Taken(), False
+            self.number, self._taken, self._gave_all = number, DeliveredTotals(), False

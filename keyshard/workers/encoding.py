@@ -43,24 +43,24 @@ class WorkerDelivery(NamedTuple):
         return self.error is None or isinstance(self.error, UnreadableEntryError)
 
 
-class Taken(NamedTuple):
+class DeliveredTotals(NamedTuple):
     """Messages and bytes that a consumer delivered, or that were taken from it, since it began."""
 
     messages: int = 0
     size_bytes: int = 0
     """Memory of their columns and of stored refused entries, bytes. Both sides count the same."""
 
-    def plus(self, delivery: WorkerDelivery) -> Taken:
+    def plus(self, delivery: WorkerDelivery) -> DeliveredTotals:
         """Add a delivery; the stored bytes of a refused entry count too."""
         blocks, error = delivery.blocks, delivery.error
         messages = sum(block.rows for block in blocks)
         size_bytes = sum(block.column_bytes for block in blocks)
         if isinstance(error, UnreadableEntryError):
             messages, size_bytes = messages + 1, size_bytes + len(error.stored)
-        return Taken(self.messages + messages, self.size_bytes + size_bytes)
+        return DeliveredTotals(self.messages + messages, self.size_bytes + size_bytes)
 
 
-class Keeper(Protocol):
+class ContentHolder(Protocol):
     """A worker that keeps content, as seen by its references."""
 
     content_endpoint: tuple[str, str]
@@ -76,7 +76,7 @@ class RemoteContent:
 
     __slots__ = ("_keeper", "number")
 
-    def __init__(self, keeper: Keeper, number: int) -> None:
+    def __init__(self, keeper: ContentHolder, number: int) -> None:
         self._keeper = keeper
         self.number = number
 

@@ -17,12 +17,18 @@ import pyarrow as pa
 from keyshard.broker.port import Broker, Consumer, StartPosition, SubscriptionSpec
 from keyshard.broker.retry import Retrier, Steps
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.refusals import Refusals, words_of
+from keyshard.core.refusal_timer import RefusalTimer, without_numbers
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError, UnreadableEntryError
 from keyshard.threads import Pool, begin, unexpected
-from keyshard.workers.encoding import NOTHING, Taken, WorkerDelivery, encode_deliveries, keys_of
-from keyshard.workers.status import HostedStatus, HostStatus, WorkerError
+from keyshard.workers.encoding import (
+    NOTHING,
+    DeliveredTotals,
+    WorkerDelivery,
+    encode_deliveries,
+    keys_of,
+)
+from keyshard.workers.status import ConsumerStatus, HostStatus, WorkerError
 
 FULL_WAIT_S = 0.02
 """Longest wait for deliveries while a consumer is full, seconds."""
@@ -48,11 +54,11 @@ QUIET_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class _Hosted:
+class _HostedConsumer:
     """The state of one consumer."""
 
     def __init__(
-        self, number: int, spec: SubscriptionSpec, consumer: Consumer, ahead_max: Taken,
+        self, number: int, spec: SubscriptionSpec, consumer: Consumer, ahead_max: DeliveredTotals,
         another: Callable[[], Consumer],
     ) -> None:  # fmt: skip
         self.number = number
@@ -62,12 +68,12 @@ class _Hosted:
         """Subscribes another consumer in its place."""
         self.lacking = False
         """Whether its consumer is closed and waits for a replacement."""
-        self.refusals = Refusals()
+        self.refusals = RefusalTimer()
         """Outcome of the attempts to subscribe the replacement."""
         self.ahead_max = ahead_max
         self.using = threading.Lock()
         """Held during a receive and a close."""
-        self.given = self.taken = Taken()
+        self.given = self.taken = DeliveredTotals()
         """Messages and bytes that it delivered, and those that were taken. They differ by at most
         its queue and the rest of a delivery."""
         self.connected, self.trouble = True, ""
@@ -86,7 +92,7 @@ class _Hosted:
         return given - taken >= most or given_bytes - taken_bytes >= most_bytes
 
 
-class Host:
+class ConsumerHost:
     """Hosts the consumers of one connection. Any thread may call its methods.
 
     Args:
@@ -100,11 +106,11 @@ class Host:
         self._keeps = keeps
         self._kept: dict[int, pa.RecordBatch] = {}
         self._changed = threading.Condition()
-        self._hosted: dict[int, _Hosted] = {}
+        self._hosted: dict[int, _HostedConsumer] = {}
         self._opening: dict[int, threading.Lock] = {}
         """Locks of the numbers that are subscribed or closed now; a request may arrive twice."""
         self._closed: deque[int] = deque(maxlen=CLOSED_MAX)
-        self._ready: deque[_Hosted] = deque()
+        self._ready: deque[_HostedConsumer] = deque()
         self._retrier = Retrier(REOPEN_WAIT_S, name="keyshard-reopen")
         self._full: set[int] = set()
         """Consumers that wait until more is taken."""
@@ -148,9 +154,9 @@ class Host:
                 consumer_name, receiver_queue_size, receiver_queue_bytes, columns, message_bytes,
             )  # fmt: skip
             consumer = self._broker.subscribe(spec, StartPosition(position))
-            hosted = _Hosted(
+            hosted = _HostedConsumer(
                 number, spec, consumer,
-                Taken(receiver_queue_size, receiver_queue_bytes or UNLIMITED_BYTES),
+                DeliveredTotals(receiver_queue_size, receiver_queue_bytes or UNLIMITED_BYTES),
                 partial(self._broker.subscribe, spec, StartPosition.EARLIEST),
             )  # fmt: skip
             with self._changed:
@@ -199,7 +205,7 @@ class Host:
             with hosted.using:
                 hosted.consumer.close(for_another=for_another)
 
-    def _one(self, number: int) -> _Hosted:
+    def _one(self, number: int) -> _HostedConsumer:
         hosted = self._hosted.get(number)
         if hosted is None and number in self._closed:
             raise BrokerError(f"The worker has no consumer {number}, because it is closed.")
@@ -280,7 +286,7 @@ class Host:
         for number, count in taken.items():
             hosted = self._hosted.get(number)
             if hosted is not None:
-                hosted.taken = max(hosted.taken, Taken(*count))
+                hosted.taken = max(hosted.taken, DeliveredTotals(*count))
                 if number in self._full and not hosted.is_full:
                     self._full.discard(number)
                     self._ready.append(hosted)
@@ -306,11 +312,13 @@ class Host:
                 finally:
                     hosted.using.release()
 
-    def _report_connection(self, hosted: _Hosted, connected: bool, trouble: str) -> None:
+    def _report_connection(self, hosted: _HostedConsumer, connected: bool, trouble: str) -> None:
         """Queue a report if the connection or the trouble of a consumer changed."""
         with self._changed:
             changed = connected != hosted.connected
-            if hosted.closed or (not changed and words_of(trouble) == words_of(hosted.trouble)):
+            if hosted.closed or (
+                not changed and without_numbers(trouble) == without_numbers(hosted.trouble)
+            ):
                 return
             hosted.connected, hosted.trouble = connected, trouble
             report = WorkerDelivery(hosted.number, (), connected=connected, trouble=trouble)
@@ -322,7 +330,7 @@ class Host:
                 if hosted.open:
                     self._open.add(hosted.number)
 
-    def _report_quiet(self, hosted: _Hosted, now_s: float) -> None:
+    def _report_quiet(self, hosted: _HostedConsumer, now_s: float) -> None:
         """Report once that a consumer has delivered all, if its last entry is incomplete.
 
         The parent cannot conclude this from silence: messages may wait here while this process
@@ -364,7 +372,7 @@ class Host:
                 error = unexpected("Receiving in a worker", exc)
                 self._queue(hosted, WorkerDelivery(hosted.number, (), error))
 
-    def _receive(self, hosted: _Hosted) -> None:
+    def _receive(self, hosted: _HostedConsumer) -> None:
         with hosted.using:
             if hosted.closed or hosted.lacking:
                 return
@@ -385,7 +393,7 @@ class Host:
             else:
                 self._drop_stale(hosted)
 
-    def _drop_stale(self, hosted: _Hosted) -> None:
+    def _drop_stale(self, hosted: _HostedConsumer) -> None:
         """Discard what a client kept from before it lost its connection.
 
         The lost connection may have held the beginning of its first entry. The next connection
@@ -399,7 +407,7 @@ class Host:
         else:
             self._make_ready(hosted)
 
-    def _replace(self, hosted: _Hosted) -> Steps:
+    def _replace(self, hosted: _HostedConsumer) -> Steps:
         """Close a consumer, and subscribe another one in its place."""
         yield hosted.consumer.topic_partition
         _close(hosted.consumer, for_another=True)
@@ -423,14 +431,14 @@ class Host:
             self._make_ready(hosted)
         return True
 
-    def _make_ready(self, hosted: _Hosted) -> None:
+    def _make_ready(self, hosted: _HostedConsumer) -> None:
         with self._changed:
             hosted.idle_since_s = None
             self._ready.append(hosted)
             self._changed.notify_all()
 
-    def _queue(self, hosted: _Hosted, delivery: WorkerDelivery) -> None:
-        more = Taken().plus(delivery)
+    def _queue(self, hosted: _HostedConsumer, delivery: WorkerDelivery) -> None:
+        more = DeliveredTotals().plus(delivery)
         with self._changed:
             if hosted.closed:
                 return
@@ -443,7 +451,7 @@ class Host:
                     self._open.add(hosted.number)
                 else:
                     self._open.discard(hosted.number)
-            hosted.given = Taken(*map(add, hosted.given, more))
+            hosted.given = DeliveredTotals(*map(add, hosted.given, more))
             if hosted.is_full:
                 self._full.add(hosted.number)
             elif delivery.continues:
@@ -495,12 +503,12 @@ class Host:
         self._broker.close()
 
 
-def _trouble_of(hosted: _Hosted) -> str:
+def _trouble_of(hosted: _HostedConsumer) -> str:
     error = hosted.refusals.error
     return hosted.consumer.trouble() if error is None else error.message
 
 
-def _status_of(hosted: _Hosted, trouble: str) -> HostedStatus:
+def _status_of(hosted: _HostedConsumer, trouble: str) -> ConsumerStatus:
     where = hosted.spec.topic_partition
     (given, given_bytes), (taken, taken_bytes) = hosted.given, hosted.taken
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 
-class HostedStatus(TypedDict):
+class ConsumerStatus(TypedDict):
     """One consumer of a worker."""
 
     topic: str
@@ -17,7 +17,7 @@ class HostedStatus(TypedDict):
     bytes: int
 
 
-class WaitingStatus(TypedDict):
+class WaitingDeliveriesStatus(TypedDict):
     """Deliveries that the source has not asked for yet."""
 
     entries: int
@@ -25,7 +25,7 @@ class WaitingStatus(TypedDict):
     bytes: int
 
 
-class KeptStatus(TypedDict):
+class KeptContentStatus(TypedDict):
     """Content that stays in the worker until tasks have fetched it."""
 
     messages: int
@@ -43,9 +43,9 @@ class HostStatus(TypedDict):
     """The content of a worker."""
 
     subscription: str
-    consumers: list[HostedStatus]
-    waiting: WaitingStatus
-    kept: KeptStatus
+    consumers: list[ConsumerStatus]
+    waiting: WaitingDeliveriesStatus
+    kept: KeptContentStatus
     newestError: WorkerError | None
 
 

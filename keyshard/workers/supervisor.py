@@ -13,7 +13,7 @@ from typing import Any
 from keyshard.broker.port import StartPosition, SubscriptionSpec, WorkerFacts
 from keyshard.broker.retry import Retrier, Steps
 from keyshard.core.position.entry import EntryId
-from keyshard.core.refusals import Refusals
+from keyshard.core.refusal_timer import RefusalTimer
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -21,8 +21,8 @@ from keyshard.errors import (
     WorkerUnreachableError,
 )
 from keyshard.threads import begin
-from keyshard.workers.consumer import Holders, HostedConsumer
-from keyshard.workers.encoding import Taken, WorkerDelivery
+from keyshard.workers.consumer import EntryHolders, RemoteConsumer
+from keyshard.workers.encoding import DeliveredTotals, WorkerDelivery
 from keyshard.workers.worker import Worker
 
 START_AGAIN_S = 1.0
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
 
 
-class WorkerHosting:
-    """Implements :class:`~keyshard.workers.consumer.Hosting` over a worker that may die.
+class WorkerSupervisor:
+    """Implements :class:`~keyshard.workers.consumer.Supervisor` over a worker that may die.
 
     Args:
         start: Starts a worker; the event ends the wait for it.
@@ -52,11 +52,11 @@ class WorkerHosting:
         self._start = start
         self._timeout_s = operation_timeout_s + MARGIN_S
         self._lock = threading.Lock()
-        self._consumers: dict[int, HostedConsumer] = {}
-        self._taken: dict[int, Taken] = {}
+        self._consumers: dict[int, RemoteConsumer] = {}
+        self._taken: dict[int, DeliveredTotals] = {}
         self._ending = threading.Event()
         self._restarts = 0
-        self._refusals = Refusals()
+        self._refusals = RefusalTimer()
         """Outcome of the attempts to start a replacement."""
         self._why_none = ""
         self._retrier = Retrier(name="keyshard-bring-back")
@@ -67,15 +67,15 @@ class WorkerHosting:
         self._thread = begin(name, self._run)
 
     def subscribe(
-        self, spec: SubscriptionSpec, start: StartPosition, holders: Holders
-    ) -> HostedConsumer:
+        self, spec: SubscriptionSpec, start: StartPosition, holders: EntryHolders
+    ) -> RemoteConsumer:
         """Subscribe a consumer in this worker.
 
         Raises:
             BrokerError: The broker raised it, or the connection is closed.
             BrokerUnavailableError: There is no worker now (retriable).
         """
-        worker, consumer = self._live_worker(), HostedConsumer(spec, self, next(_numbers), holders)
+        worker, consumer = self._live_worker(), RemoteConsumer(spec, self, next(_numbers), holders)
         with self._lock:
             self._consumers[consumer.number] = consumer
         try:
@@ -90,13 +90,13 @@ class WorkerHosting:
             raise
         return consumer
 
-    def _forget(self, consumer: HostedConsumer) -> None:
+    def _forget(self, consumer: RemoteConsumer) -> None:
         """Forget a closed consumer, so that later deliveries under its number are dropped."""
         with self._lock:
             self._consumers.pop(consumer.number, None)
             self._taken.pop(consumer.number, None)
 
-    def _subscribe(self, worker: Worker, consumer: HostedConsumer, start: StartPosition) -> None:
+    def _subscribe(self, worker: Worker, consumer: RemoteConsumer, start: StartPosition) -> None:
         spec = consumer.spec
         self._request(
             worker, "subscribe", number=consumer.number, topic=spec.topic_partition.topic,
@@ -107,7 +107,7 @@ class WorkerHosting:
             message_bytes=spec.message_bytes,
         )  # fmt: skip
 
-    # -- Hosting: called by the consumers --------------------------------------------------------
+    # -- Called by the consumers -----------------------------------------------------------------
 
     def acknowledge(self, number: int, entries: Sequence[EntryId]) -> None:
         self._request(self._live_worker(), "acknowledge", number=number, entries=entries)
@@ -136,7 +136,7 @@ class WorkerHosting:
         self._worker: Worker | None = worker
         self._since_s = time.monotonic()
 
-    def took(self, number: int, taken: Taken) -> None:
+    def took(self, number: int, taken: DeliveredTotals) -> None:
         with self._lock:
             if number in self._consumers:
                 # Two threads may report their counts out of order.
@@ -232,10 +232,12 @@ class WorkerHosting:
             worker.end(0.0)
             return
         for consumer in lost:
-            attempt = partial(self._brought_back, worker, consumer, Refusals())
+            attempt = partial(self._brought_back, worker, consumer, RefusalTimer())
             self._retrier.until_true(attempt)
 
-    def _brought_back(self, worker: Worker, consumer: HostedConsumer, refusals: Refusals) -> Steps:
+    def _brought_back(
+        self, worker: Worker, consumer: RemoteConsumer, refusals: RefusalTimer
+    ) -> Steps:
         """Subscribe a consumer again, until that succeeds, fails for good, or it is closed."""
         yield consumer.topic_partition
         if not consumer.closed and self._worker is worker and not self._ending.is_set():

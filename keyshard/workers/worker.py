@@ -20,15 +20,15 @@ from pyarrow import flight
 from keyshard.config.connection import Connection
 from keyshard.errors import UnexpectedError, WorkerUnreachableError
 from keyshard.redaction import first_line, shown
-from keyshard.workers.authentication import INTRODUCE, Prover
+from keyshard.workers.authentication import INTRODUCE, RequestSigner
 from keyshard.workers.encoding import (
+    DeliveredTotals,
     RemoteContent,
-    Taken,
     WorkerDelivery,
     decode_deliveries,
     decode_error,
 )
-from keyshard.workers.process import LOOPBACK, Setup
+from keyshard.workers.server import LOOPBACK, WorkerSetup
 
 LEASE_S = 4.0
 """Longest time between two requests to a worker, and longest wait for its answer, seconds."""
@@ -46,7 +46,7 @@ LEAVE_REQUEST_S = 1.0
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from keyshard.workers.process import main; main()"
+    "from keyshard.workers.server import main; main()"
 )
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class AuthenticatedClient:
     def __init__(self, endpoint: str, token: str, name: str) -> None:
         self._client = flight.connect(endpoint)
         self._endpoint = endpoint
-        self._prover = Prover(token, endpoint)
+        self._prover = RequestSigner(token, endpoint)
         self._authenticated = False
         self._authenticating = threading.Lock()
         self.name = name
@@ -201,7 +201,7 @@ class Worker(AuthenticatedClient):
                 self.request("given_back", timeout_s)
         self.kill()
 
-    def take(self, taken: Mapping[int, Taken]) -> list[WorkerDelivery]:
+    def take(self, taken: Mapping[int, DeliveredTotals]) -> list[WorkerDelivery]:
         """Return, in order, what its consumers received and their connection changes.
 
         Args:
@@ -234,9 +234,11 @@ class Worker(AuthenticatedClient):
         return decode_deliveries(header["deliveries"], chunk.data, remote)
 
 
-def setup_of(connection: Connection, *, keeps: bool = False) -> Setup:
+def setup_of(connection: Connection, *, keeps: bool = False) -> WorkerSetup:
     """Create the setup of another worker of this process."""
-    return Setup(connection, LEASE_S, logging.getLogger("keyshard").getEffectiveLevel(), keeps)
+    return WorkerSetup(
+        connection, LEASE_S, logging.getLogger("keyshard").getEffectiveLevel(), keeps
+    )
 
 
 def start_process(
@@ -245,7 +247,7 @@ def start_process(
     """Start a worker process.
 
     Args:
-        packed: The result of :meth:`Setup.packed`.
+        packed: The result of :meth:`WorkerSetup.packed`.
         stop: Ends the wait.
         address: Address at which it listens.
 

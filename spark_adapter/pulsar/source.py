@@ -28,11 +28,11 @@ from keyshard.errors import ConfigError, SchemaError
 from keyshard.reading.decoding_plan import CORRUPT
 from spark_adapter.batch_reader import KeyShardBatchReader
 from spark_adapter.data_source import KeyShardDataSource
+from spark_adapter.error_text import as_spark_error, concise_errors
 from spark_adapter.option_parsing import parse_bounded, parse_options
 from spark_adapter.preflight import STREAMS, check_has
 from spark_adapter.pulsar.options import seems_stream, translated
-from spark_adapter.structure import COLUMNS, SELECTABLE, Rows, schema_of, strict_of
-from spark_adapter.wording import as_spark_error, concise_errors
+from spark_adapter.task_rows import COLUMNS, SELECTABLE, Rows, schema_of, strict_of
 
 if TYPE_CHECKING:
     from spark_adapter.pulsar.stream import PulsarStreamReader

@@ -17,24 +17,24 @@ from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit
 
 from keyshard import Checkpoint
-from keyshard.core.fingerprint import CLOCK_SKEW_MS
 from keyshard.core.message import MessageId
-from keyshard.core.position.bounds import Edge, parse_position
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.position.read_bounds import Edge, parse_position
+from keyshard.core.topic_identity import CLOCK_SKEW_MS
 from keyshard.errors import CheckpointError, ConfigError
 from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardBatchReader, KeyShardSplit
+from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import BoundedRead
 from spark_adapter.pulsar.values import position_of
 from spark_adapter.stream_reader import KeyShardStreamReader
-from spark_adapter.wording import as_spark_error
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from keyshard import KeyShardSource
-    from spark_adapter.structure import Rows
+    from spark_adapter.task_rows import Rows
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from keyshard.core.position.bounds import Edge
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.position.serialized import BYTES_MAX, SerializedId
+from keyshard.core.position.read_bounds import Edge
+from keyshard.core.position.serialized_id import BYTES_MAX, SerializedId
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 

@@ -196,7 +196,7 @@ class ExecutorWorkers:
         while not self._stopping.wait(LOOK_S):
             reported = self._reports.value
             if len(reported) > self._published:
-                registry.write(self._jvm, registry.Hosted(self._token, reported[-1]))
+                registry.write(self._jvm, registry.RegisteredLaunchers(self._token, reported[-1]))
                 if self._published:
                     _log.warning("Spark workers were started again: %s", ", ".join(reported[-1]))
                 self._published = len(reported)

@@ -18,12 +18,12 @@ from typing import Any
 from pyarrow import flight
 
 from keyshard.config.connection import Connection
-from keyshard.config.workers import Workers
+from keyshard.config.workers import WorkersOption
 from keyshard.errors import BrokerError, ConfigError, KeyShardError, WorkerUnreachableError
-from keyshard.workers.authentication import INTRODUCE, Verifier
+from keyshard.workers.authentication import INTRODUCE, RequestVerifier
 from keyshard.workers.backends import StartWorker
 from keyshard.workers.encoding import encode_error
-from keyshard.workers.process import at
+from keyshard.workers.server import at
 from keyshard.workers.worker import (
     START_TIMEOUT_S,
     AuthenticatedClient,
@@ -49,7 +49,7 @@ class WorkerLauncher(flight.FlightServerBase):  # type: ignore[misc]
     def __init__(self, token: str, address: str) -> None:
         super().__init__(at(address, 0))
         self.endpoint = at(address, self.port)
-        self._verifier = Verifier(token, self.endpoint)
+        self._verifier = RequestVerifier(token, self.endpoint)
         self._address = address
         self._lock = threading.Lock()
         self._starting = 0
@@ -103,12 +103,12 @@ LOOK_S = 0.2
 """Pause before the next launcher is asked, seconds."""
 
 
-def keep_content() -> None:
+def keep_content_in_workers() -> None:
     """Let the workers of this process keep remote content, because tasks fetch it."""
     _tasks_fetch.set()
 
 
-def backend(connection: Connection, workers: Workers) -> StartWorker:
+def backend(connection: Connection, workers: WorkersOption) -> StartWorker:
     """Return the function that starts workers; the entry point ``spark`` of ``keyshard.workers``.
 
     Raises:
@@ -122,7 +122,7 @@ def backend(connection: Connection, workers: Workers) -> StartWorker:
 class WorkerLaunchers:
     """The launchers of one application, as one source uses them."""
 
-    def __init__(self, connection: Connection, workers: Workers) -> None:
+    def __init__(self, connection: Connection, workers: WorkersOption) -> None:
         self._connection = connection
         self._workers = workers
         self._jvm = os.getppid()
@@ -131,7 +131,7 @@ class WorkerLaunchers:
         """Requests by launcher; the next worker comes from the launcher with the fewest."""
         self._hosted()
 
-    def _hosted(self) -> registry.Hosted:
+    def _hosted(self) -> registry.RegisteredLaunchers:
         hosted = registry.read(self._jvm)
         if hosted is None:
             raise ConfigError(

@@ -22,7 +22,7 @@ from keyshard.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Hosted:
+class RegisteredLaunchers:
     """The launchers of :func:`spark_adapter.start_workers`."""
 
     token: str = field(repr=False)
@@ -49,7 +49,7 @@ def path_of(jvm: int) -> Path:
     return directory / f"{jvm}.json"
 
 
-def write(jvm: int, hosted: Hosted) -> None:
+def write(jvm: int, hosted: RegisteredLaunchers) -> None:
     """Write the file of a JVM's application, atomically."""
     path = path_of(jvm)
     new = path.with_suffix(f".{os.getpid()}")
@@ -58,7 +58,7 @@ def write(jvm: int, hosted: Hosted) -> None:
     new.replace(path)
 
 
-def read(jvm: int) -> Hosted | None:
+def read(jvm: int) -> RegisteredLaunchers | None:
     """Read the file of a JVM's application; ``None`` if it hosts no workers.
 
     A file that is unreadable, or belongs to an earlier process with that id, is removed.
@@ -72,7 +72,7 @@ def read(jvm: int) -> Hosted | None:
         match json.loads(text):
             case {"started": str(started), "token": str(token), "launchers": list(launchers)}:
                 if started and started == _started(jvm):
-                    return Hosted(token, launchers)
+                    return RegisteredLaunchers(token, launchers)
     except (ValueError, RecursionError):
         pass
     path.unlink(missing_ok=True)

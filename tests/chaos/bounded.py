@@ -31,8 +31,8 @@ import pyarrow as pa
 from keyshard import KeyShardSource
 from keyshard.config.segments import Segments
 from keyshard.core.message import MessageId
-from keyshard.core.position.bounds import Bound, Edge
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.read_bounds import Bound, Edge
 from keyshard.core.position.split import Split, cut
 from keyshard.core.protobuf import Value
 from keyshard.errors import (
@@ -45,8 +45,8 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from keyshard.reading.splits import plan_read
 from tests.chaos.admin_proxy import DRIPS, HANGS, AdminProxy
 from tests.chaos.cluster import Cluster
 from tests.contract.raw_protocol import ABORT, COMMIT, RawConnection

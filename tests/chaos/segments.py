@@ -25,9 +25,9 @@ from keyshard.config.connection import Connection
 from keyshard.config.segments import Segments
 from keyshard.core.position.split import Split, cut
 from keyshard.errors import KeyShardError
-from keyshard.reading.report import ReadReport, SpansByStart
+from keyshard.reading.read_report import ReadReport, SpansByStart
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevCluster
 from keyshard.testing.verify.workloads import Workload, produce
 from tests.support.tested_pulsar import PULSAR

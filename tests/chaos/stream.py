@@ -37,7 +37,7 @@ from keyshard.source import SourceBatch
 from keyshard.testing.verify.history import Event, HistoryWriter
 from keyshard.testing.verify.recorder import Recorder
 from keyshard.workers.backends import start_of
-from keyshard.workers.broker import HostedBroker
+from keyshard.workers.broker import RemoteBroker
 
 WORKER = "program"
 """Its name in the history."""
@@ -226,11 +226,11 @@ class Stream:
 
 def with_workers(local: Broker, config: SourceConfig) -> Broker:
     """A connection with its consumers in the workers of the source."""
-    workers, connection = config.hosting(), config.how_to_connect()
+    workers, connection = config.parsed_workers(), config.how_to_connect()
     if workers is None:
         return local
     start = start_of(connection, workers)
-    return HostedBroker(local, start, workers.count, connection.operation_timeout_ms / 1_000)
+    return RemoteBroker(local, start, workers.count, connection.operation_timeout_ms / 1_000)
 
 
 def replace_file(path: Path, text: str, *, durable: bool) -> None:

@@ -6,7 +6,7 @@ import threading
 
 from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.port import Broker
-from keyshard.workers.broker import HostedBroker
+from keyshard.workers.broker import RemoteBroker
 from tests.contract.memory_harness import MemoryHarness
 from tests.support.deadlines import deadline
 from tests.support.worker_servers import LocalWorker
@@ -25,13 +25,13 @@ class HostedHarness(MemoryHarness):
             return LocalWorker(self._brokers[-1])
 
         local = super().broker()
-        hosted = HostedBroker(local, start, WORKERS, TIMEOUT_S)
+        hosted = RemoteBroker(local, start, WORKERS, TIMEOUT_S)
         self._hosted.append(hosted)
         return hosted
 
     def __init__(self) -> None:
         super().__init__()
-        self._hosted: list[HostedBroker] = []
+        self._hosted: list[RemoteBroker] = []
         self._ended = threading.Event()
         self._timer = threading.Thread(target=self._tick, daemon=True)
         self._timer.start()

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.admin.rest import PulsarAdmin
-from keyshard.broker.client.broker import PulsarBroker
+from keyshard.broker.client.broker import ClientBroker
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.memory.log import batches
 from keyshard.broker.port import Broker
@@ -70,7 +70,7 @@ class PulsarHarness:
         self._namespace = "public/default"
 
     def broker(self) -> Broker:
-        self._brokers.append(PulsarBroker(Connection(self._service_url)))
+        self._brokers.append(ClientBroker(Connection(self._service_url)))
         return self._brokers[-1]
 
     def create_topic(self, partitions: int = 0) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.memory.log import MARKER_SLOT
-from keyshard.broker.refused_entries import entry_of
+from keyshard.broker.unreadable_entries import entry_of
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot

@@ -27,8 +27,8 @@ from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, parse
 from keyshard.core.dead_letter_filter import DeadLetterFilter
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
-from keyshard.dead_letters.opening import open_dead_letters
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.startup import open_dead_letters
+from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import BrokerUnavailableError, NotRunningError, SubscriptionInUseError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
@@ -110,7 +110,7 @@ class ParkingProcess:
     def dead_letters(self) -> list[DeadLetter]:
         return [one for one in map(parse, self.stored()) if isinstance(one, DeadLetter)]
 
-    def open(self, **changes: Any) -> DeadLetters:
+    def open(self, **changes: Any) -> DeadLetterStore:
         return open_dead_letters(self.client, self.where.topic, self.source(**changes), fail=print)
 
     def close(self) -> None:

@@ -23,8 +23,8 @@ from keyshard import Connection, KeyShardSource
 from keyshard.broker.schemas import schema_of
 from keyshard.core.position.entry import full_topic_name
 from keyshard.errors import BrokerUnavailableError, SchemaError
+from keyshard.reading.decoder import writer_of
 from keyshard.reading.decoding_plan import check_same, plan_decoding
-from keyshard.reading.structured import writer_of
 from keyshard.testing.devbroker import DevBroker
 from tests.support.deadlines import deadline, in_time
 from tests.support.file_handler import write

@@ -31,9 +31,9 @@ from keyshard.config.segments import Segments
 from keyshard.core.position.replicas import LedgerReplicas, Placement
 from keyshard.core.position.split import Split, cut
 from keyshard.errors import BookieReadError, DataLossTrimmedError
-from keyshard.reading.report import ReadReport
+from keyshard.reading.read_report import ReadReport
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_split, read_splits
-from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevCluster
 from keyshard.testing.devbroker.members import Bookie
 from keyshard.testing.devbroker.security import Authority

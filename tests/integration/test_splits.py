@@ -23,8 +23,8 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevBroker
 from tests.contract.pulsar_harness import PulsarHarness
 from tests.contract.raw_protocol import COMMIT, RawConnection

@@ -11,8 +11,8 @@ import pytest
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import TopicPartition
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from keyshard.reading.splits import plan_read
 from keyshard.testing.devbroker import DevBroker
 from tests.contract.pulsar_harness import PulsarHarness, keeping
 from tests.helpers import received, rows_of, wait_until

@@ -10,7 +10,7 @@ import pulsar
 import pytest
 
 from keyshard import KeyShardSource
-from keyshard.broker.client.broker import PulsarBroker
+from keyshard.broker.client.broker import ClientBroker
 from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Sent
 from keyshard.broker.port import Broker, Consumer
@@ -18,7 +18,7 @@ from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.frames import api
 from keyshard.columns.messages import messages_of
 from keyshard.config.connection import Connection
-from keyshard.core import deliveries
+from keyshard.core import partition_watchdog
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import CorruptEntryError, EncryptedMessageError
@@ -72,7 +72,7 @@ def test_messages_of_every_kind_are_those_that_the_client_reads(
             producer.flush()
             producer.close()
     client.close()
-    expected = read_by(PulsarBroker(Connection(dev_broker.service_url)), where)
+    expected = read_by(ClientBroker(Connection(dev_broker.service_url)), where)
     assert len(expected) == 20 * len(COMPRESSIONS) * len(BATCHED)
     assert read_by(harness.broker(), where) == expected
     consumed = receive([subscribe(harness.broker(), where)], len(expected))
@@ -230,7 +230,7 @@ def test_the_status_names_entries_that_the_broker_does_not_deliver(
 ) -> None:
     if not harness.release.negative_batch_undelivered:
         pytest.skip("the broker delivers them")
-    monkeypatch.setattr(deliveries, "UNDELIVERED_S", 2.0)
+    monkeypatch.setattr(partition_watchdog, "UNDELIVERED_S", 2.0)
     where = TopicPartition(harness.create_topic())
     source = KeyShardSource(
         where.name, subscription="withheld", service_url=dev_broker.service_url, transport="wire",

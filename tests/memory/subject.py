@@ -68,7 +68,7 @@ def stream(url: str, shape: Shape) -> dict[str, Any]:
 def spark(url: str, shape: Shape) -> dict[str, Any]:
     """The stream process of a query: its reader as Spark calls it, and tasks that read it."""
     from spark_adapter.stream_reader import KeyShardStreamReader  # noqa: PLC0415
-    from spark_adapter.structure import Rows  # noqa: PLC0415
+    from spark_adapter.task_rows import Rows  # noqa: PLC0415
 
     Path("/proc/self/clear_refs").write_text("5")
     reader = KeyShardStreamReader(source_of(url, shape), Rows(SCHEMA.names))

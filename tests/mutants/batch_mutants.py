@@ -46,7 +46,7 @@ OF_BATCHES = (
         promise="Exactly once: what the broker delivers again is recognised and dropped.",
         edits=(
             Edit(
-                "keyshard/coordinator/opening.py",
+                "keyshard/coordinator/startup.py",
                 "checkpoint.partitions if checkpoint else {},",
                 "{},",
             ),
@@ -106,7 +106,7 @@ OF_BATCHES = (
         promise="Once: what a back-fill had up to a position does not come to the stream.",
         edits=(
             Edit(
-                "keyshard/coordinator/positions.py",
+                "keyshard/coordinator/start_positions.py",
                 "    if admin is None:\n        return {}\n",
                 "    if admin is None or not config.starting_position.startswith('{'):\n"
                 "        return {}\n",
@@ -229,12 +229,12 @@ OF_BATCHES = (
                 "        self.batches.add(checkpoint, {tp: list(blocks)",
             ),
             Edit(
-                "keyshard/core/window/planned.py",
+                "keyshard/core/window/planned_batches.py",
                 "        self._planned: dict[str, PlannedBatch] = {}\n",
                 "        self._planned: dict[str, PlannedBatch] = {}\n        self.ranges = 0\n",
             ),
             Edit(
-                "keyshard/core/window/planned.py",
+                "keyshard/core/window/planned_batches.py",
                 "lay_out(entries, checkpoint.ranges, checkpoint.merged)",
                 "lay_out(entries, self.ranges or checkpoint.ranges, checkpoint.merged)",
             ),
@@ -246,7 +246,7 @@ OF_BATCHES = (
         promise="Exactly once: the text of a checkpoint has the entries of every batch before it.",
         edits=(
             Edit(
-                "keyshard/core/window/planned.py",
+                "keyshard/core/window/planned_batches.py",
                 "            self._unwritten[topic_partition] = None\n",
                 "            if topic_partition not in self._texts:\n"
                 "                self._unwritten[topic_partition] = None\n",
@@ -337,7 +337,7 @@ OF_BATCHES = (
         promise="No loss: an entry that a reconnect starts again replaces what was held of it.",
         edits=(
             Edit(
-                "keyshard/core/position/assembly.py",
+                "keyshard/core/position/entry_assembly.py",
                 "        if held is None or block.indices[0] <= held.indices[-1]:\n"
                 "            self.open = held = block\n",
                 "        if held is not None and block.indices[0] <= held.indices[-1]:\n"
@@ -347,7 +347,9 @@ OF_BATCHES = (
             ),
         ),
         killers=(
-            killer("unit/test_assembly", "test_an_entry_that_starts_again_replaces_its_held_part"),
+            killer(
+                "unit/test_entry_assembly", "test_an_entry_that_starts_again_replaces_its_held_part"
+            ),
         ),
     ),
     Mutant(
@@ -425,7 +427,7 @@ OF_BATCHES = (
                 "",
             ),
         ),
-        killers=(killer("unit/test_fingerprint"),),
+        killers=(killer("unit/test_topic_identity"),),
     ),
     Mutant(
         name="read a batch again with what another topic has under its ids",
@@ -496,7 +498,7 @@ OF_BATCHES = (
         promise="No silent loss: without a subscription, the broker deletes what no batch has.",
         edits=(
             Edit(
-                "keyshard/coordinator/opening.py",
+                "keyshard/coordinator/startup.py",
                 "if broker_state.mark_delete is None or not same(topic_partition):",
                 "if not same(topic_partition):",
             ),

@@ -28,7 +28,7 @@ OF_HANDLERS = (
         promise="No loss: what no handler got done is acknowledged when its dead letter is stored.",
         edits=(
             Edit(
-                "keyshard/handlers/parked_lanes.py",
+                "keyshard/handlers/failed_messages.py",
                 "        self.dead_letters.send(dead_letter)\n        with self._run.changed:\n",
                 "        with self._run.changed:\n"
                 "            self._run.lanes.completed(work)\n"
@@ -50,7 +50,7 @@ OF_HANDLERS = (
         promise="Order: a message does not overtake one of its key that rests as a dead letter.",
         edits=(
             Edit(
-                "keyshard/dead_letters/opening.py",
+                "keyshard/dead_letters/startup.py",
                 "return state, fold(broker, where, state, consumer, config)",
                 "return state, []",
             ),
@@ -76,7 +76,7 @@ OF_HANDLERS = (
         promise="No silent stall: a range that does not progress is named, with key and message.",
         edits=(
             Edit(
-                "keyshard/core/health.py",
+                "keyshard/core/range_watchdog.py",
                 "            and running_s >= "
                 "(STALL_S if key.parking or key.publishing else slow_s)\n",
                 "            and running_s < 0\n",
@@ -84,7 +84,7 @@ OF_HANDLERS = (
         ),
         killers=(
             killer(
-                "unit/test_health",
+                "unit/test_range_watchdog",
                 "test_a_handler_that_does_not_return_is_named_though_other_keys_continue",
             ),
         ),
@@ -94,13 +94,15 @@ OF_HANDLERS = (
         promise="A stall is named, also if the broker is its cause.",
         edits=(
             Edit(
-                "keyshard/core/deliveries.py",
+                "keyshard/core/partition_watchdog.py",
                 "due = state.backlog > state.delayed and",
                 "due = state.backlog < state.delayed and",
             ),
         ),
         killers=(
-            killer("unit/test_deliveries", "test_a_topic_partition_is_stalled_after_a_while"),
+            killer(
+                "unit/test_partition_watchdog", "test_a_topic_partition_is_stalled_after_a_while"
+            ),
         ),
     ),
     Mutant(
@@ -108,7 +110,7 @@ OF_HANDLERS = (
         promise="No loss: a dead letter is kept until a handler got it done.",
         edits=(
             Edit(
-                "keyshard/dead_letters/reading.py",
+                "keyshard/dead_letters/topic_scan.py",
                 "            and not state.rests(found.key, where, message_id)\n",
                 "",
             ),
@@ -125,7 +127,7 @@ OF_HANDLERS = (
         promise="No false loss: what the stored checkpoint calls resting has its marker.",
         edits=(
             Edit(
-                "keyshard/dead_letters/opening.py",
+                "keyshard/dead_letters/startup.py",
                 "    dead_letters.finished.markers(finished)\n",
                 "    dead_letters.finished.acknowledge(finished)\n",
             ),
@@ -142,7 +144,7 @@ OF_HANDLERS = (
         promise="Order: what runs again does so with all that is newer, whoever is killed.",
         edits=(
             Edit(
-                "keyshard/dead_letters/reading.py",
+                "keyshard/dead_letters/topic_scan.py",
                 "        state.run_again(position, found.key, found.topic_partition, "
                 "found.message_id)\n",
                 "        state.passed(position)\n",
@@ -160,7 +162,7 @@ OF_HANDLERS = (
         promise="Order: a message that a crash parked twice is replayed once, in its place.",
         edits=(
             Edit(
-                "keyshard/dead_letters/parked.py",
+                "keyshard/dead_letters/topic_state.py",
                 "            return False\n        parked.add",
                 "            pass\n        parked.add",
             ),
@@ -177,7 +179,7 @@ OF_HANDLERS = (
                 "False else",
             ),
             Edit(
-                "keyshard/dead_letters/parked.py",
+                "keyshard/dead_letters/topic_state.py",
                 "for where, _, position in self.dead_letters())\n        return [\n",
                 "for where, _, position in self.dead_letters())\n"
                 "        if sorted_ids:\n"
@@ -246,7 +248,7 @@ OF_HANDLERS = (
         promise="Twice: what was replayed does not run again when its original comes again.",
         edits=(
             Edit(
-                "keyshard/dead_letters/parked.py",
+                "keyshard/dead_letters/topic_state.py",
                 "            begin = min(begin, done)\n",
                 "            pass\n",
             ),

@@ -15,7 +15,7 @@ OF_WORKERS = (
         promise="A worker that wakes neither gives nor acknowledges anything of before.",
         edits=(
             Edit(
-                "keyshard/workers/process.py",
+                "keyshard/workers/server.py",
                 "        if not self.lease.renew():\n",
                 "        if not self.lease.renew() and not token:\n",
             ),
@@ -41,7 +41,7 @@ OF_WORKERS = (
         promise="Two versions that work together are refused, not found out by what they do.",
         edits=(
             Edit(
-                "keyshard/workers/process.py",
+                "keyshard/workers/server.py",
                 "        if version != VERSION:\n",
                 "        if version == VERSION != VERSION:\n",
             ),

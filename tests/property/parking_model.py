@@ -15,8 +15,8 @@ from typing import Any
 
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.dead_letters.parked import Parked
 from keyshard.dead_letters.parking import Action, Parking, ParkingState
+from keyshard.dead_letters.topic_state import TopicState
 from tests.helpers import COMMITTED, P0, P1
 
 LEDGER = 3
@@ -100,7 +100,7 @@ class ParkingModel:
             checkpoint: From where to fold.
             late: Which topic partition delivers only when :meth:`arrive` says so.
         """
-        parked = Parked() if checkpoint is None else Parked.from_dict(checkpoint)
+        parked = TopicState() if checkpoint is None else TopicState.from_dict(checkpoint)
         self.fold_all(parked)
         self.parking = Parking(parked)
         self.completed = {key: set() for key in self.acked}
@@ -119,7 +119,7 @@ class ParkingModel:
         lane.waiting += lane.coming
         lane.coming.clear()
 
-    def fold_all(self, parked: Parked) -> None:
+    def fold_all(self, parked: TopicState) -> None:
         begin = parked.begin
         found = [
             position
@@ -133,7 +133,7 @@ class ParkingModel:
         lost = claimed is not None and (not found or found[0] > claimed)
         assert not lost, "what was done seems to be lost"
 
-    def fold(self, parked: Parked, position: EntryId) -> None:
+    def fold(self, parked: TopicState, position: EntryId) -> None:
         one = self.stored(position)
         what = parked.replayed if one.marks else parked.dead_letter
         what(position, one.key, *self.original(one.key, one.seq))
@@ -275,7 +275,7 @@ class ParkingModel:
 
     # -- what must hold ---------------------------------------------------------------------------
 
-    def resting(self, parked: Parked) -> dict[str, set[int]]:
+    def resting(self, parked: TopicState) -> dict[str, set[int]]:
         return {
             key: {self.stored(position).seq for _, _, position in found.dead_letters()}
             for key, found in parked.keys.items()
@@ -294,7 +294,7 @@ class ParkingModel:
                 if not self.crashes:
                     assert firsts == handled, "a message was handled twice without a crash"
         if not any(lane.sending for lane in self.lanes.values()):
-            again = Parked()
+            again = TopicState()
             self.fold_all(again)
             assert self.resting(again) == resting
 

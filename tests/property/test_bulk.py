@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from keyshard.core.lanes.bulk import COUNTED_MIN, FAST_S, REST_MAX_S, REST_S, Arrivals, Bulk, Pace
-from keyshard.core.lanes.circuit import KEYS_MAX, KNOWN_MAX, Circuit
-from keyshard.core.lanes.facts import Timings
+from keyshard.core.lanes.circuit_breaker import KEYS_MAX, KNOWN_MAX, CircuitBreaker
+from keyshard.core.lanes.key_queue import Arrival, Work
+from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.core.lanes.lanes import Lanes
-from keyshard.core.lanes.queues import Arrival, Work
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId
 from keyshard.core.ring.hash_range import range_index
@@ -226,7 +226,7 @@ def test_no_bulk_starts_while_a_message_is_in_a_lane() -> None:
 def test_successes_of_a_bulk_count_for_the_circuit_as_single_ones(count: int) -> None:
     keys = [f"key-{(7 * at) % (count // 2 + 1)}" for at in range(count)]
     keys += [f"other-{at}" for at in range(count)]
-    one, all_of = Circuit(), Circuit()
+    one, all_of = CircuitBreaker(), CircuitBreaker()
     for circuit in (one, all_of):
         circuit.succeeded("first", 1.0, 1.0)
         circuit.failed("first", 1.5, "broken")
@@ -243,7 +243,7 @@ def test_successes_of_a_bulk_count_for_the_circuit_as_single_ones(count: int) ->
 
 def test_durations_of_a_bulk_count_as_single_ones() -> None:
     durations = [0.0001, 0.0005, 0.02, 0.0003, 40.0]
-    one, all_of = Timings(), Timings()
+    one, all_of = LatencyHistogram(), LatencyHistogram()
     for seconds in durations:
         one.add(seconds)
     all_of.add_each(durations)

@@ -12,7 +12,7 @@ from keyshard.core.dead_letter import DeadLetter, DeadLetterKind
 from keyshard.core.dead_letter_filter import DeadLetterFilter, replay_of
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.store import DeadLetterStore
 from tests.helpers import present
 from tests.support.dead_letter_topic import DeadLetterTopic, dead_letter, replay
 
@@ -137,5 +137,5 @@ def test_a_discard_takes_what_a_list_shows_and_the_others_keep_their_order(
         client.close()
 
 
-def listed(dead_letters: DeadLetters, wanted: DeadLetterFilter) -> list[int]:
+def listed(dead_letters: DeadLetterStore, wanted: DeadLetterFilter) -> list[int]:
     return [int(present(one.message.value)) for one in dead_letters.browser.all(wanted)]

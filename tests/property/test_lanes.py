@@ -15,8 +15,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from keyshard.core.lanes.key_queue import KeyQueue, Work
 from keyshard.core.lanes.lanes import KEYS_READY_MIN, Lanes
-from keyshard.core.lanes.queues import KeyQueue, Work
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, range_index

@@ -7,7 +7,7 @@ import json
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from keyshard.dead_letters.parked import Parked
+from keyshard.dead_letters.topic_state import TopicState
 from tests.helpers import COMMITTED
 from tests.property.parking_model import ParkingModel
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_equals_the_state_of_the_topic(
     for step in steps:
         happen(model, *step)
     saved = json.loads(json.dumps(model.parking.parked.to_dict(COMMITTED)))
-    assert Parked.from_dict(saved).begin == model.parking.parked.begin
+    assert TopicState.from_dict(saved).begin == model.parking.parked.begin
     model.crash(forget=False, checkpoint=saved)
     from_checkpoint = model.resting(model.parking.parked)
     model.crash(forget=False)

@@ -14,15 +14,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from keyshard.core.ack_gaps import Proofs
-from keyshard.core.position.assembly import EntryAssembly, RedeliveryNeeded
+from keyshard.core.ack_gaps import GapEvidence
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import range_index
 from keyshard.core.window.admission import Budget
 from keyshard.core.window.layout import lay_out
-from keyshard.core.window.partition_window import Receipt
+from keyshard.core.window.partition_window import ReceiveResult
 from keyshard.core.window.window import Window
 from tests.helpers import P0, P1
 from tests.property.window_model import Lane, Planned, Stored, known_at_the_end, shown_by_a_reader
@@ -118,7 +118,7 @@ class WindowMachine(RuleBasedStateMachine):
         lost.foreign |= set(range(lost.size))
         # As the gap resolver does: an entry published up to the time of the evidence is old.
         now_ms = log[-1].publish_ms
-        self.window.prove(tp, Proofs(resolved=EntrySet.of([lost.id]), published_ms=now_ms))
+        self.window.prove(tp, GapEvidence(resolved=EntrySet.of([lost.id]), published_ms=now_ms))
 
     @rule(at=st.integers(0, 99), messages=st.integers(1, 8))
     def receive(self, at: int, messages: int) -> None:
@@ -163,7 +163,7 @@ class WindowMachine(RuleBasedStateMachine):
             self.deliver_again(tp, index)
             return False
         for entry in entries:
-            if self.window.receive(tp, index, entry) is Receipt.COMMITTED:
+            if self.window.receive(tp, index, entry) is ReceiveResult.COMMITTED:
                 stored = next(stored for stored in self.logs[tp] if stored.id == entry.id)
                 assert len(stored.foreign) == stored.size or any(
                     entry.id in done.end.partitions[tp].batch

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from keyshard.core.ack_gaps import LedgerEnd, Proofs
-from keyshard.core.position.assembly import UNSURE_ENDS_ALIKE, EntryAssembly
+from keyshard.core.ack_gaps import GapEvidence, LedgerEnd
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_assembly import UNSURE_ENDS_ALIKE, EntryAssembly
 from keyshard.core.position.entry_set import EntrySet
 from tests.helpers import block
 
@@ -73,10 +73,10 @@ class Lane:
         return indices == tuple(held.indices) and times >= UNSURE_ENDS_ALIKE - 1
 
 
-def shown_by_a_reader(stretch: list[Stored], *, from_the_beginning: bool) -> Proofs:
+def shown_by_a_reader(stretch: list[Stored], *, from_the_beginning: bool) -> GapEvidence:
     """Return the proofs of a Reader over a stretch of entries: it shows all but markers."""
     shown = [stored for stored in stretch if not stored.marker]
-    proofs = Proofs()
+    proofs = GapEvidence()
     if shown:
         if from_the_beginning:
             proofs.base = shown[0].id
@@ -86,11 +86,11 @@ def shown_by_a_reader(stretch: list[Stored], *, from_the_beginning: bool) -> Pro
     return proofs
 
 
-def known_at_the_end(log: list[Stored]) -> Proofs:
+def known_at_the_end(log: list[Stored]) -> GapEvidence:
     """Return all possible proofs for a topic partition: entries that no client will see."""
     resolved = (one.id for one in log if one.marker or len(one.foreign) == one.size)
     now_ms = log[-1].publish_ms if log else 0
-    return Proofs(EntryId(1, 0), EntrySet.of(resolved), _ledger_ends(log), now_ms)
+    return GapEvidence(EntryId(1, 0), EntrySet.of(resolved), _ledger_ends(log), now_ms)
 
 
 def _ledger_ends(entries: list[Stored]) -> dict[int, LedgerEnd]:

@@ -14,7 +14,7 @@ import ray
 import ray_adapter
 from keyshard import KeyShardSource
 from keyshard.config.connection import Connection
-from keyshard.config.workers import Workers
+from keyshard.config.workers import WorkersOption
 from keyshard.coordinator.progress import SourceWorker
 from keyshard.errors import ConfigError
 from keyshard.testing.devbroker import DevBroker
@@ -106,4 +106,4 @@ def test_the_public_way_is_a_text_that_spark_takes_too() -> None:
     text = ray_adapter.workers(3, num_cpus=0.5, resources={"a & b": 1})
     assert text == "ray:3?num_cpus=0.5&resources.a+%26+b=1"
     with pytest.raises(ConfigError, match="options of Ray workers are 'num_cpus'"):
-        connect_source(Connection("pulsar://nobody"), Workers.parse("ray:2?num_gpus=1"))
+        connect_source(Connection("pulsar://nobody"), WorkersOption.parse("ray:2?num_gpus=1"))

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 from keyshard import KeyShardSource, Message, Reject
 from keyshard.broker import preflight, retry
-from keyshard.broker.wire import ack_grouping, cluster, keep_alive
+from keyshard.broker.wire import ack_grouping, connection_pool, keep_alive
 from keyshard.broker.wire import subscription as subscribed
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
-from keyshard.config.workers import Workers
+from keyshard.config.workers import WorkersOption
 from keyshard.consumers import reconnector
-from keyshard.core import health, refusals
+from keyshard.core import range_watchdog, refusal_timer
 from keyshard.errors import KeyShardError
 from keyshard.workers import backends, host, supervisor
 from tests.refusals.broker import ScriptedBroker
@@ -35,14 +35,14 @@ TOPIC = "persistent://public/default/t"
 def hurried() -> Iterator[None]:
     """Waits that are short, and worker processes that are threads of this one."""
     changes: list[tuple[Any, str, Any]] = [
-        (refusals, "REFUSED_S", 0.4), (refusals, "UNAUTHENTICATED_S", 0.8),
+        (refusal_timer, "REFUSED_S", 0.4), (refusal_timer, "UNAUTHENTICATED_S", 0.8),
         (retry, "LONGEST_WAIT_S", 0.2), (keep_alive, "PING_AFTER_S", 0.2),
         (keep_alive, "UNRESPONSIVE_S", 0.5), (subscribed, "WAITS_S", 1.0),
         (reconnector, "LOOK_S", 0.1), (reconnector, "AWAY_S", (0.3, 0.6)),
-        (ack_grouping, "UNCONFIRMED_S", 1.0), (cluster, "RETIRE_AGE_S", 0.5),
+        (ack_grouping, "UNCONFIRMED_S", 1.0), (connection_pool, "RETIRE_AGE_S", 0.5),
         (preflight, "ANSWER_S", 1.0), (supervisor, "START_AGAIN_S", 0.1),
         (host, "REOPEN_WAIT_S", 0.2), (backends, "start_of", _in_threads),
-        (health, "STALL_S", 1.0),
+        (range_watchdog, "STALL_S", 1.0),
     ]  # fmt: skip
     with ExitStack() as patches:
         for change in changes:
@@ -50,7 +50,7 @@ def hurried() -> Iterator[None]:
         yield
 
 
-def _in_threads(connection: Connection, _: Workers) -> backends.StartWorker:
+def _in_threads(connection: Connection, _: WorkersOption) -> backends.StartWorker:
     return lambda _stop: LocalWorker(WireBroker(connection), lease_s=LEASE_S)
 
 

@@ -16,7 +16,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 from keyshard.errors import BrokerUnavailableError, DataLossAckedElsewhereError, TopicRecreatedError
 from tests.helpers import commit, received, rows_of, running, wait_until
 from tests.support.deadlines import deadline
@@ -90,7 +90,7 @@ def test_entries_in_flight_are_not_read_if_the_broker_lists_them(
     class Counting(MemoryAdmin):
         rounds = 0
 
-        def broker_state(self, *args: Any) -> BrokerState | None:
+        def broker_state(self, *args: Any) -> CursorState | None:
             self.rounds += 1
             return super().broker_state(*args)
 
@@ -276,7 +276,7 @@ def test_errors_of_the_broker_are_shown_and_tried_again(topic: GapTopic) -> None
     class Failing(MemoryAdmin):
         fails = False
 
-        def broker_state(self, *args: Any) -> BrokerState | None:
+        def broker_state(self, *args: Any) -> CursorState | None:
             if self.fails:
                 raise BrokerUnavailableError("away")
             return super().broker_state(*args)

@@ -17,7 +17,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError, TopicRecreatedError
 from tests.helpers import config, keys_of, rows_of
 from tests.support.deadlines import deadline
@@ -279,7 +279,7 @@ class DeafAdmin(MemoryAdmin):
 
     away = False
 
-    def broker_state(self, *asked: Any) -> BrokerState | None:
+    def broker_state(self, *asked: Any) -> CursorState | None:
         if self.away:
             raise BrokerUnavailableError("away")
         return super().broker_state(*asked)

@@ -34,7 +34,7 @@ from keyshard.errors import ConfigError, DataLossTrimmedError
 from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader, KeyShardSplit
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.option_parsing import parse_bounded
-from spark_adapter.structure import Rows
+from spark_adapter.task_rows import Rows
 from tests.helpers import present
 
 pytestmark = pytest.mark.usefixtures("reads_in_no_time")

@@ -20,8 +20,8 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.core.window.client_queue import ClientQueue
-from keyshard.core.window.pauses import Pauses
+from keyshard.core.window.backpressure import Backpressure
+from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import (
     AuthorizationError,
     BatchReleasedError,
@@ -522,7 +522,7 @@ def test_a_refused_start_gives_back_the_ranges_it_had(orders: CoordinatedTopic) 
             busy,
             owned_ranges,
             StartPosition.EARLIEST,
-            make_queue=lambda: ClientQueue(10**6, 100),
+            make_queue=lambda: ReceiverQueueSize(10**6, 100),
         )
     free = other.subscribe(
         SubscriptionSpec(
@@ -774,16 +774,16 @@ def test_an_idle_cut_looks_at_no_pause(
     orders: CoordinatedTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[TopicPartition] = []
-    fitted = Pauses.fitted
+    fitted = Backpressure.fitted
 
-    def noted(pauses: Pauses, where: TopicPartition) -> None:
+    def noted(pauses: Backpressure, where: TopicPartition) -> None:
         looked.append(where)
         fitted(pauses, where)
 
     with running(orders.cluster, orders.source) as coordinator:
         orders.publish(10)
         received(coordinator, 10)
-        monkeypatch.setattr(Pauses, "fitted", noted)
+        monkeypatch.setattr(Backpressure, "fitted", noted)
         assert coordinator.batches.cut() is not None
         assert [coordinator.batches.cut() for _ in range(100)] == [None] * 100
         assert looked == [], "none waited for room"

@@ -16,7 +16,7 @@ from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Messag
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.memory.log import StoredEntry
 from keyshard.config.source import SourceConfig
-from keyshard.consumers.continuity import Continuity
+from keyshard.consumers.identity_check import IdentityCheck
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.dead_letter import DeadLetterKind
 from keyshard.core.position.checkpoint import Checkpoint
@@ -309,16 +309,16 @@ def test_an_untaken_entry_that_becomes_readable_is_handled(
     parking.publish(*"abc" * 5)
     (where, first), *_ = stored(parking)
     parking.cluster.corrupt(where, first.id)
-    may_receive = Continuity.may_receive
+    may_receive = IdentityCheck.may_receive
 
-    def refuse_corrupt(self: Continuity, at: TopicPartition, entries: Iterable[EntryId]) -> bool:
+    def refuse_corrupt(self: IdentityCheck, at: TopicPartition, entries: Iterable[EntryId]) -> bool:
         entries = list(entries)
         if at == where and first.id in entries and first.id in parking.cluster.log(where).corrupt:
             heal(parking, where, first)
             return False
         return may_receive(self, at, entries)
 
-    monkeypatch.setattr(Continuity, "may_receive", refuse_corrupt)
+    monkeypatch.setattr(IdentityCheck, "may_receive", refuse_corrupt)
     with parking.run(on_corrupt="park"):
         wait_until(lambda: parking.backlog() == 0)
     assert not parking.dead_letters()

@@ -13,7 +13,7 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId
 from keyshard.dead_letters import browser as browser_module
 from keyshard.dead_letters.browser import DeadLetterBrowser
-from keyshard.dead_letters.opening import open_browser
+from keyshard.dead_letters.startup import open_browser
 from keyshard.errors import ConfigError
 from tests.helpers import config, present
 from tests.support.dead_letter_topic import (

@@ -15,9 +15,9 @@ from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.core.dead_letter import DeadLetter, DeadLetterKind
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import TopicPartition
-from keyshard.dead_letters.opening import open_dead_letters
 from keyshard.dead_letters.parking import ParkingState
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.startup import open_dead_letters
+from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import (
     AuthorizationError,
     BrokerUnavailableError,
@@ -41,7 +41,7 @@ class NewTopic:
 
     def open(
         self, parked: Mapping[str, Any] | None = None, *, unreachable: int = 0, **changes: Any
-    ) -> DeadLetters:
+    ) -> DeadLetterStore:
         self.clients.append(NoProducerAtFirst(self.cluster, unreachable))
         source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
         return open_dead_letters(self.clients[-1], WHERE.topic, source, parked, fail=print)

@@ -11,7 +11,7 @@ import pytest
 
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.port import Producer
-from keyshard.core.dead_letter import DeadLetterKind, Resting, position_of_text
+from keyshard.core.dead_letter import DeadLetterKind, StoredDeadLetter, position_of_text
 from keyshard.core.position.entry import EntryId
 from keyshard.dead_letters.parking import ParkingState
 from keyshard.errors import (
@@ -401,7 +401,7 @@ def test_keys_that_are_unparked_together_share_one_read() -> None:
         replays[key] = (first, dead_letters.replay(key, first))
     for key, (first, rest) in replays.items():
         done = []
-        resting: Resting | None = first
+        resting: StoredDeadLetter | None = first
         while resting is not None:
             done.append(int(present(resting.dead_letter.message.value)))
             dead_letters.done(key, resting)

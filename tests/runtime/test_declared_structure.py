@@ -24,13 +24,13 @@ from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.columns.record_batches import COLUMNS
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
+from keyshard.reading.decoder import RowDecoder
 from keyshard.reading.decoding_plan import CORRUPT, plan_decoding
-from keyshard.reading.message_data import MessageData
-from keyshard.reading.structured import Decoder
+from keyshard.reading.message_decoder import MessageDecoder
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.pulsar.source import PulsarDataSource
-from spark_adapter.structure import Rows
 from spark_adapter.table_options import with_options
+from spark_adapter.task_rows import Rows
 
 OPTIONS = {"service.url": "pulsar://127.0.0.1:1", "admin.url": "http://127.0.0.1:1"}
 FIRST = {"type": "record", "name": "R", "fields": [{"name": "id", "type": "int"}]}
@@ -176,7 +176,7 @@ def test_a_handler_has_the_data_of_a_topic_that_is_called_like_a_partition(
 ) -> None:
     topic = declared.topic("orders-partition-1", partitions=2)
     message = Message.for_test(b"x")._replace(topic=topic, partition=0)
-    assert MessageData(Connection(f"memory://{declared.name}"))(message) == b"x"
+    assert MessageDecoder(Connection(f"memory://{declared.name}"))(message) == b"x"
 
 
 VALUES: dict[str, tuple[str, Any, bytes, bytes]] = {
@@ -262,10 +262,12 @@ def test_in_other_modes_columns_of_keyshard_alone_decode_nothing(declared: Decla
     topic = declared.topic("orders", ("JSON", FIRST))
     connection = Connection(f"memory://{declared.name}")
     for mode in ("FAILFAST", "PERMISSIVE"):
-        decoder = Decoder(plan_decoding(connection, [topic], mode), pa.schema([COLUMNS.field(1)]))
+        decoder = RowDecoder(
+            plan_decoding(connection, [topic], mode), pa.schema([COLUMNS.field(1)])
+        )
         assert "value" not in decoder.raw_columns
     wanted = pa.schema([COLUMNS.field("__messageId")])
-    decoder = Decoder(plan_decoding(connection, [topic], "DROPMALFORMED"), wanted)
+    decoder = RowDecoder(plan_decoding(connection, [topic], "DROPMALFORMED"), wanted)
     batch = raw(topic, (b'{"id": 1}', 0), (b"{", 0)).select(list(decoder.raw_columns))
     (found,) = decoder.decoded([batch])
     assert (found.to_pylist(), decoder.malformed) == ([{"__messageId": "7:0:0"}], 1)

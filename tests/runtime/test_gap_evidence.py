@@ -11,7 +11,7 @@ from keyshard.broker.memory import MemoryBroker, MemoryReader, Message
 from keyshard.coordinator import gap_resolver
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryBlock, EntryId
-from keyshard.reading.gaps import Inspection, inspect_ack_gaps
+from keyshard.reading.gap_reader import GapReport, inspect_ack_gaps
 from tests.helpers import commit, config, received, running, wait_until
 from tests.support.gap_topic import (
     FAST_KEY,
@@ -123,7 +123,7 @@ def test_evidence_from_before_a_doubt_is_dropped(monkeypatch: pytest.MonkeyPatch
         shared = coordinator.consumers.shared
         window = shared.window.known[topic.where]
 
-        def doubted_meanwhile(*arguments: Any, **options: Any) -> Inspection:
+        def doubted_meanwhile(*arguments: Any, **options: Any) -> GapReport:
             found = inspect_ack_gaps(*arguments, **options)
             if marker in found.proofs.resolved:
                 with shared.lock:

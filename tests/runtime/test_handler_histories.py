@@ -18,10 +18,10 @@ from keyshard import RetryPolicy
 from keyshard.broker.memory import MemoryBroker
 from keyshard.coordinator.coordinator import InFlightEntries
 from keyshard.core.dead_letter import DeadLetter
+from keyshard.core.lanes.key_queue import KeyQueue, Work
 from keyshard.core.lanes.lanes import Lanes
-from keyshard.core.lanes.queues import KeyQueue, Work
 from keyshard.core.message import Message
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import BrokerError
 from keyshard.testing.verify.checkers import check
 from tests.helpers import DEADLINE_S, wait_until
@@ -178,7 +178,7 @@ def acknowledged_when_taken(in_flight: InFlightEntries, *args: Any) -> Any:
     return taken
 
 
-def parked_without_a_dead_letter(dead_letters: DeadLetters, dead_letter: DeadLetter) -> None:
+def parked_without_a_dead_letter(dead_letters: DeadLetterStore, dead_letter: DeadLetter) -> None:
     """The message is nowhere then."""
 
 
@@ -194,7 +194,7 @@ BREAKS: dict[str, tuple[Any, str, Any, set[str]]] = {
         InFlightEntries, "take", acknowledged_when_taken, {"acknowledged after the checkpoint"},
     ),
     "parking": (
-        DeadLetters, "send", parked_without_a_dead_letter,
+        DeadLetterStore, "send", parked_without_a_dead_letter,
         {"no loss", "acknowledged after the checkpoint"},
     ),
     "rescale": (Lanes, "hold", nothing_is_held, {"routed by key"}),

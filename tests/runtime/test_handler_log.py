@@ -13,9 +13,9 @@ import tenacity
 from keyshard import Message, Reject, RetryLater, RetryPolicy
 from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.config.connection import Connection
-from keyshard.core.lanes.queues import KeyQueue, Work
+from keyshard.core.lanes.key_queue import KeyQueue, Work
 from keyshard.errors import BrokerUnavailableError
-from keyshard.handlers.outcomes import AGAIN_S, KINDS_MAX, OutcomeLog
+from keyshard.handlers.outcomes import AGAIN_S, KINDS_MAX, FailureLog
 from tests.helpers import wait_until
 from tests.support.parking_topic import ParkingTopic
 
@@ -77,9 +77,9 @@ def test_an_option_that_a_checkpoint_makes_void_is_named(
     assert "the starting position 'earliest' is ignored" in caplog.text
 
 
-def outcome_log() -> tuple[OutcomeLog, list[float]]:
+def outcome_log() -> tuple[FailureLog, list[float]]:
     now = [0.0]
-    return OutcomeLog(lambda: now[0]), now
+    return FailureLog(lambda: now[0]), now
 
 
 def work(number: int) -> Work:

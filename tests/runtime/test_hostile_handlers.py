@@ -162,7 +162,7 @@ def test_a_policy_that_fails_is_replaced_by_the_default_and_named_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # The default one takes 13 s for its attempts.
-    monkeypatch.setattr("keyshard.core.lanes.retrying._DEFAULT", AT_ONCE)
+    monkeypatch.setattr("keyshard.core.lanes.retry_policy._DEFAULT", AT_ONCE)
 
     def handle(message: Message) -> None:
         if message.value == b"bad":

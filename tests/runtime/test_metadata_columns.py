@@ -16,8 +16,8 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.metadata_columns import METADATA_COLUMNS
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from keyshard.reading.splits import plan_read
 from tests.helpers import config, received, rows_of
 
 _names = itertools.count()

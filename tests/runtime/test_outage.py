@@ -13,7 +13,7 @@ import tenacity
 
 from keyshard import Message, Reject, RetryLater, RetryPolicy
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.lanes.circuit import KEYS_MAX, KEYS_MIN, ON_TRIAL_MAX, PAUSE_S
+from keyshard.core.lanes.circuit_breaker import KEYS_MAX, KEYS_MIN, ON_TRIAL_MAX, PAUSE_S
 from tests.helpers import DEADLINE_S, present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import HandledTopic
@@ -54,7 +54,7 @@ class Database:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A circuit breaker that waits for a success longer than the retries of ``SLOWER`` take."""
-    monkeypatch.setattr("keyshard.core.lanes.circuit.QUIET_S", deadline(2))
+    monkeypatch.setattr("keyshard.core.lanes.circuit_breaker.QUIET_S", deadline(2))
 
 
 @pytest.mark.usefixtures("patient")
@@ -139,9 +139,9 @@ def held_by(run: Run) -> int:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A circuit breaker that waits for fractions of its times."""
-    monkeypatch.setattr("keyshard.core.lanes.circuit.STUCK_S", 0.5)
-    monkeypatch.setattr("keyshard.core.lanes.circuit.PAUSE_S", 0.05)
-    monkeypatch.setattr("keyshard.core.lanes.circuit.PAUSE_MAX_S", 0.1)
+    monkeypatch.setattr("keyshard.core.lanes.circuit_breaker.STUCK_S", 0.5)
+    monkeypatch.setattr("keyshard.core.lanes.circuit_breaker.PAUSE_S", 0.05)
+    monkeypatch.setattr("keyshard.core.lanes.circuit_breaker.PAUSE_MAX_S", 0.1)
 
 
 @pytest.mark.usefixtures("hurried")
@@ -208,7 +208,7 @@ def test_a_good_key_behind_more_bad_ones_than_a_round_tries_is_found(
 ) -> None:
     """Issue: 300 bad keys waited in the lanes of a range, so no other message came there."""
     # On a slow machine, only rounds of probes try most of the keys.
-    monkeypatch.setattr("keyshard.core.lanes.circuit.PAUSE_MAX_S", 4 * PAUSE_S)
+    monkeypatch.setattr("keyshard.core.lanes.circuit_breaker.PAUSE_MAX_S", 4 * PAUSE_S)
     database, bad = Database(orders), 3 * KEYS_MAX
     tried: list[str | None] = []
 

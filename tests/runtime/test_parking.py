@@ -13,12 +13,12 @@ import pytest
 from keyshard import Message
 from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.dead_letter import DeadLetterKind, Resting
+from keyshard.core.dead_letter import DeadLetterKind, StoredDeadLetter
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
-from keyshard.handlers.parked_lanes import UNPARKED_AT_ONCE
+from keyshard.handlers.failed_messages import UNPARKED_AT_ONCE
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.parking_topic import ParkingRun, ParkingTopic, Record, broken_for_b, numbers
@@ -528,13 +528,13 @@ def test_a_marker_that_is_not_confirmed_is_not_blamed_on_the_handler(
     parking: ParkingTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     confirmed = threading.Event()
-    done = DeadLetters.done
+    done = DeadLetterStore.done
 
-    def slow(dead_letters: DeadLetters, key: str, resting: Resting) -> None:
+    def slow(dead_letters: DeadLetterStore, key: str, resting: StoredDeadLetter) -> None:
         confirmed.wait(deadline(30))
         done(dead_letters, key, resting)
 
-    monkeypatch.setattr(DeadLetters, "done", slow)
+    monkeypatch.setattr(DeadLetterStore, "done", slow)
     parking.broken = {"b"}
     with parking.run(parallelism=1) as run:
         parking.publish("b")

@@ -14,7 +14,7 @@ from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.cli import main
 from keyshard.control import running_source
-from keyshard.core import health
+from keyshard.core import range_watchdog
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.observe import monitor
 from tests.helpers import present, wait_until
@@ -129,7 +129,7 @@ def test_a_message_in_flight_is_finished_and_acknowledged_without_an_alert(
     job: Paused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
-    monkeypatch.setattr(health, "STALL_S", 0.2)
+    monkeypatch.setattr(range_watchdog, "STALL_S", 0.2)
     with job.source.running(job.handle, metrics_port=0):
         port = present(job.source.__dict__["_running"]._monitor).metrics_port
 

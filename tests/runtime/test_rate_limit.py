@@ -11,8 +11,8 @@ import pytest
 import tenacity
 
 from keyshard import Message, RetryPolicy
-from keyshard.core.health import STALL_S
 from keyshard.core.lanes.rate_limit import RateLimitStatus
+from keyshard.core.range_watchdog import STALL_S
 from keyshard.testing import run_until_idle
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline

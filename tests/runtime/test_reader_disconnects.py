@@ -17,17 +17,17 @@ from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.columns.messages import messages_of
 from keyshard.coordinator.available_now import _search
-from keyshard.coordinator.opening import audit
+from keyshard.coordinator.startup import audit
 from keyshard.core.dead_letter import DeadLetter, DeadLetterKind
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.read_target import Gap
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.target import Gap
-from keyshard.dead_letters.opening import open_dead_letters
 from keyshard.dead_letters.parking import ParkingState
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.startup import open_dead_letters
+from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossAckedElsewhereError,
@@ -37,7 +37,7 @@ from keyshard.errors import (
     TopicRecreatedError,
 )
 from keyshard.observe.doctor import examine
-from keyshard.reading.gaps import Inspection, inspect_ack_gaps
+from keyshard.reading.gap_reader import GapReport, inspect_ack_gaps
 from keyshard.reading.replay import replay
 from tests.helpers import COMMITTED, block, config, key_in
 from tests.support.disconnecting_readers import NEVER, DisconnectingBroker, every_disconnect
@@ -134,7 +134,7 @@ def test_ack_gaps_and_entries_are_distinguished_wherever_the_connection_is_lost(
 ) -> None:
     ack_gaps = EntrySet.of([*topic.markers[:-1], *topic.entries[3:-1:2]])
 
-    def look(broker: MemoryBroker, seconds: float = 30) -> Inspection:
+    def look(broker: MemoryBroker, seconds: float = 30) -> GapReport:
         found = inspect_ack_gaps(broker, topic.where, ack_gaps, time.monotonic() + seconds)
         assert not found.proofs.resolved & EntrySet.of(topic.entries)
         return found
@@ -250,7 +250,9 @@ class Letters:
             dead_letters.send(dead_letter(topic, number, "ab"[number % 2]))
         self.clients[-1].close()
 
-    def open(self, broker: MemoryBroker, parked: Mapping[str, Any] | None = None) -> DeadLetters:
+    def open(
+        self, broker: MemoryBroker, parked: Mapping[str, Any] | None = None
+    ) -> DeadLetterStore:
         self.clients = [broker]
         return open_dead_letters(broker, self.name, config("orders"), parked, fail=print)
 

@@ -14,9 +14,9 @@ from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.consumers import reconnector
 from keyshard.consumers.range_consumers import RangeConsumers
 from keyshard.consumers.receiver import RangeConsumer
-from keyshard.consumers.reconnector import Troubles
+from keyshard.consumers.reconnector import ConnectionProblems
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core import refusals
+from keyshard.core import refusal_timer
 from keyshard.core.position.entry import EntryBlock, TopicPartition
 from keyshard.core.ring.assignment import assign
 from keyshard.core.ring.hash_range import HashRange
@@ -227,8 +227,8 @@ def test_an_outage_while_a_range_is_subscribed_again_is_survived(
 def test_a_refusal_that_does_not_pass_ends_the_source_by_name(
     make_source: MakeSource, monkeypatch: pytest.MonkeyPatch, error: BrokerError, anew: bool
 ) -> None:
-    monkeypatch.setattr(refusals, "REFUSED_S", 0.2)
-    monkeypatch.setattr(refusals, "UNAUTHENTICATED_S", 0.4)
+    monkeypatch.setattr(refusal_timer, "REFUSED_S", 0.2)
+    monkeypatch.setattr(refusal_timer, "UNAUTHENTICATED_S", 0.4)
     rescaled = make_source()
     rescaled.keep_publishing()
     rescaled.more()
@@ -330,7 +330,7 @@ def test_a_trouble_is_named_in_the_log_once_and_when_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "keyshard")
-    troubles, one, other = Troubles(), TopicPartition("t", 0), TopicPartition("t", 1)
+    troubles, one, other = ConnectionProblems(), TopicPartition("t", 0), TopicPartition("t", 1)
     for second in range(200):
         now = {one: f"It has been so for {second} s.", other: "It refuses."}
         troubles.look(float(second), now if second < 100 else {other: "It refuses."})

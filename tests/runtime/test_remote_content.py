@@ -18,7 +18,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.errors import BatchReleasedError
 from keyshard.workers.authentication import with_token
-from keyshard.workers.broker import HostedBroker
+from keyshard.workers.broker import RemoteBroker
 from tests.helpers import config, keys_of, received, wait_until
 from tests.support.worker_servers import LocalWorker
 
@@ -40,12 +40,12 @@ class WorkerSource:
         """Set once the coordinator has started."""
         self.sent = 0
 
-    def _broker(self) -> HostedBroker:
+    def _broker(self) -> RemoteBroker:
         def start(_stop: threading.Event) -> LocalWorker:
             self.workers.append(LocalWorker(MemoryBroker(self.cluster), keeps=True))
             return self.workers[-1]
 
-        return HostedBroker(MemoryBroker(self.cluster), start, 2, 10.0)
+        return RemoteBroker(MemoryBroker(self.cluster), start, 2, 10.0)
 
     def publish(self, count: int = ROWS) -> None:
         first, self.sent = self.sent, self.sent + count

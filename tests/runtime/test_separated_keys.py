@@ -18,9 +18,9 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, parse
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError, UnfitHandlerError
+from keyshard.reading.decoder import RowDecoder
 from keyshard.reading.decoding_plan import plan_decoding
-from keyshard.reading.message_data import MessageData
-from keyshard.reading.structured import Decoder
+from keyshard.reading.message_decoder import MessageDecoder
 from tests.helpers import received
 
 _names = itertools.count()
@@ -127,11 +127,11 @@ def test_another_version_may_store_keys_separately(topic: Topic) -> None:
     fields = [*SCHEMA, COLUMNS.field("__keyBytes")]
     raw = pa.RecordBatch.from_pylist(rows, schema=pa.schema(fields))
     plan = plan_decoding(Connection(topic.url), [topic.name])
-    decoder = Decoder(plan, plan.only(["key", "value"]))
+    decoder = RowDecoder(plan, plan.only(["key", "value"]))
     assert "__keyBytes" in decoder.raw_columns
     (found,) = decoder.decoded([raw])
     assert found.to_pylist() == [{"key": "k", "value": "v"}, {"key": "abcd", "value": "v"}]
-    read = MessageData(Connection(topic.url))
+    read = MessageDecoder(Connection(topic.url))
     one = keyshard.Message.for_test(pair)._replace(topic=topic.name, schema_version=1)
     assert read(one) == {"key": "k", "value": "v"}
     with pytest.raises(UnfitHandlerError, match="__keyBytes"):
@@ -149,12 +149,12 @@ def test_a_version_with_keys_apart_that_follows_another_type_is_malformed(topic:
         {"value": b"text", "__topic": topic.name, "__schemaVersion": 0},
         {"value": b"v", "__topic": topic.name, "__schemaVersion": 1},
     ]
-    decoder = Decoder(plan, plan.only(["value"]))
+    decoder = RowDecoder(plan, plan.only(["value"]))
     assert "__keyBytes" not in decoder.raw_columns
     (found,) = decoder.decoded([pa.RecordBatch.from_pylist(rows, schema=SCHEMA)])
     assert found.to_pylist() == [{"value": "text"}]
     assert decoder.malformed == 1
-    read = MessageData(Connection(topic.url))
+    read = MessageDecoder(Connection(topic.url))
     one = keyshard.Message.for_test(b"text")._replace(topic=topic.name, schema_version=0)
     apart = schemas.pop()
     assert read(one) == "text"
@@ -169,9 +169,9 @@ def test_pulsar_client_cannot_have_them(topic: Topic) -> None:
     plan = plan_decoding(Connection(topic.url), [topic.name])
     plan = type(plan)(connection, {topic.name: apart})
     with pytest.raises(SchemaError, match=r"pulsar-client .*transport='wire'.*valueFormat=raw"):
-        Decoder(plan, plan.columns)
+        RowDecoder(plan, plan.columns)
     # Columns of keyshard alone, and bytes, need no key.
-    Decoder(plan, plan.only(["__key"]))
+    RowDecoder(plan, plan.only(["__key"]))
 
 
 def test_a_topic_found_later_is_an_error_if_its_key_bytes_are_not_read(
@@ -189,7 +189,7 @@ def test_a_topic_found_later_is_an_error_if_its_key_bytes_are_not_read(
 
 
 def test_a_dead_letter_keeps_the_bytes_of_the_key_of_its_original(topic: Topic) -> None:
-    read = MessageData(Connection(topic.url), key_bytes=True)
+    read = MessageDecoder(Connection(topic.url), key_bytes=True)
     one = keyshard.Message.for_test(b"v", key="YWJjZA==")
     one = one._replace(topic=topic.name, key_bytes=b"abcd")
 

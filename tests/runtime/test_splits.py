@@ -17,9 +17,9 @@ from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.columns import record_batches
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.core.message import MessageId
-from keyshard.core.position.bounds import parse_bounds
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
+from keyshard.core.position.read_bounds import parse_bounds
 from keyshard.core.position.split import Split, cut
 from keyshard.errors import (
     BrokerUnavailableError,
@@ -33,8 +33,8 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
+from keyshard.reading.split_planner import plan_read, stretches
 from keyshard.reading.split_reader import read_split, read_splits
-from keyshard.reading.splits import plan_read, stretches
 from tests.support.disconnecting_readers import DisconnectingBroker, every_disconnect
 
 pytestmark = pytest.mark.usefixtures("reads_in_no_time")

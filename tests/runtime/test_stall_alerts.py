@@ -17,13 +17,13 @@ from keyshard import Message, Produce, RetryPolicy
 from keyshard.broker.memory import LookAhead
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.dispatch import Subscription
-from keyshard.core import deliveries, health
+from keyshard.core import partition_watchdog, range_watchdog
 from keyshard.core.dead_letter import DeadLetter
-from keyshard.core.health import StallKind
-from keyshard.core.lanes import circuit
+from keyshard.core.lanes import circuit_breaker
+from keyshard.core.range_watchdog import StallKind
 from keyshard.core.ring.assignment import assign, moved_ranges, reassign
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import KeyShardError
 from keyshard.observe import monitor, status
 from keyshard.observe.alerts import ALERTS
@@ -48,10 +48,10 @@ GIVEN_UP = RetryPolicy(stop=tenacity.stop_after_attempt(1))
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog looks often and waits for less."""
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
-    monkeypatch.setattr(health, "STALL_S", 0.3)
-    monkeypatch.setattr(deliveries, "UNDELIVERED_S", 0.3)
+    monkeypatch.setattr(range_watchdog, "STALL_S", 0.3)
+    monkeypatch.setattr(partition_watchdog, "UNDELIVERED_S", 0.3)
     monkeypatch.setattr(status, "FACTS_ROUND_S", 0.05)
-    monkeypatch.setattr(circuit, "QUIET_S", 0.05)
+    monkeypatch.setattr(circuit_breaker, "QUIET_S", 0.05)
 
 
 class Stalling(Copied):
@@ -171,13 +171,13 @@ def test_the_alert_of_a_stall_fires_on_what_the_source_exports(
 ) -> None:
     options, stall, count = CASES[kind]
     world = Stalling(monkeypatch)
-    send = DeadLetters.send
+    send = DeadLetterStore.send
 
-    def slow(dead_letters: DeadLetters, dead_letter: DeadLetter) -> None:
+    def slow(dead_letters: DeadLetterStore, dead_letter: DeadLetter) -> None:
         world.released.wait(DEADLINE_S)
         send(dead_letters, dead_letter)
 
-    monkeypatch.setattr(DeadLetters, "send", slow)
+    monkeypatch.setattr(DeadLetterStore, "send", slow)
     run = world.running(
         world.source(admin_url=world.url, receiver_queue_size=QUEUE_MESSAGES),
         world.handle, sink=world.sink, metrics_port=0, **options,

@@ -17,7 +17,7 @@ from keyshard import Checkpoint, KeyShardSource
 from keyshard.broker.admin.port import BEGINS_PROPERTY, ID_PROPERTY
 from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.coordinator.positions import positions_of
+from keyshard.coordinator.start_positions import positions_of
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -34,8 +34,8 @@ from keyshard.errors import (
     TopicRecreatedError,
 )
 from keyshard.reading import scan
+from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from keyshard.reading.splits import plan_read
 from tests.helpers import received, rows_of, wait_until
 from tests.support.deadlines import deadline
 

@@ -28,9 +28,9 @@ from keyshard.config.connection import Connection
 from keyshard.control import running_source, running_sources
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
-from keyshard.core import deliveries, health, pace
-from keyshard.core.history import CommitsStatus, RescaleStatus
+from keyshard.core import pace, partition_watchdog, range_watchdog
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.recent_history import CommitsStatus, RescaleStatus
 from keyshard.core.ring.hash_range import range_index, split_ring
 from keyshard.core.ring.key_slot import key_slot, possible_slots
 from keyshard.errors import (
@@ -43,7 +43,7 @@ from keyshard.errors import (
 )
 from keyshard.observe import monitor
 from keyshard.observe import status as status_module
-from keyshard.observe.status import BrokerFacts
+from keyshard.observe.status import BrokerPoll
 from keyshard.observe.status_types import (
     NewestErrorStatus,
     PartitionStatus,
@@ -136,7 +136,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[Job]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog looks often and waits for less."""
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
-    monkeypatch.setattr(health, "STALL_S", 0.3)
+    monkeypatch.setattr(range_watchdog, "STALL_S", 0.3)
     monkeypatch.setattr(status_module, "FACTS_ROUND_S", 0.05)
 
 
@@ -294,7 +294,7 @@ def test_topic_partitions_that_never_answer_hide_no_others_and_old_facts_are_for
                 raise BrokerError("no answer")
             return super().subscription(topic_partition, subscription, oldest=oldest)
 
-    facts = BrokerFacts(
+    facts = BrokerPoll(
         lambda: Admin(cluster), "jobs", lambda: dict.fromkeys(wheres, True), lambda: ()
     )
     try:
@@ -311,7 +311,7 @@ def test_topic_partitions_that_never_answer_hide_no_others_and_old_facts_are_for
 def test_a_stalled_topic_partition_is_named_while_its_ranges_are_busy_with_others(
     job: Job, quick: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(deliveries, "UNDELIVERED_S", 0.3)
+    monkeypatch.setattr(partition_watchdog, "UNDELIVERED_S", 0.3)
     job.start()
     stuck, other = job.cluster.partitions(job.topic)
     withheld, dispatch = job.cluster.subscription(stuck, "jobs"), Subscription.dispatch
@@ -379,7 +379,7 @@ def test_every_field_is_documented(job: Job) -> None:
     history = [*present(status["history"]), *RESCALE, *COMMITS]
     for name in [*status, *chain(*nested), *range_, *partition, *shares, *NEWEST, *history]:
         assert f"`{name}`" in output, name
-    for state in health.RangeState:
+    for state in range_watchdog.RangeState:
         assert f"| `{state.value}` |" in output, state
 
 

@@ -24,7 +24,7 @@ STEPS = [
     Step("keyshard-ack", "keyshard.consumers.acknowledger.Acknowledger._hand_over"),
     Step("keyshard-audit", "keyshard.broker.retry.retry_until"),
     Step("keyshard-broker-facts", "keyshard.observe.status._limits_of"),
-    Step("keyshard-broker-facts", "keyshard.observe.status.BrokerFacts._round"),
+    Step("keyshard-broker-facts", "keyshard.observe.status.BrokerPoll._round"),
     Step("keyshard-control", "keyshard.control._of_another_user"),
     Step("keyshard-control-answer", "keyshard.control.ControlServer._answer"),
     Step("keyshard-control-answer", "keyshard.control._send"),
@@ -36,7 +36,7 @@ STEPS = [
     ),
     Step(
         "keyshard-dead-letters",
-        "keyshard.handlers.parked_lanes.ParkedLanes._write.<locals>.<lambda>",
+        "keyshard.handlers.failed_messages.FailedMessages._write.<locals>.<lambda>",
     ),
     Step("keyshard-properties", "keyshard.broker.retry.retry_until"),
     Step("keyshard-receive", "keyshard.consumers.receiver.Receiver._round"),

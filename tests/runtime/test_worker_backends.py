@@ -12,7 +12,7 @@ from keyshard import HandlerConfig, KeyShardSource
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.config.connection import Connection
-from keyshard.config.workers import WORKERS_MAX, Workers
+from keyshard.config.workers import WORKERS_MAX, WorkersOption
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import ConfigError
@@ -24,7 +24,7 @@ from tests.support.worker_servers import LocalWorker
 Install = Callable[..., None]
 
 
-def place(connection: Connection, workers: Workers) -> StartWorker:
+def place(connection: Connection, workers: WorkersOption) -> StartWorker:
     """Workers in this process, as an entry point of another package would provide them."""
     if set(workers.options) - {"share"}:
         raise ConfigError(f"workers is {workers.text!r}; the only option is 'share'.")
@@ -100,17 +100,17 @@ def test_a_backend_that_cannot_be_loaded_is_named_with_its_error(install: Instal
     install(broken="nowhere_at_all:place", empty="elsewhere:no_such_thing")
     for name, why in (("broken", "nowhere_at_all"), ("empty", "no_such_thing")):
         with pytest.raises(ConfigError, match=f"workers is '{name}:1'.*cannot be loaded.*{why}"):
-            connect(Connection("memory://places"), Workers.parse(f"{name}:1"))
+            connect(Connection("memory://places"), WorkersOption.parse(f"{name}:1"))
 
 
 def test_workers_run_in_the_backend_of_an_installed_package(install: Install) -> None:
     install(elsewhere="elsewhere:place")
     connection = Connection("memory://places")
     with pytest.raises(ConfigError, match="the only option is 'share'"):
-        connect(connection, Workers.parse("elsewhere:2?cpus=1"))
+        connect(connection, WorkersOption.parse("elsewhere:2?cpus=1"))
     cluster = MemoryCluster.named("places")
     topic = cluster.create_topic("orders")
-    broker = connect(connection, Workers.parse("elsewhere:2?share=a%26b"))
+    broker = connect(connection, WorkersOption.parse("elsewhere:2?share=a%26b"))
     try:
         consumers = [
             broker.subscribe(

@@ -17,8 +17,8 @@ from keyshard import cli
 from keyshard.cli import connecting
 from keyshard.config.connection import Connection
 from keyshard.control import WORKER, ControlServer, RunningSource, answering_sources
-from keyshard.workers.encoding import Taken
-from keyshard.workers.process import Setup
+from keyshard.workers.encoding import DeliveredTotals
+from keyshard.workers.server import WorkerSetup
 from keyshard.workers.worker import Worker
 from tests.helpers import present, wait_until
 from tests.support.control_folder import own_control_folder
@@ -28,7 +28,7 @@ URL = "memory://workers"
 PROGRAM = """
 import json, os, sys
 from keyshard.broker.memory import MemoryCluster, Message
-from keyshard.workers.process import start_server
+from keyshard.workers.server import start_server
 cluster = MemoryCluster.named("workers")
 topic = cluster.create_topic("orders")
 cluster.publish(topic, *(Message(b"%d" % i, key="k") for i in range(5)))
@@ -43,7 +43,7 @@ class Process(Worker):
     """A worker process with an in-memory cluster of its own."""
 
     def __init__(self) -> None:
-        setup = Setup(Connection(URL), lease_s=600.0, level=30, keeps=True)
+        setup = WorkerSetup(Connection(URL), lease_s=600.0, level=30, keeps=True)
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -132,7 +132,7 @@ def test_a_worker_is_listed_with_what_it_holds(
     (number,) = {delivery.consumer for delivery in taken if delivery.blocks}
     held = {1: 0, 2: 1}[number]
     assert status["consumers"][held]["messages"] == 5, "not in the window yet"
-    worker.take({number: Taken(5, 2**40)})
+    worker.take({number: DeliveredTotals(5, 2**40)})
     assert one.ask("status")["consumers"][held]["messages"] == 0
 
     for named in ([], ["billing"]):

@@ -11,14 +11,14 @@ import pytest
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.range_consumers import RangeConsumers
 from keyshard.consumers.receiver import RangeConsumer
-from keyshard.core.ack_gaps import Proofs
+from keyshard.core.ack_gaps import GapEvidence
 from keyshard.core.position.checkpoint import Checkpoint, named
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import assign, slot_owners
 from keyshard.core.window.admission import Budget
-from keyshard.core.window.client_queue import ClientQueue
 from keyshard.core.window.partition_window import PartitionWindow
+from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.core.window.window import Window
 
 START = Checkpoint("c", "s", 4)
@@ -133,7 +133,7 @@ def test_a_commit_looks_only_at_changed_partitions(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(PartitionWindow, "advance", noted)
     give(window, where[9], 1)
-    window.prove(where[11], Proofs(base=EntryId(1, 0)))
+    window.prove(where[11], GapEvidence(base=EntryId(1, 0)))
     window.plan_completed(taken(window))
     assert len(looked) == 3, "one ends its batch, one has a new one, one is resolved further"
     assert window.newest.partitions[where[11]].floor == EntryId(1, 0)
@@ -240,7 +240,7 @@ def test_consumers_that_begin_replace_the_list_of_a_topic_partition_once() -> No
     consumers.receivers = [served]  # type: ignore[list-item]
     lists = consumers.by_partition = Lists()
     consumers.serve([
-        RangeConsumer(one, None, ClientQueue(1, 1))  # type: ignore[arg-type]
+        RangeConsumer(one, None, ReceiverQueueSize(1, 1))  # type: ignore[arg-type]
         for one in consumers.owned_ranges(partitions(4), assign(50))
     ])  # fmt: skip
     assert served.range_consumers == len(consumers.owned) == 4 * 50

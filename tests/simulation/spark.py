@@ -24,7 +24,7 @@ from keyshard.coordinator.batches import Batches, Run
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.window import layout, task_costs
-from spark_adapter import stream_reader, structure
+from spark_adapter import stream_reader, task_rows
 from spark_adapter.stream_reader import KeyShardPartition
 from tests.simulation.primitives import Pool
 from tests.simulation.record import Record
@@ -130,7 +130,7 @@ class Query:
         self._at = at
         self._poisoned = poisoned
         self.reader = stream_reader.KeyShardStreamReader(
-            source, structure.Rows((*COLUMNS, *metadata))
+            source, task_rows.Rows((*COLUMNS, *metadata))
         )
         self._check_runtime = check
         self._write = write

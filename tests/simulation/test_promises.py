@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keyshard import Message
-from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, Marker
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, DoneMarker
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from tests.simulation.handling.promises import Name, Promises
@@ -47,7 +47,7 @@ class Course:
     def replayed(self, seq: int) -> Course:
         self.done(seq)
         self.dead_letters += 1
-        marker = Marker("a", "billing", TopicPartition(TOPIC, 0), name(seq).id)
+        marker = DoneMarker("a", "billing", TopicPartition(TOPIC, 0), name(seq).id)
         self.promises.stored(EntryId(9, self.dead_letters), marker, -1)
         return self
 

@@ -1,7 +1,7 @@
 """The third world: the query of the first one, with its consumers in worker processes that die.
 
-A worker runs the real :class:`~keyshard.workers.host.Host` in a simulated process of its own.
-The content of Arrow Flight travels as JSON, takes time, and is lost, repeated or late.
+A worker runs the real :class:`~keyshard.workers.host.ConsumerHost` in a simulated process of its
+own. The content of Arrow Flight travels as JSON, takes time, and is lost, repeated or late.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerUnavailableError, KeyShardError, WorkerUnreachableError
 from keyshard.testing.verify.check_workers import ring_coverage
-from keyshard.workers.broker import HostedBroker
+from keyshard.workers.broker import RemoteBroker
 from keyshard.workers.encoding import (
+    DeliveredTotals,
     RemoteContent,
-    Taken,
     WorkerDelivery,
     decode_deliveries,
     decode_error,
     encode_error,
 )
-from keyshard.workers.host import Host
-from keyshard.workers.process import Lease
+from keyshard.workers.host import ConsumerHost
+from keyshard.workers.server import Lease
 from keyshard.workers.worker import LEASE_S, TAKE_WAIT_S, Worker
 from tests.simulation.network import OPERATION_TIMEOUT_S, UNNOTICED_S, Client, Consumer
 from tests.simulation.scheduler import Process
@@ -85,12 +85,12 @@ class SimulatedWorker(Worker):
         self.lease = Lease(LEASE_S, lambda: self._scheduler.now_s)
         self._main = self._scheduler.spawn(process, "main", self._live)
 
-    def _made(self) -> Host:
+    def _made(self) -> ConsumerHost:
         self._scheduler.sleep(self._random.uniform(*START_S))
-        made: list[Host] = []
+        made: list[ConsumerHost] = []
 
         def make() -> None:
-            made.append(Host(self.client, keeps=self._world.keeps))
+            made.append(ConsumerHost(self.client, keeps=self._world.keeps))
 
         task = self._scheduler.spawn(self.process, "begin", make)
         while not task.done and not self.process.dead:
@@ -121,7 +121,7 @@ class SimulatedWorker(Worker):
             raise decode_error(error)
         return result
 
-    def take(self, taken: Mapping[int, Taken]) -> list[WorkerDelivery]:
+    def take(self, taken: Mapping[int, DeliveredTotals]) -> list[WorkerDelivery]:
         seq = self._seq + 1
         released = [self.released.popleft() for _ in range(len(self.released))]
         answer, content = self._crossed(
@@ -268,7 +268,7 @@ class WorkersWorld(World):
             self._workers.setdefault(process, []).append(worker)
             return worker
 
-        return HostedBroker(super().connection(process), start, self._count, OPERATION_TIMEOUT_S)
+        return RemoteBroker(super().connection(process), start, self._count, OPERATION_TIMEOUT_S)
 
     def _rightful(self, error: KeyShardError) -> bool:
         # A worker may die while a query starts, or while it gives its ranges back at its end.

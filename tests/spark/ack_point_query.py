@@ -20,7 +20,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from spark_adapter.option_parsing import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
-from spark_adapter.structure import Rows
+from spark_adapter.task_rows import Rows
 
 
 def uncommitted(directory: Path, topic_partition: TopicPartition, entries: EntrySet) -> EntrySet:

@@ -24,7 +24,7 @@ from keyshard.workers import worker
 from keyshard.workers.encoding import RemoteContent, WorkerDelivery, decode_deliveries
 from spark_adapter.option_parsing import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
-from spark_adapter.structure import Rows
+from spark_adapter.task_rows import Rows
 
 
 def note(**counted: Any) -> None:

@@ -23,11 +23,11 @@ from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import ConfigError
-from keyshard.reading.splits import plan_read
+from keyshard.reading.split_planner import plan_read
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter.batch_reader import FilteringBatchReader
 from spark_adapter.option_parsing import parse_bounded
-from spark_adapter.structure import Rows
+from spark_adapter.task_rows import Rows
 from tests.contract.pulsar_harness import PulsarHarness, keeping
 from tests.helpers import present
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.port import Producer, Reader
-from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, Resting
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, StoredDeadLetter
 from keyshard.core.dead_letter_filter import DeadLetterFilter
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.dead_letters.opening import open_dead_letters
-from keyshard.dead_letters.store import DeadLetters
+from keyshard.dead_letters.startup import open_dead_letters
+from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import BrokerUnavailableError, KeyShardError
 from tests.helpers import P0, config, present
 
@@ -37,7 +37,7 @@ class DeadLetterTopic:
         *,
         checkpointed: bool = False,
         **changes: Any,
-    ) -> DeadLetters:
+    ) -> DeadLetterStore:
         self.clients.append(FaultyBroker(self.cluster))
         source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
         return open_dead_letters(
@@ -118,14 +118,14 @@ def dead_letter(
     return DeadLetter(message, by, kind, 3, "broken")
 
 
-def replay(dead_letters: DeadLetters, key: str = "k", most: int = 1_000) -> list[int]:
+def replay(dead_letters: DeadLetterStore, key: str = "k", most: int = 1_000) -> list[int]:
     """Unpark a key; return the numbers of its replayed dead letters."""
     assert dead_letters.keys.unpark(key)
     first = dead_letters.first(key)
     assert first is not None
     rest = dead_letters.replay(key, first)
     done: list[int] = []
-    resting: Resting | None = first
+    resting: StoredDeadLetter | None = first
     while resting is not None and len(done) < most:
         dead_letters.done(key, resting)
         done.append(int(present(resting.dead_letter.message.value).split()[0]))
@@ -133,7 +133,7 @@ def replay(dead_letters: DeadLetters, key: str = "k", most: int = 1_000) -> list
     return done
 
 
-def discard(dead_letters: DeadLetters, *keys: str) -> int:
+def discard(dead_letters: DeadLetterStore, *keys: str) -> int:
     """Discard the dead letters of parked keys; return their number."""
     resting = dead_letters.browser.matching(DeadLetterFilter())
     done = dead_letters.discard({key: resting[key] for key in keys if key in resting})

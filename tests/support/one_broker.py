@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.retry import Retrier
-from keyshard.broker.wire.cluster import Cluster
+from keyshard.broker.wire.connection_pool import ConnectionPool
 from keyshard.broker.wire.reconnect import Shared
 
 
@@ -24,5 +24,5 @@ class OneBroker:
 
 def shared_at(at: Any, retrier: Retrier) -> Shared:
     """Return the state for a connection; the retrier also nudges."""
-    cluster = cast("Cluster", OneBroker(at))
+    cluster = cast("ConnectionPool", OneBroker(at))
     return Shared(cluster, retrier, retrier, cast("Credentials", None), 5.0)

@@ -13,7 +13,7 @@ from keyshard import Message, Reject, RetryPolicy
 from keyshard.broker.memory import Message as Stored
 from keyshard.columns.messages import messages_of
 from keyshard.config.source import SourceConfig
-from keyshard.core.dead_letter import DeadLetter, Marker, parse
+from keyshard.core.dead_letter import DeadLetter, DoneMarker, parse
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import KeyShardError
 from keyshard.testing.verify.checkers import check
@@ -85,8 +85,8 @@ class ParkingTopic(MemoryTopic):
         found = map(parse, self.stored())
         return [one for one in found if isinstance(one, DeadLetter)]
 
-    def markers(self) -> list[Marker]:
-        return [one for one in map(parse, self.stored()) if isinstance(one, Marker)]
+    def markers(self) -> list[DoneMarker]:
+        return [one for one in map(parse, self.stored()) if isinstance(one, DoneMarker)]
 
     def resting(self, where: TopicPartition | None = None) -> int:
         """Entries that the subscription of the dead-letter topic, or of another, keeps."""

@@ -8,8 +8,8 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry, generate_latest
 
 from keyshard.coordinator.progress import Progress
-from keyshard.core.lanes.circuit import Circuit
-from keyshard.core.lanes.facts import Timings
+from keyshard.core.lanes.circuit_breaker import CircuitBreaker
+from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.observe.metrics import METRICS, Metric
 from keyshard.observe.metrics_server import StatusCollector
 from keyshard.observe.sink_status import SinkStatus
@@ -138,8 +138,8 @@ def status(**changes: Any) -> Status:
             "outputsConfirmed": 0,
             "outputsFailed": 0,
         },
-        "circuit": Circuit().status(0.0),
-        "handlerSeconds": Timings().status(),
+        "circuit": CircuitBreaker().status(0.0),
+        "handlerSeconds": LatencyHistogram().status(),
         "rateLimit": None,
         "window": progress(),
         "hotKeys": [],

@@ -11,17 +11,17 @@ from pyarrow import flight
 
 from keyshard.broker.port import Broker
 from keyshard.config.connection import Connection
-from keyshard.workers.host import Host
-from keyshard.workers.process import LOOPBACK, Setup, WorkerServer, at
+from keyshard.workers.host import ConsumerHost
+from keyshard.workers.server import LOOPBACK, WorkerServer, WorkerSetup, at
 from keyshard.workers.worker import LEASE_S, Worker
 
 
 @contextmanager
 def worker_server(
-    host: Host, lease_s: float = 60.0
-) -> Iterator[tuple[WorkerServer, Setup, flight.FlightClient]]:
+    host: ConsumerHost, lease_s: float = 60.0
+) -> Iterator[tuple[WorkerServer, WorkerSetup, flight.FlightClient]]:
     """A server of a host while the context lasts, its setup, and a client of it."""
-    setup = Setup(Connection("pulsar://nobody"), lease_s, level=30)
+    setup = WorkerSetup(Connection("pulsar://nobody"), lease_s, level=30)
     server = WorkerServer(host, setup)
     client = flight.connect(f"grpc://{LOOPBACK}:{server.port}")
     try:
@@ -35,8 +35,8 @@ class LocalWorker(Worker):
     """A host and its server in this process; asked over loopback, as any other."""
 
     def __init__(self, broker: Broker, *, keeps: bool = False, lease_s: float = LEASE_S) -> None:
-        self.host = Host(broker, keeps=keeps)
-        setup = Setup(Connection("pulsar://nobody"), lease_s, level=30)
+        self.host = ConsumerHost(broker, keeps=keeps)
+        setup = WorkerSetup(Connection("pulsar://nobody"), lease_s, level=30)
         self._server = WorkerServer(self.host, setup)
         hello = {"endpoint": at(LOOPBACK, self._server.port), "pid": os.getpid(), "host": "here"}
         hello["reading"] = self._server.reading_token

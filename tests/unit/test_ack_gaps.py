@@ -6,18 +6,18 @@ import pytest
 
 from keyshard.core.ack_gaps import (
     FIRST,
-    Lasting,
+    AgedEntries,
+    GapEvidence,
     LedgerEnd,
-    Proofs,
     ack_gaps_of,
-    borders_of,
-    proofs_of_ledgers,
+    evidence_of_ledgers,
+    ledger_borders,
     resolve,
 )
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 
 
 def state(delivered: str, floor: tuple[int, int] | None = None) -> PartitionCheckpoint:
@@ -25,7 +25,7 @@ def state(delivered: str, floor: tuple[int, int] | None = None) -> PartitionChec
 
 
 def result(
-    before: PartitionCheckpoint, proofs: Proofs, *undelivered: tuple[int, int]
+    before: PartitionCheckpoint, proofs: GapEvidence, *undelivered: tuple[int, int]
 ) -> tuple[tuple[int, int] | None, str, int]:
     after = resolve(before, proofs, [EntryId(*entry) for entry in undelivered])
     return after.floor and tuple(after.floor), str(after.delivered), after.newly  # type: ignore[return-value]
@@ -36,46 +36,46 @@ def parse(text: str) -> EntrySet:
 
 
 def test_without_evidence_a_first_floor_is_not_invented() -> None:
-    assert result(state("7:3-9"), Proofs()) == (None, "7:3-9", 0)
+    assert result(state("7:3-9"), GapEvidence()) == (None, "7:3-9", 0)
 
 
 def test_a_known_floor_moves_over_the_entries_behind_it() -> None:
-    assert result(state("7:3-9,11", (7, 2)), Proofs()) == ((7, 9), "7:11", 0)
+    assert result(state("7:3-9,11", (7, 2)), GapEvidence()) == ((7, 9), "7:11", 0)
 
 
 @pytest.mark.parametrize(("base", "floor"), [((7, 3), (7, 9)), ((7, 2), (7, 1)), ((3, 0), None)])
 def test_a_base_gives_the_first_floor(base: tuple[int, int], floor: tuple[int, int] | None) -> None:
-    after = result(state("7:3-9"), Proofs(EntryId(*base)))
+    after = result(state("7:3-9"), GapEvidence(EntryId(*base)))
     assert after == (floor, "" if floor == (7, 9) else "7:3-9", 0)
 
 
 def test_resolved_ack_gaps_join_the_set_and_the_floor_moves_over_both() -> None:
-    proofs = Proofs(resolved=parse("7:4,6,12"))
+    proofs = GapEvidence(resolved=parse("7:4,6,12"))
     assert result(state("7:3,5,7,9,11", (7, 2)), proofs) == ((7, 7), "7:9,11-12", 3)
 
 
 def test_an_ack_gap_behind_an_unresolved_one_is_kept_in_the_set() -> None:
-    proofs = Proofs(resolved=parse("7:5-8"))
+    proofs = GapEvidence(resolved=parse("7:5-8"))
     assert result(state("7:4,9", (7, 2)), proofs) == ((7, 2), "7:4-9", 4)
 
 
 def test_a_received_entry_is_never_resolved_whatever_the_evidence() -> None:
-    proofs = Proofs(EntryId(8, 0), parse("7:4-6"), {7: LedgerEnd(3, EntryId(8, 0))})
+    proofs = GapEvidence(EntryId(8, 0), parse("7:4-6"), {7: LedgerEnd(3, EntryId(8, 0))})
     assert result(state("7:3,7;8:0", (7, 2)), proofs, (7, 5)) == ((7, 4), "7:6-7;8:0", 2)
 
 
 def test_a_received_entry_at_the_start_of_a_ledger_stops_the_floor() -> None:
-    proofs = Proofs(ledger_ends={7: LedgerEnd(3, EntryId(8, 2))})
+    proofs = GapEvidence(ledger_ends={7: LedgerEnd(3, EntryId(8, 2))})
     assert result(state("7:3;8:1", (7, 2)), proofs, (8, 0)) == ((7, 3), "8:1", 0)
 
 
 def test_the_floor_moves_over_the_ends_of_ledgers() -> None:
     ends = {7: LedgerEnd(3, EntryId(9, 0)), 9: LedgerEnd(-1, EntryId(12, 4))}
-    assert result(state("7:3;12:4-5", (7, 2)), Proofs(ledger_ends=ends)) == ((12, 5), "", 0)
+    assert result(state("7:3;12:4-5", (7, 2)), GapEvidence(ledger_ends=ends)) == ((12, 5), "", 0)
 
 
 def test_the_floor_stays_in_a_ledger_that_has_more() -> None:
-    proofs = Proofs(ledger_ends={7: LedgerEnd(4, EntryId(9, 0))})
+    proofs = GapEvidence(ledger_ends={7: LedgerEnd(4, EntryId(9, 0))})
     assert result(state("7:3;9:0", (7, 2)), proofs) == ((7, 3), "9:0", 0)
 
 
@@ -86,14 +86,14 @@ def test_ack_gaps_lie_between_the_floor_and_the_newest_delivered_entry() -> None
 
 
 def test_the_list_of_ledgers_shows_ack_gaps_at_ledger_ends_and_in_whole_ledgers() -> None:
-    broker = BrokerState({7: 8, 8: 2, 9: 50})
+    broker = CursorState({7: 8, 8: 2, 9: 50})
     assert str(ack_gaps_of(state("7:3,5;9:2", (7, 2)), broker)) == "7:4,6-7;8:0-1;9:0-1"
 
 
 def test_the_list_of_ledgers_proves_ends_and_deleted_ledgers() -> None:
     before = state("5:3;7:0-3;9:0", (4, 1))
-    broker = BrokerState({7: 4, 8: 2, 9: 50})
-    proofs = proofs_of_ledgers(before, ack_gaps_of(before, broker), broker)
+    broker = CursorState({7: 4, 8: 2, 9: 50})
+    proofs = evidence_of_ledgers(before, ack_gaps_of(before, broker), broker)
     assert proofs.base == EntryId(7, 0)
     assert str(proofs.resolved) == "5:0-2"
     assert proofs.ledger_ends == {
@@ -107,30 +107,30 @@ def test_the_list_of_ledgers_proves_ends_and_deleted_ledgers() -> None:
 
 def test_a_list_that_is_shorter_than_the_delivered_entries_ends_nothing() -> None:
     before = state("7:0-3;9:0", (6, 1))
-    broker = BrokerState({7: 0, 9: 1})
-    assert 7 not in proofs_of_ledgers(before, ack_gaps_of(before, broker), broker).ledger_ends
+    broker = CursorState({7: 0, 9: 1})
+    assert 7 not in evidence_of_ledgers(before, ack_gaps_of(before, broker), broker).ledger_ends
 
 
 def test_borders_are_behind_each_ledger_and_at_the_very_beginning() -> None:
-    assert str(borders_of(state("7:3,5;9:2"))) == "0:0;7:6"
-    assert str(borders_of(state("9:2", (7, 5)))) == "7:6"
-    assert borders_of(state("")) == EntrySet()
+    assert str(ledger_borders(state("7:3,5;9:2"))) == "0:0;7:6"
+    assert str(ledger_borders(state("9:2", (7, 5)))) == "7:6"
+    assert ledger_borders(state("")) == EntrySet()
 
 
 def test_evidence_is_dropped_once_a_checkpoint_has_it() -> None:
-    proofs = Proofs(
+    proofs = GapEvidence(
         EntryId(7, 0),
         parse("7:1;9:9"),
         {7: LedgerEnd(3, EntryId(8, 0)), 8: LedgerEnd(3, EntryId(9, 0))},
     )
     proofs.applied(EntryId(8, 0))
-    assert proofs == Proofs(None, EntrySet(), {8: LedgerEnd(3, EntryId(9, 0))})
+    assert proofs == GapEvidence(None, EntrySet(), {8: LedgerEnd(3, EntryId(9, 0))})
     proofs.applied(EntryId(9, 9))
     assert not proofs
 
 
 def test_lasting_returns_entries_that_stayed_and_starts_again_for_others() -> None:
-    lasting = Lasting(100)
+    lasting = AgedEntries(100)
     assert not lasting.update(0, parse("1:0-4"))
     assert not lasting.update(60, parse("1:0-3,9"))
     assert str(lasting.update(100, parse("1:0-4,9"))) == "1:0-3"

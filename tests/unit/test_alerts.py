@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keyshard.core.health import StallKind
+from keyshard.core.range_watchdog import StallKind
 from keyshard.observe import alerts, board
 from keyshard.observe.alerts import ALERTS
 from keyshard.observe.metrics import METRICS, SINK_METRICS, MetricKind

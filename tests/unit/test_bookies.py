@@ -40,7 +40,7 @@ from keyshard.config.segments import Segments
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.replicas import LedgerReplicas, Placement, replicas_of
 from keyshard.core.position.split import Span, Split
-from keyshard.reading.report import ReadReport, planned, was_read
+from keyshard.reading.read_report import ReadReport, planned, was_read
 from keyshard.testing.devbroker.security import Authority
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline

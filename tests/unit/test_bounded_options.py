@@ -10,9 +10,9 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.config.segments import Segments
 from keyshard.core.message import MessageId
-from keyshard.core.position.bounds import Edge
+from keyshard.core.position.read_bounds import Edge
 from keyshard.errors import ConfigError
-from keyshard.reading.splits import plan_read
+from keyshard.reading.split_planner import plan_read
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.option_parsing import (
     PARTITIONS_MAX,

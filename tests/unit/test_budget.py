@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.coordinator.opening import UnacknowledgedLimits, unacknowledged_limits, window_budget
+from keyshard.coordinator.startup import UnacknowledgedLimits, unacknowledged_limits, window_budget
 from keyshard.errors import AdminError, BrokerUnavailableError, ConfigError
 from tests.helpers import P0, FakeAdmin, config
 

@@ -9,7 +9,7 @@ import textwrap
 import pulsar
 import pytest
 
-from keyshard.broker.client.broker import PulsarBroker
+from keyshard.broker.client.broker import ClientBroker
 from keyshard.config.connection import Connection
 from tests.support.deadlines import deadline
 
@@ -20,13 +20,13 @@ PROGRAM = """
 import logging, socket, sys, threading, time
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard import Connection
-from keyshard.broker.client.broker import PulsarBroker
+from keyshard.broker.client.broker import ClientBroker
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 
 logging.disable()
 silent = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
-broker = PulsarBroker(Connection(f"pulsar://127.0.0.1:{silent.getsockname()[1]}"))
+broker = ClientBroker(Connection(f"pulsar://127.0.0.1:{silent.getsockname()[1]}"))
 where = TopicPartition("persistent://public/default/t")
 ask = {
     "subscribe": lambda: broker.subscribe(
@@ -91,7 +91,7 @@ def test_a_thread_that_waits_for_a_silent_broker_changes_nothing(
 def test_a_connection_that_is_lost_while_it_is_closed_is_closed(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker = PulsarBroker(Connection("pulsar://127.0.0.1:1"))
+    broker = ClientBroker(Connection("pulsar://127.0.0.1:1"))
     close = broker._client.close
 
     def lost() -> None:

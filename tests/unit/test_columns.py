@@ -15,7 +15,7 @@ from keyshard.columns import record_batches as columns
 from keyshard.columns.content import CONTENT, gather, pack
 from keyshard.columns.record_batches import SCHEMA, record_batches, select
 from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
-from keyshard.core.position.serialized import SerializedId
+from keyshard.core.position.serialized_id import SerializedId
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.core.window.layout import Located
 from tests.helpers import P0, P1, block

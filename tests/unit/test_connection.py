@@ -16,9 +16,9 @@ import pytest
 from keyshard import Basic, Connection, KeyShardSource, OAuth2, Secret, Token
 from keyshard.broker import connect as connecting
 from keyshard.broker.auth.credentials import Credentials
-from keyshard.broker.client.broker import PulsarBroker
+from keyshard.broker.client.broker import ClientBroker
 from keyshard.broker.connect import connect, decoder_of, transport_of
-from keyshard.broker.wire import compiled
+from keyshard.broker.wire import native_decoder
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.cli.connecting import connection_of
 from keyshard.config.connection_names import fields_of, names_of, read_client_conf
@@ -78,7 +78,7 @@ def test_auto_takes_the_wire_whatever_the_connection_is(said: dict[str, Any]) ->
     with closing(connect(connection)) as broker:
         assert isinstance(broker, WireBroker)
     with closing(connect(replace(connection, transport="client"))) as broker:
-        assert isinstance(broker, PulsarBroker)
+        assert isinstance(broker, ClientBroker)
 
 
 def test_the_transport_and_its_decoder_are_named(
@@ -88,9 +88,9 @@ def test_the_transport_and_its_decoder_are_named(
     assert decoder_of(client) is None
     assert transport_of(Connection("memory://x")) == "memory"
     assert decoder_of(Connection("memory://x")) is None
-    monkeypatch.setattr(compiled, "_library", None)
+    monkeypatch.setattr(native_decoder, "_library", None)
     assert decoder_of(auto) == "python"
-    monkeypatch.setattr(compiled, "_library", object())
+    monkeypatch.setattr(native_decoder, "_library", object())
     assert decoder_of(auto) == "compiled"
     connecting._tell.cache_clear()
     with caplog.at_level(logging.INFO, connecting.__name__):
@@ -107,8 +107,8 @@ def test_a_process_that_decodes_in_python_says_once_why_and_what_it_costs(
 ) -> None:
     reason = tmp_path / "_not_compiled.txt"
     reason.write_text("rustc does not work: error: no toolchain\n")
-    monkeypatch.setattr(compiled, "REASON", reason)
-    monkeypatch.setattr(compiled, "_library", None)
+    monkeypatch.setattr(native_decoder, "REASON", reason)
+    monkeypatch.setattr(native_decoder, "_library", None)
     connecting._tell.cache_clear()
     with caplog.at_level(logging.INFO, connecting.__name__):
         for _ in range(3):

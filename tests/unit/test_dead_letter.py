@@ -10,9 +10,9 @@ from keyshard.core.dead_letter import (
     ERROR_CHARS_MAX,
     DeadLetter,
     DeadLetterKind,
-    Marker,
-    RunsAgain,
-    Sweep,
+    DoneMarker,
+    DoneUpToMarker,
+    RunsAgainNote,
     parse,
 )
 from keyshard.core.message import Message, MessageId
@@ -34,7 +34,7 @@ def message(key: str | None = "k", ordering_key: str | None = None) -> Message:
 
 def read_back(
     dead_letter: DeadLetter, **changes: str
-) -> DeadLetter | Marker | RunsAgain | Sweep | None:
+) -> DeadLetter | DoneMarker | RunsAgainNote | DoneUpToMarker | None:
     """Return a dead letter as the dead-letter topic stores it."""
     sent = dead_letter.message
     properties = dead_letter.properties() | changes
@@ -113,16 +113,16 @@ def test_the_users_own_properties_are_kept_whatever_their_names() -> None:
     assert read_back(dead_letter) == dead_letter
 
 
-def marker_message(marker: Marker | Sweep, **changes: str) -> Message:
+def marker_message(marker: DoneMarker | DoneUpToMarker, **changes: str) -> Message:
     return message()._replace(properties=marker.properties() | changes)
 
 
-MARKER = Marker("k", "billing", WHERE, MessageId(7, 8, 9))
-SWEEP = Sweep("k", "billing", EntryId(50, 3))
+MARKER = DoneMarker("k", "billing", WHERE, MessageId(7, 8, 9))
+SWEEP = DoneUpToMarker("k", "billing", EntryId(50, 3))
 
 
 @pytest.mark.parametrize("marker", [MARKER, SWEEP])
-def test_a_marker_is_read_back_as_it_was(marker: Marker | Sweep) -> None:
+def test_a_marker_is_read_back_as_it_was(marker: DoneMarker | DoneUpToMarker) -> None:
     assert parse(marker_message(marker)) == marker
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from keyshard.broker.wire import bulk_encoding, compiled
+from keyshard.broker.wire import native_decoder, native_encoder
 from keyshard.config.connection import Connection
 from keyshard.config.source import SourceConfig
 from keyshard.errors import BrokerError
@@ -49,7 +49,7 @@ class Build:
 
     @property
     def reason(self) -> str:
-        return (self.native / compiled.REASON.name).read_text()
+        return (self.native / native_decoder.REASON.name).read_text()
 
 
 @pytest.fixture
@@ -77,16 +77,16 @@ def build(hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_a_compiler_that_works_the_package_is_built_without_compiled_code(
     build: Build, rustc: str | None, because: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for stale in (compiled.BUILT, bulk_encoding.BUILT):
+    for stale in (native_decoder.BUILT, native_encoder.BUILT):
         (build.native / stale.name).touch()
     data = build.run(rustc)
-    assert data == {"artifacts": [f"{NATIVE}/{compiled.REASON.name}"]}
-    assert [one.name for one in build.native.iterdir()] == [compiled.REASON.name]
+    assert data == {"artifacts": [f"{NATIVE}/{native_decoder.REASON.name}"]}
+    assert [one.name for one in build.native.iterdir()] == [native_decoder.REASON.name]
     (line,) = build.said
     assert "\n" not in line
     assert f"because {because}" in line
-    monkeypatch.setattr(compiled, "REASON", build.native / compiled.REASON.name)
-    assert compiled.why_missing().startswith(because)
+    monkeypatch.setattr(native_decoder, "REASON", build.native / native_decoder.REASON.name)
+    assert native_decoder.why_missing().startswith(because)
 
 
 def test_a_compiler_that_hangs_does_not_hang_the_build(
@@ -98,9 +98,9 @@ def test_a_compiler_that_hangs_does_not_hang_the_build(
 
 
 def test_libraries_are_files_of_a_wheel_for_this_platform(build: Build) -> None:
-    (build.native / compiled.REASON.name).write_text("an older build\n")
+    (build.native / native_decoder.REASON.name).write_text("an older build\n")
     data = build.run('while [ "$1" != -o ]; do shift; done; echo built > "$2"')
-    names = [compiled.BUILT.name, bulk_encoding.BUILT.name]
+    names = [native_decoder.BUILT.name, native_encoder.BUILT.name]
     assert data["artifacts"] == [f"{NATIVE}/{name}" for name in names]
     assert data["pure_python"] is False
     assert data["tag"].startswith("py3-none-")
@@ -111,7 +111,7 @@ def test_libraries_are_files_of_a_wheel_for_this_platform(build: Build) -> None:
 
 def test_a_library_is_there_while_another_is_built(build: Build) -> None:
     """A program that starts meanwhile, or a test beside it, decodes with compiled code."""
-    for older in (compiled.BUILT, bulk_encoding.BUILT):
+    for older in (native_decoder.BUILT, native_encoder.BUILT):
         (build.native / older.name).write_text("older\n")
     build.run(
         'while [ "$1" != -o ]; do shift; done; read was < ${2%.new}; [ "$was" = older ] || exit 1; '
@@ -127,7 +127,7 @@ def test_a_decoder_without_an_encoder_is_kept(build: Build) -> None:
         'echo built > "$2"'
     )
     assert data["artifacts"] == [
-        f"{NATIVE}/{name}" for name in (compiled.BUILT.name, compiled.REASON.name)
+        f"{NATIVE}/{name}" for name in (native_decoder.BUILT.name, native_decoder.REASON.name)
     ]
     assert data["tag"] != "py3-none-any"
     assert len(build.said) == 1
@@ -165,7 +165,7 @@ class _Away:
 def test_the_doctor_names_the_decoder(
     monkeypatch: pytest.MonkeyPatch, transport: Literal["wire", "client"], *, built: bool
 ) -> None:
-    monkeypatch.setattr(compiled, "_library", object() if built else None)
+    monkeypatch.setattr(native_decoder, "_library", object() if built else None)
     config = SourceConfig("t", subscription="s", connection=Connection(transport=transport))
 
     def connect() -> Any:

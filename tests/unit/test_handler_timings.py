@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.lanes.facts import Timings
+from keyshard.core.lanes.lane_status import LatencyHistogram
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from keyshard.core.lanes.facts import Timings
     ],
 )
 def test_the_99th_percentile_is_exact_enough(seconds: list[float], p99_s: float) -> None:
-    timings = Timings()
+    timings = LatencyHistogram()
     for one in seconds:
         timings.add(one)
     assert timings.p99_s == p99_s

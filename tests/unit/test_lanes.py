@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, Resting
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, StoredDeadLetter
 from keyshard.core.lanes.lanes import KEYS_READY_MIN, Lanes
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -24,9 +24,9 @@ def message(number: int, key: str = "k") -> Message:
     )  # fmt: skip
 
 
-def resting(number: int, key: str = "k") -> Resting:
+def resting(number: int, key: str = "k") -> StoredDeadLetter:
     dead_letter = DeadLetter(message(number, key), "keyshard", DeadLetterKind.PARKED, 1, "broken")
-    return Resting(EntryId(9, number), dead_letter)
+    return StoredDeadLetter(EntryId(9, number), dead_letter)
 
 
 def lanes_with(*numbers: int) -> Lanes:

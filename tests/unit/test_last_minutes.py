@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keyshard.core.history import (
+from keyshard.core.recent_history import (
     ERROR_MAX,
     INTERVAL_S,
     INTERVALS_MAX,

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from keyshard.core.lanes.facts import BOUNDS_S, Timings
+from keyshard.core.lanes.lane_status import BOUNDS_S, LatencyHistogram
 from keyshard.errors import ConfigError, ThreadStartError
 from keyshard.observe import metrics_server
 from keyshard.observe.metrics import METRICS, MetricKind, document
@@ -110,7 +110,7 @@ def test_names_follow_the_rules_of_prometheus() -> None:
 
 
 def test_every_metric_is_served_with_the_values_of_the_status() -> None:
-    timings = Timings()
+    timings = LatencyHistogram()
     for seconds in (0.0005, 0.004, 100.0):
         timings.add(seconds)
     now = status(
@@ -237,7 +237,7 @@ def test_a_server_whose_thread_does_not_start_frees_its_port(
 
 
 def test_timings_count_each_duration_in_the_buckets_that_hold_it() -> None:
-    timings = Timings()
+    timings = LatencyHistogram()
     for seconds in (0.0, BOUNDS_S[0], 0.02, 31.0):
         timings.add(seconds)
     output = timings.status()

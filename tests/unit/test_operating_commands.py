@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from keyshard.control import ControlServer
-from keyshard.core.lanes.facts import Timings
+from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ConfigError
 from tests.support.command_line import run
@@ -472,7 +472,7 @@ def test_options_of_a_dry_run_are_refused_without_one(
 def test_a_plan_from_a_running_source_uses_its_measurements(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    timings = Timings()
+    timings = LatencyHistogram()
     for seconds in (0.01, 0.03):
         timings.add(seconds)
     with Asked(status(handlerSeconds=timings.status())):

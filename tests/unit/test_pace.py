@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.health import (
+from keyshard.core.pace import HISTORY_S, Loads, Pace, Trend
+from keyshard.core.range_watchdog import (
     KeyFacts,
     Load,
     Pause,
@@ -14,7 +15,6 @@ from keyshard.core.health import (
     load_of,
     reason_of,
 )
-from keyshard.core.pace import HISTORY_S, Loads, Pace, Trend
 
 
 def paced(*values: float | None, every_s: float = 1.0) -> Pace:

@@ -10,9 +10,9 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.dead_letters import parked as replayed
-from keyshard.dead_letters.parked import Parked
+from keyshard.dead_letters import topic_state
 from keyshard.dead_letters.parking import TRANSITIONS, Action, Parking, ParkingEvent, ParkingState
+from keyshard.dead_letters.topic_state import TopicState
 from keyshard.errors import CheckpointError
 from tests.helpers import COMMITTED, P0, P1
 
@@ -25,16 +25,16 @@ def original(number: int) -> MessageId:
     return MessageId(1, number, 0)
 
 
-def folded(*dead_letters: tuple[int, str, int]) -> Parked:
+def folded(*dead_letters: tuple[int, str, int]) -> TopicState:
     """(position, key, original) of each dead letter."""
-    parked = Parked()
+    parked = TopicState()
     for position, key, number in dead_letters:
         parked.dead_letter(at(position), key, P0, original(number))
         parked.validate()
     return parked
 
 
-def resting(parked: Parked) -> dict[str, list[EntryId]]:
+def resting(parked: TopicState) -> dict[str, list[EntryId]]:
     return {key: one.in_order() for key, one in parked.keys.items()}
 
 
@@ -121,7 +121,7 @@ def test_a_replayed_message_may_become_a_dead_letter_again() -> None:
 
 
 def test_only_so_many_replayed_messages_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replayed, "DONE_IDS_MAX", 2)
+    monkeypatch.setattr(topic_state, "DONE_IDS_MAX", 2)
     parked = folded((0, "a", 1), (1, "b", 2), (2, "b", 3), (3, "c", 4))
     for position, (key, number) in enumerate([("a", 1), ("b", 2), ("b", 3), ("c", 4)], 4):
         parked.replayed(at(position), key, P0, original(number))
@@ -143,13 +143,13 @@ def test_a_checkpoint_has_the_position_of_the_next_fold() -> None:
     assert parked.to_dict(COMMITTED) == {"from": "5:0", "oldest": "5:0"}
     parked.replayed(at(6), "a", P0, original(1))
     assert parked.to_dict(COMMITTED) == {"from": "5:1", "oldest": "5:1"}
-    again = Parked.from_dict(json.loads(json.dumps(parked.to_dict(COMMITTED))))
+    again = TopicState.from_dict(json.loads(json.dumps(parked.to_dict(COMMITTED))))
     assert (again.begin, again.claimed) == (at(1), at(1))
     parked.replayed(at(7), "a", P0, original(3))
     parked.replayed(at(8), "b", P0, original(2))
     assert parked.to_dict(COMMITTED) == {"from": "5:9", "oldest": None}
-    assert Parked().to_dict(COMMITTED) == {"from": None, "oldest": None}
-    assert Parked.from_dict({"from": None, "oldest": None}).begin is None
+    assert TopicState().to_dict(COMMITTED) == {"from": None, "oldest": None}
+    assert TopicState.from_dict({"from": None, "oldest": None}).begin is None
 
 
 def test_a_checkpoint_begins_before_a_done_dead_letter_whose_original_it_lacks() -> None:
@@ -187,13 +187,13 @@ def test_a_dead_letter_whose_original_is_gone_with_its_topic_is_not_folded_again
 def test_a_checkpoint_that_held_all_parked_keys_is_read() -> None:
     key = {"ids": {}, "last": "5:5", "resting": "5:4-5", "start": "5:2"}
     old = {"folded": "5:6", "keys": {"a": key, "b": {**key, "start": "5:1"}}}
-    assert Parked.from_dict(old).begin == at(1)
-    assert Parked.from_dict({"folded": "5:6", "keys": {}}).begin == at(7)
-    assert Parked.from_dict({"folded": None, "keys": {}}).begin is None
+    assert TopicState.from_dict(old).begin == at(1)
+    assert TopicState.from_dict({"folded": "5:6", "keys": {}}).begin == at(7)
+    assert TopicState.from_dict({"folded": None, "keys": {}}).begin is None
 
 
 def test_unconfirmed_dead_letters_hold_the_position_back() -> None:
-    parked = Parked()
+    parked = TopicState()
     assert parked.begin is None
     parked.sending("first")
     parked.passed(at(3))
@@ -244,7 +244,7 @@ def test_a_sent_marker_claims_the_oldest_unmarked_dead_letter() -> None:
 )
 def test_an_unreadable_value_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(CheckpointError):
-        Parked.from_dict(data)
+        TopicState.from_dict(data)
 
 
 def test_each_outcome_of_a_message_has_its_action() -> None:
@@ -281,7 +281,7 @@ def test_a_key_goes_through_its_states() -> None:
 
 
 def test_a_key_without_a_dead_letter_is_unparked_at_once() -> None:
-    keys = Parking(Parked())
+    keys = Parking(TopicState())
     keys.park("a")
     assert keys.state("a") is ParkingState.PARKED
     assert keys.some(5) == [("a", 0)]

@@ -8,7 +8,7 @@ from keyshard.consumers import intake
 from keyshard.consumers.intake import Anomalies
 from keyshard.consumers.receiver import OwnedRange
 from keyshard.coordinator import progress
-from keyshard.coordinator.progress import Watch
+from keyshard.coordinator.progress import PaceMonitor
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.admission import Budget
@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_window_that_was_full_names_a_sufficient_interval(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen = Watch()
+    seen = PaceMonitor()
     clock.now_s += 4
     clock.now_s += 56
     seen.cut(full_since_s=clock.now_s - 56)
@@ -57,7 +57,7 @@ def test_a_window_that_was_full_names_a_sufficient_interval(
 def test_a_window_that_is_full_for_a_moment_is_not_worth_a_word(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen = Watch()
+    seen = PaceMonitor()
     clock.now_s += 4
     clock.now_s += 0.5
     seen.cut(full_since_s=clock.now_s - 0.5)
@@ -83,7 +83,7 @@ def test_misrouting_ends_the_source_if_configured() -> None:
 
 
 def test_the_age_of_the_oldest_row_is_looked_up_once_a_second(clock: Clock) -> None:
-    seen = Watch()
+    seen = PaceMonitor()
     window = Window(Checkpoint("c", "s", 4), 4, Budget(100, 10**6))
     window.add_partition(P0)
     assert seen.oldest_ms(window) == {}

@@ -13,16 +13,16 @@ import _pulsar
 import pulsar
 import pytest
 
-from keyshard.broker.client.broker import PulsarBroker
+from keyshard.broker.client.broker import ClientBroker
 from keyshard.broker.client.calls import Calls
-from keyshard.broker.client.consumer import PulsarConsumer
+from keyshard.broker.client.consumer import ClientConsumer
 from keyshard.broker.client.errors import translated
-from keyshard.broker.client.producer import PulsarProducer
+from keyshard.broker.client.producer import ClientProducer
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.window.client_queue import POLLED_MAX
+from keyshard.core.window.receiver_queue_size import POLLED_MAX
 from keyshard.errors import BrokerUnavailableError, TopicNotFoundError
 from tests.helpers import P0, ids
 
@@ -121,8 +121,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> RecordedClient:
     return client
 
 
-def subscribed(client: RecordedClient, queue: int = 10) -> PulsarConsumer:
-    return PulsarBroker(Connection("pulsar://nowhere")).subscribe(
+def subscribed(client: RecordedClient, queue: int = 10) -> ClientConsumer:
+    return ClientBroker(Connection("pulsar://nowhere")).subscribe(
         SubscriptionSpec(
             P0, "unit", split_ring(1)[0], consumer_name="c", receiver_queue_size=queue
         ),
@@ -197,7 +197,7 @@ def test_a_callback_that_the_client_keeps_drops_its_arguments() -> None:
 def test_no_partitions_are_no_answer(client: RecordedClient) -> None:
     client.get_topic_partitions = lambda _topic: []  # type: ignore[attr-defined]
     with pytest.raises(BrokerUnavailableError):
-        PulsarBroker(Connection("pulsar://nowhere")).partitions("t")
+        ClientBroker(Connection("pulsar://nowhere")).partitions("t")
 
 
 def test_an_id_that_no_entry_has_is_no_confirmation() -> None:
@@ -209,4 +209,4 @@ def test_an_id_that_no_entry_has_is_no_confirmation() -> None:
         _producer = Raw()
 
     with pytest.raises(BrokerUnavailableError):
-        PulsarProducer(Wrapper(), P0, Calls()).send(b"v")  # type: ignore[arg-type]
+        ClientProducer(Wrapper(), P0, Calls()).send(b"v")  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from pyspark.sql.types import (
 )
 
 from keyshard.config.connection_names import NAMES
-from keyshard.core.position.serialized import SerializedId
+from keyshard.core.position.serialized_id import SerializedId
 from keyshard.errors import ConfigError, KeyShardError
 from spark_adapter.option_parsing import parse_bounded, parse_options
 from spark_adapter.pulsar.options import seems_stream, translated

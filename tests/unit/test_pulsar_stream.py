@@ -17,12 +17,12 @@ from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.position.serialized import SerializedId
+from keyshard.core.position.serialized_id import SerializedId
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import CheckpointError, ConfigError, DataLossAckedElsewhereError
 from spark_adapter import stream_reader
 from spark_adapter.pulsar.stream import PulsarStreamReader
-from spark_adapter.structure import Rows
+from spark_adapter.task_rows import Rows
 from tests.helpers import wait_until
 
 LIMIT = ReadMaxRows(1_000)

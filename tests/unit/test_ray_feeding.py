@@ -14,14 +14,14 @@ from keyshard import RetryPolicy
 from keyshard.core.lanes.rate_limit import RateLimit
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.handlers.outcomes import OutcomeLog
-from keyshard.handlers.processes import Reply
+from keyshard.handlers.outcomes import FailureLog
+from keyshard.handlers.process_executor import Reply
 from ray_adapter.actor import CallResult
 from ray_adapter.actor_pool import ActorPool
-from ray_adapter.exchange import CALLS_SHARE, ActorSlot, Done, Exchange
 from ray_adapter.feeding import ActorFeeder
+from ray_adapter.job_state import CALLS_SHARE, ActorSlot, Done, JobState
 from ray_adapter.options import JobOptions, Takes
-from ray_adapter.portions import rows_of
+from ray_adapter.row_slices import rows_of
 from tests.helpers import DEADLINE_S, block, present, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
@@ -47,14 +47,14 @@ class Slow:
 
 def test_rows_that_were_taken_are_held_no_more_while_the_actor_has_others() -> None:
     """They had left the window, and their content stayed until the end of the next call."""
-    exchange = Exchange([ActorSlot(0, None)], 1, 0.0, 256 * MB)
+    exchange = JobState([ActorSlot(0, None)], 1, 0.0, 256 * MB)
     actor = Slow()
     feeder = ActorFeeder(
         exchange,
         exchange.actor_slots[0],
         cast("ActorPool", actor),
         JobOptions(parallelism=1),
-        OutcomeLog(),
+        FailureLog(),
     )
     thread = threading.Thread(target=feeder.run)
     thread.start()
@@ -89,14 +89,14 @@ class Failing:
 def test_a_failed_attempt_has_used_its_token(takes: Takes, handles: int, tokens: int) -> None:
     """A hold in the pause before a retry gave back the tokens of rows that had been tried."""
     limit = RateLimit(1e-6, 4)
-    exchange = Exchange([ActorSlot(0, None)], 1_000, 0.0, 256 * MB, limit)
+    exchange = JobState([ActorSlot(0, None)], 1_000, 0.0, 256 * MB, limit)
     actor, patient = Failing(handles), RetryPolicy(wait=tenacity.wait_fixed(600))
     feeder = ActorFeeder(
         exchange,
         exchange.actor_slots[0],
         cast("ActorPool", actor),
         JobOptions(parallelism=1, takes=takes, retry=patient),
-        OutcomeLog(),
+        FailureLog(),
     )
     exchange.push([(WHERE, block(1, number, "a")) for number in range(4)])
     thread = threading.Thread(target=feeder.run)
@@ -113,7 +113,7 @@ def test_a_failed_attempt_has_used_its_token(takes: Takes, handles: int, tokens:
 @pytest.mark.parametrize("actors", [1, 2, 8])
 def test_all_calls_together_copy_a_part_of_the_window(actors: int) -> None:
     """Each had up to 64 MiB, however small the window and however many the actors."""
-    exchange = Exchange([ActorSlot(index, None) for index in range(actors)], 10**6, 0.0, 16 * MB)
+    exchange = JobState([ActorSlot(index, None) for index in range(actors)], 10**6, 0.0, 16 * MB)
     value = b"x" * 100_000
     exchange.push([(WHERE, block(1, n, "a", values=[value])) for n in range(150)])
     size = 0
@@ -130,9 +130,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr("ray_adapter.exchange.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("ray_adapter.job_state.time.monotonic", lambda: self.now_s)
 
-    def moves_in(self, exchange: Exchange) -> None:
+    def moves_in(self, exchange: JobState) -> None:
         def wait(timeout: float | None = None) -> bool:
             assert timeout
             self.now_s += timeout
@@ -149,7 +149,7 @@ class Limited:
     ) -> None:
         self.clock = Clock(monkeypatch)
         slots = [ActorSlot(index, None) for index in range(actors)]
-        self.exchange = Exchange(slots, 1_000, 0.0, 256 * MB, RateLimit(rate, burst))
+        self.exchange = JobState(slots, 1_000, 0.0, 256 * MB, RateLimit(rate, burst))
         self.clock.moves_in(self.exchange)
         self.got: list[tuple[float, int]] = []
 
@@ -231,7 +231,7 @@ def test_actors_get_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_retries_wait_in_turn() -> None:
     """They took each token as it came, and later rows waited for as many as a call takes."""
-    exchange = Exchange(
+    exchange = JobState(
         [ActorSlot(0, None), ActorSlot(1, None)], 1_000, 0.0, 256 * MB, RateLimit(20, 10)
     )
     exchange.push([(WHERE, block(1, 0, *"a" * 20))])

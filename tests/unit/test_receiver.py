@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from keyshard.consumers import receiver
+from keyshard.consumers.receive_state import ReceiveState, Rest
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer, Receiver
-from keyshard.core.position.assembly import EntryAssembly
 from keyshard.core.position.entry import EntryBlock, TopicPartition
-from keyshard.core.reception import ReceptionState, Rest
+from keyshard.core.position.entry_assembly import EntryAssembly
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.window.client_queue import ClientQueue
+from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError, UnreadableEntryError
 from tests.helpers import DEADLINE_S, P0, P1, FakeConsumer, block, ids, part, wait_until
 
@@ -98,7 +98,9 @@ def lane_of(
     *script: Sequence[EntryBlock] | BaseException, where: TopicPartition = P0
 ) -> tuple[RangeConsumer, FakeConsumer]:
     consumer = FakeConsumer(where, script=script)
-    return RangeConsumer(OwnedRange(where, 0, RING), consumer, ClientQueue(10**6, 100)), consumer
+    return RangeConsumer(
+        OwnedRange(where, 0, RING), consumer, ReceiverQueueSize(10**6, 100)
+    ), consumer
 
 
 def test_entries_are_delivered_in_order_with_their_range_consumer(start: Started) -> None:
@@ -168,7 +170,7 @@ def test_a_successor_replaces_a_waiting_or_paused_consumer(start: Started, full:
     if full:
         start.sink.full.add(P0)
         lost.give([block(1, 1)])
-    wait_until(lambda: full or range_consumer.reception.state is ReceptionState.IDLE)
+    wait_until(lambda: full or range_consumer.reception.state is ReceiveState.IDLE)
     successor = FakeConsumer(script=[[block(1, 1)]])
     start.sink.next_consumers = [successor]
     range_consumer.successor = successor
@@ -203,7 +205,7 @@ def test_entries_received_during_a_reconnect_are_requested_again(start: Started)
 
     consumer = Returning(script=[[block(1, 0)]])
     consumer.connected = False
-    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), consumer, ClientQueue(10**6, 100))
+    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), consumer, ReceiverQueueSize(10**6, 100))
     start.sink.next_consumers = [FakeConsumer(script=[[block(1, 0)]])]
     start(range_consumer)
     wait_until(lambda: start.sink.of(range_consumer))
@@ -232,7 +234,7 @@ def test_entries_without_room_are_offered_again_after_a_rest(start: Started) -> 
     start.sink.answers = [Rest(time.monotonic() + 0.1)]
     start.sink.next_consumers = [FakeConsumer(script=[[block(1, 0)]])]
     start(range_consumer)
-    wait_until(lambda: range_consumer.reception.state is ReceptionState.RESTING)
+    wait_until(lambda: range_consumer.reception.state is ReceiveState.RESTING)
     assert not first.closed
     wait_until(lambda: start.sink.of(range_consumer))
     assert first.closed
@@ -289,7 +291,7 @@ def test_half_an_entry_is_not_taken_for_all_of_it_while_its_worker_stands_still(
 def test_a_dropped_consumer_takes_its_successor_with_it(start: Started) -> None:
     range_consumer, lost = lane_of()
     made = start(range_consumer)
-    wait_until(lambda: range_consumer.reception.state is ReceptionState.IDLE)
+    wait_until(lambda: range_consumer.reception.state is ReceiveState.IDLE)
     successor = range_consumer.successor = FakeConsumer()
     assert made.drop({range_consumer.owned_range}).done.wait(DEADLINE_S)
     assert lost.closed
@@ -311,7 +313,7 @@ def test_an_early_end_is_asked_about_once_and_then_taken_as_partial(start: Start
 def test_in_a_queue_taken_one_by_one_two_early_ends_are_no_proof(start: Started) -> None:
     again = [part(1, 0, 1, of=3), block(1, 2)]
     range_consumer, _ = lane_of(again)
-    range_consumer.queue = ClientQueue(10**6, 1)
+    range_consumer.queue = ReceiverQueueSize(10**6, 1)
     whole = [part(1, 0, 1, 2, of=3), block(1, 2)]
     start.sink.next_consumers = [FakeConsumer(script=[again]), FakeConsumer(script=[whole])]
     start(range_consumer)
@@ -357,7 +359,7 @@ def test_silence_without_a_connection_is_no_early_end(
 ) -> None:
     monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.01)
     consumer = AwayUnlessItGives(script=[[part(1, 0, of=2)]])
-    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), consumer, ClientQueue(10**6, 100))
+    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), consumer, ReceiverQueueSize(10**6, 100))
     start(range_consumer)
     wait_until(lambda: consumer.bell)
     asked = consumer.asked_connected
@@ -452,7 +454,7 @@ def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started
         def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002
             raise BrokerError("the broker is away")
 
-    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), Stubborn(), ClientQueue(10**6, 1))
+    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), Stubborn(), ReceiverQueueSize(10**6, 1))
     running = start(range_consumer)
     assert running.drop({OwnedRange(P0, 0, RING)}).done.wait(DEADLINE_S)
     assert running.range_consumers == 0
@@ -470,7 +472,7 @@ def test_an_order_to_close_is_taken_back_before_it_begins(start: Started) -> Non
 
     owned_range = OwnedRange(P0, 0, RING)
     consumer = Slow()
-    running = start(RangeConsumer(owned_range, consumer, ClientQueue(10**6, 1)))
+    running = start(RangeConsumer(owned_range, consumer, ReceiverQueueSize(10**6, 1)))
     assert entered.wait(DEADLINE_S)
     drop = running.drop({owned_range})
     assert running.keep(drop)

@@ -18,15 +18,14 @@ from keyshard.broker import preflight, retry
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.broker.retry import Retrier, Steps
-from keyshard.broker.wire import ack_grouping, keep_alive
+from keyshard.broker.wire import ack_grouping, connection_pool, keep_alive
 from keyshard.broker.wire import broker as brokering
-from keyshard.broker.wire import cluster as clusters
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.keep_alive import Act, KeepAlive
 from keyshard.config.connection import Connection, OAuth2, Token
-from keyshard.core import refusals
+from keyshard.core import refusal_timer
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.errors import (
@@ -78,8 +77,8 @@ def connect() -> Iterator[Callable[..., WireBroker]]:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "REFUSED_S", 0.3)
-    monkeypatch.setattr(refusals, "UNAUTHENTICATED_S", 1.0)
+    monkeypatch.setattr(refusal_timer, "REFUSED_S", 0.3)
+    monkeypatch.setattr(refusal_timer, "UNAUTHENTICATED_S", 1.0)
     monkeypatch.setattr(retry, "LONGEST_WAIT_S", 0.1)
     monkeypatch.setattr(keep_alive, "PING_AFTER_S", 0.1)
     monkeypatch.setattr(keep_alive, "UNRESPONSIVE_S", deadline(1))
@@ -157,7 +156,7 @@ def test_a_token_that_was_renewed_is_shown_before_a_refusal_ends_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """1. A token expires. 2. The broker refuses it a few times. 3. An operator writes a new one."""
-    monkeypatch.setattr(refusals, "UNAUTHENTICATED_S", DEADLINE_S)
+    monkeypatch.setattr(refusal_timer, "UNAUTHENTICATED_S", DEADLINE_S)
     broker, path = cluster.broker(), tmp_path / "token"
     path.write_text("old")
     shown: list[bytes] = []
@@ -186,7 +185,7 @@ def test_a_token_that_was_renewed_is_shown_before_a_refusal_ends_anything(
 def test_hosts_of_the_service_url_are_asked_side_by_side(
     cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters, "NEXT_HOST_S", 0.1)
+    monkeypatch.setattr(connection_pool, "NEXT_HOST_S", 0.1)
     silent, gone, well = cluster.broker(), cluster.broker(), cluster.broker()
     cluster.owner_of = lambda _: 2
     silent.accepts = False
@@ -202,7 +201,7 @@ def test_hosts_of_the_service_url_are_asked_side_by_side(
 def test_the_error_names_each_host_and_its_failure(
     cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters, "NEXT_HOST_S", 0.1)
+    monkeypatch.setattr(connection_pool, "NEXT_HOST_S", 0.1)
     silent, gone, starting = cluster.broker(), cluster.broker(), cluster.broker()
     silent.accepts = False
     gone.close()
@@ -523,11 +522,11 @@ def test_a_broker_that_only_listens_costs_attempts_little(
     cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each attempt to connect waits for its own deadline; those that wait behind it do not."""
-    monkeypatch.setattr(clusters, "SLOW_S", deadline(0.2))
+    monkeypatch.setattr(connection_pool, "SLOW_S", deadline(0.2))
     first = cluster.broker()
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     broker = connect(first, connection_timeout_ms=400, operation_timeout_ms=10_000)
-    address = clusters._address(f"127.0.0.1:{listening.getsockname()[1]}", tls=False)
+    address = connection_pool._address(f"127.0.0.1:{listening.getsockname()[1]}", tls=False)
     shared = broker._shared.cluster
     began_s, errors = time.monotonic(), list[str]()
 

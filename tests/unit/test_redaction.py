@@ -36,7 +36,7 @@ from keyshard.core.protobuf import fields_of, message
 from keyshard.errors import BrokerError, KeyShardError
 from keyshard.redaction import redacted, scrubbed, shown
 from keyshard.workers.encoding import decode_error, encode_error
-from keyshard.workers.process import _LogBuffer
+from keyshard.workers.server import _LogBuffer
 from tests.support.deadlines import deadline
 
 OPAQUE = "opaque/t0ken+of=nobody-" + "x" * 400

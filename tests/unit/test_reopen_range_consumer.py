@@ -7,10 +7,10 @@ from typing import Any
 
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer
 from keyshard.consumers.subscribe import reopen_range_consumer
-from keyshard.core.position.assembly import EntryAssembly
 from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry_assembly import EntryAssembly
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.window.client_queue import ClientQueue
+from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import RangeConflictError
 from tests.helpers import P0, FakeConsumer, config
 
@@ -33,7 +33,7 @@ def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> 
     broker: Any = OneOwner(old)
     assembly = EntryAssembly(doubted={EntryId(1, 0): ((0,), 1, 1)})
     range_consumer = RangeConsumer(
-        OwnedRange(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), assembly
+        OwnedRange(P0, 0, split_ring(1)[0]), old, ReceiverQueueSize(10**6, 1), assembly
     )
     reopen_range_consumer(broker, config("t"), range_consumer, threading.Event())
     assert broker.overlaps == 0
@@ -47,7 +47,7 @@ def test_the_old_consumer_gives_the_range_back_before_the_new_one_takes_it() -> 
 def test_a_successor_that_was_subscribed_meanwhile_takes_the_place() -> None:
     old, successor = FakeConsumer(), FakeConsumer()
     range_consumer = RangeConsumer(
-        OwnedRange(P0, 0, split_ring(1)[0]), old, ClientQueue(10**6, 1), successor=successor
+        OwnedRange(P0, 0, split_ring(1)[0]), old, ReceiverQueueSize(10**6, 1), successor=successor
     )
 
     class Taken:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import pytest
 
 from keyshard.coordinator.rescale import TRANSITIONS, Step, _walk
-from keyshard.core.ring.assignment import Ceiling, RescalePlan, assign, reassign
+from keyshard.core.ring.assignment import Ceiling, RescaleDryRun, assign, reassign
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import ConfigError
 
@@ -16,7 +16,7 @@ from keyshard.errors import ConfigError
     ("before", "after", "percent"), [(10, 11, 9.1), (10, 20, 50.0), (10, 9, 10.0), (4, 8, 50.0)]
 )
 def test_no_more_moves_than_must(before: int, after: int, percent: float) -> None:
-    plan = RescalePlan.make(assign(before), after)
+    plan = RescaleDryRun.make(assign(before), after)
     assert plan.optimum_fraction * 100 == pytest.approx(percent, abs=0.05)
     assert plan.moved_fraction == pytest.approx(
         plan.optimum_fraction, abs=max(before, after) / RING_SIZE
@@ -26,7 +26,7 @@ def test_no_more_moves_than_must(before: int, after: int, percent: float) -> Non
 
 def test_the_moves_lead_from_one_assignment_to_the_other() -> None:
     before = reassign(assign(7), 11)
-    plan = RescalePlan.make(before, 5)
+    plan = RescaleDryRun.make(before, 5)
     owner = {
         slot: i
         for i, ranges in enumerate(before)
@@ -47,13 +47,13 @@ def test_the_moves_lead_from_one_assignment_to_the_other() -> None:
 
 
 def test_the_same_number_moves_nothing() -> None:
-    plan = RescalePlan.make(assign(10), 10)
+    plan = RescaleDryRun.make(assign(10), 10)
     assert (plan.moves, plan.moved_fraction, plan.optimum_fraction) == ((), 0.0, 0.0)
 
 
 def test_a_number_that_is_not_possible_is_refused() -> None:
     with pytest.raises(ConfigError):
-        RescalePlan.make(assign(10), 0)
+        RescaleDryRun.make(assign(10), 0)
 
 
 def test_the_ceiling_is_that_of_lanes_or_workers() -> None:

@@ -14,7 +14,7 @@ from keyshard.core.position.entry import DELIVERY_BYTES, ENTRY_BYTES, ROW_BYTES
 from keyshard.core.releases import release_of
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.subscription_state import _SETTINGS, BrokerLimits
-from keyshard.core.window.client_queue import FIRST_MIN
+from keyshard.core.window.receiver_queue_size import FIRST_MIN
 from keyshard.workers.worker import LEASE_S
 
 ROOT = Path(__file__).parents[2]

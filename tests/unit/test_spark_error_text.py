@@ -12,8 +12,8 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from keyshard.errors import BrokerUnavailableError, ConfigError, KeyShardError
 from spark_adapter.data_source import KeyShardDataSource
+from spark_adapter.error_text import as_spark_error, concise_errors
 from spark_adapter.pulsar.source import PulsarDataSource
-from spark_adapter.wording import as_spark_error, concise_errors
 
 LINES_MAX = 7
 """Spark adds two of its own, and leaves its frames out."""

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyshard.config.connection import Connection
-from keyshard.config.workers import Workers
+from keyshard.config.workers import WorkersOption
 from keyshard.errors import ConfigError, WorkerEnvironmentError, WorkerUnreachableError
 from keyshard.version import VERSION
 from keyshard.workers.worker import AuthenticatedClient, Worker, setup_of
@@ -78,8 +78,8 @@ def test_workers_lie_on_as_many_executors_as_there_can_be(
 def test_the_registry_is_for_its_owner_alone(directory: Path) -> None:
     jvm = os.getpid()
     assert registry.read(jvm) is None
-    registry.write(jvm, registry.Hosted(TOKEN, ["grpc://h:1"]))
-    assert registry.read(jvm) == registry.Hosted(TOKEN, ["grpc://h:1"])
+    registry.write(jvm, registry.RegisteredLaunchers(TOKEN, ["grpc://h:1"]))
+    assert registry.read(jvm) == registry.RegisteredLaunchers(TOKEN, ["grpc://h:1"])
     path = registry.path_of(jvm)
     assert [stat.S_IMODE(one.stat().st_mode) for one in (path.parent, path)] == [0o700, 0o600]
     assert TOKEN not in repr(registry.read(jvm))
@@ -92,7 +92,7 @@ def test_the_registry_is_for_its_owner_alone(directory: Path) -> None:
     path.parent.rmdir()
     path.parent.symlink_to(directory)
     with pytest.raises(ConfigError, match="not a private directory"):
-        registry.write(jvm, registry.Hosted(TOKEN, []))
+        registry.write(jvm, registry.RegisteredLaunchers(TOKEN, []))
 
 
 @pytest.mark.parametrize("found", ["/proc", "ps"])
@@ -110,8 +110,8 @@ def test_the_registry_of_a_killed_application_is_not_that_of_the_next(
         registry_of = Path(tempfile.gettempdir()) / f"keyshard-spark-{os.getuid()}"
         monkeypatch.setattr(registry, "path_of", lambda jvm: registry_of / f"{jvm}.json")
         registry_of.mkdir(0o700, exist_ok=True)
-        registry.write(other.pid, registry.Hosted(TOKEN, ["grpc://h:1"]))
-        assert registry.read(other.pid) == registry.Hosted(TOKEN, ["grpc://h:1"])
+        registry.write(other.pid, registry.RegisteredLaunchers(TOKEN, ["grpc://h:1"]))
+        assert registry.read(other.pid) == registry.RegisteredLaunchers(TOKEN, ["grpc://h:1"])
         other.kill()
     left = registry.path_of(other.pid)
     left.rename(registry.path_of(os.getpid()))
@@ -131,8 +131,8 @@ def test_an_unreadable_registry_counts_as_missing(text: bytes) -> None:
 
 
 def test_a_query_without_workers_names_a_remedy() -> None:
-    two, four = Workers.parse("spark:2"), Workers.parse("spark:4")
-    odd = Workers.parse("spark:2?x=1")
+    two, four = WorkersOption.parse("spark:2"), WorkersOption.parse("spark:4")
+    odd = WorkersOption.parse("spark:2?x=1")
     assert two
     assert four
     assert odd
@@ -142,7 +142,7 @@ def test_a_query_without_workers_names_a_remedy() -> None:
         backend(NOWHERE, two)
     with pytest.raises(ConfigError, match="takes no options"):
         backend(NOWHERE, odd)
-    registry.write(os.getppid(), registry.Hosted(TOKEN, ["grpc://127.0.0.1:1"] * 2))
+    registry.write(os.getppid(), registry.RegisteredLaunchers(TOKEN, ["grpc://127.0.0.1:1"] * 2))
     with pytest.raises(ConfigError, match=r"has 2 workers\. Lower the number"):
         backend(NOWHERE, four)
     start, stop = backend(NOWHERE, two), threading.Event()

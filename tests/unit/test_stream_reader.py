@@ -23,7 +23,7 @@ from keyshard.errors import (
 )
 from spark_adapter import stream_reader
 from spark_adapter.stream_reader import KeyShardStreamReader
-from spark_adapter.structure import Rows
+from spark_adapter.task_rows import Rows
 from tests.helpers import config, present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.exported import Exported

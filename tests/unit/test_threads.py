@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keyshard.core.refusals import Refusals
+from keyshard.core.refusal_timer import RefusalTimer
 from keyshard.errors import (
     AuthorizationError,
     ConfigError,
@@ -122,7 +122,7 @@ def test_after_an_error_a_pool_cancels_calls_that_have_not_started() -> None:
 
 def test_a_success_between_two_steps_of_a_refusal_does_no_harm() -> None:
     """Issue: one thread reported a success while another reported a refusal. This raised."""
-    refusals = Refusals()
+    refusals = RefusalTimer()
 
     def succeeds(*_: object) -> Any:
         refusals.succeeded()

@@ -13,7 +13,7 @@ from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.assignment import assign, slot_owners
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.admission import Budget
-from keyshard.core.window.partition_window import Receipt
+from keyshard.core.window.partition_window import ReceiveResult
 from keyshard.core.window.window import Window
 from keyshard.errors import BatchReleasedError, TopicRecreatedError
 from tests.helpers import P0, P1, P2, block, ids, key_in
@@ -36,7 +36,7 @@ def window_of(
 
 def give(window: Window, *entries: int, where: TopicPartition = P0, index: int = 0) -> None:
     for entry in entries:
-        assert window.receive(where, index, block(1, entry)) is Receipt.ACCEPTED
+        assert window.receive(where, index, block(1, entry)) is ReceiveResult.ACCEPTED
     window.validate()
 
 
@@ -168,9 +168,9 @@ def test_no_range_of_a_partition_that_was_left_out_is_left_out_again() -> None:
 def test_a_redelivery_of_a_held_entry_is_dropped_and_not_acknowledged() -> None:
     window = window_of()
     give(window, 0)
-    assert window.receive(P0, 1, block(1, 0)) is Receipt.HELD
+    assert window.receive(P0, 1, block(1, 0)) is ReceiveResult.HELD
     end = cut(window)
-    assert window.receive(P0, 0, block(1, 0)) is Receipt.HELD
+    assert window.receive(P0, 0, block(1, 0)) is ReceiveResult.HELD
     assert window.counters.duplicates_dropped == 2
     assert window.counters.rows_received == 1
     assert taken(window, end) == {P0: [(1, 0)]}
@@ -182,7 +182,7 @@ def test_a_redelivery_of_a_committed_entry_is_dropped_and_acknowledged_again() -
     window = window_of()
     give(window, 0)
     window.release(cut(window))
-    assert window.receive(P0, 0, block(1, 0)) is Receipt.COMMITTED
+    assert window.receive(P0, 0, block(1, 0)) is ReceiveResult.COMMITTED
     assert window.counters.duplicates_dropped == 1
     assert window.cut() is None
     window.validate()
@@ -192,8 +192,8 @@ def test_resolved_entries_of_a_checkpoint_are_dropped_after_a_restart() -> None:
     state = PartitionCheckpoint(EntryId(1, 4), EntrySet.parse("1:6"), published_ms=1_000)
     window = window_of(checkpoint=Checkpoint("c", "s", 4, {P0: state}))
     pending_acks = {e: window.receive(P0, 0, block(1, e)) for e in (0, 4, 5, 6, 7)}
-    assert [e for e, receipt in pending_acks.items() if receipt is Receipt.ACCEPTED] == [5, 7]
-    assert pending_acks[4] is pending_acks[6] is Receipt.COMMITTED
+    assert [e for e, receipt in pending_acks.items() if receipt is ReceiveResult.ACCEPTED] == [5, 7]
+    assert pending_acks[4] is pending_acks[6] is ReceiveResult.COMMITTED
     end = cut(window)
     assert end.partitions[P0].floor == EntryId(1, 4)
     assert str(end.partitions[P0].delivered) == "1:5-7"
@@ -210,16 +210,16 @@ def test_a_redelivery_of_an_expected_batch_is_held_before_and_after_it_was_read_
     window = window_of(checkpoint=planned)
     window.expect(planned)
     window.validate()
-    assert window.receive(P0, 0, block(1, 2)) is Receipt.HELD
-    assert window.receive(P0, 0, block(1, 0)) is Receipt.COMMITTED
+    assert window.receive(P0, 0, block(1, 2)) is ReceiveResult.HELD
+    assert window.receive(P0, 0, block(1, 0)) is ReceiveResult.COMMITTED
     window.validate()
     assert window.cut() is None
     window.plan(planned, {P0: [block(1, 2), block(1, 3)]})
     window.validate()
-    assert window.receive(P0, 0, block(1, 3)) is Receipt.HELD
+    assert window.receive(P0, 0, block(1, 3)) is ReceiveResult.HELD
     assert window.rows == 2
     assert window.release(planned) == {P0: [(1, 2), (1, 3)]}
-    assert window.receive(P0, 0, block(1, 3)) is Receipt.COMMITTED
+    assert window.receive(P0, 0, block(1, 3)) is ReceiveResult.COMMITTED
     assert window.rows == 0
     window.validate()
 
@@ -244,7 +244,7 @@ def test_an_id_that_is_handed_out_a_second_time_stops_the_source() -> None:
     with pytest.raises(TopicRecreatedError, match="published 1 ms after") as caught:
         window.receive(P0, 0, block(1, 0, "a", publish_ms=1_001))
     assert caught.value.facts == {"topic_partition": P0.name}
-    assert window.receive(P0, 0, block(1, 0, "a", publish_ms=1_000)) is Receipt.COMMITTED
+    assert window.receive(P0, 0, block(1, 0, "a", publish_ms=1_000)) is ReceiveResult.COMMITTED
 
 
 def test_release_returns_the_entries_once() -> None:
@@ -438,8 +438,8 @@ def test_a_dropped_partition_that_is_added_again_knows_its_delivered_set() -> No
     planned = cut(window)
     window.drop_partition(P0, gone=True)
     window.add_partition(P0)
-    assert window.receive(P0, 0, block(1, 0)) is Receipt.COMMITTED
-    assert window.receive(P0, 0, block(1, 1)) is Receipt.HELD
+    assert window.receive(P0, 0, block(1, 0)) is ReceiveResult.COMMITTED
+    assert window.receive(P0, 0, block(1, 1)) is ReceiveResult.HELD
     give(window, 2)
     window.release(planned)
     window.validate()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.ack_gaps import Proofs
+from keyshard.core.ack_gaps import GapEvidence
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
@@ -26,7 +26,7 @@ def test_a_batch_names_its_own_entries_and_no_ack_gap_resolved_with_it(
         window.receive(P0, 0, block(1, entry))
     assert window.cut() is not None
     window.receive(P0, 0, block(1, 3))
-    window.prove(P0, Proofs(base=base, resolved=EntrySet.parse("1:1")))
+    window.prove(P0, GapEvidence(base=base, resolved=EntrySet.parse("1:1")))
     end = window.cut()
     window.validate()
     assert end is not None
@@ -43,7 +43,7 @@ def test_evidence_during_doubt_resolves_nothing_until_the_doubt_ends() -> None:
     assert window.cut() is not None
     known = window.known[P0]
     known.doubt()
-    window.prove(P0, Proofs(resolved=EntrySet.parse("5:1-2"), published_ms=50_000))
+    window.prove(P0, GapEvidence(resolved=EntrySet.parse("5:1-2"), published_ms=50_000))
     window.receive(P0, 0, block(4, 1, publish_ms=1_001))
     end = window.cut()
     assert end is not None
@@ -62,7 +62,7 @@ def test_evidence_from_before_an_absence_resolves_nothing_after_it() -> None:
     """A cluster that was wiped meanwhile assigns the same ids, from below the evidence."""
     window = Window(Checkpoint("c", "s", 4), 4, Budget(1_000, 10**9))
     window.add_partition(P0)
-    window.prove(P0, Proofs(base=EntryId(17, 0)))
+    window.prove(P0, GapEvidence(base=EntryId(17, 0)))
     window.known[P0].doubt()
     window.receive(P0, 0, block(13, 6))
     end = window.cut()
@@ -88,7 +88,7 @@ def test_rows_without_room_are_tried_again_once_another_topic_partition_has_made
     assert not window.retry_without_room(), "the checkpoint is as large as before"
     newest = window.known[P1].state.delivered.last
     assert newest is not None
-    window.prove(P1, Proofs(base=newest))
+    window.prove(P1, GapEvidence(base=newest))
     end = window.cut()
     window.validate()
     assert end is not None

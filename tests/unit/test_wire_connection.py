@@ -22,15 +22,20 @@ from keyshard.broker import framing
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.framing import FrameReader, ProtocolError
 from keyshard.broker.port import ReadOptions, StartPosition, SubscriptionSpec
-from keyshard.broker.wire import ack_grouping, keep_alive, receiver_queue, stored_entry
+from keyshard.broker.wire import (
+    ack_grouping,
+    connection_pool,
+    keep_alive,
+    receiver_queue,
+    stored_entry,
+)
 from keyshard.broker.wire import broker as brokering
-from keyshard.broker.wire import cluster as clusters
 from keyshard.broker.wire import connection as connecting
 from keyshard.broker.wire import consumer as consuming
 from keyshard.broker.wire.broker import WireBroker
-from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connect import Address, open_socket
 from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.connection_pool import ConnectionPool
 from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.broker.wire.frames import api, read_frames
@@ -352,7 +357,7 @@ def test_a_circle_of_redirects_is_given_up(scripted: ScriptedBroker) -> None:
 
     scripted.answers[LOOKUP] = redirect
     connection = Connection(scripted.url)
-    cluster = Cluster(connection, Credentials(connection))
+    cluster = ConnectionPool(connection, Credentials(connection))
     with pytest.raises(BrokerUnavailableError, match="redirected the lookup"):
         for _ in cluster.path(TOPIC.name, 5.0):
             pass
@@ -962,7 +967,7 @@ def test_a_connection_that_is_replaced_ends_with_its_last_consumer(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each renewal of credentials leaves a connection and a thread behind."""
-    monkeypatch.setattr(clusters, "RETIRE_AGE_S", 0.0)
+    monkeypatch.setattr(connection_pool, "RETIRE_AGE_S", 0.0)
     broker = brokers(scripted)
     before: list[WireConnection] = []
     for renewals in range(4):

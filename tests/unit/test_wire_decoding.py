@@ -17,9 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyshard.broker.wire import bulk_encoding
-from keyshard.broker.wire import compiled as bulk
 from keyshard.broker.wire import compression as unpacking
+from keyshard.broker.wire import native_decoder, native_encoder
 from keyshard.broker.wire.decoding import decode
 from keyshard.columns.content import CONTENT, TIME_MS_MAX
 from keyshard.columns.messages import messages_of
@@ -65,7 +64,7 @@ def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "reference":
         with reference_only():
             yield
-    elif bulk.is_available():
+    elif native_decoder.is_available():
         yield
     else:
         pytest.skip("the install built no decoder")
@@ -86,7 +85,7 @@ def compiles(folder: Path) -> bool:
 
 
 def test_compiled_code_is_there_where_it_can_be_built(tmp_path: Path) -> None:
-    available = (bulk.is_available(), bulk_encoding.is_available())
+    available = (native_decoder.is_available(), native_encoder.is_available())
     assert available == (compiles(tmp_path),) * 2
 
 
@@ -366,7 +365,7 @@ def test_both_decoders_refuse_entries_that_take_too_much_memory(
     takes = memory_of(messages)
     with memory_max(takes - more):
         found = decoded(data)
-        compiled = bulk.decode([raw(data)], keeps_values=True)
+        compiled = native_decoder.decode([raw(data)], keeps_values=True)
     assert (found.refused is not None) == (more > 0)
     if found.refused is not None:
         assert f"more than {takes - more} bytes of memory" in found.refused.message

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyshard.broker.unconfirmed import Pending
-from keyshard.broker.wire import bulk_encoding, encoding
+from keyshard.broker.wire import encoding, native_encoder
 from keyshard.broker.wire.encoding import EntryHead, encoded
 from keyshard.columns.content import PROPERTIES, gather
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage, outgoing_from, outgoing_of
@@ -23,7 +23,7 @@ from keyshard.core.metadata_columns import KEY_BYTES, PRODUCER, SEQUENCE_ID
 from tests.stored_entries import EVERYTHING, MESSAGES, decoded, reference_only
 
 needs_library = pytest.mark.skipif(
-    not bulk_encoding.is_available(), reason="the install built no encoder"
+    not native_encoder.is_available(), reason="the install built no encoder"
 )
 
 
@@ -121,7 +121,7 @@ def columns_of(messages: list[dict[str, Any]], *, of_bytes: bool) -> Outgoing:
 def entries_of(
     columns: Outgoing, ends: list[int], head: EntryHead, sequence_id: int
 ) -> list[Pending]:
-    return list(chain.from_iterable(bulk_encoding.encode_all(columns, ends, head, sequence_id)))
+    return list(chain.from_iterable(native_encoder.encode_all(columns, ends, head, sequence_id)))
 
 
 @needs_library
@@ -152,13 +152,13 @@ def test_compiled_code_encodes_as_the_reference(
     columns = columns.slice(before, before + len(messages))
     ends = [*sorted(cut for cut in cuts if cut < len(messages)), len(messages)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bulk_encoding, "AT_ONCE_BYTES", at_once)
-        for module in (bulk_encoding, encoding):
+        patch.setattr(native_encoder, "AT_ONCE_BYTES", at_once)
+        for module in (native_encoder, encoding):
             patch.setattr(module, "COMPRESSED_BYTES_MIN", compressed_min)
         with patch.context() as compiled_only:
-            compiled_only.setattr(bulk_encoding, "encoded", None)
+            compiled_only.setattr(native_encoder, "encoded", None)
             found = entries_of(columns, ends, head, sequence_id)
-        patch.setattr(bulk_encoding, "_library", None)
+        patch.setattr(native_encoder, "_library", None)
         reference = entries_of(columns, ends, head, sequence_id)
     rows = [one._replace(deliver_at_ms=deliver_at) for one in outgoing(messages, of_bytes=of_bytes)]
     for (start, stop), compiled, plain in zip(pairwise([0, *ends]), found, reference, strict=True):
@@ -181,10 +181,10 @@ def test_compiled_code_frames_entries_as_the_reference(
 ) -> None:
     some = [Pending(Rows(count), first, data) for count, first, data in entries]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bulk_encoding, "FRAMES_MIN", 1)
-        found = bulk_encoding.frames(producer_id, some)
-        patch.setattr(bulk_encoding, "_library", None)
-        assert found == bulk_encoding.frames(producer_id, some)
+        patch.setattr(native_encoder, "FRAMES_MIN", 1)
+        found = native_encoder.frames(producer_id, some)
+        patch.setattr(native_encoder, "_library", None)
+        assert found == native_encoder.frames(producer_id, some)
     assert isinstance(found, bytearray), "the library made it"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keyshard.broker.wire.errors import RefusedError, error_of
-from keyshard.core.refusals import REFUSED_S, Refusals
+from keyshard.core.refusal_timer import REFUSED_S, RefusalTimer
 from keyshard.errors import BrokerError, TopicNotFoundError
 
 TOPIC = "persistent://public/default/t"
@@ -27,6 +27,6 @@ def test_a_partition_that_newer_brokers_deny_is_missing_and_ends_no_source(
     refused = RefusedError(NOT_ALLOWED, said.encode())
     found = error_of(refused, "subscribe to", f"{TOPIC}-partition-0", TOPIC, "the client")
     assert type(found) is (TopicNotFoundError if error else BrokerError)
-    refusals = Refusals()
+    refusals = RefusalTimer()
     ends = [refusals.failed(found, now_s) for now_s in (0.0, REFUSED_S, 10 * REFUSED_S)]
     assert ends == ([False] * 3 if error else [False, True, True])

@@ -17,7 +17,7 @@ from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.port import Compression, PublishOptions
 from keyshard.broker.retry import Retrier, Steps
 from keyshard.broker.unconfirmed import ENTRY_MEMORY
-from keyshard.broker.wire.cluster import Cluster
+from keyshard.broker.wire.connection_pool import ConnectionPool
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.producer import WireProducer
 from keyshard.broker.wire.reconnect import Shared
@@ -109,7 +109,11 @@ def shared(broker: NamingBroker) -> Iterator[Shared]:
     connection = Connection(broker.url, operation_timeout_ms=10_000)
     credentials = Credentials(connection)
     made = Shared(
-        Cluster(connection, credentials), HeldRetrier(), HeldRetrier(), credentials, DEADLINE_S
+        ConnectionPool(connection, credentials),
+        HeldRetrier(),
+        HeldRetrier(),
+        credentials,
+        DEADLINE_S,
     )
     yield made
     made.cluster.close(DEADLINE_S)

@@ -16,7 +16,7 @@ from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.subscription import WireSubscription
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.window.client_queue import SentAhead
+from keyshard.core.window.receiver_queue_size import PrefetchSize
 from keyshard.errors import BrokerError
 from tests.support.deadlines import deadline
 from tests.support.one_broker import shared_at
@@ -60,7 +60,7 @@ class At:
 
 def test_a_subscription_that_ends_while_it_is_made_is_made_again() -> None:
     at = At(losses=1)
-    one = WireSubscription(shared_at(at, Retrier()), WHERE, SentAhead(10, 1_000), api.Subscribe)
+    one = WireSubscription(shared_at(at, Retrier()), WHERE, PrefetchSize(10, 1_000), api.Subscribe)
     one.open()
     assert one.standing() == (at, at.subscribed[-1])
     assert len(at.subscribed) == 2

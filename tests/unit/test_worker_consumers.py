@@ -21,7 +21,7 @@ from pyarrow import flight
 import keyshard
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.broker.port import SubscriptionSpec
-from keyshard.broker.refused_entries import corrupt_entry
+from keyshard.broker.unreadable_entries import corrupt_entry
 from keyshard.columns.content import entry_block
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -38,10 +38,10 @@ from keyshard.errors import (
 )
 from keyshard.workers import authentication
 from keyshard.workers import host as hosted_host
-from keyshard.workers.consumer import Holders, HostedConsumer
+from keyshard.workers.consumer import EntryHolders, RemoteConsumer
 from keyshard.workers.encoding import (
     NOTHING,
-    Taken,
+    DeliveredTotals,
     WorkerDelivery,
     decode_deliveries,
     decode_error,
@@ -49,8 +49,8 @@ from keyshard.workers.encoding import (
     encode_error,
     keys_of,
 )
-from keyshard.workers.host import Host
-from keyshard.workers.process import LOOPBACK, Lease, Setup, WorkerServer, at, start_server
+from keyshard.workers.host import ConsumerHost
+from keyshard.workers.server import LOOPBACK, Lease, WorkerServer, WorkerSetup, at, start_server
 from keyshard.workers.worker import Worker
 from tests.helpers import DEADLINE_S, wait_until
 from tests.support.deadlines import deadline
@@ -140,7 +140,7 @@ class HostedSource:
         self.cluster = MemoryCluster()
         self.topic = self.cluster.create_topic("orders")
         self.broker = MemoryBroker(self.cluster)
-        self.host = Host(self.broker)
+        self.host = ConsumerHost(self.broker)
         self.subscribe(1)
 
     def subscribe(self, number: int, queue: int = QUEUE, queue_bytes: int | None = None) -> None:
@@ -216,7 +216,7 @@ def test_received_bytes_never_exceed_the_memory_of_the_queue() -> None:
         at.host.close_consumer(number=1, for_another=True)
         at.subscribe(2, queue=10, queue_bytes=250_000)
         at.cluster.publish(at.topic, *(Message(bytes(100_000), key="k") for _ in range(60)))
-        seq, taken = 0, Taken()
+        seq, taken = 0, DeliveredTotals()
         for _ in range(20):
             answer, content = at.host.take(seq := seq + 1, {}, 0.02)
             for one in decode_deliveries(answer["deliveries"], content):
@@ -236,7 +236,7 @@ def test_refused_entries_never_exceed_the_memory_of_the_queue() -> None:
         at.subscribe(2, queue=10, queue_bytes=250_000)
         for _ in range(30):
             at.cluster.publish(at.topic, Message(bytes(100_000), key="k"), encrypted=True)
-        seq, taken, refused = 0, Taken(), 0
+        seq, taken, refused = 0, DeliveredTotals(), 0
         for _ in range(20):
             answer, content = at.host.take(seq := seq + 1, {}, 0.02)
             for one in decode_deliveries(answer["deliveries"], content):
@@ -254,7 +254,7 @@ def test_a_late_report_takes_no_room_back() -> None:
         wait_until(lambda: at.host._full)
         at.host.take(1, {1: (2 * QUEUE, 0)}, 0.0)
         at.host.take(2, {1: (QUEUE, 0)}, 0.0)
-        assert at.host._hosted[1].taken == Taken(2 * QUEUE)
+        assert at.host._hosted[1].taken == DeliveredTotals(2 * QUEUE)
 
 
 def test_a_consumer_with_room_again_does_not_wait_for_a_request() -> None:
@@ -337,7 +337,7 @@ class Ends:
     def __init__(self) -> None:
         self.acknowledged: list[EntryId] = []
         self.closed: list[int] = []
-        self.taken = Taken()
+        self.taken = DeliveredTotals()
 
     def acknowledge(self, number: int, entries: Sequence[EntryId]) -> None:
         assert number not in self.closed
@@ -349,8 +349,8 @@ class Ends:
         assert not for_another
         self.closed.append(number)
 
-    def took(self, number: int, taken: Taken) -> None:
-        self.taken = taken if number not in self.closed else Taken()
+    def took(self, number: int, taken: DeliveredTotals) -> None:
+        self.taken = taken if number not in self.closed else DeliveredTotals()
 
 
 def test_without_a_connection_nothing_is_given_that_came_before() -> None:
@@ -358,7 +358,7 @@ def test_without_a_connection_nothing_is_given_that_came_before() -> None:
     ends = Ends()
     where = TopicPartition("persistent://a/b/c")
     wanted = SubscriptionSpec(where, "s", split_ring(1)[0], "c", 10)
-    consumer = HostedConsumer(wanted, ends, 1, Holders())
+    consumer = RemoteConsumer(wanted, ends, 1, EntryHolders())
     before, after = [block_of(Random(1))], [block_of(Random(2))]
     rows = before[0].rows
     consumer.arrived(WorkerDelivery(1, before))
@@ -370,7 +370,9 @@ def test_without_a_connection_nothing_is_given_that_came_before() -> None:
     consumer.arrived(WorkerDelivery(1, (), BrokerUnavailableError("told all the same")))
     with pytest.raises(BrokerUnavailableError, match="told all the same"):
         consumer.receive(0)
-    assert ends.taken == Taken().plus(WorkerDelivery(1, before)).plus(WorkerDelivery(1, before))
+    assert ends.taken == DeliveredTotals().plus(WorkerDelivery(1, before)).plus(
+        WorkerDelivery(1, before)
+    )
     assert ends.taken.messages == 2 * rows
     consumer.arrived(WorkerDelivery(1, (), connected=True))
     consumer.arrived(WorkerDelivery(1, after))
@@ -403,8 +405,8 @@ def test_a_host_reports_a_lost_connection_between_the_entries_around_it() -> Non
 
 def test_a_consumer_has_given_all_by_the_report_of_its_worker_not_by_silence() -> None:
     where = TopicPartition("persistent://a/b/c")
-    consumer = HostedConsumer(
-        SubscriptionSpec(where, "s", split_ring(1)[0], "c", 10), Ends(), 1, Holders()
+    consumer = RemoteConsumer(
+        SubscriptionSpec(where, "s", split_ring(1)[0], "c", 10), Ends(), 1, EntryHolders()
     )
     half = WorkerDelivery(1, [block_of(Random(1))])
     said = encode_deliveries([WorkerDelivery(1, (), gave_all=True)])[0]
@@ -518,7 +520,7 @@ def test_the_end_of_an_entry_is_not_given_when_its_beginning_went_with_a_connect
     3. The last ones are received, and the connection is there again before anybody looks.
     """
     broker = Broken()
-    host = Host(broker)
+    host = ConsumerHost(broker)
     host.subscribe(
         number=1, topic="persistent://a/b/c", partition=-1, subscription="s", start=0, end=65_535,
         position="earliest", consumer_name="c", receiver_queue_size=QUEUE,
@@ -555,9 +557,14 @@ def test_the_end_of_an_entry_is_not_given_when_its_beginning_went_with_a_connect
 
 def test_an_acknowledgement_goes_through_the_worker_that_the_entry_came_by() -> None:
     """Entries that a worker loses come again only through its own consumers."""
-    where, holders, one, other = TopicPartition("persistent://a/b/c"), Holders(), Ends(), Ends()
+    where, holders, one, other = (
+        TopicPartition("persistent://a/b/c"),
+        EntryHolders(),
+        Ends(),
+        Ends(),
+    )
     low, high = (
-        HostedConsumer(SubscriptionSpec(where, "s", each, "c", 10), ends, number, holders)
+        RemoteConsumer(SubscriptionSpec(where, "s", each, "c", 10), ends, number, holders)
         for number, (each, ends) in enumerate(zip(split_ring(2), (one, other), strict=True))
     )
     entries = [block_of(Random(seed)) for seed in range(5)]
@@ -577,11 +584,11 @@ def test_an_acknowledgement_goes_through_the_worker_that_the_entry_came_by() -> 
 def test_acknowledgements_that_a_dead_worker_did_not_take_go_the_way_their_entries_came() -> None:
     """Otherwise the broker waits for the consumer that has the entry, for ever."""
     where, holders, one, other, dead = (
-        TopicPartition("persistent://a/b/c"), Holders(), Ends(), Ends(), Ends()
+        TopicPartition("persistent://a/b/c"), EntryHolders(), Ends(), Ends(), Ends()
     )  # fmt: skip
     dead.acknowledge = Mock(side_effect=BrokerUnavailableError("gone"))  # type: ignore[method-assign]
     first, second, third = (
-        HostedConsumer(SubscriptionSpec(where, "s", each, "c", 10), ends, number, holders)
+        RemoteConsumer(SubscriptionSpec(where, "s", each, "c", 10), ends, number, holders)
         for number, (each, ends) in enumerate(zip(split_ring(3), (dead, one, other), strict=True))
     )
     entries = [block_of(Random(seed)) for seed in range(4)]
@@ -645,7 +652,7 @@ def test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges() -> None
         at.publish(1)
         wait_until(lambda: at.host.take(1, {}, 0.1)[0]["deliveries"])
         wait_until(lambda: server.lease.left_s() == 0)
-        prover = authentication.Prover(setup.token, f"grpc://{LOOPBACK}:{server.port}")
+        prover = authentication.RequestSigner(setup.token, f"grpc://{LOOPBACK}:{server.port}")
         introduction = flight.Action(authentication.INTRODUCE, prover.introduction())
         (met,) = client.do_action(introduction)  # type: ignore[attr-defined]
         assert prover.meet(bytes(met.body))
@@ -692,7 +699,7 @@ def test_a_silent_address_is_named_with_the_option() -> None:
 
 def test_a_worker_that_is_asked_to_leave_gives_its_ranges_back() -> None:
     with hosted() as at_place:
-        setup = Setup(Connection("pulsar://nobody"), 60.0, level=30)
+        setup = WorkerSetup(Connection("pulsar://nobody"), 60.0, level=30)
         server = WorkerServer(at_place.host, setup)
         gave_back: list[bool] = []
         main = threading.Thread(target=lambda: gave_back.append(server.serve_to_the_end()))
@@ -705,7 +712,7 @@ def test_a_worker_that_is_asked_to_leave_gives_its_ranges_back() -> None:
         main.join(DEADLINE_S)
         server.shutdown()
         assert gave_back == [True]
-        at_place.host = Host(MemoryBroker(at_place.cluster))
+        at_place.host = ConsumerHost(MemoryBroker(at_place.cluster))
         at_place.subscribe(1)  # the range is free
 
 

@@ -15,15 +15,15 @@ from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.config.connection import Basic, Connection, OAuth2, Token
 from keyshard.errors import ConfigError, WorkerUnreachableError
 from keyshard.workers import authentication as questions
-from keyshard.workers.host import Host
-from keyshard.workers.process import LOOPBACK, Setup, WorkerServer, at, start_server
+from keyshard.workers.host import ConsumerHost
+from keyshard.workers.server import LOOPBACK, WorkerServer, WorkerSetup, at, start_server
 from keyshard.workers.worker import AuthenticatedClient, Worker
 from tests.support.worker_servers import worker_server
 
 
 @contextmanager
-def served() -> Iterator[tuple[WorkerServer, Setup, flight.FlightClient]]:
-    host = Host(MemoryBroker(MemoryCluster()))
+def served() -> Iterator[tuple[WorkerServer, WorkerSetup, flight.FlightClient]]:
+    host = ConsumerHost(MemoryBroker(MemoryCluster()))
     try:
         with worker_server(host) as made:
             yield made
@@ -108,7 +108,7 @@ def test_the_proof_of_another_server_is_worth_nothing() -> None:
 
 def test_a_server_shows_the_token_with_every_answer() -> None:
     """Another program may take the port of a worker that died between two questions."""
-    servers: list[questions.Verifier] = []
+    servers: list[questions.RequestVerifier] = []
     known = [True]
 
     def answer(action: flight.Action) -> bytes:
@@ -118,7 +118,7 @@ def test_a_server_shows_the_token_with_every_answer() -> None:
         return json.dumps({"result": 7, "proof": proof if known[0] else "0" * 64}).encode()
 
     with answered_by(answer) as stranger:
-        servers.append(questions.Verifier("token", at(LOOPBACK, stranger.port)))
+        servers.append(questions.RequestVerifier("token", at(LOOPBACK, stranger.port)))
         client = AuthenticatedClient(at(LOOPBACK, stranger.port), "token", "worker")
         assert client.request("last_entry", 10.0) == 7
         known[0] = False
@@ -140,8 +140,8 @@ def test_a_proof_is_of_one_command_number_asker_server_and_endpoint() -> None:
         lambda: verifier.read(body, "leave"),
         lambda: verifier.read(body.replace(b" 1 ", b" 2 ", 1), "acknowledge"),
         lambda: met()[1].read(body, "acknowledge"),
-        lambda: questions.Verifier("token", "grpc://h:2").read(body, "acknowledge"),
-        lambda: questions.Verifier("other", "grpc://h:1").read(body, "acknowledge"),
+        lambda: questions.RequestVerifier("token", "grpc://h:2").read(body, "acknowledge"),
+        lambda: questions.RequestVerifier("other", "grpc://h:1").read(body, "acknowledge"),
         lambda: verifier.introduce(b"short"),
         lambda: verifier.introduce(b"x" * 10_000),
     ):
@@ -150,14 +150,14 @@ def test_a_proof_is_of_one_command_number_asker_server_and_endpoint() -> None:
     assert b"token" not in body + prover.introduction()
 
 
-def met() -> tuple[questions.Prover, questions.Verifier]:
-    prover = questions.Prover("token", "grpc://h:1")
-    verifier = questions.Verifier("token", "grpc://h:1")
+def met() -> tuple[questions.RequestSigner, questions.RequestVerifier]:
+    prover = questions.RequestSigner("token", "grpc://h:1")
+    verifier = questions.RequestVerifier("token", "grpc://h:1")
     assert prover.meet(verifier.introduce(prover.introduction()))
     return prover, verifier
 
 
-def refuses(verifier: questions.Verifier, body: bytes, command: str) -> bool:
+def refuses(verifier: questions.RequestVerifier, body: bytes, command: str) -> bool:
     try:
         verifier.read(body, command)
     except flight.FlightUnauthenticatedError:
@@ -206,10 +206,10 @@ def test_a_setup_is_data_and_comes_as_it_was(authentication: Any) -> None:
         operation_timeout_ms=7_000, connection_timeout_ms=5_000, tls_hostname_verification=False,
         transport="wire",
     )  # fmt: skip
-    setup = Setup(connection, 4.0, 30, keeps=True)
+    setup = WorkerSetup(connection, 4.0, 30, keeps=True)
     version, text = setup.packed()
     assert version == keyshard.__version__
-    assert Setup.unpacked(text) == setup
+    assert WorkerSetup.unpacked(text) == setup
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from keyshard.errors import (
     WorkerUnreachableError,
 )
 from keyshard.threads import owned_by
-from keyshard.workers.consumer import Holders, HostedConsumer
-from keyshard.workers.encoding import Taken, WorkerDelivery
-from keyshard.workers.supervisor import WorkerHosting
+from keyshard.workers.consumer import EntryHolders, RemoteConsumer
+from keyshard.workers.encoding import DeliveredTotals, WorkerDelivery
+from keyshard.workers.supervisor import WorkerSupervisor
 from keyshard.workers.worker import Worker
 from tests.helpers import block, wait_until
 
@@ -45,7 +45,7 @@ class Hosts(Worker):
         self.numbers: list[int] = []
         """The numbers of all consumers that it was asked to host."""
         self.hosted: set[int] = set()
-        self.taken: dict[int, Taken] = {}
+        self.taken: dict[int, DeliveredTotals] = {}
         self.message_bytes: list[int | None] = []
         """The size of messages that each subscription named."""
         self.away: set[str] = set()
@@ -64,7 +64,7 @@ class Hosts(Worker):
         elif command == "close_consumer":
             self.hosted.discard(arguments["number"])
 
-    def take(self, taken: Mapping[int, Taken]) -> list[WorkerDelivery]:
+    def take(self, taken: Mapping[int, DeliveredTotals]) -> list[WorkerDelivery]:
         self.taken |= taken
         if self._dead.wait(0.01):
             raise WorkerUnreachableError(f"{self.name} has died.")
@@ -91,9 +91,9 @@ class SupervisedWorker:
         self.away: set[str] = set()
         """Topics that no other worker than the first can subscribe to."""
         self.workers: list[Hosts] = []
-        self.holders = Holders()
+        self.holders = EntryHolders()
         self.next_answers = True
-        self.hosting = WorkerHosting(self._start, 1.0, "keyshard-worker-0")
+        self.supervisor = WorkerSupervisor(self._start, 1.0, "keyshard-worker-0")
 
     def _start(self, _stop: threading.Event) -> Hosts:
         self.workers.append(Hosts(f"worker {len(self.workers)}", self.told))
@@ -104,8 +104,8 @@ class SupervisedWorker:
             self.workers[-1].answers.clear()
         return self.workers[-1]
 
-    def subscribe(self) -> HostedConsumer:
-        return self.hosting.subscribe(WANTED, StartPosition.EARLIEST, self.holders)
+    def subscribe(self) -> RemoteConsumer:
+        return self.supervisor.subscribe(WANTED, StartPosition.EARLIEST, self.holders)
 
     def second(self, what: Callable[[Hosts], object]) -> Hosts:
         """The worker that takes the place of the first, once something of it holds."""
@@ -119,7 +119,7 @@ def supervised() -> Iterator[SupervisedWorker]:
     try:
         yield made
     finally:
-        made.hosting.close(0.0)
+        made.supervisor.close(0.0)
 
 
 def test_a_worker_that_is_given_up_is_ended_before_another_one_has_its_ranges() -> None:
@@ -149,7 +149,7 @@ def test_topic_partitions_whose_broker_is_away_do_not_hold_up_others() -> None:
             at.away.add(f"{WHERE.topic}-{partition}")
             where = TopicPartition(f"{WHERE.topic}-{partition}", 0)
             wanted = replace(WANTED, topic_partition=where)
-            at.hosting.subscribe(wanted, StartPosition.EARLIEST, at.holders)
+            at.supervisor.subscribe(wanted, StartPosition.EARLIEST, at.holders)
         consumer = at.subscribe()
         at.workers[0].die()
         at.second(lambda worker: consumer.number in worker.hosted)
@@ -162,10 +162,10 @@ def test_no_number_is_given_twice_and_reports_under_an_old_one_are_dropped() -> 
         at.workers[0].die()
         second = at.second(lambda worker: worker.hosted)
         assert second.numbers == [consumer.number] != [old]
-        at.hosting.took(old, Taken(7))
-        at.hosting.took(consumer.number, Taken(1))
+        at.supervisor.took(old, DeliveredTotals(7))
+        at.supervisor.took(consumer.number, DeliveredTotals(1))
         wait_until(lambda: second.taken)
-        assert second.taken == {consumer.number: Taken(1)}
+        assert second.taken == {consumer.number: DeliveredTotals(1)}
 
 
 def test_a_consumer_whose_worker_dies_while_it_is_subscribed_is_not_held_by_the_next_worker() -> (
@@ -212,14 +212,14 @@ def test_a_consumer_that_is_closed_while_it_is_brought_back_is_forgotten() -> No
         second.answers.set()
         closing.join(LONG_S)
         wait_until(lambda: second.numbers and not second.hosted)
-        wait_until(lambda: not at.hosting.facts().consumers)
+        wait_until(lambda: not at.supervisor.facts().consumers)
 
 
 def test_an_unexpected_error_of_the_thread_of_a_worker_ends_the_source_by_name() -> None:
     errors: list[KeyShardError] = []
     with owned_by(errors.append), supervised() as at:
 
-        def broken(taken: Mapping[int, Taken]) -> list[WorkerDelivery]:
+        def broken(taken: Mapping[int, DeliveredTotals]) -> list[WorkerDelivery]:
             raise KeyError("a bug")
 
         at.workers[0].take = broken  # type: ignore[method-assign]

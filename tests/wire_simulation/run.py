@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from keyshard.broker import retry
 from keyshard.broker.port import StartPosition, SubscriptionSpec
-from keyshard.broker.refused_entries import entry_of
 from keyshard.broker.retry import retry_until
+from keyshard.broker.unreadable_entries import entry_of
 from keyshard.broker.wire import (
     ack_grouping,
     connection,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema
 
 BEGINS_PROPERTY = "keyshard.begins"
@@ -54,7 +54,7 @@ class Admin(Protocol):
 
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
-    ) -> BrokerState | None: ...
+    ) -> CursorState | None: ...
 
     def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
         """Stored ledgers in ascending order, the open one last; ``None`` if there is no topic."""

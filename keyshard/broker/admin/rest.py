@@ -27,7 +27,7 @@ from keyshard.core.position.ledger import (
     placed_ledgers_of,
 )
 from keyshard.core.releases import denies_partition
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
 from keyshard.redaction import shown
@@ -243,10 +243,10 @@ class PulsarAdmin:
 
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
-    ) -> BrokerState | None:
+    ) -> CursorState | None:
         """Ledgers and cursor of a topic partition; ``None`` if there is no such topic."""
         return self._from_internal_stats(
-            topic_partition, lambda stats: BrokerState.from_internal_stats(stats, subscription)
+            topic_partition, lambda stats: CursorState.from_internal_stats(stats, subscription)
         )
 
     def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:

@@ -16,12 +16,12 @@ from keyshard.broker.client.connection import client_of
 from keyshard.broker.client.consumer import (
     RECEIVE_BYTES_MAX,
     RECEIVE_WAIT_MS,
-    PulsarConsumer,
-    PulsarReader,
+    ClientConsumer,
+    ClientReader,
 )
 from keyshard.broker.client.errors import UNAVAILABLE, translated
 from keyshard.broker.client.log import close_client
-from keyshard.broker.client.producer import PulsarProducer
+from keyshard.broker.client.producer import ClientProducer
 from keyshard.broker.port import (
     DEFAULT_READ_OPTIONS,
     EntryProducer,
@@ -37,7 +37,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerError, BrokerUnavailableError, ConfigError
 
 
-class PulsarBroker:
+class ClientBroker:
     """A connection to a Pulsar cluster.
 
     Args:
@@ -73,7 +73,7 @@ class PulsarBroker:
     ) -> None:
         """Report nothing: the client cannot."""
 
-    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> PulsarConsumer:
+    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> ClientConsumer:
         position = (
             pulsar.InitialPosition.Earliest
             if start is StartPosition.EARLIEST
@@ -98,14 +98,14 @@ class PulsarBroker:
                 ),
                 crypto_failure_action=pulsar.ConsumerCryptoFailureAction.CONSUME,
             )
-        return PulsarConsumer(consumer, spec, self._calls)
+        return ClientConsumer(consumer, spec, self._calls)
 
     def reader(
         self,
         topic_partition: TopicPartition,
         start: EntryId,
         how: ReadOptions = DEFAULT_READ_OPTIONS,
-    ) -> PulsarReader:
+    ) -> ClientReader:
         topic = topic_partition.topic
         with translated("open a reader on", topic_partition), self._explained("consume", topic):
             reader = self._client.create_reader(
@@ -115,12 +115,12 @@ class PulsarBroker:
                 start_message_id_inclusive=True,
                 crypto_failure_action=pulsar.ConsumerCryptoFailureAction.CONSUME,
             )
-        return PulsarReader(reader, topic_partition, self._calls, how)
+        return ClientReader(reader, topic_partition, self._calls, how)
 
     def workers(self) -> tuple[WorkerFacts, ...]:
         return ()
 
-    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> PulsarProducer:
+    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> ClientProducer:
         topic = topic_partition.topic
         with translated("open a producer on", topic_partition), self._explained("produce", topic):
             producer = self._client.create_producer(
@@ -129,7 +129,7 @@ class PulsarBroker:
                 block_if_queue_full=True,
                 send_timeout_millis=send_timeout_ms,
             )
-        return PulsarProducer(producer, topic_partition, self._calls)
+        return ClientProducer(producer, topic_partition, self._calls)
 
     def entry_producer(
         self,

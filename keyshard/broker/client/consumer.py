@@ -21,7 +21,7 @@ from keyshard.broker.client.errors import translated
 from keyshard.broker.port import ReadOptions, SubscriptionSpec
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.core.window.client_queue import POLLED_MAX
+from keyshard.core.window.receiver_queue_size import POLLED_MAX
 from keyshard.errors import ChunkedMessageError, KeyShardError
 
 RECEIVE_WAIT_MS = 10
@@ -29,12 +29,12 @@ RECEIVE_WAIT_MS = 10
 RECEIVE_BYTES_MAX = 4 * 1024 * 1024
 """Maximum payload bytes of one batch receive."""
 READ_MESSAGES_MAX = 1_000
-"""Maximum number of messages of one :meth:`PulsarReader.read`."""
+"""Maximum number of messages of one :meth:`ClientReader.read`."""
 READ_BYTES_MAX = 8 * 1024 * 1024
 """Payload after which it returns, bytes."""
 
 
-class PulsarConsumer:
+class ClientConsumer:
     """A plain single-topic consumer; it clears its queue on a reconnect."""
 
     def __init__(
@@ -137,7 +137,7 @@ class PulsarConsumer:
             self._consumer.close()
 
 
-class PulsarReader:
+class ClientReader:
     """A plain Reader; the client offers no batch receive for it."""
 
     def __init__(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import _pulsar
 
-from keyshard.broker.refused_entries import encrypted_entry, of_entry
+from keyshard.broker.unreadable_entries import encrypted_entry, of_entry
 from keyshard.columns.content import (
     NOT_TEXT,
     TIME_MS_MAX,

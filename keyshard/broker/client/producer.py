@@ -14,7 +14,7 @@ from keyshard.broker.client.errors import translated
 from keyshard.core.position.entry import EntryId, TopicPartition
 
 
-class PulsarProducer:
+class ClientProducer:
     """Sends one message after the other, without batching."""
 
     def __init__(

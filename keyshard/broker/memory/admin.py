@@ -13,7 +13,7 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.ledger import Ledger
-from keyshard.core.subscription_state import BrokerState
+from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AdminError, BrokerError, TopicNotFoundError
 
@@ -109,7 +109,7 @@ class MemoryAdmin:
 
     def broker_state(
         self, topic_partition: TopicPartition, subscription: str
-    ) -> BrokerState | None:
+    ) -> CursorState | None:
         """Ledgers and cursor of a topic partition; ``None`` if there is no such topic."""
         with self._cluster.lock:
             try:
@@ -119,9 +119,9 @@ class MemoryAdmin:
             try:
                 cursor = self._cluster.subscription(topic_partition, subscription).cursor
             except BrokerError:
-                return BrokerState(log.ledger_sizes, last_written=log.last_written)
+                return CursorState(log.ledger_sizes, last_written=log.last_written)
             marked = cursor.mark_delete
-            return BrokerState(
+            return CursorState(
                 log.ledger_sizes,
                 log.id(marked) if marked >= 0 else EntryId(min(log.ledger_sizes), -1),
                 EntrySet.of(log.id(ordinal) for ordinal in cursor.acked),

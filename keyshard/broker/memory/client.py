@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from keyshard.broker.memory.dispatch import Delivery, Member, Subscription
 from keyshard.broker.memory.log import EntryLog, StoredEntry
-from keyshard.broker.refused_entries import of_entry
+from keyshard.broker.unreadable_entries import of_entry
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import (

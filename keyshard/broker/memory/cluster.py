@@ -24,7 +24,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerError
 
 
-class Client(Protocol):
+class ConnectedClient(Protocol):
     """A client connection, as the cluster sees it."""
 
     def drop(self, of: Collection[TopicPartition] | None = None) -> list[Any]:
@@ -94,7 +94,7 @@ class MemoryCluster:
         self._subscriptions: dict[tuple[TopicPartition, str], Subscription] = {}
         self.publishing = Publishing()
         """Entry producers and deduplication; use it under the lock."""
-        self._clients: list[Client] = []
+        self._clients: list[ConnectedClient] = []
         self._grouped: dict[Grouping, None] = {}
         self._reports_topics = reports_topics
         self._watches: list[MemoryTopicWatch] = []
@@ -184,12 +184,12 @@ class MemoryCluster:
             found = self._subscriptions.items()
             return {name: one for (where, name), one in found if where == topic_partition}
 
-    def attach(self, client: Client) -> None:
+    def attach(self, client: ConnectedClient) -> None:
         """Register a client, so that its consumers are notified if their topic is deleted."""
         with self.lock:
             self._clients.append(client)
 
-    def detach(self, client: Client) -> None:
+    def detach(self, client: ConnectedClient) -> None:
         """Unregister a client that was closed."""
         with self.lock:
             if client in self._clients:
@@ -253,7 +253,11 @@ class MemoryCluster:
         return published
 
     def store_entry(
-        self, where: TopicPartition, messages: Sequence[Message], producer: str, sequence_id: int
+        self,
+        where: TopicPartition,
+        messages: Sequence[Message],
+        producer: str,
+        sequence_id: int,
     ) -> EntryId:
         """Store the entry of an entry producer."""
         with self.lock:

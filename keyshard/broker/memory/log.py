@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry
+from keyshard.broker.unreadable_entries import corrupt_entry, encrypted_entry
 from keyshard.columns.content import entry_block, metadata_in
 from keyshard.core.metadata_columns import DELIVER_AT, KEY_BYTES, PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition

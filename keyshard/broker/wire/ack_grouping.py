@@ -13,7 +13,7 @@ from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.errors import RefusedError
 from keyshard.broker.wire.frames import api
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.refusals import Refusals
+from keyshard.core.refusal_timer import RefusalTimer
 from keyshard.errors import BrokerUnavailableError, KeyShardError
 
 ACKNOWLEDGED_AT_ONCE = 10_000
@@ -67,7 +67,7 @@ class AckGrouping:
         self._until_true = until_true
         self._error_of = error_of
         self._end = end
-        self._refusals = Refusals()
+        self._refusals = RefusalTimer()
         self._answered_s = 0.0
         """When the broker answered last, or got a request while it owed no answer (monotonic)."""
         self._trying = False

@@ -25,8 +25,8 @@ from keyshard.broker.port import (
 )
 from keyshard.broker.preflight import missing_topics
 from keyshard.broker.retry import Retrier
-from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.connection_pool import ConnectionPool
 from keyshard.broker.wire.consumer import (
     CONFIRM_S,
     WireConsumer,
@@ -64,7 +64,7 @@ class WireBroker:
         self._connection = connection
         self._credentials = Credentials(connection)
         self._shared = Shared(
-            Cluster(connection, self._credentials),
+            ConnectionPool(connection, self._credentials),
             Retrier(),
             Retrier(longest_wait_s=NUDGE_LONGEST_WAIT_S, lane_threads_max=1),
             self._credentials,

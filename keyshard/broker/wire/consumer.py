@@ -19,7 +19,7 @@ from keyshard.broker.wire.reconnect import Shared
 from keyshard.broker.wire.subscription import WireSubscription
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.core.window.client_queue import RAW_ENTRY_BYTES, SentAhead
+from keyshard.core.window.receiver_queue_size import RAW_ENTRY_BYTES, PrefetchSize
 
 CONFIRM_S = 2.0
 """Longest wait at a close for receipts of acknowledgements, seconds."""
@@ -178,13 +178,13 @@ def warn_of_unconfirmed(entries: int, where: str) -> None:
     )  # fmt: skip
 
 
-def _queue_of(spec: SubscriptionSpec) -> SentAhead:
+def _queue_of(spec: SubscriptionSpec) -> PrefetchSize:
     size, bytes_max = spec.receiver_queue_size, spec.receiver_queue_bytes
     if bytes_max is None:
-        return SentAhead(size, UNLIMITED_BYTES, size)
+        return PrefetchSize(size, UNLIMITED_BYTES, size)
     if spec.message_bytes is None:
-        return SentAhead(size, bytes_max)
-    return SentAhead(size, bytes_max, bytes_max // (spec.message_bytes + RAW_ENTRY_BYTES))
+        return PrefetchSize(size, bytes_max)
+    return PrefetchSize(size, bytes_max, bytes_max // (spec.message_bytes + RAW_ENTRY_BYTES))
 
 
 class WireReader(WireSubscription):
@@ -215,7 +215,7 @@ class WireReader(WireSubscription):
         self._served_id = 0
         """Consumer id of the subscription that entries were handed out from last."""
         self._how = how
-        queue = SentAhead(how.receiver_queue_size, how.receiver_queue_bytes, how.first)
+        queue = PrefetchSize(how.receiver_queue_size, how.receiver_queue_bytes, how.first)
         super().__init__(
             shared, topic_partition, queue, self._from_here, ahead_max=self._ahead_max()
         )

@@ -3,7 +3,8 @@
 Stored bytes are untrusted: every length is checked against the available bytes, and no declared
 number alone causes an allocation. An unreadable entry becomes an error that names it. The decoder
 walks the bytes in plain Python, without an object per message. It is the reference for the
-compiled code of :mod:`keyshard.broker.wire.compiled`, which decodes plain entries if available.
+compiled code of :mod:`keyshard.broker.wire.native_decoder`, which decodes plain entries if
+available.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from keyshard.broker.refused_entries import corrupt_entry, encrypted_entry, of_entry
-from keyshard.broker.wire import compiled
+from keyshard.broker.unreadable_entries import corrupt_entry, encrypted_entry, of_entry
+from keyshard.broker.wire import native_decoder
 from keyshard.broker.wire.compression import unpacked
 from keyshard.broker.wire.entries import (
     ENTRY_MEMORY_MAX,
@@ -158,7 +159,7 @@ def decode(
     """
     keeps_values = columns is None or "value" in columns
     metadata = metadata_in(columns)
-    plain = compiled.decode(
+    plain = native_decoder.decode(
         entries, keeps_values=keeps_values, metadata=metadata, at_once_bytes=at_once_bytes
     )
     if plain is not None:

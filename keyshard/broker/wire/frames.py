@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from google.protobuf.message import DecodeError
 
 from keyshard.broker.framing import ProtocolError, command_of, framed
-from keyshard.broker.wire import compiled, pulsar_api_pb2
+from keyshard.broker.wire import native_decoder, pulsar_api_pb2
 from keyshard.broker.wire.entries import RawEntry
 from keyshard.core.position.entry import EntryId
 
@@ -60,7 +60,7 @@ def read_frames(frames: Sequence[bytes]) -> Iterator[Came | Frame]:
     Raises:
         ProtocolError: A frame is malformed. Earlier frames are yielded first.
     """
-    for data, entry in zip(frames, compiled.parse_frames(frames), strict=True):
+    for data, entry in zip(frames, native_decoder.parse_frames(frames), strict=True):
         yield _read_frame(data) if entry is None else entry
 
 

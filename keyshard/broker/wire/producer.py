@@ -19,10 +19,9 @@ from keyshard.broker.unconfirmed import (
     Unconfirmed,
     failed_entry,
 )
-from keyshard.broker.wire.bulk_encoding import encode_all, frames
-from keyshard.broker.wire.cluster import SCHEMA_NUMBERS
 from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.connection import FRAME_BYTES_MAX, WireConnection
+from keyshard.broker.wire.connection_pool import SCHEMA_NUMBERS
 from keyshard.broker.wire.consumer import WireReader
 from keyshard.broker.wire.encoding import EncodedRows, EntryHead, encoded
 from keyshard.broker.wire.errors import (
@@ -34,6 +33,7 @@ from keyshard.broker.wire.errors import (
     producing_error,
 )
 from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.native_encoder import encode_all, frames
 from keyshard.broker.wire.reconnect import RETRY_S, ReconnectingHandle, Shared
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.core.position.entry import EntryId, TopicPartition

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from keyshard.broker.wire.entries import ENTRY_MESSAGES_MAX, RawEntry
 from keyshard.broker.wire.permits import Permits
-from keyshard.core.window.client_queue import RAW_ENTRY_BYTES, SentAhead
+from keyshard.core.window.receiver_queue_size import RAW_ENTRY_BYTES, PrefetchSize
 
 TAKEN_BYTES_MAX = 4 * 1024 * 1024
 """Stored bytes of entries after which :meth:`ReceiverQueue.take` returns."""
@@ -24,7 +24,7 @@ EXCESS_BYTES_MAX = 64 * 1024 * 1024
 messages, and messages may be larger than earlier ones."""
 
 
-class Excess:
+class QueueOverflow:
     """Bytes that queues hold beyond their sizes. Any thread may call it."""
 
     def __init__(self) -> None:
@@ -47,7 +47,9 @@ class ReceiverQueue:
             less than the queue holds.
     """
 
-    def __init__(self, size: SentAhead, excess: Excess, ahead_max: int | None = None) -> None:
+    def __init__(
+        self, size: PrefetchSize, excess: QueueOverflow, ahead_max: int | None = None
+    ) -> None:
         self._size = size
         self._excess = excess
         self.permits = Permits(size.size if ahead_max is None else min(size.size, ahead_max))

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.retry import Retrier, Steps
-from keyshard.broker.wire.cluster import Cluster
 from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.connection_pool import ConnectionPool
 from keyshard.broker.wire.entries import RawEntry
 from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError, migrated
-from keyshard.broker.wire.receiver_queue import Excess
+from keyshard.broker.wire.receiver_queue import QueueOverflow
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.refusals import Refusals
+from keyshard.core.refusal_timer import RefusalTimer
 from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
 
 RETRY_S = 0.1
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class Shared:
     """State that all handles of one broker connection share."""
 
-    cluster: Cluster
+    cluster: ConnectionPool
     reconnects: Retrier
     """Opens handles again; its lanes are the addresses of brokers."""
     nudges: Retrier
@@ -50,7 +50,7 @@ class Shared:
     credentials: Credentials
     timeout_s: float
     """Longest time of one request, seconds."""
-    excess: Excess = field(default_factory=Excess)
+    excess: QueueOverflow = field(default_factory=QueueOverflow)
     """Excess bytes of the queues of all handles."""
 
 
@@ -117,7 +117,7 @@ class ReconnectingHandle(ABC):
         """Id of the newest attempt to open, and the future of its answer."""
         self._waits_for: tuple[Address, float] | None = None
         """The broker that the current attempt waits for, and since when (monotonic seconds)."""
-        self._refusals = Refusals()
+        self._refusals = RefusalTimer()
         """Outcome of the attempts to open it again."""
         self._ended: KeyShardError | None = None
         """Why the handle has ended for good."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keyshard.broker.auth.credentials import Credentials
-from keyshard.broker.wire.cluster import Cluster
+from keyshard.broker.wire.connection_pool import ConnectionPool
 from keyshard.broker.wire.errors import RefusedError, error_of
 from keyshard.config.connection import Connection
 from keyshard.core.topic_schema import TopicSchema
@@ -22,7 +22,7 @@ def ask_schema(
         BrokerError: The broker refuses.
     """
     credentials = Credentials(connection)
-    cluster = Cluster(connection, credentials)
+    cluster = ConnectionPool(connection, credentials)
     try:
         return cluster.schema(topic, version, timeout_s)
     except RefusedError as exc:

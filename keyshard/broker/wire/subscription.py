@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from keyshard.broker.refused_entries import entry_of
+from keyshard.broker.unreadable_entries import entry_of
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry
 from keyshard.broker.wire.errors import RefusedError, error_of
@@ -21,7 +21,7 @@ from keyshard.broker.wire.permits import GRANT_MAX
 from keyshard.broker.wire.receiver_queue import ReceiverQueue
 from keyshard.broker.wire.reconnect import RETRY_S, ReconnectingHandle, Shared
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.window.client_queue import SentAhead
+from keyshard.core.window.receiver_queue_size import PrefetchSize
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -57,7 +57,7 @@ class WireSubscription(ReconnectingHandle):
         self,
         shared: Shared,
         topic_partition: TopicPartition,
-        queue: SentAhead,
+        queue: PrefetchSize,
         request: Callable[[], Any],
         *,
         ahead_max: int | None = None,

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import sub
 
+from keyshard.core.lanes.key_queue import Arrival, Work
 from keyshard.core.lanes.lanes import Lanes
-from keyshard.core.lanes.queues import Arrival, Work
 from keyshard.core.message import Message
 
 BULK_ROWS = 256

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from keyshard.core.dead_letter import Resting
-from keyshard.core.lanes.queues import (
+from keyshard.core.dead_letter import StoredDeadLetter
+from keyshard.core.lanes.key_queue import (
     Arrival,
     Entry,
     KeyQueue,
@@ -27,7 +27,7 @@ from keyshard.core.lanes.queues import (
     Work,
     without,
 )
-from keyshard.core.lanes.retrying import DueKeys
+from keyshard.core.lanes.retry_policy import DueKeys
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
@@ -233,7 +233,7 @@ class Lanes:
         queue.not_before_s = not_before_s
         self._later.push(queue)
 
-    def insert(self, resting: Resting) -> None:
+    def insert(self, resting: StoredDeadLetter) -> None:
         """Replay a dead letter before all other messages of its key, which does not run.
 
         The key queues behind all waiting keys, so that a replay delays no other key.
@@ -250,7 +250,7 @@ class Lanes:
         if len(queue.work) == 1:
             self._make_ready(queue)
 
-    def replace(self, work: Work, resting: Resting) -> None:
+    def replace(self, work: Work, resting: StoredDeadLetter) -> None:
         """Mark a replayed dead letter as done, and put the next one at the head of its key."""
         queue = work.queue
         self._end(queue)

@@ -231,7 +231,7 @@ class Checkpoint:
     merged: int | None = None
     """Number of layout partitions when ranges share them; ``None``: one per range."""
     parked: Mapping[str, Any] | None = None
-    """Parked keys, as :meth:`keyshard.dead_letters.parking.Parked.to_dict` writes them;
+    """Parked keys, as :meth:`keyshard.dead_letters.topic_state.TopicState.to_dict` writes them;
     ``None``: only the dead-letter topic knows them."""
     rescaled: Rescaled | None = None
     """Ranges with which a restart begins, instead of ``parallelism`` equal ones. Only handlers

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from keyshard.core.message import MessageId
-from keyshard.core.position.bounds import Bound
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
+from keyshard.core.position.read_bounds import Bound
 from keyshard.core.position.replicas import UNKNOWN, LedgerReplicas, Placement
 
 

@@ -239,7 +239,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class RescalePlan:
+class RescaleDryRun:
     """Moves from one number of ranges to another."""
 
     before: Assignment
@@ -247,7 +247,7 @@ class RescalePlan:
     moves: tuple[Move, ...]
 
     @classmethod
-    def make(cls, before: Assignment, count: int) -> RescalePlan:
+    def make(cls, before: Assignment, count: int) -> RescaleDryRun:
         """Plan ``count`` ranges from the present assignment, without applying the plan.
 
         Raises:

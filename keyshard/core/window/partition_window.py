@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
 
-from keyshard.core.ack_gaps import Proofs, Resolution, resolve, resolves_more
-from keyshard.core.fingerprint import (
-    Known,
+from keyshard.core.ack_gaps import GapEvidence, Resolution, resolve, resolves_more
+from keyshard.core.position.checkpoint import PartitionCheckpoint
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.topic_identity import (
+    KnownEntries,
     check_delivered,
     check_held,
     check_unknown,
 )
-from keyshard.core.position.checkpoint import PartitionCheckpoint
-from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.window.admission import Sizes, take_aligned
 from keyshard.core.window.checkpoint_size import fitting
 
 
-class Receipt(Enum):
+class ReceiveResult(Enum):
     """The outcome of a delivery."""
 
     ACCEPTED = auto()
@@ -64,7 +64,7 @@ class PartitionWindow:
     """Rows of all held entries by the range that received them; of a replay, under -1."""
     left_out: set[int] = field(default_factory=set)
     """Ranges that had data and were left out of the newest cut."""
-    proofs: Proofs = field(default_factory=Proofs)
+    proofs: GapEvidence = field(default_factory=GapEvidence)
     """Evidence that the next cut with rows puts into its checkpoint."""
     owners: frozenset[int] = frozenset()
     """Ranges known to owe an entry of an ack gap."""
@@ -76,7 +76,7 @@ class PartitionWindow:
     """Size of the whole checkpoint at the newest look for rows that fit, bytes."""
     lowest_ledger: int = -1
     """Lowest ledger in the checkpoint of the start; -1 if it has none."""
-    doubted: Known | None = None
+    doubted: KnownEntries | None = None
     """The known state at the time when the identity of the topic partition became uncertain;
     ``None`` while it is certain."""
     doubts: int = 0
@@ -183,7 +183,7 @@ class PartitionWindow:
         """Return whether an entry is received, taken, planned or expected."""
         return entry_id in self.held or entry_id in self.expected
 
-    def check_known(self, topic_partition: TopicPartition, block: EntryBlock) -> Receipt:
+    def check_known(self, topic_partition: TopicPartition, block: EntryBlock) -> ReceiveResult:
         """Return the outcome for an entry whose id is held or resolved.
 
         Raises:
@@ -194,9 +194,9 @@ class PartitionWindow:
             published_ms = latest_ms
         if published_ms is not None:
             check_held(topic_partition, published_ms, block)
-            return Receipt.HELD
+            return ReceiveResult.HELD
         check_delivered(topic_partition, latest_ms, block)
-        return Receipt.COMMITTED
+        return ReceiveResult.COMMITTED
 
     def _latest_ms_of(self, entry_id: EntryId) -> int:
         """Return the latest possible publish time of a resolved entry, milliseconds."""
@@ -208,11 +208,11 @@ class PartitionWindow:
 
         Evidence that is in no checkpoint yet is dropped, and must be gathered again.
         """
-        self.proofs = Proofs()
+        self.proofs = GapEvidence()
         self.doubts += 1
         if self.doubted is None:
             newest_ms = max([self.state.published_ms, *self.held.values()])
-            known = Known(self.state, EntrySet.of(self.held), newest_ms)
+            known = KnownEntries(self.state, EntrySet.of(self.held), newest_ms)
             self.doubted = known or None
 
     def compare(self, topic_partition: TopicPartition, block: EntryBlock) -> bool:
@@ -345,7 +345,7 @@ class PartitionWindow:
         )
         return newly
 
-    def _resolve(self, evidence: Proofs, joining: Sequence[EntryId]) -> Resolution:
+    def _resolve(self, evidence: GapEvidence, joining: Sequence[EntryId]) -> Resolution:
         """Apply the evidence to the newest state, before other entries, ascending, join it."""
         undelivered = self._undelivered() if resolves_more(self.state, evidence) else []
         resolved = resolve(self.state, evidence, [*undelivered, *joining])
@@ -353,15 +353,15 @@ class PartitionWindow:
         return resolved
 
     @property
-    def _evidence(self) -> Proofs:
+    def _evidence(self) -> GapEvidence:
         """Evidence for the next checkpoint; none while the topic partition is doubted."""
-        return self.proofs if self.doubted is None else Proofs()
+        return self.proofs if self.doubted is None else GapEvidence()
 
     def _undelivered(self) -> list[EntryId]:
         """Entries that were received and are in no batch."""
         return [*map(_id, self.received), *self.taken]
 
-    def prove(self, proofs: Proofs, owners: frozenset[int]) -> None:
+    def prove(self, proofs: GapEvidence, owners: frozenset[int]) -> None:
         """Take evidence, and the ranges that owe an entry of an ack gap."""
         self.proofs.merge(proofs)
         self.owners = owners

@@ -17,20 +17,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from keyshard.core.ack_gaps import Proofs
-from keyshard.core.fingerprint import check_unknown, lowest_known_ledger
+from keyshard.core.ack_gaps import GapEvidence
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint, SubscriptionId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.core.topic_identity import check_unknown, lowest_known_ledger
 from keyshard.core.window.admission import Budget, split_limits
+from keyshard.core.window.backpressure import Backpressure
 from keyshard.core.window.partition_window import (
     PartitionWindow,
-    Receipt,
+    ReceiveResult,
     payload_of,
     rows_of,
 )
-from keyshard.core.window.pauses import Pauses
-from keyshard.core.window.planned import NewestCheckpoint, PlannedBatches
+from keyshard.core.window.planned_batches import CheckpointBuilder, PlannedBatches
 from keyshard.core.window.task_costs import TaskCosts
 
 _ANY_BYTES = 2**62
@@ -41,7 +41,7 @@ class Window:
     """Received and planned entries of all topic partitions of a source."""
 
     def __init__(self, checkpoint: Checkpoint, ranges: int, budget: Budget) -> None:
-        self._newest = NewestCheckpoint(checkpoint)
+        self._newest = CheckpointBuilder(checkpoint)
         self.ranges = ranges
         self.budget = budget
         self.known: dict[TopicPartition, PartitionWindow] = {}
@@ -57,9 +57,9 @@ class Window:
         self.tight: set[TopicPartition] = set()
         """Topic partitions whose newest cut or commit left entries out, because the checkpoint
         was full."""
-        self.pauses = Pauses(self)
+        self.pauses = Backpressure(self)
         """Ranges that pause. The caller that adds or drops partitions calls
-        :meth:`Pauses.shared_anew`."""
+        :meth:`Backpressure.shared_anew`."""
         self.batches = PlannedBatches()
         self.task_costs = TaskCosts()
         """Decides the number of partitions of a batch at its cut; the checkpoint stores it."""
@@ -127,7 +127,7 @@ class Window:
 
     def receive(
         self, topic_partition: TopicPartition, range_index: int, block: EntryBlock
-    ) -> Receipt:
+    ) -> ReceiveResult:
         """Take a delivered entry.
 
         Raises:
@@ -148,7 +148,7 @@ class Window:
         window.receive(block, range_index)
         self.counters.rows_received += rows
         self.counters.entries_received += 1
-        return Receipt.ACCEPTED
+        return ReceiveResult.ACCEPTED
 
     def cut(self, rows_max: int | None = None, payload_max: int | None = None) -> Checkpoint | None:
         """Plan the next batch of received entries; ``None`` without rows.
@@ -305,7 +305,10 @@ class Window:
         return released
 
     def prove(
-        self, topic_partition: TopicPartition, proofs: Proofs, owners: frozenset[int] = frozenset()
+        self,
+        topic_partition: TopicPartition,
+        proofs: GapEvidence,
+        owners: frozenset[int] = frozenset(),
     ) -> None:
         """Take evidence. The next cut with rows applies it.
 

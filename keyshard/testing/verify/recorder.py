@@ -4,7 +4,7 @@
 
     with HistoryWriter("history.jsonl") as history:
         recorder = Recorder(history, worker="host")
-        coordinator = Coordinator(source, lambda: recorder.broker(PulsarBroker(connection)))
+        coordinator = Coordinator(source, lambda: recorder.broker(ClientBroker(connection)))
         coordinator.start()
         stream = SourceStream(coordinator)
         while batch := stream.next_batch(timeout_s=60):

@@ -13,9 +13,9 @@ from keyshard.core.dead_letter import (
     REPLAYED,
     RUNS_AGAIN,
     DeadLetter,
-    Marker,
-    RunsAgain,
-    Sweep,
+    DoneMarker,
+    DoneUpToMarker,
+    RunsAgainNote,
     parse,
 )
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -117,7 +117,9 @@ class Host(Protocol):
     def disturbed(self) -> None:
         """Something happened that excuses repetitions."""
 
-    def stored(self, found: DeadLetter | Marker | RunsAgain | Sweep, seq: int) -> None:
+    def stored(
+        self, found: DeadLetter | DoneMarker | RunsAgainNote | DoneUpToMarker, seq: int
+    ) -> None:
         """Something is stored in the dead-letter topic."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from keyshard import KeyShardSource, Message
 from keyshard.broker.memory import MemoryCluster
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.dead_letter import DeadLetter, Marker, RunsAgain, Sweep
+from keyshard.core.dead_letter import DeadLetter, DoneMarker, DoneUpToMarker, RunsAgainNote
 from keyshard.core.message import MessageId
 from keyshard.errors import (
     BrokerError,
@@ -335,7 +335,9 @@ class Program:
             index=index, key=key, seq=seq, worker=worker,
         )  # fmt: skip
 
-    def stored(self, found: DeadLetter | Marker | RunsAgain | Sweep, seq: int) -> None:
+    def stored(
+        self, found: DeadLetter | DoneMarker | RunsAgainNote | DoneUpToMarker, seq: int
+    ) -> None:
         """Something is stored in the dead-letter topic."""
         if not isinstance(found, DeadLetter):
             self.record.note(f"marker of {found.key}: {found}")

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, Marker, RunsAgain, Sweep
+from keyshard.core.dead_letter import (
+    DeadLetter,
+    DeadLetterKind,
+    DoneMarker,
+    DoneUpToMarker,
+    RunsAgainNote,
+)
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -111,10 +117,13 @@ class Promises:
             self._of_this_life.add(name)
 
     def stored(
-        self, position: EntryId, found: DeadLetter | Marker | RunsAgain | Sweep, seq: int
+        self,
+        position: EntryId,
+        found: DeadLetter | DoneMarker | RunsAgainNote | DoneUpToMarker,
+        seq: int,
     ) -> None:
         """Record a message stored in the dead-letter topic."""
-        if isinstance(found, RunsAgain):
+        if isinstance(found, RunsAgainNote):
             return
         if not isinstance(found, DeadLetter):
             self._released(found)
@@ -150,10 +159,10 @@ class Promises:
             if newer > seq and self._stored[name] < self._disturbances:
                 self._handled.pop(name, None)
 
-    def _released(self, found: Marker | Sweep) -> None:
+    def _released(self, found: DoneMarker | DoneUpToMarker) -> None:
         resting = self._resting.get(found.key, {})
         for name, (_, rest) in list(resting.items()):
-            if isinstance(found, Sweep):
+            if isinstance(found, DoneUpToMarker):
                 covered = rest.position <= found.up_to
             else:
                 where = TopicPartition(name.topic, name.partition)

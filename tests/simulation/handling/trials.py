@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from keyshard.core.lanes.circuit import KEYS_MIN
+from keyshard.core.lanes.circuit_breaker import KEYS_MIN
 from tests.simulation.handling.promises import Name
 
 if TYPE_CHECKING:

@@ -1,0 +1,407 @@
+"""The brokers of a cluster: topic look-ups, and one connection to each broker."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.auth.errors import no_host_answers
+from keyshard.broker.wire.connect import Address
+from keyshard.broker.wire.connection import WireConnection
+from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError
+from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.requests import new_id
+from keyshard.config.connection import Connection
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
+from keyshard.threads import begin, owner
+
+REDIRECTS_MAX = 20
+"""Maximum number of redirects of one look-up; more count as a circle."""
+NEXT_HOST_S = 1.0
+"""Time without an answer after which the next host of the service URL is asked too, seconds."""
+ANSWER_MARGIN_S = 1.0
+"""Time that attempts get beyond their deadline to report why they failed, seconds."""
+SLOW_S = 1.0
+"""Time after which an attempt to connect counts as slow, seconds."""
+SLOW_AGAIN_S = 2.0
+"""Pause after a slow failed attempt, seconds. Attempts within it fail at once."""
+RETIRE_AGE_S = 5.0
+"""Age below which the credentials of a connection count as fresh, seconds."""
+PARTITIONS_MAX = 1_000_000
+"""Maximum plausible number of partitions of a topic."""
+PATTERN_MAX = 40
+"""Characters of the names that a watch gives to the broker, whose default limit of a pattern,
+``subscriptionPatternMaxLength``, is 50."""
+_REDIRECT, _CONNECT = 0, 1
+_SCHEMA_TYPES = dict(enumerate((
+    "NONE", "STRING", "JSON", "PROTOBUF", "AVRO", "BOOLEAN", "INT8", "INT16", "INT32", "INT64",
+    "FLOAT", "DOUBLE", "DATE", "TIME", "TIMESTAMP", "KEY_VALUE", "INSTANT", "LOCAL_DATE",
+    "LOCAL_TIME", "LOCAL_DATE_TIME", "PROTOBUF_NATIVE",
+)))  # fmt: skip
+SCHEMA_NUMBERS = {name: number for number, name in _SCHEMA_TYPES.items()}
+"""Numbers of the schema types in the protocol, by name."""
+_NOT_READY = 6
+_SERVICE = Address("service_url", 0)
+"""The lane of attempts that have no connection to a host of the service URL yet."""
+
+
+class ConnectionPool:
+    """Looks topics up, and keeps connections.
+
+    Args:
+        connection: How the cluster is reached.
+        credentials: Those of the connection.
+    """
+
+    def __init__(self, connection: Connection, credentials: Credentials) -> None:
+        self._connection = connection
+        self._credentials = credentials
+        self._hosts = [_address(host, tls=connection.tls) for host in connection.hosts]
+        self._lock = threading.Lock()
+        self._open: dict[Address, WireConnection] = {}
+        self._opening: dict[Address, threading.Lock] = {}
+        self._slow: dict[Address, tuple[float, BrokerUnavailableError]] = {}
+        """Slow failed attempts to connect: when they failed, and why."""
+        self._apart: list[WireConnection] = []
+        """Connections that no look-up uses: of watches, and replaced ones."""
+        self._closed = False
+        self._owner = owner()
+
+    def partitions(self, topic: str, timeout_s: float) -> int:
+        """Return the number of partitions of a topic; 0 if it is not partitioned.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+            RefusedError: The broker refuses.
+        """
+        end_s = time.monotonic() + timeout_s
+        asked = api.PartitionedMetadata(topic=topic.encode())
+        service = self._service(end_s)
+        count = int(service.ask("partitioned_metadata", asked, _left(end_s)).partitions)
+        if count > PARTITIONS_MAX:
+            raise BrokerUnavailableError(
+                f"The broker at {service.address} reports {count} partitions for {topic}, which "
+                "is impossible. Check that service_url is the URL of a Pulsar broker."
+            )
+        return count
+
+    def schema(self, topic: str, version: int | None, timeout_s: float) -> TopicSchema:
+        """Return a version of the schema of a topic; by default the newest.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+            RefusedError: The broker refuses, or has no schema.
+        """
+        end_s = time.monotonic() + timeout_s
+        asked = api.GetSchema(topic=topic.encode())
+        if version is not None:
+            asked.version = version.to_bytes(8, "big")
+        found = self._service(end_s).ask("get_schema", asked, _left(end_s))
+        number, schema_info = found.schema.type, found.schema
+        return TopicSchema(
+            _SCHEMA_TYPES.get(number, f"number {number}"),
+            schema_info.data,
+            int.from_bytes(found.version, "big"),
+            {_text(one.key): _text(one.value) for one in schema_info.properties},
+        )
+
+    def watch(
+        self, prefix: str, changed: Callable[[Sequence[str]], None], timeout_s: float
+    ) -> WireConnection | None:
+        """Open a connection of its own on which the broker reports topics.
+
+        A broker may list all topics of the prefix first, and a proxy may end a connection whose
+        command it does not know. Neither must disturb consumers.
+
+        Args:
+            prefix: Beginning of the full names of the topics. The broker may report others, too.
+            changed: Takes names. The reading thread calls it.
+            timeout_s: Longest wait, seconds.
+
+        Returns:
+            ``None`` if the broker does not report topics.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+            RefusedError: The broker refuses.
+        """
+        end_s = time.monotonic() + timeout_s
+        at = self._service(end_s).address
+        made = WireConnection(
+            at, self._connection, self._credentials, _left(end_s), self._owner, changed=changed
+        )
+        with self._lock:
+            closed = self._closed
+            self._apart = [one for one in self._apart if one.is_open]
+            if not closed:
+                self._apart.append(made)
+        try:
+            if closed:
+                raise BrokerError("The connection is closed.")
+            if not made.reports_topics:
+                made.close()
+                return None
+            namespace, _, literal = prefix.removeprefix("persistent://").rpartition("/")
+            # The whole of a longer prefix is not necessary: the broker only reports more.
+            literal = literal.partition("\\")[0][:PATTERN_MAX]
+            pattern = f".*/\\Q{literal}\\E.*" if literal else ".*"
+            asked = api.WatchTopicList(
+                watcher_id=new_id(), namespace=namespace.encode(), topics_pattern=pattern.encode()
+            )
+            made.ask("watch_topic_list", asked, _left(end_s))
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def path(
+        self, topic: str, timeout_s: float
+    ) -> Generator[Address, None, tuple[WireConnection, float]]:
+        """Connect to the broker that serves a topic partition, as steps of a retrier.
+
+        Yields the address of each broker before the wait for it. Returns a connection, and the
+        remaining time, seconds. Time in which the generator is suspended does not count.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+            RefusedError: The broker refuses.
+        """
+        end_s = yield from _stop_at(_SERVICE, time.monotonic() + timeout_s)
+        asked = self._service(end_s)
+        authoritative = False
+        for _ in range(REDIRECTS_MAX):
+            end_s = yield from _stop_at(asked.address, end_s)
+            _check_responsive(asked)
+            found = self._look_up(asked, topic, authoritative, end_s)
+            target = self._target(found, asked)
+            end_s = yield from _stop_at(target, end_s)
+            connected = self._connect(target, end_s)
+            if found.response == _CONNECT:
+                return connected, max(0.001, _left(end_s))
+            asked, authoritative = connected, found.authoritative
+        raise BrokerUnavailableError(
+            f"The brokers redirected the lookup of {topic} more than {REDIRECTS_MAX} times. "
+            "Check the health of the cluster."
+        )
+
+    def _look_up(self, asked: WireConnection, topic: str, authoritative: bool, end_s: float) -> Any:
+        question = api.Lookup(topic=topic.encode(), authoritative=authoritative)
+        if self._connection.listener_name is not None:
+            question.listener_name = self._connection.listener_name.encode()
+        try:
+            found = asked.ask("lookup", question, _left(end_s))
+        except RefusedError as exc:
+            if exc.code == NOT_AUTHENTICATED:
+                self.retire(asked)
+            if exc.code != _NOT_READY or not question.HasField("listener_name"):
+                raise
+            raise BrokerUnavailableError(
+                f"{topic} cannot be reached: {exc.said}. Check the health of the "
+                f"broker.{self._listener_hint()}"
+            ) from exc
+        if found.response not in (_REDIRECT, _CONNECT):
+            raise RefusedError(found.error, found.message)
+        return found
+
+    def _target(self, found: Any, asked: WireConnection) -> Address:
+        tls = self._connection.tls
+        url = (found.broker_url_tls if tls else found.broker_url).decode(errors="replace")
+        if not url:
+            raise BrokerUnavailableError(
+                f"The broker at {asked.address} has no address {'with' if tls else 'without'} "
+                f"TLS. Check its advertised addresses.{self._listener_hint()}"
+            )
+        try:
+            target = _address(url.partition("://")[2].rstrip("/"), tls=tls)
+            named = bool(target.host.encode("idna")) and "\0" not in target.host
+        except ValueError:
+            named = False
+        if not named:
+            raise BrokerUnavailableError(
+                f"The broker at {asked.address} names {url[:100]!r} as the owner of the topic, "
+                "which is not an address. Check the advertised address of the owner."
+            )
+        if found.through_proxy:
+            proxy = asked.address
+            return Address(proxy.host, proxy.port, target.authority)
+        return target
+
+    def _listener_hint(self) -> str:
+        listener = self._connection.listener_name
+        if listener is None:
+            return ""
+        return f" Check that listener_name {listener!r} is one of its advertisedListeners."
+
+    def _service(self, end_s: float) -> WireConnection:
+        """Return a connection to a host of the service URL; prefer an open one that answers."""
+        with self._lock:
+            standing = [
+                one for host in self._hosts if (one := self._open.get(host)) and one.is_open
+            ]
+            others = [one for one in self._open.values() if one.is_open]
+        for one in standing:
+            if not one.unresponsive():
+                return one
+        if len(self._hosts) > 1:
+            return self._first_to_answer(end_s)
+        if standing:
+            for one in others:
+                # Any broker answers look-ups; with a proxy, only a connection to the proxy does.
+                if not one.address.behind_proxy and not one.unresponsive():
+                    return one
+        return self._connect(self._hosts[0], end_s)
+
+    def _first_to_answer(self, end_s: float) -> WireConnection:
+        """Connect to the hosts in parallel, each started a while after the previous one."""
+        answered = threading.Condition()
+        answers: dict[Address, WireConnection | Exception] = {}
+
+        def ask(host: Address) -> None:
+            answer: WireConnection | Exception
+            try:
+                answer = self._connect(host, end_s)
+            except Exception as exc:  # noqa: BLE001 - raised by the thread that waits for it
+                answer = exc
+            with answered:
+                answers[host] = answer
+                answered.notify()
+
+        for asked, host in enumerate(self._hosts, 1):
+            begin(f"keyshard-wire-host-{host}", ask, host, fail=self._owner)
+            last = asked == len(self._hosts)
+            wait_s = _left(end_s) + ANSWER_MARGIN_S if last else min(NEXT_HOST_S, _left(end_s))
+            until_s = time.monotonic() + wait_s
+            with answered:
+                while not (found := _any(answers)) and len(answers) < asked:
+                    left_s = _left(until_s)
+                    if not left_s:
+                        break
+                    answered.wait(left_s)
+            if found:
+                return found
+        failed: list[tuple[str, KeyShardError]] = []
+        for host in self._hosts:
+            answer = answers.get(
+                host,
+                BrokerUnavailableError(
+                    "The broker did not answer in time. Check that it is running."
+                ),
+            )
+            if isinstance(answer, WireConnection):
+                return answer
+            if not isinstance(answer, KeyShardError):
+                raise answer
+            failed.append((str(host), answer))
+        raise no_host_answers(self._connection.service_url, failed)
+
+    def _connect(self, address: Address, end_s: float) -> WireConnection:
+        """Return the connection to an address; the first calling thread opens it."""
+        asked_s = time.monotonic()
+        with self._lock:
+            opening = self._opening.setdefault(address, threading.Lock())
+        if not opening.acquire(timeout=max(0.001, _left(end_s))):
+            raise BrokerUnavailableError(
+                f"The broker at {address} does not answer in time. Check that it is running."
+            )
+        try:
+            with self._lock:
+                known = self._open.get(address)
+                closed = self._closed
+            if closed:
+                raise BrokerError("The connection is closed.")
+            if known is not None and known.is_open:
+                _check_responsive(known)
+                return known
+            if known is not None:
+                # The lost connection is still notifying its handles.
+                known.join(_left(end_s))
+            slow = self._slow.get(address)
+            if slow is not None and slow[0] + SLOW_AGAIN_S > asked_s:
+                raise BrokerUnavailableError(slow[1].message) from slow[1]
+            return self._opened(address, end_s)
+        finally:
+            opening.release()
+
+    def _opened(self, address: Address, end_s: float) -> WireConnection:
+        began_s = time.monotonic()
+        try:
+            made = WireConnection(
+                address, self._connection, self._credentials, _left(end_s), self._owner
+            )
+        except BrokerUnavailableError as exc:
+            if time.monotonic() - began_s > SLOW_S:
+                self._slow[address] = time.monotonic(), exc
+            raise
+        with self._lock:
+            if not self._closed:
+                self._open[address] = made
+                return made
+        made.close()
+        raise BrokerError("The connection is closed.")
+
+    def retire(self, at: WireConnection) -> None:
+        """Replace a connection, so that the next one uses new credentials.
+
+        The old connection stays open until its last consumer has gone.
+        """
+        with self._lock:
+            young = time.monotonic() - at.opened_s < RETIRE_AGE_S
+            if young or self._open.get(at.address) is not at:
+                return
+            del self._open[at.address]
+            self._apart = [one for one in self._apart if one.is_open]
+            self._apart.append(at)
+        at.retire()
+
+    def close(self, timeout_s: float) -> None:
+        """End all connections, and wait for their threads. Idempotent.
+
+        Args:
+            timeout_s: Longest wait, seconds.
+        """
+        end_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            known = [*self._open.values(), *self._apart]
+            self._open.clear()
+            self._apart.clear()
+        for one in known:
+            one.close()
+        for one in known:
+            one.join(_left(end_s))
+
+
+def _stop_at(address: Address, end_s: float) -> Generator[Address, None, float]:
+    """Yield an address. Return the deadline, moved by the time of the suspension."""
+    began_s = time.monotonic()
+    yield address
+    return end_s + time.monotonic() - began_s
+
+
+def _any(answers: Mapping[Address, WireConnection | Exception]) -> WireConnection | None:
+    return next((one for one in answers.values() if isinstance(one, WireConnection)), None)
+
+
+def _check_responsive(at: WireConnection) -> None:
+    why = at.unresponsive()
+    if why:
+        raise BrokerUnavailableError(why)
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _left(end_s: float) -> float:
+    return max(0.0, end_s - time.monotonic())
+
+
+def _address(host: str, *, tls: bool) -> Address:
+    """Parse ``host:port`` of a URL; the port defaults to Pulsar's."""
+    parts = urlsplit(f"//{host}")
+    return Address(parts.hostname or "", parts.port or (6651 if tls else 6650))

@@ -1,0 +1,487 @@
+"""State of the dead-letter topic: the parked keys, and their resting dead letters.
+
+A dead letter rests until a marker says that it is done. A key is parked while dead letters of it
+rest. Nothing else is durable, so a restart folds the topic and gets the same state. A marker names
+an original, so it covers every earlier copy of its dead letter: a dead letter without confirmation
+is sent again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+from keyshard.core.message import MessageId
+from keyshard.core.position.checkpoint import PartitionCheckpoint
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry_set import EntrySet
+from keyshard.errors import CheckpointError
+
+
+class TopicState:
+    """State of the dead-letter topic: the parked keys, and their resting dead letters.
+
+    Args:
+        begin: Everything before it is folded, and nothing of it rests; ``None``: nothing is folded.
+        claimed: A dead letter that rested when the claim was written.
+    """
+
+    def __init__(self, begin: EntryId | None = None, claimed: EntryId | None = None) -> None:
+        self.keys: dict[str, ParkedKey] = {}
+        """Parked keys, in the order in which they were parked."""
+        self.done = ReplayedIds()
+        """Dead letters that no longer rest, because a handler completed them."""
+        self.parts: dict[EntryId, EntrySet] = {}
+        """Entries of the parts of dead letters in parts, by the position of the dead letter."""
+        self.malformed: dict[EntryId, str] = {}
+        """Messages that should be dead letters or markers and cannot be read, and the reason."""
+        self.claimed = claimed
+        """A dead letter that rested when the newest checkpoint or message was written."""
+        self._begin = self._next = begin
+        self._sending: dict[object, EntryId | None] = {}
+        self._claims: dict[object, EntryId] = {}
+        self._positions: list[EntryId] = []
+        self._not_resting: set[EntryId] = set()
+        self._marking: set[EntryId] = set()
+        self._swept: dict[str, EntryId] = {}
+
+    # -- folding ----------------------------------------------------------------------------------
+
+    def dead_letter(
+        self,
+        position: EntryId,
+        key: str,
+        where: TopicPartition,
+        message_id: MessageId,
+        written_ms: int = 0,
+    ) -> bool:
+        """Fold a parked dead letter; ``False`` if a dead letter of its original rests already."""
+        self.passed(position)
+        parked = self.keys.get(key)
+        if parked is None:
+            parked = self.keys[key] = ParkedKey(position, written_ms)
+        parked.last = max(parked.last, position)
+        if parked.position(where, message_id) is not None:
+            return False
+        parked.add(where, message_id, position)
+        heappush(self._positions, position)
+        self.done.discard(key, where, message_id)
+        return True
+
+    def replayed(
+        self, position: EntryId, key: str, where: TopicPartition, message_id: MessageId
+    ) -> None:
+        """Fold a marker: the dead letter of an original is done. The last one releases its key."""
+        self.passed(position)
+        self._apply_sweep(key)
+        parked = self.keys.get(key)
+        found = None if parked is None else parked.remove(where, message_id)
+        if parked is None or found is None:
+            return
+        self._not_resting.add(found)
+        self.done.add(key, where, message_id, found)
+        if not parked.count:
+            del self.keys[key]
+
+    def swept(self, position: EntryId, key: str, up_to: EntryId) -> None:
+        """Fold a marker of all dead letters of a key up to a position."""
+        self.passed(position)
+        parked = self.keys.get(key)
+        if parked is None:
+            return
+        self._swept[key] = max(up_to, self._swept.get(key, up_to))
+        # Versions before 1.0 wrote one sweep for each dead letter, and a key may have 100,000. So
+        # all but the last are applied only when the key is looked up.
+        if up_to >= parked.last:
+            self._apply_sweep(key)
+
+    def run_again(
+        self, position: EntryId, key: str, where: TopicPartition, message_id: MessageId
+    ) -> None:
+        """Fold a note: a message runs that is older than done dead letters of its key."""
+        self.passed(position)
+        self._apply_sweep(key)
+        self.done.runs(key, where, message_id)
+
+    def claim(self, oldest: EntryId | None) -> None:
+        """Note the oldest resting dead letter that a message names.
+
+        A dead letter before the begin is done, or a copy of a folded one. Another process, which
+        folded the whole topic, may still name it. It need not be stored any more.
+        """
+        if oldest is None or self._begin is None or oldest >= self._begin:
+            self.claimed = oldest
+
+    def apply_sweeps(self) -> None:
+        """Apply the sweeps that :meth:`swept` postponed; called at the end of the topic."""
+        for key in list(self._swept):
+            self._apply_sweep(key)
+
+    def passed(self, position: EntryId) -> None:
+        """Note that a position is folded, also if its message belongs to another subscription."""
+        if self._next is None or position >= self._next:
+            self._next = EntryId(position.ledger, position.entry + 1)
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def marking(self, dead_letters: Collection[EntryId]) -> None:
+        """Note dead letters whose markers are about to be sent; later messages claim none."""
+        self._marking.update(dead_letters)
+
+    def claims(self, dead_letters: Collection[EntryId]) -> bool:
+        """Whether a message in flight claims that one of some dead letters rests.
+
+        Its claim must not be stored after the marker of that dead letter: the topic would seem to
+        have lost the dead letter.
+        """
+        return any(claimed in dead_letters for claimed in self._claims.values())
+
+    def sending(self, what: object) -> EntryId | None:
+        """Note that a message is about to be sent; it will be stored after all that is folded now.
+
+        Args:
+            what: Identifies the message for :meth:`sent`.
+
+        Returns:
+            The oldest resting dead letter without a marker in flight; the message claims it.
+        """
+        self._sending[what] = self._next
+        claimed = self._oldest(self._marking)
+        if claimed is not None:
+            self._claims[what] = claimed
+        return claimed
+
+    def sent(self, what: object, marks: Collection[EntryId] = ()) -> None:
+        """Note a confirmed and folded message; a failed one may be stored, so it is not noted."""
+        del self._sending[what]
+        self._claims.pop(what, None)
+        self._marking.difference_update(marks)
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    @property
+    def folded(self) -> EntryId | None:
+        """Position before which everything is folded, in flight or not; ``None``: nothing is."""
+        starts = [one for one in [self._next, *self._sending.values()] if one is not None]
+        return min(starts) if len(starts) == 1 + len(self._sending) else None
+
+    @property
+    def last(self) -> EntryId | None:
+        """Position of the last folded message; ``None``: nothing is folded."""
+        return None if self._next is None else EntryId(self._next.ledger, self._next.entry - 1)
+
+    @property
+    def begin(self) -> EntryId | None:
+        """Where to fold from to get the same state; ``None``: from the first stored message."""
+        folded, oldest = self.folded, self.oldest
+        return folded if folded is None or oldest is None else min(folded, oldest)
+
+    @property
+    def oldest(self) -> EntryId | None:
+        """Position of the oldest resting dead letter; ``None`` if none rests."""
+        return self._oldest(())
+
+    def rests(self, key: str, where: TopicPartition, message_id: MessageId) -> bool:
+        """Whether a dead letter of an original rests."""
+        parked = self.keys.get(key)
+        return parked is not None and parked.position(where, message_id) is not None
+
+    def validate(self) -> None:
+        """Assert the invariants; tests call it after every step."""
+        resting = []
+        for key, parked in self.keys.items():
+            found = [position for _, _, position in parked.dead_letters()]
+            assert found, f"{key} is parked without a dead letter"
+            assert len(found) == parked.count, f"dead letters of {key} are counted wrong"
+            assert max(found) <= parked.last
+            assert sorted(found) == sorted(parked.in_order())
+            assert parked.in_order()[0] == parked.first_in_order()
+            resting += found
+        assert self.oldest == min(resting, default=None)
+        assert len(self._positions) == len(resting) + len(self._not_resting)
+        self.done.validate()
+
+    # -- the part of a checkpoint -----------------------------------------------------------------
+
+    def to_dict(self, partitions: Mapping[TopicPartition, PartitionCheckpoint]) -> dict[str, Any]:
+        """Return the position to fold from, for a checkpoint.
+
+        Its size and cost do not depend on the number of keys.
+
+        Args:
+            partitions: State of each topic partition in the checkpoint, without deleted ones. If an
+                original of a done dead letter is not in it, the dead letter is folded again: the
+                original is redelivered after a start, and must be recognised then.
+        """
+        begin, done = self.begin, self.done.oldest(partitions)
+        if begin is not None and done is not None:
+            begin = min(begin, done)
+        return {"from": _id_text(begin), "oldest": _id_text(self.oldest)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TopicState:
+        """Read the form of :meth:`to_dict`, or of older checkpoints with all parked keys.
+
+        Raises:
+            CheckpointError: The data has neither form.
+        """
+        try:
+            if "keys" not in data:
+                return cls(_parse_id(data["from"]), _parse_id(data["oldest"]))
+            starts = [_parse_id(one["start"]) for one in data["keys"].values()]
+            folded = _parse_id(data["folded"])
+            after = None if folded is None else EntryId(folded.ledger, folded.entry + 1)
+            folds = [after, *starts]
+            return cls(None if None in folds else min(one for one in folds if one is not None))
+        except (KeyError, ValueError, TypeError, AttributeError) as exc:
+            raise CheckpointError(
+                f"The parked keys of the checkpoint cannot be read: {exc!r}. Restore the "
+                "checkpoint, or start with a new one."
+            ) from exc
+
+    def _apply_sweep(self, key: str) -> None:
+        up_to, parked = self._swept.pop(key, None), self.keys.get(key)
+        if up_to is None or parked is None:
+            return
+        for where, message_id, found in [one for one in parked.dead_letters() if one[2] <= up_to]:
+            parked.remove(where, message_id)
+            self._not_resting.add(found)
+            self.done.add(key, where, message_id, found)
+        if not parked.count:
+            del self.keys[key]
+
+    def _oldest(self, besides: Collection[EntryId]) -> EntryId | None:
+        """Return the position of the oldest resting dead letter that is not in ``besides``."""
+        heap, aside = self._positions, []
+        while heap and (heap[0] in self._not_resting or heap[0] in besides):
+            position = heappop(heap)
+            if position in self._not_resting:
+                self._not_resting.discard(position)
+            else:
+                aside.append(position)
+        found = heap[0] if heap else None
+        for position in aside:
+            heappush(heap, position)
+        return found
+
+
+def _id_text(position: EntryId | None) -> str | None:
+    return None if position is None else f"{position.ledger}:{position.entry}"
+
+
+def _parse_id(text: str | None) -> EntryId | None:
+    if text is None:
+        return None
+    ledger, _, entry = text.partition(":")
+    return EntryId(int(ledger), int(entry))
+
+
+# -- The resting dead letters of one parked key, and their order in a replay -----------------------
+# Dead letters of a key are replayed in the order of their originals, per topic partition: a
+# redelivered message may become a dead letter long after a newer one.
+
+
+@dataclass(slots=True)
+class _Originals:
+    """Resting dead letters of one key in one topic partition."""
+
+    positions: dict[MessageId, EntryId] = field(default_factory=dict)
+    order: list[MessageId] = field(default_factory=list)
+    """Heap of their originals; it may contain originals that no longer rest."""
+
+    def first(self) -> MessageId:
+        while self.order[0] not in self.positions:
+            heappop(self.order)
+        return self.order[0]
+
+
+@dataclass(slots=True)
+class ParkedKey:
+    """Resting dead letters of one parked key."""
+
+    last: EntryId
+    """Position of the newest one since the key was parked, repeated ones included."""
+    since_ms: int
+    """When the first of them was written, milliseconds since the epoch; 0 if unknown."""
+    count: int = 0
+    """Number of resting dead letters."""
+    _dead_letters: dict[TopicPartition, _Originals] = field(default_factory=dict)
+
+    def position(self, where: TopicPartition, message_id: MessageId) -> EntryId | None:
+        """Return the position of the dead letter of an original; ``None`` if none rests."""
+        originals = self._dead_letters.get(where)
+        return None if originals is None else originals.positions.get(message_id)
+
+    def first(self, where: TopicPartition) -> MessageId | None:
+        """Return the lowest original of a topic partition that rests."""
+        originals = self._dead_letters.get(where)
+        return None if originals is None else originals.first()
+
+    def add(self, where: TopicPartition, message_id: MessageId, position: EntryId) -> None:
+        """Add a resting dead letter."""
+        originals = self._dead_letters.setdefault(where, _Originals())
+        originals.positions[message_id] = position
+        heappush(originals.order, message_id)
+        self.count += 1
+
+    def remove(self, where: TopicPartition, message_id: MessageId) -> EntryId | None:
+        """Remove a done dead letter and return its position; ``None`` if it did not rest."""
+        originals = self._dead_letters.get(where)
+        position = None if originals is None else originals.positions.pop(message_id, None)
+        if originals is not None and position is not None:
+            self.count -= 1
+            if not originals.positions:
+                del self._dead_letters[where]
+        return position
+
+    def dead_letters(self) -> Iterator[tuple[TopicPartition, MessageId, EntryId]]:
+        """Yield the resting dead letters, in no order."""
+        for where, originals in self._dead_letters.items():
+            for message_id, position in originals.positions.items():
+                yield where, message_id, position
+
+    def positions_of(self, message_id: MessageId) -> list[EntryId]:
+        """Return the positions of the dead letters whose originals have an id."""
+        each = self._dead_letters.values()
+        return [one.positions[message_id] for one in each if message_id in one.positions]
+
+    def in_order(self) -> list[EntryId]:
+        """Return positions in the order of a replay.
+
+        Per topic partition this is the order of the originals; between topic partitions, the order
+        of writing.
+        """
+        sorted_ids = {
+            where: iter(sorted(one.positions)) for where, one in self._dead_letters.items()
+        }
+        written = sorted((position, where) for where, _, position in self.dead_letters())
+        return [
+            self._dead_letters[where].positions[next(sorted_ids[where])] for _, where in written
+        ]
+
+    def first_in_order(self) -> EntryId:
+        """Return the first position of :meth:`in_order`."""
+        where = next(iter(self._dead_letters))
+        if len(self._dead_letters) > 1:
+            _, where = min((position, where) for where, _, position in self.dead_letters())
+        return self._dead_letters[where].positions[self._dead_letters[where].first()]
+
+
+# -- Done dead letters: if their original is redelivered, it must not run again --------------------
+
+DONE_IDS_MAX = 100_000
+"""Most ids of replayed messages that are remembered, about 35 MB. Above it, ids of the key that was
+replayed longest ago are forgotten first, one by one."""
+
+
+@dataclass(slots=True)
+class _Done:
+    """Replayed messages of one key in one topic partition."""
+
+    ids: OrderedDict[MessageId, None] = field(default_factory=OrderedDict)
+    """In the order in which they were replayed."""
+    newest: MessageId | None = None
+    """None of the ids is newer."""
+
+
+class ReplayedIds:
+    """Replayed messages, by key and topic partition, until an older message of the key runs."""
+
+    def __init__(self) -> None:
+        self._done: OrderedDict[tuple[str, TopicPartition], _Done] = OrderedDict()
+        self._count = 0
+        self._dead_letters: list[tuple[EntryId, TopicPartition, MessageId]] = []
+        """Heap of their dead letters; its length is limited to ``DONE_IDS_MAX`` too."""
+
+    def __bool__(self) -> bool:
+        return bool(self._done)
+
+    def has(self, key: str, where: TopicPartition, message_id: MessageId) -> bool:
+        """Whether the dead letter of a message is done, and no earlier message has run since."""
+        done = self._done.get((key, where))
+        return done is not None and message_id in done.ids
+
+    def behind(self, key: str, where: TopicPartition, message_id: MessageId) -> list[MessageId]:
+        """Return newer messages whose dead letters are done; :meth:`runs` forgets them."""
+        done = self._done.get((key, where))
+        if done is None or done.newest is None or done.newest < message_id:
+            return []
+        return [one for one in done.ids if one > message_id]
+
+    def runs(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
+        """Note that a handler gets a message of a key that is no dead letter.
+
+        If the message is redelivered, so are newer messages of its topic partition that were
+        replayed before it. They must run after it again. Older ones must not: they would run after
+        a newer one.
+        """
+        done = self._done.get((key, where))
+        if done is None or done.newest is None or done.newest < message_id:
+            return
+        self._forget(key, where, self.behind(key, where, message_id))
+        done.newest = message_id
+
+    def add(
+        self, key: str, where: TopicPartition, message_id: MessageId, dead_letter: EntryId
+    ) -> None:
+        """Note that the dead letter of an original is done.
+
+        Args:
+            key: Key of the message.
+            where: Topic partition of the original.
+            message_id: Id of the original.
+            dead_letter: Position in the dead-letter topic.
+        """
+        heappush(self._dead_letters, (dead_letter, where, message_id))
+        if len(self._dead_letters) > DONE_IDS_MAX:
+            heappop(self._dead_letters)
+        done = self._done.setdefault((key, where), _Done())
+        self._done.move_to_end((key, where))
+        done.ids[message_id] = None
+        done.newest = message_id if done.newest is None else max(done.newest, message_id)
+        self._count += 1
+        while self._count > DONE_IDS_MAX:
+            # A forgotten message runs again if it is redelivered, and the newer ones run after it.
+            (oldest, of), ids = next((one, found.ids) for one, found in self._done.items())
+            self._forget(oldest, of, [next(iter(ids))])
+
+    def discard(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
+        """Forget a message that is a dead letter again."""
+        if self.has(key, where, message_id):
+            self._forget(key, where, [message_id])
+
+    def oldest(self, partitions: Mapping[TopicPartition, PartitionCheckpoint]) -> EntryId | None:
+        """Return the oldest done dead letter whose original may be redelivered after a start.
+
+        Args:
+            partitions: State of each topic partition in the checkpoint of the start. It only grows
+                from one call to the next; a missing topic partition was deleted.
+        """
+        dead_letters = self._dead_letters
+        while dead_letters:
+            dead_letter, where, (ledger, entry, _) = dead_letters[0]
+            state = partitions.get(where)
+            if state is not None and not state.covers(EntryId(ledger, entry)):
+                return dead_letter
+            heappop(dead_letters)
+        return None
+
+    def validate(self) -> None:
+        """Assert the invariants; tests call it after every step."""
+        assert len(self._dead_letters) <= DONE_IDS_MAX
+        assert self._count == sum(len(done.ids) for done in self._done.values())
+        for done in self._done.values():
+            assert done.newest is not None
+            assert done.ids, "nothing is remembered of a key"
+            assert max(done.ids) <= done.newest
+
+    def _forget(self, key: str, where: TopicPartition, message_ids: Collection[MessageId]) -> None:
+        done = self._done[key, where]
+        for message_id in message_ids:
+            del done.ids[message_id]
+        self._count -= len(message_ids)
+        if not done.ids:
+            del self._done[key, where]

@@ -1,0 +1,367 @@
+"""Runs handlers in child processes, each fed by a thread that waits for it.
+
+A child first reports whether it could load the handler. It ignores signals to the process group
+(Ctrl-C in a terminal, SIGTERM of a service manager): only the parent decides about messages. It
+ends when the parent kills it, or when the parent ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
+from keyshard.core.lanes.key_queue import Work
+from keyshard.core.message import Message, Produce
+from keyshard.errors import ConfigError, HandlerProcessError, UnfitHandlerError
+from keyshard.handlers.executors import ThreadExecutor, WorkSource
+from keyshard.handlers.handler_call import Handle, HandlerCall, Take, unpublished
+from keyshard.handlers.stacks import Call
+from keyshard.threads import begin
+
+START_TIMEOUT_S = 60.0
+"""Longest wait until a process has loaded the handler, seconds."""
+TRACEBACK_MAX = 8_000
+"""Most characters of a traceback sent to the parent."""
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (_ROOT / "keyshard", _ROOT / "ray_adapter", Path(asyncio.__file__).parent)
+)
+"""Code between the call of a handler and the user's own code."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that a child leaves to its parent."""
+
+_log = logging.getLogger(__name__)
+BEGAN = b"began"
+"""A child sends this when it has a message. Its end before that is no attempt."""
+IDLE_ENDS_MAX = 3
+"""Most replacements of a process that ends before it has a message."""
+
+
+class _EndedIdleError(Exception):
+    """A process ended before it had the message."""
+
+
+class Reply(NamedTuple):
+    """A child's report of a failed attempt. After success it sends the messages to publish."""
+
+    kind: FailureKind
+    reason: str
+    after_s: float | None = None
+    error: bytes | None = None
+    """The pickled error, if it can be pickled."""
+    traceback: str = ""
+    """The traceback, which pickling loses; cut to its end if it is long."""
+    where: str = ""
+    """File and line of the user's code nearest to the call of the handler."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Reply:
+        failure = Failure.of(error)
+        try:
+            pickled = pickle.dumps(error)
+        except BaseException:  # noqa: BLE001 - a user-defined class may raise anything
+            pickled = None
+        shown, where = _how_raised(error)
+        return cls(failure.kind, failure.reason, failure.after_s, pickled, shown, where)
+
+    def to_error(self) -> BaseException:
+        """Return the error itself or, if it cannot be unpickled, an equivalent one.
+
+        Its cause shows the traceback of the other process.
+        """
+        error = self._error()
+        if self.traceback:
+            with suppress(Exception):  # a user-defined class may raise anything
+                error.__cause__ = RemoteTraceback(self.traceback)
+        return error
+
+    def _error(self) -> BaseException:
+        try:
+            error: Any = None if self.error is None else pickle.loads(self.error)
+            if issubclass(type(error), BaseException) and Failure.of(error).kind is self.kind:
+                return error  # type: ignore[no-any-return]
+        except BaseException:  # noqa: BLE001, S110 - a user-defined class: the facts are enough
+            pass
+        if self.kind is FailureKind.UNFIT:
+            return UnfitHandlerError(self.reason)
+        if self.kind is FailureKind.REJECTED:
+            return Reject(self.reason)
+        if self.kind is FailureKind.LATER:
+            return RetryLater(self.after_s or 0.0, self.reason)
+        return RuntimeError(self.reason)
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - shows a text where Python shows the cause
+    """Traceback of an error in another process."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+def _how_raised(error: BaseException) -> tuple[str, str]:
+    """Return the traceback of an error as text, and file and line of the first user code in it."""
+    try:
+        steps = traceback.extract_tb(error.__traceback__)
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        foreign = (one for one in steps if not one.filename.startswith(_OURS))
+        where = next((f"{one.filename}:{one.lineno}" for one in foreign), "")
+    except BaseException:  # noqa: BLE001 - a user-defined class may raise anything
+        return "", ""
+    return (text[-TRACEBACK_MAX:], where) if steps else ("", "")
+
+
+class ProcessHandle:
+    """Calls the handler in a child process, and starts another if that one dies.
+
+    Args:
+        pickled: The arguments of its :class:`HandlerCall`.
+        started: Called at once with the new object.
+    """
+
+    def __init__(self, pickled: bytes, started: Callable[[ProcessHandle], None]) -> None:
+        self._pickled = pickled
+        self._process: Any = None
+        self._connection: Connection | None = None
+        self._lock = threading.Lock()
+        self._ended = False
+        started(self)
+
+    def __call__(self, message: Message) -> Sequence[Produce] | None:
+        request = pickle.dumps(message)
+        doing = f"it handled {message.message_id} of {message.topic}"
+        for last in (*[False] * IDLE_ENDS_MAX, True):
+            if self._connection is None:
+                self.start()
+            try:
+                reply = self._ask(request, None, doing)
+                break
+            except _EndedIdleError as exc:
+                if last:
+                    raise HandlerProcessError(exc.args[0]) from exc
+                _log.warning("%s Another process replaces it.", exc)
+        if isinstance(reply, Reply):
+            raise reply.to_error()
+        return reply
+
+    def start(self) -> None:
+        """Start the process, which loads the handler.
+
+        Raises:
+            UnfitHandlerError: It cannot load the handler.
+            HandlerProcessError: It ended before, or was not ready in time.
+        """
+        context = multiprocessing.get_context("spawn")
+        near, far = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(far, self._pickled), name="keyshard-work", daemon=True
+        )
+        with self._lock:
+            if self._ended:
+                raise HandlerProcessError("No worker process is started, because the source ends.")
+            with _signals_held_back():
+                process.start()
+            self._process, self._connection = process, near
+        far.close()
+        reply = self._ask(None, START_TIMEOUT_S, "it loaded the handler")
+        if isinstance(reply, Reply):
+            self.end()
+            raise UnfitHandlerError(
+                f"A worker process cannot load the handler: {reply.reason}. Define the handler "
+                "at the top level of a module that the process can import, or set executor to "
+                "'threads'."
+            )
+
+    def end(self) -> None:
+        """Kill the process; from any thread. A caller that waits for it gets an error."""
+        with self._lock:
+            self._ended = True
+        self._kill()
+
+    def _ask(
+        self, request: bytes | None, timeout_s: float | None, doing: str
+    ) -> Reply | Sequence[Produce] | None:
+        connection = self._connection
+        assert connection is not None
+        began = request is None
+        try:
+            if request is not None:
+                connection.send_bytes(request)
+                began = connection.recv_bytes() == BEGAN
+            if not connection.poll(timeout_s):
+                raise TimeoutError
+            reply: Reply | Sequence[Produce] | None = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError) as exc:
+            # TimeoutError is an OSError: this also kills a process that was not ready in time.
+            late = isinstance(exc, TimeoutError)
+            code = self._left(0.0 if late else 1.0)
+            if not began:
+                raise _EndedIdleError(
+                    f"A worker process ended with status {code} while it waited for a message."
+                ) from exc
+            what = f"was not ready within {timeout_s} s" if late else f"ended with status {code}"
+            raise HandlerProcessError(
+                f"The worker process {what} while {doing}. Look for a crash, or for its memory "
+                "limit."
+            ) from exc
+        return reply
+
+    def _left(self, wait_s: float) -> int | None:
+        """Wait for the process to end, then kill it; return the status of its own end."""
+        self._process.join(wait_s)
+        code: int | None = self._process.exitcode
+        self._kill()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        return code
+
+    def _kill(self) -> None:
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.join(1.0)
+
+
+class ProcessExecutor(ThreadExecutor):
+    """A fixed number of processes.
+
+    Args:
+        dispatcher: Source of work.
+        count: Number of processes.
+        handle: A picklable function.
+        observed: Wraps the function that the feeding threads call.
+        read_data: Decodes messages; picklable.
+        take: Returns what a call returns; picklable.
+
+    Raises:
+        ConfigError: The handler cannot be pickled.
+        UnfitHandlerError: A process cannot load the handler.
+    """
+
+    takes_bulks = False
+
+    def __init__(
+        self,
+        dispatcher: WorkSource,
+        count: int,
+        handle: Handle,
+        observed: Callable[[Handle], Handle],
+        read_data: Handle | None = None,
+        *,
+        take: Take = unpublished,
+    ) -> None:
+        try:
+            pickled = pickle.dumps((handle, read_data, take))
+        except Exception as exc:
+            raise ConfigError(
+                f"The handler {text_of(handle)} cannot be sent to a process: {text_of(exc)}. "
+                "Define it at the top level of a module, or set executor to 'threads'."
+            ) from exc
+        self._processes: list[ProcessHandle] = []
+        # When the interpreter ends, multiprocessing sends SIGTERM to children and waits for them.
+        atexit.register(self._end_all)
+        spare = [_first(pickled, self._processes.append)]
+
+        def made() -> Handle:
+            # The first thread takes the process that has already loaded the handler.
+            try:
+                process = spare.pop()
+            except IndexError:
+                process = ProcessHandle(pickled, self._processes.append)
+            return observed(process)
+
+        super().__init__(dispatcher, count, made)
+
+    def grow(self, count: int) -> None:
+        """Do nothing: more processes than cores would not do more work."""
+
+    def calls(self, work: Work) -> list[Call]:  # noqa: ARG002
+        raise ConfigError(
+            "Handlers of this source run in processes, whose stacks the source cannot see. Set "
+            f"executor to 'threads', or attach a profiler to a child of process {os.getpid()}."
+        )
+
+    def close(self, timeout_s: float) -> bool:
+        ended = super().close(timeout_s)
+        self._end_all()
+        atexit.unregister(self._end_all)
+        return ended
+
+    def _end_all(self) -> None:
+        for process in self._processes:
+            process.end()
+
+
+def _first(pickled: bytes, started: Callable[[ProcessHandle], None]) -> ProcessHandle:
+    process = ProcessHandle(pickled, started)
+    try:
+        process.start()
+    except HandlerProcessError as exc:
+        raise UnfitHandlerError(
+            f"{exc.message} The output above this error shows its cause. If a script runs a "
+            "source in processes, the script needs `if __name__ == '__main__':`."
+        ) from exc
+    return process
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Block the signals of processes that are started inside, until they unblock them."""
+    # Starting the resource tracker unblocks the signals, so it is started before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# -- in the child ---------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, pickled: bytes) -> None:
+    for number in SIGNALS:
+        # Not SIG_IGN: programs started by the handler would inherit it.
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    begin("keyshard-parent-watch", _end_with_parent)
+    try:
+        handle = HandlerCall(*pickle.loads(pickled))
+    except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
+        connection.send_bytes(pickle.dumps(Reply(FailureKind.UNFIT, Failure.of(exc).reason)))
+        return
+    connection.send_bytes(pickle.dumps(None))
+    while True:
+        try:
+            request = connection.recv_bytes()
+            connection.send_bytes(BEGAN)
+        except (EOFError, OSError):
+            return
+        try:
+            reply = pickle.dumps(handle(pickle.loads(request)))
+        except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
+            reply = pickle.dumps(Reply.of(exc))
+        connection.send_bytes(reply)
+
+
+def _end_with_parent() -> None:
+    """End the child with its parent: its handler must not run beside that of the next source."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,326 @@
+"""Plans a bounded read: finds the entries between its bounds in the ledger list.
+
+Time bounds are publish times, as producers set them. A producer batch has one publish time for all
+its messages. The result is exact, because each split drops messages outside the bounds.
+
+Publish times are not in the order of entries: clocks differ, a message that is sent again keeps its
+time, and so does a replicated one. The broker does not know their order before it reads. So by
+default a read covers everything that is stored between the other bounds. If the caller states how
+far publish times go back, it covers only entries that can match; see :func:`stretches`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import timedelta
+
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.auth.tls import context_of, of_bookies
+from keyshard.broker.connect import connect, connect_admin
+from keyshard.broker.retry import retry_until
+from keyshard.broker.topics import Catalog, look
+from keyshard.config.segments import BROKER, Segments
+from keyshard.config.source import SourceConfig
+from keyshard.core.message import MessageId
+from keyshard.core.option_checks import check_seconds
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.ledger import Ledger, shown
+from keyshard.core.position.read_bounds import Bound, Edge, check_order, fixed, parse_bounds
+from keyshard.core.position.split import Split, stretch
+from keyshard.errors import (
+    BrokerError,
+    ConfigError,
+    DataLossTrimmedError,
+    KeyShardError,
+    PositionAheadError,
+    TopicNotFoundError,
+    TopicRecreatedError,
+)
+from keyshard.threads import Pool
+
+THREADS_MAX = 16
+"""Topic partitions that are planned in parallel."""
+NAMED_MAX = 20
+"""Most ledgers of a topic partition that a log line names."""
+
+_log = logging.getLogger(__name__)
+
+
+def stretches(
+    admin: Admin,
+    starts: Mapping[TopicPartition, Bound],
+    ends: Mapping[TopicPartition, Bound],
+    timeout_s: float,
+    *,
+    disorder_ms: int | None = None,
+    published: tuple[int | None, int | None] = (None, None),
+    fail_on_data_loss: bool = True,
+    placed: bool = False,
+) -> tuple[Split, ...]:
+    """Return the split of each topic partition as of now; without spans if it has no entries.
+
+    Args:
+        admin: Lists ledgers, and finds positions by time.
+        starts: First position or time of each topic partition.
+        ends: End position or time of each topic partition, exclusive.
+        timeout_s: How long a request is retried, seconds.
+        disorder_ms: Most that publish times go back, milliseconds: no entry is stored behind one
+            whose publish time is later by more than this. If the broker adds its own time to
+            entries, both times differ by no more either. Entries further outside the bounds are
+            then not read. ``None``: unknown, so everything is read.
+        published: First publish time that is wanted between the bounds, and the end, exclusive,
+            milliseconds since the epoch.
+        fail_on_data_loss: Whether a position that is not stored is an error. If not, the read takes
+            what is stored between the bounds, and logs a warning.
+        placed: Whether the splits say which bookies store their entries.
+
+    Raises:
+        ConfigError: A start is after its end.
+        TopicNotFoundError: A topic partition no longer exists.
+        DataLossTrimmedError: A position is no longer stored.
+        PositionAheadError: A position is behind all stored entries.
+        TopicRecreatedError: A position names an entry that its ledger never had.
+        BrokerError: The admin interface cannot be reached, or refuses.
+    """
+    check_order(starts, ends)
+
+    def one(where: TopicPartition) -> Split:
+        ledgers = retry_until(lambda: _shown(admin, where, placed=placed), timeout_s)
+        start, end = starts[where], ends[where]
+        for name, bound in (("start", start), ("end", end)):
+            check_stored(
+                admin, name, where, bound, ledgers, timeout_s=timeout_s,
+                fail_on_data_loss=fail_on_data_loss,
+            )  # fmt: skip
+        if start is Edge.LATEST or end is Edge.EARLIEST:
+            return Split(where, (), end=fixed(end, ledgers))
+
+        def at(time_ms: int) -> MessageId | None:
+            found = retry_until(lambda: admin.position_at(where, max(0, time_ms)), timeout_s)
+            return None if found is None else MessageId(*found, 0)
+
+        found = _stretch_between(
+            where, ledgers, start, end, published, at=None if disorder_ms is None else at,
+            disorder_ms=disorder_ms or 0,
+        )  # fmt: skip
+        return replace(found, end=fixed(end, ledgers), created=created(admin, where))
+
+    with Pool(THREADS_MAX, "keyshard-splits") as pool:
+        return tuple(pool.map(one, starts))
+
+
+def _stretch_between(
+    where: TopicPartition, ledgers: Sequence[Ledger], start: Bound, end: Bound,
+    published: tuple[int | None, int | None], *,
+    at: Callable[[int], MessageId | None] | None, disorder_ms: int,
+) -> Split:  # fmt: skip
+    """Return the entries between two bounds, as far as positions and times limit them.
+
+    Args:
+        where: The topic partition.
+        ledgers: Its ledgers.
+        start: Start of the read.
+        end: End of the read.
+        published: Publish times between the bounds, as for :func:`stretches`.
+        at: Returns the position at a time, milliseconds; ``None``: times do not limit positions.
+        disorder_ms: Most that publish times go back, milliseconds.
+    """
+    start_ms, end_ms = published
+    if isinstance(start, int):
+        start_ms = start if start_ms is None else max(start, start_ms)
+    if isinstance(end, int):
+        end_ms = end if end_ms is None else min(end, end_ms)
+    starting = [start] if isinstance(start, MessageId) else []
+    ending = [end] if isinstance(end, MessageId) else []
+    # If the entry before the first position is earlier than the start by the disorder, all
+    # entries before it are earlier than the start. The same holds, mirrored, for the end.
+    if at is not None and start_ms is not None and (found := at(start_ms - disorder_ms)):
+        starting.append(found)
+    if at is not None and end_ms is not None and (found := at(end_ms + disorder_ms)):
+        ending.append(found)
+    return stretch(
+        where, ledgers, max(starting, default=None), min(ending, default=None),
+        start_ms=start_ms, end_ms=end_ms,
+    )  # fmt: skip
+
+
+def _shown(admin: Admin, topic_partition: TopicPartition, *, placed: bool) -> tuple[Ledger, ...]:
+    """Return the ledgers that Readers can see."""
+    ask = admin.placed_ledgers if placed else admin.ledgers
+    ledgers = ask(topic_partition)
+    if ledgers is None:
+        raise gone(topic_partition)
+    # This order matters: entries that an open transaction holds back now are in the list, or came
+    # later. If the second request fails, the caller retries both, because the list makes the broker
+    # load the topic, which the second request needs.
+    return shown(ledgers, admin.held_back_behind(topic_partition))
+
+
+def created(admin: Admin, topic_partition: TopicPartition) -> str:
+    """Return the creation time of a topic partition, or ``""`` if this role may not see it."""
+    try:
+        return admin.created(topic_partition)
+    except BrokerError as exc:
+        _log.debug("the creation time of %s is unknown: %s", topic_partition, exc)
+        return ""
+
+
+def check_stored(
+    admin: Admin, name: str, topic_partition: TopicPartition, bound: Bound,
+    ledgers: Sequence[Ledger], *, timeout_s: float, fail_on_data_loss: bool,
+) -> None:  # fmt: skip
+    """Check that the entry at a position is stored, or is the next one to be written.
+
+    Args:
+        admin: Knows the last written entry, even if it is no longer stored.
+        name: Name of the bound, for errors.
+        topic_partition: The topic partition of the bound.
+        bound: Start or end of a read; only positions are checked.
+        ledgers: All stored ledgers.
+        timeout_s: How long a request is retried, seconds.
+        fail_on_data_loss: Whether a failed check is an error; if not, it is a warning.
+
+    Raises:
+        DataLossTrimmedError: The entry is no longer stored.
+        PositionAheadError: The position is behind all stored entries.
+        TopicRecreatedError: The position names an entry that its ledger never had.
+    """
+    loss = isinstance(bound, MessageId) and _loss(name, topic_partition, bound, ledgers)
+    if isinstance(loss, DataLossTrimmedError):
+        last = retry_until(lambda: admin.last_written(topic_partition), timeout_s)
+        # Retention removed all entries, and the position is that of the next one.
+        if last is not None and bound == MessageId(last.ledger, last.entry + 1, 0):
+            return
+    if loss and fail_on_data_loss:
+        raise loss
+    if loss:
+        _log.warning("%s The stored entries are read, because fail_on_data_loss is false.", loss)
+
+
+def _loss(
+    name: str, topic_partition: TopicPartition, position: MessageId, ledgers: Sequence[Ledger]
+) -> KeyShardError | None:
+    """Return the error of a position whose entry is neither stored nor the next one."""
+    ledger, entry, index = position
+    # A position inside an entry means that the entry existed.
+    end = entry + (index > 0)
+    sizes = {one.id: one.entries for one in ledgers}
+    oldest, newest = min(sizes, default=-1), max(sizes, default=-1)
+    says = f"{name} of {topic_partition} is {position}, but "
+    facts = {"topic_partition": topic_partition.name, "missing": str(position)}
+    wayout = "To read the stored entries, set fail_on_data_loss to false."
+    if (ledger, end) > (newest, sizes.get(newest, 0)):
+        return PositionAheadError(
+            f"{says}this is after all stored entries: the newest ledger {newest} has "
+            f"{sizes.get(newest, 0)} entries, without those of open transactions. The position "
+            "belongs to another topic, or to a topic that was deleted and created again. "
+            f"Correct the position. {wayout}",
+            **facts,
+        )
+    if ledger < oldest:
+        return DataLossTrimmedError(
+            f"{says}the first stored ledger is {oldest}. Retention or TTL removed the earlier "
+            f"ledgers, or the topic was deleted and created again. Begin at 'earliest'. {wayout}",
+            **facts,
+        )
+    # An empty ledger is removed when it closes; its position is that of the next ledger.
+    if end > sizes.get(ledger, 0):
+        has = f"has {sizes[ledger]} entries" if ledger in sizes else "does not exist"
+        return TopicRecreatedError(
+            f"{says}ledger {ledger} {has}. The position belongs to another topic, or to a topic "
+            f"that was deleted and created again. Correct the position. {wayout}",
+            **facts,
+        )
+    return None
+
+
+def gone(topic_partition: TopicPartition) -> TopicNotFoundError:
+    """Return the error for a topic partition that disappeared after it was looked up."""
+    return TopicNotFoundError(
+        f"Topic partition {topic_partition} does not exist any more. Either the topic is being "
+        "deleted, or the broker deleted an inactive partition. In the second case, create the "
+        "partition again (pulsar-admin topics create-missed-partitions), and set a retention "
+        "for topics without a subscription.",
+        topic=topic_partition.topic,
+    )
+
+
+# -- A bounded read of a source's topics; its subscription is not used ----------------------------
+
+DISORDER_S_MAX = timedelta(days=3_650).total_seconds()
+"""Largest disorder that is accepted, seconds."""
+
+
+def plan_read(
+    source: SourceConfig,
+    start: object = "earliest",
+    end: object = "latest",
+    *,
+    disorder_max_s: float | None = None,
+    published: tuple[int | None, int | None] = (None, None),
+    segments: Segments | None = None,
+) -> tuple[Split, ...]:
+    """Plan one split for each topic partition, with the entries between two bounds now.
+
+    Args:
+        source: Names the cluster and the topics. Its ``fail_on_data_loss`` and
+            ``operation_timeout_ms`` apply; its subscription is not used.
+        start: First message; see :mod:`keyshard.core.position.read_bounds`.
+        end: End, exclusive.
+        disorder_max_s: How far publish times go back at most, seconds; see :func:`stretches`.
+        published: Publish times that are wanted between the bounds; see :func:`stretches`.
+        segments: Where closed ledgers are read; ``None``: by the broker. The log says for which
+            ledgers the broker is asked all the same, and why.
+
+    Raises:
+        ConfigError: A bound, an option or a file is wrong, or the source has no ``admin_url``.
+        TopicNotFoundError: A topic does not exist.
+        DataLossTrimmedError, PositionAheadError, TopicRecreatedError: A position is not stored; see
+            :func:`stretches`.
+        BrokerError: The broker or the admin interface cannot be reached, or refuses.
+    """
+    if disorder_max_s is not None:
+        check_seconds("disorder_max_s", disorder_max_s, DISORDER_S_MAX)
+    if segments is not None and (tls := of_bookies(segments)):
+        context_of(tls)  # a task would find out later
+    if source.admin_url is None:
+        raise ConfigError(
+            "A bounded read needs the admin interface, which lists the stored entries. Set "
+            "admin_url."
+        )
+    timeout_s = source.operation_timeout_ms / 1000
+    connection = source.how_to_connect()
+    placed = segments is not None and segments.source != BROKER
+    with closing(connect(connection)) as broker, closing(connect_admin(connection)) as admin:
+        found = look(Catalog(broker, admin, source), None, timeout_s).consumed
+        found_stretches = stretches(
+            admin,
+            parse_bounds("start", start, found),
+            parse_bounds("end", end, found),
+            timeout_s,
+            disorder_ms=None if disorder_max_s is None else round(disorder_max_s * 1000),
+            published=published,
+            fail_on_data_loss=source.fail_on_data_loss,
+            placed=placed,
+        )
+    if placed:
+        _log_placements(found_stretches)
+    return found_stretches
+
+
+def _log_placements(planned: Sequence[Split]) -> None:
+    """Log how the ledgers of a plan are read; a warning if bookies return nothing."""
+    for one in planned:
+        left = [span for span in one.spans if isinstance(span.placement, str)]
+        why = [f"{span.ledger} ({span.placement})" for span in left[:NAMED_MAX]]
+        more = f" and {len(left) - NAMED_MAX} more" if len(left) > NAMED_MAX else ""
+        level = logging.WARNING if left and len(left) == len(one.spans) else logging.INFO
+        _log.log(
+            level,
+            "%s: %d of %d ledgers are read from bookies. The broker is asked for these: %s%s.",
+            one.topic_partition, len(one.spans) - len(left), len(one.spans),
+            ", ".join(why) or "none", more,
+        )  # fmt: skip

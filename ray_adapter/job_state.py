@@ -1,0 +1,344 @@
+"""State shared by the threads of a job: waiting rows, waiting results, and the job's end.
+
+Every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keyshard.core.lanes.rate_limit import RateLimit, RateLimitStatus
+from keyshard.core.window.layout import Located
+from keyshard.errors import DrainTimeoutError, NotRunningError
+from ray_adapter.row_slices import Entries, PendingRows, RowSlice, entries_done, rows_of
+
+UNTAKEN_MAX = 2
+"""Most calls of an actor, including the running one, whose results the caller has not taken."""
+BYTES_MAX = 64 * 1024 * 1024
+"""Most content of one call of an actor, unless one entry has more, bytes."""
+CALLS_SHARE = 4
+"""All calls at a time copy at most the window divided by this, for each copy that they make."""
+LOOK_S = 0.2
+"""Polling interval of waits, seconds."""
+LEAST_S = 0.001
+"""Shortest wait for the rate limit, seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class ActorSlot:
+    """The position of one actor in the ring, and its work."""
+
+    index: int
+    actor: Any
+    pieces: Sequence[RowSlice] = ()
+    """Rows that the actor works on."""
+    since_s: float = 0.0
+    """When the actor got them, monotonic seconds."""
+    untaken: int = 0
+    """Calls, including the running one, whose results the caller has not taken."""
+    deaths: int = 0
+    rows: int = 0
+    """Number of rows handled."""
+    retired: bool = False
+    """Whether a rescale removed the actor. Then it gets no more rows."""
+
+
+@dataclass(eq=False)
+class Done:
+    """Results of a call, and the entries that are done when the results are taken."""
+
+    actor_slot: ActorSlot
+    pieces: Sequence[RowSlice]
+    results: Sequence[Any]
+    """In order of the rows: one for each row, or one for all rows."""
+
+
+class JobState:
+    """Passes rows to actors and results to the caller.
+
+    Args:
+        actor_slots: One for each actor.
+        max_rows: Most rows of a call.
+        max_wait_s: Longest wait of an idle actor for more rows after the first, seconds.
+        window_bytes_max: Size of the source's window, bytes.
+        limit: Limits the rows that actors get; ``None``: nothing does.
+    """
+
+    def __init__(
+        self,
+        actor_slots: Sequence[ActorSlot],
+        max_rows: int,
+        max_wait_s: float,
+        window_bytes_max: int,
+        limit: RateLimit | None = None,
+    ) -> None:
+        self.changed = threading.Condition()
+        self.actor_slots = list(actor_slots)
+        self.waiting = PendingRows(len(actor_slots))
+        self._max_rows = max_rows
+        self._max_wait_s = max_wait_s
+        self._window_bytes_max = window_bytes_max
+        self._limit = limit
+        self._turns: deque[ActorSlot] = deque()
+        """Actors that wait for the rate limit. The first one gets the next rows, or handles its own
+        again."""
+        self._done: deque[Done] = deque()
+        self._to_commit: Entries = {}
+        self._held = False
+        self.stopping = False
+        self.drain_until_s: float | None = None
+        self.error: BaseException | None = None
+        self._raised = False
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    @property
+    def ending(self) -> bool:
+        """Whether actors get no more rows."""
+        return self.stopping or self.drain_until_s is not None or self.error is not None
+
+    def stop(self) -> None:
+        """End every wait."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify_all()
+
+    def drain(self, timeout_s: float) -> None:
+        """Give actors no more rows, and let them finish those that they have."""
+        with self.changed:
+            if self.drain_until_s is None:
+                self.drain_until_s = time.monotonic() + timeout_s
+            self.changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """End the job with an error; the first error counts."""
+        with self.changed:
+            if self.error is None:
+                self.error = error
+            else:
+                _log.error("another error after the job had failed: %s", error)
+            self.changed.notify_all()
+
+    def raise_error(self) -> None:
+        """Raise the error that ended the job, at the first call only."""
+        with self.changed:
+            error = None if self._raised else self.error
+            self._raised = True
+        if error is not None:
+            raise error
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def push(self, located: Sequence[Located]) -> None:
+        """Add received entries."""
+        with self.changed:
+            self.waiting.push(located, time.monotonic())
+            self.changed.notify_all()
+
+    def next_rows(self, actor_slot: ActorSlot) -> Sequence[RowSlice]:
+        """Wait for rows and assign them to an actor; return none when the actor is to end."""
+        with self.changed:
+            try:
+                while not (self.ending or actor_slot.retired):
+                    wait_s = self._until_rows_s(actor_slot)
+                    if wait_s <= 0 and self._limit is not None:
+                        wait_s = self._until_allowed_s(actor_slot, self._limit)
+                    elif actor_slot in self._turns:
+                        self._turns.remove(actor_slot)  # a rescale has moved its rows
+                    if wait_s <= 0:
+                        self._give(actor_slot)
+                        return actor_slot.pieces
+                    self.changed.wait(wait_s)
+                return ()
+            finally:
+                if actor_slot in self._turns:
+                    self._turns.remove(actor_slot)
+                    self.changed.notify_all()
+
+    def _give(self, actor_slot: ActorSlot) -> None:
+        limit = self._limit
+        rows_max = self._max_rows if limit is None else min(self._max_rows, limit.burst)
+        actor_slot.pieces = self.waiting.pop(
+            actor_slot.index, rows_max, self._bytes_max, divides=limit is not None
+        )
+        actor_slot.since_s = time.monotonic()
+        actor_slot.untaken += 1
+        if limit is not None:
+            limit.started(actor_slot.since_s, rows_of(actor_slot.pieces))
+
+    def _until_allowed_s(self, actor_slot: ActorSlot, limit: RateLimit) -> float:
+        """Return the time until an actor may get its rows; they come in turn."""
+        if actor_slot not in self._turns:
+            self._turns.append(actor_slot)
+        if self._turns[0] is not actor_slot:
+            return LOOK_S
+        now_s = time.monotonic()
+        waiting = self.waiting.rows[actor_slot.index]
+        missing = min(waiting, self._max_rows, limit.burst) - limit.available(now_s)
+        if missing <= 0:
+            return 0.0
+        limit.refused(now_s)
+        return min(LOOK_S, max(LEAST_S, missing / limit.per_s))
+
+    def begin_again(self, actor_slot: ActorSlot, rows: int) -> bool:
+        """Wait until the rate limit lets an actor handle rows again; ``False``: it gives them back.
+
+        They wait in turn. All rows begin when one token is there. The other tokens are owed, so
+        later rows wait longer.
+        """
+        limit = self._limit
+        if limit is None:
+            return not self.interrupted()
+        with self.changed:
+            self._turns.append(actor_slot)
+            try:
+                while not self.interrupted():
+                    now_s, wait_s = time.monotonic(), LOOK_S
+                    if self._turns[0] is actor_slot:
+                        if limit.available(now_s) >= 1:
+                            limit.started(now_s, rows)
+                            return True
+                        limit.refused(now_s)
+                        wait_s = min(LOOK_S, max(LEAST_S, 1 / limit.per_s))
+                    self.changed.wait(wait_s)
+                return False
+            finally:
+                self._turns.remove(actor_slot)
+                self.changed.notify_all()
+
+    def rate_limit(self, now_s: float) -> RateLimitStatus | None:
+        """Return the status of the rate limit; ``None`` without one."""
+        with self.changed:
+            return None if self._limit is None else self._limit.status(now_s)
+
+    @property
+    def _bytes_max(self) -> int:
+        """Most content of a call, which is a copy of content that stays in the window."""
+        return min(BYTES_MAX, self._window_bytes_max // (CALLS_SHARE * len(self.actor_slots)))
+
+    def _until_rows_s(self, actor_slot: ActorSlot) -> float:
+        rows = self.waiting.rows[actor_slot.index]
+        if self._held or not rows or actor_slot.untaken >= UNTAKEN_MAX:
+            return LOOK_S
+        if rows >= self._max_rows:
+            return 0.0
+        left_s = self.waiting.since_s[actor_slot.index] + self._max_wait_s - time.monotonic()
+        return min(LOOK_S, left_s)
+
+    def interrupted(self) -> bool:
+        """Whether an actor between two calls gives back its remaining rows."""
+        return self._held or self.ending
+
+    def pause(self, seconds: float) -> None:
+        """Wait until :meth:`interrupted`, at most a number of seconds."""
+        with self.changed:
+            self.changed.wait_for(self.interrupted, seconds)
+
+    def deliver(
+        self, actor_slot: ActorSlot, done: Done, rest: Sequence[RowSlice], unhandled: int = 0
+    ) -> None:
+        """Store the results of finished rows, and put the other rows back at the front.
+
+        Args:
+            actor_slot: The actor.
+            done: The results, with the pieces that they complete.
+            rest: The other pieces.
+            unhandled: Number of rows that took a token, and that the handler did not get.
+        """
+        with self.changed:
+            if self._limit is not None:
+                self._limit.not_started(unhandled)
+            if done.pieces:
+                self._done.append(done)
+                actor_slot.rows += sum(piece.block.rows for piece in done.pieces)
+            else:
+                actor_slot.untaken -= 1
+            self.waiting.give_back(actor_slot.index, rest)
+            actor_slot.pieces = ()
+            self.changed.notify_all()
+
+    def hold(self, timeout_s: float) -> None:
+        """Give actors no rows until :meth:`go_on`, and wait until they finish those that they have.
+
+        Raises:
+            DrainTimeoutError: They did not finish in time; actors get rows again.
+            NotRunningError: The job is ending.
+        """
+        with self.changed:
+            self._held = True
+            self.changed.notify_all()
+            idle = self.changed.wait_for(lambda: self.ending or not self.working, timeout_s)
+            if idle and not self.ending:
+                return
+            self._held = False
+            self.changed.notify_all()
+            if self.ending:
+                raise NotRunningError("The job ends, so it cannot be rescaled.")
+            raise DrainTimeoutError(
+                f"{self.working} actors did not finish their rows within {timeout_s:g} s, so "
+                "nothing has changed. Raise drain_timeout_s, or make the handler faster."
+            )
+
+    def go_on(self, actor_slots: Sequence[ActorSlot]) -> None:
+        """After :meth:`hold`, divide the ring among these actors and give them rows."""
+        with self.changed:
+            for actor_slot in set(self.actor_slots) - set(actor_slots):
+                actor_slot.retired = True
+            self.actor_slots = list(actor_slots)
+            self.waiting = self.waiting.split_anew(len(actor_slots), time.monotonic())
+            self._held = False
+            self.changed.notify_all()
+
+    @property
+    def working(self) -> int:
+        """Number of actors that have rows."""
+        return sum(1 for actor_slot in self.actor_slots if actor_slot.pieces)
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def next_done(self) -> Done | None:
+        """Wait for the oldest results; return ``None`` when there will be no more.
+
+        Raises:
+            DrainTimeoutError: Actors did not finish before the deadline of a drain.
+        """
+        with self.changed:
+            while not self.stopping:
+                if self._done:
+                    return self._done.popleft()
+                if self.error is not None:
+                    return None
+                if self.drain_until_s is not None:
+                    if not self.working:
+                        return None
+                    if time.monotonic() > self.drain_until_s:
+                        raise DrainTimeoutError(
+                            f"{self.working} actors did not finish their rows within the drain "
+                            "timeout. Their rows are not acknowledged, and are delivered again."
+                        )
+                self.changed.wait(LOOK_S)
+            return None
+
+    def taken(self, done: Done, pieces: Sequence[RowSlice]) -> None:
+        """Mark the pieces whose results the caller took as done; it takes no others of the call."""
+        with self.changed:
+            done.actor_slot.untaken -= 1
+            for where, ids in entries_done(pieces).items():
+                self._to_commit.setdefault(where, []).extend(ids)
+            self.changed.notify_all()
+
+    def next_to_commit(self) -> Entries:
+        """Wait for entries whose results were taken; return none when the job stops."""
+        with self.changed:
+            while not (self._to_commit or self.stopping):
+                self.changed.wait(LOOK_S)
+            entries, self._to_commit = self._to_commit, {}
+            return entries
