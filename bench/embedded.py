@@ -16,7 +16,7 @@ import psutil
 import pulsar
 
 from keyshard import KeyShardSource
-from keyshard.source import SourceStream
+from keyshard.source_stream import SourceStream
 
 RANGES = 10
 STALL_S = 60.0

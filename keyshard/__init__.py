@@ -16,7 +16,8 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import KeyShardError
 from keyshard.redaction import Secret
 from keyshard.sink import KeyShardSink
-from keyshard.source import KeyShardSource, SourceBatch, SourceStream
+from keyshard.source import KeyShardSource
+from keyshard.source_stream import SourceBatch, SourceStream
 from keyshard.version import VERSION
 
 __all__ = [

@@ -141,7 +141,7 @@ class WorkerActor:
             version, packed, LOOPBACK if here else ray.util.get_node_ip_address()
         )
         if server is not None:
-            begin("keyshard-host", _serve, server.serve_to_the_end)
+            begin("keyshard-actor-worker", _serve, server.serve_to_the_end)
         return hello
 
 

@@ -232,7 +232,7 @@ class FakeConsumer:
     def has_given_all(self) -> bool:
         return self.is_connected()
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         return self.refused
 
     def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002

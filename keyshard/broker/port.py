@@ -118,7 +118,7 @@ class Consumer(Protocol):
         in that process while it is suspended.
         """
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Return one sentence about a broker that refuses this consumer or does not answer it.
 
         Empty while nothing is wrong, and if the client does not report it. :meth:`receive` raises

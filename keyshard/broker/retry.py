@@ -112,7 +112,7 @@ class Retrier:
         self,
         longest_wait_s: float | None = None,
         lane_threads_max: int = LANE_THREADS_MAX,
-        name: str = "keyshard-wire-back",
+        name: str = "keyshard-resubscribe",
     ) -> None:
         self._longest_wait_s = longest_wait_s
         self._lane_threads_max = lane_threads_max

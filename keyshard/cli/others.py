@@ -124,13 +124,13 @@ def worker_view(status: WorkerStatus) -> RenderableType:
     ]
     if status["newestError"]:
         parts.append(Text(f"newest error: {newest_error(status['newestError'])}", style="yellow"))
-    table = Table("topic", "partition", "slots", "connected", "messages", "bytes", "trouble")
-    first = sorted(consumers, key=lambda one: one["connected"] and not one["trouble"])
+    table = Table("topic", "partition", "slots", "connected", "messages", "bytes", "problem")
+    first = sorted(consumers, key=lambda one: one["connected"] and not one["problem"])
     for one in first[:_CONSUMERS_MAX]:
         table.add_row(
             escape(one["topic"]), str(one["partition"]), escape(one["hashRange"]),
             "yes" if one["connected"] else "no", f"{one['messages']:,}", f"{one['bytes']:,}",
-            escape(plain(one["trouble"], ERROR_MAX)),
+            escape(plain(one["problem"], ERROR_MAX)),
         )  # fmt: skip
     more = len(first) - _CONSUMERS_MAX
     parts += [table, *([Text(f"and {plural(more, 'consumer')} more")] if more > 0 else [])]

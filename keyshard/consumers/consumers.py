@@ -145,9 +145,9 @@ class Consumers:
             asked[where] = asked.get(where, False) or asks
         return asked
 
-    def troubles(self) -> dict[TopicPartition, str]:
+    def problems(self) -> dict[TopicPartition, str]:
         """Return one sentence for each topic partition whose broker refuses or does not answer."""
-        return self.range_consumers.troubles()
+        return self.range_consumers.problems()
 
     def adopt(self, assignment: Assignment, budget: Budget) -> Sequence[int]:
         """Let the window follow a new assignment; return the owner of each slot."""

@@ -264,11 +264,11 @@ class RangeConsumers:
         found = [(one, one.consumer) for one in self.by_partition.get(where, ())]
         return [(one, consumer) for one, consumer in found if consumer.is_connected()]
 
-    def troubles(self) -> dict[TopicPartition, str]:
+    def problems(self) -> dict[TopicPartition, str]:
         """Return one sentence for each topic partition whose broker refuses or does not answer."""
         found: dict[TopicPartition, str] = {}
         for where, consumers in list(self.by_partition.items()):
-            text = next((text for one in consumers if (text := one.trouble())), "")
+            text = next((text for one in consumers if (text := one.problem())), "")
             if text:
                 found[where] = text
         return found

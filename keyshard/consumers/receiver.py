@@ -81,10 +81,10 @@ class RangeConsumer:
                 self.successor = consumer
             return not self.dropped
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Return one sentence on a refusal or a silent broker, or ``""``."""
         error = self.refusals.error
-        return self.consumer.trouble() if error is None else error.message
+        return self.consumer.problem() if error is None else error.message
 
 
 class Sink(Protocol):

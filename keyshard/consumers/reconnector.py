@@ -76,7 +76,7 @@ class Reconnector:
         self._changing = changing
         self._identity_check = identity_check
         self._fail = fail
-        self._troubles = ConnectionProblems()
+        self._problems = ConnectionProblems()
         self._replacing = False
         """Whether the retrier is replacing consumers."""
         self._retrier = Retrier(REOPEN_WAIT_S, name="keyshard-reopen")
@@ -151,7 +151,7 @@ class Reconnector:
     def _look(self) -> None:
         self._identity_check.check_connections()
         long_away = self._long_away()
-        self._troubles.look(time.monotonic(), self._range_consumers.troubles())
+        self._problems.look(time.monotonic(), self._range_consumers.problems())
         if long_away and not self._replacing:
             self._replacing = True
             self._retrier.until_true(partial(self._replaced_all, long_away))
@@ -249,33 +249,33 @@ def _link(one: RangeConsumer, now_s: float) -> Link:
 # -- The log of refusals and of brokers that do not answer ----------------------------------------
 
 NAMED_AFTER_S = 2.0
-"""Time after which a trouble is logged, seconds; most end within it."""
+"""Time after which a problem is logged, seconds; most end within it."""
 REMIND_S = 60.0
 """Time after which it is logged again, seconds."""
 
 
 @dataclass(slots=True)
-class _Trouble:
+class _Problem:
     since_s: float
     words: str
     named_s: float | None = None
 
 
 class ConnectionProblems:
-    """Logs the troubles of one source. Time is an argument, from any monotonic clock."""
+    """Logs the problems of one source. Time is an argument, from any monotonic clock."""
 
     def __init__(self) -> None:
-        self._known: dict[TopicPartition, _Trouble] = {}
+        self._known: dict[TopicPartition, _Problem] = {}
 
-    def look(self, now_s: float, troubles: Mapping[TopicPartition, str]) -> None:
+    def look(self, now_s: float, problems: Mapping[TopicPartition, str]) -> None:
         """Log changes since the last call. Call it every second."""
-        for where in [where for where in self._known if where not in troubles]:
+        for where in [where for where in self._known if where not in problems]:
             if self._known.pop(where).named_s is not None:
                 _log.warning("the broker serves %s again", where)
         due: dict[str, list[TopicPartition]] = {}
-        for where, text in sorted(troubles.items()):
+        for where, text in sorted(problems.items()):
             words = without_numbers(text)
-            known = self._known.setdefault(where, _Trouble(now_s, words))
+            known = self._known.setdefault(where, _Problem(now_s, words))
             if known.words != words and known.named_s is not None:
                 known.named_s = None
             known.words = words
@@ -285,4 +285,4 @@ class ConnectionProblems:
                 due.setdefault(words.replace(str(where), ""), []).append(where)
         for found in due.values():
             more = f" and {len(found) - 1} more topic partitions" if len(found) > 1 else ""
-            _log.warning("%s%s receives nothing: %s", found[0], more, troubles[found[0]])
+            _log.warning("%s%s receives nothing: %s", found[0], more, problems[found[0]])

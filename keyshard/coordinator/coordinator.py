@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 from keyshard.broker.admin.port import Admin
@@ -21,6 +21,7 @@ from keyshard.coordinator.available_now import AvailableNow, last_entries
 from keyshard.coordinator.batches import Batches
 from keyshard.coordinator.discovery import Discovery, PartitionLifecycle
 from keyshard.coordinator.gap_resolver import GapResolver
+from keyshard.coordinator.in_flight import InFlightEntries
 from keyshard.coordinator.progress import PaceMonitor, Progress, SourceWorker
 from keyshard.coordinator.rescale import Drainable, Rescaler
 from keyshard.coordinator.start_positions import create_subscriptions, read_first_messages
@@ -31,8 +32,8 @@ from keyshard.coordinator.startup import (
     start_position,
 )
 from keyshard.coordinator.subscription_ids import SubscriptionIds, read_properties
-from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
-from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.recent_history import HistoryStatus
 from keyshard.core.ring.assignment import Assignment, Rescaled, assign
 from keyshard.errors import (
@@ -49,7 +50,6 @@ ATTEMPTS = 5
 """Most look-ups of topics at a start: a topic may be deleted after it was found."""
 LET_GO_S = 1.0
 """Longest wait for threads that end only when the client closes, seconds."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -384,7 +384,7 @@ class Coordinator:
     def status(self) -> Progress:
         """Return the status as plain JSON values, from memory. Counts are since the start."""
         consumers = self.consumers
-        troubles = consumers.troubles()
+        problems = consumers.problems()
         with consumers.shared.lock:
             window = consumers.shared.window
             return {
@@ -394,7 +394,7 @@ class Coordinator:
                 "checkpointBytes": window.checkpoint_bytes,
                 "partitionsWithoutRoom": len(window.tight),
                 "withoutRoomMillis": int(consumers.shared.without_room_s * 1000),
-                "connectionError": min(troubles.items())[1] if troubles else "",
+                "connectionError": min(problems.items())[1] if problems else "",
                 "gapResolverError": self._gap_resolver.error,
                 "entriesAcknowledged": consumers.acknowledger.acknowledged,
                 "entriesToAcknowledge": consumers.acknowledger.waiting,
@@ -418,85 +418,3 @@ def _worker_status(facts: WorkerFacts) -> SourceWorker:
 def _batch_of(checkpoint: Checkpoint) -> frozenset[TopicPartition]:
     """Return the topic partitions that have entries in the batch of a checkpoint."""
     return frozenset(tp for tp, state in checkpoint.partitions.items() if state.batch)
-
-
-class InFlightEntries:
-    """Hands out received entries, and puts completed ones into the newest checkpoint.
-
-    Args:
-        consumers: Has the window.
-    """
-
-    def __init__(self, consumers: Consumers) -> None:
-        self._consumers = consumers
-        self._shared = consumers.shared
-        self._window = consumers.shared.window
-
-    @property
-    def full(self) -> bool:
-        """Whether a topic partition has no room in the window."""
-        return self._window.pauses.any_full
-
-    @property
-    def without_room(self) -> bool:
-        """Whether the checkpoint has no room for some entries of a topic partition."""
-        return bool(self._window.tight)
-
-    def take(
-        self, timeout_s: float, rows_max: int | None = None
-    ) -> list[tuple[TopicPartition, int, EntryBlock]]:
-        """Hand out received entries; ``[]`` if none came in time.
-
-        Args:
-            timeout_s: Longest wait for rows, seconds.
-            rows_max: About how many rows, split equally over topic partitions; default: all.
-
-        Returns:
-            (topic partition, index of the range that received it, entry), in order of receipt per
-            topic partition. They count against the window until their release.
-
-        Raises:
-            KeyShardError: The error that ended the source.
-        """
-        with self._shared.lock:
-            self._shared.wait_for_rows(timeout_s)
-            return self._window.take(rows_max)
-
-    def plan_completed(
-        self, completed: Mapping[TopicPartition, Collection[EntryId]], *, limited: bool = True
-    ) -> dict[TopicPartition, list[EntryId]]:
-        """Put completed entries, which :meth:`take` handed out, into the newest checkpoint.
-
-        Args:
-            completed: The entries.
-            limited: Whether the checkpoint has a limit; the last one of a run has none.
-
-        Returns:
-            Entries that do not fit.
-
-        Raises:
-            KeyShardError: The error that ended the source.
-        """
-        with self._shared.lock:
-            self._shared.check()
-            left = self._window.plan_completed(completed, limited=limited)
-            self._shared.look_for_room()
-            return left
-
-    @property
-    def positions(self) -> Mapping[TopicPartition, PartitionCheckpoint]:
-        """The newest checkpoint's state of each topic partition that exists; may be empty."""
-        with self._shared.lock:
-            return {at: one.state for at, one in self._window.known.items() if not one.gone}
-
-    @property
-    def completed(self) -> bool:
-        """Whether the newest checkpoint has entries that are not acknowledged yet."""
-        return bool(self._window.completed)
-
-    def release_completed(self) -> None:
-        """Acknowledge the entries of the newest checkpoint: it is durable, or none is kept."""
-        with self._shared.lock:
-            released = self._window.release_completed()
-            self._shared.history.committed(time.monotonic(), sum(map(len, released.values())))
-        self._consumers.acknowledge(released)

@@ -45,8 +45,8 @@ from keyshard.core.ring.assignment import (
     moved_slots,
     reassign,
 )
-from keyshard.core.ring.balance import Balance, balance
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
+from keyshard.core.ring.load_balance import Balance, balance
 from keyshard.errors import DrainTimeoutError, KeyShardError, RescaleError
 from keyshard.notebook import table
 from keyshard.threads import owned_by

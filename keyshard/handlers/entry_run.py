@@ -27,7 +27,8 @@ from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.output_log import OutputLog
 from keyshard.handlers.range_owners import RangeOwners
 from keyshard.observe.monitor import Monitor
-from keyshard.observe.status import ObservedRun, StatusView
+from keyshard.observe.observed_run import ObservedRun
+from keyshard.observe.status import StatusView
 from keyshard.observe.status_types import Status
 from keyshard.threads import owned_by
 

@@ -16,7 +16,7 @@ from keyshard.core.ring.hash_range import HashRange, overlap
 from keyshard.handlers.output_log import OutputLog
 from keyshard.observe.handler_view import KeyState, Ownership, Totals
 from keyshard.observe.monitor import Monitor
-from keyshard.observe.status import ObservedRun
+from keyshard.observe.observed_run import ObservedRun
 
 
 class RangeOwners:

@@ -43,7 +43,7 @@ from keyshard.errors import (
     ThreadStartError,
 )
 from keyshard.handlers.checkpoint_store import CheckpointStore
-from keyshard.handlers.dispatcher import Dispatcher, LaneFacts, LanePause
+from keyshard.handlers.dispatcher import Dispatcher, LanePause
 from keyshard.handlers.entry_run import Committer
 from keyshard.handlers.executors import AsyncExecutor, Executor, ThreadExecutor
 from keyshard.handlers.failed_messages import FailedMessages
@@ -55,6 +55,7 @@ from keyshard.handlers.handler_call import (
     published,
     unpublished,
 )
+from keyshard.handlers.lane_facts import LaneFacts
 from keyshard.handlers.lane_feeder import LaneFeeder
 from keyshard.handlers.logged_outputs import LoggedOutputs
 from keyshard.handlers.outcomes import FailureLog, Observer, Observers
@@ -62,8 +63,9 @@ from keyshard.handlers.outputs import SentOutputs
 from keyshard.handlers.process_executor import ProcessExecutor
 from keyshard.handlers.stop_signals import stopping_signals, stopping_with_program
 from keyshard.observe.monitor import Monitor
+from keyshard.observe.observed_run import ObservedRun
 from keyshard.observe.page.options import PageOptions
-from keyshard.observe.status import ObservedRun, StatusView
+from keyshard.observe.status import StatusView
 from keyshard.observe.status_types import Status
 from keyshard.observe.telemetry import Telemetry
 from keyshard.reading.message_decoder import MessageDecoder

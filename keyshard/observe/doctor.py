@@ -14,18 +14,17 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.diagnosis import (
     Finding,
     Level,
-    Load,
     Sample,
     States,
     judge_batching,
     judge_deduplication,
     judge_faults,
     judge_fill,
-    judge_load,
     judge_orphans,
     judge_subscription,
     judge_version,
 )
+from keyshard.core.load_diagnosis import Load, judge_load
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.releases import release_of
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState

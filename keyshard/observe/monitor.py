@@ -14,10 +14,12 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import RescaleDryRun
 from keyshard.core.ring.key_slot import broker_text
 from keyshard.errors import ConfigError, ControlError, NotRunningError
+from keyshard.observe.broker_poll import BrokerPoll, name_stalls
 from keyshard.observe.dead_letter_requests import DeadLetterRequests, message_of
 from keyshard.observe.metrics_server import MetricsServer
+from keyshard.observe.observed_run import ObservedRun
 from keyshard.observe.page.options import PageOptions, serve_page
-from keyshard.observe.status import BrokerPoll, ObservedRun, StatusView, name_stalls
+from keyshard.observe.status import StatusView
 from keyshard.threads import begin
 
 if TYPE_CHECKING:

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 import socket
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping
 from datetime import datetime, timezone
 
-from keyshard.broker.admin.port import Admin
 from keyshard.broker.connect import decoder_of, transport_of
-from keyshard.config.source import SourceConfig
-from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
-from keyshard.coordinator.rescale import Rescaler
 from keyshard.core.dead_letter import DeadLetter
 from keyshard.core.lanes.rate_limit import RateLimitStatus
 from keyshard.core.pace import Loads, Pace, Trend
-from keyshard.core.partition_watchdog import PartitionStall, PartitionWatchdog
+from keyshard.core.partition_watchdog import PartitionStall
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.range_watchdog import (
     KeyFacts,
@@ -35,14 +27,12 @@ from keyshard.core.range_watchdog import (
     shown_key,
     state_of,
 )
-from keyshard.core.releases import release_of
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import possible_slots
-from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
-from keyshard.dead_letters.parking import ParkedKeys
 from keyshard.errors import KeyShardError, NotRunningError
-from keyshard.observe.dead_letter_requests import RunningDeadLetters
-from keyshard.observe.handler_view import HandlerView, Ownership, Totals
+from keyshard.observe.broker_poll import BrokerPoll, PartitionFacts
+from keyshard.observe.handler_view import Ownership, Totals
+from keyshard.observe.observed_run import ObservedRun
 from keyshard.observe.status_types import (
     BlockingKey,
     Explanation,
@@ -59,7 +49,6 @@ from keyshard.observe.status_types import (
     Status,
 )
 from keyshard.redaction import redacted
-from keyshard.threads import begin
 
 LIVE_S = 60.0
 """Time without a turn of its loop after which a run counts as dead, seconds."""
@@ -77,48 +66,6 @@ VERSION = 1
 """Version of the status. A field that is renamed, removed or changes its meaning raises it."""
 TRENDS_MAX = 1_000
 """Most topic partitions whose trend is judged, in the order of their names."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedRun:
-    """The run that the status shows."""
-
-    config: SourceConfig
-    coordinator: Coordinator
-    handling: HandlerView
-    """Facts about its messages."""
-    executor: str
-    workers: Callable[[], int]
-    """Returns how many handlers can run now: threads or processes, or 1 for an event loop."""
-    workers_max: int | None
-    """The same for any number of ranges; ``None``: only lanes limit."""
-    stopping: Callable[[], bool]
-    rescaler: Callable[[], Rescaler | None]
-    """Returns ``None`` during the start, and if the ranges are fixed."""
-    kind: str = "handlers"
-    """``handlers``, ``batches``, ``ray``, ``stream`` or ``spark``."""
-    fixed: bool = False
-    """Whether the ranges cannot move while it runs."""
-    turned_s: Callable[[], float] = time.monotonic
-    """Returns the time of the last turn of the run's loop, monotonic seconds."""
-    parked: Callable[[], ParkedKeys | None] = lambda: None
-    """Returns ``None`` during the start, and if the run parks nothing."""
-    dead_letters: Callable[[], RunningDeadLetters] | None = None
-    """Returns the dead letters of the run, once it has started; ``None`` if the run parks
-    nothing."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether it receives nothing until it is resumed."""
-        return self.coordinator.paused
-
-    @property
-    def phase(self) -> str:
-        """``starting``, ``running`` or ``stopping``."""
-        if self.stopping():
-            return "stopping"
-        started = self.coordinator.started if self.fixed else self.rescaler() is not None
-        return "running" if started else "starting"
 
 
 class StatusView:
@@ -173,7 +120,7 @@ class StatusView:
         owned = self._owned() if started else Ownership({}, {}, set(), {})
         facts = subject.handling.ranges(now_s, owned) if started else []
         totals = subject.handling.totals(now_s)
-        troubles = subject.coordinator.consumers.troubles() if started else {}
+        problems = subject.coordinator.consumers.problems() if started else {}
         progress = subject.coordinator.status() if started else None
         lags = {} if progress is None else self._lags(owned, progress)
         lag = _joined(lags.values())
@@ -229,7 +176,7 @@ class StatusView:
             ],
             "partitions": [
                 self._partition(
-                    where, missing, troubles.get(where, ""), lags.get(where) or _lag(), now_s
+                    where, missing, problems.get(where, ""), lags.get(where) or _lag(), now_s
                 )
                 for where, missing in sorted(owned.gaps.items())
             ],
@@ -262,10 +209,10 @@ class StatusView:
         phase = self._subject.phase
         if phase != "running":
             return f"The source is {phase}."
-        troubles = self._subject.coordinator.consumers.troubles()
-        if troubles:
-            where, text = min(troubles.items())
-            others = len(troubles) - 1
+        problems = self._subject.coordinator.consumers.problems()
+        if problems:
+            where, text = min(problems.items())
+            others = len(problems) - 1
             more = f" {others} other topic partitions receive nothing either." if others else ""
             return f"{where} receives nothing: {text}{more}"
         away = sorted({name for names in self._owned().disconnected.values() for name in names})
@@ -521,180 +468,3 @@ def _slot_assignment(slot: int, index: int, owned: Collection[HashRange]) -> Slo
     """Return the assignment of a slot."""
     ranges = " ".join(str(one) for one in owned if slot in one)
     return {"slot": slot, "range": index, "hashRange": ranges}
-
-
-# -- Facts that the broker knows -------------------------------------------------------------------
-
-FACTS_ROUND_S = 2.0
-"""Shortest time between two rounds of requests, seconds."""
-REST_TIMES = 4.0
-"""Time between two rounds, at least this many times the duration of a round, without the time of
-failed requests."""
-FAILURES_MAX = 3
-"""Failed requests after which a round ends."""
-KEPT_S = 60.0
-"""Age of facts from which they are forgotten at the end of a round, seconds."""
-NAMED_MAX = 5
-"""Most stalls that are logged one by one."""
-LIMITS_S = 60.0
-"""Age of the broker's limits from which they are asked for again, seconds."""
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionFacts:
-    """Backlog of a topic partition, and counts with the broker's limits for them."""
-
-    backlog: int
-    ack_gaps: int
-    ack_gaps_max: int
-    replay: int
-    replay_max: int
-    oldest_ms: int | None
-    """Time at which the first entry of the backlog was published, milliseconds since the epoch;
-    ``None`` if it is unknown."""
-    known_s: float
-    """When they were known, monotonic seconds."""
-
-
-class BrokerPoll:
-    """Fetches facts in one daemon thread; the newest ones are available without a request.
-
-    Args:
-        admin: Makes the admin interface, which this object closes.
-        subscription: Subscription of the source.
-        asked: Returns the current topic partitions of the source, and whether a range asks for
-            messages of it and holds none.
-        holding: Returns those of which the source holds rows.
-    """
-
-    def __init__(
-        self,
-        admin: Callable[[], Admin],
-        subscription: str,
-        asked: Callable[[], Mapping[TopicPartition, bool]],
-        holding: Callable[[], Collection[TopicPartition]],
-    ) -> None:
-        self._admin = admin
-        self._subscription = subscription
-        self._asked = asked
-        self._holding = holding
-        self._stopping = threading.Event()
-        self.known: dict[TopicPartition, PartitionFacts] = {}
-        """Replaced as a whole after each round."""
-        self._deliveries = PartitionWatchdog()
-        self._last: TopicPartition | None = None
-        """The topic partition with which the last round ended early."""
-        self.error = ""
-        """Error of the newest round; empty if it succeeded."""
-        begin("keyshard-broker-facts", self._run)
-
-    @property
-    def stalls(self) -> Mapping[TopicPartition, PartitionStall]:
-        """Topic partitions of which the broker delivers nothing; none while it is unknown."""
-        return self._deliveries.stalls
-
-    def close(self) -> None:
-        """Send no more requests; returns without waiting for a request in progress."""
-        self._stopping.set()
-
-    def _run(self) -> None:
-        admin = self._admin()
-        limits, asked_s = BrokerLimits(), -math.inf
-        try:
-            while not self._stopping.is_set():
-                began_s = time.monotonic()
-                failed: list[Exception] = []
-                failed_s = 0.0
-                try:
-                    if began_s - asked_s >= LIMITS_S:
-                        limits, asked_s = _limits_of(admin), began_s
-                    failed_s = self._round(admin, limits, failed)
-                except (KeyShardError, ValueError) as exc:
-                    failed.append(exc)
-                self.error = str(failed[0]) if failed else ""
-                if failed:
-                    _log.info("broker facts are unknown, asking again: %s", failed[0])
-                took_s = time.monotonic() - began_s - failed_s
-                self._stopping.wait(max(FACTS_ROUND_S, REST_TIMES * took_s))
-        finally:
-            admin.close()
-
-    def _round(self, admin: Admin, limits: BrokerLimits, failed: list[Exception]) -> float:
-        """Take the facts of each topic partition; return the time of failed requests, seconds.
-
-        Topic partitions without an answer keep their old facts for a while. They are not stalled,
-        since the time without an answer proves nothing. After too many failures, the next round
-        begins where this one ended.
-
-        Args:
-            admin: The admin interface.
-            limits: Limits of the broker.
-            failed: Gets the errors.
-        """
-        asked = self._asked()
-        partitions = sorted(asked)
-        first = 0 if self._last is None else bisect_right(partitions, self._last)
-        partitions = partitions[first:] + partitions[:first]
-        holding, old, failed_s = self._holding(), self.known, 0.0
-        answers: dict[TopicPartition, SubscriptionState | None] = {}
-        self._last = None
-        for where in partitions:
-            if self._stopping.is_set():
-                return 0.0
-            asked_s = time.monotonic()
-            try:
-                known = old.get(where)
-                oldest = known is not None and known.backlog > 0 and where not in holding
-                stats = admin.subscription(where, self._subscription, oldest=oldest)
-                answers[where] = None if stats is None else SubscriptionState.from_stats(stats)
-            except (KeyShardError, ValueError) as exc:
-                failed.append(exc)
-                failed_s += time.monotonic() - asked_s
-                if len(failed) == FAILURES_MAX:
-                    self._last = where
-                    break
-        now_s = time.monotonic()
-        states = {where: state for where, state in answers.items() if state is not None}
-        unknown = [where for where in partitions if where not in answers]
-        self.known = {
-            where: old[where]
-            for where in unknown
-            if where in old and now_s - old[where].known_s < KEPT_S
-        } | {
-            where: PartitionFacts(
-                state.backlog,
-                state.ack_gaps,
-                limits.ack_gaps,
-                state.in_replay,
-                limits.replay(len(state.consumers)),
-                # An entry that waits for its time is not late.
-                None if state.delayed else state.oldest_ms,
-                now_s,
-            )
-            for where, state in states.items()
-        }
-        asking = {where for where, asks in asked.items() if asks}
-        due = self._deliveries.look(now_s, states, limits, asking, unknown)
-        name_stalls(due, "topic partitions")
-        return failed_s
-
-
-def name_stalls(stalls: Sequence[Stall] | Sequence[PartitionStall], several: str) -> None:
-    """Log stalls as warnings, further ones as a number.
-
-    Args:
-        stalls: The stalls.
-        several: Word for what is stalled, in the plural.
-    """
-    for stall in stalls[:NAMED_MAX]:
-        _log.warning("%s is stalled: %s (%s)", stall.name, stall.reason, stall.kind.runbook)
-    if len(stalls) > NAMED_MAX:
-        _log.warning(
-            "%d more %s are stalled; keyshard status shows them", len(stalls) - NAMED_MAX, several
-        )
-
-
-def _limits_of(admin: Admin) -> BrokerLimits:
-    return release_of(admin.version()).limits.with_settings(admin.settings())

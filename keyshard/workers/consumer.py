@@ -112,7 +112,7 @@ class RemoteConsumer:
         self._queue: deque[WorkerDelivery] = deque()
         self._taken = DeliveredTotals()
         self._connected = True
-        self._trouble = ""
+        self._problem = ""
         self._gave_all = False
         """Whether its worker reports that all messages have arrived here."""
         self._callback: Callable[[], None] | None = None
@@ -171,8 +171,8 @@ class RemoteConsumer:
         # Silence proves nothing: messages may wait in a suspended worker.
         return self._gave_all and self.is_connected()
 
-    def trouble(self) -> str:
-        return "" if self.closed else self._trouble
+    def problem(self) -> str:
+        return "" if self.closed else self._problem
 
     def close(self, *, for_another: bool = False) -> None:
         if self.ended():
@@ -202,7 +202,7 @@ class RemoteConsumer:
                 return
             self._gave_all = delivery.gave_all
             if delivery.connected is not None:
-                self._connected, self._trouble = delivery.connected, delivery.trouble
+                self._connected, self._problem = delivery.connected, delivery.problem
             elif not delivery.gave_all:
                 self._queue.append(delivery)
             if not self._connected:
@@ -225,9 +225,9 @@ class RemoteConsumer:
             else:
                 self._queue.append(delivery)
 
-    def troubled(self, trouble: str) -> None:
-        """Set the trouble that keeps it from reconnecting."""
-        self._trouble = trouble
+    def report_problem(self, problem: str) -> None:
+        """Set the problem that keeps it from reconnecting."""
+        self._problem = problem
 
     def lost(self) -> None:
         """Handle the loss of its worker: another one receives all unacknowledged entries again."""

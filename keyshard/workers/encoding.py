@@ -34,8 +34,8 @@ class WorkerDelivery(NamedTuple):
     gave_all: bool = False
     """Whether this reports that a connected consumer has been silent for a while. An entry that it
     left incomplete may stay so."""
-    trouble: str = ""
-    """The trouble of the connection, if ``connected`` is set."""
+    problem: str = ""
+    """The problem of the connection, if ``connected`` is set."""
 
     @property
     def continues(self) -> bool:
@@ -109,7 +109,7 @@ def encode_deliveries(deliveries: Iterable[WorkerDelivery]) -> tuple[list[Any], 
     listed: list[Any] = []
     contents: list[pa.RecordBatch] = []
     rows = 0
-    for consumer, blocks, error, connected, gave_all, trouble in deliveries:
+    for consumer, blocks, error, connected, gave_all, problem in deliveries:
         entries: list[tuple[Any, ...]] = []
         base: dict[int, int] = {}
         for block in blocks:
@@ -129,7 +129,7 @@ def encode_deliveries(deliveries: Iterable[WorkerDelivery]) -> tuple[list[Any], 
             ))  # fmt: skip
         wrong = None if error is None else encode_error(error)
         fields = [_shortened(values) for values in zip(*entries, strict=True)]
-        listed.append((consumer, len(entries), fields, wrong, connected, gave_all, trouble))
+        listed.append((consumer, len(entries), fields, wrong, connected, gave_all, problem))
     return listed, contents[0] if len(contents) == 1 else pa.concat_batches(contents or [NOTHING])
 
 
@@ -155,9 +155,9 @@ def decode_deliveries(
             None if error is None else decode_error(error),
             connected,
             gave_all,
-            trouble,
+            problem,
         )
-        for consumer, count, fields, error, connected, gave_all, trouble in listed
+        for consumer, count, fields, error, connected, gave_all, problem in listed
     ]
 
 

@@ -76,7 +76,7 @@ class _HostedConsumer:
         self.given = self.taken = DeliveredTotals()
         """Messages and bytes that it delivered, and those that were taken. They differ by at most
         its queue and the rest of a delivery."""
-        self.connected, self.trouble = True, ""
+        self.connected, self.problem = True, ""
         """The state that was reported last."""
         self.open = False
         """Whether its deliveries end before the last index of an entry."""
@@ -130,7 +130,8 @@ class ConsumerHost:
         self._newest_error: tuple[str, float] | None = None
         """Text and monotonic time of the newest error of a consumer, seconds."""
         self._threads = [
-            begin(f"keyshard-pump-{i}", self._pump, fail=self._fail) for i in range(RECEIVE_THREADS)
+            begin(f"keyshard-hosted-receive-{i}", self._pump, fail=self._fail)
+            for i in range(RECEIVE_THREADS)
         ]
 
     # -- Commands, called with the arguments of their JSON ----------------------------------------
@@ -306,22 +307,22 @@ class ConsumerHost:
                 try:
                     # Without ``_changed``: a client may hold its lock here and where it calls back.
                     self._report_connection(
-                        hosted, hosted.consumer.is_connected(), _trouble_of(hosted)
+                        hosted, hosted.consumer.is_connected(), _problem_of(hosted)
                     )
                     self._report_quiet(hosted, now_s)
                 finally:
                     hosted.using.release()
 
-    def _report_connection(self, hosted: _HostedConsumer, connected: bool, trouble: str) -> None:
-        """Queue a report if the connection or the trouble of a consumer changed."""
+    def _report_connection(self, hosted: _HostedConsumer, connected: bool, problem: str) -> None:
+        """Queue a report if the connection or the problem of a consumer changed."""
         with self._changed:
             changed = connected != hosted.connected
             if hosted.closed or (
-                not changed and without_numbers(trouble) == without_numbers(hosted.trouble)
+                not changed and without_numbers(problem) == without_numbers(hosted.problem)
             ):
                 return
-            hosted.connected, hosted.trouble = connected, trouble
-            report = WorkerDelivery(hosted.number, (), connected=connected, trouble=trouble)
+            hosted.connected, hosted.problem = connected, problem
+            report = WorkerDelivery(hosted.number, (), connected=connected, problem=problem)
             self._waiting.append((report, 0, 0))
             if changed:
                 if hosted.idle_since_s is not None:
@@ -377,7 +378,7 @@ class ConsumerHost:
             if hosted.closed or hosted.lacking:
                 return
             connected = hosted.consumer.is_connected()
-            self._report_connection(hosted, connected, _trouble_of(hosted))
+            self._report_connection(hosted, connected, _problem_of(hosted))
             try:
                 blocks = hosted.consumer.receive(0)
             except UnreadableEntryError as exc:
@@ -464,15 +465,15 @@ class ConsumerHost:
         with self._changed:
             all_hosted = list(self._hosted.values())
             waiting, newest = list(self._waiting), self._newest_error
-        troubles = [(hosted, _trouble_of(hosted)) for hosted in all_hosted]
-        lasting = next((trouble for _, trouble in troubles if trouble), "")
+        problems = [(hosted, _problem_of(hosted)) for hosted in all_hosted]
+        lasting = next((problem for _, problem in problems if problem), "")
         error: WorkerError | None = {"error": lasting, "secondsAgo": None} if lasting else None
         if error is None and newest is not None:
             text, at_s = newest
             error = {"error": text, "secondsAgo": round(time.monotonic() - at_s, 1)}
         return {
             "subscription": self.subscription,
-            "consumers": [_status_of(hosted, trouble) for hosted, trouble in troubles],
+            "consumers": [_status_of(hosted, problem) for hosted, problem in problems],
             "waiting": {
                 "entries": sum(len(delivery.blocks) for delivery, _, _ in waiting),
                 "messages": sum(rows for _, rows, _ in waiting),
@@ -503,12 +504,12 @@ class ConsumerHost:
         self._broker.close()
 
 
-def _trouble_of(hosted: _HostedConsumer) -> str:
+def _problem_of(hosted: _HostedConsumer) -> str:
     error = hosted.refusals.error
-    return hosted.consumer.trouble() if error is None else error.message
+    return hosted.consumer.problem() if error is None else error.message
 
 
-def _status_of(hosted: _HostedConsumer, trouble: str) -> ConsumerStatus:
+def _status_of(hosted: _HostedConsumer, problem: str) -> ConsumerStatus:
     where = hosted.spec.topic_partition
     (given, given_bytes), (taken, taken_bytes) = hosted.given, hosted.taken
     return {
@@ -516,7 +517,7 @@ def _status_of(hosted: _HostedConsumer, trouble: str) -> ConsumerStatus:
         "partition": where.partition,
         "hashRange": str(hosted.spec.hash_range),
         "connected": hosted.connected and not hosted.lacking,
-        "trouble": trouble,
+        "problem": problem,
         "messages": max(0, given - taken),
         "bytes": max(0, given_bytes - taken_bytes),
     }

@@ -12,7 +12,7 @@ class ConsumerStatus(TypedDict):
     partition: int
     hashRange: str
     connected: bool
-    trouble: str
+    problem: str
     messages: int
     bytes: int
 

@@ -59,7 +59,7 @@ class WorkerSupervisor:
         self._refusals = RefusalTimer()
         """Outcome of the attempts to start a replacement."""
         self._why_none = ""
-        self._retrier = Retrier(name="keyshard-bring-back")
+        self._retrier = Retrier(name="keyshard-resubscribe-worker")
         """Subscribes consumers again in the replacement; its lanes are topic partitions."""
         worker = start(self._ending)
         self._kind = worker.kind
@@ -192,7 +192,7 @@ class WorkerSupervisor:
             self._taken.clear()
         for consumer in lost:
             consumer.lost()
-            consumer.troubled(f"The {worker.name} has ended, and a replacement is starting.")
+            consumer.report_problem(f"The {worker.name} has ended, and a replacement is starting.")
         _log.warning(
             "%s has ended (%s): its %d consumers move to a replacement",
             worker.name, error.message.rstrip("."), len(lost),
@@ -211,7 +211,7 @@ class WorkerSupervisor:
             refused = isinstance(exc, BrokerError)
             ends = refused and self._refusals.failed(exc, time.monotonic())
             for consumer in lost:
-                consumer.troubled(exc.message)
+                consumer.report_problem(exc.message)
                 if ends:
                     consumer.arrived(WorkerDelivery(consumer.number, (), exc))
             level = logging.DEBUG if again else logging.WARNING
@@ -245,12 +245,12 @@ class WorkerSupervisor:
                 self._subscribe(worker, consumer, StartPosition.EARLIEST)
             except KeyShardError as exc:
                 _log.debug("%s is not subscribed again yet: %s", consumer.topic_partition, exc)
-                consumer.troubled(exc.message)
+                consumer.report_problem(exc.message)
                 ends = refusals.failed(exc, time.monotonic())
                 if ends:
                     consumer.arrived(WorkerDelivery(consumer.number, (), exc))
                 return ends
-            consumer.troubled("")
+            consumer.report_problem("")
         if consumer.closed:
             self._forget(consumer)
             self._close_quietly(worker, consumer.number)

@@ -33,7 +33,7 @@ from keyshard.errors import (
     SubscriptionInUseError,
     WorkerUnreachableError,
 )
-from keyshard.source import SourceBatch
+from keyshard.source_stream import SourceBatch
 from keyshard.testing.verify.history import Event, HistoryWriter
 from keyshard.testing.verify.recorder import Recorder
 from keyshard.workers.backends import start_of

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyshard.core.ring.assignment import assign, reassign
-from keyshard.core.ring.balance import TOLERANCE, balance, max_over_mean
 from keyshard.core.ring.hash_range import RING_SIZE
+from keyshard.core.ring.load_balance import TOLERANCE, balance, max_over_mean
 from keyshard.core.ring.slot_load import SlotLoad
 
 BOUNDED = settings(max_examples=40, deadline=None)

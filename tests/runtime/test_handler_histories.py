@@ -16,7 +16,7 @@ import tenacity
 
 from keyshard import RetryPolicy
 from keyshard.broker.memory import MemoryBroker
-from keyshard.coordinator.coordinator import InFlightEntries
+from keyshard.coordinator.in_flight import InFlightEntries
 from keyshard.core.dead_letter import DeadLetter
 from keyshard.core.lanes.key_queue import KeyQueue, Work
 from keyshard.core.lanes.lanes import Lanes

@@ -13,7 +13,7 @@ from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.ring.key_slot import key_slot
-from keyshard.source import SourceBatch
+from keyshard.source_stream import SourceBatch
 from tests.helpers import config, wait_until
 from tests.support.parking_topic import ParkingTopic
 from tests.support.recorded_handler import RecordedHandler

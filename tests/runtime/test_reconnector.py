@@ -210,12 +210,12 @@ def test_an_outage_while_a_range_is_subscribed_again_is_survived(
     assert rescaled.error is None
     before = {id(other): other.reception._received_s for other in others}
     wait_until(lambda: all(other.reception._received_s > before[id(other)] for other in others))
-    troubles = rescaled.coordinator.consumers.troubles()
-    assert str(error.message) in troubles[one.owned_range.topic_partition]
+    problems = rescaled.coordinator.consumers.problems()
+    assert str(error.message) in problems[one.owned_range.topic_partition]
     assert error.message in rescaled.coordinator.status()["connectionError"]
     rescaled.broker.refuse = lambda _: None
     wait_until(lambda: all_connected(rescaled))
-    assert rescaled.coordinator.consumers.troubles() == {}
+    assert rescaled.coordinator.consumers.problems() == {}
     rescaled.more(300)
     rescaled.check()
 
@@ -330,10 +330,10 @@ def test_a_trouble_is_named_in_the_log_once_and_when_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "keyshard")
-    troubles, one, other = ConnectionProblems(), TopicPartition("t", 0), TopicPartition("t", 1)
+    problems, one, other = ConnectionProblems(), TopicPartition("t", 0), TopicPartition("t", 1)
     for second in range(200):
         now = {one: f"It has been so for {second} s.", other: "It refuses."}
-        troubles.look(float(second), now if second < 100 else {other: "It refuses."})
+        problems.look(float(second), now if second < 100 else {other: "It refuses."})
     assert [text for text in caplog.messages if "t-partition-0 receives nothing" in text] == [
         "t-partition-0 receives nothing: It has been so for 2 s.",
         "t-partition-0 receives nothing: It has been so for 62 s.",

@@ -25,7 +25,7 @@ from keyshard.core.ring.assignment import assign, moved_ranges, reassign
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import KeyShardError
-from keyshard.observe import monitor, status
+from keyshard.observe import broker_poll, monitor
 from keyshard.observe.alerts import ALERTS
 from tests.helpers import DEADLINE_S, key_in, wait_until
 from tests.support.copied_topic import Copied
@@ -50,7 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
     monkeypatch.setattr(range_watchdog, "STALL_S", 0.3)
     monkeypatch.setattr(partition_watchdog, "UNDELIVERED_S", 0.3)
-    monkeypatch.setattr(status, "FACTS_ROUND_S", 0.05)
+    monkeypatch.setattr(broker_poll, "FACTS_ROUND_S", 0.05)
     monkeypatch.setattr(circuit_breaker, "QUIET_S", 0.05)
 
 

@@ -41,9 +41,9 @@ from keyshard.errors import (
     NotRunningError,
     TopicNotFoundError,
 )
-from keyshard.observe import monitor
+from keyshard.observe import broker_poll, monitor
 from keyshard.observe import status as status_module
-from keyshard.observe.status import BrokerPoll
+from keyshard.observe.broker_poll import BrokerPoll
 from keyshard.observe.status_types import (
     NewestErrorStatus,
     PartitionStatus,
@@ -137,7 +137,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog looks often and waits for less."""
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
     monkeypatch.setattr(range_watchdog, "STALL_S", 0.3)
-    monkeypatch.setattr(status_module, "FACTS_ROUND_S", 0.05)
+    monkeypatch.setattr(broker_poll, "FACTS_ROUND_S", 0.05)
 
 
 def test_a_hung_handler_is_named_within_ten_seconds_and_others_continue(
@@ -299,7 +299,7 @@ def test_topic_partitions_that_never_answer_hide_no_others_and_old_facts_are_for
     )
     try:
         wait_until(lambda: facts.known.keys() == set(wheres[5:]))
-        monkeypatch.setattr(status_module, "KEPT_S", 0.1)
+        monkeypatch.setattr(broker_poll, "KEPT_S", 0.1)
         silent.update(wheres)
         wait_until(lambda: not facts.known)
         silent.clear()
@@ -345,7 +345,7 @@ def test_a_topic_partition_does_not_stall_while_its_window_is_full(
     job: Job, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The broker is at its look-ahead limit because the source pauses, and not the reverse."""
-    monkeypatch.setattr(status_module, "REST_TIMES", 0.0)
+    monkeypatch.setattr(broker_poll, "REST_TIMES", 0.0)
     job.cluster.look_ahead = LookAhead(per_consumer=10, per_subscription=20)
     job.source = KeyShardSource(
         job.topic, subscription="jobs", parallelism=RANGES, service_url=job.url, admin_url=job.url,

@@ -15,7 +15,7 @@ import pytest
 from keyshard import KeyShardSource, Message, SourceStream, control
 from keyshard.consumers import reconnector
 from keyshard.errors import UnexpectedError
-from keyshard.observe import monitor, status
+from keyshard.observe import broker_poll, monitor
 from tests.helpers import keyshard_threads, wait_until
 from tests.support.handled_topic import AT_ONCE, HandledTopic
 from tests.support.thread_faults import Calls, Step
@@ -23,8 +23,8 @@ from tests.support.thread_faults import Calls, Step
 STEPS = [
     Step("keyshard-ack", "keyshard.consumers.acknowledger.Acknowledger._hand_over"),
     Step("keyshard-audit", "keyshard.broker.retry.retry_until"),
-    Step("keyshard-broker-facts", "keyshard.observe.status._limits_of"),
-    Step("keyshard-broker-facts", "keyshard.observe.status.BrokerPoll._round"),
+    Step("keyshard-broker-facts", "keyshard.observe.broker_poll._limits_of"),
+    Step("keyshard-broker-facts", "keyshard.observe.broker_poll.BrokerPoll._round"),
     Step("keyshard-control", "keyshard.control._of_another_user"),
     Step("keyshard-control-answer", "keyshard.control.ControlServer._answer"),
     Step("keyshard-control-answer", "keyshard.control._send"),
@@ -44,7 +44,7 @@ STEPS = [
     Step("keyshard-gap-resolver", "keyshard.coordinator.gap_resolver.GapResolver._ack_gap_views"),
     Step("keyshard-gap-resolver", "keyshard.coordinator.gap_resolver.GapResolver._look_at"),
     Step("keyshard-subscribe", "keyshard.broker.retry.retry_until"),
-    Step("keyshard-watchdog", "keyshard.observe.status.name_stalls"),
+    Step("keyshard-watchdog", "keyshard.observe.broker_poll.name_stalls"),
     Step("keyshard-watchdog", "keyshard.observe.status.StatusView.watch"),
     Step("keyshard-work", "keyshard.handlers.dispatcher.Dispatcher.finish"),
     Step("keyshard-work", "keyshard.handlers.dispatcher.Dispatcher.judge"),
@@ -120,7 +120,7 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "ANSWER_S", 1.0)
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
     monkeypatch.setattr(reconnector, "LOOK_S", 0.02)
-    monkeypatch.setattr(status, "FACTS_ROUND_S", 0.02)
+    monkeypatch.setattr(broker_poll, "FACTS_ROUND_S", 0.02)
 
 
 @pytest.mark.parametrize("step", [*STEPS, *ASYNC_STEPS], ids=":".join)

@@ -120,7 +120,7 @@ def test_a_worker_is_listed_with_what_it_holds(
     assert status["kept"] == {"messages": 0, "bytes": 0}
     consumers = status["consumers"]
     assert [each["hashRange"] for each in consumers] == ["0-32767", "32768-65535"]
-    assert all(each["connected"] and not each["trouble"] for each in consumers)
+    assert all(each["connected"] and not each["problem"] for each in consumers)
     assert sorted(each["messages"] for each in consumers) == [0, 5]
 
     taken = worker.take({})

@@ -372,8 +372,8 @@ class Consumer:
     def has_given_all(self) -> bool:
         return self.is_connected()
 
-    def trouble(self) -> str:
-        return self._inner.trouble()
+    def problem(self) -> str:
+        return self._inner.problem()
 
     def close(self, *, for_another: bool = False) -> None:
         if not self.closed:

@@ -16,7 +16,7 @@ from keyshard.coordinator.rescale import Blocking, Rescaler
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.errors import BrokerError, KeyShardError
-from keyshard.source import SourceBatch
+from keyshard.source_stream import SourceBatch
 from keyshard.testing.verify.checkers import check
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recorder import Recorder

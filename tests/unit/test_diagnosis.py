@@ -11,15 +11,14 @@ import pytest
 from keyshard.core.diagnosis import (
     Finding,
     Level,
-    Load,
     Sample,
     judge_batching,
     judge_fill,
-    judge_load,
     judge_orphans,
     judge_subscription,
     judge_version,
 )
+from keyshard.core.load_diagnosis import Load, judge_load
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.subscription_state import BrokerLimits, ConsumerState, SubscriptionState
 from tests.helpers import P0, P1, block

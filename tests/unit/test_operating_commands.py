@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from keyshard.cli.output import duration
 from keyshard.control import ControlServer
 from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.core.ring.key_slot import key_slot
@@ -378,7 +379,7 @@ def test_texts_of_messages_reach_no_terminal_as_they_are(
     [(0.4, "0 s"), (59.9, "60 s"), (61, "1 min 1 s"), (7_260, "2 h 1 min"), (90_000, "1 d 1 h")],
 )
 def test_durations_have_two_units(seconds: float, text: str) -> None:
-    assert watching.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 MANY = status(

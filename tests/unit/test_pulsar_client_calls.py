@@ -13,11 +13,10 @@ import _pulsar
 import pulsar
 import pytest
 
-from keyshard.broker.client.broker import ClientBroker
+from keyshard.broker.client.broker import ClientBroker, ClientProducer
 from keyshard.broker.client.calls import Calls
 from keyshard.broker.client.consumer import ClientConsumer
 from keyshard.broker.client.errors import translated
-from keyshard.broker.client.producer import ClientProducer
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId

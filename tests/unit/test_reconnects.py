@@ -117,7 +117,7 @@ def test_a_permanent_refusal_ends_a_consumer_by_name(
     broker.refuses(request_name, code)
     broker.cut_all()
     if request_name == "connect" and code not in (3, 4):
-        wait_until(lambda: WORDS in consumer.trouble())
+        wait_until(lambda: WORDS in consumer.problem())
         broker.is_well()
         wait_until(consumer.is_connected)
         return
@@ -140,12 +140,12 @@ def test_a_passing_refusal_is_reported_in_the_words_of_the_broker(
     broker.refuses("subscribe", code)
     broker.cut_all()
     words = "does not exist" if code == 11 else WORDS
-    wait_until(lambda: words in consumer.trouble())
+    wait_until(lambda: words in consumer.problem())
     time.sleep(0.5)
     assert error_of(consumer) is None, "it is asked again"
     broker.is_well()
     wait_until(consumer.is_connected)
-    assert consumer.trouble() == ""
+    assert consumer.problem() == ""
 
 
 @pytest.mark.usefixtures("hurried")
@@ -176,7 +176,7 @@ def test_a_token_that_was_renewed_is_shown_before_a_refusal_ends_anything(
     expired = True
     broker.cut_all()
     wait_until(lambda: len(shown) >= 4)
-    assert WORDS in consumer.trouble()
+    assert WORDS in consumer.problem()
     path.write_text("new")
     wait_until(consumer.is_connected)
     assert error_of(consumer) is None
@@ -297,19 +297,19 @@ def test_a_broker_that_leaves_a_ping_unanswered_is_named_and_its_connection_stay
     broker.script = lambda _, name, __: name == "ping" and not answers.wait(DEADLINE_S)
     consumer = consumer_of(connect(broker))
     wait_until(lambda: broker.asked.count("ping") >= 2)
-    assert consumer.trouble() == ""
+    assert consumer.problem() == ""
     frame = framed("success", api.Success(request_id=0))
     (session,) = broker.sessions
     with cluster.lock:
         answers.clear()
         session.put(frame[:7])
-    wait_until(lambda: broker.host in consumer.trouble())
-    assert "has not answered a ping" in consumer.trouble()
+    wait_until(lambda: broker.host in consumer.problem())
+    assert "has not answered a ping" in consumer.problem()
     assert consumer.is_connected()
     assert consumer.losses == 0
     session.put(frame[7:])
     answers.set()
-    wait_until(lambda: consumer.trouble() == "")
+    wait_until(lambda: consumer.problem() == "")
     assert consumer.losses == 0
 
 
@@ -348,19 +348,19 @@ def test_refused_acknowledgements_are_asked_again_in_small_requests(
     def acknowledge() -> None:
         for number in range(40):
             consumer.acknowledge([EntryId(7, 1_000 * number + i) for i in range(1_000)])
-            wait_until(consumer.trouble)
+            wait_until(consumer.problem)
 
     with pytest.raises(BrokerUnavailableError) as raised:
         acknowledge()
     assert WORDS in str(raised.value)
     assert "Check the load of the broker" not in str(raised.value)
-    assert WORDS in consumer.trouble()
+    assert WORDS in consumer.problem()
     asked = len(sizes)
     wait_until(lambda: len(sizes) > asked + 3)
     assert max(sizes[asked:]) <= ack_grouping.REFUSED_AT_ONCE
     broker.is_well()
     wait_until(lambda: len(cluster.acked) >= 20_000)
-    assert consumer.trouble() == ""
+    assert consumer.problem() == ""
 
 
 @pytest.mark.usefixtures("hurried")

@@ -9,7 +9,7 @@ from pathlib import Path
 from bench import scale_sim
 from keyshard.config.source import SourceConfig
 from keyshard.config.workers import WORKERS_MAX
-from keyshard.core.diagnosis import ENTRIES_PER_S_MAX
+from keyshard.core.load_diagnosis import ENTRIES_PER_S_MAX
 from keyshard.core.position.entry import DELIVERY_BYTES, ENTRY_BYTES, ROW_BYTES
 from keyshard.core.releases import release_of
 from keyshard.core.ring.hash_range import RING_SIZE

@@ -93,7 +93,7 @@ class Readers:
         for reader in self._opened:
             reader.close()
         self.retrier.close()
-        wait_until(lambda: "keyshard-wire-back" not in str(threading.enumerate()))
+        wait_until(lambda: "keyshard-resubscribe" not in str(threading.enumerate()))
 
     def give(self, reader: WireReader, *ids: EntryId) -> list[EntryId]:
         """Let entries arrive, and read."""

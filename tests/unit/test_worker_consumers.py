@@ -502,7 +502,7 @@ class Broken(MemoryBroker):
     def is_connected(self) -> bool:
         return self.connected and not self.closed
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         return ""
 
     def close(self, **_: Any) -> None:

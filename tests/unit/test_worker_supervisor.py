@@ -237,4 +237,4 @@ def test_an_unexpected_error_while_consumers_are_brought_back_ends_the_source_by
         at.workers[0].die()
         wait_until(lambda: errors)
     assert isinstance(errors[0], UnexpectedError)
-    assert "Thread keyshard-bring-back-0 ended unexpectedly" in errors[0].message
+    assert "Thread keyshard-resubscribe-worker-0 ended unexpectedly" in errors[0].message

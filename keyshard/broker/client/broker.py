@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import _pulsar
 import pulsar
@@ -11,7 +12,7 @@ import pulsar
 from keyshard.broker.at_exit import close_at_exit
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.auth.errors import lacks
-from keyshard.broker.client.calls import calls_of
+from keyshard.broker.client.calls import Calls, calls_of
 from keyshard.broker.client.connection import client_of
 from keyshard.broker.client.consumer import (
     RECEIVE_BYTES_MAX,
@@ -21,7 +22,6 @@ from keyshard.broker.client.consumer import (
 )
 from keyshard.broker.client.errors import UNAVAILABLE, translated
 from keyshard.broker.client.log import close_client
-from keyshard.broker.client.producer import ClientProducer
 from keyshard.broker.port import (
     DEFAULT_READ_OPTIONS,
     EntryProducer,
@@ -173,3 +173,65 @@ class ClientBroker:
         gone = suppress(pulsar.AlreadyClosed, pulsar.BrokerMetadataError, pulsar.NotConnected)
         with translated("disconnect from", self._service_url), gone:
             close_client(self._client)
+
+
+class ClientProducer:
+    """Sends one message after the other, without batching."""
+
+    def __init__(
+        self, producer: pulsar.Producer, topic_partition: TopicPartition, calls: Calls
+    ) -> None:
+        self._producer = producer
+        self._calls = calls
+        self._topic_partition = topic_partition
+        self._closed = False
+
+    def send(
+        self,
+        value: bytes | None,
+        *,
+        key: str | None = None,
+        ordering_key: str | None = None,
+        properties: Mapping[str, str] | None = None,
+        event_ms: int = 0,
+    ) -> EntryId:
+        with translated("send to", self._topic_partition):
+            message = _message(value, key, ordering_key, properties or {}, event_ms)
+            sent = self._calls.answer_of(
+                lambda take: self._producer._producer.send_async(message, take)
+            )
+            if sent.entry_id() < 0:
+                # The client returns this if it lost the connection for good during the wait.
+                raise pulsar.NotConnected("the connection was lost")
+        return EntryId(sent.ledger_id(), sent.entry_id())
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with translated("close", self._topic_partition), suppress(pulsar.AlreadyClosed):
+            self._producer.close()
+
+
+def _message(
+    value: bytes | None,
+    key: str | None,
+    ordering_key: str | None,
+    properties: Mapping[str, str],
+    event_ms: int,
+) -> Any:
+    """Build a message with the extension's builder, whose Python wrapper drops an empty key."""
+    builder = _pulsar.MessageBuilder()
+    if value is None:
+        builder.set_null_value()
+    else:
+        builder.content(value)
+    if key is not None:
+        builder.partition_key(key)
+    if ordering_key is not None:
+        builder.ordering_key(ordering_key)
+    for name, text in properties.items():
+        builder.property(name, text)
+    if event_ms:
+        builder.event_timestamp(event_ms)
+    return builder.build()

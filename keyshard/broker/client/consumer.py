@@ -126,7 +126,7 @@ class ClientConsumer:
     def has_given_all(self) -> bool:
         return self.is_connected()
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         return ""
 
     def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002 - the broker cannot know

@@ -23,7 +23,7 @@ REFUSED_AT_ONCE = 1_000
 WAITING_MAX = 100_000
 """Maximum number of acknowledgements that wait for a connection, and that wait for a receipt."""
 UNCONFIRMED_S = 5.0
-"""Time without an answer to acknowledgements after which it is reported as trouble, seconds."""
+"""Time without an answer to acknowledgements after which it is reported as a problem, seconds."""
 SEND_AGAIN_S = 0.1
 """Time between two attempts to send the rest at a close, seconds."""
 SENT_AGAIN_WITHIN_S = 2.0

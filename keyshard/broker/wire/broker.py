@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from keyshard.broker.at_exit import close_at_exit
@@ -34,12 +34,12 @@ from keyshard.broker.wire.consumer import (
     warn_of_unconfirmed,
 )
 from keyshard.broker.wire.errors import RefusedError, error_of
-from keyshard.broker.wire.message_producer import WireMessageProducer
 from keyshard.broker.wire.producer import WireProducer
 from keyshard.broker.wire.reconnect import Shared, first_answer
+from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerError
+from keyshard.errors import BrokerError, BrokerUnavailableError
 
 WATCH_S = 5.0
 """Longest wait for the opening of a watch, seconds."""
@@ -171,3 +171,46 @@ class WireBroker:
     def _check_open(self) -> None:
         if self._closed:
             raise BrokerError(f"The connection to {self._connection.service_url} is closed.")
+
+
+class WireMessageProducer:
+    """Publishes messages, and waits until each is stored.
+
+    Args:
+        entries: Producer of entries, which is open.
+    """
+
+    def __init__(self, entries: WireProducer) -> None:
+        self._entries = entries
+        self._lock = threading.Lock()
+        self._next_id = 0
+
+    @property
+    def topic_partition(self) -> TopicPartition:
+        """The topic partition that it publishes to."""
+        return self._entries.topic_partition
+
+    def send(
+        self,
+        value: bytes | None,
+        *,
+        key: str | None = None,
+        ordering_key: str | None = None,
+        properties: Mapping[str, str] | None = None,
+        event_ms: int = 0,
+    ) -> EntryId:
+        message = OutgoingMessage(value, key, ordering_key, properties, event_ms or None)
+        with self._lock:
+            sent = self._entries.publish((message,), self._next_id)
+            self._next_id += 1
+        # Every entry has a deadline.
+        stored = sent.result()
+        if stored is None:
+            raise BrokerUnavailableError(
+                f"{self.topic_partition} stored a message before its connection was lost, and does "
+                "not say where. Publish it again."
+            )
+        return stored
+
+    def close(self) -> None:
+        self._entries.close()

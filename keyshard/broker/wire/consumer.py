@@ -119,8 +119,8 @@ class WireConsumer(WireSubscription):
         self._check_open()
         self._acks.add(entries)
 
-    def trouble(self) -> str:
-        return super().trouble() or ("" if self._closed else self._acks.refused())
+    def problem(self) -> str:
+        return super().problem() or ("" if self._closed else self._acks.refused())
 
     def unconfirmed(self, timeout_s: float) -> int:
         return 0 if self._closed else self._acks.wait(timeout_s)

@@ -33,7 +33,7 @@ ENDED_REST_S = 0.2
 """Longest pause before the first attempt after the broker ended the subscription, seconds. A topic
 that is being deleted may accept a consumer and then forget it without an error."""
 WAITS_S = 5.0
-"""Time without an answer to an attempt after which it is reported as trouble, seconds."""
+"""Time without an answer to an attempt after which it is reported as a problem, seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -197,7 +197,7 @@ class WireSubscription(ReconnectingHandle):
         at = self._at
         return not self._closed and at is not None and at.is_open
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         at, error, waits_for = self._at, self._refusals.error, self._waits_for
         if at is not None:
             return at.unresponsive()

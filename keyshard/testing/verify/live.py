@@ -27,7 +27,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, full_topic_name
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import BrokerUnavailableError, ConfigError
-from keyshard.source import SourceBatch
+from keyshard.source_stream import SourceBatch
 from keyshard.testing.verify.recorder import History, Recorder
 from keyshard.testing.verify.workloads import (
     PARTITIONS_MAX,

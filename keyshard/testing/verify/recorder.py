@@ -39,7 +39,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.window.layout import shared_partition
 from keyshard.handlers.batches import Batch
-from keyshard.source import SourceBatch
+from keyshard.source_stream import SourceBatch
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recording_broker import RecordingBroker, message_name
 

@@ -254,8 +254,8 @@ class _RecordingConsumer:
     def has_given_all(self) -> bool:
         return self.consumer.has_given_all()
 
-    def trouble(self) -> str:
-        return self.consumer.trouble()
+    def problem(self) -> str:
+        return self.consumer.problem()
 
     def close(self, *, for_another: bool = False) -> None:
         self._broker.give_up(self, for_another=for_another)

@@ -8,9 +8,9 @@ from itertools import accumulate
 import pytest
 
 from keyshard.core.ring.assignment import Assignment, assign, moved_slots
-from keyshard.core.ring.balance import balance, max_over_mean
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange, split_ring
 from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.ring.load_balance import balance, max_over_mean
 from keyshard.core.ring.slot_load import SlotLoad
 from tests.helpers import key_in
 

@@ -1,0 +1,351 @@
+"""The status of a source as text."""
+
+# ruff: noqa: PLC0415 - each command imports its modules when it runs, so that --help is fast.
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from keyshard.cli.output import (
+    ERROR_MAX,
+    duration,
+    newest_error,
+    pace,
+    plain,
+    plural,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from keyshard.coordinator.progress import SourceWorker
+    from keyshard.observe.status_types import Lag, PartitionStatus, RangeStatus, Status
+
+Row = TypeVar("Row")
+SUMMARY_FROM = 50
+"""Number of ranges, or topic partitions, from which on they are summarised."""
+_TROUBLED_MAX = 10
+_KEY_MAX = 60
+"""Most characters of a hot key."""
+_PARKED_MAX = 10
+_NAMED_MAX = 5
+_SOURCE_WORKERS_MAX = 8
+RATES_OVER = 5
+"""Number of looks over which rates are computed."""
+_STYLES = {
+    "stalled": "red",
+    "disconnected": "red",
+    "blocked": "yellow",
+    "draining": "yellow",
+    "paused": "yellow",
+    "running": "green",
+    "idle": "dim",
+}
+
+
+def source_facts(status: Status) -> list[str]:
+    return [
+        status["state"],
+        pace(status["rates"]["received"]),
+        _lag(status["lag"]),
+        duration(status["uptimeSeconds"]),
+        newest_error(status["newestError"]),
+    ]
+
+
+def _lag(lag: Lag) -> str:
+    """Return a lag in rows and seconds, with its trend, as far as they are known."""
+    rows, seconds = lag["rows"], lag["seconds"]
+    parts = [] if rows is None else [f"{rows:,} rows"]
+    parts += [] if seconds is None else [f"{seconds:.1f} s"]
+    parts += [] if lag["trend"] is None else [lag["trend"]]
+    return ", ".join(parts) or "-"
+
+
+def status_view(status: Status, rates: Rates | None, *, all_ranges: bool | None) -> RenderableType:
+    from rich.console import Group
+    from rich.markup import escape
+    from rich.text import Text
+
+    # Short parts come first: a terminal may be too low for all ranges.
+    parts: list[RenderableType] = [
+        Text(_head(status)),
+        Text(f"lag {_lag(status['lag'])}; up for {duration(status['uptimeSeconds'])}"),
+        Text(_counts(status)),
+    ]
+    if status["newestError"]:
+        parts.append(Text(f"newest error: {newest_error(status['newestError'])}", style="yellow"))
+    if status["hotKeys"]:
+        keys = ", ".join(
+            f"{plain(repr(one['key']), _KEY_MAX)} {one['share']:.1%}" for one in status["hotKeys"]
+        )
+        parts.append(Text(f"hot keys: {keys}"))
+    if rates is not None:
+        parts.append(Text(_paces(status, rates)))
+    if status["window"] and status["window"]["sourceWorkers"]:
+        parts.append(Text(_source_workers(status["window"]["sourceWorkers"])))
+    circuit = status["circuit"]
+    if circuit["state"] != "closed":
+        parts.append(
+            Text(
+                f"handlers paused for {circuit['forSeconds']:.0f} s, because most keys fail "
+                f"({circuit['keysFailing']} of the last {circuit['keysTried']} keys): "
+                f"{plain(circuit['error'], ERROR_MAX)}",
+                style="red",
+            )
+        )
+    rate = status["rateLimit"]
+    if rate is not None and rate["holdsBack"]:
+        parts.append(
+            Text(
+                f"handlers are held back by rate_limit, {rate['perSecond']:,g} messages per "
+                f"second: {rate['heldBackSeconds']:,.0f} s since the start",
+                style="yellow",
+            )
+        )
+    named = [each["key"] for each in status["parked"][:_PARKED_MAX]]
+    if named:
+        names = ", ".join(map(repr, named))
+        left = status["parkedKeys"] - len(named)
+        more = f" and {left:,} more" if left else ""
+        parts.append(Text.from_markup(f"[yellow]parked[/]: {escape(names)}{more}"))
+    if status["malformedDeadLetters"]:
+        text = f"malformed dead letters, not replayed: {status['malformedDeadLetters']:,}"
+        parts.append(Text(text, style="yellow"))
+    parts += _named(
+        [
+            f"{_name_of(each)} receives nothing: {plain(each['error'], ERROR_MAX)}"
+            for each in status["partitions"]
+            if each["error"]
+        ],
+        "receive nothing",
+    )
+    parts += _named(
+        [
+            f"{_name_of(each)} is stalled for {stalled['forSeconds']:.0f} s: {stalled['reason']}"
+            for each in status["partitions"]
+            if (stalled := each["stalled"]) is not None
+        ],
+        "are stalled",
+    )
+    if status["brokerError"]:
+        parts.append(Text(f"broker facts are outdated: {status['brokerError']}", style="yellow"))
+    parts += _table_of(
+        status["ranges"], partial(_ranges, rates=rates), _ranges_summary,
+        lambda each: each["state"] not in ("running", "idle"), all_ranges,
+    )  # fmt: skip
+    parts += _table_of(
+        status["partitions"], _partitions, _partitions_summary,
+        lambda each: not each["covered"] or each["stalled"] is not None, all_ranges,
+    )  # fmt: skip
+    return Group(*parts)
+
+
+def _named(troubles: list[str], others: str) -> list[RenderableType]:
+    """Return a line for each of the first troubled topic partitions, and the number of others."""
+    from rich.text import Text
+
+    more = len(troubles) - _NAMED_MAX
+    rest = [f"{more} more topic partitions {others}"] if more > 0 else []
+    return [Text(line, style="red") for line in troubles[:_NAMED_MAX] + rest]
+
+
+def _table_of(
+    rows: list[Row],
+    table: Callable[[list[Row]], RenderableType],
+    summary: Callable[[list[Row]], str],
+    in_trouble: Callable[[Row], bool],
+    whole: bool | None,
+) -> list[RenderableType]:
+    """Return all rows or, if they are many, a summary and the first rows in trouble."""
+    from rich.text import Text
+
+    if len(rows) < SUMMARY_FROM if whole is None else whole:
+        return [table(rows)]
+    troubled = list(filter(in_trouble, rows))
+    text = summary(rows)
+    if len(troubled) > _TROUBLED_MAX:
+        text += f"; the first {_TROUBLED_MAX} of {len(troubled):,} in trouble"
+    text += " (--all-ranges shows each)"
+    return [Text(text), *([table(troubled[:_TROUBLED_MAX])] if troubled else [])]
+
+
+def _ranges_summary(rows: list[RangeStatus]) -> str:
+    states = Counter(each["state"] for each in rows)
+    counts = ", ".join(f"{states[state]:,} {state}" for state in _STYLES if states[state])
+    waiting, running = sum(each["waiting"] for each in rows), sum(each["inFlight"] for each in rows)
+    ages = [
+        each["oldestUnacknowledgedMillis"]
+        for each in rows
+        if each["oldestUnacknowledgedMillis"] is not None
+    ]
+    oldest = f", oldest {max(ages) / 1000:.1f} s" if ages else ""
+    return (
+        f"{plural(len(rows), 'range')}: {counts}; waiting {waiting:,}, in flight {running:,}"
+        f"{oldest}"
+    )
+
+
+def _partitions_summary(rows: list[PartitionStatus]) -> str:
+    backlogs = [each["backlog"] for each in rows if each["backlog"] is not None]
+    gaps = sum(not each["covered"] for each in rows)
+    stalled = sum(each["stalled"] is not None for each in rows)
+    return (
+        f"{plural(len(rows), 'topic partition')}: backlog "
+        f"{_number(sum(backlogs) if backlogs else None)}, {gaps:,} with slots without a consumer"
+        f", {stalled:,} stalled"
+    )
+
+
+def _head(status: Status) -> str:
+    topics = status["topicsPattern"] or ", ".join(status["topics"])
+    decoder = f" ({status['decoder']})" if status["decoder"] else ""
+    return (
+        f"{status['state']}: {_called(status)} on {topics} at {status['serviceUrl']}: "
+        f"{plural(len(status['ranges']), 'range')} x {plural(status['lanes'], 'lane')}, "
+        f"{plural(status['workers'], 'worker')} ({status['executor']}), epoch {status['epoch']}, "
+        f"{status['transport']}{decoder}, "
+        f"pid {status['pid']} on {status['host']}"
+    )
+
+
+def _called(status: Status) -> str:
+    name, subscription = status["name"], status["subscription"]
+    return repr(name) if name == subscription else f"{name!r}, subscription {subscription!r},"
+
+
+def _source_workers(all_of_them: list[SourceWorker]) -> str:
+    shown = [
+        f"{one['kind']} {one['pid']} on {one['host']} ({plural(one['consumers'], 'consumer')}, for "
+        f"{one['forSeconds']:.0f} s, {plural(one['restarts'], 'restart')})"
+        if one["pid"] is not None
+        else f"{one['kind']} missing for {one['forSeconds']:.0f} s"
+        for one in all_of_them[:_SOURCE_WORKERS_MAX]
+    ]
+    more = len(all_of_them) - len(shown)
+    return "received by " + "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def _counts(status: Status) -> str:
+    counters, window = status["counters"], status["window"]
+    dropped = window["duplicatesDropped"] if window else 0
+    if status["executor"] in ("batches", "ray"):
+        acknowledged = window["entriesAcknowledged"] if window else 0
+        return (
+            f"received {_received(status) or 0:,} rows, acknowledged {acknowledged:,} entries, "
+            f"redeliveries dropped {dropped:,}"
+        )
+    return (
+        f"completed {counters['completed']:,}, failed attempts {counters['failedAttempts']:,}, "
+        f"rejected {counters['rejected']:,}, parked {counters['parked']:,}, dead letters "
+        f"{counters['deadLettered']:,}, redeliveries dropped {dropped:,}"
+    )
+
+
+def _received(status: Status) -> int | None:
+    return status["window"]["rowsReceived"] if status["window"] else None
+
+
+def _paces(status: Status, rates: Rates) -> str:
+    received = rates.of(_received)
+    if status["executor"] == "batches":
+        return f"per second: received {pace(received)}"
+    completed = rates.of(lambda status: status["counters"]["completed"])
+    failed = rates.of(lambda status: status["counters"]["failedAttempts"])
+    return (
+        f"per second: received {pace(received)}, completed {pace(completed)}, failed attempts "
+        f"{pace(failed)}"
+    )
+
+
+def _handled(index: int) -> Callable[[Status], int | None]:
+    return lambda status: next(
+        (each["handled"] for each in status["ranges"] if each["index"] == index), None
+    )
+
+
+def _ranges(rows: list[RangeStatus], rates: Rates | None) -> RenderableType:
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    paces = [] if rates is None else ["handled/s"]
+    table = Table("range", "slots", "state", "waiting", "in flight", *paces, "oldest", "blocked by")
+    for each in rows:
+        state = each["state"]
+        oldest = each["oldestUnacknowledgedMillis"]
+        table.add_row(
+            str(each["index"]),
+            escape(" ".join(each["hashRanges"])),
+            Text(state, _STYLES.get(state, "")),
+            f"{each['waiting']:,}",
+            f"{each['inFlight']:,}",
+            *([] if rates is None else [pace(rates.of(_handled(each["index"])))]),
+            "-" if oldest is None else f"{oldest / 1000:.1f} s",
+            escape(plain(_why(each), ERROR_MAX)),
+        )
+    return table
+
+
+def _why(each: RangeStatus) -> str:
+    key = each["blockedBy"]
+    if each["stalled"] is not None:
+        return f"{each['stalled']['reason']} (for {each['stalled']['forSeconds']:.0f} s)"
+    if key is None:
+        return each["reason"]
+    name = "no key" if key["key"] is None else f"key {key['key']!r}"
+    return f"{name}, message {key['messageId']}, attempt {key['attempts'] + 1}: {key['reason']}"
+
+
+def _partitions(rows: list[PartitionStatus]) -> RenderableType:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("topic partition", "lag", "backlog", "ring", "ack gaps", "replay queue")
+    for each in rows:
+        ring = (
+            "whole" if each["covered"] else f"[red]no consumer: {escape(' '.join(each['gaps']))}[/]"
+        )
+        table.add_row(
+            escape(_name_of(each)),
+            _lag(each["lag"]),
+            _number(each["backlog"]),
+            ring,
+            f"{_number(each['ackGaps'])} / {_number(each['ackGapsMax'])}",
+            f"{_number(each['replay'])} / {_number(each['replayMax'])}",
+        )
+    return table
+
+
+def _name_of(each: PartitionStatus) -> str:
+    number = each["partition"]
+    return each["topic"] if number < 0 else f"{each['topic']}-partition-{number}"
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+class Rates:
+    """Rates between the first and the last of a few statuses of a source."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, Status]] = deque(maxlen=RATES_OVER + 1)
+
+    def look(self, now_s: float, status: Status) -> None:
+        """Take a status, and the time of its request."""
+        if self._looks and self._looks[-1][1].get("epoch") != status.get("epoch"):
+            self._looks.clear()  # after a rescale there are other ranges, which count from 0
+        self._looks.append((now_s, status))
+
+    def of(self, count: Callable[[Status], int | None]) -> float | None:
+        """Return the growth of a counter per second; ``None`` while it is unknown."""
+        if len(self._looks) < 2:
+            return None
+        (began_s, first), (now_s, last) = self._looks[0], self._looks[-1]
+        before, after = count(first), count(last)
+        if before is None or after is None or now_s <= began_s:
+            return None
+        return max(0, after - before) / (now_s - began_s)
