@@ -19,6 +19,7 @@ Entries behind a target never enter the window: they would fill it, and nothing 
 range receives one, the broker has read everything up to the target. Missing entries then wait for
 their owner in the broker's replay queue. So a range that received ``ROWS_BEHIND_MAX`` such rows
 rests, while its client queue fills. Later it subscribes again, and the lowest positions come first.
+It rests earlier if the broker would send nothing more to so many unacknowledged messages.
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ class AvailableNow:
         self._window = shared.window
         self._range_consumers = range_consumers
         self._behind: dict[tuple[TopicPartition, int], tuple[int, float]] = {}
+        limit = shared.window.budget.behind_rows_max
+        self._behind_max = ROWS_BEHIND_MAX if limit is None else min(limit, ROWS_BEHIND_MAX)
         self._logged_s = -math.inf
         self.finished = False
         """Whether every target was reached and every entry acknowledged."""
@@ -150,7 +153,7 @@ class AvailableNow:
             rows += dropped
             if target.reached:
                 rest = Rest(math.inf)
-            elif rows >= ROWS_BEHIND_MAX:
+            elif rows >= self._behind_max:
                 rest = Rest(time.monotonic() + rest_s)
                 rows, rest_s = 0, min(2 * rest_s, REST_S[1])
             self._behind[owned_range] = rows, rest_s

@@ -483,5 +483,5 @@ def window_budget(
         )  # fmt: skip
     return Budget(
         config.window_rows_max, config.window_bytes_max, held.rows, config.checkpoint_bytes_max,
-        held.queue, held.range_rows,
+        held.queue, held.range_rows, held.behind_rows,
     )  # fmt: skip

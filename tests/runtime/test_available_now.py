@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from keyshard.broker.memory import LookAhead, MemoryBroker, MemoryCluster, MemoryConsumer, Message
+from keyshard.broker.memory import (
+    LookAhead,
+    MemoryBroker,
+    MemoryCluster,
+    MemoryConsumer,
+    Message,
+    UnackedLimits,
+)
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition
 from keyshard.config.source import SourceConfig
@@ -189,6 +196,25 @@ def test_an_endless_producer_neither_stops_nor_lengthens_a_run(
     assert topic.backlog == topic.count - len(before)
 
 
+def withholding(monkeypatch: pytest.MonkeyPatch, value: str) -> list[MemoryConsumer]:
+    """Let one entry wait at the broker until its range subscribes again.
+
+    Returns:
+        The consumer that does not get it, once the entry was due there.
+    """
+    waiting: list[MemoryConsumer] = []
+    receive = MemoryConsumer.receive
+
+    def without_one(consumer: MemoryConsumer, timeout_ms: int) -> list[EntryBlock]:
+        blocks = receive(consumer, timeout_ms)
+        late = [block for block in blocks if block.values == [value.encode()]]
+        waiting.extend([consumer] if late and not waiting else [])
+        return [block for block in blocks if block not in late or consumer not in waiting]
+
+    monkeypatch.setattr(MemoryConsumer, "receive", without_one)
+    return waiting
+
+
 def test_a_range_behind_its_target_asks_again_for_earlier_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -196,22 +222,30 @@ def test_a_range_behind_its_target_asks_again_for_earlier_entries(
     monkeypatch.setattr("keyshard.coordinator.available_now.REST_S", (0.05, 0.4))
     topic = BoundedTopic()
     before = topic.publish(8, partitions=1)
-    waiting: list[MemoryConsumer] = []
-    receive = MemoryConsumer.receive
-
-    def without_one(consumer: MemoryConsumer, timeout_ms: int) -> list[EntryBlock]:
-        """An entry before the target waits at the broker until its range subscribes again."""
-        blocks = receive(consumer, timeout_ms)
-        late = [block for block in blocks if block.values == [before[2].encode()]]
-        waiting.extend([consumer] if late and not waiting else [])
-        return [block for block in blocks if block not in late or consumer not in waiting]
-
-    monkeypatch.setattr(MemoryConsumer, "receive", without_one)
+    waiting = withholding(monkeypatch, before[2])
     with bounded(topic, admin=MemoryAdmin(topic.cluster)) as coordinator:
         topic.publish(60, partitions=1)
         assert sorted(run(coordinator)) == sorted(before)
     assert waiting
     assert topic.backlog == 60
+
+
+@pytest.mark.parametrize(
+    "limits", [UnackedLimits(40, 1_000), UnackedLimits(1_000, 80)], ids=["consumer", "subscription"]
+)
+def test_rows_behind_the_target_do_not_reach_the_limits_of_the_broker(
+    limits: UnackedLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker at its limit sends nothing, and no batch acknowledges rows behind the target."""
+    monkeypatch.setattr("keyshard.coordinator.available_now.REST_S", (0.05, 0.4))
+    topic = BoundedTopic(unacked_limits=limits)
+    before = topic.publish(8, partitions=1)
+    waiting = withholding(monkeypatch, before[2])
+    with bounded(topic, admin=MemoryAdmin(topic.cluster)) as coordinator:
+        topic.publish(400, partitions=1)
+        assert sorted(run(coordinator)) == sorted(before)
+    assert waiting
+    assert topic.backlog == 400
 
 
 def test_acknowledgements_that_the_broker_forgot_are_repeated_before_the_end() -> None:

@@ -136,6 +136,9 @@ class Held(NamedTuple):
     """Most of those rows that one range received; ``None`` for no limit."""
     queue: int
     """Most messages in the client queue of each consumer."""
+    behind_rows: int | None
+    """Most messages behind the target of a bounded run that one range received; ``None`` for no
+    limit."""
 
 
 def held_max(
@@ -154,6 +157,9 @@ def held_max(
     consumer, so the queues count twice where rows have more than half. If rows and queues do not
     fit together, the queues shrink first, until both have half each.
 
+    Messages behind a target come on top: no batch acknowledges them. Their limit is a quarter of
+    those of the broker, which sends nothing to a consumer at its limit until half is acknowledged.
+
     Args:
         window_rows_max: Most rows over all topic partitions.
         topic_partitions: Number of topic partitions.
@@ -164,6 +170,9 @@ def held_max(
     """
     rows = max(1, window_rows_max // max(1, topic_partitions))
     range_rows = None
+    shares = [per_consumer] if per_consumer else []
+    shares += [per_subscription // ranges] if per_subscription else []
+    behind_rows = max(1, min(shares) // 4) if shares else None
     if per_consumer:
         queue = max(1, min(queue, per_consumer - min(rows, per_consumer // 2)))
         range_rows = per_consumer - queue
@@ -175,7 +184,7 @@ def held_max(
         rows = min(rows, per_subscription - queues)
         if 2 * rows > per_subscription:
             rows = max(per_subscription // 2, min(rows, per_subscription - 2 * queues))
-    return Held(rows, range_rows, queue)
+    return Held(rows, range_rows, queue, behind_rows)
 
 
 # -- The limits of a window, and the share of each topic partition ---------------------------------
@@ -195,6 +204,8 @@ class Budget:
     """Most messages in the client queue of each consumer, in addition to those rows."""
     range_rows_max: int | None = None
     """Most rows of one topic partition that one range received; ``None``: no limit."""
+    behind_rows_max: int | None = None
+    """Most rows behind the target of a bounded run that one range received; ``None``: no limit."""
 
     def fill(self, rows: int, size: int, shares: int) -> float:
         """Return how full a topic partition's share is, from 0 to 1, rarely more.
