@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.mutants.mutant import ROOT, Mutant, changed
 from tests.mutants.test_mutants import ALL
+from tests.support.deadlines import deadline
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name.replace(" ", "-"))
@@ -17,3 +21,12 @@ def test_a_mutant_names_code_and_tests_that_exist(mutant: Mutant) -> None:
         text = (ROOT / file).read_text()
         for name in names:
             assert f" {name.partition('[')[0]}(" in text, killer
+
+
+def test_every_killer_is_a_test_with_its_parameters() -> None:
+    killers = sorted({killer for mutant in ALL for killer in mutant.killers})
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *killers],
+        cwd=ROOT, capture_output=True, text=True, timeout=deadline(120), check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-2_000:]
