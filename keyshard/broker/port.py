@@ -249,6 +249,9 @@ class PublishOptions:
     """Name by which the broker finds duplicates. ``None``: the broker chooses a new one."""
     send_timeout_s: float = 30.0
     """Longest time until an entry is confirmed, seconds; also the longest wait for room."""
+    busy_timeout_s: float | None = None
+    """Longest wait for a name that another connection has, seconds; ``None``: the timeout of an
+    operation."""
     pending_messages_max: int = 100_000
     """Most messages without a confirmation; one entry may exceed it."""
     pending_bytes_max: int = 64 * 1024 * 1024
@@ -273,6 +276,14 @@ class EntryProducer(Protocol):
         """Last sequence id that the broker knows of the name; -1 if it knows none.
 
         The messages up to there may still be lost, until :meth:`publish` of one of them succeeds.
+        """
+
+    @property
+    def knows_every_id(self) -> bool:
+        """Whether the broker surely knows the ids that it has stored.
+
+        If not, a caller that repeats ids looks for them in the topic. If it loses its connection
+        while ids are unconfirmed, the producer ends with a retriable error.
         """
 
     @property

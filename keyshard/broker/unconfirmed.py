@@ -13,15 +13,29 @@ from dataclasses import dataclass, field
 from keyshard.broker.light_future import LightFuture
 from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.core.position.entry import EntryId
-from keyshard.core.publishing import NOTHING, ForgottenError, RolledBackError, resume
+from keyshard.core.publishing import (
+    NOTHING,
+    ForgottenError,
+    RolledBackError,
+    UnsureError,
+    resume,
+)
 from keyshard.errors import BrokerUnavailableError, KeyShardError
 
 ENTRY_MEMORY = 512
 """Memory of an unconfirmed entry beside its encoded bytes: its objects and its future, bytes."""
 
 
-class AcceptedLostError(BrokerUnavailableError):
+class BeginAgainError(BrokerUnavailableError):
+    """Only another attempt, which looks for its messages in the topic, can continue."""
+
+
+class AcceptedLostError(BeginAgainError):
     """The broker has lost messages that it had accepted, and an earlier attempt has sent."""
+
+
+class MaybeStoredError(BeginAgainError):
+    """The broker has loaded the topic again, and may know fewer messages than it stores."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +85,8 @@ class Unconfirmed:
         self._entries: deque[Pending] = deque()
         self._sent = 0
         """Entries that were sent to the current producer."""
+        self._sent_last = NOTHING
+        """Last sequence id that was sent to any producer."""
         self._probe: Pending | None = None
         """A single message that shows whether all earlier ones are stored; it is sent alone."""
         self._probe_sent = False
@@ -123,13 +139,15 @@ class Unconfirmed:
         if entry.first <= self._last and self._probe is None:
             self._plan()
 
-    def opened(self, last: int) -> None:
+    def opened(self, last: int, *, knows_every_id: bool = True) -> None:
         """Begin again at a new producer.
 
         Args:
             last: Last sequence id that the broker knows.
+            knows_every_id: Whether it surely knows the ids that it has stored.
 
         Raises:
+            UnsureError: It may have stored entries whose ids it does not know.
             OtherWriterError: It knows ids that no entry has.
             ForgottenError: It does not know ids that it confirmed.
             RolledBackError: It does not know ids any more that no entry has.
@@ -137,6 +155,9 @@ class Unconfirmed:
         if not self._begun:
             self._seen = max(self._seen, last)
         self._check_relied_on(last)
+        unsure = self._named and not knows_every_id and not self.to_prove
+        if unsure and last < self._sent_last:
+            raise UnsureError
         self._sent, self._probe = 0, None
         if last < self._confirmed and not self._named:
             last = self._confirmed
@@ -166,6 +187,7 @@ class Unconfirmed:
         """
         if self._probe is not None:
             sent, self._probe_sent = self._probe_sent, True
+            self._sent_last = max(self._sent_last, self._probe.last)
             return [] if sent else [self._probe]
         limit = len(self._entries) if self.proved else min(1, len(self._entries))
         found: list[Pending] = []
@@ -174,6 +196,8 @@ class Unconfirmed:
             found.append(self._entries[self._sent])
             size += len(found[-1].data)
             self._sent += 1
+        if found:
+            self._sent_last = max(self._sent_last, found[-1].last)
         return found
 
     @property

@@ -144,8 +144,9 @@ def judge_deduplication(topic: str, *, enabled: bool, by_topic: bool) -> Finding
         return Finding(
             Level.WARNING,
             about,
-            f"A policy of {topic} itself enables deduplication. Pulsar before 5.0 may store a row "
-            "twice after it has loaded such a topic (apache/pulsar#25953).",
+            f"A policy of {topic} itself enables deduplication. Pulsar before 5.0 may know too few "
+            "stored rows after it has loaded such a topic (apache/pulsar#25953), so a sink reads "
+            "the end of the topic before it repeats a batch.",
             f"Use Pulsar 5.0, or a topic that never had a policy, and enable it for the namespace: "
             f"{command}",
         )

@@ -23,7 +23,9 @@ _ROW_BITS, _LAYOUT_BITS = 24, 8
 BATCH_ID_MAX = (1 << 31) - 1
 ROWS_MAX = 1 << _ROW_BITS
 """Most rows of a batch in one topic partition."""
-_QUERY = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-\d+")
+_UUID = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_QUERY = re.compile(rf"({_UUID})-\d+")
+_WRITER = re.compile(rf"(.*-{_UUID}-)\d+")
 LAYOUTS = 1 << _LAYOUT_BITS
 """Number of layouts that ids can tell apart."""
 
@@ -63,6 +65,15 @@ def query_of(producer: str, sink_id: str) -> str | None:
     if not producer.startswith(f"{sink_id}-"):
         return None
     found = _QUERY.fullmatch(producer, len(sink_id) + 1)
+    return found[1] if found else None
+
+
+def writers_of(producer: str) -> str | None:
+    """Return the beginning of the names of all producers of a producer's query.
+
+    ``None`` if the producer belongs to no query.
+    """
+    found = _WRITER.fullmatch(producer)
     return found[1] if found else None
 
 
@@ -191,6 +202,10 @@ class RolledBackError(Exception):
 
 class ForgottenError(Exception):
     """The broker does not know ids any more that it has confirmed."""
+
+
+class UnsureError(Exception):
+    """The broker may have stored more ids of this producer name than it knows."""
 
 
 def resume(last: int, confirmed: int, entries: Sequence[tuple[int, int]]) -> Resume:

@@ -103,6 +103,9 @@ class Release:
     negative_batch_undelivered: bool = False
     """Whether the broker delivers neither an entry with a negative number of messages nor the
     entries that it reads together with it (apache/pulsar#26030)."""
+    knows_every_id: bool = False
+    """Whether the broker, once it has loaded a topic, knows every sequence id that is stored there.
+    Otherwise it may know too few of them, and store a message twice (apache/pulsar#25953)."""
     first_delayed_waits: bool = False
     """Whether the first message with a delivery time comes behind later messages of its key, even
     if its time has passed: the broker first creates what tracks delayed messages."""
@@ -126,8 +129,20 @@ def release_of(version: str) -> Release:
         zero_is_before_all=newer,
         blocked_until_half=waits,
         negative_batch_undelivered=newest,
+        knows_every_id=newest,
         first_delayed_waits=newest,
     )
+
+
+def knows_every_id(server: str) -> bool:
+    """Return :attr:`Release.knows_every_id` of a broker, by its greeting.
+
+    Args:
+        server: The field ``server_version`` of ``CommandConnected``: ``Pulsar Server4.2.4``. Pulsar
+            4.0 leaves the version out.
+    """
+    found = re.search(r"\d+\.\d+.*", server)
+    return found is not None and release_of(found.group()).knows_every_id
 
 
 _NO_PARTITION = ("Partition metadata not found", "Illegal topic partition name")
@@ -231,8 +246,9 @@ FAULTS = (
         _from("5.0.0"),
     ),
     Fault(
-        "If the topic has, or once had, a policy of its own, of any kind, the broker may store a "
-        "message twice after it has loaded the topic.",
+        "If the topic has, or once had, a policy of its own, of any kind, the broker may know too "
+        "few stored messages after it has loaded the topic, and store them twice. Sinks look for "
+        "them in the topic; other producers with names do not.",
         "apache/pulsar#25953",
         _NEVER_BEFORE_5,
         of_sinks=True,

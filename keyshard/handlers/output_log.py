@@ -31,11 +31,8 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.outputs import Handled, Outputs, TopicRows, check_owner
 from keyshard.core.publishing import BATCH_ID_MAX, HashingScheme
 from keyshard.errors import BatchMismatchError, BrokerError, CheckpointError, ConfigError
-from keyshard.publishing.batch_writer import (
-    ENTRY_OVERHEAD,
-    BatchWriter,
-    place,
-)
+from keyshard.publishing.batch_part import ENTRY_OVERHEAD
+from keyshard.publishing.batch_writer import BatchWriter, place
 from keyshard.publishing.preflight import check_deduplication
 
 TOPICS_MAX = 1_000

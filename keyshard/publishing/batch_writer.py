@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import pyarrow as pa
 from pyarrow import compute
 
 from keyshard.broker.port import Broker, EntryProducer, PublishOptions
-from keyshard.broker.unconfirmed import AcceptedLostError
+from keyshard.broker.unconfirmed import BeginAgainError, MaybeStoredError
 from keyshard.columns.canonical import PartitionRows, canonical
 from keyshard.columns.outgoing import Outgoing
 from keyshard.config.sink import EXACTLY_ONCE, MIB, SinkConfig
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.publishing import (
     NOTHING,
     ROWS_MAX,
-    BatchChangedError,
     HashingScheme,
-    LaterBatchError,
     batch_layout,
     batch_of,
-    first_row,
     sequence_id,
 )
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import (
-    BatchMismatchError,
+    BrokerUnavailableError,
     ConfigError,
     KeyShardError,
-    ProducerFencedError,
+    ProducerBusyError,
 )
+from keyshard.publishing.batch_part import Part, check_sizes, publish, publish_unless_cut, set_first
 from keyshard.publishing.claim import Claim
 from keyshard.publishing.counts import Attempt, SinkCounts
 from keyshard.publishing.preflight import deduplication_off
@@ -42,10 +40,12 @@ from keyshard.publishing.topic_tail import last_stored_id
 
 ATTEMPTS_MAX = 4
 """Most attempts of a call whose broker loses what an earlier call had sent."""
-PIECE_BYTES = 2 * MIB
-"""Size of the rows of a batch that are copied at once, to be encoded; an entry may exceed it."""
-ENTRY_OVERHEAD = 1_024
-"""Largest size of the metadata of an entry beside its messages and keys, bytes."""
+CUTS_MAX = 20
+"""Most lost connections to a topic partition in a call, if the broker may know too few ids."""
+BUSY_S = 1.0
+"""Longest wait for a name in a topic partition while the writer has it in others, seconds."""
+BUSY_REST_S = (0.1, 1.0)
+"""Pause without any producer after that, drawn between these, seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -67,41 +67,6 @@ class WriteReport:
     """Topic partition that was confirmed last; empty without rows to publish."""
     slowest_s: float = 0.0
     """Time until it was confirmed, seconds."""
-
-
-@dataclass(slots=True)
-class _Part:
-    """The rows for one topic partition, and their producer."""
-
-    where: TopicPartition
-    plan: PartitionRows
-    producer: EntryProducer
-    attempt: Attempt
-    first: int = 0
-    """First row to publish."""
-    known: int = 0
-    """Rows that the broker knew from an earlier attempt."""
-    is_new: bool = False
-    """Whether the broker did not know the name of the producer."""
-    is_first: bool = False
-    """Whether the topic has no row of the name either."""
-    sent: list[Future[EntryId | None]] = field(default_factory=list)
-    """Entries that were published."""
-    confirmed_s: float = 0.0
-    """Monotonic time of the last confirmation, seconds."""
-
-    @property
-    def sizes(self) -> pa.Array:
-        """Upper bound of the stored size of each row to publish, bytes."""
-        return self.plan.sizes.slice(self.first)
-
-    def entry_ends(self, config: SinkConfig) -> list[int]:
-        """Return the end of each entry to publish, exclusive."""
-        # The keys stand once more in the metadata of an entry.
-        overhead = ENTRY_OVERHEAD + self.plan.batch.keys_bytes_max()
-        bytes_max = min(config.entry_bytes_max, self.producer.message_bytes_max - overhead)
-        ends = self.plan.entry_ends(config.entry_messages_max, bytes_max)
-        return [end for end in ends if end > self.first]
 
 
 def write(
@@ -126,6 +91,10 @@ def write(
     5. All are confirmed, and the producers give the name back.
 
     The rows of step 2 may be accepted only. If the broker loses them, all begins again.
+
+    Before Pulsar 5.0, a broker that has loaded the topic may know too few rows
+    (apache/pulsar#25953). So step 2 also reads the end of the topic, unless no earlier attempt
+    wrote anything, and again when a connection is lost while rows are unconfirmed.
 
     Args:
         broker: An open connection.
@@ -232,49 +201,80 @@ class BatchWriter:
             new: As for :func:`write`.
         """
         for left in reversed(range(ATTEMPTS_MAX)):
-            attempt = Attempt()
+            attempts: list[Attempt] = []
             try:
-                return self._write(placed, batch_id, attempt, new=new)
+                return self._write(placed, batch_id, attempts, new=new)
             except BaseException as exc:
-                attempt.repeated = left > 0 and isinstance(exc, AcceptedLostError)
-                if not attempt.repeated:
+                begins = left > 0 and isinstance(exc, BeginAgainError)
+                for attempt in attempts:
+                    attempt.repeated = attempt.repeated or begins
+                if not begins:
                     raise
+                _log.info("batch %d of %s begins again: %s", batch_id, self._name, exc)
             self.leave()
             new = False
-            _log.info("batch %d of %s begins again: the broker has lost rows", batch_id, self._name)
         raise AssertionError("the last attempt returns or raises")
 
     def _write(
-        self, placed: Sequence[Placed], batch_id: int, attempt: Attempt, *, new: bool
+        self, placed: Sequence[Placed], batch_id: int, attempts: list[Attempt], *, new: bool
     ) -> WriteReport:
         pending_bytes_max = self._config.pending_bytes_max // max(1, len(placed))
         checksums = {where.topic: plan.checksum for where, plan in placed}
         first_id = sequence_id(batch_id, 0, batch_layout(checksums.items()))
+        attempts += (Attempt() for _ in placed)
         parts = [
-            _Part(where, plan, self.open(where, pending_bytes_max, plan.batch.schema), attempt)
-            for where, plan in placed
+            Part(where, plan, producer, attempt)
+            for (where, plan), producer, attempt in zip(
+                placed, self._open_all(placed, pending_bytes_max), attempts, strict=True
+            )
         ]
         for part in parts:
             self._find_first(part, first_id, new=new)
-            _check_sizes(part)
+            part.began = part.first
+            check_sizes(part)
         started_s = time.monotonic()
         if self._claim is not None:
             self._store_first(parts, self._claim, first_id)
         for part in parts:
             if not part.sent:
-                _publish(part, self._config, first_id, self._counts)
+                publish_unless_cut(part, self._config, first_id, self._counts)
         for part in parts:
-            part.producer.flush()
-            for one in part.sent:  # without a name, a failure concerns its own entry
-                one.result()
+            self._confirm(part, first_id, pending_bytes_max, attempts)
         for part in parts:
             if self._name is not None and part.is_new and len(part.sent) == 1:
                 self._prove(part, pending_bytes_max)
         return _report(parts, started_s)
 
-    def _store_first(self, parts: Sequence[_Part], claim: Claim, first_id: int) -> None:
+    def _open_all(self, placed: Sequence[Placed], pending_bytes_max: int) -> list[EntryProducer]:
+        """Open a producer for each topic partition.
+
+        Two attempts may each have the name in some of them, and wait for the other. So one that
+        waits gives its producers back, and begins again.
+
+        Raises:
+            ProducerBusyError: Another program has the name (retriable).
+        """
+        end_s = time.monotonic() + self._config.send_timeout_ms / 1000
+        while True:
+            try:
+                return [
+                    self.open(
+                        where,
+                        pending_bytes_max,
+                        plan.batch.schema,
+                        busy_timeout_s=BUSY_S if self._producers else None,
+                    )
+                    for where, plan in placed
+                ]
+            except ProducerBusyError:
+                if not self._producers or time.monotonic() >= end_s:
+                    raise
+            self.leave()
+            time.sleep(random.uniform(*BUSY_REST_S))
+
+    def _store_first(self, parts: Sequence[Part], claim: Claim, first_id: int) -> None:
         """Store the first rows in each topic, unless another query has the sink id."""
-        topics: dict[str, list[_Part]] = {}
+        topics: dict[str, list[Part]] = {}
         for part in parts:
             topics.setdefault(part.where.topic, []).append(part)
         timeout_s = self._config.send_timeout_ms / 1000
@@ -284,10 +284,46 @@ class BatchWriter:
                 schema = mine[0].plan.batch.schema
                 with claim.checked(self._broker, producers, schema, timeout_s):
                     # A producer with a part of its rows would be open to another attempt.
-                    _publish(mine[0], self._config, first_id, self._counts)
+                    publish(mine[0], self._config, first_id, self._counts)
                     mine[0].producer.flush()
 
-    def _prove(self, part: _Part, pending_bytes_max: int) -> None:
+    def _confirm(
+        self, part: Part, first_id: int, pending_bytes_max: int, attempts: list[Attempt]
+    ) -> None:
+        """Wait until all rows of a topic partition are stored.
+
+        Raises:
+            BrokerUnavailableError: Too many connections were lost (retriable).
+        """
+        while True:
+            try:
+                part.confirm()
+            except MaybeStoredError:
+                part.is_cut = True
+            if not part.is_cut:
+                return
+            self._resume(part, first_id, pending_bytes_max)
+            attempts.append(part.attempt)
+
+    def _resume(self, part: Part, first_id: int, pending_bytes_max: int) -> None:
+        """Open the producer again, look which rows are stored, and publish the others."""
+        part.cuts += 1
+        if part.cuts == CUTS_MAX:
+            raise BrokerUnavailableError(
+                f"The connection to {part.where} was lost {CUTS_MAX} times while rows were "
+                "unconfirmed. Repeat the call when the broker is healthy."
+            )
+        part.attempt.repeated, part.attempt = True, Attempt()
+        ends, part.ends, part.sent = part.ends, [], []
+        _leave(self._producers.pop(part.where))
+        part.producer = self.open(part.where, pending_bytes_max, part.plan.batch.schema)
+        known = part.known
+        self._find_first(part, first_id, new=False)
+        part.known, part.is_cut = known, False
+        part.entries += bisect_right(ends, part.first)
+        publish_unless_cut(part, self._config, first_id, self._counts)
+
+    def _prove(self, part: Part, pending_bytes_max: int) -> None:
         """Check that the broker knows the only entry of a name that was new.
 
         If there were more entries, the producer checked it before it sent the second one.
@@ -301,7 +337,12 @@ class BatchWriter:
             raise deduplication_off(part.where.topic)
 
     def open(
-        self, where: TopicPartition, pending_bytes_max: int, schema: TopicSchema | None = None
+        self,
+        where: TopicPartition,
+        pending_bytes_max: int,
+        schema: TopicSchema | None = None,
+        *,
+        busy_timeout_s: float | None = None,
     ) -> EntryProducer:
         """Return the producer of a topic partition; the first call opens it.
 
@@ -309,12 +350,14 @@ class BatchWriter:
             where: The topic partition.
             pending_bytes_max: Most bytes without a confirmation, at least 1 MiB.
             schema: Schema of its messages.
+            busy_timeout_s: As for :class:`~keyshard.broker.port.PublishOptions`.
         """
         producer = self._producers.get(where)
         if producer is None:
             how = PublishOptions(
                 self._name,
                 send_timeout_s=self._config.send_timeout_ms / 1000,
+                busy_timeout_s=busy_timeout_s,
                 pending_messages_max=2**31,
                 pending_bytes_max=max(MIB, pending_bytes_max),
                 compression=self._config.compression,
@@ -323,17 +366,30 @@ class BatchWriter:
             producer = self._producers[where] = self._broker.entry_producer(where, how)
         return producer
 
-    def _find_first(self, part: _Part, first_id: int, *, new: bool) -> None:
-        """Find the first row to publish. The broker may have forgotten the name."""
+    def _find_first(self, part: Part, first_id: int, *, new: bool) -> None:
+        """Find the first row to publish. The broker may have forgotten ids of the name."""
         last, name = part.producer.last_sequence_id, self._name
         part.is_new = last == NOTHING
-        looked = False
-        if name is not None and part.is_new and not new:
-            timeout_s, looked = self._config.send_timeout_ms / 1000, True
-            batch_id = batch_of(first_id)
-            last = last_stored_id(self._broker, part.producer, name, batch_id, timeout_s)
+        is_stored = False
+        if name is not None and not new and not (last != NOTHING and part.producer.knows_every_id):
+            found = self._last_stored(part.producer, name, batch_of(first_id))
+            last = part.producer.last_sequence_id
+            part.is_new = last == NOTHING
+            last, is_stored = max(found, last), found >= last
         part.is_first = last == NOTHING
-        _set_first(part, first_id, name, last, stored=looked)
+        set_first(part, first_id, name, last, stored=is_stored)
+
+    def _last_stored(self, producer: EntryProducer, name: str, batch_id: int) -> int:
+        """Return the last id of the name in the topic.
+
+        A producer that is opened again meanwhile may find rows of another attempt.
+        """
+        end_s = time.monotonic() + self._config.send_timeout_ms / 1000
+        while True:
+            known, left_s = producer.last_sequence_id, max(0.0, end_s - time.monotonic())
+            found = last_stored_id(self._broker, producer, name, batch_id, left_s)
+            if producer.last_sequence_id == known:
+                return found
 
     def close(self) -> None:
         """Give the name back.
@@ -350,74 +406,18 @@ class BatchWriter:
             _leave(self._producers.popitem()[1])
 
 
-def _report(parts: Sequence[_Part], started_s: float) -> WriteReport:
+def _report(parts: Sequence[Part], started_s: float) -> WriteReport:
     slowest = max(parts, key=lambda part: part.confirmed_s, default=None)
-    sent = slowest is not None and slowest.sent
+    sent = slowest is not None and slowest.confirmed_s
     return WriteReport(
         sum(len(part.plan) for part in parts),
-        sum(len(part.sent) for part in parts),
+        sum(part.entries + len(part.sent) for part in parts),
         sum(part.known for part in parts),
         len(parts),
-        sum(compute.sum(part.sizes, min_count=0).as_py() for part in parts),
+        sum(compute.sum(part.plan.sizes.slice(part.began), min_count=0).as_py() for part in parts),
         slowest.where.name if slowest is not None and sent else "",
         slowest.confirmed_s - started_s if slowest is not None and sent else 0.0,
     )
-
-
-def _set_first(part: _Part, first_id: int, name: str | None, last: int, *, stored: bool) -> None:
-    """Set the first row to publish, behind the last known id."""
-    batch_id = batch_of(first_id)
-    try:
-        part.first = first_row(last, first_id, len(part.plan), stored=stored)
-        part.known = max(0, last - first_id + 1)
-    except LaterBatchError:
-        raise ProducerFencedError(
-            f"Batch {batch_id} of {name!r} is older than the newest batch of this name in "
-            f"{part.where}. Another program uses the sink id, or an older attempt still runs. "
-            "Give each sink and each new query its own sink id."
-        ) from None
-    except BatchChangedError:
-        raise BatchMismatchError(
-            f"Batch {batch_id} of {name!r} is distributed otherwise than in an earlier attempt, "
-            f"which stored rows in {part.where}. Each attempt must have the same rows, number of "
-            "topic partitions and hashing scheme. If the query is not deterministic, store the "
-            "batch before you write it."
-        ) from None
-
-
-def _check_sizes(part: _Part) -> None:
-    limit = part.producer.message_bytes_max - ENTRY_OVERHEAD
-    large = compute.indices_nonzero(compute.greater(part.sizes, limit))
-    for row in compute.add(large, part.first).to_pylist():
-        part.producer.check(part.plan.rows(row, row + 1).messages(0, 1)[0])
-
-
-def _publish(part: _Part, config: SinkConfig, first_id: int, counts: SinkCounts | None) -> None:
-    """Publish the rows of a topic partition, a piece after the other as there is room."""
-    start = part.first
-
-    def confirm(_: Future[EntryId | None]) -> None:
-        part.confirmed_s = time.monotonic()
-
-    for ends in part.plan.pieces(start, part.entry_ends(config), PIECE_BYTES):
-        rows = part.plan.rows(start, ends[-1])
-        own_ends = [end - start for end in ends]
-        sent = part.producer.publish_all(rows, own_ends, first_id + start)
-        part.sent += sent
-        if counts is not None:
-            sizes = part.plan.sizes.slice(start, own_ends[-1])
-            counts.add(part.where, own_ends, compute.sum(sizes).as_py(), sent, part.attempt)
-        start = ends[-1]
-        _raise_failures(sent)
-    if part.sent:
-        part.sent[-1].add_done_callback(confirm)
-    _raise_failures(part.sent)
-
-
-def _raise_failures(sent: Sequence[Future[EntryId | None]]) -> None:
-    for one in sent:
-        if one.done():
-            one.result()
 
 
 def _leave(producer: EntryProducer) -> None:

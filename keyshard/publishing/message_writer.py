@@ -22,7 +22,7 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId
 from keyshard.core.publishing import entry_ends, key_partition
 from keyshard.errors import BrokerError, KeyShardError
-from keyshard.publishing.batch_writer import ENTRY_OVERHEAD
+from keyshard.publishing.batch_part import ENTRY_OVERHEAD
 from keyshard.publishing.counts import SinkCounts
 from keyshard.threads import begin
 

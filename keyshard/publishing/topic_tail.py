@@ -21,7 +21,7 @@ from keyshard.broker.unreadable_entries import entry_of
 from keyshard.columns.content import gather
 from keyshard.core.metadata_columns import PRODUCER, SEQUENCE_ID
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.publishing import NOTHING, query_of
+from keyshard.core.publishing import NOTHING, query_of, sequence_id, writers_of
 from keyshard.errors import BrokerUnavailableError, ChunkedMessageError, UnreadableEntryError
 
 FIRST_SPAN = 4
@@ -56,7 +56,9 @@ def last_stored_id(
     """Return the last sequence id of a name that is stored near the end of a topic partition.
 
     Each look ends where the one before began, until one of them finds the name, or the limit is
-    reached. Sequence ids ascend, so the newest entry of the name has the last one.
+    reached. Sequence ids ascend, so the newest entry of the name has the last one. A query begins
+    a batch when it has stored the one before. So the search also ends at an entry of an earlier
+    batch of its query: the name has no row of this batch before it.
 
     Args:
         broker: An open connection.
@@ -74,7 +76,8 @@ def last_stored_id(
     """
     limits = LATER_BATCH_LIMITS if batch_id else FIRST_BATCH_LIMITS
     end_s = time.monotonic() + timeout_s
-    found = _search(broker, producer, partial(_last_id, name=name), limits, end_s)
+    seek = partial(_last_id, name=name, writers=writers_of(name), first_id=sequence_id(batch_id, 0))
+    found = _search(broker, producer, seek, limits, end_s)
     if found is None:
         _log.info("%s: its end has no entry of producer %r", producer.topic_partition, name)
         return NOTHING
@@ -283,9 +286,25 @@ class _Tail:
             return (), True, []
 
 
-def _last_id(blocks: Sequence[EntryBlock], name: str) -> int | None:
-    """Return the last id of a name in some entries. Ids ascend, so the newest entry has it."""
+def _last_id(
+    blocks: Sequence[EntryBlock], name: str, writers: str | None, first_id: int
+) -> int | None:
+    """Return the last id of a name in some entries; ids ascend, so the newest entry has it.
+
+    Args:
+        blocks: The entries.
+        name: The name.
+        writers: Beginning of the names of its query; ``None`` if it belongs to no query.
+        first_id: First sequence id of the batch. With a smaller one of the query, there is no
+            earlier entry to look for, and the result is :data:`NOTHING`.
+    """
     columns = gather(blocks, _COLUMNS)
-    ids = columns[SEQUENCE_ID].filter(compute.equal(columns[PRODUCER], name))
-    found = compute.max(ids).as_py()
-    return None if found is None else int(found)
+    names, ids = columns[PRODUCER], columns[SEQUENCE_ID]
+    found = compute.max(ids.filter(compute.equal(names, name))).as_py()
+    if found is not None:
+        return int(found)
+    if writers is not None:
+        first = compute.min(ids.filter(compute.starts_with(names, writers))).as_py()
+        if first is not None and first < first_id:
+            return NOTHING
+    return None

@@ -22,6 +22,7 @@ IN_MEMORY = {"memory": MemoryHarness, OLDEST: OldestMemoryHarness, "hosted": Hos
 ALL = ["memory", "hosted", *REAL]
 DIFFER = {
     "test_delayed",
+    "test_entry_producer",
     "test_look_ahead",
     "test_stored_positions",
     "test_subscription_stats",
@@ -31,7 +32,7 @@ DIFFER = {
 """Modules of cases in which releases differ: the broker in memory also runs them as the oldest."""
 EXCUSED = {
     "test_stored": "it asks the admin interface",
-    "test_broker_state": "it asks the admin interface",
+    "test_cursor_state": "it asks the admin interface",
     "test_an_uncovered_range_stops_its_partition_until_it_is_covered": "the broker's own doing",
     "test_acknowledging_waiting_entries_ends_a_stall_at_the_mark_delete": "as well",
     "test_a_wiped_cluster_hands_out_its_ledger_ids_again": "the broker's own doing",

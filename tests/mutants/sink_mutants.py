@@ -50,7 +50,7 @@ OF_SINK = (
         edits=(
             Edit(
                 "keyshard/publishing/batch_writer.py",
-                "            _check_sizes(part)\n",
+                "            check_sizes(part)\n",
                 "",
             ),
         ),
@@ -60,11 +60,11 @@ OF_SINK = (
         name="check the sizes of a topic partition when its turn comes",
         promise="Nothing of a batch with a row that is too large is sent.",
         edits=(
-            Edit("keyshard/publishing/batch_writer.py", "            _check_sizes(part)\n", ""),
+            Edit("keyshard/publishing/batch_writer.py", "            check_sizes(part)\n", ""),
             Edit(
-                "keyshard/publishing/batch_writer.py",
+                "keyshard/publishing/batch_part.py",
                 "    start = part.first\n",
-                "    start = part.first\n    _check_sizes(part)\n",
+                "    start = part.first\n    check_sizes(part)\n",
             ),
         ),
         killers=(killer(SINK, "test_a_row_that_is_too_large_is_refused_before_anything_is_sent"),),
@@ -137,9 +137,9 @@ OF_SINK = (
         promise="Spark gets the commit message of a task after all its rows are stored.",
         edits=(
             Edit(
-                "keyshard/publishing/batch_writer.py",
-                "            part.producer.flush()\n"
-                "            for one in part.sent:"
+                "keyshard/publishing/batch_part.py",
+                "            self.producer.flush()\n"
+                "            for one in self.sent:"
                 "  # without a name, a failure concerns its own entry\n"
                 "                one.result()\n",
                 "            pass\n",
@@ -214,7 +214,8 @@ OF_SINK = (
         edits=(
             Edit(
                 "keyshard/publishing/batch_writer.py",
-                "        if name is not None and part.is_new and not new:\n",
+                "        if name is not None and not new and "
+                "not (last != NOTHING and part.producer.knows_every_id):\n",
                 "        if name is not None and first_id < 0:\n",
             ),
         ),
@@ -224,6 +225,33 @@ OF_SINK = (
                 "test_rows_of_a_name_that_the_broker_has_forgotten_are_found_at_the_end_of_the_topic",
             ),
         ),
+    ),
+    Mutant(
+        name="believe the ids of a broker before 5.0",
+        promise="A broker that recovered too few ids stores no row of a repeated batch twice.",
+        edits=(
+            Edit(
+                "keyshard/publishing/batch_writer.py",
+                "not (last != NOTHING and part.producer.knows_every_id):\n",
+                "last == NOTHING:\n",
+            ),
+        ),
+        killers=(
+            killer(SINK, "test_a_broker_that_recovered_too_few_ids_stores_nothing_twice"),
+            killer("simulation/test_pipeline", "test_the_promises_hold_and_every_fault_hits_tasks"),
+        ),
+    ),
+    Mutant(
+        name="send unconfirmed rows again to a broker before 5.0",
+        promise="A broker that recovered too few ids stores no row twice after a lost connection.",
+        edits=(
+            Edit(
+                UNCONFIRMED,
+                "        if unsure and last < self._sent_last:\n            raise UnsureError\n",
+                "        del unsure\n",
+            ),
+        ),
+        killers=(killer(SINK, "test_rows_that_a_broker_may_have_stored_are_looked_for_first"),),
     ),
     Mutant(
         name="one producer name for all writers of a batch",

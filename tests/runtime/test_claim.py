@@ -18,7 +18,7 @@ from keyshard.broker.port import PublishOptions
 from keyshard.broker.retry import retry_until
 from keyshard.core.publishing import key_partition, query_of
 from keyshard.errors import ProducerBusyError, SinkIdInUseError
-from keyshard.publishing import batch_writer
+from keyshard.publishing import batch_part, batch_writer
 from keyshard.publishing.claim import Claim
 from tests.runtime.test_sink import World, batch_of
 from tests.support.deadlines import deadline
@@ -115,7 +115,7 @@ def test_the_first_rows_are_stored_before_another_writer_looks_for_queries(
     """Two queries looked, one after the other, before either had stored a row."""
     where = world.cluster.partitions(world.topic)[0]
     free: list[bool] = []
-    publish = batch_writer._publish
+    publish = batch_part.publish
 
     def observed(*args: Any) -> None:
         publish(*args)
@@ -127,7 +127,8 @@ def test_the_first_rows_are_stored_before_another_writer_looks_for_queries(
             else:
                 free.append(True)
 
-    monkeypatch.setattr(batch_writer, "_publish", observed)
+    for module in (batch_part, batch_writer):
+        monkeypatch.setattr(module, "publish", observed)
     world.store(FIRST, 0, range(20))
     assert free == [False, True, True]
     free.clear()

@@ -14,7 +14,7 @@ from keyshard.columns.canonical import canonical
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage, outgoing_from
 from keyshard.config.sink import SinkConfig
 from keyshard.core.position.entry import TopicPartition
-from keyshard.publishing.batch_writer import _Part
+from keyshard.publishing.batch_part import Part
 from keyshard.publishing.counts import Attempt
 from keyshard.publishing.message_writer import _PartitionQueue
 
@@ -38,7 +38,7 @@ class Producer:
 def cut_of_rows(producer: Any) -> Sequence[int]:
     (plan,) = canonical(outgoing_from(MESSAGES), 1, keyless_from=0, scheme="java")
     where = TopicPartition.parse("persistent://public/default/out")
-    return _Part(where, plan, producer, Attempt()).entry_ends(CONFIG)
+    return Part(where, plan, producer, Attempt()).entry_ends(CONFIG)
 
 
 def cut_of_messages(producer: Any) -> Sequence[int]:

@@ -22,13 +22,15 @@ import pytest
 from keyshard import KeyShardSink, MessageId
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as StoredMessage
+from keyshard.broker.memory.publishing import Write
 from keyshard.broker.port import PublishOptions
 from keyshard.columns.canonical import canonical
 from keyshard.columns.outgoing import outgoing_of
 from keyshard.config.sink import SinkConfig
 from keyshard.core.message import Message
-from keyshard.core.position.entry import EntryId
-from keyshard.core.publishing import batch_layout, key_partition, sequence_id
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.publishing import batch_layout, key_partition, layout_of, sequence_id
+from keyshard.core.releases import release_of
 from keyshard.errors import (
     BatchMismatchError,
     BrokerError,
@@ -336,6 +338,60 @@ def test_rows_of_a_name_that_the_broker_has_forgotten_are_found_at_the_end_of_th
     found = world.by_key()
     found.pop("other", None)
     assert found == expected(*before, rows)
+
+
+@pytest.fixture
+def old_world(world: World) -> World:
+    """A broker before Pulsar 5.0: once it has loaded a topic, it may know too few ids."""
+    world.cluster.release = release_of("4.2.4")
+    return world
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_broker_that_recovered_too_few_ids_stores_nothing_twice(
+    old_world: World, seed: int
+) -> None:
+    """The earlier attempt died anywhere; then the broker loaded the topic."""
+    world, draw = old_world, random.Random(seed)
+    batch_id = draw.choice((0, 3))
+    before = [rows_of(one, 20) for one in range(batch_id)]
+    for number, earlier in enumerate(before):
+        world.sink().write_batch(batch_of(earlier), number)
+    rows, died = rows_of(batch_id, 60), draw.randrange(61)
+    if died:
+        send_first(world, rows, batch_id, died)
+    for where in world.cluster.partitions(world.topic):
+        known = sequence_id(draw.randrange(batch_id + 1), draw.randrange(20), draw.randrange(256))
+        world.cluster.forget_producer(where, "s-0", draw.choice((-1, known)))
+    sink = world.sink(entry_messages_max=draw.randrange(1, 9))
+    report = sink.write_batch(batch_of(rows), batch_id)
+    assert (report.already_stored > 0) == (died > 0)
+    assert world.by_key() == expected(*before, rows)
+
+
+def test_rows_that_a_broker_may_have_stored_are_looked_for_first(old_world: World) -> None:
+    """The connection is lost while rows are unconfirmed, and the broker loads the topic."""
+    world = old_world
+    rows: Rows = [("a", b"%d" % number) for number in range(9)]
+    sink = world.sink(send_timeout_ms=20_000, entry_messages_max=1)
+    sink.write_batch(batch_of([("a", b"first")]), 0)
+    published = world.cluster.publishing.write
+    loads: list[int] = []
+
+    def store_and_load(where: TopicPartition, write: Write) -> None:
+        if write.first == sequence_id(1, 4, layout_of(write.first)) and not loads:
+            loads.append(write.first)
+            write.store()  # stored, but the broker neither confirms it nor knows it later
+            world.cluster.unload(where)
+            world.cluster.forget_producer(where, "s-0", write.first - 3)
+            return
+        published(where, write)
+
+    world.cluster.publishing.write = store_and_load  # type: ignore[method-assign]
+    report = sink.write_batch(batch_of(rows), 1)
+    assert loads
+    assert (report.rows, report.already_stored) == (9, 0)
+    assert world.by_key() == {"a": [b"first", *(value for _, value in rows)]}
 
 
 def test_a_batch_that_is_older_than_what_the_topic_holds_is_refused(world: World) -> None:

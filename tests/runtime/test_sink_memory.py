@@ -16,7 +16,7 @@ from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.entry_producer import MemoryEntryProducer
 from keyshard.columns.outgoing import Outgoing
 from keyshard.errors import BrokerUnavailableError
-from keyshard.publishing.batch_writer import PIECE_BYTES
+from keyshard.publishing.batch_part import PIECE_BYTES
 
 MIB = 1024 * 1024
 VALUE = b"x" * 10_000

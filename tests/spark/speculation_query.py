@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.types import StructType
 
-from keyshard.publishing import batch_writer
+from keyshard.publishing import batch_part
 from spark_adapter import KeyShardDataSource
 from spark_adapter.stream_writer import ADAPTIVE, KeyShardStreamWriter
 from spark_adapter.topic_writer import Stored
@@ -65,7 +65,7 @@ class SlowWriter(KeyShardStreamWriter):
         if context.partitionId() != SLOW:
             return super().write(iterator)
         note(began=True, **where)
-        check, sent = batch_writer._raise_failures, 0
+        check, sent = batch_part._raise_failures, 0
 
         def sent_one(futures: Any) -> None:
             nonlocal sent
@@ -84,8 +84,8 @@ class SlowWriter(KeyShardStreamWriter):
             time.sleep(0.05)
         if context.attemptNumber() == 0 and batch == 1:
             with (
-                mock.patch.object(batch_writer, "PIECE_BYTES", 1),
-                mock.patch.object(batch_writer, "_raise_failures", sent_one),
+                mock.patch.object(batch_part, "PIECE_BYTES", 1),
+                mock.patch.object(batch_part, "_raise_failures", sent_one),
             ):
                 return super().write(iterator)
         stored = super().write(iterator)

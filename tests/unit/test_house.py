@@ -41,7 +41,6 @@ SMALL_MODULES = {
     "keyshard.broker.memory.deduplication": "a decision, beside the locks of its importer",
     "keyshard.broker.memory.delayed": "a decision, beside the locks of its importer",
     "keyshard.broker.wire.keep_alive": "a decision that tests check without a socket",
-    "keyshard.broker.wire.schema": "loaded only if the admin interface has no answer",
     "keyshard.cli.config": "one command per file",
     "keyshard.cli.pause": "one command per file",
     "keyshard.cli.ui": "one command per file",

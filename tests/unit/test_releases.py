@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from keyshard.core.diagnosis import Level, judge_faults, judge_version
-from keyshard.core.releases import FAULTS, LINES, TESTED, Release, Version, faults_of, release_of
+from keyshard.core.releases import (
+    FAULTS,
+    LINES,
+    TESTED,
+    Release,
+    Version,
+    faults_of,
+    knows_every_id,
+    release_of,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/brokers.md"
 
@@ -43,6 +52,17 @@ def test_the_oldest_release_is_the_default_and_an_unknown_one_is_the_newest() ->
 )  # fmt: skip
 def test_a_change_that_patch_releases_got_holds_for_these_only(version: str, waits: bool) -> None:
     assert release_of(version).acknowledged_wait is waits
+
+
+@pytest.mark.parametrize(
+    ("server", "knows"),
+    [
+        ("Pulsar Server", False), ("Pulsar Server4.2.4", False), ("Pulsar Server5.0.1", True),
+        ("Pulsar Server6.0.0-SNAPSHOT", True), ("", False),
+    ],
+)  # fmt: skip
+def test_a_broker_without_a_version_counts_as_an_old_one(server: str, knows: bool) -> None:
+    assert knows_every_id(server) is knows
 
 
 def test_a_fault_ends_in_each_line_where_it_was_mended() -> None:

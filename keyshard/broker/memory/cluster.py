@@ -291,10 +291,10 @@ class MemoryCluster:
         with self.lock:
             self.publishing.fail(topic_partition)
 
-    def forget_producer(self, topic_partition: TopicPartition, name: str) -> None:
-        """Forget the sequence ids of a producer name, as after hours without a producer."""
+    def forget_producer(self, where: TopicPartition, name: str, behind: int = -1) -> None:
+        """Forget the sequence ids of a name behind one; by default all, as after some hours."""
         with self.lock:
-            self.publishing.forget(topic_partition, name)
+            self.publishing.forget(where, name, behind)
 
     def exceed_quota(self, topic: str, *, exceeded: bool) -> None:
         """Refuse entry producers of a topic, or accept them again at their next attempt."""

@@ -140,6 +140,7 @@ class MemoryBroker:
                 how=how,
                 name=how.name or f"memory-{next(_names)}",
                 message_bytes_max=self._cluster.message_bytes_max,
+                knows_every_id=self._cluster.release.knows_every_id,
                 answers=self._answers,
                 last_entry=last_entry,
             )

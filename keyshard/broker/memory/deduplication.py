@@ -59,7 +59,15 @@ class Deduplication:
         self._stored = {name: self._stored[name] for name in names}
         self.failed()
 
-    def forget(self, name: str) -> None:
-        """Forget a name, as after hours without a producer."""
-        self._pushed.pop(name, None)
-        self._stored.pop(name, None)
+    def forget(self, name: str, behind: int) -> None:
+        """Forget the ids of a name behind one.
+
+        Args:
+            name: The name of the producer.
+            behind: :data:`NOTHING` forgets the name, as after hours without a producer. With a
+                higher id, it is what Pulsar before 5.0 may do when it loads a topic.
+        """
+        for ids in (self._pushed, self._stored):
+            known = min(ids.pop(name, NOTHING), behind)
+            if known != NOTHING:
+                ids[name] = known

@@ -18,13 +18,20 @@ from keyshard.broker.memory.publishing import Publishing, Write
 from keyshard.broker.port import PublishOptions
 from keyshard.broker.unconfirmed import (
     AcceptedLostError,
+    BeginAgainError,
+    MaybeStoredError,
     Pending,
     Unconfirmed,
     failed_entry,
 )
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage, OutgoingSlice
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.publishing import ForgottenError, OtherWriterError, RolledBackError
+from keyshard.core.publishing import (
+    ForgottenError,
+    OtherWriterError,
+    RolledBackError,
+    UnsureError,
+)
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -71,6 +78,7 @@ class MemoryEntryProducer:
         how: PublishOptions,
         name: str,
         message_bytes_max: int,
+        knows_every_id: bool,
         answers: Callable[[], bool],
         last_entry: Callable[[], EntryId | None],
     ) -> None:
@@ -81,6 +89,7 @@ class MemoryEntryProducer:
         self._how = how
         self._name = name
         self._message_bytes_max = message_bytes_max
+        self.knows_every_id = knows_every_id
         self.answers = answers
         self._last_entry = last_entry
         self._queue = Unconfirmed(named=how.name is not None, encode=self._encoded)
@@ -112,13 +121,16 @@ class MemoryEntryProducer:
         with self._changed:
             last = self._publishing.open(self.topic_partition, self._name, self)
             try:
-                self._queue.opened(last)
+                self._queue.opened(last, knows_every_id=self.knows_every_id)
             except OtherWriterError:
                 self._publishing.leave(self.topic_partition, self._name, self)
                 raise self._fenced() from None
             except RolledBackError:
                 self._publishing.leave(self.topic_partition, self._name, self)
                 raise self._accepted_lost() from None
+            except UnsureError:
+                self._publishing.leave(self.topic_partition, self._name, self)
+                raise self._maybe_stored() from None
             except ForgottenError:
                 self._publishing.leave(self.topic_partition, self._name, self)
                 raise DeduplicationError(
@@ -210,7 +222,7 @@ class MemoryEntryProducer:
                 self.open()
             except KeyShardError as exc:
                 self._last_error = exc
-                if isinstance(exc, AcceptedLostError) or not exc.retriable:
+                if isinstance(exc, BeginAgainError) or not exc.retriable:
                     self._end(exc)
 
     def _confirmed(self, connection: int, sequence_id: int, stored: EntryId | None) -> None:
@@ -312,6 +324,12 @@ class MemoryEntryProducer:
         return AcceptedLostError(
             f"{self.topic_partition} has lost messages of producer {self._name!r} that an "
             "earlier attempt had sent, because a write to its storage failed. Repeat the call."
+        )
+
+    def _maybe_stored(self) -> MaybeStoredError:
+        return MaybeStoredError(
+            f"Producer {self._name!r} lost its connection to {self.topic_partition}, and this "
+            "broker may not know which of its messages are stored. Repeat the call."
         )
 
     def _is_over(self) -> bool:

@@ -142,9 +142,9 @@ class Publishing:
             self._lose(one)
             self._seen.pop(one, None)
 
-    def forget(self, where: TopicPartition, name: str) -> None:
-        """Forget the ids of a name."""
-        self._ids(where).forget(name)
+    def forget(self, where: TopicPartition, name: str, behind: int) -> None:
+        """Forget the ids of a name behind one."""
+        self._ids(where).forget(name, behind)
 
     def set_quota(self, topic: str, *, exceeded: bool) -> None:
         """Refuse producers of a topic, or accept them again."""

@@ -141,6 +141,8 @@ class WireConnection:
             self._frames.bytes_max = response.max_message_size + FRAME_PADDING
             self.message_bytes_max = response.max_message_size
         self.reports_topics = response.feature_flags.supports_topic_watchers
+        self.server: str = response.server_version.decode(errors="replace")
+        """The broker's text about itself, perhaps with its version."""
 
     @property
     def is_open(self) -> bool:
@@ -437,10 +439,9 @@ class WireConnection:
         elif name == "send_error":
             if (handle := self._handles.get(command.producer_id)) is not None:
                 handle.refused(command)
-        elif name == "watch_topic_update":
+        elif name == "watch_topic_update" and self._changed is not None:
             names = (*command.new_topics, *command.deleted_topics)
-            if self._changed is not None:
-                self._changed([name.decode(errors="replace") for name in names])
+            self._changed([name.decode(errors="replace") for name in names])
         elif name == "topic_migrated":
             self._migrated(command)
         elif name == "connected":
@@ -455,9 +456,8 @@ class WireConnection:
             handle.lost(handle_id, ended=True)
 
     def _migrated(self, command: Any) -> None:
-        handle = self.unregister(command.resource_id)
         url = command.broker_url_tls if self._tls else command.broker_url
-        if handle is not None:
+        if (handle := self.unregister(command.resource_id)) is not None:
             handle.migrated(command.resource_id, url.decode(errors="replace"))
 
     def _refuse(self, command: Any) -> None:

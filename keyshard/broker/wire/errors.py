@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from keyshard.broker.auth.errors import lacks, not_accepted
-from keyshard.broker.unconfirmed import AcceptedLostError
+from keyshard.broker.unconfirmed import AcceptedLostError, MaybeStoredError
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.publishing import (
+    ForgottenError,
+    OtherWriterError,
+    RolledBackError,
+    UnsureError,
+)
 from keyshard.core.releases import denies_partition
 from keyshard.errors import (
     BrokerError,
@@ -142,7 +148,8 @@ def forgotten(where: TopicPartition, name: bytes) -> DeduplicationError:
     return DeduplicationError(
         f"Deduplication is disabled for {where}: the broker does not know the stored messages of "
         f"producer {name.decode()!r}, so rows could be stored twice. Enable it: pulsar-admin "
-        f"namespaces set-deduplication {namespace} --enable"
+        f"namespaces set-deduplication {namespace} --enable. If it is enabled, a broker before "
+        "Pulsar 5.0 has just loaded the topic (apache/pulsar#25953): repeat the call."
     )
 
 
@@ -161,6 +168,37 @@ def accepted_lost(where: TopicPartition, name: bytes) -> AcceptedLostError:
         f"{where} has lost messages of producer {name.decode()!r} that an earlier attempt had "
         "sent, because a write to its storage failed. Repeat the call."
     )
+
+
+def maybe_stored(where: TopicPartition, name: bytes) -> MaybeStoredError:
+    """Create the error for messages that a broker may have stored without knowing it."""
+    return MaybeStoredError(
+        f"The connection of producer {name.decode()!r} to {where} was lost, and this broker may "
+        "not know which of its messages are stored (apache/pulsar#25953, before Pulsar 5.0). "
+        "Repeat the call: it looks for them in the topic."
+    )
+
+
+UNFIT = (ForgottenError, OtherWriterError, RolledBackError, UnsureError)
+"""Judgements that the ids which the broker knows do not fit the entries of a producer."""
+
+
+def unfit(exc: Exception, where: TopicPartition, name: bytes, last: int) -> KeyShardError:
+    """Return the error of a producer for one of :data:`UNFIT`.
+
+    Args:
+        exc: The judgement.
+        where: Topic partition of the producer.
+        name: Its name.
+        last: The last sequence id that the broker knows.
+    """
+    if isinstance(exc, OtherWriterError):
+        return fenced(where, name, last)
+    if isinstance(exc, ForgottenError):
+        return forgotten(where, name)
+    if isinstance(exc, UnsureError):
+        return maybe_stored(where, name)
+    return accepted_lost(where, name)
 
 
 def order_broken(where: TopicPartition, name: bytes, sequence_id: int) -> ProducerFencedError:

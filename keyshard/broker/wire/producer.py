@@ -15,35 +15,31 @@ from typing import Any
 
 from keyshard.broker.port import PublishOptions, ReadOptions
 from keyshard.broker.unconfirmed import (
+    MaybeStoredError,
     Pending,
     Unconfirmed,
     failed_entry,
 )
 from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.connection import FRAME_BYTES_MAX, WireConnection
-from keyshard.broker.wire.connection_pool import SCHEMA_NUMBERS
 from keyshard.broker.wire.consumer import WireReader
 from keyshard.broker.wire.encoding import EncodedRows, EntryHead, encoded
-from keyshard.broker.wire.errors import (
-    RefusedError,
-    accepted_lost,
-    fenced,
-    forgotten,
-    order_broken,
-    producing_error,
-)
+from keyshard.broker.wire.errors import UNFIT, RefusedError, order_broken, producing_error, unfit
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.native_encoder import encode_all, frames
 from keyshard.broker.wire.reconnect import RETRY_S, ReconnectingHandle, Shared
+from keyshard.broker.wire.schema import declared
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.publishing import ForgottenError, OtherWriterError, RolledBackError
+from keyshard.core.publishing import ForgottenError
+from keyshard.core.releases import knows_every_id
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
     DeduplicationError,
     KeyShardError,
     MessageTooLargeError,
+    ProducerBusyError,
     ProducerFencedError,
 )
 
@@ -84,6 +80,8 @@ class WireProducer(ReconnectingHandle):
         self._name = (how.name or "").encode()
         self._schema_version = b""
         self._bytes_max = FRAME_BYTES_MAX
+        self._knows_every_id = True
+        self._made_s = time.monotonic()
         self._queue = Unconfirmed(named=how.name is not None, encode=self._encoded)
         self._leaving: tuple[WireConnection, int] | None = None
         """A producer to close before the next is opened."""
@@ -98,6 +96,11 @@ class WireProducer(ReconnectingHandle):
     def last_sequence_id(self) -> int:
         with self._changed:
             return self._queue.last_sequence_id
+
+    @property
+    def knows_every_id(self) -> bool:
+        with self._changed:
+            return self._knows_every_id
 
     @property
     def message_bytes_max(self) -> int:
@@ -162,10 +165,8 @@ class WireProducer(ReconnectingHandle):
                 entry.deadline_s = deadline_s
                 try:
                     self._queue.add(entry)
-                except OtherWriterError:
-                    raise self._fenced() from None
-                except RolledBackError:
-                    raise accepted_lost(self.topic_partition, self._name) from None
+                except UNFIT as exc:
+                    raise self._unfit(exc) from None
                 added += 1
             at, producer_id = self._at, self._id
             watched, self._watched = self._watched, True
@@ -312,11 +313,14 @@ class WireProducer(ReconnectingHandle):
     # -- Opening, and its failures -----------------------------------------------------------------
 
     def _may_pass(self, error: KeyShardError) -> bool:
+        busy_s = self._how.busy_timeout_s
+        if busy_s is not None and isinstance(error, ProducerBusyError):
+            return time.monotonic() < self._made_s + busy_s
         return error.retriable
 
     def _fails_for_good(self, error: KeyShardError) -> bool:
         self._last_error = error
-        fatal = isinstance(error, DeduplicationError | ProducerFencedError)
+        fatal = isinstance(error, DeduplicationError | MaybeStoredError | ProducerFencedError)
         return fatal or super()._fails_for_good(error)
 
     def _before_opening(self, timeout_s: float) -> Generator[Address, None, None]:
@@ -346,17 +350,12 @@ class WireProducer(ReconnectingHandle):
             self._name = response.producer_name
             self._schema_version = response.schema_version
             self._bytes_max = at.message_bytes_max
+            self._knows_every_id = knows_every_id(at.server)
             try:
-                self._queue.opened(response.last_sequence_id)
-            except ForgottenError:
+                self._queue.opened(response.last_sequence_id, knows_every_id=self._knows_every_id)
+            except UNFIT as exc:
                 self._leaving = at, producer_id
-                raise forgotten(self.topic_partition, self._name) from None
-            except OtherWriterError:
-                self._leaving = at, producer_id
-                raise self._fenced() from None
-            except RolledBackError:
-                self._leaving = at, producer_id
-                raise accepted_lost(self.topic_partition, self._name) from None
+                raise self._unfit(exc) from None
             self._last_error = None
             self._at, self._id = at, producer_id
         return True
@@ -368,18 +367,8 @@ class WireProducer(ReconnectingHandle):
         )  # fmt: skip
         if self._name:
             request.producer_name = self._name
-        schema = self._how.schema
-        if schema is not None:
-            pairs = [
-                api.KeyValue(key=name.encode(), value=text.encode())
-                for name, text in schema.properties.items()
-            ]
-            request.schema.CopyFrom(
-                api.Schema(
-                    name=b"", data=schema.definition, type=SCHEMA_NUMBERS[schema.type],
-                    properties=pairs,
-                )
-            )  # fmt: skip
+        if self._how.schema is not None:
+            request.schema.CopyFrom(declared(self._how.schema))
         return request
 
     def _open_again(self) -> None:
@@ -482,8 +471,8 @@ class WireProducer(ReconnectingHandle):
         why = f" {error.message}" if error is not None else " Check the health of the broker."
         return BrokerUnavailableError(f"{self.topic_partition}: {what}.{why}")
 
-    def _fenced(self) -> ProducerFencedError:
-        return fenced(self.topic_partition, self._name, self._queue.last_sequence_id)
+    def _unfit(self, exc: Exception) -> KeyShardError:
+        return unfit(exc, self.topic_partition, self._name, self._queue.last_sequence_id)
 
     def _refusal(self, action: str, refused: RefusedError) -> KeyShardError:
         where = self.topic_partition.name

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from keyshard.broker.auth.credentials import Credentials
-from keyshard.broker.wire.connection_pool import ConnectionPool
+from keyshard.broker.wire.connection_pool import SCHEMA_NUMBERS, ConnectionPool
 from keyshard.broker.wire.errors import RefusedError, error_of
+from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection
 from keyshard.core.topic_schema import TopicSchema
 
@@ -31,3 +34,14 @@ def ask_schema(
         raise error_of(exc, "ask for", "the schema", topic, credentials.who()) from exc
     finally:
         cluster.close(LEAVE_S)
+
+
+def declared(schema: TopicSchema) -> Any:
+    """Return the schema that a producer declares."""
+    pairs = [
+        api.KeyValue(key=name.encode(), value=text.encode())
+        for name, text in schema.properties.items()
+    ]
+    return api.Schema(
+        name=b"", data=schema.definition, type=SCHEMA_NUMBERS[schema.type], properties=pairs
+    )

@@ -218,7 +218,8 @@ class Session(PublishingSession):
     # -- one command each ------------------------------------------------------------------------
 
     def _connect(self, _: Any) -> None:
-        self.send("connected", api.Connected(server_version=b"simulated", max_message_size=5 << 20))
+        server = f"Pulsar Server{self._stored.version}".encode()
+        self.send("connected", api.Connected(server_version=server, max_message_size=5 << 20))
 
     def _partitioned_metadata(self, asked: Any) -> None:
         found = self._stored.partitions(asked.topic.decode())

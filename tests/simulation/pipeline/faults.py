@@ -33,6 +33,8 @@ class Trouble(str, Enum):
     QUOTA = "quota exceeded"
     FORGETS = "names forgotten"
     """The broker forgets the names that no connection has, as after hours."""
+    TOO_FEW = "too few ids recovered"
+    """A broker before Pulsar 5.0 loads the topic, and knows too few ids of its names."""
 
 
 def table(reached: Counter[Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from random import Random
@@ -14,6 +14,7 @@ from keyshard.broker.memory.entry_producer import MemoryEntryProducer
 from keyshard.broker.port import EntryProducer, PublishOptions
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.publishing import NOTHING
 from tests.simulation.network import RECONNECT_S, Client, Network
 from tests.simulation.pipeline.faults import Trouble
 from tests.simulation.primitives import EPOCH_S
@@ -24,6 +25,8 @@ from tests.simulation.shape import version_of
 TOPIC = "out"
 TROUBLE_S = 0.7
 """Mean time between two faults, seconds."""
+TOO_FEW = 0.3
+"""Probability that a broker before Pulsar 5.0 recovers too few ids of a name."""
 AWAY_S = (0.05, 3.0)
 """Time that a killed broker is away, seconds."""
 LASTING_S = (0.01, 2.0)
@@ -161,9 +164,11 @@ class Output:
                 return
             network.up = False
             cluster.crash()
+            self._recover_too_few(self.where)
             self._later(AWAY_S, self._up)
         elif what is Trouble.UNLOAD:
             cluster.unload(where)
+            self._recover_too_few([where])
         elif what is Trouble.CUT:
             clients: list[OutputClient] = [
                 one for one in network.clients if isinstance(one, OutputClient) and one.producers
@@ -204,8 +209,21 @@ class Output:
                 if name not in used and (where, name) not in publishing._open
             ]
             for name in names:
-                publishing.forget(where, name)
+                publishing.forget(where, name, NOTHING)
         return bool(names)
+
+    def _recover_too_few(self, loaded: Iterable[TopicPartition]) -> None:
+        """Let a broker know too few ids of some names, if its release may do so."""
+        cluster, random = self.cluster, self._random
+        if cluster.release.knows_every_id:
+            return
+        for where in loaded:
+            stored = dict(cluster.publishing._ids(where)._stored)
+            for name, last in sorted(stored.items()):
+                if random.random() < TOO_FEW:
+                    behind = max(NOTHING, last - random.choice((1, 3, 1 << 24, 1 << 62)))
+                    cluster.forget_producer(where, name, behind)
+                    self.note(Trouble.TOO_FEW, f"{name}: {behind} of {last}")
 
     def _lose(self, where: TopicPartition) -> None:
         if self.cluster.publishing._held.get(where):
@@ -269,6 +287,7 @@ class _Producer:
         self._network = client.network
         self._inner = inner
         self.last_sequence_id = inner.last_sequence_id
+        self.knows_every_id = inner.knows_every_id
         self.message_bytes_max = inner.message_bytes_max
         self.has_ended = inner.has_ended
         self.check = inner.check
