@@ -104,10 +104,10 @@ def test_evidence_of_a_deleted_topic_says_nothing_about_one_with_the_same_ids() 
         topic.cluster.create_topic("orders", partitions=1)
         coordinator.discovery.round()
         gate.closed = True
+        readers = gate.readers
         late = topic.publish(FAST_KEY, SLOW_KEY, FAST_KEY)[1]
         received(coordinator, 5)
         commit(coordinator)
-        readers = gate.readers
         wait_until(lambda: gate.readers > readers)
         for _ in range(5):
             assert not one_more(topic, coordinator).covers(late)
