@@ -208,6 +208,10 @@ class UnsureError(Exception):
     """The broker may have stored more ids of this producer name than it knows."""
 
 
+UNFIT = (ForgottenError, OtherWriterError, RolledBackError, UnsureError)
+"""Judgements that the ids which the broker knows do not fit the entries of a producer."""
+
+
 def resume(last: int, confirmed: int, entries: Sequence[tuple[int, int]]) -> Resume:
     """Decide what to send first, on a new connection or when entries are added.
 

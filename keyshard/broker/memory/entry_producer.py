@@ -26,12 +26,7 @@ from keyshard.broker.unconfirmed import (
 )
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage, OutgoingSlice
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.publishing import (
-    ForgottenError,
-    OtherWriterError,
-    RolledBackError,
-    UnsureError,
-)
+from keyshard.core.publishing import UNFIT, ForgottenError, OtherWriterError, UnsureError
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -122,21 +117,9 @@ class MemoryEntryProducer:
             last = self._publishing.open(self.topic_partition, self._name, self)
             try:
                 self._queue.opened(last, knows_every_id=self.knows_every_id)
-            except OtherWriterError:
+            except UNFIT as exc:
                 self._publishing.leave(self.topic_partition, self._name, self)
-                raise self._fenced() from None
-            except RolledBackError:
-                self._publishing.leave(self.topic_partition, self._name, self)
-                raise self._accepted_lost() from None
-            except UnsureError:
-                self._publishing.leave(self.topic_partition, self._name, self)
-                raise self._maybe_stored() from None
-            except ForgottenError:
-                self._publishing.leave(self.topic_partition, self._name, self)
-                raise DeduplicationError(
-                    f"Deduplication is disabled for {self.topic_partition}, so rows could be "
-                    "stored twice. Call deduplicate() of the cluster."
-                ) from None
+                raise self._unfit(exc) from None
             self._connected, self._last_error = True, None
             self._connections += 1
             self._send()
@@ -176,10 +159,8 @@ class MemoryEntryProducer:
             entry.done = _Confirmation(self._expire, end_s)
             try:
                 self._queue.add(entry)
-            except OtherWriterError:
-                raise self._fenced() from None
-            except RolledBackError:
-                raise self._accepted_lost() from None
+            except UNFIT as exc:
+                raise self._unfit(exc) from None
             self._send()
         return entry.done
 
@@ -320,16 +301,23 @@ class MemoryEntryProducer:
             "the other program, or use another sink id."
         )
 
-    def _accepted_lost(self) -> AcceptedLostError:
+    def _unfit(self, exc: Exception) -> KeyShardError:
+        """Return the error for ids of the broker that do not fit those of the producer."""
+        if isinstance(exc, OtherWriterError):
+            return self._fenced()
+        if isinstance(exc, ForgottenError):
+            return DeduplicationError(
+                f"Deduplication is disabled for {self.topic_partition}, so rows could be stored "
+                "twice. Call deduplicate() of the cluster."
+            )
+        if isinstance(exc, UnsureError):
+            return MaybeStoredError(
+                f"Producer {self._name!r} lost its connection to {self.topic_partition}, and this "
+                "broker may not know which of its messages are stored. Repeat the call."
+            )
         return AcceptedLostError(
             f"{self.topic_partition} has lost messages of producer {self._name!r} that an "
             "earlier attempt had sent, because a write to its storage failed. Repeat the call."
-        )
-
-    def _maybe_stored(self) -> MaybeStoredError:
-        return MaybeStoredError(
-            f"Producer {self._name!r} lost its connection to {self.topic_partition}, and this "
-            "broker may not know which of its messages are stored. Repeat the call."
         )
 
     def _is_over(self) -> bool:

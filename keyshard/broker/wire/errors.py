@@ -5,12 +5,7 @@ from __future__ import annotations
 from keyshard.broker.auth.errors import lacks, not_accepted
 from keyshard.broker.unconfirmed import AcceptedLostError, MaybeStoredError
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.publishing import (
-    ForgottenError,
-    OtherWriterError,
-    RolledBackError,
-    UnsureError,
-)
+from keyshard.core.publishing import ForgottenError, OtherWriterError, UnsureError
 from keyshard.core.releases import denies_partition
 from keyshard.errors import (
     BrokerError,
@@ -179,12 +174,8 @@ def maybe_stored(where: TopicPartition, name: bytes) -> MaybeStoredError:
     )
 
 
-UNFIT = (ForgottenError, OtherWriterError, RolledBackError, UnsureError)
-"""Judgements that the ids which the broker knows do not fit the entries of a producer."""
-
-
 def unfit(exc: Exception, where: TopicPartition, name: bytes, last: int) -> KeyShardError:
-    """Return the error of a producer for one of :data:`UNFIT`.
+    """Return the error of a producer for one of :data:`~keyshard.core.publishing.UNFIT`.
 
     Args:
         exc: The judgement.

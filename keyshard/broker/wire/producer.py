@@ -24,14 +24,14 @@ from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.connection import FRAME_BYTES_MAX, WireConnection
 from keyshard.broker.wire.consumer import WireReader
 from keyshard.broker.wire.encoding import EncodedRows, EntryHead, encoded
-from keyshard.broker.wire.errors import UNFIT, RefusedError, order_broken, producing_error, unfit
+from keyshard.broker.wire.errors import RefusedError, order_broken, producing_error, unfit
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.native_encoder import encode_all, frames
 from keyshard.broker.wire.reconnect import RETRY_S, ReconnectingHandle, Shared
 from keyshard.broker.wire.schema import declared
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.publishing import ForgottenError
+from keyshard.core.publishing import UNFIT, ForgottenError
 from keyshard.core.releases import knows_every_id
 from keyshard.errors import (
     BrokerError,

@@ -209,7 +209,7 @@ class PipelineWorld(World):
     def _failed(self, attempt: Attempt, error: KeyShardError) -> None:
         self.record.note(f"{attempt.name} fails: {error}")
         attempt.error = error
-        # What was left behind may find a later batch, or rows of another attempt.
+        # An attempt that was left behind may find a later batch, or rows of another attempt.
         late = isinstance(error, ProducerFencedError) and (
             attempt.batch < self._newest or attempt.left_behind
         )
