@@ -10,11 +10,10 @@ from pyspark.sql.datasource import DataSourceStreamArrowWriter, WriterCommitMess
 
 from keyshard.config.sink import EXACTLY_ONCE
 from keyshard.errors import ConfigError
+from spark_adapter.adaptive_execution import check_task
 from spark_adapter.error_text import concise_errors
 from spark_adapter.topic_writer import Staged, Stored, TopicWrite, log_counts, task_context
-
-ADAPTIVE = "spark.sql.adaptive.streaming.stateless.enabled"
-"""Setting of Spark that lets adaptive execution change the Spark partitions of a stream."""
+from spark_adapter.write_options import QUERY_ID
 
 
 class KeyShardStreamWriter(DataSourceStreamArrowWriter):
@@ -30,13 +29,13 @@ class KeyShardStreamWriter(DataSourceStreamArrowWriter):
         """Store or stage the rows of a Spark partition. It runs in a task."""
         with concise_errors():
             context = task_context()
-            query = _property(context, "sql.streaming.queryId")
+            query = _property(context, QUERY_ID)
             batch_id = int(_property(context, "streaming.sql.batchId"))
             if self._write.options.staging is not None:
                 return self._write.stage(iterator, query, batch_id, context)
             if self._write.options.sink.delivery_guarantee == EXACTLY_ONCE:
-                _check_fixed_partitions(context)
-            partition, claim = context.partitionId(), self._write.claim(query)
+                check_task(context)
+            partition, claim = context.partitionId(), self._write.options.claim(query)
             report = self._write.store(iterator, query, batch_id, partition, claim=claim)
             return Stored(report, context.attemptNumber())
 
@@ -59,17 +58,3 @@ def _property(context: TaskContext, name: str) -> str:
             "failure. Write with spark_adapter.write_batch in foreachBatch."
         )
     return found
-
-
-def _check_fixed_partitions(context: TaskContext) -> None:
-    """Refuse a stream whose batch may have other Spark partitions when it is repeated.
-
-    Spark tells tasks only the settings that a session sets; this one is on by default. A task
-    cannot see whether its rows were shuffled.
-    """
-    if (context.getLocalProperty(ADAPTIVE) or "").lower() != "false":
-        raise ConfigError(
-            "Adaptive execution may divide the rows of a repeated batch in another way, so that "
-            f"rows are lost or stored twice. Set {ADAPTIVE}=false in the session before the query "
-            "starts."
-        )

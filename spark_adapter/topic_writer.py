@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -68,7 +68,7 @@ class TopicWrite:
         rows = self.rows_of(batches)
         if rows is None:
             return WriteReport(0, 0, 0, 0)
-        with self._named(identity) as sink:
+        with self.options.named(identity) as sink:
             return sink._write_batch(rows, batch_id, partition, new=new, claim=claim)
 
     def stage(
@@ -90,7 +90,7 @@ class TopicWrite:
             stream: Whether it is of a stream, whose earlier attempts may have published rows.
         """
         identity = staged[0].identity
-        claim = self.claim(identity) if stream else None
+        claim = self.options.claim(identity) if stream else None
         batch = self.batch(identity, batch_id)
         mine = [one.file for one in staged if one.file is not None]
         files = batch.decide(mine)
@@ -104,7 +104,7 @@ class TopicWrite:
             rows = sum(one.rows for one in files)
             reports = [WriteReport(rows, 0, rows, 0)]
         else:
-            with self._named(identity) as sink:
+            with self.options.named(identity) as sink:
                 reports = [
                     sink._write_batch(
                         batch.read(file), batch_id, file.partition, new=not stream, claim=claim
@@ -120,17 +120,6 @@ class TopicWrite:
         assert self.options.staging is not None, "the write has option staging"
         owner = f"{self.options.sink.sink_id}-{identity}"
         return StagedBatch(Staging(self.options.staging), owner, batch_id)
-
-    def claim(self, query: str) -> Claim | None:
-        """Return the claim of a streaming query to its sink id, if the id is given."""
-        sink_id = self.options.sink.sink_id
-        assert sink_id is not None, "it has a default"
-        return Claim(sink_id, query) if self.options.exclusive else None
-
-    def _named(self, identity: str) -> KeyShardSink:
-        """Return the sink with the id of the query or of the write."""
-        sink = self.options.sink
-        return replace(sink, sink_id=f"{sink.sink_id}-{identity}")
 
 
 @dataclass

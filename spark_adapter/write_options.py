@@ -17,6 +17,7 @@ from keyshard.config.field_types import of_type
 from keyshard.config.sink import SINK_ID_MAX, SinkConfig
 from keyshard.core.option_checks import did_you_mean
 from keyshard.errors import ConfigError
+from keyshard.publishing.claim import Claim
 from keyshard.publishing.preflight import check_topics
 from keyshard.publishing.staging import Staging
 from keyshard.publishing.values import Values, check_names
@@ -27,6 +28,8 @@ from spark_adapter.task_rows import arrow_schema_of
 
 SINK_ID = "spark"
 """Default of ``sinkId``. Several queries may have it: the id of each is in the names, too."""
+QUERY_ID = "sql.streaming.queryId"
+"""Local property of Spark with the id of a streaming query."""
 _OF_SPARK = frozenset({"checkpointlocation", "queryname"})
 """Options of Spark's own that it passes to a sink."""
 _OF_TABLES = frozenset({"__messageId", "__partition", "__publishTime"})
@@ -49,6 +52,15 @@ class WriteOptions(NamedTuple):
     """Whether ``sinkId`` is given, so that one streaming query at most has it."""
     staging: str | None = None
     """URL of the folder where the rows of a batch are kept until they are published."""
+
+    def named(self, identity: str) -> KeyShardSink:
+        """Return the sink with the id of the query or of the write."""
+        return replace(self.sink, sink_id=f"{self.sink.sink_id}-{identity}")
+
+    def claim(self, query: str) -> Claim | None:
+        """Return the claim of a streaming query to its sink id, if the id is given."""
+        assert self.sink.sink_id is not None, "it has a default"
+        return Claim(self.sink.sink_id, query) if self.exclusive else None
 
 
 def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
@@ -91,17 +103,26 @@ def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
     order, staging = fields.pop("order_by", ()), fields.pop("staging", None)
     exclusive = "sink_id" in fields
     fields = {"sink_id": SINK_ID, "value_format": "auto"} | fields
-    if len(fields["sink_id"]) > SINK_ID_MAX - _ID_LENGTH:
-        raise ConfigError(
-            f"sinkId has {len(fields['sink_id'])} characters; it must have at most "
-            f"{SINK_ID_MAX - _ID_LENGTH}."
-        )
+    check_length("sinkId", fields["sink_id"])
     sink = _sink(fields, client)
     _check_order(schema, order)
     if staging is not None:
         _check_staging(staging)
     found = fitted(sink, arrow_schema_of(schema), order)
     return found._replace(exclusive=exclusive, staging=staging)
+
+
+def check_length(name: str, sink_id: str) -> None:
+    """Check that a producer name has room for the id of a query behind the sink id.
+
+    Raises:
+        ConfigError: It has not. The error names the option.
+    """
+    if len(sink_id) > SINK_ID_MAX - _ID_LENGTH:
+        raise ConfigError(
+            f"{name} has {len(sink_id)} characters; it must have at most "
+            f"{SINK_ID_MAX - _ID_LENGTH}."
+        )
 
 
 def _check_staging(url: str) -> None:

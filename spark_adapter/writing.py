@@ -12,16 +12,20 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from keyshard import KeyShardSink
+from keyshard.config.sink import EXACTLY_ONCE
 from keyshard.core.option_checks import check_integer, check_text, did_you_mean
 from keyshard.core.publishing import BATCH_ID_MAX
 from keyshard.errors import ConfigError
 from keyshard.publishing.batch_writer import WriteReport
+from spark_adapter.adaptive_execution import check_rows, is_remote
 from spark_adapter.python_worker import exempt_imports
 from spark_adapter.task_rows import arrow_schema_of
-from spark_adapter.write_options import WriteOptions, fitted
+from spark_adapter.write_options import QUERY_ID, WriteOptions, check_length, fitted
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+    from keyshard.publishing.claim import Claim
 
 _REPORT = "rows bigint, entries bigint, already_stored bigint, topic_partitions bigint"
 
@@ -49,11 +53,17 @@ def write_batch(
     rows of a key in the same order. Rows that keyshard reads have that as long as they are not
     shuffled. After a shuffle, repartition by key to a fixed number, and give ``order_by``.
 
+    The producer names have the sink id and the id of the query, which its checkpoint has. Spark
+    tells the id of the query only to the thread that runs the function of ``foreachBatch``, and
+    not with Spark Connect. Without it, the sink id alone identifies the rows.
+
     Args:
         df: Columns as for :meth:`keyshard.KeyShardSink.write_batch`.
         batch_id: Id that ``foreachBatch`` gives.
         topic: Name of the topic; the broker has to deduplicate it.
-        sink_id: Name of this query at the topic. A query with a new checkpoint needs a new one.
+        sink_id: Name of this query at the topic. A query with a new checkpoint needs a new one:
+            it is refused while rows of the former query are near the end of a topic. With Spark
+            Connect, a batch of the same number counts as stored if its rows are distributed alike.
         order_by: Columns that order the rows of each key. Others than those above are not written.
         **options: Options of :class:`keyshard.KeyShardSink`. Tasks serve no metrics, so
             ``metrics_port`` has no effect.
@@ -62,12 +72,15 @@ def write_batch(
         Rows, entries, and the rows that an earlier attempt had stored.
 
     Raises:
-        ConfigError: An option or a column does not fit. Nothing was written.
+        ConfigError: An option or a column does not fit, or adaptive execution may change the Spark
+            partitions of the rows. Nothing was written.
         PySparkException: A task failed; its text has the error of
-            :meth:`keyshard.KeyShardSink.write_batch`.
+            :meth:`keyshard.KeyShardSink.write_batch`, or ``KEYSHARD_SINK_ID_IN_USE``: another query
+            has stored rows with the sink id.
     """
     check_integer("batch_id", batch_id, 0, BATCH_ID_MAX)
     check_text("sink_id", sink_id, "name this query at the topic")
+    check_length("sink_id", sink_id)
     # The tasks of a machine cannot share a port.
     sink = replace(KeyShardSink(topic, sink_id=sink_id, **options), metrics_port=None)
     order = [order_by] if isinstance(order_by, str) else list(order_by)
@@ -75,13 +88,20 @@ def write_batch(
         if name not in df.columns:
             hint = did_you_mean(name, df.columns, f"It has: {', '.join(df.columns)}.")
             raise ConfigError(f"order_by names {name}, which the rows do not have. {hint}")
-    write = _fitted(sink, df, order)
+    write, query = _fitted(sink, df, order), _query_of(df)
     rows = df.sortWithinPartitions(*order) if order else df
-    task = partial(_write, write.sink, batch_id)
+    task = partial(
+        _write,
+        write.named(query) if query else write.sink,
+        write.claim(query) if query else None,
+        batch_id,
+    )
     with warnings.catch_warnings():
         # PySpark warns of versions of pandas, which it checks here and does not use for Arrow.
         warnings.simplefilter("ignore", FutureWarning)
         reporting = rows.select(*write.kept).mapInArrow(task, _REPORT)
+    if sink.delivery_guarantee == EXACTLY_ONCE:
+        check_rows(reporting, in_stream=query is not None)
     reports = reporting.collect()
     found = [WriteReport(*map(int, one[:4])) for one in reports]  # type: ignore[arg-type]
     return WriteReport(
@@ -94,11 +114,20 @@ def write_batch(
 
 def _fitted(sink: KeyShardSink, df: DataFrame, order: Sequence[str]) -> WriteOptions:
     """Check columns and topic before a task begins."""
-    return fitted(sink, arrow_schema_of(df.schema), tuple(order))
+    found = fitted(sink, arrow_schema_of(df.schema), tuple(order))
+    return found._replace(exclusive=True)
+
+
+def _query_of(df: DataFrame) -> str | None:
+    """Return the id of the streaming query whose batch is written; ``None`` if Spark tells none."""
+    if is_remote(df):
+        return None
+    found = df.sparkSession.sparkContext.getLocalProperty(QUERY_ID)
+    return str(found) if found else None
 
 
 def _write(
-    sink: KeyShardSink, batch_id: int, batches: Iterable[pa.RecordBatch]
+    sink: KeyShardSink, claim: Claim | None, batch_id: int, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Write the rows of a task."""
     exempt_imports()
@@ -108,7 +137,9 @@ def _write(
     if not parts:
         return
     with sink:
-        report = sink.write_batch(pa.Table.from_batches(parts), batch_id, context.partitionId())
+        report = sink._write_batch(
+            pa.Table.from_batches(parts), batch_id, context.partitionId(), claim=claim
+        )
     yield pa.RecordBatch.from_pylist(
         [
             {

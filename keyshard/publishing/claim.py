@@ -63,7 +63,7 @@ class Claim:
                     raise SinkIdInUseError(
                         f"Query {self.query} cannot write to {topic}: sink id {self.sink_id!r} "
                         f"belongs to query {min(found)}, which stored rows there. Give this query "
-                        "another sinkId, or start it from the checkpoint of that query."
+                        "another sink id, or start it from the checkpoint of that query."
                     )
                 yield
                 return

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 import spark_adapter
 from examples.parquet_query import progress_of
-from spark_adapter.stream_writer import ADAPTIVE
+from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from tests.spark.spark_process import query_arguments
 from tests.support import two_hosts
 
@@ -24,7 +24,7 @@ def session(cluster: str, shuffle_partitions: str, work: Path) -> SparkSession:
     """A session; speculation needs :data:`TWO_HOSTS`."""
     settings = {
         "spark.sql.shuffle.partitions": shuffle_partitions,
-        ADAPTIVE: "false",
+        ADAPTIVE_STREAMS: "false",
         # Many attempts run twice at once.
         "spark.speculation": "true",
         "spark.speculation.interval": "50ms",

@@ -65,7 +65,7 @@ def test_a_second_query_is_refused_before_its_first_row_wherever_the_first_has_r
     for batch_id in (0, 0, 1):
         with pytest.raises(SinkIdInUseError) as raised:
             world.store(SECOND, batch_id, range(20), partition=batch_id)
-        for name in (FIRST, SECOND, world.topic, "'s'", "another sinkId"):
+        for name in (FIRST, SECOND, world.topic, "'s'", "another sink id"):
             assert name in raised.value.message
     assert world.of(SECOND) == 0
     # The first one goes on, in each of its tasks, also when a batch is repeated.

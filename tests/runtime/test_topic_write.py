@@ -15,7 +15,8 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from keyshard import KeyShardSink
 from keyshard.broker.memory import MemoryCluster
-from spark_adapter.stream_writer import ADAPTIVE, KeyShardStreamWriter
+from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
+from spark_adapter.stream_writer import KeyShardStreamWriter
 from spark_adapter.topic_writer import NAMES_KEPT_S, KeyShardBatchWriter, TopicWrite
 from spark_adapter.write_options import WriteOptions
 from spark_adapter.writing import write_batch
@@ -63,7 +64,7 @@ def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     context: Any = object.__new__(TaskContext)
     context._partitionId, context._attemptNumber = 3, 0
     context._localProperties = {
-        "sql.streaming.queryId": "q", "streaming.sql.batchId": "7", ADAPTIVE: "false",
+        "sql.streaming.queryId": "q", "streaming.sql.batchId": "7", ADAPTIVE_STREAMS: "false",
     }  # fmt: skip
     monkeypatch.setattr(TaskContext, "_taskContext", context)
     return context

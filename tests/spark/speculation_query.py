@@ -23,14 +23,15 @@ from pyspark.sql.types import StructType
 
 from keyshard.publishing import batch_part
 from spark_adapter import KeyShardDataSource
-from spark_adapter.stream_writer import ADAPTIVE, KeyShardStreamWriter
+from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
+from spark_adapter.stream_writer import KeyShardStreamWriter
 from spark_adapter.topic_writer import Stored
 from tests.spark.spark_process import query_arguments
 from tests.support import two_hosts
 from tests.support.deadlines import deadline
 
 SETTINGS = {
-    ADAPTIVE: "false",
+    ADAPTIVE_STREAMS: "false",
     "spark.speculation": "true",
     "spark.speculation.interval": "100ms",
     "spark.speculation.quantile": "0.5",

@@ -1,4 +1,4 @@
-"""Spark Connect: reads work; features that need the SparkContext's process are refused by name."""
+"""Spark Connect: reads and writes work; features that need a JVM here are refused by name."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 import spark_adapter
 from keyshard.errors import ConfigError
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter import catalog
+from spark_adapter.adaptive_execution import ADAPTIVE
 from tests.spark.spark_process import ROOT
 from tests.spark.spark_topic import SparkTopic
 from tests.support.deadlines import deadline
+from tests.support.stored_topic import keeping_namespace, messages_of_topic
 
 
 class Remote:
@@ -54,19 +57,20 @@ SESSION: Any = SimpleNamespace()
 
 @pytest.mark.spark
 @pytest.mark.broker
+@pytest.mark.pyspark(4, 2)
 @pytest.mark.timeout(300)
-def test_a_session_of_spark_connect_reads_batches_and_streams(
+def test_a_session_of_spark_connect_reads_and_copies_each_message_once(
     dev_broker: DevBroker, tmp_path: Path
 ) -> None:
-    pytest.importorskip("grpc_status", reason="pyspark[connect] is not installed")
-    pytest.importorskip("zstandard", reason="pyspark[connect] is not installed")
     topic = SparkTopic(dev_broker, "connect", tmp_path, partitions=2)
     topic.produce(5)
     options = {"service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url}
+    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+        target = f"persistent://{keeping_namespace(admin, 'connect')}/t"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tests.spark.connect_query"),
-            json.dumps(options | {"topic": topic.name}),
+            json.dumps([options | {"topic": topic.name}, target]),
         ],
         check=False,
         cwd=tmp_path,
@@ -78,4 +82,11 @@ def test_a_session_of_spark_connect_reads_batches_and_streams(
     assert said.pop("batch") == 5
     assert said.pop("stream") == sorted(topic.sent)
     assert said.pop("ended") is True
+    refused, failed, repeated = said.pop("copies")
+    assert "Adaptive execution" in refused
+    assert f"{ADAPTIVE}=false" in refused
+    assert "batch 0, 5 rows, 0 stored before" in failed
+    assert repeated == "batch 0, 5 rows, 5 stored before"
+    copied = messages_of_topic(dev_broker.service_url, target)
+    assert sorted((one.value or b"").decode() for one in copied) == sorted(topic.sent)
     assert all("Spark Connect" in sentence for sentence in said.values()), said

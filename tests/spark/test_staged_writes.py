@@ -16,7 +16,8 @@ from pyspark.sql.types import StructType
 
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter import KeyShardDataSource
-from spark_adapter.stream_writer import ADAPTIVE, KeyShardStreamWriter
+from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
+from spark_adapter.stream_writer import KeyShardStreamWriter
 from spark_adapter.topic_writer import Staged
 from tests.spark.spark_topic import ended, failed
 from tests.spark.test_topic_writer import EXPECTED, frame
@@ -33,7 +34,7 @@ def settings(spark: SparkSession) -> Iterator[None]:
     partitions = str(spark.conf.get(SHUFFLE))
     yield
     spark.conf.set(SHUFFLE, partitions)
-    spark.conf.unset(ADAPTIVE)
+    spark.conf.unset(ADAPTIVE_STREAMS)
 
 
 @pytest.mark.usefixtures("settings")
@@ -75,7 +76,7 @@ def test_a_repeated_batch_with_other_rows_is_stored_once_as_it_was_first_staged(
     def copy(kind: str, partitions: int, *, adaptive: bool = True) -> StreamingQuery:
         # A shuffle whose number of Spark partitions is that of the settings.
         spark.conf.set(SHUFFLE, str(partitions))
-        spark.conf.set(ADAPTIVE, str(adaptive).lower())
+        spark.conf.set(ADAPTIVE_STREAMS, str(adaptive).lower())
         rows = spark.readStream.text(str(lines)).repartition("value")
         rows = rows.selectExpr("value", "split(value, ':')[0] as __key")
         writer = rows.writeStream.format(kind).option("service.url", dev_broker.service_url)

@@ -20,8 +20,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter import KeyShardDataSource
+from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from spark_adapter.options import SINK_OPTIONS
-from spark_adapter.stream_writer import ADAPTIVE
 from tests.helpers import wait_until
 from tests.spark.spark_topic import SparkTopic, ended, failed
 from tests.spark.test_write_batch import stored, target
@@ -34,9 +34,9 @@ pytestmark = [pytest.mark.spark, pytest.mark.broker]
 @pytest.fixture
 def fixed(spark: SparkSession) -> Any:
     """Spark partitions of streams that adaptive execution leaves alone."""
-    spark.conf.set(ADAPTIVE, "false")
+    spark.conf.set(ADAPTIVE_STREAMS, "false")
     yield
-    spark.conf.unset(ADAPTIVE)
+    spark.conf.unset(ADAPTIVE_STREAMS)
 
 
 def by_key(values: list[str]) -> dict[str | None, list[str]]:
@@ -197,7 +197,7 @@ def test_a_stream_whose_spark_partitions_may_change_is_refused_by_name(
     rows = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 9).load()
     shuffled = rows.selectExpr("cast(value as string) as value").repartition("value")
     text = failed(copy(shuffled, tmp_path / "checkpoint", dev_broker, topic=target))
-    assert f"Set {ADAPTIVE}=false" in text
+    assert f"Set {ADAPTIVE_STREAMS}=false" in text
     assert stored(dev_broker, target) == {}
 
 

@@ -78,6 +78,38 @@ def test_a_stream_that_fails_after_its_write_stores_every_row_once(
     assert stored(dev_broker, target) == expected
 
 
+def test_a_query_with_a_new_checkpoint_does_not_take_its_rows_for_stored_ones(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path, target: str
+) -> None:
+    """Batch 0 of both queries has as many rows of each key. The second lost its rows in silence."""
+    (tmp_path / "lines").mkdir()
+    sink_id = "copy"
+
+    def store(rows: DataFrame, batch_id: int) -> None:
+        spark_adapter.write_batch(
+            rows, batch_id, topic=target, sink_id=sink_id, service_url=dev_broker.service_url
+        )
+
+    def run(checkpoint: str) -> None:
+        rows = spark.readStream.text(str(tmp_path / "lines"))
+        rows = rows.selectExpr("value", "split(value, ':')[0] as __key")
+        writer = rows.writeStream.foreachBatch(store).trigger(availableNow=True)
+        ended(writer.option("checkpointLocation", str(tmp_path / checkpoint)).start())
+
+    (tmp_path / "lines" / "0").write_text("k:first\n")
+    run("old")
+    (tmp_path / "lines" / "0").rename(tmp_path / "0")
+    (tmp_path / "lines" / "1").write_text("k:second\n")
+    with pytest.raises(StreamingQueryException, match=r"KEYSHARD_SINK_ID_IN_USE.*'copy'"):
+        run("new")
+    assert stored(dev_broker, target) == {"k": ["k:first"]}
+    run("old")
+    assert stored(dev_broker, target) == {"k": ["k:first", "k:second"]}
+    sink_id = "another"
+    run("new")
+    assert stored(dev_broker, target) == {"k": ["k:first", "k:second", "k:second"]}
+
+
 def test_rows_after_a_shuffle_are_stored_once_in_the_order_that_is_asked_for(
     spark: SparkSession, dev_broker: DevBroker, target: str
 ) -> None:
@@ -112,5 +144,8 @@ def test_rows_of_a_wrong_schema_are_refused_before_a_task_starts(
     refused(rows, "order_by names m", order_by=["m"])
     refused(rows, "batch_id", batch_id=-1)
     refused(rows, "sink_id", sink_id="")
+    refused(rows, "sink_id has 200 characters", sink_id="s" * 200)
+    grouped = rows.groupBy("__key").agg({"value": "first"}).toDF("__key", "value")
+    refused(grouped, "Adaptive execution", service_url=dev_broker.service_url)
     refused(rows, "Did you mean 'compression'", compresion="lz4")
     assert stored(dev_broker, target) == {}

@@ -191,11 +191,12 @@ class PipelineWorld(World):
             compression=self._draw.choice(("none", "lz4")),
         )  # fmt: skip
         rows = reordered(table, self._draw)
-        write = TopicWrite(WriteOptions(sink, (), tuple(rows.column_names), exclusive=True))
+        options = WriteOptions(sink, (), tuple(rows.column_names), exclusive=True)
+        write = TopicWrite(options)
 
         def body() -> None:
             try:
-                batches, claim = iter(rows.to_batches()), write.claim(QUERY)
+                batches, claim = iter(rows.to_batches()), options.claim(QUERY)
                 report = write.store(batches, QUERY, batch, partition, claim=claim)
             except KeyShardError as exc:
                 self._failed(attempt, exc)
