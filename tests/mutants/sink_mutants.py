@@ -12,6 +12,7 @@ UNCONFIRMED = "keyshard/broker/unconfirmed.py"
 TOPIC_WRITE = "runtime/test_topic_write"
 STREAM_WRITER = "spark_adapter/stream_writer.py"
 TOPIC_WRITER = "spark_adapter/topic_writer.py"
+WRITE_OPTIONS = "spark_adapter/write_options.py"
 
 OF_SINK = (
     Mutant(
@@ -152,9 +153,9 @@ OF_SINK = (
         promise="Two queries with one sink id do not drop the rows of each other.",
         edits=(
             Edit(
-                TOPIC_WRITER,
-                '        return replace(sink, sink_id=f"{sink.sink_id}-{identity}")\n',
-                "        return replace(sink)\n",
+                WRITE_OPTIONS,
+                '        return replace(self.sink, sink_id=f"{self.sink.sink_id}-{identity}")\n',
+                "        return replace(self.sink)\n",
             ),
         ),
         killers=(
@@ -252,6 +253,20 @@ OF_SINK = (
             ),
         ),
         killers=(killer(SINK, "test_rows_that_a_broker_may_have_stored_are_looked_for_first"),),
+    ),
+    Mutant(
+        name="write_batch without the query",
+        promise="A query with a new checkpoint does not take its rows for those of the former one.",
+        edits=(
+            Edit(
+                "spark_adapter/writing.py",
+                "    return str(found) if found else None\n",
+                "    return None\n",
+            ),
+        ),
+        killers=(
+            killer(TOPIC_WRITE, "test_batches_of_foreach_batch_are_those_of_their_query_alone"),
+        ),
     ),
     Mutant(
         name="one producer name for all writers of a batch",

@@ -6,6 +6,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,10 +16,11 @@ from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
 from keyshard import KeyShardSink
 from keyshard.broker.memory import MemoryCluster
-from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
+from keyshard.errors import SinkIdInUseError
+from spark_adapter.adaptive_execution import ADAPTIVE, ADAPTIVE_STREAMS
 from spark_adapter.stream_writer import KeyShardStreamWriter
 from spark_adapter.topic_writer import NAMES_KEPT_S, KeyShardBatchWriter, TopicWrite
-from spark_adapter.write_options import WriteOptions
+from spark_adapter.write_options import QUERY_ID, WriteOptions
 from spark_adapter.writing import write_batch
 
 ROWS = pa.record_batch({"value": [b"1", b"2", b"3"], "__key": ["a", "b", "a"]})
@@ -64,7 +66,7 @@ def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     context: Any = object.__new__(TaskContext)
     context._partitionId, context._attemptNumber = 3, 0
     context._localProperties = {
-        "sql.streaming.queryId": "q", "streaming.sql.batchId": "7", ADAPTIVE_STREAMS: "false",
+        QUERY_ID: "q", "streaming.sql.batchId": "7", ADAPTIVE_STREAMS: "false",
     }  # fmt: skip
     monkeypatch.setattr(TaskContext, "_taskContext", context)
     return context
@@ -101,7 +103,7 @@ def test_two_queries_or_batches_or_tasks_take_no_rows_from_each_other(
     names = [("q", 7, 3), ("p", 7, 3), ("q", 8, 3), ("q", 8, 4)]
     for query, batch, partition in names:
         task._localProperties |= {
-            "sql.streaming.queryId": query, "streaming.sql.batchId": str(batch),
+            QUERY_ID: query, "streaming.sql.batchId": str(batch),
         }  # fmt: skip
         task._partitionId = partition
         assert writer.write(iter([ROWS])).report.already_stored == 0
@@ -121,7 +123,15 @@ def test_a_task_without_rows_opens_no_producer(target: Target, task: Any) -> Non
 
 
 class Rows:
-    """A DataFrame of one Spark partition, whose task runs here."""
+    """A DataFrame of one Spark partition, whose task runs here.
+
+    Args:
+        query: Id of the streaming query that has it as a batch; ``None`` outside of queries.
+    """
+
+    def __init__(self, query: str | None = None) -> None:
+        tells = SimpleNamespace(getLocalProperty={QUERY_ID: query}.get)
+        self.sparkSession = SimpleNamespace(conf={ADAPTIVE: "false"}, sparkContext=tells)
 
     schema = StructType([StructField("value", BinaryType()), StructField("__key", StringType())])
     columns = schema.names
@@ -147,6 +157,24 @@ def test_a_task_of_foreach_batch_takes_no_port(target: Target) -> None:
             metrics_port=taken.getsockname()[1],
         )  # fmt: skip
     assert report.rows == len(ROWS) == len(target.values())
+
+
+@pytest.mark.usefixtures("task")
+def test_batches_of_foreach_batch_are_those_of_their_query_alone(target: Target) -> None:
+    """With a new checkpoint, a query numbers its batches from 0 again, and its rows are others."""
+
+    def written(query: str | None) -> int:
+        rows: Any = Rows(query)
+        return write_batch(
+            rows, 0, topic=target.topic, sink_id="spark", service_url=target.url
+        ).already_stored
+
+    old, new = str(uuid.uuid4()), str(uuid.uuid4())
+    assert [written(old), written(old)] == [0, 3]
+    with pytest.raises(SinkIdInUseError, match=f"{new}.*{old}"):
+        written(new)
+    assert [written(None), written(None)] == [0, 3]
+    assert sorted(value or b"" for value in target.values()) == [b"1", b"1", b"2", b"2", b"3", b"3"]
 
 
 def test_a_commit_logs_the_counts_of_the_batch(
