@@ -186,8 +186,9 @@ def test_pulsar_client_reads_the_entries(dev_broker: DevBroker, topics: str) -> 
             producer = broker.entry_producer(
                 TopicPartition.parse(topic), PublishOptions(f"n{number}", compression=compression)
             )
-            sent = [
-                OutgoingMessage(b"%d" % row, "k", properties={"c": compression}) for row in range(3)
+            sent = [  # smaller entries would not be compressed
+                OutgoingMessage(b"%2000d" % row, "k", properties={"c": compression})
+                for row in range(3)
             ]
             producer.publish(sent, 0)
             producer.flush()
@@ -195,7 +196,7 @@ def test_pulsar_client_reads_the_entries(dev_broker: DevBroker, topics: str) -> 
         for compression in ("none", "lz4", "zlib", "zstd", "snappy"):
             for row in range(3):
                 got = reader.read_next(20_000)
-                assert (got.data(), got.partition_key()) == (b"%d" % row, "k")
+                assert (got.data(), got.partition_key()) == (b"%2000d" % row, "k")
                 assert got.properties() == {"c": compression}
         assert not reader.has_message_available()
     finally:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from keyshard import KeyShardSink
-from keyshard.broker.port import PublishOptions
+from keyshard.broker.port import Compression, PublishOptions
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.connection import Connection
@@ -30,6 +30,7 @@ from tests.support.stored_topic import keeping_namespace, messages_of_topic
 
 pytestmark = pytest.mark.broker
 PARTITIONS = 3
+COMPRESSIONS: tuple[Compression, ...] = ("none", "lz4", "zlib", "zstd", "snappy")
 WRITER = """
 import sys
 import pyarrow as pa
@@ -144,16 +145,40 @@ def test_processes_that_are_killed_store_a_batch_once(dev_broker: DevBroker, top
     check_once(stored(dev_broker, topic), rows, keys)
 
 
-@pytest.mark.parametrize("compression", ["none", "lz4", "zlib", "zstd", "snappy"])
-def test_every_compression_is_read_back(
-    dev_broker: DevBroker, topic: str, compression: str
+def test_every_compression_stores_less_and_is_read_back(
+    dev_broker: DevBroker, admin: httpx.Client, namespace: str, tmp_path: Path
 ) -> None:
-    with KeyShardSink(
-        topic, sink_id="s", service_url=dev_broker.service_url,
-        compression=compression,  # type: ignore[arg-type]
-    ) as sink:  # fmt: skip
-        sink.write_batch(batch_of(1_000, 10), 0)
-    check_once(stored(dev_broker, topic), 1_000, 10)
+    rows, keys = batch_of(300, 3), 3
+    padded = rows.set_column(
+        0, "value", pa.array([value.as_py() + b" " * 200 for value in rows["value"]])
+    )
+    size = sum(len(value.as_py()) for value in padded["value"])
+    java = JavaClient(dev_broker.service_url, tmp_path / "java.log")
+    try:
+        for compression in COMPRESSIONS:
+            name = f"{namespace}/{uuid.uuid4().hex}"
+            with KeyShardSink(
+                f"persistent://{name}", sink_id="s", service_url=dev_broker.service_url,
+                compression=compression,
+            ) as sink:  # fmt: skip
+                report = sink.write_batch(padded, 0)
+            assert report.entries == keys, "each entry is large enough to be compressed"
+            kept = admin.get(f"/persistent/{name}/stats").raise_for_status().json()["storageSize"]
+            assert kept > size if compression == "none" else kept < size / 4, compression
+            found = stored(dev_broker, f"persistent://{name}")
+            check_once(found, 300, keys)
+            reader = (
+                java.client.newReader(java.api.Schema.BYTES)
+                .topic(f"persistent://{name}")
+                .startMessageId(java.api.MessageId.earliest)
+                .create()
+            )
+            for one in found:
+                got = reader.readNext(20, java.seconds)
+                assert (bytes(got.getData()), got.getKey()) == (one.value, one.key)
+            reader.close()
+    finally:
+        java.close()
 
 
 def test_single_messages_are_stored_in_order_per_key(dev_broker: DevBroker, topic: str) -> None:
