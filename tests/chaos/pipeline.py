@@ -2,8 +2,9 @@
 
 1. A broker starts, and all messages are published.
 2. The query runs; its driver, JVM, executors and Python workers, the broker and its connections are
-   killed in turn. Each run has another number of ranges. The number of Spark partitions behind the
-   shuffle stays: Spark may use another one for a repeated batch, which then has other rows in them.
+   killed in turn. Each run has another number of ranges. With staging, it also has another number
+   of Spark partitions behind the shuffle, and perhaps adaptive execution. Without it, these stay:
+   Spark repeats a batch with the settings of the new run, so rows would change Spark partitions.
 3. When everything is acknowledged, the output topic is read and judged as a history.
 """
 
@@ -68,6 +69,8 @@ class Kind(Enum):
 class PipelineReport:
     """The faults of a run and their outcome."""
 
+    staged: bool
+    """Whether batches were staged, and divided otherwise in each run."""
     messages: int
     stored: int
     lost: int
@@ -100,6 +103,7 @@ class PipelineChaos:
         say: Called with a line about each event.
         cluster: Master of Spark.
         faults: Kinds to inject; by default, all of them, again and again.
+        staged: Whether batches are staged; by default, the seed decides.
     """
 
     def __init__(
@@ -111,10 +115,13 @@ class PipelineChaos:
         *,
         cluster: str = EXECUTORS,
         faults: tuple[Kind, ...] | None = None,
+        staged: bool | None = None,
     ) -> None:
         self._directory = directory
         self._draw = random.Random(seed)
         self._shuffle = self._draw.randint(2, 6)
+        drawn = self._draw.random() < 0.5
+        self._staged = drawn if staged is None else staged
         self._load = Workload(messages, KEYS, entry_messages=3)
         self._say = say
         self._cluster = cluster
@@ -167,10 +174,14 @@ class PipelineChaos:
         self._tell(f"{self._sent.sent:,} messages are published")
 
     def _start(self) -> None:
-        ranges = self._draw.randint(*RANGES)
+        ranges, adaptive = self._draw.randint(*RANGES), False
+        if self._staged:
+            others = [number for number in range(2, 7) if number != self._shuffle]
+            self._shuffle, adaptive = self._draw.choice(others), self._draw.random() < 0.5
         options = {
             "cluster": self._cluster,
             "shuffle": str(self._shuffle),
+            "adaptive": str(adaptive).lower(),
             "read.topic": IN,
             "read.subscription": SUBSCRIPTION,
             "read.service.url": self._broker.service_url,
@@ -184,9 +195,14 @@ class PipelineChaos:
             "write.entryMaxMessages": str(self._draw.choice((3, 20, 1_000))),
             "write.sendTimeoutMillis": "20000",
         }
+        if self._staged:
+            folder = self._directory / "staged"
+            folder.mkdir(exist_ok=True)
+            options["write.staging"] = folder.as_uri()
         module = "tests.chaos.pipeline_query"
         self._runs.append(SparkProcess(options, self._directory, len(self._runs), module))
-        self._tell(f"run {len(self._runs)} with {ranges} ranges, shuffle {self._shuffle}")
+        divided = f"shuffle {self._shuffle}{', adaptive' * adaptive}{', staged' * self._staged}"
+        self._tell(f"run {len(self._runs)} with {ranges} ranges, {divided}")
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -293,6 +309,7 @@ class PipelineChaos:
         wanted = {(key, seq) for key, count in sent.items() for seq in range(count)}
         logs = [run.log.read_text(errors="replace") for run in self._runs]
         return PipelineReport(
+            staged=self._staged,
             messages=self._sent.sent,
             stored=len(stored),
             lost=len(wanted - times.keys()),

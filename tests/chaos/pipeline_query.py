@@ -6,6 +6,7 @@ Options ``read.NAME`` and ``write.NAME`` are those of the source and of the sink
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from pyspark.sql import SparkSession
@@ -20,11 +21,12 @@ TWO_HOSTS = "two hosts"
 """The cluster of :mod:`tests.support.two_hosts`, instead of a master."""
 
 
-def session(cluster: str, shuffle_partitions: str, work: Path) -> SparkSession:
+def session(options: Mapping[str, str], work: Path) -> SparkSession:
     """A session; speculation needs :data:`TWO_HOSTS`."""
+    cluster = options["cluster"]
     settings = {
-        "spark.sql.shuffle.partitions": shuffle_partitions,
-        ADAPTIVE_STREAMS: "false",
+        "spark.sql.shuffle.partitions": options["shuffle"],
+        ADAPTIVE_STREAMS: options["adaptive"],
         # Many attempts run twice at once.
         "spark.speculation": "true",
         "spark.speculation.interval": "50ms",
@@ -57,7 +59,7 @@ def main() -> None:
         }
 
     work = Path(arguments.checkpoint).parent / "work"
-    spark = session(options["cluster"], options["shuffle"], work)
+    spark = session(options, work)
     rows = spark.readStream.format("keyshard").options(**of("read.")).load()
     shuffled = rows.repartition("__key").selectExpr(
         "concat(cast(value as string), '!') as value",

@@ -14,8 +14,9 @@ FAULTS = (Kind.WORKER_KILLED, Kind.OUTPUT_UNLOADED, Kind.JVM_KILLED)
 @pytest.mark.broker
 @pytest.mark.spark
 @pytest.mark.timeout(600)
-def test_each_message_is_stored_once_in_order_under_kills(tmp_path: Path) -> None:
-    chaos = PipelineChaos(tmp_path, 1, 6_000, print, cluster=LOCAL, faults=FAULTS)
+@pytest.mark.parametrize("staged", [False, True])
+def test_each_message_is_stored_once_in_order_under_kills(tmp_path: Path, *, staged: bool) -> None:
+    chaos = PipelineChaos(tmp_path, 1, 6_000, print, cluster=LOCAL, faults=FAULTS, staged=staged)
     report = chaos.run(300)
     print(report)
     assert report.holds, report
