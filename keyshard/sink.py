@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from keyshard.broker.port import Broker
+    from keyshard.columns.outgoing import Outgoing
     from keyshard.core.message import MessageId
     from keyshard.observe.sink_status import SinkMonitor, SinkStatus
     from keyshard.observe.telemetry import Telemetry
@@ -149,7 +150,6 @@ class KeyShardSink(SinkConfig):
         claim: Claim | None = None,
     ) -> WriteReport:
         """Write rows exactly once; see :func:`keyshard.publishing.batch_writer.write`."""
-        from keyshard.columns.routing import by_topic  # noqa: PLC0415
         from keyshard.publishing.batch_writer import write  # noqa: PLC0415
 
         if self.sink_id is None and self.delivery_guarantee == EXACTLY_ONCE:
@@ -159,11 +159,7 @@ class KeyShardSink(SinkConfig):
             )
         check_integer("batch_id", batch_id, 0, BATCH_ID_MAX)
         check_integer("partition", partition, 0, BATCH_ID_MAX)
-        values = self._state.values(self)
-        topics = {
-            topic: values.outgoing(topic, rows)
-            for topic, rows in by_topic(batch, self.topic).items()
-        }
+        topics = self._outgoing(batch)
         name = f"{self.sink_id}-{partition}"
         broker, telemetry = self._state.broker(self), self._state.telemetry
         counts = self._state.counts
@@ -181,6 +177,22 @@ class KeyShardSink(SinkConfig):
                 raise
         counts.note_batch(report.already_stored)
         return report
+
+    def _check_batch(self, batch: pa.RecordBatch | pa.Table) -> None:
+        """Check rows as :meth:`write_batch` does before the first one, and send none."""
+        from keyshard.publishing.preflight import check_rows  # noqa: PLC0415
+
+        check_rows(self._state.broker(self), self, self._outgoing(batch))
+
+    def _outgoing(self, batch: pa.RecordBatch | pa.Table) -> dict[str, Outgoing]:
+        """Return the rows of each topic as messages, by its full name."""
+        from keyshard.columns.routing import by_topic  # noqa: PLC0415
+
+        values = self._state.values(self)
+        return {
+            topic: values.outgoing(topic, rows)
+            for topic, rows in by_topic(batch, self.topic).items()
+        }
 
     def status(self) -> SinkStatus:
         """Return the status of a connected sink as JSON values; see docs/status.md.

@@ -74,10 +74,15 @@ class TopicWrite:
     def stage(
         self, batches: Iterator[pa.RecordBatch], identity: str, batch_id: int, context: TaskContext
     ) -> Staged:
-        """Stage the rows of a Spark partition."""
+        """Stage the rows of a Spark partition.
+
+        Rows that the broker would refuse are refused here: a staged batch is never computed again.
+        """
         rows = self.rows_of(batches)
         partition, file = context.partitionId(), None
         if rows is not None:
+            with self.options.named(identity) as sink:
+                sink._check_batch(rows)
             file = self.batch(identity, batch_id).stage(rows, partition)
         return Staged(identity, file, context.attemptNumber())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from pyarrow import compute
 from keyshard.broker.port import EntryProducer
 from keyshard.broker.unconfirmed import MaybeStoredError
 from keyshard.columns.canonical import PartitionRows
+from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.sink import MIB, SinkConfig
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.publishing import (
@@ -71,10 +72,13 @@ class Part:
             for one in self.sent:  # without a name, a failure concerns its own entry
                 one.result()
 
-    @property
-    def sizes(self) -> pa.Array:
-        """Upper bound of the stored size of each row to publish, bytes."""
-        return self.plan.sizes.slice(self.first)
+    def check_sizes(self) -> None:
+        """Check that no row to publish is too large; see :func:`check_sizes`."""
+        rows, first = self.plan.rows, self.first
+        sizes = self.plan.sizes.slice(first)
+        check_sizes(
+            self.producer, sizes, lambda row: rows(first + row, first + row + 1).messages(0, 1)[0]
+        )
 
     def entry_ends(self, config: SinkConfig) -> list[int]:
         """Return the end of each entry to publish, exclusive."""
@@ -106,11 +110,22 @@ def set_first(part: Part, first_id: int, name: str | None, last: int, *, stored:
         ) from None
 
 
-def check_sizes(part: Part) -> None:
-    limit = part.producer.message_bytes_max - ENTRY_OVERHEAD
-    large = compute.indices_nonzero(compute.greater(part.sizes, limit))
-    for row in compute.add(large, part.first).to_pylist():
-        part.producer.check(part.plan.rows(row, row + 1).messages(0, 1)[0])
+def check_sizes(
+    producer: EntryProducer, sizes: pa.Array, message_at: Callable[[int], OutgoingMessage]
+) -> None:
+    """Check that no row is too large for the broker.
+
+    Args:
+        producer: A producer of the topic.
+        sizes: Upper bound of the stored size of each row, bytes.
+        message_at: Returns a row.
+
+    Raises:
+        MessageTooLargeError: A row is too large.
+    """
+    limit = producer.message_bytes_max - ENTRY_OVERHEAD
+    for row in compute.indices_nonzero(compute.greater(sizes, limit)).to_pylist():
+        producer.check(message_at(row))
 
 
 def publish_unless_cut(

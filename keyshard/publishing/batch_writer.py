@@ -32,7 +32,7 @@ from keyshard.errors import (
     KeyShardError,
     ProducerBusyError,
 )
-from keyshard.publishing.batch_part import Part, check_sizes, publish, publish_unless_cut, set_first
+from keyshard.publishing.batch_part import Part, publish, publish_unless_cut, set_first
 from keyshard.publishing.claim import Claim
 from keyshard.publishing.counts import Attempt, SinkCounts
 from keyshard.publishing.preflight import deduplication_off
@@ -231,7 +231,7 @@ class BatchWriter:
         for part in parts:
             self._find_first(part, first_id, new=new)
             part.began = part.first
-            check_sizes(part)
+            part.check_sizes()
         started_s = time.monotonic()
         if self._claim is not None:
             self._store_first(parts, self._claim, first_id)

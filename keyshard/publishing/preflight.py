@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 
+import pyarrow as pa
+
 from keyshard.broker.connect import connect, connect_admin
-from keyshard.broker.port import PublishOptions
+from keyshard.broker.port import Broker, PublishOptions
+from keyshard.columns.outgoing import Outgoing, OutgoingSlice
 from keyshard.config.sink import EXACTLY_ONCE, SinkConfig
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import DeduplicationError
+from keyshard.publishing.batch_part import check_sizes
 
 
 def check_topics(
@@ -38,6 +42,27 @@ def check_topics(
             broker.entry_producer(where, PublishOptions(schema=schema)).close()
     if sink.delivery_guarantee == EXACTLY_ONCE:
         check_deduplication(sink, topics)
+
+
+def check_rows(broker: Broker, sink: SinkConfig, topics: Mapping[str, Outgoing]) -> None:
+    """Check that the broker would take rows. Nothing is sent.
+
+    Args:
+        broker: An open connection.
+        sink: Options of the sink.
+        topics: The rows by full topic name.
+
+    Raises:
+        TopicNotFoundError: A topic does not exist.
+        MessageTooLargeError: A row is too large.
+        KeyShardError: The broker cannot be reached, or refuses a producer.
+    """
+    for topic, rows in topics.items():
+        where = broker.partitions(topic)[0]
+        how = PublishOptions(schema=rows.schema, compression=sink.compression)
+        with closing(broker.entry_producer(where, how)) as producer:
+            messages = OutgoingSlice(rows, 0, len(rows))
+            check_sizes(producer, pa.array(rows.sizes(), pa.int64()), messages.__getitem__)
 
 
 def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:

@@ -51,7 +51,7 @@ OF_SINK = (
         edits=(
             Edit(
                 "keyshard/publishing/batch_writer.py",
-                "            check_sizes(part)\n",
+                "            part.check_sizes()\n",
                 "",
             ),
         ),
@@ -61,11 +61,11 @@ OF_SINK = (
         name="check the sizes of a topic partition when its turn comes",
         promise="Nothing of a batch with a row that is too large is sent.",
         edits=(
-            Edit("keyshard/publishing/batch_writer.py", "            check_sizes(part)\n", ""),
+            Edit("keyshard/publishing/batch_writer.py", "            part.check_sizes()\n", ""),
             Edit(
                 "keyshard/publishing/batch_part.py",
                 "    start = part.first\n",
-                "    start = part.first\n    check_sizes(part)\n",
+                "    start = part.first\n    part.check_sizes()\n",
             ),
         ),
         killers=(killer(SINK, "test_a_row_that_is_too_large_is_refused_before_anything_is_sent"),),
@@ -253,6 +253,22 @@ OF_SINK = (
             ),
         ),
         killers=(killer(SINK, "test_rows_that_a_broker_may_have_stored_are_looked_for_first"),),
+    ),
+    Mutant(
+        name="stage rows that the broker refuses",
+        promise="A row that is too large is not staged, so a mended query goes on.",
+        edits=(
+            Edit(
+                "spark_adapter/topic_writer.py",
+                "                sink._check_batch(rows)\n",
+                "                pass\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_staging", "test_a_row_that_the_broker_would_refuse_is_not_staged[0]"
+            ),
+        ),
     ),
     Mutant(
         name="write_batch without the query",

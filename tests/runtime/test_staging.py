@@ -11,7 +11,12 @@ import pyarrow as pa
 import pytest
 
 from keyshard import KeyShardSink
-from keyshard.errors import ConfigError, ProducerFencedError, StagingError
+from keyshard.errors import (
+    ConfigError,
+    MessageTooLargeError,
+    ProducerFencedError,
+    StagingError,
+)
 from keyshard.publishing.staging import StagedBatch, StagedFile, Staging
 from spark_adapter.stream_writer import KeyShardStreamWriter
 from spark_adapter.topic_writer import KeyShardBatchWriter, TopicWrite
@@ -155,6 +160,21 @@ def test_a_repeated_batch_is_stored_as_it_was_first_staged(
     assert target.values() == [b"0", b"1", b"2", b"3", b"4"]
     writer.commit(run(staged, task, rows("5"), rows(), batch=8), 8)
     assert target.values()[5:] == [b"5"]
+
+
+@pytest.mark.parametrize("large", [0, 1])
+def test_a_row_that_the_broker_would_refuse_is_not_staged(
+    target: Target, staged: TopicWrite, task: Any, large: int
+) -> None:
+    """It stood in the manifest, so every repetition of the batch failed."""
+    parts = [rows("1", "2"), rows("3", "4")]
+    values = [b"1", b"x" * (target.message_bytes_max + 1)]
+    refused = [*parts]
+    refused[large] = pa.table({"value": values, "__key": ["a", "a"]})
+    with pytest.raises(MessageTooLargeError, match="key 'a'"):
+        run(staged, task, *refused)
+    KeyShardStreamWriter(staged).commit(run(staged, task, *parts), 7)
+    assert target.values() == [b"1", b"2", b"3", b"4"]
 
 
 def test_a_batch_without_rows_stays_empty_when_it_is_repeated(

@@ -38,6 +38,10 @@ class Target:
         sink = KeyShardSink(self.topic, sink_id="spark", service_url=self.url)
         self.write = TopicWrite(WriteOptions(sink, (), ("value", "__key")))
 
+    @property
+    def message_bytes_max(self) -> int:
+        return self._cluster.message_bytes_max
+
     def forget(self) -> None:
         """Let the broker forget the names of all producers."""
         (where,) = self._cluster.partitions(self.topic)

@@ -253,8 +253,9 @@ class MemoryEntryProducer:
         size = sum(one.size() for one in rows)
         if size > self._message_bytes_max:
             raise MessageTooLargeError(
-                f"{len(rows)} message(s) to {self.topic_partition} have {size} bytes, more than "
-                f"the broker's limit of {self._message_bytes_max}. Make the values smaller."
+                f"{len(rows)} message(s) with key {rows[0].key!r} to {self.topic_partition} have "
+                f"{size} bytes, more than the broker's limit of {self._message_bytes_max}. Make "
+                "the value smaller."
             )
         return b"\0" * size
 
