@@ -290,7 +290,7 @@ class GapResolver:
             return {
                 tp: AckGapsView(part, part.state, list(part.held), part.tight, part.doubts)
                 for tp, part in parts.items()
-                if part.ack_gaps
+                if part.has_ack_gaps
             }
 
     def _prove(

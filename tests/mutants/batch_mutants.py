@@ -316,6 +316,23 @@ OF_BATCHES = (
         ),
     ),
     Mutant(
+        name="look for no gap that lies alone behind the floor",
+        promise="Each gap is resolved, also the only one of a topic partition.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/gap_resolver.py",
+                "                if part.has_ack_gaps\n",
+                "                if part.ack_gaps\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_gap_evidence",
+                "test_the_only_gap_is_resolved_although_one_run_follows_the_floor",
+            ),
+        ),
+    ),
+    Mutant(
         name="gather evidence once",
         promise="The floor rises, although a lost connection dropped evidence.",
         edits=(

@@ -211,6 +211,35 @@ def test_an_acknowledgement_by_another_client_ends_the_running_source(topic: Gap
         coordinator.stop()
 
 
+def test_an_acknowledgement_of_the_only_late_entry_ends_the_running_source(
+    topic: GapTopic,
+) -> None:
+    """It lies between the floor and a single run, and the running source did not name it."""
+    coordinator = Coordinator(
+        topic.source(), lambda: GatedBroker(topic.cluster, Gate()), topic.admin
+    )
+    coordinator.start()
+    try:
+        for _ in range(2):
+            floor = one_more(topic, coordinator).floor
+        late = topic.publish(SLOW_KEY)
+        state = one_more(topic, coordinator)
+        assert floor is not None
+        assert state.delivered.run_count == 1
+        assert not state.covers(late[0])
+        topic.acknowledge(late)
+
+        def ended() -> bool:
+            topic.publish(FAST_KEY)
+            coordinator.batches.wait_for_rows(5)
+            return coordinator.batches.cut() is None
+
+        with pytest.raises(DataLossAckedElsewhereError, match=r"1 entries of .*, first 1:2"):
+            wait_until(ended)
+    finally:
+        coordinator.stop()
+
+
 def test_entries_acknowledged_by_another_client_are_resolved_if_loss_is_accepted(
     topic: GapTopic,
 ) -> None:
@@ -219,8 +248,8 @@ def test_entries_acknowledged_by_another_client_are_resolved_if_loss_is_accepted
     try:
         entries = late_entries_acknowledged(topic, coordinator)
         state = resolved_by_batches(topic, coordinator)
-        # The newest gap may be left between the floor and a single run, at no cost. Or the
-        # mark-delete passes it without counting entries.
+        # The newest gap may still be left between the floor and a single run. Or the mark-delete
+        # passes it without counting entries.
         assert all(map(state.covers, entries[:-1]))
         assert coordinator.status()["ackGapsResolved"] >= 19
         assert coordinator.status()["entriesLost"] == 20

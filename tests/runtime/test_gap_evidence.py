@@ -60,6 +60,25 @@ def test_a_gap_before_an_unreadable_entry_is_resolved(
         coordinator.stop()
 
 
+def test_the_only_gap_is_resolved_although_one_run_follows_the_floor() -> None:
+    """It was looked at only once there was a second one, and the floor stayed."""
+    topic = GapTopic()
+    with running(topic.cluster, topic.source()) as coordinator:
+
+        def floor_is_behind(marker: EntryId) -> bool:
+            floor = one_more(topic, coordinator).floor
+            return floor is not None and floor > marker
+
+        one_more(topic, coordinator)
+        first = topic.cluster.publish_marker(topic.where)
+        wait_until(lambda: floor_is_behind(first))
+        second = topic.cluster.publish_marker(topic.where)
+        state = one_more(topic, coordinator)
+        assert state.delivered.run_count == 1
+        assert not state.covers(second)
+        wait_until(lambda: floor_is_behind(second))
+
+
 def test_a_skipped_entry_at_the_end_of_a_ledger_is_resolved_after_a_doubt() -> None:
     """It was read as the border of the ledger, of which a Reader proves no end."""
     topic = GapTopic(entries_per_ledger=4)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from keyshard.core.ack_gaps import GapEvidence
-from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.window.admission import Budget
+from keyshard.core.window.partition_window import PartitionWindow
 from keyshard.core.window.window import Window
 from tests.helpers import P0, P1, block
 
@@ -33,6 +34,26 @@ def test_a_batch_names_its_own_entries_and_no_ack_gap_resolved_with_it(
     state = end.partitions[P0]
     assert (state.floor, str(state.delivered)) == (floor, delivered)
     assert str(state.batch) == "1:3"
+
+
+@pytest.mark.parametrize(
+    ("floor", "delivered", "has"),
+    [
+        (None, "1:5-9", False),
+        (None, "1:5-9,11", True),
+        (EntryId(1, 4), "", False),
+        (EntryId(1, 4), "1:5-9", False),
+        (EntryId(1, 4), "1:6-9", True),
+        (EntryId(1, 4), "1:5-9,11", True),
+        (EntryId(1, 4), "2:0-9", True),
+    ],
+)
+def test_a_gap_may_lie_between_the_floor_and_a_single_run(
+    floor: EntryId | None, delivered: str, has: bool
+) -> None:
+    """Without a gap, the gap resolver asks the broker nothing."""
+    state = PartitionCheckpoint(floor=floor, delivered=EntrySet.parse(delivered))
+    assert PartitionWindow(state).has_ack_gaps is has
 
 
 def test_evidence_during_doubt_resolves_nothing_until_the_doubt_ends() -> None:

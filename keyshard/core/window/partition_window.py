@@ -99,6 +99,17 @@ class PartitionWindow:
         """Number of gaps between runs of delivered entries."""
         return max(0, self.state.delivered.run_count - 1)
 
+    @property
+    def has_ack_gaps(self) -> bool:
+        """Whether entries may be missing between runs, or between the floor and the first run.
+
+        Without a floor, entries before the first run are no ack gap.
+        """
+        floor, first = self.state.floor, self.state.delivered.first
+        if floor is None or first is None:
+            return self.ack_gaps > 0
+        return self.ack_gaps > 0 or first != (floor.ledger, floor.entry + 1)
+
     def receive(self, block: EntryBlock, range_index: int) -> None:
         """Take a new entry that a range received."""
         block.received_by = range_index
