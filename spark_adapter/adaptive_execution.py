@@ -1,8 +1,8 @@
-"""Refuses adaptive execution where it may divide a repeated batch in another way.
+"""Refuses rows that a repeated batch may divide over Spark partitions in another way.
 
 Adaptive execution merges and splits the Spark partitions of a shuffle, by the sizes that it
-measures and by the number of cores. A repeated batch may get other partitions, so its rows would
-have other producer names, and would be lost or stored twice.
+measures and by the number of cores. Ranges of a sort are chosen from a sample that differs each
+time. Rows in another Spark partition have another producer name, and are lost or stored twice.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ ADAPTIVE = "spark.sql.adaptive.enabled"
 ADAPTIVE_STREAMS = "spark.sql.adaptive.streaming.stateless.enabled"
 """Setting that lets adaptive execution change the Spark partitions of a stream; on by default."""
 _DANGER = (
-    "Adaptive execution may divide the rows of a repeated batch in another way, so that rows are "
-    "lost or stored twice."
+    "may divide the rows of a repeated batch in another way, so that rows are lost or stored twice."
 )
+_REPLACED = ("SortMergeJoin", "ShuffledHashJoin")
+"""Joins that adaptive execution may replace by others, which need no shuffle below them."""
 
 
 def check_task(context: TaskContext) -> None:
@@ -35,33 +36,40 @@ def check_task(context: TaskContext) -> None:
     """
     if (context.getLocalProperty(ADAPTIVE_STREAMS) or "").lower() != "false":
         raise ConfigError(
-            f"{_DANGER} Set {ADAPTIVE_STREAMS}=false in the session before the query starts."
+            f"Adaptive execution {_DANGER} Set {ADAPTIVE_STREAMS}=false in the session before the "
+            "query starts."
         )
 
 
 def check_rows(rows: DataFrame, *, in_stream: bool) -> None:
-    """Refuse rows whose Spark partitions adaptive execution may change.
+    """Refuse rows that may have other Spark partitions when they are computed again.
 
     Args:
         rows: The rows, not executed yet.
         in_stream: Whether they are of a batch of a streaming query.
 
     Raises:
-        ConfigError: It may: the rows were shuffled. With Spark Connect, the plan is not known here.
+        ConfigError: They may. With Spark Connect, whose plan is not known here, they may with
+            adaptive execution.
     """
     settings = rows.sparkSession.conf
-    if settings.get(ADAPTIVE) != "true":
-        return
+    adaptive = _is_on(settings.get(ADAPTIVE))
+    off = f"set {ADAPTIVE}=false in the session, before a query starts."
     if is_remote(rows):
-        why = "Spark Connect does not tell whether it may."
-    else:
-        is_fixed = in_stream and settings.get(ADAPTIVE_STREAMS, "true") == "false"
-        if not may_change(rows._jdf.queryExecution().executedPlan(), is_fixed=is_fixed):
-            return
-        why = "Repartition the rows by key to a fixed number, such as rows.repartition(8, '__key')."
-    raise ConfigError(
-        f"{_DANGER} {why} Or set {ADAPTIVE}=false in the session, before a query starts."
-    )
+        if adaptive:
+            raise ConfigError(f"Adaptive execution {_DANGER} With Spark Connect, {off}")
+        return
+    is_fixed = not adaptive or (in_stream and not _is_on(settings.get(ADAPTIVE_STREAMS, "true")))
+    if may_change(rows._jdf.queryExecution().executedPlan(), is_fixed=is_fixed):
+        last = "the function of foreachBatch" if in_stream else "the query"
+        raise ConfigError(
+            f"Spark {_DANGER} Make rows.repartition(8, '__key') the last step of {last}, with a "
+            f"number of your choice{f'. Or {off}' if adaptive else '.'}"
+        )
+
+
+def _is_on(setting: str | None) -> bool:
+    return (setting or "").strip().lower() == "true"
 
 
 def is_remote(rows: DataFrame) -> bool:
@@ -70,7 +78,9 @@ def is_remote(rows: DataFrame) -> bool:
 
 
 def may_change(plan: Any, *, is_fixed: bool, adaptive: bool = False) -> bool:
-    """Return whether adaptive execution may give a physical plan other Spark partitions.
+    """Return whether the rows of a physical plan may have other Spark partitions the next time.
+
+    Plugins name their operators after those of Spark, so a part of a name is enough.
 
     Args:
         plan: The plan, an object of the JVM.
@@ -83,14 +93,20 @@ def may_change(plan: Any, *, is_fixed: bool, adaptive: bool = False) -> bool:
     if kind == "InMemoryTableScanExec":
         return may_change(plan.relation().cachedPlan(), is_fixed=is_fixed)
     if kind == "RDDScanExec":  # rows of a stream, or of another plan that was executed
-        return not is_fixed and "ShuffledRowRDD" in plan.rdd().toDebugString()
-    ends = kind == "BroadcastExchangeExec"
-    if kind == "ShuffleExchangeExec":
-        if adaptive and plan.shuffleOrigin().toString() != "REPARTITION_BY_NUM":
+        lineage = plan.rdd().toDebugString()  # a checkpoint cuts it
+        return not is_fixed and ("ShuffledRowRDD" in lineage or "CheckpointRDD" in lineage)
+    ends = "BroadcastExchange" in kind
+    if "ShuffleExchange" in kind:
+        spread = plan.outputPartitioning().getClass().getSimpleName()
+        by_number = plan.shuffleOrigin().toString() == "REPARTITION_BY_NUM"
+        if spread == "RangePartitioning" or (
+            adaptive and not by_number and not spread.startswith("SinglePartition")
+        ):
             return True
         # Hashes put a row into the same Spark partition wherever it was; a round robin does not.
-        spread = plan.outputPartitioning().getClass().getSimpleName()
         ends = spread != "RoundRobinPartitioning"
+    if kind == "UnionLoopExec" or (adaptive and any(name in kind for name in _REPLACED)):
+        return True
     children = plan.children()
     return not ends and any(
         may_change(children.apply(place), is_fixed=is_fixed, adaptive=adaptive)

@@ -76,14 +76,17 @@ class TopicWrite:
     ) -> Staged:
         """Stage the rows of a Spark partition.
 
-        Rows that the broker would refuse are refused here: a staged batch is never computed again.
+        Rows that the broker would refuse are refused here, unless an earlier attempt has decided
+        which rows are published: a batch is not computed again after that.
         """
         rows = self.rows_of(batches)
         partition, file = context.partitionId(), None
         if rows is not None:
-            with self.options.named(identity) as sink:
-                sink._check_batch(rows)
-            file = self.batch(identity, batch_id).stage(rows, partition)
+            batch = self.batch(identity, batch_id)
+            if not batch.is_decided():
+                with self.options.named(identity) as sink:
+                    sink._check_batch(rows)
+            file = batch.stage(rows, partition)
         return Staged(identity, file, context.attemptNumber())
 
     def publish(self, staged: Sequence[Staged], batch_id: int, *, stream: bool) -> list[Stored]:

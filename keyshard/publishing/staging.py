@@ -169,6 +169,15 @@ class StagedBatch:
                 )
             return [StagedFile(**one) for one in found["files"]]
 
+    def is_decided(self) -> bool:
+        """Return whether an attempt has decided which rows are published.
+
+        Raises:
+            StagingError: The folder cannot be read.
+        """
+        with self._staging.named("be read"):
+            return bool(self._files.exists(self._path(MANIFEST)))
+
     def is_done(self) -> bool:
         """Return whether all rows are stored.
 

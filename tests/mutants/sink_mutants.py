@@ -260,8 +260,8 @@ OF_SINK = (
         edits=(
             Edit(
                 "spark_adapter/topic_writer.py",
-                "                sink._check_batch(rows)\n",
-                "                pass\n",
+                "                    sink._check_batch(rows)\n",
+                "                    pass\n",
             ),
         ),
         killers=(

@@ -177,6 +177,17 @@ def test_a_row_that_the_broker_would_refuse_is_not_staged(
     assert target.values() == [b"1", b"2", b"3", b"4"]
 
 
+def test_rows_that_are_computed_again_are_not_checked_once_others_are_decided(
+    target: Target, staged: TopicWrite, task: Any
+) -> None:
+    """The commit of the batch failed, and its rows are other ones now, which no broker takes."""
+    writer = KeyShardStreamWriter(staged)
+    writer.commit(run(staged, task, rows("1")), 7)
+    large = pa.table({"value": [b"x" * (target.message_bytes_max + 1)], "__key": ["a"]})
+    writer.commit(run(staged, task, large), 7)
+    assert target.values() == [b"1"]
+
+
 def test_a_batch_without_rows_stays_empty_when_it_is_repeated(
     target: Target, staged: TopicWrite, task: Any
 ) -> None:

@@ -1,4 +1,4 @@
-"""Rows are refused whose Spark partitions adaptive execution may change, and no others."""
+"""Rows are refused that a repeated batch may divide in another way, and no others."""
 
 from __future__ import annotations
 
@@ -29,19 +29,29 @@ FIXED: dict[str, Plan] = {
         rows.hint("merge").join(other, "k").repartition(3, "k")
     ),
     "a round robin": lambda rows, _: rows.repartition(3),
+    "one row of all": lambda rows, _: rows.groupBy().count(),
     "cached": lambda rows, _: rows.selectExpr("k + 1 AS k").cache(),
 }
 CHANGING: dict[str, Plan] = {
     "repartitioned by a column": lambda rows, _: rows.repartition("k"),
     "grouped": lambda rows, _: rows.groupBy("k").count(),
-    "ordered": lambda rows, _: rows.orderBy("k"),
     "joined": lambda rows, other: rows.hint("merge").join(other, "k"),
     "a union with grouped rows": lambda rows, other: rows.union(
         other.groupBy("k").count().select("k")
     ),
     "a round robin after a shuffle": lambda rows, _: rows.groupBy("k").count().repartition(3),
+    "a join of repartitioned rows": lambda rows, other: rows.repartition(8, "k").join(
+        other.repartition(6, "k").hint("merge"), "k"
+    ),
+    "a checkpoint after a shuffle": lambda rows, _: rows.groupBy("k").count().localCheckpoint(),
     "cached after a shuffle": lambda rows, _: rows.groupBy("k").count().cache(),
     "executed after a shuffle": lambda rows, _: executed(rows.groupBy("k").count()),
+}
+
+
+SAMPLED: dict[str, Plan] = {
+    "ordered": lambda rows, _: rows.orderBy("k"),
+    "repartitioned by ranges": lambda rows, _: rows.repartitionByRange(3, "k"),
 }
 
 
@@ -75,10 +85,25 @@ def test_rows_that_adaptive_execution_leaves_alone_are_written(
 @pytest.mark.usefixtures("settings")
 @pytest.mark.parametrize("plan", CHANGING.values(), ids=CHANGING)
 def test_rows_that_adaptive_execution_may_move_are_refused(spark: SparkSession, plan: Plan) -> None:
-    with pytest.raises(ConfigError, match=rf"repartition\(8, '__key'\).*{ADAPTIVE}=false"):
-        check_rows(plan(*tables(spark)), in_stream=False)
-    spark.conf.set(ADAPTIVE, "false")
+    for on in ("true", "TRUE"):
+        spark.conf.set(ADAPTIVE, on)
+        with pytest.raises(ConfigError, match=rf"repartition\(8, '__key'\).*{ADAPTIVE}=false"):
+            check_rows(plan(*tables(spark)), in_stream=False)
+    spark.catalog.clearCache()
+    spark.conf.set(ADAPTIVE, "False")
     check_rows(plan(*tables(spark)), in_stream=False)
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize("plan", SAMPLED.values(), ids=SAMPLED)
+@pytest.mark.parametrize("adaptive", ["true", "false"])
+def test_rows_of_ranges_that_a_sample_chooses_are_refused(
+    spark: SparkSession, plan: Plan, adaptive: str
+) -> None:
+    """With equal settings, a repetition had other ranges, and rows were stored twice."""
+    spark.conf.set(ADAPTIVE, adaptive)
+    with pytest.raises(ConfigError, match=r"repartition\(8, '__key'\)"):
+        check_rows(plan(*tables(spark)), in_stream=False)
 
 
 @pytest.mark.pyspark(4, 3)

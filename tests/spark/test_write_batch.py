@@ -146,6 +146,6 @@ def test_rows_of_a_wrong_schema_are_refused_before_a_task_starts(
     refused(rows, "sink_id", sink_id="")
     refused(rows, "sink_id has 200 characters", sink_id="s" * 200)
     grouped = rows.groupBy("__key").agg({"value": "first"}).toDF("__key", "value")
-    refused(grouped, "Adaptive execution", service_url=dev_broker.service_url)
+    refused(grouped, "Spark may divide the rows", service_url=dev_broker.service_url)
     refused(rows, "Did you mean 'compression'", compresion="lz4")
     assert stored(dev_broker, target) == {}
