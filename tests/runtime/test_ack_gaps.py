@@ -188,6 +188,18 @@ def late_entries_acknowledged(topic: GapTopic, coordinator: Coordinator) -> list
     return entries
 
 
+def ends_with_loss(topic: GapTopic, coordinator: Coordinator, said: str) -> None:
+    """Publish until the source ends because of a loss."""
+
+    def ended() -> bool:
+        topic.publish(FAST_KEY)
+        coordinator.batches.wait_for_rows(5)
+        return coordinator.batches.cut() is None
+
+    with pytest.raises(DataLossAckedElsewhereError, match=said):
+        wait_until(ended)
+
+
 def test_an_acknowledgement_by_another_client_ends_the_running_source(topic: GapTopic) -> None:
     """Found by the simulation, seed 7324: it was resolved silently, and no restart named it.
 
@@ -199,14 +211,7 @@ def test_an_acknowledgement_by_another_client_ends_the_running_source(topic: Gap
     )
     try:
         late_entries_acknowledged(topic, coordinator)
-
-        def ended() -> bool:
-            topic.publish(FAST_KEY)
-            coordinator.batches.wait_for_rows(5)
-            return coordinator.batches.cut() is None
-
-        with pytest.raises(DataLossAckedElsewhereError, match=r"20 entries of .*, first 1:1,3"):
-            wait_until(ended)
+        ends_with_loss(topic, coordinator, r"20 entries of .*, first 1:1,3")
     finally:
         coordinator.stop()
 
@@ -228,14 +233,7 @@ def test_an_acknowledgement_of_the_only_late_entry_ends_the_running_source(
         assert state.delivered.run_count == 1
         assert not state.covers(late[0])
         topic.acknowledge(late)
-
-        def ended() -> bool:
-            topic.publish(FAST_KEY)
-            coordinator.batches.wait_for_rows(5)
-            return coordinator.batches.cut() is None
-
-        with pytest.raises(DataLossAckedElsewhereError, match=r"1 entries of .*, first 1:2"):
-            wait_until(ended)
+        ends_with_loss(topic, coordinator, r"1 entries of .*, first 1:2")
     finally:
         coordinator.stop()
 
