@@ -72,8 +72,8 @@ def write_batch(
         Rows, entries, and the rows that an earlier attempt had stored.
 
     Raises:
-        ConfigError: An option or a column does not fit, or adaptive execution may change the Spark
-            partitions of the rows. Nothing was written.
+        ConfigError: An option or a column does not fit, or a repeated batch may have other rows in
+            its Spark partitions. Nothing was written.
         PySparkException: A task failed; its text has the error of
             :meth:`keyshard.KeyShardSink.write_batch`, or ``KEYSHARD_SINK_ID_IN_USE``: another query
             has stored rows with the sink id.
