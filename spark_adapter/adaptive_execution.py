@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from keyshard.errors import ConfigError
+from spark_adapter.preflight import is_remote
 
 if TYPE_CHECKING:
     from pyspark import TaskContext
@@ -34,7 +35,7 @@ def check_task(context: TaskContext) -> None:
     Raises:
         ConfigError: The session of the query allows adaptive execution.
     """
-    if (context.getLocalProperty(ADAPTIVE_STREAMS) or "").lower() != "false":
+    if _is_on(context.getLocalProperty(ADAPTIVE_STREAMS)):
         raise ConfigError(
             f"Adaptive execution {_DANGER} Set {ADAPTIVE_STREAMS}=false in the session before the "
             "query starts."
@@ -69,12 +70,7 @@ def check_rows(rows: DataFrame, *, in_stream: bool) -> None:
 
 
 def _is_on(setting: str | None) -> bool:
-    return (setting or "").strip().lower() == "true"
-
-
-def is_remote(rows: DataFrame) -> bool:
-    """Return whether rows are of Spark Connect, so that their plan is at the server."""
-    return type(rows).__module__.startswith("pyspark.sql.connect")
+    return (setting or "").lower() != "false"
 
 
 def may_change(plan: Any, *, is_fixed: bool, adaptive: bool = False) -> bool:

@@ -17,6 +17,7 @@ from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplit
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import parse_options
+from spark_adapter.preflight import is_remote
 from spark_adapter.pulsar.options import translated
 from spark_adapter.table_options import options_of
 
@@ -53,8 +54,7 @@ def positions(of: DataFrame | StreamingQuery) -> str:
     """
     given: Any = of
     with as_spark_error():
-        # DataFrames of Spark Connect return a column for any attribute name.
-        remote = type(given).__module__.startswith("pyspark.sql.connect")
+        remote = is_remote(given)
         if not remote and hasattr(given, "_jsq"):
             return _text(_of_query(given))
         if remote or getattr(given, "_jdf", None) is None or given.isStreaming:

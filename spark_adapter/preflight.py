@@ -26,6 +26,12 @@ _PROGRAM = (
 )
 
 
+def is_remote(given: object) -> bool:
+    """Return whether a DataFrame or a query is of Spark Connect, so that its plan is not here."""
+    # Those of Spark Connect return a column for any attribute name.
+    return type(given).__module__.startswith("pyspark.sql.connect")
+
+
 def check_workers(spark: SparkSession) -> None:
     """Check that the interpreter of the Python workers has the modules that keyshard needs.
 

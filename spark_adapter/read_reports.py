@@ -22,7 +22,7 @@ from spark_adapter.batch_reader import KeyShardSplit
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.positions import tables
-from spark_adapter.preflight import READ_REPORTS, check_has
+from spark_adapter.preflight import READ_REPORTS, check_has, is_remote
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -42,7 +42,7 @@ def read_plan(rows: DataFrame) -> ReadReport:
     """
     given: Any = rows
     with as_spark_error():
-        remote = type(given).__module__.startswith("pyspark.sql.connect")
+        remote = is_remote(given)
         if remote or getattr(given, "_jdf", None) is None or given.isStreaming:
             raise ConfigError(
                 f"read_plan() got {shown(rows)}. Pass the DataFrame of a batch read, from a "

@@ -17,7 +17,8 @@ from keyshard.core.option_checks import check_integer, check_text, did_you_mean
 from keyshard.core.publishing import BATCH_ID_MAX
 from keyshard.errors import ConfigError
 from keyshard.publishing.batch_writer import WriteReport
-from spark_adapter.adaptive_execution import check_rows, is_remote
+from spark_adapter.adaptive_execution import check_rows
+from spark_adapter.preflight import is_remote
 from spark_adapter.python_worker import exempt_imports
 from spark_adapter.task_rows import arrow_schema_of
 from spark_adapter.write_options import QUERY_ID, WriteOptions, check_length, fitted
