@@ -192,24 +192,24 @@ class Resume:
     """Whether the broker knows a part of the next entry; the rest becomes an entry."""
 
 
-class OtherWriterError(Exception):
+class UnfitError(Exception):
+    """The ids that the broker knows do not fit the entries of a producer."""
+
+
+class OtherWriterError(UnfitError):
     """The broker knows ids of this producer name that no unconfirmed entry has."""
 
 
-class RolledBackError(Exception):
+class RolledBackError(UnfitError):
     """The broker has lost ids that it had accepted, and that the caller took for known."""
 
 
-class ForgottenError(Exception):
+class ForgottenError(UnfitError):
     """The broker does not know ids any more that it has confirmed."""
 
 
-class UnsureError(Exception):
+class UnsureError(UnfitError):
     """The broker may have stored more ids of this producer name than it knows."""
-
-
-UNFIT = (ForgottenError, OtherWriterError, RolledBackError, UnsureError)
-"""Judgements that the ids which the broker knows do not fit the entries of a producer."""
 
 
 def resume(last: int, confirmed: int, entries: Sequence[tuple[int, int]]) -> Resume:

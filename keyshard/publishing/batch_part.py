@@ -41,7 +41,7 @@ class Part:
     where: TopicPartition
     plan: PartitionRows
     producer: EntryProducer
-    attempt: Attempt
+    attempt: Attempt = field(default_factory=Attempt)
     first: int = 0
     """First row to publish."""
     known: int = 0

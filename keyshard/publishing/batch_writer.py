@@ -201,13 +201,13 @@ class BatchWriter:
             new: As for :func:`write`.
         """
         for left in reversed(range(ATTEMPTS_MAX)):
-            attempts: list[Attempt] = []
+            parts: list[Part] = []
             try:
-                return self._write(placed, batch_id, attempts, new=new)
+                return self._write(parts, placed, batch_id, new=new)
             except BaseException as exc:
                 begins = left > 0 and isinstance(exc, BeginAgainError)
-                for attempt in attempts:
-                    attempt.repeated = attempt.repeated or begins
+                for part in parts:
+                    part.attempt.repeated = begins
                 if not begins:
                     raise
                 _log.info("batch %d of %s begins again: %s", batch_id, self._name, exc)
@@ -216,18 +216,14 @@ class BatchWriter:
         raise AssertionError("the last attempt returns or raises")
 
     def _write(
-        self, placed: Sequence[Placed], batch_id: int, attempts: list[Attempt], *, new: bool
+        self, parts: list[Part], placed: Sequence[Placed], batch_id: int, *, new: bool
     ) -> WriteReport:
+        """Write a batch. Its rows are added to ``parts`` once their producers are open."""
         pending_bytes_max = self._config.pending_bytes_max // max(1, len(placed))
         checksums = {where.topic: plan.checksum for where, plan in placed}
         first_id = sequence_id(batch_id, 0, batch_layout(checksums.items()))
-        attempts += (Attempt() for _ in placed)
-        parts = [
-            Part(where, plan, producer, attempt)
-            for (where, plan), producer, attempt in zip(
-                placed, self._open_all(placed, pending_bytes_max), attempts, strict=True
-            )
-        ]
+        producers = self._open_all(placed, pending_bytes_max)
+        parts += (Part(*one, producer) for one, producer in zip(placed, producers, strict=True))
         for part in parts:
             self._find_first(part, first_id, new=new)
             part.began = part.first
@@ -239,7 +235,7 @@ class BatchWriter:
             if not part.sent:
                 publish_unless_cut(part, self._config, first_id, self._counts)
         for part in parts:
-            self._confirm(part, first_id, pending_bytes_max, attempts)
+            self._confirm(part, first_id, pending_bytes_max)
         for part in parts:
             if self._name is not None and part.is_new and len(part.sent) == 1:
                 self._prove(part, pending_bytes_max)
@@ -287,9 +283,7 @@ class BatchWriter:
                     publish(mine[0], self._config, first_id, self._counts)
                     mine[0].producer.flush()
 
-    def _confirm(
-        self, part: Part, first_id: int, pending_bytes_max: int, attempts: list[Attempt]
-    ) -> None:
+    def _confirm(self, part: Part, first_id: int, pending_bytes_max: int) -> None:
         """Wait until all rows of a topic partition are stored.
 
         Raises:
@@ -303,7 +297,6 @@ class BatchWriter:
             if not part.is_cut:
                 return
             self._resume(part, first_id, pending_bytes_max)
-            attempts.append(part.attempt)
 
     def _resume(self, part: Part, first_id: int, pending_bytes_max: int) -> None:
         """Open the producer again, look which rows are stored, and publish the others."""

@@ -26,7 +26,7 @@ from keyshard.broker.unconfirmed import (
 )
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage, OutgoingSlice
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.publishing import UNFIT, ForgottenError, OtherWriterError, UnsureError
+from keyshard.core.publishing import ForgottenError, OtherWriterError, UnfitError, UnsureError
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -117,7 +117,7 @@ class MemoryEntryProducer:
             last = self._publishing.open(self.topic_partition, self._name, self)
             try:
                 self._queue.opened(last, knows_every_id=self.knows_every_id)
-            except UNFIT as exc:
+            except UnfitError as exc:
                 self._publishing.leave(self.topic_partition, self._name, self)
                 raise self._unfit(exc) from None
             self._connected, self._last_error = True, None
@@ -159,7 +159,7 @@ class MemoryEntryProducer:
             entry.done = _Confirmation(self._expire, end_s)
             try:
                 self._queue.add(entry)
-            except UNFIT as exc:
+            except UnfitError as exc:
                 raise self._unfit(exc) from None
             self._send()
         return entry.done
@@ -302,7 +302,7 @@ class MemoryEntryProducer:
             "the other program, or use another sink id."
         )
 
-    def _unfit(self, exc: Exception) -> KeyShardError:
+    def _unfit(self, exc: UnfitError) -> KeyShardError:
         """Return the error for ids of the broker that do not fit those of the producer."""
         if isinstance(exc, OtherWriterError):
             return self._fenced()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from keyshard.broker.auth.errors import lacks, not_accepted
 from keyshard.broker.unconfirmed import AcceptedLostError, MaybeStoredError
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.publishing import ForgottenError, OtherWriterError, UnsureError
+from keyshard.core.publishing import ForgottenError, OtherWriterError, UnfitError, UnsureError
 from keyshard.core.releases import denies_partition
 from keyshard.errors import (
     BrokerError,
@@ -174,8 +174,8 @@ def maybe_stored(where: TopicPartition, name: bytes) -> MaybeStoredError:
     )
 
 
-def unfit(exc: Exception, where: TopicPartition, name: bytes, last: int) -> KeyShardError:
-    """Return the error of a producer for one of :data:`~keyshard.core.publishing.UNFIT`.
+def unfit(exc: UnfitError, where: TopicPartition, name: bytes, last: int) -> KeyShardError:
+    """Return the error of a producer for ids of the broker that do not fit.
 
     Args:
         exc: The judgement.

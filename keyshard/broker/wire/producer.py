@@ -31,7 +31,7 @@ from keyshard.broker.wire.reconnect import RETRY_S, ReconnectingHandle, Shared
 from keyshard.broker.wire.schema import declared
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.publishing import UNFIT, ForgottenError
+from keyshard.core.publishing import ForgottenError, UnfitError
 from keyshard.core.releases import knows_every_id
 from keyshard.errors import (
     BrokerError,
@@ -165,7 +165,7 @@ class WireProducer(ReconnectingHandle):
                 entry.deadline_s = deadline_s
                 try:
                     self._queue.add(entry)
-                except UNFIT as exc:
+                except UnfitError as exc:
                     raise self._unfit(exc) from None
                 added += 1
             at, producer_id = self._at, self._id
@@ -353,7 +353,7 @@ class WireProducer(ReconnectingHandle):
             self._knows_every_id = knows_every_id(at.server)
             try:
                 self._queue.opened(response.last_sequence_id, knows_every_id=self._knows_every_id)
-            except UNFIT as exc:
+            except UnfitError as exc:
                 self._leaving = at, producer_id
                 raise self._unfit(exc) from None
             self._last_error = None
@@ -471,7 +471,7 @@ class WireProducer(ReconnectingHandle):
         why = f" {error.message}" if error is not None else " Check the health of the broker."
         return BrokerUnavailableError(f"{self.topic_partition}: {what}.{why}")
 
-    def _unfit(self, exc: Exception) -> KeyShardError:
+    def _unfit(self, exc: UnfitError) -> KeyShardError:
         return unfit(exc, self.topic_partition, self._name, self._queue.last_sequence_id)
 
     def _refusal(self, action: str, refused: RefusedError) -> KeyShardError:
