@@ -123,6 +123,7 @@ def breakable_broker() -> Iterator[DevBroker]:
         "managedLedgerCursorPositionFlushSeconds": "3600",
         # How long a holder of a range may take to show that it lives.
         "connectionLivenessCheckTimeoutMillis": "1000",
+        "backlogQuotaCheckIntervalInSeconds": "1",
     }
     with DevBroker(PULSAR, settings=settings) as broker:
         yield broker

@@ -166,6 +166,12 @@ class BreakableHarness(Harness, Protocol):
     def transaction(self, topic_partition: TopicPartition, keys: Sequence[str]) -> None:
         """Publish one message for each key in a transaction, and abort it."""
 
+    def exceed_quota(self, topic: str, *, exceeded: bool) -> None:
+        """Set the backlog quota of a topic and its namespace below the backlog, or beyond it.
+
+        The broker enforces it at its next check.
+        """
+
 
 def subscribe(
     broker: Broker,

@@ -156,6 +156,9 @@ class MemoryHarness:
     def transaction(self, topic_partition: TopicPartition, keys: Sequence[str]) -> None:
         self._cluster.publish_aborted(topic_partition, *(Message(b"", key) for key in keys))
 
+    def exceed_quota(self, topic: str, *, exceeded: bool) -> None:
+        self._cluster.exceed_quota(topic, exceeded=exceeded)
+
     def close(self) -> None:
         self._cluster.validate()
         for broker in self._brokers:

@@ -354,6 +354,12 @@ class BreakablePulsarHarness(PulsarHarness):
         with RawConnection("127.0.0.1", self._dev_broker.port) as connection:
             connection.abort(topic_partition.name, keys)
 
+    def exceed_quota(self, topic: str, *, exceeded: bool) -> None:
+        tenant, namespace, _ = topic.partition("://")[2].split("/")
+        quota = {"limitSize": 1 if exceeded else 1 << 30, "policy": "producer_request_hold"}
+        path = f"/admin/v2/namespaces/{tenant}/{namespace}/backlogQuota"
+        self._admin.post(path, json=quota).raise_for_status()
+
 
 class PulsarOtherClient:
     """Runs ``other_client.py``."""

@@ -24,6 +24,7 @@ from keyshard.errors import (
     MessageTooLargeError,
     ProducerBusyError,
     ProducerFencedError,
+    QuotaExceededError,
 )
 from tests.contract.contract_harness import (
     DEADLINE_S,
@@ -364,6 +365,33 @@ def test_without_a_name_only_late_entries_fail(breakable: BreakableHarness) -> N
         return producer.publish(rows(b"later"), 1).exception(DEADLINE_S) is None
 
     wait_until(takes)
+
+
+@pytest.mark.parametrize("name", [None, NAME])
+def test_a_topic_beyond_its_quota_takes_nothing_until_it_has_room(
+    breakable: BreakableHarness, name: str | None
+) -> None:
+    where, broker = deduplicated(breakable), breakable.broker()
+    subscribe(broker, where)  # its backlog is what the quota is for
+    producer = broker.entry_producer(where, PublishOptions(name, send_timeout_s=DEADLINE_S))
+    producer.publish(numbered(0, 3), 0)
+    producer.flush()
+    breakable.exceed_quota(where.topic, exceeded=True)
+
+    def opens() -> bool:
+        try:
+            broker.entry_producer(where, PublishOptions(busy_timeout_s=0)).close()
+        except QuotaExceededError as exc:
+            assert exc.retriable
+            return False
+        return True
+
+    wait_until(lambda: not opens(), deadline(60))
+    waiting = producer.publish(numbered(3, 6), 3)
+    breakable.exceed_quota(where.topic, exceeded=False)
+    wait_until(opens, deadline(60))
+    assert waiting.exception(DEADLINE_S) is None
+    assert stored(broker, where).values == values(range(6))
 
 
 def test_waiting_entries_are_bounded_in_number_and_time(

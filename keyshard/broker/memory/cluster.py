@@ -297,7 +297,7 @@ class MemoryCluster:
             self.publishing.forget(where, name, behind)
 
     def exceed_quota(self, topic: str, *, exceeded: bool) -> None:
-        """Refuse entry producers of a topic, or accept them again at their next attempt."""
+        """Refuse entry producers of a topic, or accept them again."""
         with self.lock:
             self.publishing.set_quota(topic, exceeded=exceeded)
 

@@ -197,7 +197,7 @@ class MemoryEntryProducer:
     def reconnect(self) -> None:
         """Reconnect after :meth:`drop`."""
         with self._changed:
-            if self._is_over() or self._connected:
+            if self._is_over() or self._connected or not self._connections:
                 return
             try:
                 self.open()

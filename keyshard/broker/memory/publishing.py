@@ -53,7 +53,8 @@ class Publishing:
         self._held: dict[TopicPartition, list[Write]] = {}
         self._undecided: dict[TopicPartition, list[Write]] = {}
         """Entries whose client asks again until their predecessors are written."""
-        self._full: set[str] = set()
+        self._full: dict[str, list[Publisher]] = {}
+        """By topic whose quota is exceeded: what was refused, and tries again."""
 
     def enable(self, topic: str) -> None:
         """Deduplicate a topic from now on."""
@@ -70,7 +71,10 @@ class Publishing:
             ProducerBusyError: A producer whose client answers has the name.
             QuotaExceededError: The quota of the topic is exceeded.
         """
-        if where.topic in self._full:
+        refused = self._full.get(where.topic)
+        if refused is not None:
+            if publisher not in refused:
+                refused.append(publisher)
             raise QuotaExceededError(
                 f"Could not publish to {where}: the backlog quota is exceeded. Let the "
                 "subscriptions catch up, or raise the quota."
@@ -148,12 +152,13 @@ class Publishing:
 
     def set_quota(self, topic: str, *, exceeded: bool) -> None:
         """Refuse producers of a topic, or accept them again."""
-        if not exceeded:
-            self._full.discard(topic)
-            return
-        self._full.add(topic)
-        for publisher in self._publishers({topic}):
-            publisher.drop()
+        if exceeded:
+            self._full.setdefault(topic, [])
+        publishers = self._publishers({topic}) if exceeded else self._full.pop(topic, [])
+        for publisher in publishers:
+            if exceeded:
+                publisher.drop()
+            publisher.reconnect()
 
     def _publishers(
         self, topics: Collection[str], where: TopicPartition | None = None
