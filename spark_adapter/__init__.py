@@ -37,21 +37,22 @@ if TYPE_CHECKING:
 
     from keyshard import KeyShardSource
     from spark_adapter.pulsar.source import PulsarDataSource
-    from spark_adapter.read_reports import ReadReports, read_plan
+    from spark_adapter.reports import ReadReports, WriteReports, read_plan
     from spark_adapter.workers.executors import ExecutorWorkers, start_workers
     from spark_adapter.writing import write_batch
 
 _log = logging.getLogger(__name__)
 
 __all__ = [
-    "ExecutorWorkers", "KeyShardDataSource", "PulsarDataSource", "ReadReports", "positions",
-    "read_plan", "read_stream", "register", "start_workers", "write_batch",
+    "ExecutorWorkers", "KeyShardDataSource", "PulsarDataSource", "ReadReports", "WriteReports",
+    "positions", "read_plan", "read_stream", "register", "start_workers", "write_batch",
 ]  # fmt: skip
 _LATER = {
     "ExecutorWorkers": "spark_adapter.workers.executors",
     "PulsarDataSource": "spark_adapter.pulsar.source",
-    "ReadReports": "spark_adapter.read_reports",
-    "read_plan": "spark_adapter.read_reports",
+    "ReadReports": "spark_adapter.reports",
+    "WriteReports": "spark_adapter.reports",
+    "read_plan": "spark_adapter.reports",
     "start_workers": "spark_adapter.workers.executors",
     "write_batch": "spark_adapter.writing",
 }

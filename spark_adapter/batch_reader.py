@@ -112,7 +112,7 @@ class KeyShardBatchReader(DataSourceReader):
         yield from self._rows.of(raw)
 
     def _report(self, report: ReadReport) -> None:
-        from spark_adapter.read_reports import report_to  # noqa: PLC0415 - few reads need it
+        from spark_adapter.reports import report_to  # noqa: PLC0415 - few reads need it
 
         assert self._read.report_to is not None
         report_to(self._read.report_to, report)

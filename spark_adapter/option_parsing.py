@@ -345,11 +345,17 @@ def _count(name: str, text: str) -> int:
     return count
 
 
-def _id(name: str, text: str) -> int:
+def accumulator_id(name: str, text: str) -> int:
+    """Parse the id of reports, which the class that ``name`` is called after collects.
+
+    Raises:
+        ConfigError: It is no id.
+    """
     if text.isascii() and text.isdigit() and len(text) < 19:
         return int(text)
+    kind = name[:1].upper() + name[1:]
     raise ConfigError(
-        f"{name} is {shown(text)}; give the id of a spark_adapter.ReadReports, or remove it."
+        f"{name} is {shown(text)}; give the id of a spark_adapter.{kind}, or remove it."
     )
 
 
@@ -402,6 +408,6 @@ _PARSED: dict[str, Callable[[str, str], Any]] = {
     "bookies.certificateFilePath": _plain,
     "bookies.keyFilePath": _plain,
     "bookies.hostnameVerification": truth,
-    "readReports": _id,
+    "readReports": accumulator_id,
     "pushFilters": truth,
 }

@@ -425,6 +425,11 @@ SINK_OPTIONS = (
         "fsspec URL of a folder where the rows of a batch are kept before they are published, so "
         "that a repeated batch may have other rows.",
     ),
+    Option(
+        "writeReports",
+        "report_to",
+        "Id of a `spark_adapter.WriteReports`, which collects the counts of each batch.",
+    ),
 )
 """Options of a write, besides :data:`CONNECTION_OPTIONS`."""
 

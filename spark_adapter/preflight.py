@@ -88,10 +88,11 @@ STREAM_WRITES = Feature(
     "format('keyshard') in writeStream", (4, 1), "Use spark_adapter.write_batch in foreachBatch."
 )
 FILTERS = Feature("pushFilters", (4, 1), "Leave the option out: Spark then filters the rows.")
-READ_REPORTS = Feature(
-    "ReadReports", (4, 1), "Use spark_adapter.read_plan, or the log lines of the tasks."
-)
-_FEATURES = (STREAMS, STREAM_WRITES, FILTERS, READ_REPORTS)
+REPORTS = Feature(
+    "ReadReports and WriteReports", (4, 1),
+    "Use spark_adapter.read_plan, or the log lines of tasks and commits.",
+)  # fmt: skip
+_FEATURES = (STREAMS, STREAM_WRITES, FILTERS, REPORTS)
 
 
 def check_pyspark() -> None:

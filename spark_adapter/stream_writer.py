@@ -12,7 +12,7 @@ from keyshard.config.sink import EXACTLY_ONCE
 from keyshard.errors import ConfigError
 from spark_adapter.adaptive_execution import check_task
 from spark_adapter.error_text import concise_errors
-from spark_adapter.topic_writer import Staged, Stored, TopicWrite, log_counts, task_context
+from spark_adapter.topic_writer import Staged, Stored, TopicWrite, report, task_context
 from spark_adapter.write_options import QUERY_ID
 
 
@@ -47,7 +47,7 @@ class KeyShardStreamWriter(DataSourceStreamArrowWriter):
         with concise_errors():
             staged = [one for one in messages if isinstance(one, Staged)]
             stored = self._write.publish(staged, batchId, stream=True) if staged else messages
-        log_counts(self._write.options.sink, f"batch {batchId}", stored)
+        report(self._write.options, batchId, stored)
 
 
 def _property(context: TaskContext, name: str) -> str:

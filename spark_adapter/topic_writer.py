@@ -6,13 +6,12 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
-from keyshard import KeyShardSink
 from keyshard.publishing.batch_writer import WriteReport
 from keyshard.publishing.claim import Claim
 from keyshard.publishing.staging import StagedBatch, StagedFile, Staging
@@ -139,6 +138,65 @@ class Stored(WriterCommitMessage):
     """Attempts of the task that failed before."""
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenBatch:
+    """Counts of a batch that is stored."""
+
+    batch_id: int | None
+    """Id of the micro-batch; ``None`` for a batch write, and for a sum."""
+    guarantee: str
+    """``exactly-once`` or ``at-least-once``."""
+    rows: int
+    """Rows of the batch."""
+    already_stored: int
+    """Rows that an earlier attempt had stored."""
+    bytes: int
+    """Bytes of the messages that were published, before compression."""
+    entries: int
+    """Entries that were published, all confirmed."""
+    tasks: int
+    """Spark partitions; with staging, files."""
+    retries: int
+    """Attempts of tasks that failed before."""
+    slowest: str
+    """Topic partition that was confirmed last; empty if nothing was published."""
+    slowest_s: float
+    """Time until it was confirmed, seconds."""
+
+    @property
+    def entry_messages(self) -> float:
+        """Messages of an entry, on average."""
+        return (self.rows - self.already_stored) / max(1, self.entries)
+
+    @classmethod
+    def of(cls, guarantee: str, batch_id: int | None, stored: Sequence[Stored]) -> WrittenBatch:
+        """Return the counts of a batch, given the messages of its tasks."""
+        parts = [
+            cls(None, guarantee, one.report.rows, one.report.already_stored, one.report.bytes,
+                one.report.entries, 1, one.retries, one.report.slowest, one.report.slowest_s)
+            for one in stored
+        ]  # fmt: skip
+        empty = cls(None, guarantee, 0, 0, 0, 0, 0, 0, "", 0.0)
+        return replace(cls.sum([empty, *parts]), batch_id=batch_id)
+
+    @classmethod
+    def sum(cls, batches: Sequence[WrittenBatch]) -> WrittenBatch:
+        """Return the sum of batches, at least one, with the guarantee of the last."""
+        slowest = max(batches, key=lambda one: one.slowest_s)
+        return cls(
+            None,
+            batches[-1].guarantee,
+            rows=sum(one.rows for one in batches),
+            already_stored=sum(one.already_stored for one in batches),
+            bytes=sum(one.bytes for one in batches),
+            entries=sum(one.entries for one in batches),
+            tasks=sum(one.tasks for one in batches),
+            retries=sum(one.retries for one in batches),
+            slowest=slowest.slowest,
+            slowest_s=slowest.slowest_s,
+        )
+
+
 @dataclass
 class Staged(WriterCommitMessage):
     """The message of a task whose rows are staged."""
@@ -179,7 +237,7 @@ class KeyShardBatchWriter(DataSourceArrowWriter):
             stored = self._write.publish(staged, 0, stream=False) if staged else messages
             if staged:
                 self._write.batch(self._write_id, 0).remove()
-        log_counts(self._write.options.sink, "a batch write", stored)
+        report(self._write.options, None, stored)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:  # noqa: ARG002
         """Remove what is staged: another write has another id. It runs at the driver."""
@@ -193,24 +251,30 @@ def _show_counts() -> None:
         _log.setLevel(logging.INFO)
 
 
-def log_counts(
-    sink: KeyShardSink, what: str, messages: Iterable[WriterCommitMessage | None]
+def report(
+    options: WriteOptions, batch_id: int | None, messages: Iterable[WriterCommitMessage | None]
 ) -> None:
-    """Log the counts of a finished write."""
-    _show_counts()
+    """Log the counts of a finished write, and report them if the options ask for it.
+
+    Args:
+        options: The options of the write.
+        batch_id: Id of the micro-batch; ``None`` for a batch write.
+        messages: The messages of its tasks.
+    """
     stored = [one for one in messages if isinstance(one, Stored)]
-    reports = [one.report for one in stored]
-    entries, rows = sum(one.entries for one in reports), sum(one.rows for one in reports)
-    known = sum(one.already_stored for one in reports)
-    slowest = max(reports, key=lambda one: one.slowest_s, default=None)
+    batch = WrittenBatch.of(options.sink.delivery_guarantee, batch_id, stored)
+    _show_counts()
     _log.info(
         "%s is stored (%s): %d rows in %d tasks, of which %d were stored before; %d bytes in %d "
         "entries (%.1f messages each), all confirmed; %d retries; slowest: %s, %.0f ms",
-        what, sink.delivery_guarantee, rows, len(stored), known,
-        sum(one.bytes for one in reports), entries, (rows - known) / max(1, entries),
-        sum(one.retries for one in stored),
-        (slowest and slowest.slowest) or "none", 1000 * (slowest.slowest_s if slowest else 0.0),
+        "a batch write" if batch_id is None else f"batch {batch_id}", batch.guarantee, batch.rows,
+        batch.tasks, batch.already_stored, batch.bytes, batch.entries, batch.entry_messages,
+        batch.retries, batch.slowest or "none", 1000 * batch.slowest_s,
     )  # fmt: skip
+    if options.report_to is not None:
+        from spark_adapter.reports import report_written  # noqa: PLC0415 - few writes need it
+
+        report_written(options.report_to, batch)
 
 
 def task_context() -> TaskContext:

@@ -22,7 +22,7 @@ from keyshard.publishing.preflight import check_topics
 from keyshard.publishing.staging import Staging
 from keyshard.publishing.values import Values, check_names
 from keyshard.redaction import shown
-from spark_adapter.option_parsing import integer, parts_of, truth
+from spark_adapter.option_parsing import accumulator_id, integer, parts_of, truth
 from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, SINK_OPTIONS
 from spark_adapter.task_rows import arrow_schema_of
 
@@ -52,6 +52,8 @@ class WriteOptions(NamedTuple):
     """Whether ``sinkId`` is given, so that one streaming query at most has it."""
     staging: str | None = None
     """URL of the folder where the rows of a batch are kept until they are published."""
+    report_to: int | None = None
+    """Accumulator to which commits report their counts."""
 
     def named(self, identity: str) -> KeyShardSink:
         """Return the sink with the id of the query or of the write."""
@@ -101,6 +103,7 @@ def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
         )
     fields.setdefault("topic", TOPIC)  # nothing is written to a topic of this name
     order, staging = fields.pop("order_by", ()), fields.pop("staging", None)
+    report_to = fields.pop("report_to", None)
     exclusive = "sink_id" in fields
     fields = {"sink_id": SINK_ID, "value_format": "auto"} | fields
     check_length("sinkId", fields["sink_id"])
@@ -109,7 +112,7 @@ def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
     if staging is not None:
         _check_staging(staging)
     found = fitted(sink, arrow_schema_of(schema), order)
-    return found._replace(exclusive=exclusive, staging=staging)
+    return found._replace(exclusive=exclusive, staging=staging, report_to=report_to)
 
 
 def check_length(name: str, sink_id: str) -> None:
@@ -158,6 +161,8 @@ def _sink(fields: dict[str, Any], client: Mapping[str, str]) -> KeyShardSink:
 def _parse(name: str, field: str, text: str) -> Any:
     if field == "order_by":
         return tuple(parts_of(text))
+    if field == "report_to":
+        return accumulator_id(name, text)
     if field in _BOOLEANS:
         return truth(name, text)
     return integer(name, text) if field in _INTEGERS else text

@@ -15,7 +15,7 @@ from keyshard.errors import ConfigError
 from keyshard.version import check_version
 from spark_adapter.preflight import (
     FILTERS,
-    READ_REPORTS,
+    REPORTS,
     STREAM_WRITES,
     STREAMS,
     Feature,
@@ -49,7 +49,7 @@ def test_spark_checks_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("version", "lacks"),
     [
-        ("4.0.1", [STREAMS, STREAM_WRITES, FILTERS, READ_REPORTS]),
+        ("4.0.1", [STREAMS, STREAM_WRITES, FILTERS, REPORTS]),
         ("4.1.4", [STREAMS]),
         ("4.2.0", []),
     ],
@@ -60,7 +60,7 @@ def test_features_that_an_older_pyspark_cannot_have_are_refused_by_name(
     monkeypatch.setattr("pyspark.__version__", version)
     check_pyspark()
     assert lacking() == lacks
-    for feature in (STREAMS, STREAM_WRITES, FILTERS, READ_REPORTS):
+    for feature in (STREAMS, STREAM_WRITES, FILTERS, REPORTS):
         if feature not in lacks:
             check_has(feature)
             continue

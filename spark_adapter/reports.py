@@ -1,8 +1,11 @@
-"""Entries of batch reads by bookies and by the broker: in the plan, and as read by tasks.
+"""Reports of reads and writes, for the program of the driver.
 
-Spark shows neither. The description, the metadata and the metrics of the scan of a Python data
-source are fixed in its JVM (``docs/adr/0038``). So the plan is read from the planned partitions,
-and tasks report by an accumulator.
+- Entries of batch reads by bookies and by the broker: in the plan, and as read by tasks.
+- Counts of each batch that was written.
+
+Spark shows none of them. The description, the metadata and the metrics of the scan of a Python data
+source are fixed in its JVM (``docs/adr/0038``), and its writers have no metrics. So the plan is
+read from the planned partitions, and tasks and commits report by an accumulator.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pyspark.accumulators import Accumulator, AccumulatorParam
 
@@ -22,10 +25,15 @@ from spark_adapter.batch_reader import KeyShardSplit
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.positions import tables
-from spark_adapter.preflight import READ_REPORTS, check_has, is_remote
+from spark_adapter.preflight import REPORTS, check_has, is_remote
+from spark_adapter.topic_writer import WrittenBatch
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+_Value = TypeVar("_Value")
+BATCHES_MAX = 100
+"""Most batches that a :class:`WriteReports` keeps."""
 
 
 def read_plan(rows: DataFrame) -> ReadReport:
@@ -88,12 +96,7 @@ class ReadReports:
     """
 
     def __init__(self, spark: SparkSession) -> None:
-        with as_spark_error():
-            if getattr(spark, "_jsparkSession", None) is None:
-                raise ConfigError("ReadReports needs a session without Spark Connect.")
-            check_has(READ_REPORTS)
-        spark.dataSource.register(KeyShardDataSource)
-        self._spans = spark.sparkContext.accumulator({}, _Spans())
+        self._spans = _accumulator(spark, "ReadReports", {}, _Spans())
 
     @property
     def id(self) -> int:
@@ -104,6 +107,17 @@ class ReadReports:
     def total(self) -> ReadReport:
         """Sum of the reports of the tasks that have ended."""
         return ReadReport.of(self._spans.value)
+
+
+def _accumulator(
+    spark: SparkSession, name: str, empty: _Value, how: AccumulatorParam[_Value]
+) -> Accumulator[_Value]:
+    with as_spark_error():
+        if getattr(spark, "_jsparkSession", None) is None:
+            raise ConfigError(f"{name} needs a session without Spark Connect.")
+        check_has(REPORTS)
+    spark.dataSource.register(KeyShardDataSource)
+    return spark.sparkContext.accumulator(empty, how)
 
 
 class _Spans(AccumulatorParam[SpansByStart]):
@@ -120,3 +134,71 @@ class _Spans(AccumulatorParam[SpansByStart]):
 def report_to(accumulator: int, report: ReadReport) -> None:
     """Report from a task to an accumulator of the driver, by its id."""
     Accumulator(accumulator, {}, _Spans()).add(report.by_start())
+
+
+# -- Writes ----------------------------------------------------------------------------------------
+
+
+class _Written(NamedTuple):
+    newest: tuple[WrittenBatch, ...] = ()
+    """At most :data:`BATCHES_MAX`, in the order of their commits."""
+    total: WrittenBatch | None = None
+    """Sum of all."""
+
+
+class WriteReports:
+    """Collects the counts of the batches that ``format("keyshard")`` writes, in the driver.
+
+    ::
+
+        reports = spark_adapter.WriteReports(spark)
+        query = rows.writeStream.format("keyshard").options(**options, writeReports=reports.id) \\
+            .start()
+        ...
+        print(reports.batches[-1].rows, reports.total.retries)
+
+    A batch is reported when Spark has committed it to the sink, staged or not. Several queries may
+    have one object; then their batches are mixed.
+
+    Args:
+        spark: As for :class:`ReadReports`.
+
+    Raises:
+        ConfigError: As for :class:`ReadReports`.
+    """
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._written = _accumulator(spark, "WriteReports", _Written(), _Batches())
+
+    @property
+    def id(self) -> int:
+        """Value of the option ``writeReports``."""
+        return self._written.aid
+
+    @property
+    def batches(self) -> tuple[WrittenBatch, ...]:
+        """Counts of the newest 100 batches, in the order of their commits."""
+        return self._written.value.newest
+
+    @property
+    def total(self) -> WrittenBatch | None:
+        """Sum of all batches; its ``batch_id`` is None. ``None`` before the first batch."""
+        return self._written.value.total
+
+
+class _Batches(AccumulatorParam[_Written]):
+    """Collects the counts of batches."""
+
+    def zero(self, value: _Written) -> _Written:  # noqa: ARG002 - Spark's signature
+        return _Written()
+
+    def addInPlace(self, value1: _Written, value2: _Written) -> _Written:  # noqa: N802
+        totals = [one.total for one in (value1, value2) if one.total is not None]
+        newest = (value1.newest + value2.newest)[-BATCHES_MAX:]
+        return _Written(newest, WrittenBatch.sum(totals) if totals else None)
+
+
+def report_written(accumulator: int, batch: WrittenBatch) -> None:
+    """Report a batch from its commit to an accumulator of the driver, by its id."""
+    one = _Written((batch,), WrittenBatch.sum([batch]))
+    Accumulator(accumulator, _Written(), _Batches()).add(one)
