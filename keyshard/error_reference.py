@@ -119,7 +119,8 @@ REFERENCES = (
         errors.ProducerFencedError,
         "Two programs publish with the same sink id. This one stops, because the broker would "
         "drop its messages as duplicates.",
-        "Stop the other program, or use another sink id.",
+        "If the other program was another attempt to write the same batch, repeat the call. "
+        "Otherwise stop that program, or use another sink id.",
     ),
     Reference(
         errors.QuotaExceededError,

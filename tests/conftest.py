@@ -68,6 +68,8 @@ TOGETHER = {
     "tests/integration/test_reader_disconnects.py": "one cut broker of readers",
     "tests/integration/test_data_loss.py": "one broker that loses data",
     "tests/integration/test_cluster.py": "one cluster",
+    "tests/integration/test_failing_bookie.py": "one cluster whose bookie fails",
+    "tests/integration/test_stopped_writers.py": "one broker of stopped writers",
     "tests/integration/test_readme.py": "one page",
     "tests/integration/test_status.py": "one source",
     "tests/mutants/test_mutants.py": "one copy of the code",

@@ -129,6 +129,23 @@ OF_WIRE = (
         ),
     ),
     Mutant(
+        name="wait for rows of an earlier attempt that the broker has lost",
+        promise="A call stores rows that the broker lost, without its timeout.",
+        edits=(
+            Edit(
+                "keyshard/broker/wire/producer.py",
+                "DeduplicationError | BeginAgainError | ProducerFencedError)",
+                "DeduplicationError | ProducerFencedError)",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_wire_producer",
+                "test_rows_of_an_earlier_attempt_that_the_broker_has_lost_end_the_producer_at_once",
+            ),
+        ),
+    ),
+    Mutant(
         name="skip a corrupt entry that nobody chose to skip",
         promise="Nothing is acknowledged that no batch holds, unless the user says so.",
         edits=(

@@ -16,7 +16,7 @@ import pytest
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.port import Compression, PublishOptions
 from keyshard.broker.retry import Retrier, Steps
-from keyshard.broker.unconfirmed import ENTRY_MEMORY
+from keyshard.broker.unconfirmed import ENTRY_MEMORY, AcceptedLostError
 from keyshard.broker.wire.connection_pool import ConnectionPool
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.producer import WireProducer
@@ -197,6 +197,25 @@ def test_an_unconfirmed_entry_is_kept_once(
     assert [row for one in queue._entries for row in one.rows] == rows + rows
     assert list(queue._entries[1].rows[2:]) == rows[7:10]
     producer.close()
+
+
+def test_rows_of_an_earlier_attempt_that_the_broker_has_lost_end_the_producer_at_once(
+    broker: NamingBroker, shared: Shared
+) -> None:
+    """Only a writer that begins again can publish them; see ``AcceptedLostError``."""
+    broker.last, broker.stalled = 9, True
+    producer = opened(shared)
+    assert producer.last_sequence_id == 9
+    probe = producer.publish(ROWS, 9)
+    broker.last = 4  # a write failed
+    broker.cut_all()
+    attempt = reopening(shared)
+    broker.holders.clear()
+    for _ in attempt:
+        pass
+    assert isinstance(probe.exception(0), AcceptedLostError)
+    with pytest.raises(AcceptedLostError, match="Repeat the call"):
+        producer.publish(ROWS, 10)
 
 
 def test_a_flush_returns_when_every_future_is_resolved(

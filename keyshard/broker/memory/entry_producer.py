@@ -298,8 +298,9 @@ class MemoryEntryProducer:
     def _fenced(self) -> ProducerFencedError:
         return ProducerFencedError(
             f"Another program publishes to {self.topic_partition} as producer {self._name!r}: "
-            f"the broker already has message {self._queue.last_sequence_id} of this name. Stop "
-            "the other program, or use another sink id."
+            f"the broker already has message {self._queue.last_sequence_id} of this name. If that "
+            "was another attempt to write the same batch, repeat the call. Otherwise stop that "
+            "program, or use another sink id."
         )
 
     def _unfit(self, exc: UnfitError) -> KeyShardError:

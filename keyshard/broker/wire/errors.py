@@ -152,8 +152,8 @@ def fenced(where: TopicPartition, name: bytes, last_sequence_id: int) -> Produce
     """Create the error for a producer name that another program uses."""
     return ProducerFencedError(
         f"Another program publishes to {where} as producer {name.decode()!r}: the broker already "
-        f"has message {last_sequence_id} of this name. Stop the other program, or use another "
-        "sink id."
+        f"has message {last_sequence_id} of this name. If that was another attempt to write the "
+        "same batch, repeat the call. Otherwise stop that program, or use another sink id."
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from keyshard.broker.port import PublishOptions, ReadOptions
 from keyshard.broker.unconfirmed import (
-    MaybeStoredError,
+    BeginAgainError,
     Pending,
     Unconfirmed,
     failed_entry,
@@ -320,7 +320,7 @@ class WireProducer(ReconnectingHandle):
 
     def _fails_for_good(self, error: KeyShardError) -> bool:
         self._last_error = error
-        fatal = isinstance(error, DeduplicationError | MaybeStoredError | ProducerFencedError)
+        fatal = isinstance(error, DeduplicationError | BeginAgainError | ProducerFencedError)
         return fatal or super()._fails_for_good(error)
 
     def _before_opening(self, timeout_s: float) -> Generator[Address, None, None]:

@@ -1,0 +1,215 @@
+"""Bookies that fail inside ``write_batch``, so that the broker cannot store what it has accepted.
+
+It then closes the ledger, and forgets the ids of the rows that it has lost. Each row is stored
+once, and in order per key.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from keyshard.core.releases import release_of
+from keyshard.testing.devbroker import DevCluster
+from keyshard.testing.devbroker.process import LogWatch
+from tests.helpers import wait_until
+from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
+from tests.support.writer_process import Batch, expected_rows, stored_rows, writer
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(240)]
+
+PARTITIONS = 2
+BATCH = Batch(3, rows=20_000)
+NEXT = Batch(4, rows=20_000)
+MIDDLE = 700
+"""Confirmed entries of the 4,000 of the batch, when bookies fail."""
+WAITING = 100
+"""Entries that wait for bookies, when a writer has sent enough of them."""
+WROTE = ["wrote", str(BATCH.rows)]
+WRITE_S = math.ceil(deadline(3))
+"""Time after which the broker gives up a write to a bookie, seconds."""
+ENDS_S = deadline(60)
+_LOST = re.compile(rb"Failed to persist msg in store")
+"""What the broker logs when it has lost entries: no bookie has taken them, and no new ledger could
+be made for them either."""
+
+since_5_0 = pytest.mark.skipif(
+    not release_of(PULSAR).knows_every_id,
+    reason="before 5.0, keyshard reads the end of the topic first, which the bookie must serve",
+)
+
+
+@contextmanager
+def cluster_of(bookies: int) -> Iterator[DevCluster]:
+    """A broker that stores each entry on one bookie."""
+    settings = {
+        "brokerDeduplicationEnabled": "true",
+        "managedLedgerDefaultEnsembleSize": "1",
+        "managedLedgerDefaultWriteQuorum": "1",
+        "bookkeeperClientTimeoutInSeconds": str(WRITE_S),
+        "defaultRetentionTimeInMinutes": "-1",
+        "defaultRetentionSizeInMB": "-1",
+    }
+    with DevCluster(1, bookies, PULSAR, settings=settings) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[DevCluster]:
+    with cluster_of(1) as one:
+        yield one
+
+
+@pytest.fixture
+def cluster(started: DevCluster) -> DevCluster:
+    """A broker and a bookie that run, whatever the test before did."""
+    if started.bookies[0].has_shut_down:
+        started.bookies[0].kill()
+    started.start()
+    return started
+
+
+def made(cluster: DevCluster, topic_name: str) -> str:
+    path = f"/admin/v2/persistent/public/default/{topic_name}/partitions"
+    cluster.ask("PUT", path, timeout_s=ENDS_S, json=PARTITIONS)
+    return f"persistent://public/default/{topic_name}"
+
+
+@pytest.fixture
+def topic(cluster: DevCluster, topic_name: str) -> str:
+    return made(cluster, topic_name)
+
+
+@contextmanager
+def frozen_bookie(cluster: DevCluster) -> Iterator[LogWatch]:
+    """Freeze the bookie for the block. Yield what the broker has logged since then."""
+    watch = log_from_now(cluster)
+    cluster.bookies[0].freeze()
+    try:
+        yield watch
+    finally:
+        cluster.bookies[0].resume()
+
+
+def log_from_now(cluster: DevCluster) -> LogWatch:
+    log = cluster.brokers[0].log_path
+    return LogWatch(log, log.stat().st_size)
+
+
+def wait_for_loss(watch: LogWatch) -> None:
+    """Wait until the broker has lost entries, and ended the producers of the topic partition."""
+    wait_until(lambda: watch.has(_LOST), 3 * WRITE_S + deadline(30))
+
+
+def waiting_entries(cluster: DevCluster, topic: str) -> int:
+    """Entries that wait for a bookie."""
+    path = f"/admin/v2/{topic.replace('://', '/')}-partition-%d/internalStats"
+    found = [cluster.ask("GET", path % number).json() for number in range(PARTITIONS)]
+    return sum(int(one["pendingAddEntriesCount"]) for one in found)
+
+
+def check_once(cluster: DevCluster, topic: str, *batches: Batch) -> None:
+    """Every row of the batches is stored once, in order per key, and a repetition knows it."""
+    url, last = cluster.service_url, batches[-1]
+    assert stored_rows(url, topic, PARTITIONS) == expected_rows(*batches)
+    with writer(url, topic, last, entry=3) as again:
+        assert again.outcome() == ["wrote", str(last.rows), str(last.rows)]
+    assert stored_rows(url, topic, PARTITIONS) == expected_rows(*batches)
+
+
+def test_rows_whose_write_fails_are_stored_once_within_the_call(
+    cluster: DevCluster, topic: str
+) -> None:
+    """The bookie stores them late, behind the end that the broker has given to the ledger."""
+    with writer(cluster.service_url, topic, BATCH, moment="confirmed", count=MIDDLE) as one:
+        one.wait_until_stopped()
+        with frozen_bookie(cluster) as watch:
+            one.go_on()
+            wait_for_loss(watch)
+        assert one.outcome() == [*WROTE, "0"]
+    check_once(cluster, topic, BATCH)
+
+
+def write_what_was_lost(cluster: DevCluster, topic: str) -> list[str]:
+    """Begin behind rows of a dead attempt, which the broker loses then; return the outcome."""
+    url = cluster.service_url
+    with writer(url, topic, BATCH, moment="confirmed", count=MIDDLE) as first:
+        first.wait_until_stopped()
+        with frozen_bookie(cluster) as watch:
+            first.go_on()
+            wait_until(lambda: waiting_entries(cluster, topic) > WAITING, WRITE_S)
+            first.kill()
+            timeout_ms = int(1000 * (2 * WRITE_S + deadline(10)))
+            with writer(
+                url, topic, BATCH, entry=7, moment="probing", timeout_ms=timeout_ms
+            ) as second:
+                second.wait_until_stopped()
+                assert not watch.has(_LOST), "the broker still knows the rows"
+                second.go_on()
+                wait_for_loss(watch)
+                cluster.bookies[0].resume()
+                return second.outcome()
+
+
+@since_5_0
+def test_rows_of_an_earlier_attempt_that_a_failed_write_lost_are_stored_within_the_call(
+    cluster: DevCluster, topic: str
+) -> None:
+    """The call begins again: only then does it look which rows are stored."""
+    assert write_what_was_lost(cluster, topic)[:2] == WROTE
+    check_once(cluster, topic, BATCH)
+
+
+def test_rows_that_a_bookie_stores_after_the_broker_has_died_are_stored_once(
+    cluster: DevCluster, topic: str
+) -> None:
+    """The broker that starts next may find rows behind the last one that it had confirmed."""
+    url = cluster.service_url
+    with writer(url, topic, BATCH, moment="confirmed", count=MIDDLE) as first:
+        first.wait_until_stopped()
+        with frozen_bookie(cluster):
+            first.go_on()
+            wait_until(lambda: waiting_entries(cluster, topic) > WAITING, WRITE_S)
+            first.stop()
+            cluster.brokers[0].kill()
+        cluster.start()
+        with writer(url, topic, BATCH, entry=7) as second:
+            outcome = second.outcome()
+        first.kill()
+    assert outcome[:2] == WROTE
+    assert int(outcome[2]) >= 5 * MIDDLE
+    check_once(cluster, topic, BATCH)
+
+
+@since_5_0
+def test_rows_are_stored_once_when_the_bookie_dies_and_comes_back(
+    cluster: DevCluster, topic: str
+) -> None:
+    with writer(cluster.service_url, topic, BATCH, moment="confirmed", count=MIDDLE) as one:
+        one.wait_until_stopped()
+        watch = log_from_now(cluster)
+        cluster.bookies[0].kill()
+        one.go_on()
+        wait_for_loss(watch)
+        cluster.bookies[0].start()
+        assert one.outcome() == [*WROTE, "0"]
+    check_once(cluster, topic, BATCH)
+
+
+def test_rows_are_stored_once_while_one_bookie_dies_after_the_other(topic_name: str) -> None:
+    """Rows that were on their way to the dead bookie are written to the other one."""
+    with cluster_of(2) as cluster:
+        topic = made(cluster, topic_name)
+        for batch, bookie in zip((BATCH, NEXT), cluster.bookies, strict=True):
+            with writer(cluster.service_url, topic, batch, moment="confirmed", count=MIDDLE) as one:
+                one.wait_until_stopped()
+                bookie.kill()
+                one.go_on()
+                assert one.outcome() == [*WROTE, "0"]
+            bookie.start()
+        check_once(cluster, topic, BATCH, NEXT)

@@ -1,0 +1,202 @@
+"""Writers and brokers that are stopped (SIGSTOP) inside ``write_batch``, while others go on.
+
+Whatever the stopped one does later, each row is stored once, and in order per key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from keyshard.core.releases import release_of
+from keyshard.errors import BrokerUnavailableError, ProducerFencedError
+from tests.chaos.cluster import Cluster
+from tests.helpers import wait_until
+from tests.support.deadlines import deadline
+from tests.support.tested_pulsar import PULSAR
+from tests.support.writer_process import Batch, Moment, expected_rows, stored_rows, writer
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
+
+PARTITIONS = 2
+BATCH = Batch(3, rows=20_000)
+NEXT = Batch(4, rows=3_000)
+MIDDLE = 700
+"""Confirmed entries of the 4,000 of the batch, when a writer stops in the middle."""
+LATE = 3_990
+"""Confirmed entries of it, when a writer stops after its producers have got all entries."""
+FENCED = ["failed", ProducerFencedError.code, "False"]
+WROTE = ["wrote", str(BATCH.rows)]
+MOMENTS: tuple[tuple[Moment, int], ...] = (
+    ("opened", 1),
+    ("sending", 1),
+    ("sending", 500),
+    ("confirmed", 1),
+    ("confirmed", MIDDLE),
+    ("confirmed", LATE),
+    ("probing", 1),
+)
+"""Where a writer stops, and how many entries it has sent, or got confirmed, until then."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A broker that soon gives up clients that do not answer."""
+    settings = {
+        "keepAliveIntervalSeconds": "2",
+        # Another client asks for the name of a producer: its own client has so long to answer.
+        "connectionLivenessCheckTimeoutMillis": "1000",
+        "defaultRetentionTimeInMinutes": "-1",
+        "defaultRetentionSizeInMB": "-1",
+    }
+    with Cluster(tmp_path_factory.mktemp("broker"), settings) as started:
+        yield started
+
+
+@pytest.fixture
+def topic(cluster: Cluster, topic_name: str) -> str:
+    path = f"/admin/v2/persistent/public/default/{topic_name}/partitions"
+    httpx.put(cluster.admin_url + path, json=PARTITIONS, timeout=deadline(20)).raise_for_status()
+    return f"persistent://public/default/{topic_name}"
+
+
+def check_once(cluster: Cluster, topic: str, *batches: Batch) -> None:
+    """Every row of the batches is stored once, in order per key, and a repetition knows it."""
+    assert stored_rows(cluster.direct_url, topic, PARTITIONS) == expected_rows(*batches)
+    last = batches[-1]
+    with writer(cluster.direct_url, topic, last, entry=3) as again:
+        assert again.outcome() == ["wrote", str(last.rows), str(last.rows)]
+    assert stored_rows(cluster.direct_url, topic, PARTITIONS) == expected_rows(*batches)
+
+
+def write_a_part(cluster: Cluster, topic: str) -> None:
+    """Let an attempt die that has stored a part of the batch."""
+    with writer(cluster.direct_url, topic, BATCH, moment="confirmed", count=MIDDLE) as earlier:
+        earlier.wait_until_stopped()
+
+
+@pytest.mark.parametrize("next_batch", [False, True], ids=["same batch", "next batch"])
+@pytest.mark.parametrize(("moment", "count"), MOMENTS)
+def test_a_writer_that_wakes_after_others_have_finished_its_batch_stores_nothing(
+    cluster: Cluster, topic: str, moment: Moment, count: int, next_batch: bool
+) -> None:
+    """It ends with the right count if its producers had got all rows before; otherwise by name."""
+    url, batches = cluster.direct_url, [BATCH, NEXT] if next_batch else [BATCH]
+    if moment == "probing":
+        if not release_of(PULSAR).knows_every_id:
+            pytest.skip("keyshard reads the end of the topic instead of sending a probe")
+        write_a_part(cluster, topic)
+    with writer(url, topic, BATCH, moment=moment, count=count) as first:
+        first.wait_until_stopped()
+        for batch in batches:
+            # The name is free once the broker has given up the stopped writer.
+            with writer(url, topic, batch, entry=7) as second:
+                assert second.outcome()[:2] == ["wrote", str(batch.rows)]
+        assert stored_rows(url, topic, PARTITIONS) == expected_rows(*batches)
+        assert first.is_stopped()
+        first.go_on()
+        outcome = first.outcome()
+    assert outcome[:3] == ([*WROTE, "0"] if count == LATE else FENCED)
+    check_once(cluster, topic, *batches)
+
+
+def test_writers_that_stop_in_turn_and_take_the_name_from_one_another_store_each_row_once(
+    cluster: Cluster, topic: str
+) -> None:
+    url = cluster.direct_url
+    with (
+        writer(url, topic, BATCH, moment="confirmed", count=MIDDLE) as first,
+        writer(url, topic, BATCH, entry=7, moment="confirmed", count=2 * MIDDLE) as second,
+    ):
+        first.wait_until_stopped()
+        second.wait_until_stopped()
+        first.go_on()
+        outcomes = [first.outcome()[:3]]
+        second.go_on()
+        outcomes.append(second.outcome()[:3])
+    for outcome in outcomes:
+        assert outcome[:2] == WROTE or outcome == FENCED
+    check_once(cluster, topic, BATCH)
+
+
+def test_entries_that_the_broker_reads_while_another_asks_for_the_name_are_stored_once(
+    cluster: Cluster, topic: str
+) -> None:
+    """The entries of the stopped writer wait in the sockets of a broker that is stopped, too."""
+    with writer(cluster.direct_url, topic, BATCH, moment="confirmed", count=MIDDLE) as first:
+        first.wait_until_stopped()
+        cluster.freeze()
+        try:
+            first.go_on()
+            wait_until(lambda: unread_bytes(cluster.direct_url) > 100_000)
+            first.stop()
+            with writer(cluster.direct_url, topic, BATCH, entry=7) as second:
+                cluster.thaw()
+                assert second.outcome()[:2] == WROTE
+        finally:
+            cluster.thaw()
+        assert stored_rows(cluster.direct_url, topic, PARTITIONS) == expected_rows(BATCH)
+        first.go_on()
+        assert first.outcome()[:3] == FENCED
+    check_once(cluster, topic, BATCH)
+
+
+@pytest.mark.parametrize("next_batch", [False, True], ids=["same batch", "next batch"])
+def test_entries_that_reach_the_broker_after_another_took_the_name_are_not_stored(
+    cluster: Cluster, topic: str, next_batch: bool
+) -> None:
+    """A proxy has the entries of the stopped writer, and holds them back meanwhile."""
+    batches = [BATCH, NEXT] if next_batch else [BATCH]
+    with writer(cluster.proxied_url, topic, BATCH, moment="confirmed", count=MIDDLE) as first:
+        first.wait_until_stopped()
+        cluster.proxy.stall()
+        try:
+            first.go_on()
+            wait_until(lambda: cluster.proxy.holds(b"s-0"))
+            first.stop()
+            for batch in batches:
+                with writer(cluster.direct_url, topic, batch, entry=7) as second:
+                    assert second.outcome()[:2] == ["wrote", str(batch.rows)]
+        finally:
+            cluster.proxy.resume()
+        wait_until(lambda: cluster.proxy.connections == 0)
+        assert stored_rows(cluster.direct_url, topic, PARTITIONS) == expected_rows(*batches)
+        first.go_on()
+        assert first.outcome()[:3] == FENCED
+    check_once(cluster, topic, *batches)
+
+
+@pytest.mark.parametrize("thawed_first", [True, False], ids=["after", "before"])
+def test_a_call_after_or_before_the_end_of_a_stop_of_the_broker_completes_the_batch(
+    cluster: Cluster, topic: str, thawed_first: bool
+) -> None:
+    """The broker stops for longer than the timeout of messages, so the first call fails."""
+    url = cluster.direct_url
+    with writer(url, topic, BATCH, moment="confirmed", count=MIDDLE, timeout_ms=2_000) as first:
+        first.wait_until_stopped()
+        cluster.freeze()
+        try:
+            first.go_on()
+            assert first.outcome()[:3] == ["failed", BrokerUnavailableError.code, "True"]
+            if thawed_first:
+                cluster.thaw()
+            with writer(url, topic, BATCH, entry=7) as second:
+                cluster.thaw()
+                outcome = second.outcome()
+        finally:
+            cluster.thaw()
+    assert outcome[:2] == WROTE
+    assert int(outcome[2]) >= MIDDLE
+    check_once(cluster, topic, BATCH)
+
+
+def unread_bytes(url: str) -> int:
+    """Bytes in the receive queues of the connections of a broker, which it has not read."""
+    port = f":{int(url.rpartition(':')[2]):04X}"
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    lines += Path("/proc/net/tcp6").read_text().splitlines()[1:]
+    fields = [line.split() for line in lines]
+    return sum(int(one[4].partition(":")[2], 16) for one in fields if one[1].endswith(port))
