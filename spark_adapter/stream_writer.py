@@ -36,8 +36,9 @@ class KeyShardStreamWriter(DataSourceStreamArrowWriter):
             if self._write.options.sink.delivery_guarantee == EXACTLY_ONCE:
                 check_task(context)
             partition, claim = context.partitionId(), self._write.options.claim(query)
-            report = self._write.store(iterator, query, batch_id, partition, claim=claim)
-            return Stored(report, context.attemptNumber())
+            rows = self._write.rows_of(iterator)
+            found = self._write.store(rows, query, batch_id, partition, claim=claim)
+            return Stored(found, context.attemptNumber())
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Publish what is staged, and log what was written. It runs at the driver.

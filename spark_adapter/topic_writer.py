@@ -12,8 +12,12 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
+from keyshard.columns.outgoing import TOPIC
+from keyshard.config.sink import EXACTLY_ONCE
+from keyshard.core.position.entry import full_topic_name
 from keyshard.publishing.batch_writer import WriteReport
 from keyshard.publishing.claim import Claim
+from keyshard.publishing.preflight import check_reading
 from keyshard.publishing.staging import StagedBatch, StagedFile, Staging
 from spark_adapter.error_text import concise_errors
 from spark_adapter.python_worker import exempt_imports
@@ -46,7 +50,7 @@ class TopicWrite:
 
     def store(
         self,
-        batches: Iterator[pa.RecordBatch],
+        rows: pa.Table | None,
         identity: str,
         batch_id: int,
         partition: int,
@@ -57,14 +61,13 @@ class TopicWrite:
         """Store the rows of a Spark partition.
 
         Args:
-            batches: The rows.
+            rows: The rows in their order; ``None`` if there are none.
             identity: Id of the query or of the write.
             batch_id: Id of the batch.
             partition: Number of the Spark partition.
             new: Whether no earlier attempt wrote any of the rows.
             claim: The query that has the sink id for itself; ``None``: several may have it.
         """
-        rows = self.rows_of(batches)
         if rows is None:
             return WriteReport(0, 0, 0, 0)
         with self.options.named(identity) as sink:
@@ -210,10 +213,17 @@ class Staged(WriterCommitMessage):
 
 
 class KeyShardBatchWriter(DataSourceArrowWriter):
-    """Writes a DataFrame. All attempts of its tasks have the id that is made here."""
+    """Writes a DataFrame. All attempts of its tasks have the id that is made here.
+
+    Raises:
+        AuthorizationError: The role may not read the topic. The first tasks would not notice.
+    """
 
     def __init__(self, write: TopicWrite) -> None:
         self._write = write
+        sink = write.options.sink
+        if sink.delivery_guarantee == EXACTLY_ONCE and sink.topic != full_topic_name(TOPIC):
+            check_reading(sink, sink.topic)
         self._write_id = uuid.uuid4().hex  # in contrast to query ids, without hyphens
         self._began_s = time.time()
 
@@ -223,12 +233,12 @@ class KeyShardBatchWriter(DataSourceArrowWriter):
             context = task_context()
             if self._write.options.staging is not None:
                 return self._write.stage(iterator, self._write_id, 0, context)
-            partition = context.partitionId()
+            rows = self._write.rows_of(iterator)  # it may compute for long
             # A repeated stage counts its attempts from 0 again, so the time decides, too.
             age_s = time.time() - self._began_s
             new = context.attemptNumber() == 0 and 0 <= age_s < NAMES_KEPT_S
-            report = self._write.store(iterator, self._write_id, 0, partition, new=new)
-            return Stored(report, context.attemptNumber())
+            found = self._write.store(rows, self._write_id, 0, context.partitionId(), new=new)
+            return Stored(found, context.attemptNumber())
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Publish what is staged, and log what was written. It runs at the driver."""

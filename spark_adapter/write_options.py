@@ -8,13 +8,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+from pyspark.errors import PySparkException
 from pyspark.sql.types import ArrayType, MapType, StructType, VariantType
 
 from keyshard import Connection, KeyShardSink
-from keyshard.columns.outgoing import COLUMNS, TOPIC
+from keyshard.columns.outgoing import COLUMNS, EVENT_TIME, TOPIC, VALUE, check_types
 from keyshard.config.connection_names import fields_of
 from keyshard.config.field_types import of_type
 from keyshard.config.sink import SINK_ID_MAX, SinkConfig
+from keyshard.core.metadata_columns import DELIVER_AT
 from keyshard.core.option_checks import did_you_mean
 from keyshard.errors import ConfigError
 from keyshard.publishing.claim import Claim
@@ -37,6 +39,7 @@ _OF_TABLES = frozenset({"__messageId", "__partition", "__publishTime"})
 _BY_NAME = {option.name.lower(): option for option in SINK_OPTIONS}
 _INTEGERS, _BOOLEANS = of_type(SinkConfig, int), of_type(SinkConfig, bool)
 _OF_CONNECTION = ("service_url", "admin_url")
+_TIMES = (EVENT_TIME, DELIVER_AT)
 _ID_LENGTH = len(str(uuid.UUID(int=0))) + 1
 
 
@@ -111,7 +114,7 @@ def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
     _check_order(schema, order)
     if staging is not None:
         _check_staging(staging)
-    found = fitted(sink, arrow_schema_of(schema), order)
+    found = fitted(sink, schema, order)
     return found._replace(exclusive=exclusive, staging=staging, report_to=report_to)
 
 
@@ -181,7 +184,36 @@ def _check_order(schema: StructType, order_by: tuple[str, ...]) -> None:
             )
 
 
-def fitted(sink: KeyShardSink, columns: pa.Schema, order_by: tuple[str, ...]) -> WriteOptions:
+def _arrow_columns(schema: StructType) -> pa.Schema:
+    """Return the columns of rows as Arrow.
+
+    Raises:
+        ConfigError: Arrow lacks a type, or its values would be written as Spark stores them.
+    """
+    found = []
+    for field in schema.fields:
+        name, kind = field.name, field.dataType
+        if "variant" in kind.simpleString():
+            raise ConfigError(
+                f"Column {name!r} has the type {kind.simpleString()}, whose values only Spark "
+                f"understands. Write to_json({name}), or cast it."
+            )
+        try:
+            found += arrow_schema_of(StructType([field]))
+        except (PySparkException, ValueError, TypeError) as exc:
+            raise ConfigError(
+                f"Column {name!r} has the type {kind.simpleString()}, which cannot be written. "
+                "Cast it, or leave it out."
+            ) from exc
+        if name in _TIMES and pa.types.is_timestamp(found[-1].type) and found[-1].type.tz is None:
+            raise ConfigError(
+                f"Column {name} has the type timestamp_ntz, which has no time zone. Cast it to "
+                "timestamp."
+            )
+    return pa.schema(found)
+
+
+def fitted(sink: KeyShardSink, schema: StructType, order_by: tuple[str, ...]) -> WriteOptions:
     """Check columns and topic before the first row.
 
     The topics of column ``__topic`` are not known here; the tasks check them.
@@ -189,7 +221,9 @@ def fitted(sink: KeyShardSink, columns: pa.Schema, order_by: tuple[str, ...]) ->
     Raises:
         KeyShardError: A column does not fit, or the topic cannot be written.
     """
+    columns = _arrow_columns(schema)
     check_names(columns.names)
+    check_types(pa.schema([one for one in columns if one.name != VALUE]))
     values, routed = Values(sink), TOPIC in columns.names
     if routed and sink.value_format != "raw":
         return WriteOptions(sink, order_by, tuple(columns.names))

@@ -20,7 +20,6 @@ from keyshard.publishing.batch_writer import WriteReport
 from spark_adapter.adaptive_execution import check_rows
 from spark_adapter.preflight import is_remote
 from spark_adapter.python_worker import exempt_imports
-from spark_adapter.task_rows import arrow_schema_of
 from spark_adapter.write_options import QUERY_ID, WriteOptions, check_length, fitted
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def write_batch(
 
 def _fitted(sink: KeyShardSink, df: DataFrame, order: Sequence[str]) -> WriteOptions:
     """Check columns and topic before a task begins."""
-    found = fitted(sink, arrow_schema_of(df.schema), tuple(order))
+    found = fitted(sink, df.schema, tuple(order))
     return found._replace(exclusive=True)
 
 

@@ -156,7 +156,7 @@ class _Fitting:
             for kind in (slot.unit or slot.column, slot.stored):
                 # Times are cut to the unit of the schema.
                 coarser = types.is_timestamp(kind) or types.is_time(kind)
-                found = found.cast(kind, safe=not coarser)
+                found = _cut(found, kind) if coarser else found.cast(kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as exc:
             raise self._unfit(
                 path, f"has a value out of range ({first_line(exc)})", "Correct it."
@@ -196,3 +196,14 @@ class _Fitting:
             f"Column {path.lstrip('.') or 'value'!r} {why} (schema of {self._topic}). {what_to_do}",
             topic=self._topic,
         )
+
+
+def _cut(times: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Cut times to a coarser unit, downwards: also before 1970, where Arrow cuts upwards."""
+    found = times.cast(kind, safe=False)
+    if not pa.types.is_timestamp(kind) or found.type == times.type:
+        return found
+    late = compute.greater(found.cast(times.type), times)
+    if not compute.any(late).as_py():
+        return found
+    return compute.subtract(found.cast(pa.int64()), late.cast(pa.int64())).cast(kind)

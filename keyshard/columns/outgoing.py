@@ -22,6 +22,11 @@ VALUE, KEY, EVENT_TIME, PROPERTIES_COLUMN = "value", "__key", "__eventTime", "__
 TOPIC = "__topic"
 COLUMNS = (VALUE, KEY, KEY_BYTES, ORDERING_KEY, EVENT_TIME, PROPERTIES_COLUMN, DELIVER_AT, TOPIC)
 """Columns that a batch of rows to publish may have; ``value`` is required."""
+_TYPES: Mapping[str, str] = {
+    VALUE: "text or binary", KEY: "text", KEY_BYTES: "binary", ORDERING_KEY: "text",
+    EVENT_TIME: "a timestamp", PROPERTIES_COLUMN: "a map of text to text",
+    DELIVER_AT: "a timestamp", TOPIC: "text",
+}  # fmt: skip
 MESSAGE_OVERHEAD = 64
 """Largest size of the metadata of a message beside its content, bytes."""
 PROPERTY_OVERHEAD = 16
@@ -335,10 +340,10 @@ def outgoing_of(batch: pa.RecordBatch | pa.Table) -> Outgoing:
         raise ConfigError(f"Column {VALUE} is missing. The columns are {', '.join(names)}. Add it.")
     if KEY in names and KEY_BYTES in names:
         raise ConfigError(f"Columns {KEY} and {KEY_BYTES} are both given. Give only one of them.")
+    check_types(batch.schema)
     batch = one_batch(batch)
-    _binary(batch, TOPIC)
     of_bytes = KEY_BYTES in names
-    keys = _binary(batch, KEY_BYTES, text=False) if of_bytes else _binary(batch, KEY)
+    keys = _binary(batch, KEY_BYTES if of_bytes else KEY)
     return Outgoing(
         _binary(batch, VALUE),
         pa.nulls(batch.num_rows, pa.binary()) if keys is None else keys,
@@ -375,26 +380,44 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     return None if name != VALUE and column.null_count == len(column) else column
 
 
-def _binary(batch: pa.RecordBatch, name: str, *, text: bool = True) -> pa.Array | None:
+def check_types(columns: pa.Schema) -> None:
+    """Check the types of the columns of a message, also if all their values are null.
+
+    Raises:
+        ConfigError: A type does not fit. The error names the column.
+    """
+    for field in columns:
+        wanted = _TYPES.get(field.name)
+        if wanted is not None and not _fits(field.type, wanted):
+            raise ConfigError(
+                f"Column {field.name} has the type {field.type}; it must be {wanted}. Cast it."
+            )
+
+
+def _fits(kind: pa.DataType, wanted: str) -> bool:
+    types = pa.types
+    if types.is_null(kind):
+        return True
+    if wanted == "a timestamp":
+        return bool(types.is_timestamp(kind))
+    if wanted == "a map of text to text":
+        return types.is_map(kind) and all(
+            _fits(one, "text") for one in (kind.key_type, kind.item_type)
+        )
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    is_binary = types.is_binary(kind) or types.is_large_binary(kind)
+    return ("text" in wanted and is_text) or ("binary" in wanted and is_binary)
+
+
+def _binary(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     column = _column(batch, name)
-    if column is None:
-        return None
-    kind = column.type
-    texts = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    binaries = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    fits = (texts and text) or (binaries and name in (VALUE, KEY_BYTES)) or pa.types.is_null(kind)
-    if not fits:
-        wanted = "binary" if not text else "text or binary" if name == VALUE else "text"
-        raise _wrong_type(name, kind, wanted)
-    return column.cast(pa.binary())
+    return None if column is None else column.cast(pa.binary())
 
 
 def _times(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     column = _column(batch, name)
     if column is None:
         return None
-    if not pa.types.is_timestamp(column.type):
-        raise _wrong_type(name, column.type, "a timestamp")
     found = column.cast(pa.timestamp("ms", tz=column.type.tz), safe=False).cast(pa.int64())
     least = compute.min(found).as_py()
     if least is not None and least <= 0:
@@ -409,20 +432,10 @@ def _properties(batch: pa.RecordBatch) -> pa.Array | None:
     column = _column(batch, PROPERTIES_COLUMN)
     if column is None:
         return None
-    kind = column.type
-    if not pa.types.is_map(kind):
-        raise _wrong_type(PROPERTIES_COLUMN, kind, "a map of text to text")
-    try:
-        found = column.cast(PROPERTIES)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as exc:
-        raise _wrong_type(PROPERTIES_COLUMN, kind, "a map of text to text") from exc
+    found = column.cast(PROPERTIES)
     if compute.any(compute.is_null(found.items)).as_py():
         raise ConfigError(f"Column {PROPERTIES_COLUMN} has a null in a map. Remove the pair.")
     return found
-
-
-def _wrong_type(name: str, kind: pa.DataType, wanted: str) -> ConfigError:
-    return ConfigError(f"Column {name} has the type {kind}; it must be {wanted}.")
 
 
 def _milliseconds(time: datetime | None) -> int | None:

@@ -106,7 +106,8 @@ def set_first(part: Part, first_id: int, name: str | None, last: int, *, stored:
             f"Batch {batch_id} of {name!r} is distributed otherwise than in an earlier attempt, "
             f"which stored rows in {part.where}. Each attempt must have the same rows, number of "
             "topic partitions and hashing scheme. If the query is not deterministic, store the "
-            "batch before you write it."
+            "batch before you write it. If topic partitions were added since, another sink id "
+            "goes on; rows of this batch that are stored are then stored again."
         ) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 
@@ -11,9 +12,12 @@ from keyshard.broker.connect import connect, connect_admin
 from keyshard.broker.port import Broker, PublishOptions
 from keyshard.columns.outgoing import Outgoing, OutgoingSlice
 from keyshard.config.sink import EXACTLY_ONCE, SinkConfig
+from keyshard.core.position.entry import EntryId
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.errors import DeduplicationError
+from keyshard.errors import AuthorizationError, DeduplicationError
 from keyshard.publishing.batch_part import check_sizes
+
+_log = logging.getLogger(__name__)
 
 
 def check_topics(
@@ -44,6 +48,18 @@ def check_topics(
         check_deduplication(sink, topics)
 
 
+def check_reading(sink: SinkConfig, topic: str) -> None:
+    """Check that the sink may read the topic, as it does to see what an earlier attempt stored.
+
+    Raises:
+        AuthorizationError: It may not.
+        KeyShardError: The broker cannot be reached, or refuses.
+    """
+    with closing(connect(sink.how_to_connect())) as broker:
+        where = broker.partitions(topic)[0]
+        broker.reader(where, EntryId(0, 0)).close()
+
+
 def check_rows(broker: Broker, sink: SinkConfig, topics: Mapping[str, Outgoing]) -> None:
     """Check that the broker would take rows. Nothing is sent.
 
@@ -68,6 +84,9 @@ def check_rows(broker: Broker, sink: SinkConfig, topics: Mapping[str, Outgoing])
 def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:
     """Check that the broker deduplicates topics, if the connection has an ``admin_url``.
 
+    A role may lack the permission to ask. The first entries then show it; see
+    :func:`keyshard.publishing.batch_writer.write`.
+
     Raises:
         DeduplicationError: It does not.
         KeyShardError: The admin interface does not answer.
@@ -77,7 +96,16 @@ def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:
         return
     with closing(connect_admin(connection)) as admin:
         for topic in topics:
-            if not admin.deduplicates(topic):
+            try:
+                deduplicates = admin.deduplicates(topic)
+            except AuthorizationError as exc:
+                _log.warning(
+                    "Whether the broker deduplicates %s is not known before the first entry is "
+                    "confirmed: %s",
+                    topic, exc.message,
+                )  # fmt: skip
+                continue
+            if not deduplicates:
                 raise deduplication_off(topic)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,11 +163,14 @@ def _are_bytes(columns: pa.Schema, encoder: Encoder) -> bool:
 
 # -- Schemas made of columns ----------------------------------------------------------------------
 
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_TIME = {"type": "long", "logicalType": "time-micros"}
 _PLAIN: Mapping[pa.DataType, Any] = {
     pa.bool_(): "boolean", pa.int8(): "int", pa.int16(): "int", pa.int32(): "int",
     pa.int64(): "long", pa.float32(): "float", pa.float64(): "double", pa.string(): "string",
     pa.large_string(): "string", pa.binary(): "bytes", pa.large_binary(): "bytes",
-    pa.date32(): {"type": "int", "logicalType": "date"},
+    pa.date32(): {"type": "int", "logicalType": "date"}, pa.time64("us"): _TIME,
+    pa.time64("ns"): _TIME,
 }  # fmt: skip
 
 
@@ -179,48 +182,58 @@ def definition_of(columns: pa.Schema, topic: str) -> bytes:
     """
     name = re.sub(r"\W", "_", topic.rpartition("/")[2])
     name = name if name[:1].isalpha() else f"t_{name}"
-    return json.dumps(_record(list(columns), name, topic, "")).encode()
+    return json.dumps(_Definition(topic).record(list(columns), name, "")).encode()
 
 
-def _record(fields: list[pa.Field], name: str, topic: str, path: str) -> dict[str, Any]:
-    return {
-        "type": "record",
-        "name": name,
-        "fields": [
-            {
-                "name": one.name,
-                "type": [
-                    "null",
-                    _avro(one.type, f"{name}_{one.name}", topic, f"{path}.{one.name}"),
-                ],
-                "default": None,
+class _Definition:
+    """Makes the types of one Avro definition."""
+
+    def __init__(self, topic: str) -> None:
+        self._topic = topic
+        self._records: set[str] = set()
+        """Names of its records, each of which Avro allows once."""
+
+    def record(self, fields: Sequence[pa.Field], name: str, path: str) -> dict[str, Any]:
+        """Return a record of fields, at a path of columns."""
+        while name in self._records:
+            name += "_"
+        self._records.add(name)
+        found = []
+        for one in fields:
+            at = f"{path}.{one.name}".lstrip(".")
+            if _NAME.fullmatch(one.name) is None:
+                raise SchemaError(
+                    f"Column {at!r} has a name that Avro does not allow, so no schema can be "
+                    f"registered at {self._topic}. Rename it: letters, digits and _, without a "
+                    "digit first.",
+                    topic=self._topic,
+                )
+            kind = self._type(one.type, f"{name}_{one.name}", at)
+            found.append({"name": one.name, "type": ["null", kind], "default": None})
+        return {"type": "record", "name": name, "fields": found}
+
+    def _type(self, kind: pa.DataType, name: str, path: str) -> Any:
+        types = pa.types
+        if kind in _PLAIN:
+            return _PLAIN[kind]
+        if types.is_timestamp(kind):
+            local = "" if kind.tz else "local-"
+            return {"type": "long", "logicalType": f"{local}timestamp-micros"}
+        if types.is_decimal128(kind):
+            return {"type": "bytes", "logicalType": "decimal", "precision": kind.precision,
+                    "scale": kind.scale}  # fmt: skip
+        if types.is_struct(kind):
+            return self.record(list(kind), name, path)
+        if types.is_list(kind):
+            items = self._type(kind.value_type, name, f"{path}[]")
+            return {"type": "array", "items": ["null", items]}
+        if types.is_map(kind) and types.is_string(kind.key_type):
+            return {
+                "type": "map",
+                "values": ["null", self._type(kind.item_type, name, f"{path}[]")],
             }
-            for one in fields
-        ],
-    }
-
-
-def _avro(kind: pa.DataType, name: str, topic: str, path: str) -> Any:
-    types = pa.types
-    if kind in _PLAIN:
-        return _PLAIN[kind]
-    if types.is_timestamp(kind):
-        local = "" if kind.tz else "local-"
-        return {"type": "long", "logicalType": f"{local}timestamp-micros"}
-    if types.is_decimal128(kind):
-        return {"type": "bytes", "logicalType": "decimal", "precision": kind.precision,
-                "scale": kind.scale}  # fmt: skip
-    if types.is_struct(kind):
-        return _record(list(kind), name, topic, path)
-    if types.is_list(kind):
-        return {
-            "type": "array",
-            "items": ["null", _avro(kind.value_type, name, topic, f"{path}[]")],
-        }
-    if types.is_map(kind) and types.is_string(kind.key_type):
-        return {"type": "map", "values": ["null", _avro(kind.item_type, name, topic, f"{path}[]")]}
-    raise SchemaError(
-        f"Column {path.lstrip('.')!r} has the type {kind}, for which no schema can be registered "
-        f"at {topic}. Cast the column.",
-        topic=topic,
-    )
+        raise SchemaError(
+            f"Column {path!r} has the type {kind}, for which no schema can be registered at "
+            f"{self._topic}. Cast the column.",
+            topic=self._topic,
+        )

@@ -203,8 +203,9 @@ OF_SINK = (
         edits=(
             Edit(
                 TOPIC_WRITER,
-                "self._write.store(iterator, self._write_id, 0, partition, new=new)",
-                "self._write.store(iterator, self._write_id, context.attemptNumber(), partition)",
+                "self._write.store(rows, self._write_id, 0, context.partitionId(), new=new)",
+                "self._write.store(rows, self._write_id, context.attemptNumber(), "
+                "context.partitionId())",
             ),
         ),
         killers=(killer(TOPIC_WRITE, "test_each_attempt_of_a_task_gives_its_rows_the_same_ids"),),

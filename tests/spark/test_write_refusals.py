@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -102,15 +103,36 @@ def read(broker: DevBroker, topic: str) -> list[tuple[str | None, bytes | None]]
 def test_a_role_without_the_permission_is_refused_until_it_has_it(
     spark: SparkSession, broker: DevBroker, topic_name: str
 ) -> None:
-    request(broker, "PUT", f"persistent/public/default/{topic_name}")
-    path = f"persistent/public/default/{topic_name}/permissions/{ROLE}"
-    request(broker, "POST", path, ["consume"])
-    rows = spark.sql("select 'v' as value, 'k' as __key")
-    given = options(broker, topic_name, ROLE)
-    with pytest.raises(AnalysisException, match=r"KEYSHARD_AUTHORIZATION.*permission 'produce'"):
+    """The command in the error is enough, and it needs no right to ask for policies."""
+    name = f"persistent/public/default/{topic_name}"
+    request(broker, "PUT", f"{name}/partitions", 3)
+    request(broker, "POST", f"{name}/permissions/{ROLE}", ["consume"])
+    rows = spark.sql("select concat('v', id) as value, concat('k', id) as __key from range(20)")
+    given = options(broker, topic_name, ROLE, **{"admin.url": broker.admin_url})
+    with pytest.raises(AnalysisException, match=r"KEYSHARD_AUTHORIZATION.*'produce'") as caught:
         write(rows, given)
-    request(broker, "POST", path, ["produce", "consume"])
+    text = str(caught.value)
+    command = re.search(r"grant-permission (\S+) --role (\S+) --actions ([\w,]+)", text)
+    assert command is not None
+    assert command[2] == ROLE
+    path = f"{command[1].replace('://', '/')}/permissions/{ROLE}"
+    request(broker, "POST", path, command[3].split(","))
     write(rows, given)
+    assert len(read(broker, topic_name)) == 20
+
+
+def test_a_role_that_may_not_read_is_refused_before_the_first_row(
+    spark: SparkSession, broker: DevBroker, topic_name: str
+) -> None:
+    """Only tasks that start late, or again, look at the end of the topic."""
+    name = f"persistent/public/default/{topic_name}"
+    request(broker, "PUT", name)
+    request(broker, "POST", f"{name}/permissions/{ROLE}", ["produce"])
+    rows = spark.sql("select 'v' as value, 'k' as __key")
+    with pytest.raises(AnalysisException, match=r"KEYSHARD_AUTHORIZATION.*'consume'"):
+        write(rows, options(broker, topic_name, ROLE))
+    assert read(broker, topic_name) == []
+    write(rows, options(broker, topic_name, ROLE, deliveryGuarantee="at-least-once"))
     assert read(broker, topic_name) == [("k", b"v")]
 
 

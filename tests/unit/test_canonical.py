@@ -132,6 +132,16 @@ def test_a_delayed_message_is_an_entry_of_its_own() -> None:
             "__eventTime has the type int64; it must be a times",
         ),
         ({"value": [b""], "__properties": ["a=b"]}, "it must be a map of text to text"),
+        # Types are checked without a value, too.
+        ({"value": [b""], "__key": pa.nulls(1, pa.int32())}, "__key has the type int32"),
+        ({"value": [b""], "__deliverAt": pa.nulls(1, pa.int64())}, "must be a timestamp. Cast it"),
+        (
+            {
+                "value": [b""],
+                "__properties": pa.nulls(1, pa.map_(pa.string(), pa.int64())),
+            },
+            "it must be a map of text to text",
+        ),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(columns: dict[str, Any], said: str) -> None:

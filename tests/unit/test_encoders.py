@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from base64 import b64encode
-from datetime import date, datetime, time, timezone
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -104,6 +105,40 @@ def test_rows_of_any_types_are_read_as_they_were_written(kind: str, batch: pa.Re
     schema = TopicSchema(kind, definition_of(batch.schema, TOPIC))
     values = written(schema, batch.to_struct_array())
     assert read(schema, values) == batch.to_pylist()
+
+
+def test_nested_records_of_a_registered_schema_have_names_of_their_own() -> None:
+    inner = pa.struct([("b", pa.struct([("c", pa.int32())]))])
+    columns = pa.schema([("a", inner), ("a_b", pa.struct([("c", pa.string())]))])
+    row = {"a": {"b": {"c": 1}}, "a_b": {"c": "x"}}
+    schema = TopicSchema("AVRO", definition_of(columns, TOPIC))
+    rows = pa.RecordBatch.from_pylist([row], columns).to_struct_array()
+    assert read(schema, written(schema, rows)) == [row]
+
+
+def test_a_time_of_day_is_registered_in_microseconds() -> None:
+    columns = pa.schema([("t", pa.time64("ns"))])
+    schema = TopicSchema("AVRO", definition_of(columns, TOPIC))
+    rows = pa.RecordBatch.from_pylist([{"t": time(1, 2, 3, 4)}], columns).to_struct_array()
+    assert read(schema, written(schema, rows)) == [{"t": time(1, 2, 3, 4)}]
+
+
+@pytest.mark.parametrize("name", ["a.b", "a b", "1a", "\U0001f600", ""])
+def test_names_that_avro_lacks_are_refused_by_path(name: str) -> None:
+    columns = pa.schema([("outer", pa.list_(pa.struct([(name, pa.int32())])))])
+    with pytest.raises(SchemaError, match=re.escape(f"Column 'outer[].{name}' has a name")):
+        definition_of(columns, TOPIC)
+
+
+@pytest.mark.parametrize("kind", ["AVRO", "JSON"])
+@given(micros=st.integers(-(10**9), 10**9))
+def test_times_are_cut_downwards_to_the_unit_of_the_schema(kind: str, micros: int) -> None:
+    at = {"name": "at", "type": {"type": "long", "logicalType": "timestamp-millis"}}
+    schema, epoch = _schema(kind, [at]), datetime(1970, 1, 1, tzinfo=timezone.utc)
+    times = pa.array([micros, None], pa.timestamp("us", "UTC"))
+    rows = pa.StructArray.from_arrays([times[:1]], ["at"])
+    (found,) = read(schema, written(schema, rows))
+    assert found["at"] - epoch == timedelta(milliseconds=micros // 1000)
 
 
 # -- The types of a schema -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from keyshard.errors import (
@@ -10,6 +11,8 @@ from keyshard.errors import (
     BrokerUnavailableError,
     KeyShardError,
 )
+
+_ROLE = re.compile(r"role '([^']+)'")
 
 
 def not_accepted(where: str, who: str, said: str) -> AuthenticationError:
@@ -23,14 +26,15 @@ def not_accepted(where: str, who: str, said: str) -> AuthenticationError:
 def lacks(who: str, permission: str, what: str, said: str = "") -> AuthorizationError:
     """Create the error for a missing permission, with the broker's text if there is one."""
     words = f" (the broker says: {said.rstrip('.')})" if said else ""
-    granting = (
-        (
-            f" Grant it: pulsar-admin topics grant-permission {what} --role ROLE --actions "
-            f"{permission}"
+    granting = ""
+    if permission in ("consume", "produce"):
+        role = _ROLE.match(who)
+        # A new grant replaces the older ones of the role. Sinks also read.
+        granting = (
+            f" Grant it: pulsar-admin topics grant-permission {what} --role "
+            f"{role[1] if role else 'ROLE'} --actions "
+            f"{'produce,consume' if permission == 'produce' else permission}"
         )
-        if permission in ("consume", "produce")
-        else ""
-    )
     return AuthorizationError(
         f"{who[0].upper()}{who[1:]} lacks the permission {permission!r} on {what}{words}."
         f"{granting}",

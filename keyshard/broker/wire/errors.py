@@ -108,7 +108,9 @@ def error_of(refused: RefusedError, action: str, what: object, topic: str, who: 
     return BrokerError(f"Could not {action} {what}: {named} (the broker says: {said}).")
 
 
-def producing_error(refused: RefusedError, action: str, what: str, who: str) -> KeyShardError:
+def producing_error(
+    refused: RefusedError, action: str, what: TopicPartition, who: str
+) -> KeyShardError:
     """Create the error for a refusal of a producer or of a message.
 
     Args:
@@ -133,8 +135,8 @@ def producing_error(refused: RefusedError, action: str, what: str, who: str) -> 
     if code == _INCOMPATIBLE_SCHEMA:
         return SchemaError(f"{failed}: the schema of the messages is not compatible ({said}).")
     if code == _NOT_AUTHORIZED:
-        return lacks(who, "produce", what, said)
-    return error_of(refused, action, what, what, who)
+        return lacks(who, "produce", what.topic, said)
+    return error_of(refused, action, what, what.name, who)
 
 
 def forgotten(where: TopicPartition, name: bytes) -> DeduplicationError:

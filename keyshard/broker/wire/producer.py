@@ -475,8 +475,9 @@ class WireProducer(ReconnectingHandle):
         return unfit(exc, self.topic_partition, self._name, self._queue.last_sequence_id)
 
     def _refusal(self, action: str, refused: RefusedError) -> KeyShardError:
-        where = self.topic_partition.name
-        return producing_error(refused, action, where, self._shared.credentials.who())
+        return producing_error(
+            refused, action, self.topic_partition, self._shared.credentials.who()
+        )
 
 
 def _fail(entries: Iterable[Pending], error: KeyShardError) -> None:

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from keyshard import KeyShardSink
 from keyshard.broker import connect as connecting
+from keyshard.broker.unconfirmed import BeginAgainError
 from keyshard.errors import (
     BrokerUnavailableError,
     DeduplicationError,
@@ -196,8 +197,8 @@ class PipelineWorld(World):
 
         def body() -> None:
             try:
-                batches, claim = iter(rows.to_batches()), options.claim(QUERY)
-                report = write.store(batches, QUERY, batch, partition, claim=claim)
+                mine, claim = write.rows_of(iter(rows.to_batches())), options.claim(QUERY)
+                report = write.store(mine, QUERY, batch, partition, claim=claim)
             except KeyShardError as exc:
                 self._failed(attempt, exc)
             else:
@@ -210,6 +211,8 @@ class PipelineWorld(World):
     def _failed(self, attempt: Attempt, error: KeyShardError) -> None:
         self.record.note(f"{attempt.name} fails: {error}")
         attempt.error = error
+        if "has lost messages" in error.message and not isinstance(error, BeginAgainError):
+            raise BrokenPromiseError("a call waited for rows that the broker has lost")
         # An attempt that was left behind may find a later batch, or rows of another attempt.
         late = isinstance(error, ProducerFencedError) and (
             attempt.batch < self._newest or attempt.left_behind
