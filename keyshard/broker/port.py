@@ -282,8 +282,10 @@ class EntryProducer(Protocol):
     def knows_every_id(self) -> bool:
         """Whether the broker surely knows the ids that it has stored.
 
-        If not, a caller that repeats ids looks for them in the topic. If it loses its connection
-        while ids are unconfirmed, the producer ends with a retriable error.
+        If not, a caller that repeats ids looks for them in the topic while it has the producer.
+        Another one may have the name while the connection is lost. So if it is lost before the last
+        id is confirmed, the next :meth:`publish`, or the wait for a confirmation, fails with a
+        retriable error, and the caller looks again.
         """
 
     @property

@@ -98,6 +98,10 @@ class Unconfirmed:
         """Id that the caller takes for known, with all earlier ones; ``None`` if it is surely
         stored, or the caller relies on none."""
         self._begun = False
+        self._was_opened = False
+        self._unsure = False
+        """Whether others may have published under the name since the caller looked what is stored.
+        """
         self.messages = self.bytes = 0
 
     def __len__(self) -> int:
@@ -127,9 +131,12 @@ class Unconfirmed:
         """Append an entry.
 
         Raises:
+            UnsureError: The broker may have stored it without knowing its ids.
             OtherWriterError: The broker knows later ids of the name.
             RolledBackError: It does not know earlier ids any more.
         """
+        if self._unsure:
+            raise UnsureError
         if not self._begun:
             self._begun = True
             self._relied_on = entry.first if self._named and entry.first <= self._seen else None
@@ -155,9 +162,12 @@ class Unconfirmed:
         if not self._begun:
             self._seen = max(self._seen, last)
         self._check_relied_on(last)
-        unsure = self._named and not knows_every_id and not self.to_prove
-        if unsure and last < self._sent_last:
-            raise UnsureError
+        again, self._was_opened = self._was_opened, True
+        if again and self._named and not knows_every_id and not self.to_prove:
+            # Another attempt may have had the name meanwhile, and have stored these entries.
+            if self._entries or last < self._sent_last:
+                raise UnsureError
+            self._unsure = True
         self._sent, self._probe = 0, None
         if last < self._confirmed and not self._named:
             last = self._confirmed

@@ -16,7 +16,7 @@ from keyshard.broker.unconfirmed import BeginAgainError, MaybeStoredError
 from keyshard.columns.canonical import PartitionRows, canonical
 from keyshard.columns.outgoing import Outgoing
 from keyshard.config.sink import EXACTLY_ONCE, MIB, SinkConfig
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.publishing import (
     NOTHING,
     ROWS_MAX,
@@ -189,6 +189,8 @@ class BatchWriter:
         self._claim = claim
         self._counts = counts
         self._producers: dict[TopicPartition, EntryProducer] = {}
+        self._looks: dict[TopicPartition, tuple[int, EntryId | None, int]] = {}
+        """Batch of the last look into a topic partition, its last entry then, and the id found."""
 
     def write(self, placed: Sequence[Placed], batch_id: int, *, new: bool = False) -> WriteReport:
         """Write a batch, and keep the producers open; see :func:`write`.
@@ -375,12 +377,19 @@ class BatchWriter:
     def _last_stored(self, producer: EntryProducer, name: str, batch_id: int) -> int:
         """Return the last id of the name in the topic.
 
-        A producer that is opened again meanwhile may find rows of another attempt.
+        A producer that is opened again meanwhile may find rows of another attempt. A look whose
+        producer was opened again afterwards holds if nothing was stored since.
         """
         end_s = time.monotonic() + self._config.send_timeout_ms / 1000
+        where = producer.topic_partition
         while True:
             known, left_s = producer.last_sequence_id, max(0.0, end_s - time.monotonic())
-            found = last_stored_id(self._broker, producer, name, batch_id, left_s)
+            last, looked = producer.last_entry(), self._looks.get(where)
+            if looked is not None and looked[:2] == (batch_id, last):
+                found = looked[2]
+            else:
+                found = last_stored_id(self._broker, producer, name, batch_id, left_s, last=last)
+                self._looks[where] = batch_id, last, found
             if producer.last_sequence_id == known:
                 return found
 

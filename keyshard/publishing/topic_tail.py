@@ -51,7 +51,13 @@ SMALL = TailLimits(256, 4 * 1024 * 1024)
 
 
 def last_stored_id(
-    broker: Broker, producer: EntryProducer, name: str, batch_id: int, timeout_s: float
+    broker: Broker,
+    producer: EntryProducer,
+    name: str,
+    batch_id: int,
+    timeout_s: float,
+    *,
+    last: EntryId | None,
 ) -> int:
     """Return the last sequence id of a name that is stored near the end of a topic partition.
 
@@ -66,6 +72,7 @@ def last_stored_id(
         name: Name of the producer.
         batch_id: Id of the batch that is written.
         timeout_s: Longest time, seconds.
+        last: The last entry of the topic partition; ``None`` if it is empty.
 
     Returns:
         The id, or :data:`~keyshard.core.publishing.NOTHING` if the entries up to the limit have
@@ -77,7 +84,7 @@ def last_stored_id(
     limits = LATER_BATCH_LIMITS if batch_id else FIRST_BATCH_LIMITS
     end_s = time.monotonic() + timeout_s
     seek = partial(_last_id, name=name, writers=writers_of(name), first_id=sequence_id(batch_id, 0))
-    found = _search(broker, producer, seek, limits, end_s)
+    found = _search(broker, producer.topic_partition, seek, last, limits=limits, end_s=end_s)
     if found is None:
         _log.info("%s: its end has no entry of producer %r", producer.topic_partition, name)
         return NOTHING
@@ -108,7 +115,8 @@ def queries_at_end(
         found.update(one for name in names if name and (one := query_of(name, sink_id)))
         return True if query in found else None
 
-    _search(broker, producer, seek, FIRST_BATCH_LIMITS, time.monotonic() + timeout_s)
+    where, end_s = producer.topic_partition, time.monotonic() + timeout_s
+    _search(broker, where, seek, producer.last_entry(), limits=FIRST_BATCH_LIMITS, end_s=end_s)
     return found
 
 
@@ -117,13 +125,18 @@ Seek = Callable[[Sequence[EntryBlock]], int | None]
 
 
 def _search(
-    broker: Broker, producer: EntryProducer, seek: Seek, limits: TailLimits, end_s: float
+    broker: Broker,
+    where: TopicPartition,
+    seek: Seek,
+    last: EntryId | None,
+    *,
+    limits: TailLimits,
+    end_s: float,
 ) -> int | None:
     """Search a topic partition from its end, until something is found or the limit is reached."""
-    last = producer.last_entry()
     if last is None:
         return None
-    tail = _Tail(broker, producer.topic_partition, seek, last, limits=limits, end_s=end_s)
+    tail = _Tail(broker, where, seek, last, limits=limits, end_s=end_s)
     tail.look_back(last.ledger, last.entry + 1)
     oldest = last.ledger
     while oldest and not tail.is_done():

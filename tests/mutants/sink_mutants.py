@@ -13,6 +13,7 @@ TOPIC_WRITE = "runtime/test_topic_write"
 STREAM_WRITER = "spark_adapter/stream_writer.py"
 TOPIC_WRITER = "spark_adapter/topic_writer.py"
 WRITE_OPTIONS = "spark_adapter/write_options.py"
+LOOKED_AGAIN = "test_rows_that_another_attempt_stored_since_the_look_are_looked_for_again"
 
 OF_SINK = (
     Mutant(
@@ -249,11 +250,21 @@ OF_SINK = (
         edits=(
             Edit(
                 UNCONFIRMED,
-                "        if unsure and last < self._sent_last:\n            raise UnsureError\n",
-                "        del unsure\n",
+                "            if self._entries or last < self._sent_last:\n"
+                "                raise UnsureError\n",
+                "",
             ),
         ),
-        killers=(killer(SINK, "test_rows_that_a_broker_may_have_stored_are_looked_for_first"),),
+        killers=(
+            killer(SINK, "test_rows_that_a_broker_may_have_stored_are_looked_for_first"),
+            killer(SINK, LOOKED_AGAIN + "[True]"),
+        ),
+    ),
+    Mutant(
+        name="believe a look before the producer was opened again",
+        promise="Rows that another attempt stores after the look are looked for again.",
+        edits=(Edit(UNCONFIRMED, "            self._unsure = True\n", "            pass\n"),),
+        killers=(killer(SINK, LOOKED_AGAIN + "[False]"),),
     ),
     Mutant(
         name="stage rows that the broker refuses",

@@ -43,6 +43,7 @@ from keyshard.errors import (
     QuotaExceededError,
 )
 from keyshard.publishing.batch_writer import WriteReport
+from keyshard.publishing.topic_tail import last_stored_id
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.stored_topic import messages_at
@@ -392,6 +393,53 @@ def test_rows_that_a_broker_may_have_stored_are_looked_for_first(old_world: Worl
     assert loads
     assert (report.rows, report.already_stored) == (9, 0)
     assert world.by_key() == {"a": [b"first", *(value for _, value in rows)]}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rows_that_another_attempt_stored_since_the_look_are_looked_for_again(
+    old_world: World, monkeypatch: pytest.MonkeyPatch, *, late: bool
+) -> None:
+    """An attempt without a connection looks, and opens its producer when another has stored all.
+
+    The broker that it opens it at has loaded the topic, and knows no id of the batch.
+
+    Args:
+        late: Whether it opens the producer when its rows wait for it, not before.
+    """
+    world, look = old_world, last_stored_id
+    rows: Rows = [("a", b"%d" % number) for number in range(3)]
+    first: Rows = [("a", b"first")]
+    world.sink().write_batch(batch_of(first), 0)
+    looks: list[int] = []
+    others: list[WriteReport] = []
+
+    def look_without_connection(broker: Any, producer: Any, *arguments: Any, **last: Any) -> int:
+        found = look(broker, producer, *arguments, **last)
+        if looks:
+            return found
+        looks.append(found)
+        where = producer.topic_partition
+        producer.drop()
+        others.append(world.sink(entry_messages_max=1).write_batch(batch_of(rows), 1))
+        world.cluster.unload(where)
+        world.cluster.forget_producer(where, "s-0", found)
+        flush = producer.flush
+
+        def open_and_flush() -> None:
+            producer.reconnect()
+            flush()
+
+        if late:
+            producer.flush = open_and_flush
+        else:
+            producer.reconnect()
+        return found
+
+    monkeypatch.setattr("keyshard.publishing.batch_writer.last_stored_id", look_without_connection)
+    report = world.sink(send_timeout_ms=20_000).write_batch(batch_of(rows), 1)
+    assert [one.already_stored for one in others] == [0]
+    assert report.rows == 3
+    assert world.by_key() == expected(first, rows)
 
 
 def test_a_batch_that_is_older_than_what_the_topic_holds_is_refused(world: World) -> None:

@@ -46,7 +46,9 @@ class Tail:
         producer = self.broker.entry_producer(self.where, PublishOptions("s-0"))
         assert producer.last_sequence_id == NOTHING
         try:
-            return last_stored_id(self.broker, producer, "s-0", batch_id, 20)
+            return last_stored_id(
+                self.broker, producer, "s-0", batch_id, 20, last=producer.last_entry()
+            )
         finally:
             producer.close()
 

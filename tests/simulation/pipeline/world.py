@@ -47,7 +47,7 @@ BEHIND_S = 4.0
 """Longest time that an attempt is left behind, seconds."""
 QUERY = str(uuid.UUID(int=1))
 """Id of the query, which its checkpoint has."""
-SLOWER = 5.0
+SLOWER = 10.0
 """Time until all is committed if every attempt reads the end of the topic, relative to others."""
 PASSING = (BrokerUnavailableError, ProducerBusyError, QuotaExceededError)
 """Errors that a fault explains."""
