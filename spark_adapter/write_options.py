@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyspark.errors import PySparkException
-from pyspark.sql.types import ArrayType, MapType, StructType, VariantType
+from pyspark.sql.types import ArrayType, DataType, MapType, StructType, VariantType
 
 from keyshard import Connection, KeyShardSink
 from keyshard.columns.outgoing import COLUMNS, EVENT_TIME, TOPIC, VALUE, check_types
@@ -193,7 +193,7 @@ def _arrow_columns(schema: StructType) -> pa.Schema:
     found = []
     for field in schema.fields:
         name, kind = field.name, field.dataType
-        if "variant" in kind.simpleString():
+        if _has_variant(kind):
             raise ConfigError(
                 f"Column {name!r} has the type {kind.simpleString()}, whose values only Spark "
                 f"understands. Write to_json({name}), or cast it."
@@ -211,6 +211,16 @@ def _arrow_columns(schema: StructType) -> pa.Schema:
                 "timestamp."
             )
     return pa.schema(found)
+
+
+def _has_variant(kind: DataType) -> bool:
+    if isinstance(kind, StructType):
+        return any(_has_variant(field.dataType) for field in kind.fields)
+    if isinstance(kind, ArrayType):
+        return _has_variant(kind.elementType)
+    if isinstance(kind, MapType):
+        return _has_variant(kind.valueType)
+    return isinstance(kind, VariantType)
 
 
 def fitted(sink: KeyShardSink, schema: StructType, order_by: tuple[str, ...]) -> WriteOptions:

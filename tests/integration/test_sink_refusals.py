@@ -67,6 +67,17 @@ def request(broker: DevBroker, method: str, path: str, body: object = None) -> N
         assert answer.is_success, answer.text
 
 
+def closed_namespace(broker: DevBroker) -> str:
+    """Make a namespace whose topics are not created by clients; return its name."""
+    namespace = "public/closed"
+    request(broker, "PUT", f"namespaces/{namespace}")
+    request(
+        broker, "POST", f"namespaces/{namespace}/autoTopicCreation",
+        {"allowAutoTopicCreation": False},
+    )  # fmt: skip
+    return namespace
+
+
 def sink(connection: Connection, topic: str, timeout_ms: int = 3_000) -> KeyShardSink:
     quick = replace(connection, operation_timeout_ms=timeout_ms)
     return KeyShardSink(topic, sink_id="s", connection=quick, send_timeout_ms=timeout_ms)
@@ -165,12 +176,7 @@ def test_client_credentials_of_an_issuer_publish_and_wrong_ones_are_named(
 
 
 def test_a_topic_that_does_not_exist_and_is_not_created(broker: DevBroker) -> None:
-    namespace = "public/closed"
-    request(broker, "PUT", f"namespaces/{namespace}")
-    request(
-        broker, "POST", f"namespaces/{namespace}/autoTopicCreation",
-        {"allowAutoTopicCreation": False},
-    )  # fmt: skip
+    namespace = closed_namespace(broker)
     missing = sink(broker.connection, f"persistent://{namespace}/t")
     with missing, pytest.raises(TopicNotFoundError):
         missing.write_batch(BATCH, 0)

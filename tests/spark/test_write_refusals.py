@@ -17,12 +17,12 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from keyshard.broker.admin.http import AdminHttp
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.core.position.entry import full_topic_name
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from tests.chaos import pipeline_query
+from tests.integration.test_sink_refusals import closed_namespace, request
 from tests.spark.spark_process import SparkProcess, eventually
 from tests.spark.spark_topic import SparkTopic, ended, failed
 from tests.spark.test_topic_writer import entries
@@ -51,12 +51,6 @@ def _fixed(spark: SparkSession) -> Iterator[None]:
     spark.conf.set(ADAPTIVE_STREAMS, "false")
     yield
     spark.conf.unset(ADAPTIVE_STREAMS)
-
-
-def request(broker: DevBroker, method: str, path: str, body: object = None) -> None:
-    with closing(AdminHttp(broker.connection)) as admin:
-        answer = admin.request(method, f"/admin/v2/{path}", json=body)
-        assert answer.is_success, answer.text
 
 
 def options(broker: DevBroker, topic: str, role: str = "admin", **given: str) -> dict[str, str]:
@@ -139,12 +133,7 @@ def test_a_role_that_may_not_read_is_refused_before_the_first_row(
 def test_a_topic_that_does_not_exist_and_is_not_created(
     spark: SparkSession, broker: DevBroker
 ) -> None:
-    namespace = "public/closed"
-    request(broker, "PUT", f"namespaces/{namespace}")
-    request(
-        broker, "POST", f"namespaces/{namespace}/autoTopicCreation",
-        {"allowAutoTopicCreation": False},
-    )  # fmt: skip
+    namespace = closed_namespace(broker)
     request(broker, "PUT", f"persistent/{namespace}/there")
     there, missing = (f"persistent://{namespace}/{name}" for name in ("there", "missing"))
     rows = spark.sql("select 'v' as value, 'k' as __key")
@@ -217,11 +206,11 @@ def test_a_schema_of_the_columns_that_the_topic_does_not_admit(
     """The schema is refused before the first row, and one that the topic admits is registered."""
     request(broker, "PUT", f"persistent/public/default/{topic_name}")
     given = options(broker, topic_name, valueFormat="avro", registerSchema="true")
-    write(spark.sql("select 1 as n"), given)
+    write(spark.sql("select 1 as n, named_struct('variant', 'a') as s"), given)
     with pytest.raises(AnalysisException, match=r"'n' has the type string.*takes int32"):
-        write(spark.sql("select 'a' as n"), given)
+        write(spark.sql("select 'a' as n, named_struct('variant', 'a') as s"), given)
     with pytest.raises(AnalysisException, match="'m' is not a field"):
-        write(spark.sql("select 2 as n, 'a' as m"), given)
+        write(spark.sql("select 2 as n, 'a' as m, named_struct('variant', 'a') as s"), given)
     assert len(read(broker, topic_name)) == 1
 
 
