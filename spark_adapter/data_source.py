@@ -78,7 +78,9 @@ class KeyShardDataSource(DataSource):
                     "keyshard cannot write with mode('overwrite'), because it does not "
                     "delete messages of a topic. Use mode('append')."
                 )
-            return KeyShardBatchWriter(self._write(schema))
+            write = self._write(schema)
+            write.check_reading()
+            return KeyShardBatchWriter(write)
 
     def streamWriter(  # noqa: N802 - Spark's name
         self, schema: StructType, overwrite: bool

@@ -14,7 +14,6 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from keyshard.columns.outgoing import TOPIC
 from keyshard.config.sink import EXACTLY_ONCE
-from keyshard.core.position.entry import full_topic_name
 from keyshard.publishing.batch_writer import WriteReport
 from keyshard.publishing.claim import Claim
 from keyshard.publishing.preflight import check_reading
@@ -33,6 +32,16 @@ class TopicWrite:
     """The sink of a task, and the order of its rows."""
 
     options: WriteOptions
+
+    def check_reading(self) -> None:
+        """Check that the role may read the topic, which the first tasks of a batch write do not do.
+
+        Raises:
+            AuthorizationError: It may not.
+        """
+        sink = self.options.sink
+        if sink.delivery_guarantee == EXACTLY_ONCE and TOPIC not in self.options.kept:
+            check_reading(sink, sink.topic)
 
     def columns_of(self, rows: pa.Table) -> pa.Table:
         """Return the rows with the columns that the options are for."""
@@ -213,17 +222,10 @@ class Staged(WriterCommitMessage):
 
 
 class KeyShardBatchWriter(DataSourceArrowWriter):
-    """Writes a DataFrame. All attempts of its tasks have the id that is made here.
-
-    Raises:
-        AuthorizationError: The role may not read the topic. The first tasks would not notice.
-    """
+    """Writes a DataFrame. All attempts of its tasks have the id that is made here."""
 
     def __init__(self, write: TopicWrite) -> None:
         self._write = write
-        sink = write.options.sink
-        if sink.delivery_guarantee == EXACTLY_ONCE and sink.topic != full_topic_name(TOPIC):
-            check_reading(sink, sink.topic)
         self._write_id = uuid.uuid4().hex  # in contrast to query ids, without hyphens
         self._began_s = time.time()
 

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyspark.errors import PySparkException
-from pyspark.sql.types import ArrayType, DataType, MapType, StructType, VariantType
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    MapType,
+    StructType,
+    TimestampNTZType,
+    VariantType,
+)
 
 from keyshard import Connection, KeyShardSink
 from keyshard.columns.outgoing import COLUMNS, EVENT_TIME, TOPIC, VALUE, check_types
@@ -205,7 +212,7 @@ def _arrow_columns(schema: StructType) -> pa.Schema:
                 f"Column {name!r} has the type {kind.simpleString()}, which cannot be written. "
                 "Cast it, or leave it out."
             ) from exc
-        if name in _TIMES and pa.types.is_timestamp(found[-1].type) and found[-1].type.tz is None:
+        if name in _TIMES and isinstance(kind, TimestampNTZType):
             raise ConfigError(
                 f"Column {name} has the type timestamp_ntz, which has no time zone. Cast it to "
                 "timestamp."

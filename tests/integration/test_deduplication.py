@@ -33,7 +33,7 @@ from tests.contract.raw_protocol import (
     entry_of,
 )
 from tests.support.deadlines import deadline, in_time
-from tests.support.stored_topic import keeping_namespace
+from tests.support.stored_topic import admin_of, keeping_namespace
 
 pytestmark = pytest.mark.broker
 DUPLICATE = (2**64 - 1, 2**64 - 1)
@@ -45,7 +45,7 @@ SUCCESS = 13
 @pytest.fixture(scope="module")
 def topics(dev_broker: DevBroker) -> Iterator[str]:
     """Beginning of the names of topics in a namespace with deduplication that keeps everything."""
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         yield f"persistent://{keeping_namespace(admin, 'once')}/"
 
 
@@ -149,7 +149,7 @@ def test_an_unload_keeps_the_known_sequence_ids(dev_broker: DevBroker, topics: s
     producer.send(0, 10)
     producer.send(10, 10)
     producer.close()
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         admin.put(f"/{topic.replace('://', '/')}/unload").raise_for_status()
     again = Producer(dev_broker, topic)
     assert again.last_sequence_id == 19

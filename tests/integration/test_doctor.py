@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pulsar
 import pytest
 
@@ -18,7 +17,7 @@ from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Batching, Workload, create_partitioned_topic, produce
-from tests.support.deadlines import deadline
+from tests.support.stored_topic import admin_of
 
 pytestmark = pytest.mark.broker
 
@@ -59,7 +58,7 @@ def test_it_checks_the_topic_of_a_sink(
     dev_broker: DevBroker, topic_name: str, capsys: pytest.CaptureFixture[str], policy: str
 ) -> None:
     namespace = f"public/doctor-{topic_name}"
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         admin.put(f"/namespaces/{namespace}").raise_for_status()
         admin.put(f"/persistent/{namespace}/t/partitions", json=2).raise_for_status()
         if policy == "namespace":

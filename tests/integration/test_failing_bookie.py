@@ -19,24 +19,27 @@ from keyshard.testing.devbroker.process import LogWatch
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.tested_pulsar import PULSAR
-from tests.support.writer_process import Batch, expected_rows, stored_rows, writer
+from tests.support.writer_process import (
+    BATCH,
+    MIDDLE,
+    PARTITIONS,
+    WROTE,
+    Batch,
+    Writer,
+    check_once,
+)
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(240)]
 
-PARTITIONS = 2
-BATCH = Batch(3, rows=20_000)
 NEXT = Batch(4, rows=20_000)
-MIDDLE = 700
-"""Confirmed entries of the 4,000 of the batch, when bookies fail."""
 WAITING = 100
 """Entries that wait for bookies, when a writer has sent enough of them."""
-WROTE = ["wrote", str(BATCH.rows)]
 WRITE_S = math.ceil(deadline(3))
 """Time after which the broker gives up a write to a bookie, seconds."""
 ENDS_S = deadline(60)
 _LOST = re.compile(rb"Failed to persist msg in store")
-"""What the broker logs when it has lost entries: no bookie has taken them, and no new ledger could
-be made for them either."""
+"""Log line of a broker that has lost entries: no bookie has taken them, and no new ledger could be
+made for them either."""
 
 since_5_0 = pytest.mark.skipif(
     not release_of(PULSAR).knows_every_id,
@@ -113,39 +116,30 @@ def waiting_entries(cluster: DevCluster, topic: str) -> int:
     return sum(int(one["pendingAddEntriesCount"]) for one in found)
 
 
-def check_once(cluster: DevCluster, topic: str, *batches: Batch) -> None:
-    """Every row of the batches is stored once, in order per key, and a repetition knows it."""
-    url, last = cluster.service_url, batches[-1]
-    assert stored_rows(url, topic, PARTITIONS) == expected_rows(*batches)
-    with writer(url, topic, last, entry=3) as again:
-        assert again.outcome() == ["wrote", str(last.rows), str(last.rows)]
-    assert stored_rows(url, topic, PARTITIONS) == expected_rows(*batches)
-
-
 def test_rows_whose_write_fails_are_stored_once_within_the_call(
     cluster: DevCluster, topic: str
 ) -> None:
     """The bookie stores them late, behind the end that the broker has given to the ledger."""
-    with writer(cluster.service_url, topic, BATCH, moment="confirmed", count=MIDDLE) as one:
+    with Writer(cluster.service_url, topic, BATCH, moment="confirmed", count=MIDDLE) as one:
         one.wait_until_stopped()
         with frozen_bookie(cluster) as watch:
             one.go_on()
             wait_for_loss(watch)
         assert one.outcome() == [*WROTE, "0"]
-    check_once(cluster, topic, BATCH)
+    check_once(cluster.service_url, topic, BATCH)
 
 
 def write_what_was_lost(cluster: DevCluster, topic: str) -> list[str]:
     """Begin behind rows of a dead attempt, which the broker loses then; return the outcome."""
     url = cluster.service_url
-    with writer(url, topic, BATCH, moment="confirmed", count=MIDDLE) as first:
+    with Writer(url, topic, BATCH, moment="confirmed", count=MIDDLE) as first:
         first.wait_until_stopped()
         with frozen_bookie(cluster) as watch:
             first.go_on()
             wait_until(lambda: waiting_entries(cluster, topic) > WAITING, WRITE_S)
             first.kill()
             timeout_ms = int(1000 * (2 * WRITE_S + deadline(10)))
-            with writer(
+            with Writer(
                 url, topic, BATCH, entry=7, moment="probing", timeout_ms=timeout_ms
             ) as second:
                 second.wait_until_stopped()
@@ -162,7 +156,7 @@ def test_rows_of_an_earlier_attempt_that_a_failed_write_lost_are_stored_within_t
 ) -> None:
     """The call begins again: only then does it look which rows are stored."""
     assert write_what_was_lost(cluster, topic)[:2] == WROTE
-    check_once(cluster, topic, BATCH)
+    check_once(cluster.service_url, topic, BATCH)
 
 
 def test_rows_that_a_bookie_stores_after_the_broker_has_died_are_stored_once(
@@ -170,7 +164,7 @@ def test_rows_that_a_bookie_stores_after_the_broker_has_died_are_stored_once(
 ) -> None:
     """The broker that starts next may find rows behind the last one that it had confirmed."""
     url = cluster.service_url
-    with writer(url, topic, BATCH, moment="confirmed", count=MIDDLE) as first:
+    with Writer(url, topic, BATCH, moment="confirmed", count=MIDDLE) as first:
         first.wait_until_stopped()
         with frozen_bookie(cluster):
             first.go_on()
@@ -178,19 +172,19 @@ def test_rows_that_a_bookie_stores_after_the_broker_has_died_are_stored_once(
             first.stop()
             cluster.brokers[0].kill()
         cluster.start()
-        with writer(url, topic, BATCH, entry=7) as second:
+        with Writer(url, topic, BATCH, entry=7) as second:
             outcome = second.outcome()
         first.kill()
     assert outcome[:2] == WROTE
     assert int(outcome[2]) >= 5 * MIDDLE
-    check_once(cluster, topic, BATCH)
+    check_once(cluster.service_url, topic, BATCH)
 
 
 @since_5_0
 def test_rows_are_stored_once_when_the_bookie_dies_and_comes_back(
     cluster: DevCluster, topic: str
 ) -> None:
-    with writer(cluster.service_url, topic, BATCH, moment="confirmed", count=MIDDLE) as one:
+    with Writer(cluster.service_url, topic, BATCH, moment="confirmed", count=MIDDLE) as one:
         one.wait_until_stopped()
         watch = log_from_now(cluster)
         cluster.bookies[0].kill()
@@ -198,7 +192,7 @@ def test_rows_are_stored_once_when_the_bookie_dies_and_comes_back(
         wait_for_loss(watch)
         cluster.bookies[0].start()
         assert one.outcome() == [*WROTE, "0"]
-    check_once(cluster, topic, BATCH)
+    check_once(cluster.service_url, topic, BATCH)
 
 
 def test_rows_are_stored_once_while_one_bookie_dies_after_the_other(topic_name: str) -> None:
@@ -206,10 +200,10 @@ def test_rows_are_stored_once_while_one_bookie_dies_after_the_other(topic_name: 
     with cluster_of(2) as cluster:
         topic = made(cluster, topic_name)
         for batch, bookie in zip((BATCH, NEXT), cluster.bookies, strict=True):
-            with writer(cluster.service_url, topic, batch, moment="confirmed", count=MIDDLE) as one:
+            with Writer(cluster.service_url, topic, batch, moment="confirmed", count=MIDDLE) as one:
                 one.wait_until_stopped()
                 bookie.kill()
                 one.go_on()
                 assert one.outcome() == [*WROTE, "0"]
             bookie.start()
-        check_once(cluster, topic, BATCH, NEXT)
+        check_once(cluster.service_url, topic, BATCH, NEXT)

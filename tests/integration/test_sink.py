@@ -26,7 +26,7 @@ from keyshard.testing.devbroker import DevBroker
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.java_client import JavaClient
-from tests.support.stored_topic import keeping_namespace, messages_of_topic
+from tests.support.stored_topic import admin_of, keeping_namespace, messages_of_topic
 
 pytestmark = pytest.mark.broker
 PARTITIONS = 3
@@ -50,7 +50,7 @@ with KeyShardSink(topic, sink_id="s", service_url=url, entry_messages_max=int(en
 
 @pytest.fixture(scope="module")
 def admin(dev_broker: DevBroker) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as client:
+    with admin_of(dev_broker) as client:
         yield client
 
 

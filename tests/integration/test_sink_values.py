@@ -10,7 +10,6 @@ from contextlib import closing
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-import httpx
 import pulsar
 import pyarrow as pa
 import pytest
@@ -20,8 +19,7 @@ from keyshard.columns.content import PROPERTIES, TIME_MS_MAX
 from keyshard.core.message import Message
 from keyshard.errors import ConfigError, MessageTooLargeError
 from keyshard.testing.devbroker import DevBroker
-from tests.support.deadlines import deadline
-from tests.support.stored_topic import keeping_namespace, messages_of_topic
+from tests.support.stored_topic import admin_of, keeping_namespace, messages_of_topic
 
 pytestmark = pytest.mark.broker
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
@@ -48,7 +46,7 @@ HOSTILE: list[dict[str, Any]] = [
 @pytest.fixture
 def topic(dev_broker: DevBroker) -> str:
     """A topic with deduplication that keeps everything."""
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         namespace = keeping_namespace(admin, "values")
         admin.put(f"/persistent/{namespace}/t").raise_for_status()
     return f"persistent://{namespace}/t"

@@ -11,7 +11,6 @@ from datetime import datetime, timedelta, timezone
 from itertools import accumulate
 from pathlib import Path
 
-import httpx
 import pytest
 import ray
 
@@ -23,7 +22,7 @@ from tests.contract.pulsar_harness import PulsarHarness
 from tests.contract.raw_protocol import RawEntry
 from tests.ray.test_write import topic_of
 from tests.support.deadlines import deadline
-from tests.support.stored_topic import messages_of_topic
+from tests.support.stored_topic import admin_of, messages_of_topic
 
 pytestmark = [pytest.mark.ray, pytest.mark.broker]
 ROOT = Path(__file__).parents[2]
@@ -105,7 +104,7 @@ def test_score_in_key_order(
 
 
 def test_a_dataset_to_a_topic(dev_broker: DevBroker) -> None:
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         totals = topic_of(admin, deduplicate=True)
     harness = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
     orders = harness.create_topic(2)

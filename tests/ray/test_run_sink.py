@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pyarrow as pa
 import pytest
 import ray
@@ -29,7 +28,7 @@ from tests.helpers import wait_until
 from tests.ray.ray_topic import RayTopic
 from tests.ray.test_write import named_processes, producers, stored_entries, topic_of
 from tests.support.deadlines import deadline
-from tests.support.stored_topic import messages_of_topic
+from tests.support.stored_topic import admin_of, messages_of_topic
 
 pytestmark = pytest.mark.ray
 
@@ -202,7 +201,7 @@ def test_wrong_sinks_are_refused(copied: Copied) -> None:
 @pytest.mark.broker
 def test_killed_actors_store_every_result_once_in_order_per_key(dev_broker: DevBroker) -> None:
     """An actor that died handles its messages again, but no result of them was published."""
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         topic, out = (topic_of(admin, deduplicate=True) for _ in range(2))
         sent = produce(Workload(6_000, keys=60, entry_messages=4), dev_broker.service_url, topic)
         source = KeyShardSource(
@@ -299,7 +298,7 @@ def test_killed_programs_and_actors_store_every_result_once_with_a_checkpoint(
 ) -> None:
     messages, kills = 4_000, 2
     address = ray.get_runtime_context().gcs_address
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         topic, out = (topic_of(admin, deduplicate=True) for _ in range(2))
         # Entries of several keys, which actors share.
         sent = produce(Workload(messages, keys=80, entry_messages=4), dev_broker.service_url, topic)

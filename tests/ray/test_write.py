@@ -34,7 +34,7 @@ from keyshard.testing.devbroker import DevBroker
 from ray_adapter.datasink import DatasetReport
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
-from tests.support.stored_topic import keeping_namespace, messages_of_topic
+from tests.support.stored_topic import admin_of, keeping_namespace, messages_of_topic
 
 pytestmark = [
     pytest.mark.usefixtures("quiet_data"),
@@ -49,7 +49,7 @@ PARTITIONS = 3
 
 @pytest.fixture(scope="module")
 def admin(dev_broker: DevBroker) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as client:
+    with admin_of(dev_broker) as client:
         yield client
 
 

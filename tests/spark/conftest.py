@@ -8,6 +8,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from examples.parquet_query import session
+from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from spark_adapter.preflight import is_before
 
 
@@ -19,6 +20,14 @@ def spark() -> Iterator[SparkSession]:
     spark.conf.set("spark.sql.shuffle.partitions", "2")
     yield spark
     spark.stop()
+
+
+@pytest.fixture
+def fixed(spark: SparkSession) -> Iterator[None]:
+    """Spark partitions of streams that adaptive execution leaves alone."""
+    spark.conf.set(ADAPTIVE_STREAMS, "false")
+    yield
+    spark.conf.unset(ADAPTIVE_STREAMS)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 import spark_adapter
@@ -22,7 +21,7 @@ from spark_adapter.adaptive_execution import ADAPTIVE
 from tests.spark.spark_process import ROOT
 from tests.spark.spark_topic import SparkTopic
 from tests.support.deadlines import deadline
-from tests.support.stored_topic import keeping_namespace, messages_of_topic
+from tests.support.stored_topic import admin_of, keeping_namespace, messages_of_topic
 
 
 class Remote:
@@ -65,7 +64,7 @@ def test_a_session_of_spark_connect_reads_and_copies_each_message_once(
     topic = SparkTopic(dev_broker, "connect", tmp_path, partitions=2)
     topic.produce(5)
     options = {"service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url}
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         target = f"persistent://{keeping_namespace(admin, 'connect')}/t"
     done = subprocess.run(
         [

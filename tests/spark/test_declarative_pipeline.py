@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
 
@@ -19,7 +18,7 @@ from keyshard import KeyShardSink
 from keyshard.testing.devbroker import DevBroker, java_home
 from tests.spark.spark_process import ROOT
 from tests.support.deadlines import deadline, in_time
-from tests.support.stored_topic import keeping_namespace, messages_of_topic
+from tests.support.stored_topic import admin_of, keeping_namespace, messages_of_topic
 
 EXAMPLE = ROOT / "examples" / "pipeline"
 KEYS = 5
@@ -80,7 +79,7 @@ def kill(run: subprocess.Popen[bytes]) -> None:
 def test_a_pipeline_copies_each_message_once_in_order_although_a_run_is_killed(
     dev_broker: DevBroker, tmp_path: Path
 ) -> None:
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         namespace = keeping_namespace(admin, "pipeline")
         for name in ("orders", "copies"):
             path = f"/persistent/{namespace}/{name}/partitions"

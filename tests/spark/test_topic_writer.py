@@ -31,14 +31,6 @@ __all__ = ["target"]
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 
 
-@pytest.fixture
-def fixed(spark: SparkSession) -> Any:
-    """Spark partitions of streams that adaptive execution leaves alone."""
-    spark.conf.set(ADAPTIVE_STREAMS, "false")
-    yield
-    spark.conf.unset(ADAPTIVE_STREAMS)
-
-
 def by_key(values: list[str]) -> dict[str | None, list[str]]:
     """Values ``key:number`` of each key, in their order."""
     found: dict[str | None, list[str]] = {}

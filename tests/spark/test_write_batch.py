@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
@@ -16,8 +15,7 @@ from keyshard.errors import ConfigError
 from keyshard.publishing.batch_writer import WriteReport
 from keyshard.testing.devbroker import DevBroker
 from tests.spark.spark_topic import SparkTopic, ended
-from tests.support.deadlines import deadline
-from tests.support.stored_topic import keeping_namespace, messages_of_topic
+from tests.support.stored_topic import admin_of, keeping_namespace, messages_of_topic
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 PARTITIONS = 3
@@ -26,7 +24,7 @@ PARTITIONS = 3
 @pytest.fixture
 def target(dev_broker: DevBroker) -> Iterator[str]:
     """A topic with deduplication that keeps everything."""
-    with httpx.Client(base_url=f"{dev_broker.admin_url}/admin/v2", timeout=deadline(20)) as admin:
+    with admin_of(dev_broker) as admin:
         namespace = keeping_namespace(admin, "spark")
         admin.put(f"/persistent/{namespace}/t/partitions", json=PARTITIONS).raise_for_status()
         yield f"persistent://{namespace}/t"

@@ -20,19 +20,18 @@ from pyspark.sql.streaming.query import StreamingQuery
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.core.position.entry import full_topic_name
 from keyshard.testing.devbroker import DevBroker
-from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from tests.chaos import pipeline_query
 from tests.integration.test_sink_refusals import closed_namespace, request
 from tests.spark.spark_process import SparkProcess, eventually
 from tests.spark.spark_topic import SparkTopic, ended, failed
-from tests.spark.test_topic_writer import entries
+from tests.spark.test_topic_writer import by_key, entries
 from tests.spark.test_write_batch import stored, target
 from tests.support.deadlines import deadline
 from tests.support.stored_topic import messages_at
 from tests.support.tested_pulsar import PULSAR
 
 __all__ = ["target"]
-pytestmark = [pytest.mark.spark, pytest.mark.broker]
+pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.usefixtures("fixed")]
 ROLE = "writer-app"
 LARGE = 6 << 20
 """More than a message may have, bytes."""
@@ -43,14 +42,6 @@ def broker() -> Iterator[DevBroker]:
     settings = {"brokerDeduplicationEnabled": "true", "backlogQuotaCheckIntervalInSeconds": "1"}
     with DevBroker(PULSAR, tokens=True, settings=settings) as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def _fixed(spark: SparkSession) -> Iterator[None]:
-    """Spark partitions of streams that adaptive execution leaves alone."""
-    spark.conf.set(ADAPTIVE_STREAMS, "false")
-    yield
-    spark.conf.unset(ADAPTIVE_STREAMS)
 
 
 def options(broker: DevBroker, topic: str, role: str = "admin", **given: str) -> dict[str, str]:
@@ -69,12 +60,10 @@ def write(frame: DataFrame, given: dict[str, str]) -> None:
     frame.write.format("keyshard").mode("append").options(**given).save()
 
 
-def copied(
-    spark: SparkSession, folder: Path, given: dict[str, str], columns: str = "value, __key"
-) -> StreamingQuery:
+def copied(spark: SparkSession, folder: Path, given: dict[str, str]) -> StreamingQuery:
     """Start a bounded query that writes the rows of a folder in one batch."""
     rows = spark.readStream.schema("value string, __key string").parquet(str(folder / "rows"))
-    writer = rows.selectExpr(*columns.split(", ")).writeStream.format("keyshard").options(**given)
+    writer = rows.writeStream.format("keyshard").options(**given)
     writer = writer.option("checkpointLocation", str(folder / "checkpoint"))
     return writer.trigger(availableNow=True).start()
 
@@ -242,7 +231,4 @@ def test_a_task_that_fails_while_the_broker_is_away_is_completed_by_its_retry(
         assert "KEYSHARD_BROKER_UNAVAILABLE" in run.log.read_text()
     finally:
         run.stop()
-    wanted: dict[str, list[str]] = {}
-    for one in source.sent:
-        wanted.setdefault(one.partition(":")[0], []).append(f"{one}!")
-    assert stored(dev_broker, target) == wanted
+    assert stored(dev_broker, target) == by_key([f"{one}!" for one in source.sent])

@@ -11,7 +11,6 @@ from pyspark.sql import SparkSession
 
 import spark_adapter
 from keyshard.testing.devbroker import DevBroker
-from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from tests.spark.spark_topic import ended
 from tests.spark.test_write_batch import stored, target
 
@@ -19,6 +18,7 @@ __all__ = ["target"]
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 
 
+@pytest.mark.usefixtures("fixed")
 @pytest.mark.pyspark(4, 2)
 @pytest.mark.parametrize("staged", [False, True])
 def test_each_batch_of_a_stream_is_reported_when_it_is_committed(
@@ -38,12 +38,8 @@ def test_each_batch_of_a_stream_is_reported_when_it_is_committed(
         writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
         ended(writer.trigger(availableNow=True).start())
 
-    spark.conf.set(ADAPTIVE_STREAMS, "false")
-    try:
-        run()
-        run()
-    finally:
-        spark.conf.unset(ADAPTIVE_STREAMS)
+    run()
+    run()
     first, second = reports.batches
     assert (first.batch_id, second.batch_id) == (0, 1)
     for one in (first, second):

@@ -15,10 +15,16 @@ from keyshard.broker.wire.broker import WireBroker
 from keyshard.columns.messages import messages_of
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.testing.devbroker import DevBroker
 from tests.support.deadlines import deadline, in_time
 
 READ_S = deadline(30)
 """Longest time to read a topic partition, seconds."""
+
+
+def admin_of(broker: DevBroker) -> httpx.Client:
+    """Return a client of ``/admin/v2`` of a broker; close it."""
+    return httpx.Client(base_url=f"{broker.admin_url}/admin/v2", timeout=deadline(20))
 
 
 def keeping_namespace(admin: httpx.Client, name: str, *, deduplicate: bool = True) -> str:

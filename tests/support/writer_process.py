@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -96,6 +95,14 @@ class Batch:
     keys: int = 20
 
 
+PARTITIONS = 2
+"""Topic partitions of the topics that are written to."""
+BATCH = Batch(3, rows=20_000)
+MIDDLE = 700
+"""Confirmed entries of the 4,000 of the batch, when a writer stops in the middle."""
+WROTE = ["wrote", str(BATCH.rows)]
+
+
 def expected_rows(*batches: Batch) -> dict[str, list[tuple[int, int]]]:
     """Batch and row of all messages by key, where each row of the batches is stored once."""
     found: dict[str, list[tuple[int, int]]] = {}
@@ -108,6 +115,8 @@ def expected_rows(*batches: Batch) -> dict[str, list[tuple[int, int]]]:
 
 class Writer:
     """A process that writes a batch to a topic with the sink id ``s``, and partition 0.
+
+    As a context manager, it is killed at the end.
 
     Args:
         url: URL of the broker.
@@ -163,6 +172,12 @@ class Writer:
         assert self._process.returncode == 0
         return str(output).splitlines()[-1].split(" ", 3)
 
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def kill(self) -> None:
         """End it (SIGKILL). Idempotent."""
         self._process.kill()
@@ -171,23 +186,13 @@ class Writer:
             self._process.stdout.close()
 
 
-@contextmanager
-def writer(*args: object, **options: object) -> Iterator[Writer]:
-    """Start a :class:`Writer`; it is killed at the end."""
-    started = Writer(*args, **options)  # type: ignore[arg-type]
-    try:
-        yield started
-    finally:
-        started.kill()
-
-
-def stored_rows(url: str, topic: str, partitions: int) -> dict[str, list[tuple[int, int]]]:
+def stored_rows(url: str, topic: str) -> dict[str, list[tuple[int, int]]]:
     """Batch and row of all messages by key, as the Reader of pulsar-client sees them."""
     found: dict[str, list[tuple[int, int]]] = {}
     with closing(
         pulsar.Client(url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
     ) as client:
-        for number in range(partitions):
+        for number in range(PARTITIONS):
             reader = client.create_reader(f"{topic}-partition-{number}", pulsar.MessageId.earliest)
             while reader.has_message_available():
                 one = reader.read_next(READ_MS)
@@ -195,3 +200,12 @@ def stored_rows(url: str, topic: str, partitions: int) -> dict[str, list[tuple[i
                 found.setdefault(one.partition_key(), []).append((batch, row))
             reader.close()
     return found
+
+
+def check_once(url: str, topic: str, *batches: Batch) -> None:
+    """Every row of the batches is stored once, in order per key, and a repetition knows it."""
+    assert stored_rows(url, topic) == expected_rows(*batches)
+    last = batches[-1]
+    with Writer(url, topic, last, entry=3) as again:
+        assert again.outcome() == ["wrote", str(last.rows), str(last.rows)]
+    assert stored_rows(url, topic) == expected_rows(*batches)

@@ -152,12 +152,13 @@ class Publishing:
 
     def set_quota(self, topic: str, *, exceeded: bool) -> None:
         """Refuse producers of a topic, or accept them again."""
-        if exceeded:
-            self._full.setdefault(topic, [])
-        publishers = self._publishers({topic}) if exceeded else self._full.pop(topic, [])
-        for publisher in publishers:
-            if exceeded:
-                publisher.drop()
+        if not exceeded:
+            for publisher in self._full.pop(topic, []):
+                publisher.reconnect()
+            return
+        self._full.setdefault(topic, [])
+        for publisher in self._publishers({topic}):
+            publisher.drop()
             publisher.reconnect()
 
     def _publishers(
