@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from datetime import datetime
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from keyshard.config.sink import EXACTLY_ONCE, SinkConfig
 from keyshard.core.message import Produce
 from keyshard.core.option_checks import check_integer
 from keyshard.core.publishing import BATCH_ID_MAX
-from keyshard.errors import BrokerError, ConfigError, KeyShardError, NotRunningError
+from keyshard.errors import (
+    BrokerError,
+    ConfigError,
+    KeyShardError,
+    NotRunningError,
+    RuntimeStoppedError,
+)
 from keyshard.threads import Pool
 
 if TYPE_CHECKING:
@@ -30,6 +38,8 @@ if TYPE_CHECKING:
     from keyshard.publishing.claim import Claim
     from keyshard.publishing.message_writer import MessageWriter
     from keyshard.publishing.values import Values
+
+T = TypeVar("T")
 
 
 class KeyShardSink(SinkConfig):
@@ -77,8 +87,7 @@ class KeyShardSink(SinkConfig):
         Returns:
             A future of the message id. It fails with ``BrokerUnavailableError`` if the message is
             not confirmed in time; the message may be stored nevertheless. If a message was found to
-            be stored after a lost connection, its ledger is -1. Asyncio programs wait with
-            ``await asyncio.wrap_future(sink.send(...))``.
+            be stored after a lost connection, its ledger is -1.
 
         Raises:
             ConfigError: An argument has the wrong type, or the transport publishes no entries.
@@ -95,6 +104,34 @@ class KeyShardSink(SinkConfig):
         if telemetry is None:
             return writer.send(OutgoingMessage.of(one))
         return telemetry.send(one, self.topic, lambda each: writer.send(OutgoingMessage.of(each)))
+
+    async def asend(
+        self,
+        value: bytes | None,
+        *,
+        key: str | None = None,
+        ordering_key: str | None = None,
+        properties: Mapping[str, str] | None = None,
+        event_time: datetime | None = None,
+        deliver_at: datetime | None = None,
+    ) -> MessageId:
+        """Publish a message as :meth:`send` does, and return its id once it is confirmed.
+
+        A thread connects and waits for room, so the event loop goes on. Messages are stored in the
+        order in which their coroutines start, per key, except those that fail. A message whose
+        coroutine is cancelled may be stored.
+
+        Args: see :meth:`send`.
+
+        Raises:
+            KeyShardError: Whatever :meth:`send` raises, or the error of its future.
+        """
+        send = partial(
+            copy_context().run, self.send, value, key=key, ordering_key=ordering_key,
+            properties=properties, event_time=event_time, deliver_at=deliver_at,
+        )  # fmt: skip
+        sent = await asyncio.wrap_future(self._state.submit(self, send))
+        return await asyncio.wrap_future(sent)
 
     def flush(self) -> None:
         """Wait until all sent messages are confirmed, or have failed.
@@ -240,6 +277,9 @@ class KeyShardSink(SinkConfig):
         traceback: TracebackType | None,
     ) -> None:
         # Waiting for messages must not hold up the loop.
+        with suppress(BrokerError):  # another task has closed it
+            if exc is None:  # after calls of asend that have begun
+                await asyncio.wrap_future(self._state.submit(self, _nothing))
         pool = Pool(1, "keyshard-sink-close")
         await asyncio.wrap_future(pool.submit(self.__exit__, exc_type, exc, traceback))
         pool.shutdown()
@@ -274,6 +314,8 @@ class _Open:
         self._values: Values | None = None
         self._writer: MessageWriter | None = None
         self._monitor: SinkMonitor | None = None
+        self._async_calls = Pool(1, "keyshard-sink-async")
+        """One thread: it keeps the order of coroutines."""
         self._closed = False
 
     def broker(self, config: SinkConfig) -> Broker:
@@ -301,6 +343,13 @@ class _Open:
                 self._writer = MessageWriter(self._connect(config), config, self.counts)
                 self.counts.collected = self._writer.collected
             return self._writer
+
+    def submit(self, config: SinkConfig, action: Callable[[], T]) -> Future[T]:
+        """Let a thread call an action, after those that were submitted before."""
+        try:
+            return self._async_calls.submit(action)
+        except RuntimeStoppedError:
+            raise _closed(config) from None
 
     def flush(self) -> None:
         """Wait for single messages."""
@@ -334,6 +383,7 @@ class _Open:
             self._closed = True
             writer, broker, monitor = self._writer, self._broker, self._monitor
             self._writer = self._broker = self._monitor = None
+        self._async_calls.shutdown(wait=False)
         try:
             if writer is not None:
                 writer.close()
@@ -351,7 +401,7 @@ class _Open:
         from keyshard.observe.sink_status import SinkMonitor  # noqa: PLC0415
 
         if self._closed:
-            raise BrokerError(f"The sink of {config.topic} is closed.")
+            raise _closed(config)
         if self._broker is None:
             broker = connect(config.how_to_connect())
             try:
@@ -361,3 +411,11 @@ class _Open:
                 raise
             self._broker = broker
         return self._broker
+
+
+def _closed(config: SinkConfig) -> BrokerError:
+    return BrokerError(f"The sink of {config.topic} is closed.")
+
+
+def _nothing() -> None:
+    """End when the calls before it have ended."""

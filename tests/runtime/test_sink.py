@@ -20,12 +20,14 @@ import pyarrow as pa
 import pytest
 
 from keyshard import KeyShardSink, MessageId
+from keyshard.broker.connect import connect
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as StoredMessage
 from keyshard.broker.memory.publishing import Write
-from keyshard.broker.port import PublishOptions
+from keyshard.broker.port import Broker, PublishOptions
 from keyshard.columns.canonical import canonical
 from keyshard.columns.outgoing import outgoing_of
+from keyshard.config.connection import Connection
 from keyshard.config.sink import SinkConfig
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -608,12 +610,64 @@ def test_a_message_is_published_without_a_flush(world: World) -> None:
     assert isinstance(sink.send(b"x", key="k").result(deadline(5)), MessageId)
 
 
-def test_asyncio_waits_for_a_message(world: World) -> None:
+def test_coroutines_publish_in_the_order_in_which_they_start(world: World) -> None:
+    async def main() -> list[MessageId]:
+        async with world.sink() as sink:
+            sent = (sink.asend(b"%d" % number, key=f"k{number % 5}") for number in range(200))
+            return await asyncio.gather(*sent)
+
+    ids = asyncio.run(main())
+    by_value = {one.value: one.message_id for one in world.stored()}
+    assert by_value == {b"%d" % number: message_id for number, message_id in enumerate(ids)}
+    assert world.by_key() == expected([(f"k{n % 5}", b"%d" % n) for n in range(200)])
+
+
+def test_the_event_loop_goes_on_while_a_sink_connects(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_connect = threading.Event()
+
+    def late(connection: Connection) -> Broker:
+        assert may_connect.wait(deadline(5)), "the event loop waits for the connection"
+        return connect(connection)
+
+    monkeypatch.setattr("keyshard.broker.connect.connect", late)
+
+    async def main() -> None:
+        sink = world.sink()
+        sent = [asyncio.create_task(sink.asend(b"%d" % number, key="k")) for number in range(3)]
+        await asyncio.sleep(0)
+        may_connect.set()
+        await asyncio.gather(*sent)
+
+    asyncio.run(main())
+    assert [one.value for one in world.stored()] == [b"0", b"1", b"2"]
+
+
+def test_the_end_of_an_async_with_waits_for_calls_that_have_begun(world: World) -> None:
     async def main() -> MessageId:
         async with world.sink() as sink:
-            return await asyncio.wrap_future(sink.send(b"x", key="k"))
+            sent = asyncio.create_task(sink.asend(b"x", key="k"))
+            await asyncio.sleep(0)
+        with pytest.raises(BrokerError, match="is closed"):
+            await sink.asend(b"late", key="k")
+        return await sent
 
     assert asyncio.run(main()) == world.stored()[0].message_id
+    assert len(world.stored()) == 1
+
+
+def test_a_coroutine_gets_the_error_of_its_message(world: World) -> None:
+    async def main() -> None:
+        async with world.sink() as sink:
+            with pytest.raises(MessageTooLargeError):
+                await sink.asend(b"x" * 6_000_000, key="k")
+            with pytest.raises(ConfigError, match="value"):
+                await sink.asend(1, key="k")  # type: ignore[arg-type]
+            await sink.asend(b"x", key="k")
+
+    asyncio.run(main())
+    assert [one.value for one in world.stored()] == [b"x"]
 
 
 def test_a_failed_message_fails_its_future_and_the_next_flush(world: World) -> None:
