@@ -128,6 +128,7 @@ class DeadLetter:
             "publishTime": str(_milliseconds(message.publish_time)),
             "attempts": str(self.attempts),
             "error": self.error[:ERROR_CHARS_MAX],
+            "errorKind": self.error_kind,
         }
         if message.schema_version is not None:
             own["schemaVersion"] = str(message.schema_version)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timezone
+from pathlib import Path
 
 import pytest
 
 from keyshard.core.dead_letter import (
     ERROR_CHARS_MAX,
+    HEAD,
+    PARTS,
     DeadLetter,
     DeadLetterKind,
     DoneMarker,
@@ -63,7 +67,9 @@ def test_a_dead_letter_is_read_back_as_it_was(
 
 
 def test_a_dead_letter_has_these_properties() -> None:
-    assert DeadLetter(message(), "billing", DeadLetterKind.PARKED, 5, "no").properties() == {
+    one = message()._replace(schema_version=2, key_bytes=b"\0k")
+    dead_letter = DeadLetter(one, "billing", DeadLetterKind.PARKED, 5, "OSError: no")
+    assert dead_letter.properties() == {
         "a": "1",
         "keyshard.kind": "parked",
         "keyshard.subscription": "billing",
@@ -72,8 +78,22 @@ def test_a_dead_letter_has_these_properties() -> None:
         "keyshard.messageId": "7:8:9",
         "keyshard.publishTime": "1714564800123",
         "keyshard.attempts": "5",
-        "keyshard.error": "no",
+        "keyshard.errorKind": "OSError",
+        "keyshard.error": "OSError: no",
+        "keyshard.schemaVersion": "2",
+        "keyshard.keyBytes": "AGs=",
     }
+
+
+def test_the_documentation_names_every_property() -> None:
+    text = Path("docs/how-to/poison-messages.md").read_text()
+    table = text.partition("## What a dead letter contains")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(keyshard\.[A-Za-z]+)`", "".join(
+        line.split("|")[1] for line in table.splitlines() if line.startswith("|")
+    )))  # fmt: skip
+    one = message()._replace(schema_version=2, key_bytes=b"\0k")
+    dead_letter = DeadLetter(one, "billing", DeadLetterKind.PARKED, 5, "no")
+    assert named == {*dead_letter.own_properties(), PARTS, HEAD}
 
 
 def test_event_time_in_milliseconds() -> None:
