@@ -6,8 +6,12 @@ import logging
 import random
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
+from operator import itemgetter, methodcaller
+from typing import TypeVar
 
 from pyarrow import compute
 
@@ -37,6 +41,7 @@ from keyshard.publishing.claim import Claim
 from keyshard.publishing.counts import Attempt, SinkCounts
 from keyshard.publishing.preflight import deduplication_off
 from keyshard.publishing.topic_tail import last_stored_id
+from keyshard.threads import Pool
 
 ATTEMPTS_MAX = 4
 """Most attempts of a call whose broker loses what an earlier call had sent."""
@@ -46,6 +51,10 @@ BUSY_S = 1.0
 """Longest wait for a name in a topic partition while the writer has it in others, seconds."""
 BUSY_REST_S = (0.1, 1.0)
 """Pause without any producer after that, drawn between these, seconds."""
+THREADS_MAX = 8
+"""Most producers of a batch that are opened, asked or closed at once."""
+T = TypeVar("T")
+R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 
@@ -128,10 +137,10 @@ def write(
     )
     try:
         report = writer.write(placed, batch_id, new=new)
+        writer.close()
     except BaseException:
         writer.leave()
         raise
-    writer.close()
     return report
 
 
@@ -226,8 +235,12 @@ class BatchWriter:
         first_id = sequence_id(batch_id, 0, batch_layout(checksums.items()))
         producers = self._open_all(placed, pending_bytes_max)
         parts += (Part(*one, producer) for one, producer in zip(placed, producers, strict=True))
-        for part in parts:
-            self._find_first(part, first_id, new=new)
+        find_first = partial(self._find_first, first_id=first_id, new=new)
+        must_look = [self._must_look(part, new=new) for part in parts]
+        _all_of(find_first, list(compress(parts, must_look)))
+        for part, looked in zip(parts, must_look, strict=True):
+            if not looked:
+                find_first(part)
             part.began = part.first
             part.check_sizes()
         started_s = time.monotonic()
@@ -238,35 +251,41 @@ class BatchWriter:
                 publish_unless_cut(part, self._config, first_id, self._counts)
         for part in parts:
             self._confirm(part, first_id, pending_bytes_max)
-        for part in parts:
-            if self._name is not None and part.is_new and len(part.sent) == 1:
-                self._prove(part, pending_bytes_max)
+        unproved = [part for part in parts if part.is_new and len(part.sent) == 1]
+        if self._name is not None:
+            _all_of(lambda part: self._prove(part, pending_bytes_max), unproved)
         return _report(parts, started_s)
 
     def _open_all(self, placed: Sequence[Placed], pending_bytes_max: int) -> list[EntryProducer]:
-        """Open a producer for each topic partition.
+        """Open a producer for each topic partition, several at once.
 
-        Two attempts may each have the name in some of them, and wait for the other. So one that
-        waits gives its producers back, and begins again.
+        The least topic partition is opened alone, and given back last. So of two attempts with the
+        same rows, one has all of them, and the other none. Attempts with other rows may each have
+        the name in some topic partitions, and wait for the other. So one that waits gives its
+        producers back, and begins again.
 
         Raises:
             ProducerBusyError: Another program has the name (retriable).
         """
+
+        def opened(one: Placed) -> EntryProducer:
+            where, plan = one
+            busy_s = BUSY_S if self._producers else None
+            return self.open(where, pending_bytes_max, plan.batch.schema, busy_timeout_s=busy_s)
+
         end_s = time.monotonic() + self._config.send_timeout_ms / 1000
         while True:
+            missing = sorted(
+                (one for one in placed if one[0] not in self._producers), key=itemgetter(0)
+            )
             try:
-                return [
-                    self.open(
-                        where,
-                        pending_bytes_max,
-                        plan.batch.schema,
-                        busy_timeout_s=BUSY_S if self._producers else None,
-                    )
-                    for where, plan in placed
-                ]
+                _all_of(opened, missing[:1])
+                _all_of(opened, missing[1:])
             except ProducerBusyError:
                 if not self._producers or time.monotonic() >= end_s:
                     raise
+            else:
+                return [self._producers[where] for where, _ in placed]
             self.leave()
             time.sleep(random.uniform(*BUSY_REST_S))
 
@@ -361,12 +380,17 @@ class BatchWriter:
             producer = self._producers[where] = self._broker.entry_producer(where, how)
         return producer
 
+    def _must_look(self, part: Part, *, new: bool) -> bool:
+        """Return whether the topic may hold rows that the broker does not know."""
+        knows = part.producer.last_sequence_id != NOTHING and part.producer.knows_every_id
+        return self._name is not None and not new and not knows
+
     def _find_first(self, part: Part, first_id: int, *, new: bool) -> None:
         """Find the first row to publish. The broker may have forgotten ids of the name."""
         last, name = part.producer.last_sequence_id, self._name
         part.is_new = last == NOTHING
         is_stored = False
-        if name is not None and not new and not (last != NOTHING and part.producer.knows_every_id):
+        if name is not None and self._must_look(part, new=new):
             found = self._last_stored(part.producer, name, batch_of(first_id))
             last = part.producer.last_sequence_id
             part.is_new = last == NOTHING
@@ -399,13 +423,32 @@ class BatchWriter:
         Raises:
             BrokerUnavailableError: No answer in time (retriable).
         """
-        while self._producers:
-            self._producers.popitem()[1].close()
+        self._give_back(methodcaller("close"))
 
     def leave(self) -> None:
         """Give the name back, if the broker answers."""
-        while self._producers:
-            _leave(self._producers.popitem()[1])
+        self._give_back(_leave)
+
+    def _give_back(self, close: Callable[[EntryProducer], None]) -> None:
+        """Close the producers, several at once, and that of the least topic partition last."""
+
+        def give_back(where: TopicPartition) -> None:
+            close(self._producers.pop(where))
+
+        places = sorted(self._producers)
+        _all_of(give_back, places[1:])
+        _all_of(give_back, places[:1])
+
+
+def _all_of(action: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return the outcomes of an action for items, a few at once.
+
+    After an error, no further ones start.
+    """
+    if len(items) < 2:
+        return [action(one) for one in items]
+    with Pool(THREADS_MAX, "keyshard-producers") as pool:
+        return list(pool.map(action, items))
 
 
 def _report(parts: Sequence[Part], started_s: float) -> WriteReport:

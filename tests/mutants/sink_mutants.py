@@ -217,9 +217,8 @@ OF_SINK = (
         edits=(
             Edit(
                 "keyshard/publishing/batch_writer.py",
-                "        if name is not None and not new and "
-                "not (last != NOTHING and part.producer.knows_every_id):\n",
-                "        if name is not None and first_id < 0:\n",
+                "return self._name is not None and not new and not knows",
+                "return False",
             ),
         ),
         killers=(
@@ -235,8 +234,8 @@ OF_SINK = (
         edits=(
             Edit(
                 "keyshard/publishing/batch_writer.py",
-                "not (last != NOTHING and part.producer.knows_every_id):\n",
-                "last == NOTHING:\n",
+                "NOTHING and part.producer.knows_every_id",
+                "NOTHING",
             ),
         ),
         killers=(
