@@ -36,6 +36,9 @@ class SinkConfig:
     """Connection to the cluster, if a URL is not enough: TLS, authentication, listener."""
     service_url: str = field(default=SERVICE_URL, kw_only=True)
     """URL of the broker. ``memory://name`` is an in-memory cluster of this process, for tests."""
+    admin_url: str | None = field(default=None, kw_only=True)
+    """URL of the admin interface, which tells before the first row whether the broker deduplicates
+    the topic."""
     compression: Literal["none", "lz4", "zlib", "zstd", "snappy"] = field(
         default="lz4", kw_only=True
     )
@@ -97,12 +100,7 @@ class SinkConfig:
                 raise ConfigError(
                     f"connection is {shown(self.connection)}; give a keyshard.Connection."
                 )
-            if self.service_url not in (SERVICE_URL, self.connection.service_url):
-                raise ConfigError(
-                    "service_url is given, but the connection has another value. Set it in the "
-                    "connection only."
-                )
-            object.__setattr__(self, "service_url", self.connection.service_url)
+            self._set_from(self.connection)
         self.how_to_connect()
         check_choice("compression", self.compression, "none", "lz4", "zlib", "zstd", "snappy")
         check_choice("hashing_scheme", self.hashing_scheme, "java", "murmur3")
@@ -123,8 +121,22 @@ class SinkConfig:
             check_integer(name, getattr(self, name), low, high)
 
     def how_to_connect(self) -> Connection:
-        """Return the connection, or one made of ``service_url``."""
-        return self.connection or Connection(self.service_url)
+        """Return the connection, or one made of the URLs."""
+        return self.connection or Connection(self.service_url, self.admin_url)
+
+    def _set_from(self, connection: Connection) -> None:
+        """Set the URLs of a connection; raise if others are given."""
+        for name in ("service_url", "admin_url"):
+            default, value = (
+                type(self).__dataclass_fields__[name].default,
+                getattr(connection, name),
+            )
+            if getattr(self, name) not in (default, value):
+                raise ConfigError(
+                    f"{name} is given, but the connection has another value. Set it in the "
+                    "connection only."
+                )
+            object.__setattr__(self, name, value)
 
 
 def check_sink_of(run: str, sink: object, checkpoint: object) -> None:

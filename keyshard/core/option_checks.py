@@ -43,30 +43,38 @@ def check_names(what: str, given: Iterable[str], known: Collection[str]) -> None
             raise ConfigError(f"{what} has no option {shown(name)}. {hint}")
 
 
-def suggesting(function: Callable[P, R], what: str = "") -> Callable[P, R]:
+def suggesting(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function so that a misspelt keyword argument raises an error with the nearest name.
 
     Its signature stays visible to editors and type checkers.
     """
+    return _suggesting(function, lambda _: f"{function.__name__}()")
+
+
+def suggesting_options(config: C) -> C:
+    """Apply :func:`suggesting` to the constructor of a dataclass; errors name the class."""
+    construct: Callable[..., None] = config.__init__  # type: ignore[misc]
+    config.__init__ = _suggesting(  # type: ignore[misc]
+        construct, lambda args: type(args[0]).__name__
+    )
+    return config
+
+
+def _suggesting(
+    function: Callable[P, R], what: Callable[[tuple[object, ...]], str]
+) -> Callable[P, R]:
     known = [
         one.name
         for one in inspect.signature(function).parameters.values()
         if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD) and one.name != "self"
     ]
-    what = what or f"{function.__name__}()"
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_names(what, kwargs, known)
+        check_names(what(args), kwargs, known)
         return function(*args, **kwargs)
 
     return checked
-
-
-def suggesting_options(config: C) -> C:
-    """Apply :func:`suggesting` to the constructor of a dataclass."""
-    config.__init__ = suggesting(config.__init__, config.__name__)  # type: ignore[misc]
-    return config
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:

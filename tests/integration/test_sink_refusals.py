@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from http.server import HTTPServer
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -191,6 +192,46 @@ def test_a_schema_that_the_topic_does_not_admit(broker: DevBroker, topic: str) -
         other = PublishOptions(schema=TopicSchema("AVRO", RECORD % b"string"))
         with pytest.raises(SchemaError, match=topic):
             opened.entry_producer(where, other)
+
+
+@pytest.mark.parametrize(
+    ("policy", "refused", "remedy"),
+    [
+        (
+            {"isAllowAutoUpdateSchema": False},
+            {"topic": "new", "value_format": "avro", "register_schema": True},
+            "set-is-allow-auto-update-schema --enable",
+        ),
+        (
+            {"schemaValidationEnforced": True},
+            {"topic": "known", "value_format": "raw"},
+            "set-schema-validation-enforce --disable",
+        ),
+    ],
+)
+def test_a_namespace_that_restricts_schemas(
+    broker: DevBroker, topic_name: str, policy: dict[str, bool], refused: dict[str, Any],
+    remedy: str,
+) -> None:  # fmt: skip
+    """The refusal names the policy; rows with the schema of the topic are stored."""
+    namespace = f"public/{topic_name}"
+    request(broker, "PUT", f"namespaces/{namespace}")
+    for name, value in policy.items():
+        request(broker, "POST", f"namespaces/{namespace}/{name}", value)
+    for topic in ("new", "known"):
+        request(broker, "PUT", f"persistent/{namespace}/{topic}")
+    body = {"type": "AVRO", "schema": (RECORD % b"int").decode(), "properties": {}}
+    request(broker, "POST", f"schemas/{namespace}/known/schema", body)
+    records = pa.record_batch({"a": pa.array([1, 2], pa.int32()), "__key": ["a", "b"]})
+
+    def write(topic: str, value_format: Any, **options: Any) -> None:
+        options |= {"sink_id": "s", "connection": broker.connection}
+        with KeyShardSink(f"{namespace}/{topic}", value_format=value_format, **options) as made:
+            made.write_batch(BATCH if value_format == "raw" else records, 0)
+
+    with pytest.raises(SchemaError, match=f"{remedy} {namespace}"):
+        write(**refused)
+    write("known", "auto")
 
 
 def test_a_name_that_is_in_use(broker: DevBroker, topic: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from keyshard import Basic, Connection, KeyShardSource, OAuth2, Secret, Token
+from keyshard import Basic, Connection, KeyShardSink, KeyShardSource, OAuth2, Secret, Token
 from keyshard.broker import connect as connecting
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.client.broker import ClientBroker
@@ -191,13 +191,18 @@ def test_no_token_is_shown_in_any_message() -> None:
     assert redacted(f"bad {token}, sorry") == "bad ***, sorry"
 
 
-def test_shorthands_and_a_connection_are_the_same() -> None:
-    short = KeyShardSource("t", service_url=TLS, admin_url="http://h:1")
-    given = KeyShardSource("t", connection=Connection(TLS, "http://h:1"))
+@pytest.mark.parametrize("made", [KeyShardSource, KeyShardSink])
+def test_shorthands_and_a_connection_are_the_same(
+    made: type[KeyShardSource] | type[KeyShardSink],
+) -> None:
+    short = made("t", service_url=TLS, admin_url="http://h:1")
+    given = made("t", connection=Connection(TLS, "http://h:1"))
     assert short.how_to_connect() == given.how_to_connect()
     assert (given.service_url, given.admin_url) == (TLS, "http://h:1")
     with pytest.raises(ConfigError, match="service_url is given, but the connection"):
-        KeyShardSource("t", service_url="pulsar://other:1", connection=Connection(TLS))
+        made("t", service_url="pulsar://other:1", connection=Connection(TLS))
+    with pytest.raises(ConfigError, match="admin_url is given, but the connection"):
+        made("t", admin_url="http://other:1", connection=Connection(TLS, "http://h:1"))
 
 
 def test_a_source_is_made_again_with_another_connection() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ray_adapter
-from keyshard import Connection, HandlerConfig, KeyShardSource
+from keyshard import Connection, HandlerConfig, KeyShardSink, KeyShardSource
 from keyshard.config.handlers import HandlerOptions
 from keyshard.core.option_checks import did_you_mean
 from keyshard.errors import ConfigError
@@ -27,6 +27,7 @@ CALLS: list[tuple[Callable[..., Any], str, str]] = [
     (lambda **given: dataclasses.replace(SOURCE, **given), "on_corupt", "on_corrupt"),
     (Connection, "service_ulr", "service_url"),
     (HandlerConfig, "on_faliure", "on_failure"),
+    (lambda **given: KeyShardSink("t", **given), "sinkid", "sink_id"),
     (lambda **given: SOURCE.run(print, **given), "lane", "lanes"),
     (SOURCE.batches, "max_row", "max_rows"),
     (lambda **given: ray_adapter.run(SOURCE, print, **given), "paralelism", "parallelism"),
@@ -37,6 +38,11 @@ CALLS: list[tuple[Callable[..., Any], str, str]] = [
 def test_the_nearest_option_is_named(call: Callable[..., Any], wrong: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"has no option {wrong!r}\. Did you mean {meant!r}\?"):
         call(**{wrong: 2})
+
+
+def test_the_class_that_a_program_names_is_in_the_error() -> None:
+    with pytest.raises(ConfigError, match=r"KeyShardSink has no option 'zzz'"):
+        KeyShardSink("t", zzz=1)  # type: ignore[call-arg]
 
 
 def test_a_name_that_is_near_to_none_is_answered_with_all() -> None:

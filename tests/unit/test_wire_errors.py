@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.broker.wire.errors import RefusedError, error_of
+from keyshard.broker.wire.errors import RefusedError, error_of, producing_error
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.refusal_timer import REFUSED_S, RefusalTimer
-from keyshard.errors import BrokerError, TopicNotFoundError
+from keyshard.errors import BrokerError, SchemaError, TopicNotFoundError
 
 TOPIC = "persistent://public/default/t"
-NOT_ALLOWED = 22
+INCOMPATIBLE_SCHEMA, NOT_ALLOWED = 18, 22
+JAVA = "org.apache.pulsar.broker.service.schema.exceptions.IncompatibleSchemaException: "
+NO_UPDATE = "Schema not found and schema auto updating is disabled."
 
 
 @pytest.mark.parametrize(
@@ -30,3 +33,28 @@ def test_a_partition_that_newer_brokers_deny_is_missing_and_ends_no_source(
     refusals = RefusalTimer()
     ends = [refusals.failed(found, now_s) for now_s in (0.0, REFUSED_S, 10 * REFUSED_S)]
     assert ends == ([False] * 3 if error else [False, True, True])
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        (
+            f"{JAVA}{NO_UPDATE} caused by {JAVA}{NO_UPDATE}",
+            "set-is-allow-auto-update-schema --enable public/default.",
+        ),
+        (
+            f"{JAVA}Producers cannot connect or send message without a schema to topics",
+            "set-schema-validation-enforce --disable public/default.",
+        ),
+        (f"{JAVA}Field b is missing. caused by {JAVA}", "not compatible (Field b is missing.)."),
+    ],
+)
+def test_a_refused_schema_names_the_policy_and_no_class_of_the_broker(
+    said: str, remedy: str
+) -> None:
+    """The texts are those of Pulsar 5.0.1."""
+    refused = RefusedError(INCOMPATIBLE_SCHEMA, said.encode())
+    found = producing_error(refused, "publish to", TopicPartition(TOPIC, 0), "the client")
+    assert type(found) is SchemaError
+    assert found.message.endswith(remedy)
+    assert "org.apache" not in found.message

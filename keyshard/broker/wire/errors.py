@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from keyshard.broker.auth.errors import lacks, not_accepted
 from keyshard.broker.unconfirmed import AcceptedLostError, MaybeStoredError
 from keyshard.core.position.entry import TopicPartition
@@ -57,6 +59,17 @@ _NAMED = {
     25: "ProducerFenced: another producer replaced this one",
 }
 """Other errors by their names in Pulsar: their meaning, and the remedy."""
+
+_SCHEMA_POLICIES = {
+    "auto updating is disabled": "the namespace admits no new schemas. Write with a schema that "
+    "the topic has, or admit others: pulsar-admin namespaces set-is-allow-auto-update-schema "
+    "--enable",
+    "without a schema": "the namespace admits no messages without a schema. Write columns in the "
+    "value format 'auto', or admit such messages: pulsar-admin namespaces "
+    "set-schema-validation-enforce --disable",
+}
+"""Policies of a namespace by words of the refusal: their meaning, and the remedy."""
+_JAVA_CLASS = re.compile(r"^(?:\w+\.)+\w+: ")
 
 
 class RefusedError(Exception):
@@ -133,20 +146,31 @@ def producing_error(
             f"{failed}: another producer replaced this one ({said}). Stop it."
         )
     if code == _INCOMPATIBLE_SCHEMA:
-        return SchemaError(f"{failed}: the schema of the messages is not compatible ({said}).")
+        return _schema_refused(failed, what, said)
     if code == _NOT_AUTHORIZED:
         return lacks(who, "produce", what.topic, said)
     return error_of(refused, action, what, what.name, who)
 
 
+def _schema_refused(failed: str, where: TopicPartition, said: str) -> SchemaError:
+    for sign, remedy in _SCHEMA_POLICIES.items():
+        if sign in said:
+            return SchemaError(f"{failed}: {remedy} {_namespace(where)}.")
+    plain = _JAVA_CLASS.sub("", said).partition(" caused by ")[0]
+    return SchemaError(f"{failed}: the schema of the messages is not compatible ({plain}).")
+
+
+def _namespace(where: TopicPartition) -> str:
+    return "/".join(where.topic.partition("://")[2].split("/")[:2])
+
+
 def forgotten(where: TopicPartition, name: bytes) -> DeduplicationError:
     """Create the error for a broker that does not remember the messages of a producer name."""
-    namespace = "/".join(where.topic.partition("://")[2].split("/")[:2])
     return DeduplicationError(
         f"Deduplication is disabled for {where}: the broker does not know the stored messages of "
         f"producer {name.decode()!r}, so rows could be stored twice. Enable it: pulsar-admin "
-        f"namespaces set-deduplication {namespace} --enable. If it is enabled, a broker before "
-        "Pulsar 5.0 has just loaded the topic (apache/pulsar#25953): repeat the call."
+        f"namespaces set-deduplication {_namespace(where)} --enable. If it is enabled, a "
+        "broker before Pulsar 5.0 has just loaded the topic (apache/pulsar#25953): repeat the call."
     )
 
 

@@ -42,8 +42,8 @@ def full_topic_name(name: str) -> str:
         domain, rest = "persistent", name if "/" in name else f"public/default/{name}"
     if domain == "non-persistent":
         raise NonPersistentTopicError(
-            f"Topic {shown(name)} is non-persistent. Its messages have no position of their own, "
-            "so they cannot be acknowledged after a checkpoint. Use a persistent topic.",
+            f"Topic {shown(name)} is non-persistent. Its messages are not stored and have no "
+            "position of their own, so nothing can be guaranteed. Use a persistent topic.",
             topic=name,
         )
     parts = rest.split("/")
