@@ -17,6 +17,7 @@ from keyshard.core.message import Produce
 from keyshard.core.metadata_columns import DELIVER_AT, KEY_BYTES, ORDERING_KEY
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError
+from keyshard.redaction import shown
 
 VALUE, KEY, EVENT_TIME, PROPERTIES_COLUMN = "value", "__key", "__eventTime", "__properties"
 TOPIC = "__topic"
@@ -421,9 +422,10 @@ def _times(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     found = column.cast(pa.timestamp("ms", tz=column.type.tz), safe=False).cast(pa.int64())
     least = compute.min(found).as_py()
     if least is not None and least <= 0:
+        row = _row(batch, found.index(least).as_py())
         raise ConfigError(
-            f"Column {name} has a time at or before 1970-01-01, which Pulsar cannot store. "
-            "Correct the time."
+            f"Column {name} has a time at or before 1970-01-01 in {row}, which Pulsar cannot "
+            "store. Correct the time."
         )
     return found
 
@@ -434,8 +436,22 @@ def _properties(batch: pa.RecordBatch) -> pa.Array | None:
         return None
     found = column.cast(PROPERTIES)
     if compute.any(compute.is_null(found.items)).as_py():
-        raise ConfigError(f"Column {PROPERTIES_COLUMN} has a null in a map. Remove the pair.")
+        for row, pairs in enumerate(found.to_pylist()):
+            for name, text in pairs or ():
+                if text is None:
+                    raise ConfigError(
+                        f"Column {PROPERTIES_COLUMN} has no text for {shown(name)} in "
+                        f"{_row(batch, row)}. Remove the pair."
+                    )
     return found
+
+
+def _row(batch: pa.RecordBatch, number: int) -> str:
+    """Return the number of a row, from 0, and its key."""
+    for name in (KEY, KEY_BYTES):
+        if name in batch.schema.names:
+            return f"row {number} with key {shown(batch.column(name)[number].as_py())}"
+    return f"row {number}"
 
 
 def _milliseconds(time: datetime | None) -> int | None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -299,7 +299,7 @@ class Telemetry:
             raise
 
         def confirmed(done: Future[MessageId]) -> None:
-            error = done.exception()
+            error = CancelledError() if done.cancelled() else done.exception()
             if error is None:
                 span.set_attribute(MESSAGE_ID, str(done.result()))
             self._end(span, topic, began_s, error)

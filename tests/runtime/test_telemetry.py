@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Callable
@@ -145,6 +146,32 @@ def test_a_message_without_a_confirmation_is_an_error_of_its_span(exported: Expo
     assert present(span.attributes)["error.type"] == name
     (point,) = exported.points("messaging.client.operation.duration")
     assert point.attributes["error.type"] == name
+
+
+def test_a_message_of_a_coroutine_is_in_the_span_of_its_task(exported: Exported) -> None:
+    copied = Copied()
+
+    async def main() -> None:
+        async with KeyShardSink(copied.out, service_url=copied.url, telemetry=True) as sink:
+            with trace.get_tracer("test").start_as_current_span("task"):
+                await sink.asend(b"value")
+
+    asyncio.run(main())
+    (sent,), (task,) = exported.spans("send"), exported.spans("task")
+    assert present(sent.parent).span_id == present(task.context).span_id
+
+
+def test_the_span_of_a_message_ends_when_its_future_is_cancelled(exported: Exported) -> None:
+    copied = Copied()
+    copied.hold()
+    with (
+        suppress(KeyError),
+        KeyShardSink(copied.out, service_url=copied.url, telemetry=True) as sink,
+    ):
+        assert sink.send(b"unconfirmed").cancel()
+        (span,) = exported.spans("send")
+        assert span.status.status_code is StatusCode.ERROR
+        raise KeyError  # The block ends without waiting for confirmations.
 
 
 def test_a_batch_is_one_span_with_its_rows(exported: Exported) -> None:

@@ -19,7 +19,7 @@ from spark_adapter import KeyShardDataSource
 from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from spark_adapter.stream_writer import KeyShardStreamWriter
 from spark_adapter.topic_writer import Staged
-from tests.spark.spark_topic import ended, failed
+from tests.spark.spark_topic import ended, failed, without_last_commit
 from tests.spark.test_topic_writer import EXPECTED, frame
 from tests.spark.test_write_batch import stored, target
 
@@ -92,11 +92,7 @@ def test_a_repeated_batch_with_other_rows_is_stored_once_as_it_was_first_staged(
     ended(copy("keyshard", 2))
     found = stored(dev_broker, target)
     assert sorted(value for values in found.values() for value in values) == sorted(first)
-    # A driver that dies before its commit leaves this: the batch comes once more.
-    commits = checkpoint / "commits"
-    (last,) = (one for one in commits.iterdir() if one.name.isdigit())
-    for one in (last, commits / f".{last.name}.crc"):
-        one.unlink(missing_ok=True)
+    last = without_last_commit(checkpoint)
     (lines / "0.txt").write_text("third:0")
     (lines / "1.txt").write_text("next:0")
     ended(copy("keyshard", 1))

@@ -13,7 +13,7 @@ import httpx
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from pyspark.errors import AnalysisException
+from pyspark.errors import AnalysisException, SparkRuntimeException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import expr
 from pyspark.sql.streaming.query import StreamingQuery
@@ -23,7 +23,7 @@ from spark_adapter import KeyShardDataSource
 from spark_adapter.adaptive_execution import ADAPTIVE_STREAMS
 from spark_adapter.options import SINK_OPTIONS
 from tests.helpers import wait_until
-from tests.spark.spark_topic import SparkTopic, ended, failed
+from tests.spark.spark_topic import SparkTopic, ended, failed, without_last_commit
 from tests.spark.test_write_batch import stored, target
 from tests.support.deadlines import deadline
 
@@ -59,16 +59,31 @@ def test_a_stream_whose_batch_is_repeated_stores_every_row_once(
 
     run()
     assert stored(dev_broker, target) == by_key(source.sent)
-    # A driver that dies after its write and before its commit leaves this.
-    commits = source.checkpoint / "commits"
-    last = max((one for one in commits.iterdir() if one.name.isdigit()), key=lambda x: int(x.name))
-    last.unlink()
-    (commits / f".{last.name}.crc").unlink(missing_ok=True)
+    last = without_last_commit(source.checkpoint)
     run(entryMaxMessages="3", compression="zstd")
-    assert (commits / last.name).exists(), "the batch was not repeated"
+    assert last.exists(), "the batch was not repeated"
     assert stored(dev_broker, target) == by_key(source.sent)
     source.produce(60, keys=20)
     run()
+    assert stored(dev_broker, target) == by_key(source.sent)
+
+
+@pytest.mark.usefixtures("fixed")
+def test_a_checkpoint_without_the_id_of_its_query_stores_nothing_twice(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path, topic_name: str, target: str
+) -> None:
+    """Names of producers have the id, so with another one the rows of a batch would be new."""
+    source = SparkTopic(dev_broker, topic_name, tmp_path, partitions=2)
+    source.produce(100, keys=20)
+    rows = source.rows(spark).select("value", "__key")
+    ended(copy(rows, source.checkpoint, dev_broker, topic=target))
+    without_last_commit(source.checkpoint)
+    kept = (source.checkpoint / "metadata").read_bytes()
+    (source.checkpoint / "metadata").unlink()
+    with pytest.raises(SparkRuntimeException, match="MISSING_METADATA_FILE"):
+        copy(rows, source.checkpoint, dev_broker, topic=target)
+    (source.checkpoint / "metadata").write_bytes(kept)
+    ended(copy(rows, source.checkpoint, dev_broker, topic=target))
     assert stored(dev_broker, target) == by_key(source.sent)
 
 
@@ -208,10 +223,7 @@ def test_rows_of_a_repeated_batch_go_to_the_topic_that_each_names_once(
         ended(copy(rows, source.checkpoint, dev_broker, **options))
 
     run()
-    commits = source.checkpoint / "commits"
-    last = max((one for one in commits.iterdir() if one.name.isdigit()), key=lambda x: int(x.name))
-    for one in (last, commits / f".{last.name}.crc"):
-        one.unlink()
+    last = without_last_commit(source.checkpoint)
     run(entryMaxMessages="3")
     assert last.exists(), "the batch was not repeated"
     for number, topic in enumerate(topics):

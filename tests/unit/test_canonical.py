@@ -150,10 +150,12 @@ def test_columns_that_do_not_fit_are_refused(columns: dict[str, Any], said: str)
     assert said in caught.value.message
 
 
-def test_times_before_the_epoch_and_nulls_in_maps_are_refused() -> None:
-    early = pa.array([-1], pa.timestamp("us", "UTC"))
-    with pytest.raises(ConfigError, match="1970"):
-        outgoing_of(pa.record_batch({"value": [b""], "__eventTime": early}))
-    pairs = pa.array([[("a", None)]], pa.map_(pa.string(), pa.string()))
-    with pytest.raises(ConfigError, match="null in a map"):
-        outgoing_of(pa.record_batch({"value": [b""], "__properties": pairs}))
+def test_times_before_the_epoch_and_nulls_in_maps_are_refused_with_their_row() -> None:
+    early = pa.array([1_000, None, -1], pa.timestamp("us", "UTC"))
+    columns = {"value": [b""] * 3, "__key": ["a", None, "c"], "__eventTime": early}
+    with pytest.raises(ConfigError, match=r"1970-01-01 in row 2 with key 'c'"):
+        outgoing_of(pa.record_batch(columns))
+    pairs = pa.array([[], [("a", "b")], [("a", None)]], pa.map_(pa.string(), pa.string()))
+    columns = {"value": [b""] * 3, "__properties": pairs}
+    with pytest.raises(ConfigError, match=r"no text for 'a' in row 2\. Remove"):
+        outgoing_of(pa.record_batch(columns))
