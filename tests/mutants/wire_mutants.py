@@ -162,4 +162,24 @@ OF_WIRE = (
             ),
         ),
     ),
+    Mutant(
+        name="leave open what a broker opens after it was given up",
+        promise="A handle whose request was not answered in time does not stay open.",
+        edits=(
+            Edit(
+                "keyshard/broker/wire/requests.py",
+                "                undo()\n",
+                "                pass\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_wire_producer", "test_a_request_without_an_answer_gives_its_name_back"
+            ),
+            killer(
+                CONNECTION,
+                "test_a_consumer_that_a_frozen_broker_makes_after_its_end_is_closed_again",
+            ),
+        ),
+    ),
 )

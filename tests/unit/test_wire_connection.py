@@ -468,6 +468,27 @@ def test_an_answer_that_does_not_come_is_an_error_in_time(
     wait_until(lambda: scripted.asked_for(CLOSE_CONSUMER))
 
 
+def test_a_consumer_that_a_frozen_broker_makes_after_its_end_is_closed_again(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
+) -> None:
+    held: list[Fields] = []
+
+    def close(session: Session, kind: int, fields: Fields) -> None:
+        if held:
+            session.reply(ERROR, {1: fields[2], 2: 0, 3: b"Consumer not found"})
+            session.answer(SUBSCRIBE, held.pop())
+        else:
+            session.answer(kind, fields)
+
+    scripted.answers[SUBSCRIBE] = lambda _, _kind, fields: held.append(fields)
+    scripted.answers[CLOSE_CONSUMER] = close
+    with pytest.raises(BrokerUnavailableError, match="did not answer"):
+        subscribed(brokers(scripted, operation_timeout_ms=1_000))
+    wait_until(lambda: len(scripted.asked_for(CLOSE_CONSUMER)) == 2)
+    first, second = scripted.asked_for(CLOSE_CONSUMER)
+    assert first[1] == second[1] == scripted.asked_for(SUBSCRIBE)[-1][4]
+
+
 def test_a_broker_that_does_not_greet_is_an_error_in_time(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:

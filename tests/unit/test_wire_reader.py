@@ -55,7 +55,7 @@ class At:
 
     def forget(self, _number: int) -> None: ...
 
-    def ask(self, name: str, request: Any, *_: object) -> Any:
+    def ask(self, name: str, request: Any, *_: object, **_undo: object) -> Any:
         if name == "subscribe":
             start = request.start_message_id
             self.starts.append(EntryId(start.ledger, start.entry))

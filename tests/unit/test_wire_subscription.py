@@ -39,7 +39,7 @@ class At:
     def register(self, _consumer_id: int, handle: WireSubscription) -> None:
         self.handle = handle
 
-    def ask(self, _name: str, request: Any, *_: object) -> None:
+    def ask(self, _name: str, request: Any, *_: object, **_undo: object) -> None:
         self.subscribed.append(request.consumer_id)
         if self.losses and self.handle is not None:
             self.losses -= 1

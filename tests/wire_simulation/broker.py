@@ -59,6 +59,7 @@ class Session(SocketSession):
         self._troubles = broker.troubles
         self._changed = threading.Condition()
         self._unsent: deque[bytes] = deque()
+        self._late: list[Any] = []
         self._cut = False
         troubles = self._troubles
         self._cut_out_at = troubles.number(3_000) if troubles.strike(0.3) else -1
@@ -148,6 +149,10 @@ class Session(SocketSession):
     def _subscribe(self, asked: Any) -> None:
         if self._refused(asked):
             return
+        if self._troubles.strike(0.02):
+            # As a broker that is frozen: a request to close the consumer is executed first.
+            self._late.append(asked)
+            return
         name = asked.topic.decode()
         reads = asked.HasField("start_message_id")
         where = None if reads else asked.key_shared.hash_ranges[0]
@@ -191,6 +196,9 @@ class Session(SocketSession):
     def _close_consumer(self, asked: Any) -> None:
         self.model.leave(self, asked.consumer_id)
         self.succeed(asked)
+        late, self._late = self._late, []
+        for one in late:
+            self._subscribe(one)
 
     def end(self, consumer_id: int, *, twice: bool) -> None:
         """Tell a consumer that it has ended; later entries for it are late ones."""

@@ -44,7 +44,6 @@ FRAME_PADDING = 64 << 10
 """Bytes of a frame in addition to its message."""
 TRICKLE_BYTES = 16 << 10
 """Bytes of an incomplete frame that count as a sign of life."""
-_RECEIPT = "send_receipt"
 _NO_REQUEST = 2**64 - 1
 """Request id with which a broker refuses the connection instead of a request."""
 
@@ -62,8 +61,7 @@ class WireConnection:
         timeout_s: Longest wait until it is open, seconds.
         fail: Ends the source if the reading thread fails; default: the owner of the calling
             thread.
-        changed: Takes the names of topics that the broker reports, if the connection watches
-            topics. The reading thread calls it.
+        changed: Called by the reading thread with names of topics that the broker reports.
 
     Raises:
         BrokerUnavailableError: Nothing answers at the address (retriable).
@@ -181,8 +179,9 @@ class WireConnection:
             self._wake()
 
     def ask(
-        self, name: str, content: Any, timeout_s: float, answered: Future[Any] | None = None
-    ) -> Any:
+        self, name: str, content: Any, timeout_s: float, answered: Future[Any] | None = None,
+        undo: Callable[[], None] | None = None,
+    ) -> Any:  # fmt: skip
         """Assign a ``request_id``, send the request, and wait for its answer.
 
         Args:
@@ -190,6 +189,7 @@ class WireConnection:
             content: The command.
             timeout_s: Longest wait, seconds.
             answered: Future of the answer, if another thread may also complete it.
+            undo: Called by the reading thread if the answer comes after the request was given up.
 
         Raises:
             BrokerUnavailableError: The connection is lost, or no answer arrived in time.
@@ -197,7 +197,7 @@ class WireConnection:
         """
         answered = answered or Future()
         number = content.request_id = new_id()
-        self._requests.add(number, name, answered)
+        self._requests.add(number, name, answered, undo)
         try:
             self.send(name, content)
             return answered.result(timeout_s)
@@ -405,7 +405,7 @@ class WireConnection:
             for one in read_frames(frames):
                 if not isinstance(one, Frame):
                     came.setdefault(one[0], []).append(one[1])
-                elif one.name == _RECEIPT:
+                elif one.name == "send_receipt":
                     receipts.setdefault(one.command.producer_id, []).append(one.command)
                 else:
                     self._hand_over(came, receipts)
@@ -462,7 +462,7 @@ class WireConnection:
 
     def _refuse(self, command: Any) -> None:
         refused = RefusedError(command.error, command.message)
-        waiting = self._requests.forget(command.request_id)
+        waiting = self._requests.refused(command.request_id)
         if waiting is None and not self._connected.done():
             waiting = self._connected
         if waiting is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from keyshard.broker.auth.credentials import Credentials
@@ -184,7 +185,10 @@ class ReconnectingHandle(ABC):
             path = self._shared.cluster.path(self.topic_partition.name, timeout_s)
             at, left_s = yield from path
             at.register(handle_id, self)
-            answer = at.ask(self.request_name, self._request(handle_id), left_s, asked)
+            answer = at.ask(
+                self.request_name, self._request(handle_id), left_s, asked,
+                undo=partial(self._forget, at, handle_id),
+            )  # fmt: skip
         except (RefusedError, BrokerUnavailableError) as exc:
             if at is not None:
                 at.unregister(handle_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -33,28 +33,49 @@ _ids = itertools.count(1)
 
 
 class PendingRequests:
-    """Requests by id, each with the name of the expected answer and its future. Thread-safe."""
+    """Requests by id, each with the name of the expected answer and its future. Thread-safe.
+
+    A broker that was frozen may execute a request long after its caller has given it up. A request
+    to close what it opens may be executed before it: Pulsar registers a producer only after other
+    work. So what is open then has to be closed when the late answer comes.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[str, Future[Any]]] = {}
+        self._undo: dict[int, Callable[[], None]] = {}
+        """By request, also by those that were given up."""
 
-    def add(self, request_id: int, name: str, answered: Future[Any]) -> None:
+    def add(
+        self,
+        request_id: int,
+        name: str,
+        answered: Future[Any],
+        undo: Callable[[], None] | None = None,
+    ) -> None:
         """Wait for the answer to a request.
 
         Args:
             request_id: An id of :func:`new_id`.
             name: Name of the command.
             answered: Future of its answer.
+            undo: Called if the answer comes when nothing waits for it; returns at once.
         """
         with self._lock:
             self._waiting[request_id] = _ANSWER_TO[name], answered
+            if undo is not None:
+                self._undo[request_id] = undo
 
-    def forget(self, request_id: int) -> Future[Any] | None:
-        """Stop waiting for an answer; return its future, if it is pending. Idempotent."""
+    def forget(self, request_id: int) -> None:
+        """Stop waiting for an answer. Idempotent."""
         with self._lock:
-            _, answered = self._waiting.pop(request_id, ("", None))
-        return answered
+            self._waiting.pop(request_id, None)
+
+    def refused(self, request_id: int) -> Future[Any] | None:
+        """Return the future of a request that the broker refuses, if it is pending."""
+        with self._lock:
+            self._undo.pop(request_id, None)
+            return self._waiting.pop(request_id, ("", None))[1]
 
     def answer(self, name: str, command: Any) -> None:
         """Take an answer of the broker; ignore it if no request waits for it.
@@ -63,12 +84,16 @@ class PendingRequests:
             ProtocolError: It answers another kind of request.
         """
         with self._lock:
+            undo = self._undo.pop(command.request_id, None)
             wanted, answered = self._waiting.get(command.request_id, ("", None))
-            if answered is None:
-                return
-            if name != wanted:
-                raise ProtocolError(f"received {name!r} instead of {wanted!r}")
-            del self._waiting[command.request_id]
+            if answered is not None:
+                if name != wanted:
+                    raise ProtocolError(f"received {name!r} instead of {wanted!r}")
+                del self._waiting[command.request_id]
+        if answered is None:
+            if undo is not None:
+                undo()
+            return
         with suppress(InvalidStateError):
             if name in _MAY_FAIL and command.HasField("error"):
                 answered.set_exception(RefusedError(command.error, command.message))
