@@ -283,6 +283,7 @@ def test_a_quota_that_is_exceeded_is_waited_for_and_named(broker: DevBroker) -> 
                 break
         assert refused is not None
         assert refused.retriable
+        assert "the backlog quota is exceeded" in refused.message
         assert 2 < time.monotonic() - began_s < deadline(10)
 
 

@@ -150,6 +150,15 @@ def test_a_batch_with_fewer_rows_than_were_written_is_refused(world: World) -> N
         sink.write_batch(batch_of(rows_of(0, 100)), 0)
 
 
+def test_other_rows_in_the_same_numbers_are_not_noticed(world: World) -> None:
+    """A limit: the rows of the first attempt stay."""
+    sink = world.sink()
+    sink.write_batch(batch_of(rows_of(0)), 0)
+    others = [(key, b"other") for key, _ in rows_of(0)]
+    assert sink.write_batch(batch_of(others), 0).already_stored == 200
+    assert world.by_key() == expected(rows_of(0))
+
+
 def moved(rows: Rows) -> Rows:
     """Give a row the key of the row before it."""
     return [rows[0], (rows[0][0], rows[1][1]), *rows[2:]]

@@ -1,6 +1,8 @@
 """Loads whose order, loss and duplicates can be checked from the messages alone.
 
-Every value starts with ``key:seq:``, where ``seq`` counts the messages of its key from 0.
+They are published with pulsar-client, because its entries, also those of mixed keys, are what
+sources meet. Every value starts with ``key:seq:``, where ``seq`` counts the messages of its key
+from 0.
 """
 
 from __future__ import annotations
