@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -19,6 +20,7 @@ from keyshard.core.option_checks import check_integer
 from keyshard.core.publishing import BATCH_ID_MAX
 from keyshard.errors import (
     BrokerError,
+    BrokerUnavailableError,
     ConfigError,
     KeyShardError,
     NotRunningError,
@@ -118,19 +120,31 @@ class KeyShardSink(SinkConfig):
         """Publish a message as :meth:`send` does, and return its id once it is confirmed.
 
         A thread connects and waits for room, so the event loop goes on. Messages are stored in the
-        order in which their coroutines start, per key, except those that fail. A message whose
-        coroutine is cancelled may be stored.
+        order in which their coroutines start, per key, except those that fail. A message that waits
+        for earlier ones longer than ``send_timeout_ms`` is not sent. A message whose coroutine is
+        cancelled may be stored.
 
         Args: see :meth:`send`.
 
         Raises:
-            KeyShardError: Whatever :meth:`send` raises, or the error of its future.
+            KeyShardError: As :meth:`send`, or the error of its future.
         """
-        send = partial(
-            copy_context().run, self.send, value, key=key, ordering_key=ordering_key,
-            properties=properties, event_time=event_time, deliver_at=deliver_at,
-        )  # fmt: skip
-        sent = await asyncio.wrap_future(self._state.submit(self, send))
+        end_s = time.monotonic() + self.send_timeout_ms / 1000
+
+        def send() -> Future[MessageId]:
+            if time.monotonic() > end_s:
+                raise BrokerUnavailableError(
+                    f"A message to {self.topic} waited for earlier ones for more than "
+                    f"{self.send_timeout_ms / 1000:g} s, and is not sent. Check the health of the "
+                    "broker."
+                )
+            return self.send(
+                value, key=key, ordering_key=ordering_key, properties=properties,
+                event_time=event_time, deliver_at=deliver_at,
+            )  # fmt: skip
+
+        call = partial(copy_context().run, send)
+        sent = await asyncio.wrap_future(self._state.submit(self, call))
         return await asyncio.wrap_future(sent)
 
     def flush(self) -> None:
@@ -276,13 +290,23 @@ class KeyShardSink(SinkConfig):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Waiting for messages must not hold up the loop.
-        with suppress(BrokerError):  # another task has closed it
-            if exc is None:  # after calls of asend that have begun
-                await asyncio.wrap_future(self._state.submit(self, _nothing))
+        # Waiting for messages must not hold up the loop. If the wait is cancelled, it goes on.
         pool = Pool(1, "keyshard-sink-close")
-        await asyncio.wrap_future(pool.submit(self.__exit__, exc_type, exc, traceback))
-        pool.shutdown()
+        closing = asyncio.wrap_future(pool.submit(self._aclose, exc_type, exc, traceback))
+        pool.shutdown(wait=False)
+        await asyncio.shield(closing)
+
+    def _aclose(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the sink; without an error, wait for the calls of :meth:`asend` that have begun."""
+        if exc is None:
+            with suppress(BrokerError):  # another task has closed it
+                self._state.submit(self, _nothing).result()
+        self.__exit__(exc_type, exc, traceback)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_open"}

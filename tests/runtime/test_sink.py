@@ -10,7 +10,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -40,6 +40,7 @@ from keyshard.errors import (
     ConfigError,
     DeduplicationError,
     MessageTooLargeError,
+    NotRunningError,
     ProducerBusyError,
     ProducerFencedError,
     QuotaExceededError,
@@ -664,6 +665,59 @@ def test_the_end_of_an_async_with_waits_for_calls_that_have_begun(world: World) 
 
     assert asyncio.run(main()) == world.stored()[0].message_id
     assert len(world.stored()) == 1
+
+
+def test_calls_that_waited_for_longer_than_a_message_may_are_not_made(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_room, calls = threading.Event(), []
+
+    def send(_: KeyShardSink, value: bytes, **_given: Any) -> Future[MessageId]:
+        calls.append(value)
+        assert has_room.wait(deadline(5))
+        raise BrokerUnavailableError("no room")
+
+    monkeypatch.setattr(KeyShardSink, "send", send)
+
+    async def main() -> list[MessageId | BaseException]:
+        sink = world.sink(send_timeout_ms=100)
+        sent = [asyncio.create_task(sink.asend(b"%d" % number, key="k")) for number in range(9)]
+        await asyncio.sleep(0.2)
+        has_room.set()
+        return await asyncio.gather(*sent, return_exceptions=True)
+
+    errors = asyncio.run(main())
+    assert calls == [b"0"]
+    assert [str(error).count("waited for earlier ones") for error in errors] == [0] + [1] * 8
+
+
+def test_a_sink_is_closed_although_the_wait_for_that_is_cancelled(world: World) -> None:
+    for where in world.cluster.partitions(world.topic):
+        world.cluster.hold_writes(where)
+
+    async def main() -> KeyShardSink:
+        sink = world.sink()
+        with suppress(asyncio.CancelledError):
+            async with sink:
+                sink.send(b"x", key="k")
+                task = asyncio.current_task()
+                assert task is not None
+                asyncio.get_running_loop().call_later(0.05, task.cancel)
+        return sink
+
+    sink = asyncio.run(main())
+    for where in world.cluster.partitions(world.topic):
+        world.cluster.release_writes(where)
+
+    def is_closed() -> bool:
+        try:
+            sink.status()
+        except NotRunningError as exc:
+            return "is closed" in str(exc)
+        return False
+
+    wait_until(is_closed)
+    wait_until(lambda: not [one for one in threading.enumerate() if "sink-close" in one.name])
 
 
 def test_a_coroutine_gets_the_error_of_its_message(world: World) -> None:
