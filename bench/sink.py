@@ -122,7 +122,10 @@ def _pipelines(broker: DevBroker) -> dict[str, float]:
         turns: list[Turn] = []
         for turn in range(3):
             create_partitioned_topic(broker.admin_url, f"copy-{shape}-{turn}", PARTITIONS)
-            asked = {"service_url": broker.service_url, "topic": topic, "rows": rows}
+            asked = {
+                "service_url": broker.service_url, "broker_pid": broker.pid, "topic": topic,
+                "rows": rows,
+            }  # fmt: skip
             to = {"to": f"copy-{shape}-{turn}"}
             turns.append({
                 f"read_{shape}": child("bench.writers", "copy", json.dumps(asked)),

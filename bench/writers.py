@@ -66,14 +66,15 @@ class Costs:
         self._admin_url, self._topic = admin_url, topic
         self._broker = psutil.Process(broker_pid)
         self._entries = stored(admin_url, topic)
-        self._broker_s = self._busy_s()
+        self._broker_s = spent_s(self._broker)
         self._own_s = time.process_time()
         self._began = time.perf_counter()
 
     def of(self, rows: int) -> dict[str, float]:
         """Return the figures of rows that were written since it was made."""
         took_s = time.perf_counter() - self._began
-        own_s, broker_s = time.process_time() - self._own_s, self._busy_s() - self._broker_s
+        own_s = time.process_time() - self._own_s
+        broker_s = spent_s(self._broker) - self._broker_s
         return {
             "rows_per_s": rows / took_s,
             "cpu_us": own_s / rows * 1e6,
@@ -81,8 +82,10 @@ class Costs:
             "messages_per_entry": rows / (stored(self._admin_url, self._topic) - self._entries),
         }
 
-    def _busy_s(self) -> float:
-        return float(sum(self._broker.cpu_times()[:2]))
+
+def spent_s(process: psutil.Process) -> float:
+    """Return the processor time of a process, seconds."""
+    return float(sum(process.cpu_times()[:2]))
 
 
 def batch(
@@ -194,7 +197,9 @@ def spark(
     return figures | {"floor_rows_per_s": rows / floor_s}
 
 
-def copy(service_url: str, topic: str, rows: int, to: str = "") -> dict[str, float]:
+def copy(
+    service_url: str, broker_pid: int, topic: str, rows: int, to: str = ""
+) -> dict[str, float]:
     """Read all rows of a topic, and write them changed to another; without one, only read them."""
     sink = KeyShardSink(to or "none", sink_id="copy", service_url=service_url)
     sizes = {
@@ -202,6 +207,8 @@ def copy(service_url: str, topic: str, rows: int, to: str = "") -> dict[str, flo
     }  # fmt: skip
     with source(service_url, topic, **sizes).open() as stream, sink:
         began, busy, workers_s = time.perf_counter(), time.process_time(), busy_s(stream)
+        broker = psutil.Process(broker_pid)
+        broker_s = spent_s(broker)
         read = number = 0
         while read < rows:
             taken = stream.next_batch(60)
@@ -218,6 +225,7 @@ def copy(service_url: str, topic: str, rows: int, to: str = "") -> dict[str, flo
         return {
             "rows_per_s": read / (time.perf_counter() - began),
             "cpu_us": (time.process_time() - busy + busy_s(stream) - workers_s) / read * 1e6,
+            "broker_us": (spent_s(broker) - broker_s) / read * 1e6,
         }
 
 

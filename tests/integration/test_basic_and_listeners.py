@@ -1,4 +1,4 @@
-"""Sources at a broker that asks for a name and a password, and that advertises two addresses."""
+"""Sources and sinks at a broker that asks for a password, and that advertises two addresses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
-from keyshard import Basic, Connection, KeyShardSource
+from keyshard import Basic, Connection, KeyShardSink, KeyShardSource
 from keyshard.cli import main
 from keyshard.errors import (
     AuthenticationError,
@@ -124,6 +126,23 @@ def test_a_wrong_password_names_the_user(broker: BasicBroker, topic: str) -> Non
 
 def test_a_user_without_permission_is_named(broker: BasicBroker, topic: str) -> None:
     assert GUEST in refusal(broker.of(GUEST), topic, AuthorizationError)
+
+
+def test_a_sink_needs_the_password_of_a_user_with_permission(
+    broker: BasicBroker, topic: str
+) -> None:
+    rows = pa.record_batch({"value": [b"1"], "__key": ["a"]})
+
+    def write(connection: Connection) -> int:
+        given: Any = {"connection": connection, "delivery_guarantee": "at-least-once"}
+        with KeyShardSink(topic, **given) as sink:
+            return sink.write_batch(rows, 0).entries
+
+    assert write(broker.of(ADMIN)) == 1
+    with pytest.raises(AuthenticationError, match=f"user {ADMIN!r}"):
+        write(broker.of(ADMIN, "another"))
+    with pytest.raises(AuthorizationError, match=GUEST):
+        write(broker.of(GUEST))
 
 
 def test_every_start_is_admitted(broker: BasicBroker, topic: str) -> None:
