@@ -69,6 +69,30 @@ def test_a_stream_whose_batch_is_repeated_stores_every_row_once(
 
 
 @pytest.mark.usefixtures("fixed")
+def test_a_stream_with_the_options_of_the_jvm_connector_stores_every_row_once(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path, topic_name: str, target: str
+) -> None:
+    source = SparkTopic(dev_broker, topic_name, tmp_path, partitions=2)
+    source.produce(100, keys=20)
+    urls = {"service.url": dev_broker.service_url, "admin.url": dev_broker.admin_url}
+    given = {"predefinedSubscription": "copies", "startingOffsets": "earliest"}
+    rows = spark.readStream.format("pulsar").options(topic=topic_name, **urls, **given).load()
+
+    def run() -> None:
+        texts = rows.selectExpr("value", "cast(__key as string) as __key")  # a key of text
+        writer = texts.writeStream.format("pulsar").options(**urls)
+        writer = writer.options(**{"topic": target, "pulsar.producer.compressionType": "ZSTD"})
+        writer = writer.option("checkpointLocation", str(source.checkpoint))
+        ended(writer.trigger(availableNow=True).start())
+
+    run()
+    last = without_last_commit(source.checkpoint)
+    run()
+    assert last.exists(), "the batch was not repeated"
+    assert stored(dev_broker, target) == by_key(source.sent)
+
+
+@pytest.mark.usefixtures("fixed")
 def test_a_checkpoint_without_the_id_of_its_query_stores_nothing_twice(
     spark: SparkSession, dev_broker: DevBroker, tmp_path: Path, topic_name: str, target: str
 ) -> None:
