@@ -87,7 +87,7 @@ def test_a_dead_letter_has_these_properties() -> None:
 
 def test_the_documentation_names_every_property() -> None:
     text = Path("docs/how-to/poison-messages.md").read_text()
-    table = text.partition("## What a dead letter contains")[2].partition("\n## ")[0]
+    table = text.partition("## Contents of a dead letter")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(keyshard\.[A-Za-z]+)`", "".join(
         line.split("|")[1] for line in table.splitlines() if line.startswith("|")
     )))  # fmt: skip
