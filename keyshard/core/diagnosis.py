@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition, namespace_of
 from keyshard.core.releases import LINES, TESTED, Fault, Version, faults_of
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 
@@ -131,8 +131,7 @@ def judge_deduplication(topic: str, *, enabled: bool, by_topic: bool) -> Finding
         by_topic: Whether a policy of the topic itself says so.
     """
     about = "deduplication"
-    namespace = "/".join(topic.partition("://")[2].split("/")[:2])
-    command = f"pulsar-admin namespaces set-deduplication {namespace} --enable"
+    command = f"pulsar-admin namespaces set-deduplication {namespace_of(topic)} --enable"
     if not enabled:
         return Finding(
             Level.PROBLEM,

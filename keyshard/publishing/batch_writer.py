@@ -54,7 +54,6 @@ BUSY_REST_S = (0.1, 1.0)
 THREADS_MAX = 8
 """Most producers of a batch that are opened, asked or closed at once."""
 T = TypeVar("T")
-R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 
@@ -268,10 +267,10 @@ class BatchWriter:
             ProducerBusyError: Another program has the name (retriable).
         """
 
-        def opened(one: Placed) -> EntryProducer:
+        def open_one(one: Placed) -> None:
             where, plan = one
             busy_s = BUSY_S if self._producers else None
-            return self.open(where, pending_bytes_max, plan.batch.schema, busy_timeout_s=busy_s)
+            self.open(where, pending_bytes_max, plan.batch.schema, busy_timeout_s=busy_s)
 
         end_s = time.monotonic() + self._config.send_timeout_ms / 1000
         while True:
@@ -279,8 +278,8 @@ class BatchWriter:
                 (one for one in placed if one[0] not in self._producers), key=itemgetter(0)
             )
             try:
-                _all_of(opened, missing[:1])
-                _all_of(opened, missing[1:])
+                _all_of(open_one, missing[:1])
+                _all_of(open_one, missing[1:])
             except ProducerBusyError:
                 if not self._producers or time.monotonic() >= end_s:
                     raise
@@ -440,15 +439,13 @@ class BatchWriter:
         _all_of(give_back, places[:1])
 
 
-def _all_of(action: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return the outcomes of an action for items, a few at once.
-
-    After an error, no further ones start.
-    """
-    if len(items) < 2:
-        return [action(one) for one in items]
-    with Pool(THREADS_MAX, "keyshard-producers") as pool:
-        return list(pool.map(action, items))
+def _all_of(action: Callable[[T], object], items: Sequence[T]) -> None:
+    """Call an action for items, a few at once. After an error, no further ones start."""
+    if len(items) == 1:
+        action(items[0])
+    elif items:
+        with Pool(THREADS_MAX, "keyshard-producers") as pool:
+            list(pool.map(action, items))
 
 
 def _report(parts: Sequence[Part], started_s: float) -> WriteReport:

@@ -12,7 +12,7 @@ from keyshard.broker.connect import connect, connect_admin
 from keyshard.broker.port import Broker, PublishOptions
 from keyshard.columns.outgoing import Outgoing, OutgoingSlice
 from keyshard.config.sink import EXACTLY_ONCE, SinkConfig
-from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry import EntryId, namespace_of
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import AuthorizationError, DeduplicationError
 from keyshard.publishing.batch_part import check_sizes
@@ -111,9 +111,8 @@ def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:
 
 def deduplication_off(topic: str) -> DeduplicationError:
     """Return the error about a topic that the broker does not deduplicate."""
-    namespace = "/".join(topic.partition("://")[2].split("/")[:2])
     return DeduplicationError(
         f"Deduplication is disabled for {topic}, so a repeated write would store its rows twice. "
-        f"Enable it: pulsar-admin namespaces set-deduplication {namespace} --enable. Or write "
-        "with the guarantee at-least-once."
+        f"Enable it: pulsar-admin namespaces set-deduplication {namespace_of(topic)} --enable. "
+        "Or write with the guarantee at-least-once."
     )

@@ -6,7 +6,7 @@ import re
 
 from keyshard.broker.auth.errors import lacks, not_accepted
 from keyshard.broker.unconfirmed import AcceptedLostError, MaybeStoredError
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry import TopicPartition, namespace_of
 from keyshard.core.publishing import ForgottenError, OtherWriterError, UnfitError, UnsureError
 from keyshard.core.releases import denies_partition
 from keyshard.errors import (
@@ -155,13 +155,9 @@ def producing_error(
 def _schema_refused(failed: str, where: TopicPartition, said: str) -> SchemaError:
     for sign, remedy in _SCHEMA_POLICIES.items():
         if sign in said:
-            return SchemaError(f"{failed}: {remedy} {_namespace(where)}.")
+            return SchemaError(f"{failed}: {remedy} {namespace_of(where.topic)}.")
     plain = _JAVA_CLASS.sub("", said).partition(" caused by ")[0]
     return SchemaError(f"{failed}: the schema of the messages is not compatible ({plain}).")
-
-
-def _namespace(where: TopicPartition) -> str:
-    return "/".join(where.topic.partition("://")[2].split("/")[:2])
 
 
 def forgotten(where: TopicPartition, name: bytes) -> DeduplicationError:
@@ -169,7 +165,7 @@ def forgotten(where: TopicPartition, name: bytes) -> DeduplicationError:
     return DeduplicationError(
         f"Deduplication is disabled for {where}: the broker does not know the stored messages of "
         f"producer {name.decode()!r}, so rows could be stored twice. Enable it: pulsar-admin "
-        f"namespaces set-deduplication {_namespace(where)} --enable. If it is enabled, a "
+        f"namespaces set-deduplication {namespace_of(where.topic)} --enable. If it is enabled, a "
         "broker before Pulsar 5.0 has just loaded the topic (apache/pulsar#25953): repeat the call."
     )
 

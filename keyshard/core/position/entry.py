@@ -55,6 +55,11 @@ def full_topic_name(name: str) -> str:
     return f"persistent://{rest}"
 
 
+def namespace_of(topic: str) -> str:
+    """Return tenant and namespace of a full topic name, such as ``public/default``."""
+    return "/".join(topic.partition("://")[2].split("/")[:2])
+
+
 def is_system_topic(topic: str) -> bool:
     """Return whether the name is that of a system topic of Pulsar, such as ``__change_events``."""
     return topic.rpartition("/")[2].startswith("__")

@@ -13,6 +13,7 @@ from typing import Any
 
 from keyshard.broker.admin.http import AdminHttp
 from keyshard.config.connection import Connection
+from keyshard.core.position.entry import namespace_of
 from keyshard.core.releases import DEFAULT_VERSION
 from keyshard.errors import BrokerError, ConfigError, DevBrokerError
 from keyshard.testing.devbroker.devbroker import DEFAULT_SETTINGS, options_of_broker, render_config
@@ -199,7 +200,7 @@ class DevCluster:
             DevBrokerError: The brokers refuse it, or clients were faster each time.
         """
         deadline = time.monotonic() + timeout_s
-        bundle = f"/admin/v2/namespaces/{_namespace(topic)}/{self.bundle(topic)}"
+        bundle = f"/admin/v2/namespaces/{namespace_of(topic)}/{self.bundle(topic)}"
         while not self._is_owner(broker, topic):
             if time.monotonic() >= deadline:
                 raise DevBrokerError(
@@ -221,7 +222,7 @@ class DevCluster:
         Raises:
             DevBrokerError: The brokers refuse it.
         """
-        path = f"/admin/v2/namespaces/{_namespace(topic)}/{self.bundle(topic)}/split"
+        path = f"/admin/v2/namespaces/{namespace_of(topic)}/{self.bundle(topic)}/split"
         self.ask("PUT", path, params={"unload": "true"})
 
     def ask(self, method: str, path: str, timeout_s: float = 30.0, **content: Any) -> Any:
@@ -386,7 +387,3 @@ class DevCluster:
 
 def _lookup(topic: str) -> str:
     return f"/lookup/v2/topic/{topic.replace('://', '/')}"
-
-
-def _namespace(topic: str) -> str:
-    return "/".join(topic.partition("://")[2].split("/")[:2])
