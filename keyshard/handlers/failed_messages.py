@@ -245,7 +245,7 @@ class FailedMessages:
                 for key in keys:
                     queue = self._run.lanes.queue(key)
                     if queue is None or not (queue.running and queue.work[0].parking):
-                        self.keys.emptied(key)
+                        self._emptied(key)
                 self._run.wake()
         return plan_of(done)
 
@@ -283,9 +283,17 @@ class FailedMessages:
         with self._run.changed:
             self._run.lanes.completed(work)
             if work.queue.key is not None:
+                # Its dead letter may have been discarded since its confirmation.
+                self._emptied(work.queue.key)
                 self._continue_replay(work.queue.key)
                 self._claim_next(work.queue.key)
             self._run.wake()
+
+    def _emptied(self, key: str) -> None:
+        """Release a parked key if no dead letter of it rests; called with the lock held."""
+        self.keys.emptied(key)
+        if self.keys.state(key) is None:
+            self._behind.pop(key, None)
 
     def _claim_next(self, key: str) -> None:
         """Claim the next message of a parked key: while handlers pause, no executor asks for it."""

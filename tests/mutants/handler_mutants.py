@@ -46,6 +46,23 @@ OF_HANDLERS = (
         ),
     ),
     Mutant(
+        name="keep a key parked that has no dead letter any more",
+        promise="A key is released when the last of its dead letters is discarded.",
+        edits=(
+            Edit(
+                "keyshard/handlers/failed_messages.py",
+                "                self._emptied(work.queue.key)\n",
+                "",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_parking",
+                "test_a_key_is_released_whose_last_dead_letter_is_discarded_at_its_confirmation",
+            ),
+        ),
+    ),
+    Mutant(
         name="forget at a restart which keys are parked",
         promise="Order: a message does not overtake one of its key that rests as a dead letter.",
         edits=(

@@ -13,7 +13,7 @@ import pytest
 from keyshard import Message
 from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.dead_letter import DeadLetterKind, StoredDeadLetter
+from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, StoredDeadLetter
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.dead_letters.store import DeadLetterStore
@@ -747,6 +747,26 @@ def test_dead_letters_of_parked_keys_are_discarded(parking: ParkingTopic) -> Non
         parking.publish("c")
         wait_until(lambda: parking.handled["c"] == [0])
         assert run.source.unpark(all=True) == 0
+
+
+def test_a_key_is_released_whose_last_dead_letter_is_discarded_at_its_confirmation(
+    parking: ParkingTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = DeadLetterStore.send
+    discarded: list[int] = []
+
+    def send_and_discard(store: DeadLetterStore, dead_letter: DeadLetter) -> None:
+        send(store, dead_letter)
+        discarded.append(run.source.discard("b"))
+
+    monkeypatch.setattr(DeadLetterStore, "send", send_and_discard)
+    parking.broken = {"b"}
+    with parking.run() as run:
+        parking.publish("b")
+        wait_until(lambda: discarded == [1] and run.source.status()["parkedKeys"] == 0)
+        parking.broken.clear()
+        parking.publish("b")
+        wait_until(lambda: parking.handled["b"] == [1])
 
 
 def test_rejected_dead_letters_are_discarded(parking: ParkingTopic) -> None:
