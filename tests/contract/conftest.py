@@ -9,21 +9,25 @@ from collections.abc import Iterator
 
 import pytest
 
-from keyshard.testing.devbroker import DevBroker
-from tests.contract.contract_harness import BreakableHarness, Harness
+from keyshard.testing.devbroker import DevBroker, DevCluster
+from tests.contract.contract_harness import BreakableHarness, FailingHarness, Harness
 from tests.contract.hosted_harness import HostedHarness
 from tests.contract.memory_harness import MemoryHarness, OldestMemoryHarness
-from tests.contract.pulsar_harness import BreakablePulsarHarness, PulsarHarness
+from tests.contract.pulsar_harness import NAMES_MAX, BreakablePulsarHarness, PulsarHarness
+from tests.support.lone_bookie import cluster_of, revived
 from tests.support.tested_pulsar import PULSAR
 
 REAL = [pytest.param(transport, marks=pytest.mark.broker) for transport in ("pulsar", "wire")]
 OLDEST = "memory-4.0.8"
 IN_MEMORY = {"memory": MemoryHarness, OLDEST: OldestMemoryHarness, "hosted": HostedHarness}
 ALL = ["memory", "hosted", *REAL]
+PUBLISHING = ["memory", OLDEST, pytest.param("wire", marks=pytest.mark.broker)]
+"""Those whose storage may stop: pulsar-client cannot publish entries."""
 DIFFER = {
     "test_delayed",
     "test_entry_producer",
     "test_look_ahead",
+    "test_producer_names",
     "test_stored_positions",
     "test_subscription_stats",
     "test_topics",
@@ -62,6 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     brokers = [OLDEST, *ALL] if module in DIFFER else ALL
     for name in {"harness", "breakable"} & set(metafunc.fixturenames):
         metafunc.parametrize(name, brokers, indirect=True)
+    if "failing" in metafunc.fixturenames:
+        metafunc.parametrize("failing", PUBLISHING, indirect=True)
 
 
 @pytest.fixture
@@ -107,6 +113,29 @@ def _excuse(request: pytest.FixtureRequest) -> None:
         pytest.skip(older)
 
 
+@pytest.fixture
+def failing(request: pytest.FixtureRequest) -> Iterator[FailingHarness]:
+    """A cluster whose storage may stop; the real one has one bookie."""
+    made: FailingHarness
+    if request.param in IN_MEMORY:
+        made = IN_MEMORY[request.param]()
+    else:
+        from tests.contract.wire_harness import FailingWireHarness  # noqa: PLC0415 - only who needs it
+
+        made = FailingWireHarness(revived(request.getfixturevalue("lone_bookie")))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def lone_bookie() -> Iterator[DevCluster]:
+    """A broker with one bookie."""
+    from tests.contract.wire_harness import WRITE_S  # noqa: PLC0415 - only who needs it
+
+    with cluster_of(1, WRITE_S) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def breakable_broker() -> Iterator[DevBroker]:
     """A real broker with what is off by default: batch index acks, transactions, its own times."""
@@ -123,6 +152,8 @@ def breakable_broker() -> Iterator[DevBroker]:
         "managedLedgerCursorPositionFlushSeconds": "3600",
         # How long a holder of a range may take to show that it lives.
         "connectionLivenessCheckTimeoutMillis": "1000",
+        "brokerDeduplicationMaxNumberOfProducers": str(NAMES_MAX),
+        "brokerDeduplicationEntriesInterval": "5",
         "backlogQuotaCheckIntervalInSeconds": "1",
     }
     with DevBroker(PULSAR, settings=settings) as broker:

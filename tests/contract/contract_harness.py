@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -64,6 +64,9 @@ class Harness(Protocol):
     def deduplicate(self) -> None:
         """Topics that are created from now on store each sequence id once."""
 
+    def forget_name(self, topic_partition: TopicPartition, name: str) -> None:
+        """Make the broker forget a producer name, as it does when the name is unused for long."""
+
     def publish(
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
     ) -> None:
@@ -122,6 +125,9 @@ class Harness(Protocol):
     def publish_encrypted(self, topic: str, key: str, messages: int) -> None:
         """Store an encrypted entry: one message, or a batch of several."""
 
+    def other_producer(self, topic_partition: TopicPartition, name: str) -> OtherProducer:
+        """Start another process with a producer of a name."""
+
     def other_client(self, topic_partition: TopicPartition, hash_range: HashRange) -> OtherClient:
         """Start another process with a consumer of the subscription."""
 
@@ -151,8 +157,30 @@ class OtherClient(Protocol):
         """Continue a frozen client."""
 
 
+class OtherProducer(Protocol):
+    """A process of its own, with one producer of a name."""
+
+    def publish(self, start: int, stop: int) -> str:
+        """Publish numbered messages as an entry; the code of the error, or ``""``."""
+
+    def send(self, start: int, stop: int) -> None:
+        """Begin to publish numbered messages, and return."""
+
+    def freeze(self) -> None:
+        """Stop the process; the system keeps its connection open."""
+
+    def thaw(self) -> None:
+        """Continue a frozen process."""
+
+    def kill(self) -> None:
+        """Kill the process."""
+
+
 class BreakableHarness(Harness, Protocol):
     """A cluster of its own, that may be broken."""
+
+    names_max: int
+    """Producer names of a topic partition that survive a move to another broker."""
 
     def crash(self) -> None:
         """Kill the broker and start it again."""
@@ -170,6 +198,19 @@ class BreakableHarness(Harness, Protocol):
         """Set the backlog quota of a topic and its namespace below the backlog, or beyond it.
 
         The broker enforces it at its next check.
+        """
+
+
+class FailingHarness(Harness, Protocol):
+    """A cluster of its own, whose storage may stop."""
+
+    def held_writes(
+        self, topic_partition: TopicPartition
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """Accept entries and store none; when the block ends, store those that wait.
+
+        Yields:
+            A function that returns when the writes of those that wait have failed.
         """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from keyshard.broker.admin.port import Admin
@@ -22,7 +22,14 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.releases import DEFAULT_VERSION, release_of
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
-from tests.contract.contract_harness import SUBSCRIPTION, OtherClient, receive, subscribe
+from tests.contract.contract_harness import (
+    SUBSCRIPTION,
+    OtherClient,
+    OtherProducer,
+    receive,
+    subscribe,
+)
+from tests.contract.entries import named, numbered, outcome
 
 
 class MemoryHarness:
@@ -39,6 +46,7 @@ class MemoryHarness:
     may_repeat = False
     publishes_entries = True
     reports_topics = True
+    names_max = 10
 
     def __init__(self) -> None:
         self.release = release_of(self.version)
@@ -49,6 +57,7 @@ class MemoryHarness:
             reports_topics=True,
             now_ms=lambda: time.time_ns() // 1_000_000 + self._ahead_ms,
         )
+        self._cluster.publishing.names_max = self.names_max
         self._ahead_ms = 0
         self._brokers: list[MemoryBroker] = []
         self._deduplicates = False
@@ -68,6 +77,9 @@ class MemoryHarness:
 
     def deduplicate(self) -> None:
         self._deduplicates = True
+
+    def forget_name(self, topic_partition: TopicPartition, name: str) -> None:
+        self._cluster.forget_producer(topic_partition, name)
 
     def publish(
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
@@ -139,6 +151,15 @@ class MemoryHarness:
     def other_client(self, topic_partition: TopicPartition, hash_range: HashRange) -> OtherClient:
         return MemoryOtherClient(self._cluster, topic_partition, hash_range)
 
+    def other_producer(self, topic_partition: TopicPartition, name: str) -> OtherProducer:
+        return MemoryOtherProducer(self._cluster, topic_partition, name)
+
+    @contextmanager
+    def held_writes(self, topic_partition: TopicPartition) -> Iterator[Callable[[], None]]:
+        self._cluster.hold_writes(topic_partition)
+        yield lambda: self._cluster.fail_writes(topic_partition)
+        self._cluster.release_writes(topic_partition)
+
     def crash(self) -> None:
         self._cluster.crash()
 
@@ -196,6 +217,29 @@ class MemoryOtherClient:
     def is_connected(self) -> bool:
         self._broker.reconnect()  # as a client tries by itself
         return self._consumer.is_connected()
+
+    def freeze(self) -> None:
+        self._broker.freeze()
+
+    def thaw(self) -> None:
+        self._broker.thaw()
+
+
+class MemoryOtherProducer:
+    """One more client of the cluster."""
+
+    def __init__(self, cluster: MemoryCluster, where: TopicPartition, name: str) -> None:
+        self._broker = MemoryBroker(cluster)
+        self._producer = named(self._broker, where, name)
+
+    def publish(self, start: int, stop: int) -> str:
+        return outcome(self._producer, start, stop)
+
+    def send(self, start: int, stop: int) -> None:
+        self._producer.publish(numbered(start, stop), start)
+
+    def kill(self) -> None:
+        self._broker.kill()
 
     def freeze(self) -> None:
         self._broker.freeze()

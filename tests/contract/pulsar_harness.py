@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,20 +22,29 @@ from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.broker.client.broker import ClientBroker
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.memory.log import batches
-from keyshard.broker.port import Broker
+from keyshard.broker.port import Broker, PublishOptions
+from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
 from keyshard.core.metadata_columns import NOT_BY_CLIENT
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.publishing import NOTHING
 from keyshard.core.releases import release_of
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.testing.devbroker import DevBroker
-from tests.contract.contract_harness import SUBSCRIPTION, OtherClient
+from tests.contract.contract_harness import (
+    DEADLINE_S,
+    SUBSCRIPTION,
+    OtherClient,
+    OtherProducer,
+)
+from tests.contract.other_processes import PulsarOtherClient, PulsarOtherProducer
 from tests.contract.raw_protocol import RawConnection, RawEntry, entry_of
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 from tests.support.tested_pulsar import PULSAR
 
-OTHER_CLIENT = Path(__file__).with_name("other_client.py")
+NAMES_MAX = 10
+"""Producer names that the broker of the breakable harness keeps for a topic partition."""
 
 
 class PulsarHarness:
@@ -66,7 +71,7 @@ class PulsarHarness:
         )
         self._producers: dict[tuple[str, Batching], pulsar.Producer] = {}
         self._brokers: list[Broker] = []
-        self._others: list[PulsarOtherClient] = []
+        self._others: list[PulsarOtherClient | PulsarOtherProducer] = []
         self._namespace = "public/default"
 
     def broker(self) -> Broker:
@@ -88,6 +93,23 @@ class PulsarHarness:
         # Without a subscription, a ledger of a restarted broker is deleted at once.
         path = self.keep_all()
         self._admin.post(f"{path}/deduplication", json=True).raise_for_status()
+
+    def forget_name(self, topic_partition: TopicPartition, name: str) -> None:
+        # Deduplication that is off for a moment forgets all names; a broker learns late of it.
+        path = f"/admin/v2/namespaces/{self._namespace}/deduplication"
+        end_s = time.monotonic() + DEADLINE_S
+        while self._last_sequence_id(topic_partition, name) != NOTHING:
+            in_time(end_s, f"the broker still knows the name {name!r}")
+            for enabled in (False, True):
+                self._admin.post(path, json=enabled).raise_for_status()
+                self.unload(topic_partition)
+
+    def _last_sequence_id(self, topic_partition: TopicPartition, name: str) -> int:
+        with (
+            closing(WireBroker(Connection(self._service_url))) as broker,
+            closing(broker.entry_producer(topic_partition, PublishOptions(name))) as producer,
+        ):
+            return producer.last_sequence_id
 
     def publish(
         self, topic: str, messages: Sequence[Message], batching: Batching = Batching.NONE
@@ -224,9 +246,15 @@ class PulsarHarness:
         producer.close()
         return [EntryId(sent.ledger_id(), sent.entry_id() - 1 + part) for part in range(2)]
 
+    def other_producer(self, topic_partition: TopicPartition, name: str) -> OtherProducer:
+        other = PulsarOtherProducer(self._service_url, topic_partition, name)
+        self._others.append(other)
+        return other
+
     def other_client(self, topic_partition: TopicPartition, hash_range: HashRange) -> OtherClient:
-        self._others.append(PulsarOtherClient(self._service_url, topic_partition, hash_range))
-        return self._others[-1]
+        other = PulsarOtherClient(self._service_url, topic_partition, hash_range)
+        self._others.append(other)
+        return other
 
     def close(self) -> None:
         with ExitStack() as all_of_it:
@@ -328,6 +356,8 @@ def _path(topic: str) -> str:
 class BreakablePulsarHarness(PulsarHarness):
     """The same with a broker of its own."""
 
+    names_max = NAMES_MAX
+
     def __init__(self, dev_broker: DevBroker) -> None:
         super().__init__(dev_broker.service_url, dev_broker.admin_url)
         self._dev_broker = dev_broker
@@ -359,70 +389,3 @@ class BreakablePulsarHarness(PulsarHarness):
         quota = {"limitSize": 1 if exceeded else 1 << 30, "policy": "producer_request_hold"}
         path = f"/admin/v2/namespaces/{tenant}/{namespace}/backlogQuota"
         self._admin.post(path, json=quota).raise_for_status()
-
-
-class PulsarOtherClient:
-    """Runs ``other_client.py``."""
-
-    def __init__(
-        self, service_url: str, topic_partition: TopicPartition, hash_range: HashRange
-    ) -> None:
-        start, end = str(hash_range.start), str(hash_range.end)
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, str(OTHER_CLIENT)),
-                *(service_url, topic_partition.name, SUBSCRIPTION, start, end),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "ready"
-
-    def receive(self, messages: int) -> list[EntryId]:
-        found = [EntryId(*pair) for pair in self._ask("receive", messages)]
-        return list(dict.fromkeys(found))
-
-    def acknowledge_and_die(self, entries: Sequence[EntryId]) -> None:
-        self._tell("acknowledge and die", list(entries))
-        assert self._process.wait(deadline(20)) == -signal.SIGKILL
-
-    def acknowledge_indices(
-        self,
-        entry_id: EntryId,  # noqa: ARG002 - it received no other
-        indices: Sequence[int],
-    ) -> None:
-        assert self._ask("acknowledge indices", list(indices)) == "closed"
-
-    def is_connected(self) -> bool:
-        return bool(self._ask("connected"))
-
-    def freeze(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        self._process.wait(deadline(20))
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-
-    def _ask(self, *command: object) -> Any:
-        self._tell(*command)
-        return self._answer()
-
-    def _tell(self, *command: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the other client ended"
-        return json.loads(line)

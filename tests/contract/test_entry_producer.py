@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 
 import pyarrow as pa
 import pytest
 
-from keyshard.broker.port import Broker, EntryProducer, PublishOptions
+from keyshard.broker.port import EntryProducer, PublishOptions
 from keyshard.broker.unconfirmed import MaybeStoredError
 from keyshard.columns.content import gather
 from keyshard.columns.outgoing import OutgoingMessage, outgoing_of
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -30,16 +29,20 @@ from tests.contract.contract_harness import (
     DEADLINE_S,
     BreakableHarness,
     Harness,
-    Received,
-    read_to_end,
     receive,
     subscribe,
 )
+from tests.contract.entries import (
+    NAME,
+    deduplicated,
+    named,
+    numbered,
+    rows,
+    stored,
+    values,
+)
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
-
-FIRST = EntryId(0, 0)
-NAME = "sink-query-0"
 
 
 @pytest.fixture(autouse=True)
@@ -49,31 +52,6 @@ def _publishing(request: pytest.FixtureRequest) -> None:
     refusing = request.node.originalname == "test_a_client_that_publishes_no_entries_is_refused"
     if request.getfixturevalue(name).publishes_entries is refusing:
         pytest.skip("the transport publishes entries" if refusing else "pulsar-client cannot")
-
-
-def rows(*values: bytes, key: str | None = "k") -> list[OutgoingMessage]:
-    return [OutgoingMessage(value, key) for value in values]
-
-
-def numbered(start: int, stop: int, key: str = "k") -> list[OutgoingMessage]:
-    return rows(*(b"%d" % number for number in range(start, stop)), key=key)
-
-
-def values(numbers: Sequence[int]) -> list[bytes]:
-    return [b"%d" % number for number in numbers]
-
-
-def deduplicated(harness: Harness) -> TopicPartition:
-    harness.deduplicate()
-    return TopicPartition(harness.create_topic())
-
-
-def named(broker: Broker, where: TopicPartition, name: str = NAME) -> EntryProducer:
-    return broker.entry_producer(where, PublishOptions(name, send_timeout_s=DEADLINE_S))
-
-
-def stored(broker: Broker, where: TopicPartition) -> Received:
-    return read_to_end(broker.reader(where, FIRST))
 
 
 def test_a_client_that_publishes_no_entries_is_refused(harness: Harness) -> None:

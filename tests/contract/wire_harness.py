@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from keyshard.broker.port import Broker
 from keyshard.broker.schemas import schema_of
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.testing.devbroker import DevCluster
 from tests.contract.pulsar_harness import BreakablePulsarHarness, PulsarHarness
+from tests.support.deadlines import deadline
+from tests.support.lone_bookie import frozen_bookie, wait_for_loss
+
+WRITE_S = math.ceil(deadline(10))
+"""Time after which the broker of the failing harness gives up a write to its bookie, seconds.
+
+A case has so long to send and ask while writes are held."""
 
 
 class WireHarness(PulsarHarness):
@@ -33,3 +44,19 @@ class BreakableWireHarness(WireHarness, BreakablePulsarHarness):
     """The same with its own broker."""
 
     not_handed_out = ()
+
+
+class FailingWireHarness(WireHarness):
+    """A broker with one bookie."""
+
+    def __init__(self, cluster: DevCluster) -> None:
+        super().__init__(cluster.service_url, cluster.admin_url)
+        self._own_cluster = cluster
+
+    @contextmanager
+    def held_writes(
+        self,
+        topic_partition: TopicPartition,  # noqa: ARG002 - the bookie stores all of them
+    ) -> Iterator[Callable[[], None]]:
+        with frozen_bookie(self._own_cluster) as watch:
+            yield lambda: wait_for_loss(watch, WRITE_S)

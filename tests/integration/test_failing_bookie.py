@@ -7,17 +7,22 @@ once, and in order per key.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from keyshard.core.releases import release_of
 from keyshard.testing.devbroker import DevCluster
-from keyshard.testing.devbroker.process import LogWatch
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.lone_bookie import (
+    cluster_of,
+    frozen_bookie,
+    has_lost,
+    log_from_now,
+    revived,
+    wait_for_loss,
+)
 from tests.support.tested_pulsar import PULSAR
 from tests.support.writer_process import (
     BATCH,
@@ -37,9 +42,6 @@ WAITING = 100
 WRITE_S = math.ceil(deadline(3))
 """Time after which the broker gives up a write to a bookie, seconds."""
 ENDS_S = deadline(60)
-_LOST = re.compile(rb"Failed to persist msg in store")
-"""Log line of a broker that has lost entries: no bookie has taken them, and no new ledger could be
-made for them either."""
 
 since_5_0 = pytest.mark.skipif(
     not release_of(PULSAR).knows_every_id,
@@ -47,34 +49,24 @@ since_5_0 = pytest.mark.skipif(
 )
 
 
-@contextmanager
-def cluster_of(bookies: int) -> Iterator[DevCluster]:
-    """A broker that stores each entry on one bookie."""
-    settings = {
-        "brokerDeduplicationEnabled": "true",
-        "managedLedgerDefaultEnsembleSize": "1",
-        "managedLedgerDefaultWriteQuorum": "1",
-        "bookkeeperClientTimeoutInSeconds": str(WRITE_S),
-        "defaultRetentionTimeInMinutes": "-1",
-        "defaultRetentionSizeInMB": "-1",
-    }
-    with DevCluster(1, bookies, PULSAR, settings=settings) as started:
-        yield started
+KEPT = {
+    "brokerDeduplicationEnabled": "true",
+    "defaultRetentionTimeInMinutes": "-1",
+    "defaultRetentionSizeInMB": "-1",
+}
+"""Settings of the broker: it deduplicates, and keeps what nobody has subscribed to."""
 
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[DevCluster]:
-    with cluster_of(1) as one:
+    with cluster_of(1, WRITE_S, **KEPT) as one:
         yield one
 
 
 @pytest.fixture
 def cluster(started: DevCluster) -> DevCluster:
     """A broker and a bookie that run, whatever the test before did."""
-    if started.bookies[0].has_shut_down:
-        started.bookies[0].kill()
-    started.start()
-    return started
+    return revived(started)
 
 
 def made(cluster: DevCluster, topic_name: str) -> str:
@@ -86,27 +78,6 @@ def made(cluster: DevCluster, topic_name: str) -> str:
 @pytest.fixture
 def topic(cluster: DevCluster, topic_name: str) -> str:
     return made(cluster, topic_name)
-
-
-@contextmanager
-def frozen_bookie(cluster: DevCluster) -> Iterator[LogWatch]:
-    """Freeze the bookie for the block. Yield what the broker has logged since then."""
-    watch = log_from_now(cluster)
-    cluster.bookies[0].freeze()
-    try:
-        yield watch
-    finally:
-        cluster.bookies[0].resume()
-
-
-def log_from_now(cluster: DevCluster) -> LogWatch:
-    log = cluster.brokers[0].log_path
-    return LogWatch(log, log.stat().st_size)
-
-
-def wait_for_loss(watch: LogWatch) -> None:
-    """Wait until the broker has lost entries, and ended the producers of the topic partition."""
-    wait_until(lambda: watch.has(_LOST), 3 * WRITE_S + deadline(30))
 
 
 def waiting_entries(cluster: DevCluster, topic: str) -> int:
@@ -124,7 +95,7 @@ def test_rows_whose_write_fails_are_stored_once_within_the_call(
         one.wait_until_stopped()
         with frozen_bookie(cluster) as watch:
             one.go_on()
-            wait_for_loss(watch)
+            wait_for_loss(watch, WRITE_S)
         assert one.outcome() == [*WROTE, "0"]
     check_once(cluster.service_url, topic, BATCH)
 
@@ -143,9 +114,9 @@ def write_what_was_lost(cluster: DevCluster, topic: str) -> list[str]:
                 url, topic, BATCH, entry=7, moment="probing", timeout_ms=timeout_ms
             ) as second:
                 second.wait_until_stopped()
-                assert not watch.has(_LOST), "the broker still knows the rows"
+                assert not has_lost(watch), "the broker still knows the rows"
                 second.go_on()
-                wait_for_loss(watch)
+                wait_for_loss(watch, WRITE_S)
                 cluster.bookies[0].resume()
                 return second.outcome()
 
@@ -189,7 +160,7 @@ def test_rows_are_stored_once_when_the_bookie_dies_and_comes_back(
         watch = log_from_now(cluster)
         cluster.bookies[0].kill()
         one.go_on()
-        wait_for_loss(watch)
+        wait_for_loss(watch, WRITE_S)
         cluster.bookies[0].start()
         assert one.outcome() == [*WROTE, "0"]
     check_once(cluster.service_url, topic, BATCH)
@@ -197,7 +168,7 @@ def test_rows_are_stored_once_when_the_bookie_dies_and_comes_back(
 
 def test_rows_are_stored_once_while_one_bookie_dies_after_the_other(topic_name: str) -> None:
     """Rows that were on their way to the dead bookie are written to the other one."""
-    with cluster_of(2) as cluster:
+    with cluster_of(2, WRITE_S, **KEPT) as cluster:
         topic = made(cluster, topic_name)
         for batch, bookie in zip((BATCH, NEXT), cluster.bookies, strict=True):
             with Writer(cluster.service_url, topic, batch, moment="confirmed", count=MIDDLE) as one:

@@ -10,9 +10,6 @@ from enum import Enum, auto
 
 from keyshard.core.publishing import NOTHING
 
-SNAPSHOT_NAMES_MAX = 10_000
-"""Producer names that survive an unload or a crash."""
-
 
 class DuplicateCheck(Enum):
     """Judgement of an entry by its producer name and first sequence id."""
@@ -53,9 +50,9 @@ class Deduplication:
         """Forget entries that were accepted and not written."""
         self._pushed = dict(self._stored)
 
-    def reload(self) -> None:
-        """Recover from a snapshot and the stored entries, as another broker does."""
-        names = list(self._stored)[:SNAPSHOT_NAMES_MAX]
+    def reload(self, names_max: int) -> None:
+        """Recover from a snapshot of some names and the stored entries, as another broker does."""
+        names = list(self._stored)[:names_max]
         self._stored = {name: self._stored[name] for name in names}
         self.failed()
 

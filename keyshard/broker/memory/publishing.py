@@ -47,6 +47,8 @@ class Publishing:
     """Entry producers of a cluster."""
 
     def __init__(self) -> None:
+        self.names_max = 10_000
+        """Producer names of a topic partition that survive an unload or a crash."""
         self._open: dict[tuple[TopicPartition, str], Publisher] = {}
         self._seen: dict[TopicPartition, Deduplication] = {}
         self._enabled: set[str] = set()
@@ -138,7 +140,7 @@ class Publishing:
         """Move topic partitions to another broker, which recovers the ids."""
         for one in where:
             self._lose(one)
-            self._ids(one).reload()
+            self._ids(one).reload(self.names_max)
 
     def delete(self, where: Collection[TopicPartition]) -> None:
         """Forget topic partitions that are deleted."""
