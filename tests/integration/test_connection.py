@@ -16,7 +16,16 @@ import pulsar
 import pytest
 from pulsar.schema import AvroSchema, Long, Record
 
-from keyshard import Connection, KeyShardSource, Message, OAuth2, Reject, SourceStream, Token
+from keyshard import (
+    Connection,
+    KeyShardSink,
+    KeyShardSource,
+    Message,
+    OAuth2,
+    Reject,
+    SourceStream,
+    Token,
+)
 from keyshard.broker.admin.http import AdminHttp
 from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.cli import main
@@ -30,6 +39,7 @@ from keyshard.errors import (
     TlsError,
 )
 from keyshard.testing.devbroker import DevBroker
+from keyshard.testing.devbroker.security import Authority
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
@@ -43,6 +53,8 @@ KEEPER = "keeper-app"
 SECRET = "s3cr3t-of-nobody"
 SOON_S = 7.0
 """Longest time until a mistake is reported, seconds."""
+SINK_WAITS_MS = 2_000
+"""Time for which a sink waits for a broker that may come back, milliseconds."""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +107,10 @@ def take(stream: SourceStream, wanted: int) -> int:
 def refused(
     broker: DevBroker, connection: Connection, topic: str, kind: type[BrokerError], *output: str
 ) -> str:
-    """A source is refused soon by one sentence, through either way in, and takes nothing."""
+    """A source is refused soon by one sentence, through either way in, and takes nothing.
+
+    A sink is refused for the same reason.
+    """
     text = ""
     for way in (connection, replace(connection, admin_url=None)):
         began = time.monotonic()
@@ -110,6 +125,16 @@ def refused(
         if isinstance(way.authentication, Token) and way.authentication.value is not None:
             assert way.authentication.value.reveal() not in text  # type: ignore[union-attr]
         assert took < SOON_S, f"only after {took:.1f} s"
+    with (
+        KeyShardSink(
+            topic, connection=replace(connection, operation_timeout_ms=SINK_WAITS_MS)
+        ) as sink,
+        pytest.raises(BrokerError) as caught,
+    ):
+        sink.send(b"")
+    text = str(caught.value)
+    assert type(caught.value) is kind, text
+    assert all(part in text for part in output), text
     with closing(PulsarAdmin(broker.connection)) as admin:
         assert consumers(admin, topic) == 0
         for partition in range(2):
@@ -226,6 +251,17 @@ def test_a_client_certificate_identifies_the_source(broker: DevBroker, topic: st
     other = replace(connection, tls_certificate_file_path=certificate, tls_key_file_path=key)
     with pytest.raises(AuthorizationError, match=r"somebody-else.*lacks the permission"):
         source_at(other, topic).open()
+
+
+def test_a_client_certificate_of_an_unknown_authority(
+    broker: DevBroker, topic: str, tmp_path: Path
+) -> None:
+    certificate, key = Authority(tmp_path).certificate(ROLE)
+    connection = replace(
+        broker.connection, authentication=None, admin_url=None,
+        tls_certificate_file_path=certificate, tls_key_file_path=key,
+    )  # fmt: skip
+    refused(broker, connection, topic, TlsError, "rejects", str(certificate))
 
 
 def test_a_token_that_is_renewed_in_its_file_keeps_a_source_going(

@@ -579,6 +579,21 @@ def test_a_server_of_another_protocol_is_named(
         subscribed(brokers(scripted, operation_timeout_ms=1_000))
 
 
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "8080 is the port of the admin interface"),
+        (b"\x15\x03\x01\x00\x02\x02\x46", r"with TLS, it begins with pulsar\+ssl://"),
+    ],
+)
+def test_the_first_look_up_names_a_mistake_in_the_service_url(
+    scripted: ScriptedBroker, brokers: Callable[..., WireBroker], answer: bytes, hint: str
+) -> None:
+    scripted.answers[CONNECT] = lambda session, *_: session.stream.sendall(answer)
+    with pytest.raises(BrokerUnavailableError, match=hint):
+        brokers(scripted, operation_timeout_ms=1_000).partitions(TOPIC.name)
+
+
 def test_a_challenge_is_answered_with_the_newest_token(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker], tmp_path: Path
 ) -> None:

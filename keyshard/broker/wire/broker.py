@@ -39,7 +39,7 @@ from keyshard.broker.wire.reconnect import Shared, first_answer
 from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerError, BrokerUnavailableError
+from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
 
 WATCH_S = 5.0
 """Longest wait for the opening of a watch, seconds."""
@@ -83,16 +83,32 @@ class WireBroker:
         return missing_topics(self._connection, self._credentials, topics)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        reason: KeyShardError | None = None
+
         def attempt(left_s: float) -> int:
+            nonlocal reason
             try:
                 return self._shared.cluster.partitions(topic, left_s)
             except RefusedError as exc:
                 raise error_of(exc, "look up", topic, topic, self._credentials.who()) from exc
+            except BrokerUnavailableError as exc:
+                if self._shared.cluster.has_connected:
+                    raise
+                reason = reason or self._why_no_host_answers()
+                raise reason or exc from exc
 
         count = first_answer(attempt, lambda error: error.retriable, self._shared.timeout_s)
         if not count:
             return (TopicPartition.parse(topic),)
         return tuple(TopicPartition(topic, number) for number in range(count))
+
+    def _why_no_host_answers(self) -> KeyShardError | None:
+        """Return the mistake in the service URL or the credentials, if there is one."""
+        try:
+            missing_topics(self._connection, self._credentials, ())
+        except KeyShardError as exc:
+            return exc
+        return None
 
     def watch_topics(
         self, prefix: str, changed: Callable[[Collection[str]], None]

@@ -72,6 +72,11 @@ class ConnectionPool:
         self._closed = False
         self._owner = owner()
 
+    @property
+    def has_connected(self) -> bool:
+        """Whether a host has answered as a broker so far."""
+        return bool(self._open or self._apart)
+
     def partitions(self, topic: str, timeout_s: float) -> int:
         """Return the number of partitions of a topic; 0 if it is not partitioned.
 

@@ -76,6 +76,8 @@ class Frames:
             (requests, "_ids", itertools.count(1)),
             (reconnect, "_ids", itertools.count(1)),
             (broker, "close_at_exit", lambda _: None),
+            # It has sockets of its own.
+            (broker, "missing_topics", lambda *_: frozenset[str]()),
             (broker, "weakref", _Ordered),
             *(
                 (module, "Future", answer)
