@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
@@ -189,7 +189,7 @@ class KeyShardSink(SinkConfig):
             BrokerUnavailableError: Not everything was confirmed in time (retriable): repeat the
                 call.
         """
-        return self._write_batch(batch, batch_id, partition)
+        return self._write_batch(batch, batch_id, partition, asks_admin=True)
 
     def _write_batch(
         self,
@@ -199,8 +199,14 @@ class KeyShardSink(SinkConfig):
         *,
         new: bool = False,
         claim: Claim | None = None,
+        asks_admin: bool = False,
     ) -> WriteReport:
-        """Write rows exactly once; see :func:`keyshard.publishing.batch_writer.write`."""
+        """Write rows exactly once; see :func:`keyshard.publishing.batch_writer.write`.
+
+        Args:
+            asks_admin: Whether to ask the admin interface, once for each topic, if the broker
+                deduplicates it.
+        """
         from keyshard.publishing.batch_writer import write  # noqa: PLC0415
 
         if self.sink_id is None and self.delivery_guarantee == EXACTLY_ONCE:
@@ -211,6 +217,8 @@ class KeyShardSink(SinkConfig):
         check_integer("batch_id", batch_id, 0, BATCH_ID_MAX)
         check_integer("partition", partition, 0, BATCH_ID_MAX)
         topics = self._outgoing(batch)
+        if asks_admin and self.delivery_guarantee == EXACTLY_ONCE:
+            self._state.check_deduplication(self, topics)
         name = f"{self.sink_id}-{partition}"
         broker, telemetry = self._state.broker(self), self._state.telemetry
         counts = self._state.counts
@@ -338,6 +346,8 @@ class _Open:
         self._values: Values | None = None
         self._writer: MessageWriter | None = None
         self._monitor: SinkMonitor | None = None
+        self._deduplicated: set[str] = set()
+        """Topics that the broker deduplicates, as its admin interface says."""
         self._async_calls = Pool(1, "keyshard-sink-async")
         """One thread: it keeps the order of coroutines."""
         self._closed = False
@@ -355,6 +365,17 @@ class _Open:
             if self._values is None:
                 self._values = Values(config)
             return self._values
+
+    def check_deduplication(self, config: SinkConfig, topics: Collection[str]) -> None:
+        """Check with the admin interface, if there is one, that the broker deduplicates topics."""
+        if config.how_to_connect().admin_url is None:
+            return
+        from keyshard.publishing.preflight import check_deduplication  # noqa: PLC0415
+
+        asked = [topic for topic in topics if topic not in self._deduplicated]
+        if asked:
+            check_deduplication(config, asked)
+            self._deduplicated.update(asked)
 
     def writer(self, config: SinkConfig) -> MessageWriter:
         """Return the writer of single messages; the first call makes it."""

@@ -127,7 +127,7 @@ class KeyShardDatasink(Datasink[DatasetReport]):  # type: ignore[misc]  # Ray is
         tables = [_with_maps(table) for table in tables if table.num_rows]
         if not tables:
             return DatasetReport(tasks=1)
-        rows = self._ordered(pa.concat_tables(tables, promote_options="default"))
+        rows = self._ordered(_joined(tables))
         self._note(ctx.task_idx, DatasetReport(received=len(rows)))
         for attempt in range(ATTEMPTS):
             try:
@@ -165,6 +165,12 @@ class KeyShardDatasink(Datasink[DatasetReport]):  # type: ignore[misc]  # Ray is
                     raise ConfigError(
                         f"order_by names {name}, which the rows do not have. {hint}".rstrip()
                     )
+                kind = rows.schema.field(name).type
+                if pa.types.is_nested(kind):
+                    raise ConfigError(
+                        f"order_by names {name}, whose type {kind} has no order. Name a column of "
+                        "numbers, times, text or bytes."
+                    )
             rows = rows.sort_by([(name, "ascending") for name in self._order_by])
             only_order = set(self._order_by) - set(COLUMNS)
             rows = rows.select([name for name in rows.schema.names if name not in only_order])
@@ -179,6 +185,17 @@ def _is_first_run() -> bool:
     """Whether Ray runs this task for the first time. Then no row of it is stored."""
     found: int = global_worker.core_worker.get_current_task_attempt_number()
     return found == 0
+
+
+def _joined(tables: Sequence[pa.Table]) -> pa.Table:
+    """Return the rows of several blocks, whose columns may differ in the size of their offsets."""
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as exc:
+        raise ConfigError(
+            f"The blocks of the dataset do not have the same types: {exc}. Cast the column to one "
+            "type before the write."
+        ) from None
 
 
 def _with_maps(rows: pa.Table) -> pa.Table:

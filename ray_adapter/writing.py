@@ -55,9 +55,9 @@ def write(
     the broker has to deduplicate the topic. Each call is a write of its own: if it fails, and the
     program calls it again, the rows of the first call stay and are stored again.
 
-    The rows of a key keep the order of their task. Ray runs tasks beside each other, so rows of a
-    key that lie in several blocks have no order among each other. To order them, bring each key
-    into one block, such as with ``dataset.repartition(8, keys=["__key"])``, and give ``order_by``;
+    The rows of a key keep the order of their block. Ray makes blocks and runs tasks beside each
+    other, so rows of a key that lie in several blocks have no order among each other, even if one
+    task writes them. To order them, bring each key into one block, such as with ``dataset.repartition(8, keys=["__key"])``, and give ``order_by``;
     or write with ``concurrency=1`` and ``DataContext.execution_options.preserve_order``.
 
     A repeated task gets the blocks of its first attempt. If their node died, Ray computes them
@@ -83,7 +83,8 @@ def write(
         Rows, bytes, entries, and the rows that earlier attempts of tasks had stored.
 
     Raises:
-        ConfigError: An argument or a column does not fit. Nothing was written.
+        ConfigError: An argument or a column does not fit. Nothing was written, unless only a later
+            block has another column or type.
         TopicNotFoundError: The topic does not exist.
         DeduplicationError: The broker does not deduplicate the topic.
         KeyShardError: A task failed at its last attempt. Confirmed rows stay in the topic.
@@ -110,6 +111,15 @@ def write(
         )
     if concurrency is not None:
         check_integer("concurrency", concurrency, 1, TASKS_MAX)
+    columns = [order_by] if isinstance(order_by, str) else order_by
+    if not isinstance(columns, Sequence) or not all(
+        isinstance(name, str) and name for name in columns
+    ):
+        raise ConfigError(f"order_by is {shown(order_by)}; give names of columns.")
+    if not isinstance(ray_remote_args, Mapping | None):
+        raise ConfigError(
+            f"ray_remote_args is {shown(ray_remote_args)}; give a dict of options of Ray."
+        )
     if on_progress is not None and not callable(on_progress):
         raise ConfigError(f"on_progress is {shown(on_progress)}; give a function.")
     if not hasattr(Datasink, "min_bytes_per_write"):
@@ -117,7 +127,6 @@ def write(
             f"Ray {ray.__version__} may make rows again when it repeats their write task, so that "
             "other rows could be lost or stored twice. Install Ray 2.60 or newer to write."
         )
-    columns = [order_by] if isinstance(order_by, str) else order_by
     try:
         with _reporting(on_progress) as progress:
             datasink = KeyShardDatasink(sink, columns, progress)

@@ -412,14 +412,34 @@ def _fits(kind: pa.DataType, wanted: str) -> bool:
 
 def _binary(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     column = _column(batch, name)
+    if column is not None and name != VALUE:
+        _check_text(name, column)
     return None if column is None else column.cast(pa.binary())
+
+
+def _check_text(name: str, column: pa.Array) -> None:
+    """Check that texts are UTF-8, which Arrow does not do by itself."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as exc:
+        raise ConfigError(
+            f"Column {name} has text that is not UTF-8: {exc}. Encode it again, or use "
+            f"{KEY_BYTES} for keys of bytes."
+        ) from None
 
 
 def _times(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     column = _column(batch, name)
     if column is None:
         return None
-    found = column.cast(pa.timestamp("ms", tz=column.type.tz), safe=False).cast(pa.int64())
+    try:
+        # A cast of seconds may overflow, one of smaller units cuts them off.
+        exact = column.type.unit == "s"
+        found = column.cast(pa.timestamp("ms", tz=column.type.tz), safe=exact).cast(pa.int64())
+    except pa.ArrowInvalid as exc:
+        raise ConfigError(
+            f"Column {name} has a time that is too late to be stored: {exc}. Correct the time."
+        ) from None
     least = compute.min(found).as_py()
     if least is not None and least <= 0:
         row = _row(batch, found.index(least).as_py())
@@ -434,6 +454,7 @@ def _properties(batch: pa.RecordBatch) -> pa.Array | None:
     column = _column(batch, PROPERTIES_COLUMN)
     if column is None:
         return None
+    _check_text(PROPERTIES_COLUMN, column)
     found = column.cast(PROPERTIES)
     if compute.any(compute.is_null(found.items)).as_py():
         for row, pairs in enumerate(found.to_pylist()):

@@ -26,8 +26,14 @@ def by_topic(
         Rows by full topic name, ascending; without rows, only the default.
 
     Raises:
-        ConfigError: The column is no text, a row has no topic, or a name is not valid.
+        ConfigError: The rows are not Arrow rows, the column is no text, a row has no topic, or a
+            name is not valid.
     """
+    if not isinstance(batch, pa.RecordBatch | pa.Table):
+        raise ConfigError(
+            f"The rows are a {type(batch).__name__}; give a pyarrow.Table or RecordBatch, such as "
+            "pyarrow.Table.from_pandas(rows)."
+        )
     if TOPIC not in batch.schema.names:
         return {default: batch}
     column = batch.column(TOPIC)

@@ -84,6 +84,7 @@ def check_rows(broker: Broker, sink: SinkConfig, topics: Mapping[str, Outgoing])
 def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:
     """Check that the broker deduplicates topics, if the connection has an ``admin_url``.
 
+    A topic that does not exist passes: a producer creates it, or is refused.
     A role may lack the permission to ask. The first entries then show it; see
     :func:`keyshard.publishing.batch_writer.write`.
 
@@ -97,6 +98,8 @@ def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:
     with closing(connect_admin(connection)) as admin:
         for topic in topics:
             try:
+                if admin.partition_count(topic) is None:
+                    continue
                 deduplicates = admin.deduplicates(topic)
             except AuthorizationError as exc:
                 _log.warning(

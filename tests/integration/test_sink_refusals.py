@@ -111,7 +111,7 @@ def certified(broker: DevBroker, role: str) -> Connection:
 def stored(broker: DevBroker, topic: str) -> int:
     """Number of stored entries."""
     with closing(AdminHttp(broker.connection)) as admin:
-        path = f"/admin/v2/persistent/public/default/{topic}/internalStats"
+        path = f"/admin/v2/{full_topic_name(topic).replace('://', '/')}/internalStats"
         found = admin.request("GET", path).json()["numberOfEntries"]
         assert isinstance(found, int)
         return found
@@ -287,14 +287,19 @@ def test_a_quota_that_is_exceeded_is_waited_for_and_named(broker: DevBroker) -> 
         assert 2 < time.monotonic() - began_s < deadline(10)
 
 
-def test_a_namespace_without_deduplication(broker: DevBroker) -> None:
-    namespace = "public/plain"
+@pytest.mark.parametrize("asks_admin", [True, False])
+def test_a_namespace_without_deduplication(broker: DevBroker, asks_admin: bool) -> None:
+    namespace = f"public/plain-{asks_admin}".lower()
     request(broker, "PUT", f"namespaces/{namespace}")
     request(broker, "POST", f"namespaces/{namespace}/deduplication", body=False)
     request(broker, "PUT", f"persistent/{namespace}/t")
-    with sink(broker.connection, f"persistent://{namespace}/t") as refused:
-        with pytest.raises(DeduplicationError, match="set-deduplication public/plain --enable"):
+    topic = f"persistent://{namespace}/t"
+    connection = broker.connection if asks_admin else replace(broker.connection, admin_url=None)
+    with sink(connection, topic) as refused:
+        with pytest.raises(DeduplicationError, match=f"set-deduplication {namespace} --enable"):
             refused.write_batch(BATCH, 0)
+        # Without the admin interface, the first entry shows it.
+        assert stored(broker, topic) == (0 if asks_admin else 1)
         # Single messages need none.
         refused.send(b"x", key="k").result(deadline(10))
 

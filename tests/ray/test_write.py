@@ -252,6 +252,11 @@ def test_arguments_that_do_not_fit_are_refused(dev_broker: DevBroker, topic: str
         ((rows, sink), {"concurrency": 0}, "concurrency is 0"),
         ((rows, sink), {"on_progress": 1}, "on_progress is 1"),
         ((rows, sink), {"order_by": "sec"}, "order_by names sec"),
+        ((rows, sink), {"order_by": [None]}, r"order_by is \[None\]"),
+        ((rows, sink), {"order_by": ""}, "order_by is ''"),
+        ((rows, sink), {"ray_remote_args": "x"}, "ray_remote_args is 'x'"),
+        ((rows.map(lambda row: row | {"tags": [1]}), sink), {"order_by": "tags"}, "has no order"),
+        ((rows.union(ray.data.from_items([{"value": 1, "__key": "k"}])), sink), {}, "int64"),
         ((rows, sink), {"orderby": "seq"}, "order_by"),
     ):
         with pytest.raises(ConfigError, match=complaint):
@@ -291,6 +296,22 @@ def test_all_columns_arrive_and_others_order_the_rows(dev_broker: DevBroker, top
     assert dict(found[0].properties) == {"a": "19"}
     assert dict(found[1].properties) == {"b": "x"}
     assert found[0].event_time == time
+
+
+def test_blocks_of_text_and_of_bytes_are_written_together(
+    dev_broker: DevBroker, topic: str
+) -> None:
+    blocks = [
+        pa.table({"value": pa.array([b"1"], kind), "__key": pa.array(["k"], text)})
+        for kind, text in (
+            (pa.string(), pa.large_string()),
+            (pa.binary(), pa.string()),
+            (pa.large_binary(), pa.string()),
+        )
+    ]
+    ray_adapter.write(ray.data.from_arrow(blocks), sink_of(dev_broker, topic))
+    found = messages_of_topic(dev_broker.service_url, topic)
+    assert [(one.key, one.value) for one in found] == [("k", b"1")] * 3
 
 
 def test_rows_go_to_the_topics_that_they_name(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from keyshard.columns.canonical import PartitionRows, canonical
 from keyshard.columns.outgoing import Outgoing, outgoing_of
+from keyshard.columns.routing import by_topic
 from keyshard.core.publishing import key_partition
 from keyshard.errors import ConfigError
 
@@ -159,3 +160,21 @@ def test_times_before_the_epoch_and_nulls_in_maps_are_refused_with_their_row() -
     columns = {"value": [b""] * 3, "__properties": pairs}
     with pytest.raises(ConfigError, match=r"no text for 'a' in row 2\. Remove"):
         outgoing_of(pa.record_batch(columns))
+
+
+def test_text_that_is_no_text_and_times_that_no_broker_stores_are_refused() -> None:
+    ends = pa.array([0, 1, 3], pa.int32()).buffers()[1]
+    broken = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"a\xff\xfe")])
+    maps = pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), pa.array(["a", "b"]), broken)
+    for name, column in (("__key", broken), ("__orderingKey", broken), ("__properties", maps)):
+        with pytest.raises(ConfigError, match=rf"{name} has text that is not UTF-8"):
+            outgoing_of(pa.record_batch({"value": [b"", b""], name: column}))
+    late = pa.array([1 << 62], pa.timestamp("s"))
+    with pytest.raises(ConfigError, match="__deliverAt has a time that is too late"):
+        outgoing_of(pa.record_batch({"value": [b""], "__deliverAt": late}))
+
+
+def test_rows_that_are_not_arrow_rows_are_refused() -> None:
+    rows: Any = [{"value": b""}]
+    with pytest.raises(ConfigError, match=r"a list; give a pyarrow\.Table"):
+        by_topic(rows, "t")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,38 @@ def test_files_that_do_not_fit_are_named(authority: Authority, tmp_path: Path) -
 def test_a_plain_connection_has_no_tls() -> None:
     assert tls_error(ConnectionResetError(), "x", Connection(URL)) is None
     assert tls_error(ssl.SSLError(1, "[SSL] WRONG_VERSION_NUMBER"), "x", Connection(URL)) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("certificate has expired", "Renew the certificate of the broker"),
+        ("certificate is not yet valid", "correct the clock of this machine"),
+        ("self-signed certificate in certificate chain", "tls_trust_certs_file_path"),
+    ],
+)
+def test_a_certificate_that_is_refused_is_named_with_its_remedy(reason: str, said: str) -> None:
+    error = ssl.SSLCertVerificationError()
+    error.verify_message = reason
+    found = tls_error(error, "The broker", Connection(URL))
+    assert found is not None
+    assert reason in found.message
+    assert said in found.message
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("TLSV1_ALERT_PROTOCOL_VERSION", r"Enable TLS 1\.2 or 1\.3"),
+        ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "Check tls_certificate_file_path"),
+    ],
+)
+def test_an_alert_of_the_broker_is_named_with_its_remedy(reason: str, said: str) -> None:
+    error = ssl.SSLError()
+    error.reason = reason
+    found = tls_error(error, "The broker", Connection(URL))
+    assert found is not None
+    assert re.search(said, found.message)
 
 
 def test_authorities_are_read_once_in_a_process_and_again_when_a_file_is_another(

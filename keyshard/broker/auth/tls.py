@@ -152,6 +152,11 @@ def explained(exc: BaseException, where: str, asked: TlsOptions) -> TlsError | N
                 f"the certificate in {asked.named_in}, or set {prefix}hostname_verification to "
                 "false."
             )
+        if "expired" in reason or "not yet valid" in reason:
+            return TlsError(
+                f"{where} presents a certificate that is not valid now: {reason}. Renew the "
+                "certificate of the broker, or correct the clock of this machine."
+            )
         ca = asked.trusted
         trusted = "the package certifi" if ca is None else f"the file {ca}"
         return TlsError(
@@ -160,6 +165,11 @@ def explained(exc: BaseException, where: str, asked: TlsOptions) -> TlsError | N
             "of the right authority."
         )
     if isinstance(found, ssl.SSLError) and "ALERT" in (getattr(found, "reason", None) or ""):
+        if "PROTOCOL_VERSION" in (found.reason or ""):
+            return TlsError(
+                f"{where} and this client have no version of TLS in common ({_reason(found)}). "
+                "Enable TLS 1.2 or 1.3 at the broker."
+            )
         own = asked.certificate
         shown = "This connection has no certificate" if own is None else f"The certificate is {own}"
         return TlsError(
