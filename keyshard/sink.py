@@ -459,7 +459,7 @@ class _Open:
 
 
 def _closed(config: SinkConfig) -> BrokerError:
-    return BrokerError(f"The sink of {config.topic} is closed.")
+    return BrokerError(f"The sink of {config.topic} is closed. Make a new one to publish more.")
 
 
 def _nothing() -> None:

@@ -57,8 +57,9 @@ def write(
 
     The rows of a key keep the order of their block. Ray makes blocks and runs tasks beside each
     other, so rows of a key that lie in several blocks have no order among each other, even if one
-    task writes them. To order them, bring each key into one block, such as with ``dataset.repartition(8, keys=["__key"])``, and give ``order_by``;
-    or write with ``concurrency=1`` and ``DataContext.execution_options.preserve_order``.
+    task writes them. To order them, bring each key into one block, such as with
+    ``dataset.repartition(8, keys=["__key"])``, and give ``order_by``; or write with
+    ``concurrency=1`` and ``DataContext.execution_options.preserve_order``.
 
     A repeated task gets the blocks of its first attempt. If their node died, Ray computes them
     again. If that gives other rows, or the rows of a key in another order, rows may be lost or

@@ -352,11 +352,15 @@ class EntryProducer(Protocol):
             BrokerError: The producer has ended.
         """
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Give the name back. Unconfirmed messages fail. Idempotent.
 
+        Args:
+            timeout_s: Longest wait for the broker, seconds; ``None``: the timeout of a request.
+
         Raises:
-            BrokerUnavailableError: No answer in time (retriable).
+            BrokerUnavailableError: No answer in time (retriable). The broker gives the name back as
+                soon as it goes on.
         """
 
 

@@ -51,6 +51,8 @@ BUSY_S = 1.0
 """Longest wait for a name in a topic partition while the writer has it in others, seconds."""
 BUSY_REST_S = (0.1, 1.0)
 """Pause without any producer after that, drawn between these, seconds."""
+LEAVE_S = 5.0
+"""Longest wait, after an error, until the broker has taken the names back, seconds."""
 THREADS_MAX = 8
 """Most producers of a batch that are opened, asked or closed at once."""
 T = TypeVar("T")
@@ -328,7 +330,7 @@ class BatchWriter:
             )
         part.attempt.repeated, part.attempt = True, Attempt()
         ends, part.ends, part.sent = part.ends, [], []
-        _leave(self._producers.pop(part.where))
+        _leave(self._producers.pop(part.where), time.monotonic() + LEAVE_S)
         part.producer = self.open(part.where, pending_bytes_max, part.plan.batch.schema)
         known = part.known
         self._find_first(part, first_id, new=False)
@@ -425,8 +427,8 @@ class BatchWriter:
         self._give_back(methodcaller("close"))
 
     def leave(self) -> None:
-        """Give the name back, if the broker answers."""
-        self._give_back(_leave)
+        """Give the name back, if the broker answers within a few seconds."""
+        self._give_back(partial(_leave, end_s=time.monotonic() + LEAVE_S))
 
     def _give_back(self, close: Callable[[EntryProducer], None]) -> None:
         """Close the producers, several at once, and that of the least topic partition last."""
@@ -462,8 +464,8 @@ def _report(parts: Sequence[Part], started_s: float) -> WriteReport:
     )
 
 
-def _leave(producer: EntryProducer) -> None:
+def _leave(producer: EntryProducer, end_s: float) -> None:
     try:
-        producer.close()
+        producer.close(max(0.001, end_s - time.monotonic()))
     except KeyShardError as exc:
         _log.debug("closing a producer: %s", exc)

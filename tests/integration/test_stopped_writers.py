@@ -5,22 +5,29 @@ Each row is stored once, and in order per key, even if the stopped one does more
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pyarrow as pa
 import pytest
 
+from keyshard import KeyShardSink
 from keyshard.core.releases import release_of
-from keyshard.errors import BrokerUnavailableError, ProducerFencedError
+from keyshard.errors import BrokerUnavailableError, NotRunningError, ProducerFencedError
+from keyshard.publishing.batch_writer import LEAVE_S
 from tests.chaos.cluster import Cluster
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.tested_pulsar import PULSAR
 from tests.support.writer_process import (
     BATCH,
+    ENDS_S,
     MIDDLE,
     PARTITIONS,
+    PENDING_BYTES,
     WROTE,
     Batch,
     Moment,
@@ -98,6 +105,45 @@ def test_a_writer_that_wakes_after_others_have_finished_its_batch_stores_nothing
         outcome = first.outcome()
     assert outcome[:3] == ([*WROTE, "0"] if count == LATE else FENCED)
     check_once(cluster.direct_url, topic, *batches)
+
+
+def test_a_batch_fails_soon_after_its_timeout_while_the_broker_is_stopped(
+    cluster: Cluster, topic_name: str
+) -> None:
+    """Its producers in many topic partitions wait together for the broker, and not for long."""
+    path = f"/admin/v2/persistent/public/default/{topic_name}/partitions"
+    httpx.put(cluster.admin_url + path, json=20, timeout=deadline(20)).raise_for_status()
+    rows = 200_000
+    batch = pa.record_batch({
+        "value": [b"x" * 100] * rows,
+        "__key": [f"k{row % 1_000}" for row in range(rows)],
+    })  # fmt: skip
+    with KeyShardSink(
+        topic_name, sink_id="s", service_url=cluster.direct_url, send_timeout_ms=2_000,
+        entry_messages_max=5, pending_bytes_max=PENDING_BYTES,
+    ) as sink:  # fmt: skip
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(sink.write_batch, batch, 0)
+            try:
+                wait_until(lambda: writing.running() and has_sent(sink))
+                cluster.freeze()
+                began_s = time.monotonic()
+                with pytest.raises(BrokerUnavailableError):
+                    writing.result(ENDS_S)
+                took_s = time.monotonic() - began_s
+            finally:
+                cluster.thaw()
+        assert took_s < 2 + LEAVE_S + deadline(10)
+        assert sink.write_batch(batch, 0).already_stored > 0
+        assert sink.write_batch(batch, 0).already_stored == rows
+
+
+def has_sent(sink: KeyShardSink) -> bool:
+    """Whether entries of a batch are confirmed."""
+    try:
+        return sink.status()["counters"]["confirmed"] > 0
+    except NotRunningError:
+        return False
 
 
 def test_writers_that_stop_in_turn_and_take_the_name_from_one_another_store_each_row_once(

@@ -173,7 +173,7 @@ class MemoryEntryProducer:
                     self._changed.wait(end_s - time.monotonic())
             self._check_open()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:  # noqa: ARG002 - nothing waits
         with self._changed:
             if not self._closed:
                 self._closed = True

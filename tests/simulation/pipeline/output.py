@@ -313,8 +313,8 @@ class _Producer:
         self._client.step()
         self._inner.flush()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         self._client.step()
         self._network.travel()
-        self._inner.close()
+        self._inner.close(timeout_s)
         self._client.step()
