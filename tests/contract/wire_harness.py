@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from keyshard.broker.port import Broker
 from keyshard.broker.schemas import schema_of
@@ -14,13 +14,16 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.testing.devbroker import DevCluster
 from tests.contract.pulsar_harness import BreakablePulsarHarness, PulsarHarness
-from tests.support.deadlines import deadline
-from tests.support.lone_bookie import frozen_bookie, wait_for_loss
+from tests.helpers import wait_until
+from tests.support.deadlines import DeadlineError, deadline
+from tests.support.lone_bookie import frozen_bookie, revived, wait_for_loss
 
-WRITE_S = math.ceil(deadline(10))
+WRITE_S = math.ceil(deadline(5))
 """Time after which the broker of the failing harness gives up a write to its bookie, seconds.
 
 A case has so long to send and ask while writes are held."""
+SHUTS_DOWN_S = 5.0
+"""Time within which a bookie shuts down that will."""
 
 
 class WireHarness(PulsarHarness):
@@ -58,5 +61,17 @@ class FailingWireHarness(WireHarness):
         self,
         topic_partition: TopicPartition,  # noqa: ARG002 - the bookie stores all of them
     ) -> Iterator[Callable[[], None]]:
+        bookie, failed = self._own_cluster.bookies[0], False
+
+        def fail() -> None:
+            nonlocal failed
+            wait_for_loss(watch, WRITE_S)
+            failed = True
+
         with frozen_bookie(self._own_cluster) as watch:
-            yield lambda: wait_for_loss(watch, WRITE_S)
+            yield fail
+        if failed:
+            # Its session has expired. Some bookies shut down then, and others go on.
+            with suppress(DeadlineError):
+                wait_until(lambda: bookie.has_shut_down, SHUTS_DOWN_S)
+            revived(self._own_cluster)
