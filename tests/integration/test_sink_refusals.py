@@ -89,6 +89,9 @@ def test_a_role_with_the_permission_writes_and_one_without_is_named(
 ) -> None:
     own = replace(broker.connection, authentication=Token(broker.signer.token(ROLE)))
     path = f"persistent/public/default/{topic}/permissions/{ROLE}"
+    with sink(own, topic) as refused, pytest.raises(AuthorizationError) as caught:
+        refused.write_batch(BATCH, 0)
+    assert f"--role {ROLE} --actions produce,consume (a source" in caught.value.message
     request(broker, "POST", path, ["consume"])
     with sink(own, topic) as refused, pytest.raises(AuthorizationError) as caught:
         refused.write_batch(BATCH, 0)

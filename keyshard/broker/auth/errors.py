@@ -14,6 +14,16 @@ from keyshard.errors import (
 
 _ROLE = re.compile(r"role '([^']+)'")
 
+EITHER = "consume or produce"
+"""Permissions one of which a look-up needs."""
+_ACTIONS = {
+    "consume": "consume",
+    "produce": "produce,consume",
+    EITHER: "produce,consume (a source needs only consume)",
+}
+"""What to grant for a missing permission: a grant replaces the older ones of the role, and sinks
+also read."""
+
 
 def not_accepted(where: str, who: str, said: str) -> AuthenticationError:
     """Create the error for a broker that rejects the credentials."""
@@ -27,13 +37,11 @@ def lacks(who: str, permission: str, what: str, said: str = "") -> Authorization
     """Create the error for a missing permission, with the broker's text if there is one."""
     words = f" (the broker says: {said.rstrip('.')})" if said else ""
     granting = ""
-    if permission in ("consume", "produce"):
+    if permission in _ACTIONS:
         role = _ROLE.match(who)
-        # A new grant replaces the older ones of the role. Sinks also read.
         granting = (
             f" Grant it: pulsar-admin topics grant-permission {what} --role "
-            f"{role[1] if role else 'ROLE'} --actions "
-            f"{'produce,consume' if permission == 'produce' else permission}"
+            f"{role[1] if role else 'ROLE'} --actions {_ACTIONS[permission]}"
         )
     return AuthorizationError(
         f"{who[0].upper()}{who[1:]} lacks the permission {permission!r} on {what}{words}."

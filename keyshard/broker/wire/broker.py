@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from keyshard.broker.at_exit import close_at_exit
 from keyshard.broker.auth.credentials import Credentials, warn_of_secrets_in_the_clear
+from keyshard.broker.auth.errors import EITHER
 from keyshard.broker.port import (
     DEFAULT_READ_OPTIONS,
     Producer,
@@ -90,7 +91,8 @@ class WireBroker:
             try:
                 return self._shared.cluster.partitions(topic, left_s)
             except RefusedError as exc:
-                raise error_of(exc, "look up", topic, topic, self._credentials.who()) from exc
+                who = self._credentials.who()
+                raise error_of(exc, "look up", topic, topic, who, permission=EITHER) from exc
             except BrokerUnavailableError as exc:
                 if self._shared.cluster.has_connected:
                     raise

@@ -87,7 +87,10 @@ class RefusedError(Exception):
         super().__init__(code, self.said)
 
 
-def error_of(refused: RefusedError, action: str, what: object, topic: str, who: str) -> BrokerError:
+def error_of(
+    refused: RefusedError, action: str, what: object, topic: str, who: str,
+    *, permission: str = "consume",
+) -> BrokerError:  # fmt: skip
     """Create the error for a refusal.
 
     Args:
@@ -96,6 +99,7 @@ def error_of(refused: RefusedError, action: str, what: object, topic: str, who: 
         what: Its object.
         topic: The topic.
         who: The identity of this client, for the text.
+        permission: The permission that the action needs.
     """
     code, said = refused.code, refused.said.rstrip(".")
     if code in _CONFLICTS:
@@ -109,7 +113,7 @@ def error_of(refused: RefusedError, action: str, what: object, topic: str, who: 
             "its name."
         )
     if code == _NOT_AUTHORIZED:
-        return lacks(who, "consume", topic, said)
+        return lacks(who, permission, topic, said)
     if code == NOT_AUTHENTICATED:
         return not_accepted("The broker", who, said)
     if code in _PASSING:
