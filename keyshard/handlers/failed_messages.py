@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Protocol
 
 from keyshard.config.handlers import HandlerConfig
@@ -28,7 +29,7 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.dead_letters.parking import Action, ParkingState
 from keyshard.dead_letters.replay import Replay
 from keyshard.dead_letters.store import DeadLetterStore
-from keyshard.errors import ConfigError, KeyShardError
+from keyshard.errors import BrokerUnavailableError, ConfigError, KeyShardError
 from keyshard.handlers.outcomes import FailureLog
 from keyshard.threads import Pool, unexpected
 
@@ -36,6 +37,8 @@ THREADS = 8
 """Dead letters and markers that wait for their confirmation at the same time."""
 DISCARDED_AT_ONCE = 1_000
 """Keys whose dead letters are discarded together."""
+DISCARD_S = 60.0
+"""Longest wait for another discard of the same keys, seconds."""
 UNPARKED_AT_ONCE = 2 * THREADS
 """Keys that are unparked at the same time. The others wait, so that lanes and threads stay free for
 keys that are not parked."""
@@ -106,6 +109,8 @@ class FailedMessages:
         """Draining keys that wait for their turn."""
         self._unparking: set[str] = set()
         """Draining and replaying keys that have their turn."""
+        self._discarding: set[str] = set()
+        """Keys whose dead letters are being discarded; they are not unparked meanwhile."""
         self._unreadable = unreadable
         self._replays: dict[str, Replay] = {}
         self._pool = Pool(THREADS, "keyshard-dead-letters")
@@ -208,10 +213,11 @@ class FailedMessages:
         if key is not None and wanted.is_of_a_key and not plans and self.keys.state(key):
             plans = [KeyPlan(key, 0, 0)]  # its dead letters are being written or replayed
         for at in range(0, 0 if dry_run else len(plans), KEYS_AT_ONCE):
-            with self._run.changed:
-                for one in plans[at : at + KEYS_AT_ONCE]:
-                    if one.key is not None and self.keys.unpark(one.key):
-                        self._turns[one.key] = None
+            some = [one.key for one in plans[at : at + KEYS_AT_ONCE] if one.key is not None]
+            with self._not_discarding(some):
+                for each in some:
+                    if self.keys.unpark(each):
+                        self._turns[each] = None
                 self._take_turns()
         return plan_of(plans)
 
@@ -240,14 +246,39 @@ class FailedMessages:
         every = list(matching)
         for at in range(0, len(every), DISCARDED_AT_ONCE):
             keys = every[at : at + DISCARDED_AT_ONCE]
-            done += self.dead_letters.discard({key: matching[key] for key in keys})
-            with self._run.changed:
-                for key in keys:
-                    queue = self._run.lanes.queue(key)
-                    if queue is None or not (queue.running and queue.work[0].parking):
-                        self._emptied(key)
-                self._run.wake()
+            with self._not_discarding(keys):
+                self._discarding.update(keys)
+            try:
+                done += self.dead_letters.discard({key: matching[key] for key in keys})
+            finally:
+                with self._run.changed:
+                    self._discarding.difference_update(keys)
+                    for key in keys:
+                        queue = self._run.lanes.queue(key)
+                        if queue is None or not (queue.running and queue.work[0].parking):
+                            self._emptied(key)
+                    self._run.changed.notify_all()
+                    self._run.wake()
         return plan_of(done)
+
+    @contextmanager
+    def _not_discarding(self, keys: Collection[str]) -> Iterator[None]:
+        """Hold the lock while none of some keys is being discarded.
+
+        Otherwise a replay would begin with dead letters that are about to be discarded, and newer
+        messages of the key would run beside it.
+
+        Raises:
+            BrokerUnavailableError: They are still being discarded after :data:`DISCARD_S`.
+        """
+        with self._run.changed:
+            if not self._run.changed.wait_for(lambda: self._discarding.isdisjoint(keys), DISCARD_S):
+                raise BrokerUnavailableError(
+                    f"The dead letters of {min(self._discarding.intersection(keys))!r} are still "
+                    f"being discarded after {DISCARD_S:g} s. Check the health of the broker, and "
+                    "try again."
+                )
+            yield
 
     # -- life cycle -------------------------------------------------------------------------------
 

@@ -63,6 +63,23 @@ OF_HANDLERS = (
         ),
     ),
     Mutant(
+        name="unpark a key while its dead letters are discarded",
+        promise="Order: no message of a key runs beside a replay of the key.",
+        edits=(
+            Edit(
+                "keyshard/handlers/failed_messages.py",
+                "lambda: self._discarding.isdisjoint(keys)",
+                "lambda: True",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_parking",
+                "test_a_key_is_unparked_after_its_dead_letters_are_discarded_not_meanwhile",
+            ),
+        ),
+    ),
+    Mutant(
         name="forget at a restart which keys are parked",
         promise="Order: a message does not overtake one of its key that rests as a dead letter.",
         edits=(

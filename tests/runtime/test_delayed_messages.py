@@ -142,8 +142,10 @@ def test_a_source_without_room_holds_what_its_window_may_and_says_so(
             wait_until(without_room, deadline(60))
         assert 200 < len(got.values) < 1_200
         assert coordinator.status()["partitionsWithoutRoom"] == 1
-        assert 0 < coordinator.status()["checkpointBytes"] <= 5_000
-        assert got.rows_held <= 400 + 8 * QUEUE
+        held_max = 400 + 8 * QUEUE
+        assert got.rows_held <= held_max
+        # Each row that the window holds beyond the limit may be one more ledger with a gap.
+        assert 0 < coordinator.status()["checkpointBytes"] <= 4_096 + 5 * held_max
         if not with_admin:
             return  # Readers would have to find the end of each small ledger.
         topic.ahead_ms = HOUR_MS

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +19,11 @@ from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, StoredDeadLett
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.dead_letters.store import DeadLetterStore
+from keyshard.dead_letters.writer import DeadLetterWriter
 from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
 from keyshard.handlers.failed_messages import UNPARKED_AT_ONCE
 from tests.helpers import present, wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import DeadlineError, deadline
 from tests.support.parking_topic import ParkingRun, ParkingTopic, Record, broken_for_b, numbers
 
 EXECUTORS = ["threads", "async"]
@@ -767,6 +770,32 @@ def test_a_key_is_released_whose_last_dead_letter_is_discarded_at_its_confirmati
         parking.broken.clear()
         parking.publish("b")
         wait_until(lambda: parking.handled["b"] == [1])
+
+
+def test_a_key_is_unparked_after_its_dead_letters_are_discarded_not_meanwhile(
+    parking: ParkingTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = DeadLetterWriter.marker
+    unparking = threading.Thread(target=lambda: run.source.unpark("b"))
+
+    def unpark_meanwhile(writer: DeadLetterWriter, key: str | None, says: dict[str, str]) -> Any:
+        if not unparking.ident:
+            unparking.start()
+            with suppress(DeadlineError):  # a replay would begin now
+                wait_until(lambda: len(parking.tried["b"]) > 2, 0.5)
+        return marker(writer, key, says)
+
+    parking.broken = {"b"}
+    with parking.run() as run:
+        parking.publish(*"bb")
+        wait_until(lambda: len(parking.dead_letters()) == 2 and parking.backlog() == 0)
+        parking.broken.clear()
+        monkeypatch.setattr(DeadLetterWriter, "marker", unpark_meanwhile)
+        assert run.source.discard("b") == 2
+        unparking.join(deadline(20))
+        parking.publish("b")
+        wait_until(lambda: parking.handled["b"] == [2])
+        assert run.source.status()["parkedKeys"] == 0
 
 
 def test_rejected_dead_letters_are_discarded(parking: ParkingTopic) -> None:

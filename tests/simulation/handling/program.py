@@ -43,6 +43,8 @@ RANGES_MAX = 8
 """Most ranges after a rescale."""
 DRAIN_TIMEOUT_S = 20.0
 """Longest wait of a stop for handlers; none of the world takes that long."""
+DISCARDS = 0.5
+"""Share of the operated programs whose operator discards dead letters."""
 STOP_S = DRAIN_TIMEOUT_S + 20.0
 """Longest time from the request to end to the end of a run, seconds."""
 
@@ -66,7 +68,7 @@ class Program:
             world.scheduler, trace_max,
             lambda where, entry_id: world.anomalies.acked(self, Name.of(where, entry_id)),
         )  # fmt: skip
-        self.promises = Promises()
+        self.promises = Promises(self._discarded)
         self.fates = Fates(f"{world.seed}:{name}", world.shape)
         self.files: dict[str, bytes] = {}
         self.unsaved = False
@@ -81,6 +83,9 @@ class Program:
         self.process: Process | None = None
         """The process that runs it now."""
         self._random = Random(f"{world.seed}:{name}:program")
+        self._discarding = Random(f"{world.seed}:{name}:discards")
+        self._discards = self._discarding.random() < DISCARDS
+        """Whether the operator gives some keys up."""
         self._source: KeyShardSource | None = None
         self._excuses = 0
         self._in_hand: dict[Batch, list[_Row]] = {}
@@ -324,11 +329,19 @@ class Program:
             self.promises.started(name, key, seq)
         elif kind == "completed":
             self.promises.completed(name)
-        self._write(kind, name, key, seq)
+        self._write(kind, name, key, seq, self._worker)
 
-    def _write(self, kind: str, name: Name, key: str | None, seq: int) -> None:
+    def _discarded(self, name: Name, key: str, seq: int) -> None:
+        """For its order, a discarded message counts as handled now: it may come again later."""
+        for kind in ("started", "completed"):
+            self._write(kind, name, key, seq, None)
+
+    @property
+    def _worker(self) -> str | None:
+        return None if self.process is None else self.process.name
+
+    def _write(self, kind: str, name: Name, key: str | None, seq: int, worker: str | None) -> None:
         ledger, entry, index = name.id
-        worker = None if self.process is None else self.process.name
         self.record.note(f"{kind} {key}:{seq} at {name.partition}/{ledger}:{entry}:{index}")
         self.record.add(
             kind, topic=name.topic, partition=name.partition, ledger=ledger, entry=entry,
@@ -345,7 +358,7 @@ class Program:
         self.record.note(f"letter, {found.kind.value}")
         name = _name(found.message)
         if not self.world.anomalies.is_refused(name):
-            self._write("completed", name, found.key, seq)
+            self._write("completed", name, found.key, seq, self._worker)
 
     def save(self, path: str, data: bytes) -> None:
         """Store a checkpoint."""
@@ -397,6 +410,19 @@ class Program:
                 source.unpark(key)
                 self.record.note(f"unpark {key}")
 
+    def discard(self, key: str) -> None:
+        """Discard the dead letters of a parked key, as far as it runs."""
+        source = self._source
+        if source is None:
+            return
+        self.promises.discarding.add(key)
+        try:
+            self.record.note(f"{source.discard(key)} dead letters of {key} are discarded")
+        except (NotRunningError, BrokerError) as exc:
+            self.record.note(f"no discard: {exc}")
+        else:
+            self.promises.discarding.discard(key)
+
     def rescale(self, ranges: int | None) -> None:
         """Move ranges; ``None``: to equal loads."""
         self.at(Step.MOVING)
@@ -430,12 +456,22 @@ class Program:
                 self.unpark(*random.sample(keys, 1) if (keys := self.parked()) else ["k0"])
             elif roll < 0.4:
                 self.rescale(random.choice((None, 1, 2, 3, 6)))
+            elif self._discards and self._discarding.random() < 0.3 and (keys := self.parked()):
+                self.discard(self._discarding.choice(keys))
 
     @property
     def has_started(self) -> bool:
         """Whether handlers run; batches have none."""
         run = self._running()
         return self.world.shape.batches or (run is not None and run._parked is not None)
+
+    @property
+    def needlessly_parked(self) -> list[str]:
+        """Keys that are parked in this life, though none of their dead letters rests."""
+        run = self._running()
+        if self.world.shape.batches or run is None or run._parked is None:
+            return []
+        return sorted(run._parked.keys.parking.states().keys() - self.promises.unfinished())
 
     @property
     def openings(self) -> int:

@@ -5,7 +5,7 @@ Each is judged when it happens, against the durable state at that moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from keyshard.core.dead_letter import (
@@ -49,14 +49,22 @@ class Rest(NamedTuple):
 
 
 class Promises:
-    """The promises of one program over all its starts; :attr:`broken` is the first broken one."""
+    """The promises of one program over all its starts; :attr:`broken` is the first broken one.
 
-    def __init__(self) -> None:
+    Args:
+        discarded: Called with name, key and sequence number of each message whose dead letter an
+            operator discards.
+    """
+
+    def __init__(self, discarded: Callable[[Name, str, int], None]) -> None:
+        self._discarded = discarded
         self.broken = ""
         self.finished: set[Name] = set()
         """Messages that a handler completed, or that rest for good as a dead letter."""
         self.kept: dict[EntryId, Name] = {}
         """Dead letters that stay in their topic until another client acknowledges them."""
+        self.discarding: set[str] = set()
+        """Keys whose dead letters an operator discards now, or was about to when it died."""
         self._disturbances = 0
         self._handled: dict[Name, int] = {}
         self._of_this_life: set[Name] = set()
@@ -168,6 +176,9 @@ class Promises:
                 where = TopicPartition(name.topic, name.partition)
                 covered = (where, name.id) == (found.topic_partition, found.message_id)
             if covered:
+                if found.key in self.discarding:
+                    self.completed(name)
+                    self._discarded(name, found.key, rest.seq)
                 del resting[name]
                 if name not in self.finished:
                     self._break(f"{found.key}:{rest.seq} is called replayed, and was not handled")

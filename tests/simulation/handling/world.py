@@ -257,8 +257,9 @@ class HandlerWorld:
         left = {name for name in left if self.starts.is_owed(name)}
         if left:
             return f"{program.name}: {len(left)} messages are not done, first {min(left)}"
-        if resting := program.promises.unfinished():
-            return f"{program.name}: letters of {resting} rest"
+        resting, parked = program.promises.unfinished(), program.needlessly_parked
+        if resting or parked:
+            return f"{program.name}: letters of {resting} rest, and {parked} are parked without one"
         backlog = sum(
             self.cluster.backlog(where, program.name)
             for where in self.topic_partitions()
