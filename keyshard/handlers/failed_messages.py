@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Protocol
@@ -38,7 +38,7 @@ THREADS = 8
 DISCARDED_AT_ONCE = 1_000
 """Keys whose dead letters are discarded together."""
 DISCARD_S = 60.0
-"""Longest wait for another discard of the same keys, seconds."""
+"""Longest wait for another discard, seconds."""
 UNPARKED_AT_ONCE = 2 * THREADS
 """Keys that are unparked at the same time. The others wait, so that lanes and threads stay free for
 keys that are not parked."""
@@ -109,8 +109,8 @@ class FailedMessages:
         """Draining keys that wait for their turn."""
         self._unparking: set[str] = set()
         """Draining and replaying keys that have their turn."""
-        self._discarding: set[str] = set()
-        """Keys whose dead letters are being discarded; they are not unparked meanwhile."""
+        self._discarding = threading.Lock()
+        """Held while dead letters are discarded. No key is marked for unparking meanwhile."""
         self._unreadable = unreadable
         self._replays: dict[str, Replay] = {}
         self._pool = Pool(THREADS, "keyshard-dead-letters")
@@ -213,11 +213,10 @@ class FailedMessages:
         if key is not None and wanted.is_of_a_key and not plans and self.keys.state(key):
             plans = [KeyPlan(key, 0, 0)]  # its dead letters are being written or replayed
         for at in range(0, 0 if dry_run else len(plans), KEYS_AT_ONCE):
-            some = [one.key for one in plans[at : at + KEYS_AT_ONCE] if one.key is not None]
-            with self._not_discarding(some):
-                for each in some:
-                    if self.keys.unpark(each):
-                        self._turns[each] = None
+            with self._alone(), self._run.changed:
+                for one in plans[at : at + KEYS_AT_ONCE]:
+                    if one.key is not None and self.keys.unpark(one.key):
+                        self._turns[one.key] = None
                 self._take_turns()
         return plan_of(plans)
 
@@ -246,39 +245,35 @@ class FailedMessages:
         every = list(matching)
         for at in range(0, len(every), DISCARDED_AT_ONCE):
             keys = every[at : at + DISCARDED_AT_ONCE]
-            with self._not_discarding(keys):
-                self._discarding.update(keys)
-            try:
+            with self._alone():
                 done += self.dead_letters.discard({key: matching[key] for key in keys})
-            finally:
                 with self._run.changed:
-                    self._discarding.difference_update(keys)
                     for key in keys:
                         queue = self._run.lanes.queue(key)
                         if queue is None or not (queue.running and queue.work[0].parking):
                             self._emptied(key)
-                    self._run.changed.notify_all()
                     self._run.wake()
         return plan_of(done)
 
     @contextmanager
-    def _not_discarding(self, keys: Collection[str]) -> Iterator[None]:
-        """Hold the lock while none of some keys is being discarded.
+    def _alone(self) -> Iterator[None]:
+        """Exclude other discards, and keys that are marked for unparking meanwhile.
 
         Otherwise a replay would begin with dead letters that are about to be discarded, and newer
         messages of the key would run beside it.
 
         Raises:
-            BrokerUnavailableError: They are still being discarded after :data:`DISCARD_S`.
+            BrokerUnavailableError: Another discard has not ended after :data:`DISCARD_S`.
         """
-        with self._run.changed:
-            if not self._run.changed.wait_for(lambda: self._discarding.isdisjoint(keys), DISCARD_S):
-                raise BrokerUnavailableError(
-                    f"The dead letters of {min(self._discarding.intersection(keys))!r} are still "
-                    f"being discarded after {DISCARD_S:g} s. Check the health of the broker, and "
-                    "try again."
-                )
+        if not self._discarding.acquire(timeout=DISCARD_S):
+            raise BrokerUnavailableError(
+                f"Dead letters are still being discarded after {DISCARD_S:g} s. Check the health "
+                "of the broker, and try again."
+            )
+        try:
             yield
+        finally:
+            self._discarding.release()
 
     # -- life cycle -------------------------------------------------------------------------------
 

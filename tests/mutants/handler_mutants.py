@@ -68,8 +68,8 @@ OF_HANDLERS = (
         edits=(
             Edit(
                 "keyshard/handlers/failed_messages.py",
-                "lambda: self._discarding.isdisjoint(keys)",
-                "lambda: True",
+                "with self._alone(), self._run.changed:",
+                "with self._run.changed:",
             ),
         ),
         killers=(
