@@ -300,21 +300,16 @@ class KeyShardSink(SinkConfig):
     ) -> None:
         # Waiting for messages must not hold up the loop. If the wait is cancelled, it goes on.
         pool = Pool(1, "keyshard-sink-close")
-        closing = asyncio.wrap_future(pool.submit(self._aclose, exc_type, exc, traceback))
+        closing = asyncio.wrap_future(pool.submit(self._aclose, exc))
         pool.shutdown(wait=False)
         await asyncio.shield(closing)
 
-    def _aclose(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _aclose(self, exc: BaseException | None) -> None:
         """Close the sink; without an error, wait for the calls of :meth:`asend` that have begun."""
         if exc is None:
             with suppress(BrokerError):  # another task has closed it
                 self._state.submit(self, _nothing).result()
-        self.__exit__(exc_type, exc, traceback)
+        self.__exit__(None, exc, None)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_open"}

@@ -21,7 +21,7 @@ _ACTIONS = {
     "produce": "produce,consume",
     EITHER: "produce,consume (a source needs only consume)",
 }
-"""What to grant for a missing permission: a grant replaces the older ones of the role, and sinks
+"""Actions to grant for a missing permission. A grant replaces the older ones of the role, and sinks
 also read."""
 
 

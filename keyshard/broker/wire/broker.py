@@ -107,7 +107,7 @@ class WireBroker:
     def _why_no_host_answers(self) -> KeyShardError | None:
         """Return the mistake in the service URL or the credentials, if there is one."""
         try:
-            missing_topics(self._connection, self._credentials, ())
+            self.missing(())
         except KeyShardError as exc:
             return exc
         return None
