@@ -352,8 +352,8 @@ class KeyShardSource(SourceDeadLetters, SourceConfig):
         """Receive nothing more while :meth:`run` or :meth:`batches` runs, until :meth:`resume`.
 
         Consumers stay connected and keep their ranges. Messages that were received are still
-        handled and acknowledged. A rescale and a stop work as usual. A restart is not paused.
-        Returns at once, from any thread; idempotent.
+        handled and acknowledged. A receive that has begun may take a few more. A rescale and a
+        stop work as usual. A restart is not paused. Returns at once, from any thread; idempotent.
 
         Raises:
             NotRunningError: The source does not run, or is still starting.
