@@ -19,6 +19,7 @@ from bench import (
     decode,
     growth,
     idle,
+    index,
     ingest,
     lanes,
     peer,
@@ -51,6 +52,7 @@ _WITHOUT_OPTIONS = {
     "cold": cold.run,
     "decode": decode.run,
     "segments": segments.run,
+    "index": index.run,
     "unpark": unpark.run,
     "watched": watched.run,
 }  # fmt: skip

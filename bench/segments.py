@@ -102,7 +102,7 @@ def _measured(
     return measured | {"live_p95_ms": ordered[len(ordered) * 95 // 100] * 1e3}
 
 
-def _cpu_s(pids: Sequence[int]) -> list[float]:
+def cpu_of(pids: Sequence[int]) -> list[float]:
     """Return the CPU time of processes with their children, seconds."""
     found = []
     for pid in pids:
@@ -157,13 +157,13 @@ def measure(
     if tasks == 1:
         _read(connection, few, segments)
         time.sleep(1.0)  # the broker closes what planning opened
-        before = _cpu_s(pids)
+        before = cpu_of(pids)
         began = time.perf_counter()
         read = [_read(connection, splits[0], segments)]
         took_s = time.perf_counter() - began
-        after = _cpu_s(pids)
+        after = cpu_of(pids)
         time.sleep(took_s)
-        idle = _cpu_s(pids)
+        idle = cpu_of(pids)
     else:
         with ProcessPoolExecutor(tasks, mp_context=get_context("spawn")) as pool:
             same = [connection] * tasks, [segments] * tasks

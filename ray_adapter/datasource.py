@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from keyshard.columns.record_batches import SCHEMA, select
 from keyshard.config.connection import Connection
 from keyshard.config.segments import BROKER, Segments
 from keyshard.core.position.split import Split, cut, grouped
-from keyshard.reading.read_report import ReadReport, planned
+from keyshard.reading.read_report import planned
 from keyshard.reading.split_reader import read_splits
 from ray_adapter.read_reports import ReadReports
 
@@ -29,8 +29,10 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         connection: Connection to the cluster, from every node.
         stretches: Entries to read of each topic partition.
         columns: Names in :data:`keyshard.columns.record_batches.COLUMNS`; ``None`` for the default.
+        keys: Partition keys whose messages are wanted; ``None``: all.
         fail_on_data_loss: Whether entries that are no longer stored fail the read.
         segments: Where closed ledgers are read; ``None``: by the broker.
+        ledger_index: Path or fsspec URL of the index of closed ledgers; ``None``: there is none.
         reports: Collects what the tasks read; ``None``: nobody does.
     """
 
@@ -40,15 +42,19 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         stretches: Sequence[Split],
         columns: Sequence[str] | None = None,
         *,
+        keys: Collection[str] | None = None,
         fail_on_data_loss: bool = True,
         segments: Segments | None = None,
+        ledger_index: str | None = None,
         reports: ReadReports | None = None,
     ) -> None:
         super().__init__()
         self._connection = connection
         self._stretches = tuple(stretches)
+        self._keys = keys
         self._fail_on_data_loss = fail_on_data_loss
         self._segments = segments
+        self._ledger_index = ledger_index
         self._reports = reports
         self._projection_map = None if columns is None else {name: name for name in columns}
 
@@ -102,24 +108,24 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         groups = grouped(cut(self._stretches, parallelism), parallelism)
         if not groups:
             return [task(partial(_nothing, schema), ())]
-        report = None if self._reports is None else self._reports.note
-        facts = self._connection, names, self._fail_on_data_loss, self._segments, report
-        return [task(partial(_read, splits, *facts), splits) for splits in groups]
+        read = partial(
+            read_splits,
+            self._connection,
+            names=names,
+            keys=self._keys,
+            fail_on_data_loss=self._fail_on_data_loss,
+            segments=self._segments,
+            ledger_index=self._ledger_index,
+            report=None if self._reports is None else self._reports.note,
+        )
+        return [task(partial(_tables, read, splits), splits) for splits in groups]
 
 
-def _read(  # noqa: PLR0917 - called by Ray with its positions
-    splits: Sequence[Split],
-    connection: Connection,
-    names: Sequence[str],
-    fail_on_data_loss: bool,
-    segments: Segments | None,
-    report: Callable[[ReadReport], None] | None,
+def _tables(
+    read: Callable[[Sequence[Split]], Iterator[pa.RecordBatch]], splits: Sequence[Split]
 ) -> Iterator[pa.Table]:
     """Read the splits of a task, in the task's process."""
-    for batch in read_splits(
-        connection, splits, names, fail_on_data_loss=fail_on_data_loss, segments=segments,
-        report=report,
-    ):  # fmt: skip
+    for batch in read(splits):
         yield pa.Table.from_batches([batch])
 
 

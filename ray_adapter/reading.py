@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from keyshard.config.segments import Segments
 from keyshard.config.source import SourceConfig
 from keyshard.core.metadata_columns import check_known, check_transport
 from keyshard.core.option_checks import check_integer, did_you_mean
+from keyshard.core.position.zones import Wanted
 from keyshard.errors import ConfigError
 from keyshard.reading.split_planner import plan_read
 from keyshard.redaction import shown
@@ -27,7 +28,7 @@ BLOCKS_MAX = 1_000_000
 """Most blocks and read tasks of a dataset."""
 _COUNTS = ("override_num_blocks", "concurrency", "parallelism")
 """Options of Ray that count blocks or tasks."""
-_OWN = ("start", "end", "columns", "disorder_max_s", "segments", "reports")
+_OWN = ("start", "end", "keys", "columns", "disorder_max_s", "segments", "ledger_index", "reports")
 
 
 def read(
@@ -35,9 +36,11 @@ def read(
     *,
     start: str | int | datetime | Mapping[Any, Any] = "earliest",
     end: str | int | datetime | Mapping[Any, Any] = "latest",
+    keys: Collection[str] | None = None,
     columns: Sequence[str] | None = None,
     disorder_max_s: float | None = None,
     segments: Segments | None = None,
+    ledger_index: str | None = None,
     reports: ReadReports | None = None,
     **options: Any,
 ) -> Dataset:
@@ -76,6 +79,7 @@ def read(
             fail the dataset, or are skipped with a warning.
         start: Start of the read, inclusive.
         end: End of the read, exclusive.
+        keys: Only messages with one of these partition keys; ``None``: all.
         columns: Columns to read, in this order, of ``keyshard.columns.record_batches.COLUMNS``. The
             default is its ``SCHEMA`` and the ``metadata_columns`` of the source.
             ``Dataset.select_columns`` prunes as well.
@@ -84,6 +88,10 @@ def read(
         segments: Where closed ledgers are read: ``Segments("auto")`` reads them from bookies,
             without the broker. Default: by the broker. The name of the read in Ray's progress then
             counts the ledgers that are planned to be read from bookies.
+        ledger_index: Path or fsspec URL of a folder that all tasks reach, such as
+            ``s3://bucket/index``, for an index of closed ledgers. The first read of a ledger writes
+            the bounds of its times, and hashes of its keys. Later reads leave out what cannot match
+            their times and keys.
         reports: Collects what the tasks got from bookies, what from the broker, and why.
         **options: Options of :func:`ray.data.read_datasource`, such as ``override_num_blocks``,
             ``concurrency`` and ``ray_remote_args``. Other names are refused.
@@ -111,13 +119,19 @@ def read(
     if not isinstance(reports, ReadReports | None):
         raise ConfigError(f"reports is {shown(reports)}; give a ray_adapter.ReadReports or None.")
     names = _columns(columns, source)
-    stretches = plan_read(source, start, end, disorder_max_s=disorder_max_s, segments=segments)
+    wanted = _keys(keys)
+    stretches = plan_read(
+        source, start, end, disorder_max_s=disorder_max_s, segments=segments,
+        ledger_index=ledger_index, wanted=Wanted(keys=wanted),
+    )  # fmt: skip
     datasource = KeyShardDatasource(
         source.how_to_connect(),
         stretches,
         names,
+        keys=wanted,
         fail_on_data_loss=source.fail_on_data_loss,
         segments=segments,
+        ledger_index=ledger_index,
         reports=reports,
     )
     dataset: Dataset = read_datasource(datasource, **options)
@@ -140,6 +154,21 @@ def _check_options(given: Mapping[str, Any], read_datasource: Callable[..., Any]
         value = given.get(name)
         if value is not None and (name, value) != ("parallelism", -1):
             check_integer(name, value, 1, BLOCKS_MAX)
+
+
+def _keys(given: object) -> frozenset[str] | None:
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Collection) or not given or not all(
+        map(_is_key, given)
+    ):  # fmt: skip
+        raise ConfigError(f"keys is {shown(given)}; write a list of keys, such as ['k1', 'k2'].")
+    return frozenset(given)
+
+
+def _is_key(given: object) -> bool:
+    # No key contains half a surrogate pair.
+    return isinstance(given, str) and given == given.encode(errors="replace").decode()
 
 
 def _columns(given: object, source: SourceConfig) -> list[str] | None:

@@ -14,14 +14,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from keyshard.core.position.read_bounds import bound_text
-from keyshard.core.position.split import Split, cut
-from keyshard.reading.read_report import ReadReport
+from keyshard.core.position.split import Split, cut, grouped
+from keyshard.core.position.zones import NO_LIMITS, Limits, Wanted
+from keyshard.reading.read_report import ReadReport, SpansByStart
 from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
 from spark_adapter.error_text import as_spark_error
@@ -37,19 +39,22 @@ PARTITION_BYTES = 32 * 1024 * 1024
 """Stored bytes per Spark partition."""
 
 
-class KeyShardSplit(InputPartition):
-    """The split that one task reads; ``None`` if the whole read is empty."""
+class KeyShardSplits(InputPartition):
+    """The splits that one task reads; none if the whole read is empty.
 
-    def __init__(self, split: Split | None, ends: Mapping[str, str]) -> None:
-        super().__init__(split)
+    Mostly one. There are more if an index rules out entries between them.
+    """
+
+    def __init__(self, splits: Sequence[Split], ends: Mapping[str, str]) -> None:
+        super().__init__(tuple(splits))
         self.ends = dict(ends)
         """End of the read by topic partition. Only the first partition has it."""
 
     @property
-    def split(self) -> Split | None:
-        """Entries of one topic partition."""
-        split: Split | None = self.value
-        return split
+    def splits(self) -> tuple[Split, ...]:
+        """Entries of topic partitions. One without spans only says what the index rules out."""
+        splits: tuple[Split, ...] = self.value
+        return splits
 
 
 class KeyShardBatchReader(DataSourceReader):
@@ -65,8 +70,8 @@ class KeyShardBatchReader(DataSourceReader):
         self._rows = rows
         self._pushed = Pushed(keys=read.keys)
 
-    def partitions(self) -> list[KeyShardSplit]:
-        """Plan one partition for each split, and at least one, because the first holds the ends."""
+    def partitions(self) -> list[KeyShardSplits]:
+        """Plan one partition for each task, and at least one, because the first holds the ends."""
         read, pushed = self._read, self._pushed
         with as_spark_error(**dict(read.names)):
             self._rows.check()
@@ -75,47 +80,54 @@ class KeyShardBatchReader(DataSourceReader):
                 read.start,
                 read.end,
                 disorder_max_s=read.disorder_max_s,
-                published=(pushed.start_ms, pushed.end_ms),
+                published=pushed.published,
                 segments=read.segments,
+                ledger_index=read.ledger_index,
+                wanted=Wanted(keys=pushed.keys, events=pushed.events),
             )
         ends = {
             one.topic_partition.name: bound_text(one.end)
             for one in stretches
             if one.end is not None
         }
-        splits = cut_for_tasks(pushed.of(stretches), read)
+        chosen = pushed.of(stretches)
+        first, *others = cut_for_tasks(chosen, read) or [[]]
+        ruled_out = [one for one in chosen if one.skipped and not one.spans]
         return [
-            KeyShardSplit(splits[0] if splits else None, ends),
-            *(KeyShardSplit(split, {}) for split in splits[1:]),
+            KeyShardSplits([*ruled_out, *first], ends),
+            *(KeyShardSplits(splits, {}) for splits in others),
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition, in a Python worker; every run yields the same rows."""
-        assert isinstance(partition, KeyShardSplit)
+        assert isinstance(partition, KeyShardSplits)
         exempt_imports()
-        if partition.split is not None:
+        if partition.splits:
             with as_spark_error():
-                yield from self._record_batches(partition.split)
+                yield from self._record_batches(partition.splits)
 
-    def _record_batches(self, split: Split) -> Iterator[pa.RecordBatch]:
-        """Read a split and convert its rows to the columns of the table."""
-        source = self._read.source
+    def _record_batches(self, splits: Sequence[Split]) -> Iterator[pa.RecordBatch]:
+        """Read splits and convert their rows to the columns of the table."""
+        source, spans = self._read.source, SpansByStart()
         raw = read_splits(
             source.how_to_connect(),
-            [split],
+            splits,
             self._rows.columns,
             keys=self._pushed.keys,
             fail_on_data_loss=source.fail_on_data_loss,
             segments=self._read.segments,
-            report=None if self._read.report_to is None else self._report,
+            ledger_index=self._read.ledger_index,
+            report=None if self._read.report_to is None else partial(self._report, spans),
         )
         yield from self._rows.of(raw)
 
-    def _report(self, report: ReadReport) -> None:
+    def _report(self, spans: SpansByStart, report: ReadReport) -> None:
+        """Add the report of a split to those of the task."""
         from spark_adapter.reports import report_to  # noqa: PLC0415 - few reads need it
 
         assert self._read.report_to is not None
-        report_to(self._read.report_to, report)
+        spans.update(report.by_start())
+        report_to(self._read.report_to, spans)
 
 
 class FilteringBatchReader(KeyShardBatchReader):
@@ -130,18 +142,23 @@ class FilteringBatchReader(KeyShardBatchReader):
         for one in filters:
             taken = self._pushed.take(one)
             if taken is None:
+                self._pushed = self._pushed.noted(one)
                 yield one
             else:
                 self._pushed = taken
 
 
-def cut_for_tasks(stretches: Sequence[Split], read: BoundedRead) -> list[Split]:
-    """Cut stretches into the wanted number of splits, whatever the number of topic partitions."""
+def cut_for_tasks(stretches: Sequence[Split], read: BoundedRead) -> list[list[Split]]:
+    """Cut stretches into the splits of each task, whatever the number of topic partitions.
+
+    A task reads several splits only if an index rules out entries between them.
+    """
     size_bytes = sum(one.size_bytes for one in stretches)
-    splits = cut(stretches, max(read.partitions_min, -(-size_bytes // PARTITION_BYTES)))
+    tasks = max(read.partitions_min, -(-size_bytes // PARTITION_BYTES))
+    splits = cut(stretches, tasks)
     if read.rows_max is None:
-        return splits
-    return [part for split in splits for part in _at_most(split, read.rows_max)]
+        return grouped(splits, max(tasks, len({one.topic_partition for one in splits})))
+    return [[part] for split in splits for part in _at_most(split, read.rows_max)]
 
 
 def _at_most(split: Split, entries: int) -> Iterator[Split]:
@@ -158,7 +175,7 @@ def _at_most(split: Split, entries: int) -> Iterator[Split]:
 # does not apply a taken filter again. All other filters stay with Spark. PySpark 4.0 has no classes
 # of filters, so they are looked up at their use.
 
-PUBLISH_TIME = "__publishTime"
+PUBLISH_TIME, EVENT_TIME = "__publishTime", "__eventTime"
 _CHOSEN = {"__topic": ("topics", str), "__partition": ("partitions", int), "__key": ("keys", str)}
 """Field of :class:`Pushed` and value type of each column that can be compared."""
 _NEVER_NULL = ("__topic", "__partition")
@@ -173,10 +190,10 @@ class Pushed:
     topics: frozenset[str] | None = None
     partitions: frozenset[int] | None = None
     keys: frozenset[str] | None = None
-    start_ms: int | None = None
-    """First publish time to keep, inclusive, milliseconds since the epoch."""
-    end_ms: int | None = None
-    """End of the publish times, exclusive, milliseconds since the epoch."""
+    published: Limits = NO_LIMITS
+    """Publish times to keep."""
+    events: Limits = NO_LIMITS
+    """Event times that Spark keeps. Only an index looks at them."""
 
     def take(self, one: Filter) -> Pushed | None:
         """Return this with one more filter, or ``None`` if the filter cannot be taken."""
@@ -187,9 +204,15 @@ class Pushed:
             return self._one_of(column, one.value)
         if isinstance(one, datasource.EqualTo) and column in _CHOSEN:
             return self._one_of(column, [one.value])
-        if column == PUBLISH_TIME:
-            return self._published(one)
+        if column == PUBLISH_TIME and (limits := _limits(one)) is not None:
+            return replace(self, published=_both(self.published, limits))
         return None
+
+    def noted(self, one: Filter) -> Pushed:
+        """Return this with a filter that Spark applies; an index rules out by event times, too."""
+        column = ".".join(getattr(one, "attribute", ()))
+        limits = _limits(one) if column == EVENT_TIME else None
+        return self if limits is None else replace(self, events=_both(self.events, limits))
 
     def _one_of(self, column: str, values: Collection[object]) -> Pushed | None:
         name, kind = _CHOSEN[column]
@@ -201,34 +224,12 @@ class Pushed:
         left: dict[str, Any] = {name: wanted if before is None else before & wanted}
         return replace(self, **left)
 
-    def _published(self, one: Filter) -> Pushed | None:
-        value = getattr(one, "value", None)
-        if not isinstance(value, datetime) or value.tzinfo is None:
-            return None
-        since = value - _EPOCH
-        # Publish times are whole milliseconds: the first one at or after the value, and the first
-        # after it.
-        not_before, behind = -(-since // _MS), since // _MS + 1
-        if isinstance(one, datasource.GreaterThanOrEqual):
-            return self._between(not_before, None)
-        if isinstance(one, datasource.GreaterThan):
-            return self._between(behind, None)
-        if isinstance(one, datasource.LessThan):
-            return self._between(None, not_before)
-        if isinstance(one, datasource.LessThanOrEqual):
-            return self._between(None, behind)
-        return self._between(not_before, behind) if isinstance(one, datasource.EqualTo) else None
-
-    def _between(self, start_ms: int | None, end_ms: int | None) -> Pushed:
-        starts = [ms for ms in (self.start_ms, start_ms) if ms is not None]
-        ends = [ms for ms in (self.end_ms, end_ms) if ms is not None]
-        return replace(self, start_ms=max(starts, default=None), end_ms=min(ends, default=None))
-
     def of(self, stretches: Iterable[Split]) -> list[Split]:
         """Return the stretches that may contain messages to keep."""
         if self.keys is not None and not self.keys:
             return []
-        if self.start_ms is not None and self.end_ms is not None and self.start_ms >= self.end_ms:
+        start_ms, end_ms = self.published
+        if start_ms is not None and end_ms is not None and start_ms >= end_ms:
             return []
         return [
             one
@@ -236,3 +237,29 @@ class Pushed:
             if (self.topics is None or one.topic_partition.topic in self.topics)
             and (self.partitions is None or one.topic_partition.partition in self.partitions)
         ]
+
+
+def _limits(one: Filter) -> Limits | None:
+    """Return the times that a comparison keeps, or ``None`` if it compares no time."""
+    value = getattr(one, "value", None)
+    if not isinstance(value, datetime) or value.tzinfo is None:
+        return None
+    since = value - _EPOCH
+    # Times are whole milliseconds: the first one at or after the value, and the first after it.
+    not_before, behind = -(-since // _MS), since // _MS + 1
+    if isinstance(one, datasource.GreaterThanOrEqual):
+        return not_before, None
+    if isinstance(one, datasource.GreaterThan):
+        return behind, None
+    if isinstance(one, datasource.LessThan):
+        return None, not_before
+    if isinstance(one, datasource.LessThanOrEqual):
+        return None, behind
+    return (not_before, behind) if isinstance(one, datasource.EqualTo) else None
+
+
+def _both(one: Limits, other: Limits) -> Limits:
+    """Return the times that are within both limits."""
+    starts = [ms for ms in (one[0], other[0]) if ms is not None]
+    ends = [ms for ms in (one[1], other[1]) if ms is not None]
+    return max(starts, default=None), min(ends, default=None)

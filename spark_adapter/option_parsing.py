@@ -285,6 +285,8 @@ class BoundedRead:
     rows_max: int | None = None
     """Most entries of a Spark partition."""
     keys: frozenset[str] | None = None
+    ledger_index: str | None = None
+    """fsspec URL of the index of closed ledgers."""
     segments: Segments = dataclasses.field(default_factory=Segments)
     report_to: int | None = None
     """Accumulator to which tasks report how they got their entries."""
@@ -402,6 +404,7 @@ _PARSED: dict[str, Callable[[str, str], Any]] = {
     "minPartitions": _count,
     "maxRowsPerPartition": _count,
     "keys": _keys,
+    "ledgerIndex": _plain,
     "segments": _plain,
     "bookies.map": _addresses,
     "bookies.trustCertsFilePath": _plain,

@@ -321,6 +321,13 @@ BATCH_OPTIONS = (
         "before columns are built.",
     ),
     Option(
+        "ledgerIndex",
+        "ledger_index",
+        "fsspec URL of a folder, such as `s3://bucket/index`, for an index of closed ledgers. The "
+        "first read of a ledger writes the bounds of its times and the hashes of its keys. Later "
+        "reads leave out what cannot match their times, `keys`, and pushed filters. See below.",
+    ),
+    Option(
         "segments",
         "segments",
         "Where closed ledgers are read. `broker`: by the broker, the default. `auto`: straight "

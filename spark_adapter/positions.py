@@ -14,7 +14,7 @@ from keyshard.coordinator.start_positions import positions_of
 from keyshard.core.position.read_bounds import parse_bound
 from keyshard.errors import CheckpointError, ConfigError, NotRunningError
 from keyshard.redaction import shown
-from spark_adapter.batch_reader import KeyShardSplit
+from spark_adapter.batch_reader import KeyShardSplits
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import parse_options
 from spark_adapter.preflight import is_remote
@@ -96,7 +96,7 @@ def _of_batch(rows: DataFrame) -> dict[str, str]:
         scan = relation.table().newScanBuilder(relation.options()).build()
         first, *_ = scan.toBatch().planInputPartitions()
         part = pickle.loads(bytes(first.pickedPartition()))
-        assert isinstance(part, KeyShardSplit)
+        assert isinstance(part, KeyShardSplits)
         for name, end in part.ends.items():
             if ends.setdefault(name, end) != end:
                 raise ConfigError(

@@ -21,7 +21,7 @@ from keyshard.core.position.split import Split
 from keyshard.errors import ConfigError
 from keyshard.reading.read_report import ReadReport, SpansByStart, planned
 from keyshard.redaction import shown
-from spark_adapter.batch_reader import KeyShardSplit
+from spark_adapter.batch_reader import KeyShardSplits
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.positions import tables
@@ -69,9 +69,8 @@ def _splits_of(relation: Any) -> Iterator[Split]:
     batch = relation.table().newScanBuilder(relation.options()).build().toBatch()
     for one in batch.planInputPartitions():
         part = pickle.loads(bytes(one.pickedPartition()))
-        assert isinstance(part, KeyShardSplit)
-        if part.split is not None:
-            yield part.split
+        assert isinstance(part, KeyShardSplits)
+        yield from part.splits
 
 
 class ReadReports:
@@ -131,9 +130,12 @@ class _Spans(AccumulatorParam[SpansByStart]):
         return value1
 
 
-def report_to(accumulator: int, report: ReadReport) -> None:
-    """Report from a task to an accumulator of the driver, by its id."""
-    Accumulator(accumulator, {}, _Spans()).add(report.by_start())
+def report_to(accumulator: int, spans: SpansByStart) -> None:
+    """Report all that a task has read to an accumulator of the driver, by its id.
+
+    A later report of the task replaces an earlier one.
+    """
+    Accumulator(accumulator, {}, _Spans()).add(spans)
 
 
 # -- Writes ----------------------------------------------------------------------------------------

@@ -28,8 +28,12 @@ class SpanRead:
     """Entries that the broker returned; in a plan, entries for which it will be asked."""
     why: str = ""
     """Why the broker is asked; empty if it is not."""
+    skipped: int = 0
+    """Entries that are not read, because the index rules them out; then all of the span."""
 
     def __str__(self) -> str:
+        if self.skipped:
+            return f"{self.ledger}: {self.skipped:,} entries ruled out by the index"
         by_bookies = f"{self.by_bookies:,} entries from bookies"
         if not self.why:
             return f"{self.ledger}: {by_bookies}"
@@ -72,6 +76,11 @@ class ReadReport:
         return sum(one.by_broker for one in self.spans)
 
     @property
+    def skipped(self) -> int:
+        """Entries that are not read, because the index rules them out."""
+        return sum(one.skipped for one in self.spans)
+
+    @property
     def reasons(self) -> dict[str, int]:
         """Why the broker was asked: entries by reason, most first."""
         found: Counter[str] = Counter()
@@ -92,6 +101,7 @@ def planned(splits: Iterable[Split]) -> ReadReport:
     spans = []
     for split in splits:
         name = split.topic_partition.name
+        spans += _skipped(split)
         for span in split.spans:
             why = span.placement if isinstance(span.placement, str) else ""
             counts = (0, span.entries) if why else (span.entries, 0)
@@ -110,7 +120,7 @@ def was_read(
         from_bookies: Entries that bookies returned, by ledger.
         left: Why the broker was asked for a ledger, from some entry on.
     """
-    spans = []
+    spans = _skipped(split)
     for span in split.spans:
         count = seen.get(span.ledger, 0)
         by_bookies = min(from_bookies.get(span.ledger, 0), count)
@@ -119,3 +129,11 @@ def was_read(
         name = split.topic_partition.name
         spans.append(SpanRead(name, span.ledger, span.first, span.end, *counts, why))
     return ReadReport(tuple(spans))
+
+
+def _skipped(split: Split) -> list[SpanRead]:
+    name = split.topic_partition.name
+    return [
+        SpanRead(name, span.ledger, span.first, span.end, 0, 0, skipped=span.entries)
+        for span in split.skipped
+    ]

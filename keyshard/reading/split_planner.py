@@ -12,10 +12,12 @@ far publish times go back, it covers only entries that can match; see :func:`str
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.auth.tls import context_of, of_bookies
@@ -29,7 +31,8 @@ from keyshard.core.option_checks import check_seconds
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.ledger import Ledger, shown
 from keyshard.core.position.read_bounds import Bound, Edge, check_order, fixed, parse_bounds
-from keyshard.core.position.split import Split, stretch
+from keyshard.core.position.split import Closed, Split, stretch
+from keyshard.core.position.zones import Wanted, Zoned
 from keyshard.errors import (
     BrokerError,
     ConfigError,
@@ -39,6 +42,7 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
+from keyshard.reading.ledger_index import LedgerIndex, Storage
 from keyshard.threads import Pool
 
 THREADS_MAX = 16
@@ -59,8 +63,12 @@ def stretches(
     published: tuple[int | None, int | None] = (None, None),
     fail_on_data_loss: bool = True,
     placed: bool = False,
+    index: LedgerIndex | None = None,
+    wanted: Wanted = Wanted(),  # noqa: B008 - immutable
 ) -> tuple[Split, ...]:
     """Return the split of each topic partition as of now; without spans if it has no entries.
+
+    With an index, there is a split for each stretch of entries that it does not rule out.
 
     Args:
         admin: Lists ledgers, and finds positions by time.
@@ -76,6 +84,8 @@ def stretches(
         fail_on_data_loss: Whether a position that is not stored is an error. If not, the read takes
             what is stored between the bounds, and logs a warning.
         placed: Whether the splits say which bookies store their entries.
+        index: Knows the bounds of messages in closed ledgers.
+        wanted: Keys and event times that are wanted. Only an index looks at them.
 
     Raises:
         ConfigError: A start is after its end.
@@ -87,8 +97,8 @@ def stretches(
     """
     check_order(starts, ends)
 
-    def one(where: TopicPartition) -> Split:
-        ledgers = retry_until(lambda: _shown(admin, where, placed=placed), timeout_s)
+    def one(where: TopicPartition) -> list[Split]:
+        ledgers, closed = retry_until(lambda: _shown(admin, where, placed=placed), timeout_s)
         start, end = starts[where], ends[where]
         for name, bound in (("start", start), ("end", end)):
             check_stored(
@@ -96,7 +106,7 @@ def stretches(
                 fail_on_data_loss=fail_on_data_loss,
             )  # fmt: skip
         if start is Edge.LATEST or end is Edge.EARLIEST:
-            return Split(where, (), end=fixed(end, ledgers))
+            return [Split(where, (), end=fixed(end, ledgers))]
 
         def at(time_ms: int) -> MessageId | None:
             found = retry_until(lambda: admin.position_at(where, max(0, time_ms)), timeout_s)
@@ -106,10 +116,16 @@ def stretches(
             where, ledgers, start, end, published, at=None if disorder_ms is None else at,
             disorder_ms=disorder_ms or 0,
         )  # fmt: skip
-        return replace(found, end=fixed(end, ledgers), created=created(admin, where))
+        found = replace(found, end=fixed(end, ledgers), created=created(admin, where))
+        if index is None or not found.created:
+            return [found]
+        storage = Storage(where, found.created, closed)
+        limited = replace(wanted, published=(found.start_ms, found.end_ms))
+        zones = index.zones(storage, keys=wanted.keys is not None)
+        return Zoned(zones, limited).of(found, closed)
 
     with Pool(THREADS_MAX, "keyshard-splits") as pool:
-        return tuple(pool.map(one, starts))
+        return tuple(chain.from_iterable(pool.map(one, starts)))
 
 
 def _stretch_between(
@@ -147,8 +163,10 @@ def _stretch_between(
     )  # fmt: skip
 
 
-def _shown(admin: Admin, topic_partition: TopicPartition, *, placed: bool) -> tuple[Ledger, ...]:
-    """Return the ledgers that Readers can see."""
+def _shown(
+    admin: Admin, topic_partition: TopicPartition, *, placed: bool
+) -> tuple[tuple[Ledger, ...], dict[int, Closed]]:
+    """Return the ledgers that Readers can see, and all that are closed."""
     ask = admin.placed_ledgers if placed else admin.ledgers
     ledgers = ask(topic_partition)
     if ledgers is None:
@@ -156,7 +174,8 @@ def _shown(admin: Admin, topic_partition: TopicPartition, *, placed: bool) -> tu
     # This order matters: entries that an open transaction holds back now are in the list, or came
     # later. If the second request fails, the caller retries both, because the list makes the broker
     # load the topic, which the second request needs.
-    return shown(ledgers, admin.held_back_behind(topic_partition))
+    closed = {one.id: Closed(one.entries, one.size_bytes) for one in ledgers[:-1]}
+    return shown(ledgers, admin.held_back_behind(topic_partition)), closed
 
 
 def created(admin: Admin, topic_partition: TopicPartition) -> str:
@@ -262,8 +281,12 @@ def plan_read(
     disorder_max_s: float | None = None,
     published: tuple[int | None, int | None] = (None, None),
     segments: Segments | None = None,
+    ledger_index: str | None = None,
+    wanted: Wanted = Wanted(),  # noqa: B008 - immutable
 ) -> tuple[Split, ...]:
-    """Plan one split for each topic partition, with the entries between two bounds now.
+    """Plan the entries between two bounds now, as one split for each topic partition.
+
+    With an index, there is a split for each stretch of entries that it does not rule out.
 
     Args:
         source: Names the cluster and the topics. Its ``fail_on_data_loss`` and
@@ -274,6 +297,9 @@ def plan_read(
         published: Publish times that are wanted between the bounds; see :func:`stretches`.
         segments: Where closed ledgers are read; ``None``: by the broker. The log says for which
             ledgers the broker is asked all the same, and why.
+        ledger_index: Path or fsspec URL of the index of closed ledgers; ``None``: there is none.
+        wanted: Keys and event times that are wanted. The index leaves out zones without them; the
+            read may return others.
 
     Raises:
         ConfigError: A bound, an option or a file is wrong, or the source has no ``admin_url``.
@@ -291,6 +317,7 @@ def plan_read(
             "A bounded read needs the admin interface, which lists the stored entries. Set "
             "admin_url."
         )
+    index = None if ledger_index is None else LedgerIndex(ledger_index)
     timeout_s = source.operation_timeout_ms / 1000
     connection = source.how_to_connect()
     placed = segments is not None and segments.source != BROKER
@@ -305,9 +332,13 @@ def plan_read(
             published=published,
             fail_on_data_loss=source.fail_on_data_loss,
             placed=placed,
+            index=index,
+            wanted=wanted,
         )
     if placed:
         _log_placements(found_stretches)
+    if index is not None:
+        _log_skipped(found_stretches)
     return found_stretches
 
 
@@ -324,3 +355,15 @@ def _log_placements(planned: Sequence[Split]) -> None:
             one.topic_partition, len(one.spans) - len(left), len(one.spans),
             ", ".join(why) or "none", more,
         )  # fmt: skip
+
+
+def _log_skipped(planned: Sequence[Split]) -> None:
+    """Log how many entries the index rules out."""
+    left_out: Counter[TopicPartition] = Counter()
+    kept: Counter[TopicPartition] = Counter()
+    for one in planned:
+        left_out[one.topic_partition] += sum(span.entries for span in one.skipped)
+        kept[one.topic_partition] += one.entries
+    for where, entries in left_out.items():
+        _log.info("%s: the index rules out %s entries; %s are read.",
+                  where, f"{entries:,}", f"{kept[where]:,}")  # fmt: skip

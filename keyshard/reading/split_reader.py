@@ -38,9 +38,12 @@ from keyshard.errors import (
     ReplayTimeoutError,
     TopicRecreatedError,
 )
+from keyshard.reading import zone_builder
+from keyshard.reading.ledger_index import LedgerIndex, Storage
 from keyshard.reading.read_report import ReadReport, was_read
 from keyshard.reading.scan import Scan
 from keyshard.reading.split_planner import created
+from keyshard.reading.zone_builder import ZoneBuilder
 
 if TYPE_CHECKING:
     from keyshard.bookkeeper.reader import BookieReads
@@ -63,11 +66,14 @@ def read_splits(
     keys: Collection[str] | None = None,
     fail_on_data_loss: bool = True,
     segments: Segments | None = None,
+    ledger_index: str | None = None,
     report: Callable[[ReadReport], None] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Connect, and read splits one after the other; see :func:`read_split`.
 
     Args:
+        ledger_index: Path or fsspec URL of the index of closed ledgers, as the plan has it. The
+            read adds what it lacks.
         segments: Where closed ledgers are read, as the plan has it; ``None``: by the broker.
         report: Called after each split with what bookies and the broker returned.
 
@@ -78,9 +84,12 @@ def read_splits(
         broker = opened.enter_context(closing(connect(connection)))
         admin = opened.enter_context(closing(connect_admin(connection)))
         bookies = _bookies(segments, connection.service_url, opened)
+        index = None if ledger_index is None else LedgerIndex(ledger_index)
         for split in splits:
             reads = None if bookies is None else bookies(broker, split)
             seen: Counter[int] = Counter()
+            closed = {one.ledger: one.closed for one in split.spans if one.closed}
+            zones = ZoneBuilder(split) if index is not None and closed else None
             yield from read_split(
                 reads or broker,
                 admin,
@@ -90,7 +99,10 @@ def read_splits(
                 keys=keys,
                 fail_on_data_loss=fail_on_data_loss,
                 seen=seen,
+                zones=zones,
             )
+            if index is not None and zones is not None:
+                index.save(Storage(split.topic_partition, split.created, closed), zones.zones)
             if reads is not None:
                 found = was_read(split, seen, reads.from_bookies, reads.left)
                 _log.info("%s was read by ledger: %s.", split.topic_partition, found)
@@ -144,6 +156,7 @@ def read_split(
     keys: Collection[str] | None = None,
     fail_on_data_loss: bool = True,
     seen: Counter[int] | None = None,
+    zones: ZoneBuilder | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Read the messages of a split, in the order of its topic partition.
 
@@ -157,6 +170,7 @@ def read_split(
         fail_on_data_loss: Whether entries that are no longer stored are an error. If not, they are
             omitted with a warning.
         seen: Counts the entries that were read, by ledger.
+        zones: Collects the zones of closed ledgers.
 
     Yields:
         Record batches as large as those of a stream.
@@ -171,11 +185,13 @@ def read_split(
     """
     queue = QUEUE_BYTES * split.entries // max(1, split.size_bytes)
     columns = names if keys is None else {*names, KEY}
+    if zones is not None:
+        columns = {*columns, *zone_builder.COLUMNS}
     queue = min(max(queue, QUEUE_MIN), QUEUE_MAX)
     how = ReadOptions(queue, columns=columns, receiver_queue_bytes=QUEUE_BYTES, first=queue)
     blocks = _stored(
         broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss,
-        seen=Counter() if seen is None else seen,
+        seen=Counter() if seen is None else seen, zones=zones,
     )  # fmt: skip
     if keys is not None:
         chosen = map(OnlyKeys(keys).of, blocks)
@@ -192,6 +208,7 @@ def _stored(
     *,
     fail_on_data_loss: bool,
     seen: Counter[int],
+    zones: ZoneBuilder | None,
 ) -> Iterator[EntryBlock]:
     """Read a split. Check before and after the read that all of it is stored."""
     entries = {span.ledger: span for span in split.spans}
@@ -206,10 +223,14 @@ def _stored(
         if span is None or not span.first <= entry < span.end:
             continue
         seen[ledger] += 1
+        if zones is not None:
+            zones.add(block)
         if split.matches(block.publish_ms):
             kept = _within(split, block) if block.id in edges else block
             if kept is not None:
                 yield kept
+    if zones is not None:
+        zones.finish()
     if any(seen[ledger] < span.entries for ledger, span in entries.items()):
         # Readers do not return markers and aborted messages, which are stored.
         _check_stored(admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)

@@ -24,7 +24,7 @@ from keyshard.core.position.read_bounds import Edge, parse_position
 from keyshard.core.topic_identity import CLOCK_SKEW_MS
 from keyshard.errors import CheckpointError, ConfigError
 from keyshard.redaction import shown
-from spark_adapter.batch_reader import KeyShardBatchReader, KeyShardSplit
+from spark_adapter.batch_reader import KeyShardBatchReader, KeyShardSplits
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import BoundedRead
 from spark_adapter.pulsar.values import position_of
@@ -86,7 +86,7 @@ class PulsarStreamReader(KeyShardStreamReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a partition, in a Python worker. May run several times per batch."""
-        if isinstance(partition, KeyShardSplit):
+        if isinstance(partition, KeyShardSplits):
             return self._reader({}, {}).read(partition)
         return super().read(partition)
 

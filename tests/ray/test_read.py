@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -121,6 +122,21 @@ def test_the_name_and_the_reports_tell_what_bookies_and_what_the_broker_returned
         assert total.by_bookies > 60 <= total.by_broker, "a task that runs again counts once"
         assert total.by_bookies + total.by_broker <= 2 * EACH
     assert "2/4 ledgers from bookies" in dataset.materialize().stats()
+
+
+def test_a_second_read_by_key_asks_only_for_what_the_index_does_not_rule_out(
+    dev_broker: DevBroker, harness: PulsarHarness, tmp_path: Path
+) -> None:
+    topic = filled(harness, 2)
+    harness.publish(TopicPartition(topic, 1).name, [Message(b"2:0", key="seldom")])
+    source, index = source_of(dev_broker, topic), str(tmp_path / "index")
+    found = ray_adapter.read(source, keys=["seldom"], ledger_index=index).take_all()
+    assert [row["value"] for row in found] == [b"2:0"]
+    reports = ray_adapter.ReadReports()
+    again = ray_adapter.read(source, keys=["seldom"], ledger_index=index, reports=reports)
+    assert again.take_all() == found
+    assert reports.total().skipped > 60, "the closed ledgers of both partitions"
+    assert ray_adapter.read(source, ledger_index=index).count() == 2 * EACH + 1
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])

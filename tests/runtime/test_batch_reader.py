@@ -31,11 +31,10 @@ from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import ConfigError, DataLossTrimmedError
-from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader, KeyShardSplit
+from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader, KeyShardSplits
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.option_parsing import parse_bounded
 from spark_adapter.task_rows import Rows
-from tests.helpers import present
 
 pytestmark = pytest.mark.usefixtures("reads_in_no_time")
 
@@ -102,16 +101,16 @@ def test_every_message_comes_once_in_any_number_of_parts(topic: Topic) -> None:
     assert len(topic.reader().partitions()) == 2
     assert len(topic.reader(minPartitions="13").partitions()) == 13
     for part in topic.reader(maxRowsPerPartition="7").partitions():
-        assert isinstance(part, KeyShardSplit)
-        assert part.split is not None
-        assert part.split.entries <= 7
+        assert isinstance(part, KeyShardSplits)
+        (split,) = part.splits
+        assert split.entries <= 7
 
 
 def test_the_first_part_has_the_end_of_the_read_and_the_next_read_begins_there(
     topic: Topic,
 ) -> None:
     first, *others = topic.reader(minPartitions="5").partitions()
-    assert isinstance(first, KeyShardSplit)
+    assert isinstance(first, KeyShardSplits)
     assert set(first.ends) == {one.name for one in topic.cluster.partitions(topic.topic)}
     assert not any(one.ends for one in others)  # type: ignore[attr-defined]
     before = set(topic.sent)
@@ -124,8 +123,8 @@ def test_the_first_part_has_the_end_of_the_read_and_the_next_read_begins_there(
 
 def test_an_empty_read_has_one_part_without_rows(topic: Topic) -> None:
     (part,) = topic.reader(startingOffsets="latest").partitions()
-    assert isinstance(part, KeyShardSplit)
-    assert part.split is None
+    assert isinstance(part, KeyShardSplits)
+    assert part.splits == ()
     assert len(part.ends) == 2
     assert topic.rows(topic.reader(startingOffsets="latest")) == []
 
@@ -178,7 +177,7 @@ def test_trimmed_entries_are_named_or_left_out(topic: Topic) -> None:
     where, _ = topic.cluster.partitions(topic.topic)
     reader, lenient = topic.reader(), topic.reader(failOnDataLoss="false")
     parts = reader.partitions()
-    first = present(parts[0].split).first
+    first = parts[0].splits[0].first
     topic.cluster.trim(where, EntryId(first.ledger + 1, 0))
     with pytest.raises(DataLossTrimmedError):
         list(reader.read(parts[0]))
@@ -300,5 +299,5 @@ def test_entries_of_other_times_and_partitions_are_not_read(topic: Topic) -> Non
     at = EPOCH + timedelta(milliseconds=T0 + 9)
     list(reader.pushFilters([EqualTo(("__partition",), 1), EqualTo(("__publishTime",), at)]))
     (part,) = reader.partitions()
-    assert present(part.split).entries <= 6, "of 60"
+    assert part.splits[0].entries <= 6, "of 60"
     assert len(topic.rows(reader)) == 4

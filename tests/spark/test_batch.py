@@ -29,7 +29,6 @@ from spark_adapter.batch_reader import FilteringBatchReader
 from spark_adapter.option_parsing import parse_bounded
 from spark_adapter.task_rows import Rows
 from tests.contract.pulsar_harness import PulsarHarness, keeping
-from tests.helpers import present
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
@@ -124,6 +123,48 @@ def test_the_plan_and_the_tasks_tell_what_bookies_and_what_the_broker_returned(
             spark_adapter.read_plan(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.pyspark(4, 1)
+def test_a_second_read_asks_only_for_what_the_index_does_not_rule_out(
+    spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness, tmp_path: Path
+) -> None:
+    topic = harness.create_topic(1)
+    where = TopicPartition(topic, 0)
+    for start in range(0, 40, 10):
+        numbers = range(start, start + 10)
+        harness.publish(where.name, [Message(b"%d" % one, key=f"k{one}") for one in numbers])
+        harness.roll_ledger(where)
+    index = {"ledgerIndex": str(tmp_path / "index")}
+    (first,) = load(spark, dev_broker, topic, **index, keys='["k15"]').collect()
+    for segments in ("broker", "auto"):
+        reports = spark_adapter.ReadReports(spark)
+        options = {**index, "segments": segments, "readReports": str(reports.id)}
+        rows = load(spark, dev_broker, topic, **options, keys='["k15", "k31"]')
+        plan = spark_adapter.read_plan(rows)
+        assert (plan.by_bookies + plan.by_broker, plan.skipped) == (20, 20)
+        assert [int(row["value"]) for row in rows.collect()] == [15, 31]
+        assert reports.total.by_bookies == (20 if segments == "auto" else 0)
+        assert reports.total.skipped == 20
+    nothing = load(spark, dev_broker, topic, **index, keys='["k99"]')
+    assert spark_adapter.read_plan(nothing).skipped == 40
+    assert nothing.count() == 0
+    one_day = load(
+        spark,
+        dev_broker,
+        topic,
+        **index,
+        startingTime=first["__publishTime"].astimezone().isoformat(),
+    )
+    assert spark_adapter.read_plan(one_day).skipped == 10
+    assert one_day.where("value >= '15'").count() >= 25
+
+    spark.conf.set(PUSHDOWN, "true")
+    try:
+        filtered = load(spark, dev_broker, topic, **index, pushFilters="true")
+        assert filtered.where("__key = 'k3'").count() == 1
+    finally:
+        spark.conf.unset(PUSHDOWN)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -197,7 +238,7 @@ def test_filters_select_messages_if_the_option_is_set(
             ):
                 list(reader.pushFilters([datasource.EqualTo(("__partition",), 1), *bound]))
                 parts = reader.partitions()
-                sizes.append(sum(present(part.split).entries for part in parts))
+                sizes.append(sum(one.entries for part in parts for one in part.splits))
         assert sizes[0] == sizes[1] == sizes[2] > sizes[3] > 0
     finally:
         spark.conf.unset(PUSHDOWN)

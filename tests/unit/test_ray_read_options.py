@@ -37,7 +37,7 @@ def test_an_unknown_option_is_refused(given: str, meant: str) -> None:
     """Ray dropped a misspelt bound, so the whole topic was read."""
     with pytest.raises(ConfigError, match="has no option") as caught:
         ray_adapter.read(NOWHERE, **{given: "2026-11-20T00:00+01:00"})  # type: ignore[arg-type]
-    assert "own options are start, end, columns" in str(caught.value)
+    assert "own options are start, end, keys, columns" in str(caught.value)
     if meant:
         assert f"Did you mean {meant!r}?" in str(caught.value)
 
@@ -53,3 +53,9 @@ def test_a_number_of_blocks_or_tasks_is_checked(name: str, value: Any) -> None:
 def test_the_tasks_of_a_write_share_no_port_for_metrics() -> None:
     sink = KeyShardSink("t", metrics_port=9465)
     assert KeyShardDatasink(sink)._sink.metrics_port is None
+
+
+@pytest.mark.parametrize("keys", ["k1", 5, ["k1", 5], [b"k1"], ["\ud800"], []])
+def test_keys_are_a_list_of_texts(keys: Any) -> None:
+    with pytest.raises(ConfigError, match="write a list of keys"):
+        ray_adapter.read(NOWHERE, keys=keys)

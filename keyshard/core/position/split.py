@@ -14,12 +14,21 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.read_bounds import Bound
 from keyshard.core.position.replicas import UNKNOWN, LedgerReplicas, Placement
+
+
+class Closed(NamedTuple):
+    """A ledger that is not written any more, so that this identifies its content."""
+
+    entries: int
+    size_bytes: int
+    """Stored size of its entries: with metadata, and after compression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,8 @@ class Span:
     """Estimate from the mean size of the ledger's entries."""
     placement: Placement = UNKNOWN
     """Where the entries were stored at planning, or why they are read by the broker."""
+    closed: Closed | None = None
+    """The whole ledger, if it is closed and the index lacks some of the entries."""
 
     @property
     def entries(self) -> int:
@@ -46,7 +57,7 @@ class Span:
         first, stop, placement = self.first + start, self.first + end, self.placement
         if isinstance(placement, LedgerReplicas):
             placement = placement.part(first, stop)
-        return Span(self.ledger, first, stop, size, placement)
+        return Span(self.ledger, first, stop, size, placement, self.closed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +79,9 @@ class Split:
     """End of the whole stretch; the next read begins there."""
     created: str = ""
     """Creation time of the storage, in the broker's words; empty if unknown."""
+    skipped: tuple[Span, ...] = ()
+    """Entries of the stretch that are not read, because the index rules them out. Only the first
+    split of the stretch has them."""
 
     def __post_init__(self) -> None:
         assert all(span.first < span.end for span in self.spans), "no span is empty"
@@ -114,10 +128,10 @@ class Split:
         offsets = list(accumulate((span.entries for span in self.spans), initial=0))
         made = [
             replace(self, spans=tuple(self._spans(offsets, start, end)), first_index=0,
-                    end_index=None)
+                    end_index=None, skipped=())
             for start, end in pairwise(bounds)
         ]  # fmt: skip
-        made[0] = replace(made[0], first_index=self.first_index)
+        made[0] = replace(made[0], first_index=self.first_index, skipped=self.skipped)
         made[-1] = replace(made[-1], end_index=self.end_index)
         return made
 

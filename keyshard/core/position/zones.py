@@ -1,0 +1,173 @@
+"""Zones: bounds of the messages in consecutive entries of a closed ledger.
+
+A bounded read leaves out the zones that have no message it wants. A zone may be kept for nothing,
+but never left out wrongly: its bounds contain every message, and entries are never changed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import mmh3
+from pyroaring import BitMap
+
+from keyshard.core.position.split import Closed, Span, Split
+
+BYTES = 4 * 1024 * 1024
+"""Stored bytes of a zone."""
+_HASH_MASK = (1 << 24) - 1
+"""Bits of a key's hash. 80,000 keys in a zone then take 2 bytes each, and another key is taken for
+one of them in 0.5 % of all cases."""
+
+Limits: TypeAlias = tuple[int | None, int | None]
+"""First time, inclusive, and end, exclusive, milliseconds since the epoch; ``None``: no limit."""
+NO_LIMITS: Limits = (None, None)
+Intervals: TypeAlias = list[tuple[int, int]]
+"""First entries and ends, exclusive."""
+
+
+def hashed(keys: Iterable[str | None]) -> list[int]:
+    """Return the hashes of partition keys, without those that are ``None``."""
+    return [mmh3.hash(key, signed=False) & _HASH_MASK for key in keys if key is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Zone:
+    """Consecutive entries of a ledger, and the bounds of all their messages."""
+
+    ledger: int
+    first: int
+    end: int
+    """End of the entries, exclusive."""
+    rows: int
+    """Number of messages."""
+    published: tuple[int, int] | None
+    """Least and greatest publish time, milliseconds since the epoch; ``None``: none is set."""
+    events: tuple[int, int] | None
+    """Least and greatest event time, milliseconds since the epoch; ``None``: none is set."""
+    schema_versions: tuple[int, ...] = ()
+    """Versions of the topic's schema, ascending; without messages that have none."""
+    keys: bytes | None = field(default=None, repr=False)
+    """Hashes of the partition keys, a serialized roaring bitmap; ``None``: they are not loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The messages that a read wants, as far as zones can tell them apart."""
+
+    published: Limits = NO_LIMITS
+    """Publish times; a message without one is not wanted if there is a limit."""
+    events: Limits = NO_LIMITS
+    """Event times; a message without one is not wanted if there is a limit."""
+    keys: Collection[str] | None = None
+    """Partition keys; ``None``: all, and messages without a key."""
+
+    def rules_out(self, zone: Zone) -> bool:
+        """Return whether a zone has no wanted message."""
+        if _outside(zone.published, self.published) or _outside(zone.events, self.events):
+            return True
+        if self.keys is None or zone.keys is None:
+            return False
+        found = BitMap.deserialize(zone.keys)
+        return not any(one in found for one in hashed(self.keys))
+
+
+def _outside(bounds: tuple[int, int] | None, limits: Limits) -> bool:
+    if limits == NO_LIMITS:
+        return False
+    if bounds is None:
+        return True
+    (start, end), (least, greatest) = limits, bounds
+    return (start is not None and greatest < start) or (end is not None and least >= end)
+
+
+class Zoned:
+    """Entries of a topic partition that have zones, and those that a read leaves out.
+
+    Args:
+        zones: The zones that fit the stored ledgers. They may overlap.
+        wanted: The messages that the read wants.
+    """
+
+    def __init__(self, zones: Iterable[Zone], wanted: Wanted) -> None:
+        known: defaultdict[int, Intervals] = defaultdict(list)
+        left_out: defaultdict[int, Intervals] = defaultdict(list)
+        for zone in zones:
+            known[zone.ledger].append((zone.first, zone.end))
+            if wanted.rules_out(zone):
+                left_out[zone.ledger].append((zone.first, zone.end))
+        self._known = {ledger: _union(found) for ledger, found in known.items()}
+        self._left_out = {ledger: _union(found) for ledger, found in left_out.items()}
+
+    def of(self, stretch: Split, closed: Mapping[int, Closed]) -> list[Split]:
+        """Return the parts of a stretch that may have wanted messages, at least one.
+
+        Args:
+            stretch: Entries of the topic partition.
+            closed: Its closed ledgers. Spans of them that lack zones say so.
+
+        Returns:
+            Splits without holes. The first one names the entries that are left out. It has no spans
+            if none is left.
+        """
+        runs: list[list[Span]] = []
+        skipped: list[Span] = []
+        joins = False
+        for span in stretch.spans:
+            at = span.first
+            for begin, stop in (*self._left_out.get(span.ledger, ()), (span.end, span.end)):
+                first, end = min(max(begin, at), span.end), min(stop, span.end)
+                if first > at:
+                    part = self._marked(_between(span, at, first), closed)
+                    if not joins:
+                        runs.append([])
+                    runs[-1].append(part)
+                    joins = True
+                if end > first:
+                    skipped.append(_between(span, first, end))
+                    joins = False
+                at = max(at, end)
+        return _splits(stretch, runs, tuple(skipped))
+
+    def _marked(self, span: Span, closed: Mapping[int, Closed]) -> Span:
+        """Mark a span of a closed ledger if some of its entries have no zone."""
+        known = self._known.get(span.ledger, ())
+        if any(first <= span.first and span.end <= end for first, end in known):
+            return span
+        return replace(span, closed=closed.get(span.ledger))
+
+
+def _union(intervals: Intervals) -> Intervals:
+    """Join intervals that overlap or touch; ascending."""
+    joined: Intervals = []
+    for first, end in sorted(intervals):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((first, end))
+    return joined
+
+
+def _between(span: Span, first: int, end: int) -> Span:
+    return span.part(first - span.first, end - span.first)
+
+
+def _splits(stretch: Split, runs: list[list[Span]], skipped: tuple[Span, ...]) -> list[Split]:
+    """Return a split for each run of spans without holes."""
+    found = []
+    for run in runs:
+        one = replace(stretch, spans=tuple(run))
+        begins, ends = one.first == stretch.first, one.last == stretch.last
+        found.append(
+            replace(
+                one,
+                first_index=stretch.first_index if begins else 0,
+                end_index=stretch.end_index if ends else None,
+            )
+        )
+    none_left = replace(stretch, spans=(), first_index=0, end_index=None)
+    first, *others = found or [none_left]
+    return [replace(first, skipped=skipped), *others]

@@ -1,0 +1,252 @@
+"""Keeps the zones of closed ledgers as Parquet files in a folder, by topic partition.
+
+The first read of a ledger writes its zones, and later reads leave out those without a wanted
+message. A file says which ledgers it is about. Zones that do not fit the stored ledgers are not
+used, and a file without others is removed. The index only saves work: if it cannot be read or
+written, a warning says so, and everything is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+from urllib.parse import quote
+
+import fsspec
+import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
+from pyarrow import parquet
+
+from keyshard.core.option_checks import check_text
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.split import Closed
+from keyshard.core.position.zones import Zone
+from keyshard.errors import ConfigError
+from keyshard.redaction import redacted, scrubbed, shown
+
+SUFFIX = ".zones.parquet"
+SMALL_BYTES = 4 * 1024 * 1024
+"""Size of a file up to which it is fetched whole, and joined with others."""
+FETCHED_TOGETHER = 64
+"""Small files that are fetched at once."""
+SMALL_MAX = 64
+"""Most small files of a topic partition before a plan joins them."""
+_VERSION = b"1"
+_TIME = pa.timestamp("ms", tz="UTC")
+_SCHEMA = pa.schema([
+    pa.field("ledger", pa.int64(), nullable=False),
+    pa.field("ledger_entries", pa.int64(), nullable=False),
+    pa.field("ledger_bytes", pa.int64(), nullable=False),
+    pa.field("first", pa.int64(), nullable=False),
+    pa.field("end", pa.int64(), nullable=False),
+    pa.field("rows", pa.int64(), nullable=False),
+    pa.field("publish_min", _TIME),
+    pa.field("publish_max", _TIME),
+    pa.field("event_min", _TIME),
+    pa.field("event_max", _TIME),
+    pa.field("schema_versions", pa.list_(pa.int64()), nullable=False),
+    pa.field("keys", pa.binary(), nullable=False),
+])  # fmt: skip
+_TIMES = ("publish_min", "publish_max", "event_min", "event_max")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The stored content of a topic partition, as far as zones belong to it."""
+
+    topic_partition: TopicPartition
+    created: str
+    """Creation time of the storage; not empty."""
+    closed: Mapping[int, Closed]
+    """The closed ledgers."""
+
+
+class LedgerIndex:
+    """A folder of zones.
+
+    Args:
+        url: Path or fsspec URL of the folder, such as ``s3://bucket/index``. It is made if it does
+            not exist. Each cluster needs a folder of its own.
+
+    Raises:
+        ConfigError: The URL is no text, or names no known file system.
+    """
+
+    def __init__(self, url: str) -> None:
+        check_text("ledger_index", url, "write a path or an fsspec URL of a folder")
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url)
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises; it may show the URL
+            raise ConfigError(
+                f"ledger_index is {shown(url)}: {exc}. Write an fsspec URL of a folder, such as "
+                "s3://bucket/index."
+            ) from None
+        self._url = redacted(url)
+
+    def zones(self, storage: Storage, *, keys: bool) -> Iterator[Zone]:
+        """Yield the zones that fit the stored ledgers; remove files that have no such zone.
+
+        Args:
+            storage: What is stored.
+            keys: Whether the hashes of keys are wanted.
+        """
+        try:
+            yield from self._zones(storage, keys=keys)
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises
+            _log.warning(
+                "The index of %s at %s cannot be read: %s. The read covers entries that the index "
+                "may rule out. Check the location and its permissions.",
+                storage.topic_partition, self._url, scrubbed(exc),
+            )  # fmt: skip
+
+    def save(self, storage: Storage, zones: Sequence[Zone]) -> None:
+        """Write zones that a read made, as one file."""
+        if not zones:
+            return
+        try:
+            self._write(storage, _table(storage, zones))
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises
+            _log.warning(
+                "%d zones of %s cannot be written to the index at %s: %s. Later reads look at "
+                "these entries again. Check the location and its permissions.",
+                len(zones), storage.topic_partition, self._url, scrubbed(exc),
+            )  # fmt: skip
+
+    def _zones(self, storage: Storage, *, keys: bool) -> Iterator[Zone]:
+        files = self._listed(storage.topic_partition)
+        small = [path for path, size in files.items() if size <= SMALL_BYTES]
+        joins = len(small) > SMALL_MAX
+        for start in range(0, len(small), FETCHED_TOGETHER):
+            paths = small[start : start + FETCHED_TOGETHER]
+            found: dict[str, pa.Table] = {}
+            for path, content in self._files.cat(paths, on_error="return").items():
+                if isinstance(content, FileNotFoundError):
+                    continue  # another plan has joined it with others
+                if isinstance(content, Exception):
+                    raise content
+                fitting = self._fitting(path, BytesIO(content), storage, keys=keys or joins)
+                if fitting is not None:
+                    found[path] = fitting
+                    yield from _zones(fitting)
+            if joins and len(found) > 1:
+                self._write(storage, pa.concat_tables(found.values()))
+                self._remove(found)
+        for path in files.keys() - set(small):
+            with self._files.open(path, "rb") as opened:
+                fitting = self._fitting(path, opened, storage, keys=keys)
+            if fitting is not None:
+                yield from _zones(fitting)
+
+    def _fitting(self, path: str, opened: Any, storage: Storage, *, keys: bool) -> pa.Table | None:
+        """Read the zones of a file that fit; remove it if there is none."""
+        try:
+            file = parquet.ParquetFile(opened)
+            said = file.schema_arrow.metadata or {}
+            if said.get(b"version") != _VERSION:
+                _log.warning("%s is of another version of the index. It is not used.", path)
+                return None
+            columns = [name for name in _SCHEMA.names if keys or name != "keys"]
+            table = file.read(columns) if _is_of(storage, said) else _SCHEMA.empty_table()
+            fitting = _that_fit(table, storage)
+        except (pa.ArrowInvalid, pa.ArrowKeyError, KeyError) as exc:
+            _log.warning("%s is damaged: %s. It is removed.", path, exc)
+            self._remove([path])
+            return None
+        if fitting.num_rows < table.num_rows or not fitting.num_rows:
+            _log.info(
+                "%d zones at %s do not fit the ledgers of %s: those were removed, or the topic was "
+                "created again.", table.num_rows - fitting.num_rows, path, storage.topic_partition,
+            )  # fmt: skip
+        if not fitting.num_rows:
+            self._remove([path])
+            return None
+        return fitting
+
+    def _listed(self, topic_partition: TopicPartition) -> dict[str, int]:
+        """Return the files of a topic partition, and their sizes in bytes."""
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(self._folder(topic_partition), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {one["name"]: one["size"] for one in found if one["name"].endswith(SUFFIX)}
+
+    def _write(self, storage: Storage, table: pa.Table) -> None:
+        folder = self._folder(storage.topic_partition)
+        self._files.makedirs(folder, exist_ok=True)
+        content = BytesIO()
+        parquet.write_table(table, content, compression="zstd")
+        path = f"{folder}/{table['ledger'][0]}-{table['first'][0]}-{uuid.uuid4()}{SUFFIX}"
+        if not isinstance(self._files, LocalFileSystem):
+            self._files.pipe_file(path, content.getvalue())
+            return
+        self._files.pipe_file(f"{path}.new", content.getvalue())
+        self._files.mv(f"{path}.new", path)
+
+    def _remove(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            with suppress(FileNotFoundError):  # another plan removed it
+                self._files.rm_file(path)
+
+    def _folder(self, topic_partition: TopicPartition) -> str:
+        return f"{self._root}/{quote(topic_partition.name, safe='')}"
+
+
+def _metadata(storage: Storage) -> dict[bytes, bytes]:
+    return {
+        b"version": _VERSION,
+        b"topic_partition": storage.topic_partition.name.encode(),
+        b"created": storage.created.encode(),
+    }
+
+
+def _is_of(storage: Storage, said: Mapping[bytes, bytes]) -> bool:
+    return _metadata(storage).items() <= said.items()
+
+
+def _table(storage: Storage, zones: Sequence[Zone]) -> pa.Table:
+    """Return zones as a table of the index."""
+    rows = []
+    for zone in zones:
+        closed = storage.closed[zone.ledger]
+        times = *(zone.published or (None, None)), *(zone.events or (None, None))
+        rows.append({
+            "ledger": zone.ledger, "ledger_entries": closed.entries,
+            "ledger_bytes": closed.size_bytes, "first": zone.first, "end": zone.end,
+            "rows": zone.rows, "schema_versions": zone.schema_versions, "keys": zone.keys,
+            **dict(zip(_TIMES, times, strict=True)),
+        })  # fmt: skip
+    return pa.Table.from_pylist(rows, _SCHEMA.with_metadata(_metadata(storage)))
+
+
+def _that_fit(table: pa.Table, storage: Storage) -> pa.Table:
+    """Return the zones of ledgers that are stored as they were."""
+    names = ("ledger", "ledger_entries", "ledger_bytes")
+    rows = zip(*(table[name].to_pylist() for name in names), strict=True)
+    fits = [storage.closed.get(ledger) == (entries, size) for ledger, entries, size in rows]
+    return table if all(fits) else table.filter(pa.array(fits, pa.bool_()))
+
+
+def _zones(table: pa.Table) -> Iterator[Zone]:
+    names = [name for name in table.column_names if not name.startswith("ledger_")]
+    columns = {
+        name: (table[name].cast(pa.int64()) if name in _TIMES else table[name]).to_pylist()
+        for name in names
+    }
+    for values in zip(*columns.values(), strict=True):
+        row = dict(zip(names, values, strict=True))
+        published, events = (
+            None if row[f"{kind}_min"] is None else (row[f"{kind}_min"], row[f"{kind}_max"])
+            for kind in ("publish", "event")
+        )
+        yield Zone(
+            row["ledger"], row["first"], row["end"], row["rows"], published, events,
+            tuple(row["schema_versions"]), row.get("keys"),
+        )  # fmt: skip

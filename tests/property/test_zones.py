@@ -1,0 +1,96 @@
+"""Zones leave out exactly what they rule out, and never a zone with a wanted message."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyshard.core.message import MessageId
+from keyshard.core.position.ledger import Ledger
+from keyshard.core.position.split import Closed, Span, cut, stretch
+from keyshard.core.position.zones import Wanted, Zone, Zoned
+from tests.helpers import P0
+from tests.property.test_splits import BOUNDED, POSITIONS, messages
+
+ENTRIES = 12
+SMALL = st.lists(st.tuples(st.integers(0, 60), st.integers(0, ENTRIES)), max_size=6).map(
+    lambda found: tuple(Ledger(*one, 1_000) for one in sorted(dict(found).items()))
+)
+INTERVALS = st.tuples(st.integers(0, ENTRIES - 1), st.integers(1, ENTRIES), st.booleans())
+
+
+def of_span(span: Span) -> set[tuple[int, int]]:
+    return {(span.ledger, entry) for entry in range(span.first, span.end)}
+
+
+@BOUNDED
+@given(SMALL, st.none() | POSITIONS, st.none() | POSITIONS, st.integers(1, 9), st.data())
+def test_the_parts_of_a_stretch_are_all_of_it_but_what_is_ruled_out(
+    ledgers: tuple[Ledger, ...], start: MessageId | None, end: MessageId | None, number: int,
+    data: st.DataObject,
+) -> None:  # fmt: skip
+    whole = stretch(P0, ledgers, start, end)
+    zones = []
+    for ledger in ledgers:
+        for first, length, wanted in data.draw(st.lists(INTERVALS, max_size=5)):
+            published = (5, 5) if wanted else (1, 1)
+            stop = min(first + length, ledger.entries)
+            if first < stop:
+                zones.append(Zone(ledger.id, first, stop, 1, published, None))
+    closed = {one.id: Closed(one.entries, one.size_bytes) for one in ledgers[:-1]}
+    parts = Zoned(zones, Wanted(published=(5, 6))).of(whole, closed)
+
+    covered = {(one.ledger, entry) for one in zones for entry in range(one.first, one.end)}
+    out = {
+        (one.ledger, entry)
+        for one in zones
+        if one.published == (1, 1)
+        for entry in range(one.first, one.end)
+    }
+    kept = [one for part in cut(parts, number) for one in messages(part)]
+    assert kept == [one for one in messages(whole) if one[:2] not in out]
+    skipped = [at for span in parts[0].skipped for at in of_span(span)]
+    assert len(skipped) == len(set(skipped)) == whole.entries - sum(one.entries for one in parts)
+    assert set(skipped) <= out
+    assert not any(one.skipped for one in parts[1:])
+    for part in parts:
+        assert (part.topic_partition, part.end, part.created) == (P0, whole.end, whole.created)
+        stored = [at for one in ledgers for at in sorted(of_span(Span(one.id, 0, one.entries, 0)))]
+        mine = [at for span in part.spans for at in sorted(of_span(span))]
+        begin = stored.index(mine[0]) if mine else 0
+        assert mine == stored[begin : begin + len(mine)], "no holes"
+        for span in part.spans:
+            lacks = not of_span(span) <= covered
+            assert span.closed == (closed.get(span.ledger) if lacks else None)
+
+
+TIMES = st.none() | st.integers(1, 30)
+LIMITS = st.tuples(TIMES, TIMES)
+
+
+def within(time: int | None, limits: tuple[int | None, int | None]) -> bool:
+    start, end = limits
+    if start is None and end is None:
+        return True
+    return time is not None and not (
+        (start is not None and time < start) or (end is not None and time >= end)
+    )
+
+
+@BOUNDED
+@given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=5), LIMITS, LIMITS)
+def test_a_zone_with_a_wanted_message_is_kept(
+    rows: list[tuple[int | None, int | None]], published: tuple[int | None, int | None],
+    events: tuple[int | None, int | None],
+) -> None:  # fmt: skip
+    bounds = []
+    for column in zip(*rows, strict=True):
+        known = [one for one in column if one is not None]
+        bounds.append((min(known), max(known)) if known else None)
+    zone = Zone(1, 0, 1, len(rows), bounds[0], bounds[1])
+    ruled_out = Wanted(published, events).rules_out(zone)
+    wanted = [one for one in rows if within(one[0], published) and within(one[1], events)]
+    assert not (ruled_out and wanted)
+    if len(rows) == 1 and not wanted:
+        empty = any(None not in one and one[0] >= one[1] for one in (published, events))  # type: ignore[operator]
+        assert ruled_out or empty, "the bounds of one row are exact"
