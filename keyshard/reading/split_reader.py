@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -211,11 +212,13 @@ def _stored(
     zones: ZoneBuilder | None,
 ) -> Iterator[EntryBlock]:
     """Read a split. Check before and after the read that all of it is stored."""
-    entries = {span.ledger: span for span in split.spans}
-    if not entries or not _check_stored(
-        admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss
-    ):
+    if not split.spans:
         return
+    stored = _check_stored(admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
+    split = _part_in(split, stored)
+    if not split.spans:
+        return
+    entries = {span.ledger: span for span in split.spans}
     edges = split.first, split.last
     for block in chain.from_iterable(_entries(broker, split, how, timeout_s)):
         ledger, entry = block.id
@@ -248,8 +251,21 @@ def _within(split: Split, block: EntryBlock) -> EntryBlock | None:
     return only(block, indices) if indices else None
 
 
-def _check_stored(admin: Admin, split: Split, timeout_s: float, *, fail_on_data_loss: bool) -> bool:
-    """Check that the ledgers of a split are stored; return whether the topic partition exists."""
+def _part_in(split: Split, ledgers: Collection[int]) -> Split:
+    """Return a split without spans of other ledgers: bookies keep deleted ones for a while."""
+    spans = tuple(span for span in split.spans if span.ledger in ledgers)
+    if len(spans) == len(split.spans) or not spans:
+        return replace(split, spans=spans)
+    found = replace(split, spans=spans)
+    first_index = split.first_index if found.first == split.first else 0
+    end_index = split.end_index if found.last == split.last else None
+    return replace(found, first_index=first_index, end_index=end_index)
+
+
+def _check_stored(
+    admin: Admin, split: Split, timeout_s: float, *, fail_on_data_loss: bool
+) -> Collection[int]:
+    """Check that the ledgers of a split are stored; return all stored ledgers of the topic."""
     ledgers = retry_until(lambda: admin.ledgers(split.topic_partition), timeout_s)
     sizes = {ledger.id: ledger.entries for ledger in ledgers or ()}
     gone = [span for span in split.spans if sizes.get(span.ledger, 0) < span.end]
@@ -272,7 +288,7 @@ def _check_stored(admin: Admin, split: Split, timeout_s: float, *, fail_on_data_
         if fail_on_data_loss:
             raise loss
         _log.warning("%s They are left out, because fail_on_data_loss is false.", loss)
-    return ledgers is not None
+    return sizes.keys()
 
 
 def _entries(

@@ -307,6 +307,30 @@ def test_a_ledger_that_is_trimmed_after_planning_is_named(topic: Topic) -> None:
     assert topic.read(planned, fail_on_data_loss=False) == stored
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_entries_of_deleted_ledgers_are_left_out_although_bookies_still_return_them(
+    gone: int,
+) -> None:
+    """1. A read is planned inside batches; 2. a ledger is deleted; 3. no bookie has noticed."""
+    topic = Topic(partitions=1, entries=0)
+    (where,) = topic.partitions
+    stored = [topic.publish(where, 3, T0) for _ in range(14)]
+    first, last = stored[0], stored[-1]
+    (split,) = topic.plan(f"{first.ledger}:0:2", f"{last.ledger}:{last.entry}:1")
+    left = topic.ids[2:21] if gone else topic.ids[21:-2]
+    lost = (first, last)[gone].ledger
+
+    class Deleted(MemoryAdmin):
+        def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+            listed = super().ledgers(topic_partition) or ()
+            return tuple(one for one in listed if one.id != lost)
+
+    topic.admin = Deleted(topic.cluster)
+    with pytest.raises(DataLossTrimmedError, match="7 entries of"):
+        topic.read([split])
+    assert topic.read([split], fail_on_data_loss=False) == left
+
+
 def test_a_ledger_that_is_trimmed_while_it_is_read_is_named(topic: Topic) -> None:
     where, split = topic.partitions[0], topic.plan()[0]
     ledgers = [span.ledger for span in split.spans]
