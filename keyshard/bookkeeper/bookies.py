@@ -322,6 +322,8 @@ class Bookies:
 
     def _connect(self, where: str) -> socket.socket:
         host, _, port = where.rpartition(":")
+        if not port.isdecimal():
+            raise ValueError("its name is not an address host:port. Add one to bookies_map")
         host = host.strip("[]")
         connection = socket.create_connection((host, int(port)), CONNECT_S)
         try:

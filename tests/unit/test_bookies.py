@@ -549,6 +549,13 @@ def test_a_bookie_that_is_away_is_named_and_another_is_asked() -> None:
             read(replicas(name))
 
 
+def test_a_bookie_whose_name_is_no_address_is_named_with_the_option_for_it() -> None:
+    """A bookie with an id of its own, such as that of a standalone broker."""
+    wayout = "bk-0: it cannot be reached: its name is not an address.* bookies_map"
+    with pytest.raises(EntryNotReadError, match=wayout):
+        read(replicas("bk-0"))
+
+
 def test_a_bookie_is_reached_under_another_address() -> None:
     with bookie(whole) as address, closing(Bookies({"bookie-0": address})) as connections:
         reader = LedgerReader(replicas("bookie-0"), 0, 3, connections, 1 << 20)
