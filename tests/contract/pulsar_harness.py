@@ -128,7 +128,7 @@ class PulsarHarness:
 
         for message in messages:
             # The wrapper drops an empty key, so the extension's own builder is used.
-            producer._producer.send_async(_to_pulsar(message), sent)
+            producer._producer.send_async(to_pulsar(message), sent)
         producer.flush()
         assert not failures
 
@@ -311,7 +311,7 @@ def keeping(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
     harness.close()
 
 
-def _to_pulsar(message: Message) -> Any:
+def to_pulsar(message: Message) -> Any:
     builder = _pulsar.MessageBuilder()
     if message.value is None:
         builder.set_null_value()
