@@ -31,9 +31,11 @@ from keyshard.core.option_checks import check_seconds
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.ledger import Ledger, shown
 from keyshard.core.position.read_bounds import Bound, Edge, check_order, fixed, parse_bounds
+from keyshard.core.position.replicas import UNKNOWN
 from keyshard.core.position.split import Closed, Split, stretch
 from keyshard.core.position.zones import Wanted, Zoned
 from keyshard.errors import (
+    AuthorizationError,
     BrokerError,
     ConfigError,
     DataLossTrimmedError,
@@ -175,7 +177,18 @@ def _shown(
     # later. If the second request fails, the caller retries both, because the list makes the broker
     # load the topic, which the second request needs.
     closed = {one.id: Closed(one.entries, one.size_bytes) for one in ledgers[:-1]}
-    return shown(ledgers, admin.held_back_behind(topic_partition)), closed
+    try:
+        return shown(ledgers, admin.held_back_behind(topic_partition)), closed
+    except AuthorizationError as exc:
+        _log.warning(
+            "It is unknown whether open transactions hold back entries of %s: %s Two "
+            "consecutive reads may both miss rows of such transactions.",
+            topic_partition, exc.message,
+        )  # fmt: skip
+    # The broker holds entries back behind an open transaction, also in later ledgers; bookies do
+    # not.
+    why = "it is unknown whether transactions hold back its entries" if placed else UNKNOWN
+    return tuple(replace(one, placement=why) for one in ledgers), closed
 
 
 def created(admin: Admin, topic_partition: TopicPartition) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
@@ -20,8 +21,10 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.read_bounds import parse_bounds
+from keyshard.core.position.replicas import UNKNOWN, LedgerReplicas
 from keyshard.core.position.split import Split, cut
 from keyshard.errors import (
+    AuthorizationError,
     BrokerUnavailableError,
     ChunkedMessageError,
     ConfigError,
@@ -305,6 +308,30 @@ def test_a_ledger_that_is_trimmed_after_planning_is_named(topic: Topic) -> None:
         topic.read(planned[:1])
     stored = [one for one in topic.ids if one[0] or int(one[1].split(":")[0]) > first_ledger]
     assert topic.read(planned, fail_on_data_loss=False) == stored
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_without_permission_to_ask_for_transactions_the_broker_reads_everything(
+    topic: Topic, placed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bookies would return messages that the broker holds back behind an open transaction."""
+
+    class Refusing(MemoryAdmin):
+        def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
+            raise AuthorizationError(f"{topic_partition} is refused.")
+
+        def placed_ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+            found = self.ledgers(topic_partition) or ()
+            stored = LedgerReplicas(0, 6, 1, "CRC32C", ((0, ("b:1",)),))
+            return tuple(replace(one, placement=replace(stored, ledger=one.id)) for one in found)
+
+    topic.admin = Refusing(topic.cluster)
+    planned = topic.plan(placed=placed)
+    why = {span.placement for split in planned for span in split.spans}
+    held = "it is unknown whether transactions hold back its entries"
+    assert why == {held if placed else UNKNOWN}
+    assert topic.read(planned) == topic.ids
+    assert f"hold back entries of {topic.partitions[0]}: " in caplog.text
 
 
 @pytest.mark.parametrize("gone", [0, 1])

@@ -144,11 +144,6 @@ def test_basic_is_a_header(answers: Callable[[Answer], None]) -> None:
         ((200, {"state": "Ready", "ongoingTxnSize": 0, "maxReadPosition": "7:3"}), None, 2),
         ((200, {"state": "NoSnapshot", "ongoingTxnSize": 0}), None, 2),
         (
-            (401, {"reason": "Unauthorized to validateTopicOperation for operation [GET_STATS]"}),
-            None,
-            2,
-        ),
-        (
             (
                 503,
                 {"reason": "It is not configured with transactionCoordinatorEnabled=true."},
@@ -200,14 +195,20 @@ def test_a_broker_that_loads_a_topic_is_asked_again_for_its_transactions(
     assert caught.value.retriable
 
 
-def test_missing_permission_to_ask_for_transactions_is_a_warning(
-    answers: Callable[[Answer], None], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(403, "no"), (401, "Unauthorized to validateTopicOperation for operation [GET_STATS]")],
+)
+def test_missing_permission_to_ask_for_transactions_is_an_error(
+    answers: Callable[[Answer], None], code: int, reason: str
 ) -> None:
-    answers(lambda _: httpx.Response(403, json={"reason": "no"}))
+    answers(lambda _: httpx.Response(code, json={"reason": reason}))
     where = TopicPartition("persistent://public/default/t", 1)
-    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
-        assert admin.held_back_behind(where) is None
-    assert "persistent://public/default/t-partition-1:" in caplog.text
+    with (
+        closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin,
+        pytest.raises(AuthorizationError),
+    ):
+        admin.held_back_behind(where)
 
 
 def test_an_entry_that_is_not_shown_is_not_stored_yet() -> None:

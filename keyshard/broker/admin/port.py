@@ -75,6 +75,7 @@ class Admin(Protocol):
         ``None`` if no transaction does, or if the broker does not report it.
 
         Raises:
+            AuthorizationError: This role may not ask.
             BrokerUnavailableError: The broker is still loading the topic, or has not begun to
                 load it; :meth:`ledgers` makes it begin (retriable).
         """

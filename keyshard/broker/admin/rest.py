@@ -269,26 +269,17 @@ class PulsarAdmin:
     def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
         """The last visible entry, if an open transaction hides the later ones.
 
-        The request does not load a topic; :meth:`ledgers` does, so call it first. If the role lacks
-        the permission, a warning is logged, and the result is ``None``.
+        The request does not load a topic; :meth:`ledgers` does, so call it first.
 
         Raises:
+            AuthorizationError: This role may not ask.
             BrokerUnavailableError: The topic is not loaded, or is being loaded (retriable).
         """
         if not self._has_transactions:
             return None
         name = _path(topic_partition.name).removeprefix("persistent/")
         path = f"transactions/transactionBufferStats/{name}"
-        try:
-            response = self._http.request("GET", f"/admin/v3/{path}")
-        except AuthorizationError as exc:
-            _log.warning(
-                "It is unknown whether open transactions hold back entries of %s: %s Two "
-                "consecutive reads may both miss rows of such transactions.",
-                topic_partition,
-                exc.message,
-            )
-            return None
+        response = self._http.request("GET", f"/admin/v3/{path}")
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE and _OFF in response.text:
             self._has_transactions = False
             return None
