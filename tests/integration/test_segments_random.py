@@ -39,7 +39,7 @@ from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
-SEEDS = 5
+SEEDS = 6
 """Programs for each broker."""
 READS = 3
 """Reads with drawn options after each program, besides the one of everything."""
