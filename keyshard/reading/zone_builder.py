@@ -25,7 +25,8 @@ class ZoneBuilder:
     nor the entries that filters of the broker reject; which of them come may change.
 
     Args:
-        split: The entries that are read, in this order.
+        split: The entries that are read, in this order. Zones are made of those that the index
+            lacks.
     """
 
     def __init__(self, split: Split) -> None:
@@ -58,9 +59,14 @@ class ZoneBuilder:
         if span is None:
             self._ledger, self._end = at.ledger, 1 << 63
             return
+        lacking = ((max(one[0], span.first), min(one[1], span.end)) for one in span.lacking)
+        begin, stop = next((one for one in lacking if at.entry < one[1]), (1 << 63, 1 << 63))
+        if at.entry < begin:
+            self._ledger, self._end = at.ledger, begin
+            return
         size = entries_per_zone(span)
-        first = at.entry - (at.entry - span.first) % size
-        self._ledger, self._end = at.ledger, min(first + size, span.end)
+        first = at.entry - (at.entry - begin) % size
+        self._ledger, self._end = at.ledger, min(first + size, stop)
         self._open = _OpenZone(at.ledger, first, self._end)
 
 

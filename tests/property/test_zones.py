@@ -62,6 +62,9 @@ def test_the_parts_of_a_stretch_are_all_of_it_but_what_is_ruled_out(
         for span in part.spans:
             lacks = not of_span(span) <= covered
             assert span.closed == (closed.get(span.ledger) if lacks else None)
+            if span.closed:
+                told = {(span.ledger, at) for one in span.lacking for at in range(*one)}
+                assert of_span(span) - covered == of_span(span) & told
 
 
 TIMES = st.none() | st.integers(1, 30)

@@ -45,6 +45,9 @@ class Span:
     """Where the entries were stored at planning, or why they are read by the broker."""
     closed: Closed | None = None
     """The whole ledger, if it is closed and the index lacks some of the entries."""
+    lacking: tuple[tuple[int, int], ...] = ()
+    """First entries and ends, exclusive, of what the index lacks in a closed ledger, ascending. It
+    may reach beyond the span."""
 
     @property
     def entries(self) -> int:
@@ -57,7 +60,7 @@ class Span:
         first, stop, placement = self.first + start, self.first + end, self.placement
         if isinstance(placement, LedgerReplicas):
             placement = placement.part(first, stop)
-        return Span(self.ledger, first, stop, size, placement, self.closed)
+        return Span(self.ledger, first, stop, size, placement, self.closed, self.lacking)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import mmh3
@@ -54,7 +55,7 @@ class Zone:
     """Hashes of the partition keys, a serialized roaring bitmap; ``None``: they are not loaded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Wanted:
     """The messages that a read wants, as far as zones can tell them apart."""
 
@@ -71,8 +72,16 @@ class Wanted:
             return True
         if self.keys is None or zone.keys is None:
             return False
-        found = BitMap.deserialize(zone.keys)
-        return not any(one in found for one in hashed(self.keys))
+        try:
+            found = BitMap.deserialize(zone.keys)
+        except (ValueError, IndexError):  # no bitmap
+            return False
+        return not found.intersect(self._hashes)
+
+    @cached_property
+    def _hashes(self) -> BitMap:
+        """Hashes of the keys, made once for all zones."""
+        return BitMap(hashed(self.keys or ()))
 
 
 def _outside(bounds: tuple[int, int] | None, limits: Limits) -> bool:
@@ -134,10 +143,15 @@ class Zoned:
 
     def _marked(self, span: Span, closed: Mapping[int, Closed]) -> Span:
         """Mark a span of a closed ledger if some of its entries have no zone."""
-        known = self._known.get(span.ledger, ())
-        if any(first <= span.first and span.end <= end for first, end in known):
+        lacking, at = [], span.first
+        for begin, stop in (*self._known.get(span.ledger, ()), (span.end, span.end)):
+            first = min(begin, span.end)
+            if first > at:
+                lacking.append((at, first))
+            at = max(at, stop)
+        if not lacking or span.ledger not in closed:
             return span
-        return replace(span, closed=closed.get(span.ledger))
+        return replace(span, closed=closed[span.ledger], lacking=tuple(lacking))
 
 
 def _union(intervals: Intervals) -> Intervals:
