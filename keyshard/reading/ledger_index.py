@@ -9,9 +9,9 @@ written, a warning says so, and everything is read.
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -27,7 +27,7 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.split import Closed
 from keyshard.core.position.zones import Zone
 from keyshard.errors import ConfigError
-from keyshard.redaction import redacted, scrubbed, shown
+from keyshard.redaction import Secret, redacted, scrubbed, shown
 
 SUFFIX = ".zones.parquet"
 SMALL_BYTES = 4 * 1024 * 1024
@@ -53,6 +53,7 @@ _SCHEMA = pa.schema([
     pa.field("keys", pa.binary(), nullable=False),
 ])  # fmt: skip
 _TIMES = ("publish_min", "publish_max", "event_min", "event_max")
+_CREDENTIALS = re.compile(r"://([^/:@]+):([^/@]+)@")
 
 _log = logging.getLogger(__name__)
 
@@ -81,12 +82,14 @@ class LedgerIndex:
 
     def __init__(self, url: str) -> None:
         check_text("ledger_index", url, "write a path or an fsspec URL of a folder")
+        # File systems show them in errors and paths, in forms that are no URL.
+        self._secrets = [Secret(text, user) for user, text in _CREDENTIALS.findall(url)]
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except Exception as exc:  # noqa: BLE001 - whatever a file system raises; it may show the URL
             raise ConfigError(
-                f"ledger_index is {shown(url)}: {exc}. Write an fsspec URL of a folder, such as "
-                "s3://bucket/index."
+                f"ledger_index is {shown(url)}: {scrubbed(exc)}. Write an fsspec URL of a "
+                "folder, such as s3://bucket/index."
             ) from None
         self._url = redacted(url)
 
@@ -126,7 +129,9 @@ class LedgerIndex:
         for start in range(0, len(small), FETCHED_TOGETHER):
             paths = small[start : start + FETCHED_TOGETHER]
             found: dict[str, pa.Table] = {}
-            for path, content in self._files.cat(paths, on_error="return").items():
+            # Unlike "cat", this takes no path for a pattern.
+            contents = self._files.cat_ranges(paths, None, None, on_error="return")
+            for path, content in zip(paths, contents, strict=True):
                 if isinstance(content, FileNotFoundError):
                     continue  # another plan has joined it with others
                 if isinstance(content, Exception):
@@ -136,33 +141,56 @@ class LedgerIndex:
                     found[path] = fitting
                     yield from _zones(fitting)
             if joins and len(found) > 1:
-                self._write(storage, pa.concat_tables(found.values()))
-                self._remove(found)
+                joins = self._join(storage, found)
         for path in files.keys() - set(small):
-            with self._files.open(path, "rb") as opened:
-                fitting = self._fitting(path, opened, storage, keys=keys)
+            try:
+                with self._files.open(path, "rb") as opened:
+                    fitting = self._fitting(path, opened, storage, keys=keys)
+            except FileNotFoundError:
+                continue  # another plan removed it
             if fitting is not None:
                 yield from _zones(fitting)
+
+    def _join(self, storage: Storage, found: Mapping[str, pa.Table]) -> bool:
+        """Write the zones of files as one file, and remove them; return whether that went well."""
+        try:
+            self._write(storage, _each_once(pa.concat_tables(found.values())))
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises
+            _log.warning(
+                "%d files of the index of %s at %s cannot be joined: %s. Each read fetches all of "
+                "them. Check the location and its permissions.",
+                len(found), storage.topic_partition, self._url, scrubbed(exc),
+            )  # fmt: skip
+            return False
+        self._remove(found)
+        return True
 
     def _fitting(self, path: str, opened: Any, storage: Storage, *, keys: bool) -> pa.Table | None:
         """Read the zones of a file that fit; remove it if there is none."""
         try:
-            file = parquet.ParquetFile(opened)
+            file = parquet.ParquetFile(opened, page_checksum_verification=True)
             said = file.schema_arrow.metadata or {}
             if said.get(b"version") != _VERSION:
-                _log.warning("%s is of another version of the index. It is not used.", path)
+                _log.warning("%s is of another version of the index. It is not used.",
+                             redacted(path))  # fmt: skip
                 return None
+            if not file.schema_arrow.equals(_SCHEMA):
+                raise pa.ArrowInvalid("it has other columns")
             columns = [name for name in _SCHEMA.names if keys or name != "keys"]
             table = file.read(columns) if _is_of(storage, said) else _SCHEMA.empty_table()
             fitting = _that_fit(table, storage)
-        except (pa.ArrowInvalid, pa.ArrowKeyError, KeyError) as exc:
-            _log.warning("%s is damaged: %s. It is removed.", path, exc)
+            fitting.validate(full=True)
+        except Exception as exc:
+            if isinstance(exc, OSError) and not isinstance(opened, BytesIO):
+                raise  # the file system's
+            _log.warning("%s is damaged: %s. It is removed.", redacted(path), scrubbed(exc))
             self._remove([path])
             return None
         if fitting.num_rows < table.num_rows or not fitting.num_rows:
             _log.info(
                 "%d zones at %s do not fit the ledgers of %s: those were removed, or the topic was "
-                "created again.", table.num_rows - fitting.num_rows, path, storage.topic_partition,
+                "created again.",
+                table.num_rows - fitting.num_rows, redacted(path), storage.topic_partition,
             )  # fmt: skip
         if not fitting.num_rows:
             self._remove([path])
@@ -182,7 +210,7 @@ class LedgerIndex:
         folder = self._folder(storage.topic_partition)
         self._files.makedirs(folder, exist_ok=True)
         content = BytesIO()
-        parquet.write_table(table, content, compression="zstd")
+        parquet.write_table(table, content, compression="zstd", write_page_checksum=True)
         path = f"{folder}/{table['ledger'][0]}-{table['first'][0]}-{uuid.uuid4()}{SUFFIX}"
         if not isinstance(self._files, LocalFileSystem):
             self._files.pipe_file(path, content.getvalue())
@@ -192,8 +220,17 @@ class LedgerIndex:
 
     def _remove(self, paths: Iterable[str]) -> None:
         for path in paths:
-            with suppress(FileNotFoundError):  # another plan removed it
-                self._files.rm_file(path)
+            self._remove_one(path)
+
+    def _remove_one(self, path: str) -> None:
+        try:
+            self._files.rm_file(path)
+        except FileNotFoundError:
+            pass  # another plan removed it
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises
+            _log.warning(
+                "%s cannot be removed: %s. Each plan reads it again.", redacted(path), scrubbed(exc)
+            )
 
     def _folder(self, topic_partition: TopicPartition) -> str:
         return f"{self._root}/{quote(topic_partition.name, safe='')}"
@@ -232,6 +269,13 @@ def _that_fit(table: pa.Table, storage: Storage) -> pa.Table:
     rows = zip(*(table[name].to_pylist() for name in names), strict=True)
     fits = [storage.closed.get(ledger) == (entries, size) for ledger, entries, size in rows]
     return table if all(fits) else table.filter(pa.array(fits, pa.bool_()))
+
+
+def _each_once(table: pa.Table) -> pa.Table:
+    """Return zones without those that several reads made."""
+    rows = list(zip(*(table[name].to_pylist() for name in ("ledger", "first", "end")), strict=True))
+    kept = sorted({row: number for number, row in enumerate(rows)}.values())
+    return table if len(kept) == len(rows) else table.take(kept)
 
 
 def _zones(table: pa.Table) -> Iterator[Zone]:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
 
 from keyshard import KeyShardSource
@@ -148,6 +150,24 @@ def test_a_zone_with_entries_that_readers_do_not_return_is_not_kept(topic: Topic
     assert [one["rows"] for one in zones] == [5, 5], "of three closed ledgers"
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_later_read_makes_no_zone_again(
+    topic: Topic, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zone_builder, "BYTES", 1)
+    topic.publish(2)
+    topic.cluster.publish_marker(topic.where)
+    topic.publish(13)
+    topic.read(splits=splits)
+    before = topic.files
+    for _ in range(3):
+        rows, _ = topic.read(splits=splits)
+        assert len(rows) == 15
+    assert topic.files == before, "only the marker lacks a zone"
+    zones = [row for file in topic.files for row in parquet.read_table(file).to_pylist()]
+    assert len({(one["ledger"], one["first"]) for one in zones}) == len(zones) == 14
+
+
 def test_zones_of_a_topic_that_was_created_again_are_dropped(topic: Topic) -> None:
     topic.publish(11)
     topic.read()
@@ -199,6 +219,105 @@ def test_a_damaged_file_is_removed_and_one_of_another_version_is_left(
     assert topic.read(Wanted(keys={"k3"}))[1].skipped == 5
     assert "of another version" in caplog.text
     assert path in topic.files
+
+
+@pytest.mark.parametrize("column", ["keys", "event_min", "event_max", "first", "end"])
+def test_no_damage_of_a_file_fails_a_read_or_loses_rows(column: str, topic: Topic) -> None:
+    topic.publish(23)
+    topic.read()
+    (path,) = topic.files
+    content, file = path.read_bytes(), parquet.ParquetFile(path)
+    place = file.metadata.row_group(0).column(file.schema_arrow.get_field_index(column))
+    start = place.dictionary_page_offset or place.data_page_offset
+    wanted = Wanted(keys={"k3", "k12"}) if column == "keys" else Wanted(events=(T0 + 2, T0 + 14))
+    expected = topic.read_all(wanted)
+    for offset in range(start, start + place.total_compressed_size):
+        for file_left in topic.files:
+            file_left.unlink()
+        damaged = bytearray(content)
+        damaged[offset] ^= 1 << offset % 8
+        path.write_bytes(damaged)
+        assert topic.read(wanted)[0] == expected, offset
+
+
+def test_a_page_that_cannot_be_decoded_is_removed(
+    topic: Topic, caplog: pytest.LogCaptureFixture
+) -> None:
+    topic.publish(11)
+    topic.read()
+    (path,) = topic.files
+    damaged = bytearray(path.read_bytes())
+    damaged[4] ^= 1
+    path.write_bytes(damaged)
+    assert topic.read(Wanted(keys={"k3"}))[1].skipped == 0
+    assert "is damaged" in caplog.text
+    assert path not in topic.files
+    assert topic.read(Wanted(keys={"k3"}))[1].skipped == 5
+
+
+def test_keys_that_are_no_bitmap_rule_out_nothing(topic: Topic) -> None:
+    topic.publish(11)
+    topic.read()
+    (path,) = topic.files
+    table = parquet.read_table(path)
+    at = table.schema.get_field_index("keys")
+    parquet.write_table(table.set_column(at, table.schema.field(at), [[b"?", b""]]), path)
+    assert [row["value"] for row in topic.read(Wanted(keys={"k3"}))[0]] == [b"3"]
+
+
+def test_the_name_of_the_folder_is_no_pattern(topic: Topic) -> None:
+    topic.folder = topic.folder / "a[1]*"
+    topic.publish(11)
+    topic.read()
+    assert topic.read(Wanted(keys={"k3"}))[1].skipped == 5
+
+
+def test_a_folder_that_is_only_readable_is_used(
+    topic: Topic, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ledger_index, "SMALL_MAX", 1)
+    monkeypatch.setattr(ledger_index, "FETCHED_TOGETHER", 2)
+    for _ in range(6):
+        topic.publish(5)
+        with monkeypatch.context() as unjoined:
+            unjoined.setattr(ledger_index, "SMALL_MAX", 9)
+            topic.read()
+    topic.files[0].write_bytes(b"")
+    before = topic.files
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise PermissionError("read-only")
+
+    for name in ("pipe_file", "rm_file", "mv"):
+        monkeypatch.setattr(LocalFileSystem, name, refuse)
+    assert topic.read(Wanted(keys={"k12"}))[1].skipped == 15
+    assert topic.files == before
+    assert "cannot be removed: read-only" in caplog.text
+    assert "cannot be joined: read-only" in caplog.text
+
+
+def test_credentials_of_the_url_are_not_shown(
+    topic: Topic, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"memory://ann:hidden-key@{topic.folder.name}-of-credentials"
+    files, root = fsspec.core.url_to_fs(url)
+    topic.publish(11)
+    read = {"ledger_index": url}
+    topic._rows(plan_read(topic.source, **read), Wanted(), **read)  # type: ignore[arg-type]
+    for path in files.find(root):
+        files.pipe_file(path, b"damaged")
+    plan_read(topic.source, **read)  # type: ignore[arg-type]
+    assert "is damaged" in caplog.text
+    assert "hidden-key" not in caplog.text
+
+    def refuse(_url: str) -> None:
+        raise OSError("no bucket ann:hidden-key@bucket")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fsspec.core.url_to_fs", refuse)
+        with pytest.raises(ConfigError, match="no bucket") as error:
+            plan_read(topic.source, **read)  # type: ignore[arg-type]
+    assert "hidden-key" not in str(error.value)
 
 
 def test_without_access_to_the_index_everything_is_read_with_a_warning(
