@@ -27,6 +27,7 @@ from keyshard.bookkeeper.protocol import (
     batch_of,
     batch_request,
     check_tls_starts,
+    has_entry,
     read_requests,
     refusals,
     refuses_certificate,
@@ -103,7 +104,9 @@ class Bookies:
         self._selector = selectors.DefaultSelector()
         self._lost: list[int] = []
         self._single: set[str] = set()
-        """Bookies that do not know batch reads."""
+        """Bookies that do not know batch reads, or are asked as if they did not."""
+        self.one_by_one: set[str] = set()
+        """Bookies that refuse batch reads, and have returned entries one by one."""
         self.failed: dict[str, str] = {}
         """Why a bookie is not asked any more, by its name."""
 
@@ -215,6 +218,8 @@ class Bookies:
                 self.give_up(name, f"it does not admit the client certificate: {shown}")
                 continue
             bookie.heard_s = time.monotonic()
+            if name in self._single and name not in self.one_by_one:
+                self._note_single(name, frames)
             found.append((name, self._split(name, bookie, frames) if bookie.batches else frames))
         for name, bookie in list(self._open.items()):
             if bookie.waiting and now - bookie.heard_s >= SILENT_S:
@@ -232,6 +237,19 @@ class Bookies:
         self._single.add(name)
         self._drop(name, bookie)
         self.request(name, bookie.ledger, sorted(bookie.waiting))
+
+    def _note_single(self, name: str, frames: Sequence[bytes]) -> None:
+        """Note that a bookie refuses batch reads, once it has returned an entry without one.
+
+        Until then, it may refuse all reads, or have closed the connection for another reason.
+        """
+        if not any(map(has_entry, frames)):
+            return
+        self.one_by_one.add(name)
+        where = (self._addresses.get(name, name), self._tls)
+        if not self._failures.is_single(where):
+            self._failures.note_single(where)
+            _log.info("Bookie %s refuses batch reads, and is read entry by entry.", name)
 
     def _split(self, name: str, bookie: _Bookie, frames: Sequence[bytes]) -> list[bytes]:
         """Split the responses to batch reads into those to single reads, and request the rest."""
@@ -308,6 +326,8 @@ class Bookies:
             if why := self._failures.bookie((where, self._tls)):
                 self.failed[name] = why
                 return None
+            if self._failures.is_single((where, self._tls)):
+                self._single.add(name)
             try:
                 connection = self._connect(where)
             except ProtocolError as exc:

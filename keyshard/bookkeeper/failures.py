@@ -15,7 +15,7 @@ from keyshard.core.position.entry import EntryId
 REMEMBERED_S = 60.0
 """How long a failure is remembered, seconds."""
 FAILURES_MAX = 10_000
-"""Most bookies, and most ledgers, that are remembered."""
+"""Most failures of each kind that are remembered."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -44,7 +44,7 @@ class _Recent(Generic[K]):
 
 
 class Failures:
-    """Bookies and ledgers that failed less than :data:`REMEMBERED_S` ago.
+    """Bookies and ledgers that failed, or refused batch reads, less than :data:`REMEMBERED_S` ago.
 
     Args:
         clock: Returns seconds.
@@ -53,6 +53,7 @@ class Failures:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._bookies: _Recent[Hashable] = _Recent(clock)
         self._ledgers: _Recent[tuple[Hashable, int]] = _Recent(clock)
+        self._single: _Recent[Hashable] = _Recent(clock)
 
     def note_bookie(self, address: Hashable, why: str) -> None:
         """Remember that a bookie failed; its address includes how TLS is spoken with it."""
@@ -62,6 +63,14 @@ class Failures:
         """Return why a bookie failed lately; empty if it did not."""
         found = self._bookies.get(address)
         return "" if found is None else found.why
+
+    def note_single(self, address: Hashable) -> None:
+        """Remember that a bookie refuses batch reads, but returns single entries."""
+        self._single.note(address, "it refuses batch reads")
+
+    def is_single(self, address: Hashable) -> bool:
+        """Return whether a bookie has refused batch reads lately."""
+        return self._single.get(address) is not None
 
     def note_ledger(self, cluster: Hashable, at: EntryId, why: str) -> None:
         """Remember that a ledger is left to the broker from an entry on."""

@@ -182,6 +182,11 @@ def answer_of(frame: bytes, ledger: int) -> tuple[int, int]:
     return entry, code
 
 
+def has_entry(frame: bytes) -> bool:
+    """Return whether a frame, without its size, answers a single read with an entry."""
+    return frame[1:2] == b"\x02" and frame[4:8] == b"\0\0\0\0"
+
+
 def stored_at(frame: bytes, ledger: int, entry: int, digest: str) -> int:
     """Check the entry in a frame, and return the offset of its stored bytes.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from keyshard.core.position.split import Split
 
 NAMED_MAX = 20
-"""Most ledgers that the text of a report names."""
+"""Most ledgers, and most bookies, that the text of a report names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class SpanRead:
     """Why the broker is asked; empty if it is not."""
     skipped: int = 0
     """Entries that are not read, because the index rules them out; then all of the span."""
+    one_by_one: tuple[str, ...] = ()
+    """Bookies of these entries that refuse batch reads, and so returned them one by one."""
 
     def __str__(self) -> str:
         if self.skipped:
@@ -89,11 +91,24 @@ class ReadReport:
                 found[one.why] += one.by_broker
         return dict(found.most_common())
 
+    @property
+    def one_by_one(self) -> tuple[str, ...]:
+        """Bookies that refuse batch reads, and so were read entry by entry; ascending."""
+        return tuple(sorted({name for one in self.spans for name in one.one_by_one}))
+
     def __str__(self) -> str:
-        """Return the spans, ledger by ledger."""
-        more = len(self.spans) - NAMED_MAX
-        named = "; ".join(map(str, self.spans[:NAMED_MAX]))
-        return f"{named}; and {more:,} more" if more > 0 else named
+        """Return the spans, ledger by ledger, and the bookies that were read entry by entry."""
+        text = _limited(list(map(str, self.spans[:NAMED_MAX])), len(self.spans), "; ")
+        names = self.one_by_one
+        if not names:
+            return text
+        named = _limited(names[:NAMED_MAX], len(names), ", ")
+        return f"{text}; bookies that refuse batch reads: {len(names):,} ({named})"
+
+
+def _limited(named: Sequence[str], count: int, separator: str) -> str:
+    more = [f"and {count - len(named):,} more"] if count > len(named) else []
+    return separator.join([*named, *more])
 
 
 def planned(splits: Iterable[Split]) -> ReadReport:
@@ -110,7 +125,11 @@ def planned(splits: Iterable[Split]) -> ReadReport:
 
 
 def was_read(
-    split: Split, seen: Mapping[int, int], from_bookies: Mapping[int, int], left: Mapping[int, str]
+    split: Split,
+    seen: Mapping[int, int],
+    from_bookies: Mapping[int, int],
+    left: Mapping[int, str],
+    one_by_one: Collection[str] = (),
 ) -> ReadReport:
     """Return by which way the entries of a split were read.
 
@@ -119,6 +138,7 @@ def was_read(
         seen: Entries that were read, by ledger.
         from_bookies: Entries that bookies returned, by ledger.
         left: Why the broker was asked for a ledger, from some entry on.
+        one_by_one: Bookies that refuse batch reads, and have returned entries one by one.
     """
     spans = _skipped(split)
     for span in split.spans:
@@ -127,7 +147,11 @@ def was_read(
         why = left.get(span.ledger, "")
         counts = by_bookies, count - by_bookies
         name = split.topic_partition.name
-        spans.append(SpanRead(name, span.ledger, span.first, span.end, *counts, why))
+        asked = span.placement.names if by_bookies and not isinstance(span.placement, str) else ()
+        single = tuple(sorted(set(asked).intersection(one_by_one)))
+        spans.append(
+            SpanRead(name, span.ledger, span.first, span.end, *counts, why, one_by_one=single)
+        )
     return ReadReport(tuple(spans))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 import ssl
@@ -40,7 +41,7 @@ from keyshard.config.segments import Segments
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.replicas import LedgerReplicas, Placement, replicas_of
 from keyshard.core.position.split import Span, Split
-from keyshard.reading.read_report import ReadReport, planned, was_read
+from keyshard.reading.read_report import NAMED_MAX, ReadReport, planned, was_read
 from keyshard.testing.devbroker.security import Authority
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
@@ -620,6 +621,108 @@ def test_a_bookie_that_failed_is_not_asked_by_the_next_splits_until_later() -> N
     assert "cannot be reached" in asked()
 
 
+@pytest.mark.parametrize("refuse", [unknown, refused])
+def test_a_bookie_that_refuses_batch_reads_is_named_once_and_remembered(
+    refuse: Batch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "keyshard")
+    now, batches = [0.0], [0]
+    failures = Failures(lambda: now[0])
+
+    def counting(answer: Answer, first: int, end: int) -> bytes | None:
+        batches[0] += 1
+        return refuse(answer, first, end)
+
+    def asked(address: str) -> int:
+        """Read by a new split; return the batch reads that it sent."""
+        batches[0] = 0
+        with closing(Bookies({"bookie-0": address}, failures)) as connections:
+            reader = LedgerReader(replicas("bookie-0"), 0, 999, connections, 1 << 20)
+            while not reader.done:
+                reader.read()
+            assert connections.one_by_one == {"bookie-0"}
+            assert not connections.failed
+        return batches[0]
+
+    with bookie(whole, counting) as one:
+        assert asked(one) > 0
+        assert asked(one) == 0
+        now[0] = REMEMBERED_S - 1
+        assert asked(one) == 0
+        said = "Bookie bookie-0 refuses batch reads, and is read entry by entry."
+        assert caplog.messages == [said]
+        now[0] = REMEMBERED_S
+        assert asked(one) > 0
+        assert caplog.messages == [said] * 2
+
+
+@pytest.mark.parametrize("answer", [lambda entry: frame(entry, 102), lambda _: None])
+def test_a_bookie_that_refuses_all_reads_is_not_said_to_refuse_batch_reads(answer: Answer) -> None:
+    failures = Failures()
+    with bookie(answer, unknown) as one, closing(Bookies({}, failures)) as connections:
+        reader = LedgerReader(replicas(one), 0, 999, connections, 1 << 20)
+        with pytest.raises(EntryNotReadError):
+            reader.read()
+        assert not connections.one_by_one
+        assert not failures.is_single((one, None))
+
+
+def test_a_bookie_that_answers_batch_reads_is_not_said_to_refuse_them() -> None:
+    with bookie(whole) as one, closing(Bookies({})) as connections:
+        reader = LedgerReader(replicas(one), 0, 999, connections, 1 << 20)
+        while not reader.done:
+            reader.read()
+        assert not connections.one_by_one
+
+
+@given(
+    size=st.integers(1, 5),
+    data=st.data(),
+    changes=st.lists(st.integers(1, 999), max_size=3, unique=True),
+)
+def test_a_bookie_is_only_asked_for_entries_that_it_stores(
+    size: int, data: st.DataObject, changes: list[int]
+) -> None:
+    """A batch read returns consecutive entries of one bookie, which lacks some if it is striped."""
+    quorum, asked = data.draw(st.integers(1, size)), Counter[int]()
+    ensembles = tuple(
+        (first, tuple(data.draw(st.permutations("abcdef"))[:size]))
+        for first in (0, *sorted(changes))
+    )
+    ledger = LedgerReplicas(LEDGER, 999, quorum, "CRC32C", ensembles)
+
+    def sent(name: str, first: int, count: int) -> None:
+        for entry in range(first, first + count):
+            assert name in ledger.bookies_of(entry)
+            asked[entry] += 1
+
+    class Noting(Bookies):
+        def _connected(self, name: str) -> bookies_module._Bookie:
+            if name not in self._open:
+                self._open[name] = bookies_module._Bookie(socket.socket())
+            return self._open[name]
+
+        def _send(self, name: str, bookie: bookies_module._Bookie, requests: bytes) -> None:
+            at = 0
+            while at < len(requests):
+                frame_size, header, _, entry = struct.unpack_from(">IIqq", requests, at)
+                count = 1
+                if header == BATCH_READ:
+                    (count,) = struct.unpack_from(">i", requests, at + 32)
+                    bookie.batches.pop(entry)  # as if it had answered
+                sent(name, entry, count)
+                at += 4 + frame_size
+            if bookie.parts:
+                self._send_batches(name, bookie)
+
+    with closing(Noting({})) as connections:
+        reader = LedgerReader(ledger, data.draw(st.integers(0, 999)), 999, connections, 1 << 20)
+        reader._batch = data.draw(st.integers(1, 125))
+        reader._ahead = 1_000
+        reader._request_ahead()
+        assert asked == dict.fromkeys(range(reader._next, 1_000), 1)
+
+
 def test_a_ledger_that_was_left_to_the_broker_is_left_from_the_same_entry_on() -> None:
     now = [0.0]
     failures = Failures(lambda: now[0])
@@ -667,6 +770,27 @@ def test_a_read_tells_how_it_got_each_ledger() -> None:
         plan = planned([split])
         assert (plan.by_bookies, plan.by_broker) == (4_000, 2_000)
         assert plan.reasons == {"it is not closed": 2_000}
+
+
+def test_a_report_counts_bookies_that_were_read_entry_by_entry() -> None:
+    placed: dict[int, Placement] = {3: replicas("a", "b"), 4: replicas("b", "c"), 5: replicas("d")}
+    spans = tuple(Span(one, 0, 1_000, 1, where) for one, where in placed.items())
+    split = Split(TopicPartition("orders"), spans)
+    seen = {3: 1_000, 4: 1_000, 5: 1_000}
+    left = {5: "it has markers"}
+    found = was_read(split, seen, {3: 1_000, 4: 1_000}, left, {"b", "a", "d", "e"})
+    assert [one.one_by_one for one in found.spans] == [("a", "b"), ("b",), ()]
+    assert found.one_by_one == ("a", "b")
+    assert str(found).endswith("it has markers; bookies that refuse batch reads: 2 (a, b)")
+    batched = was_read(split, seen, {3: 1_000, 4: 1_000}, left)
+    assert batched.one_by_one == ()
+    assert ReadReport.of(found.by_start() | batched.by_start()).one_by_one == (), "it ran again"
+    many = [f"bookie-{number:02}" for number in range(NAMED_MAX + 2)]
+    found = was_read(
+        Split(TopicPartition("orders"), (Span(3, 0, 1_000, 1, replicas(*many)),)),
+        seen, {3: 1_000}, {}, many,
+    )  # fmt: skip
+    assert str(found).endswith("bookie-19, and 2 more)")
 
 
 METADATA = (

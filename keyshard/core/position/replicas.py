@@ -42,6 +42,11 @@ class LedgerReplicas:
         placed = _placed(self.ensembles[at][1], self.write_quorum)
         return placed[entry % len(placed)]
 
+    @property
+    def names(self) -> frozenset[str]:
+        """All bookies of its ensembles."""
+        return frozenset(name for _, names in self.ensembles for name in names)
+
     def part(self, first: int, end: int) -> LedgerReplicas:
         """Return this without ensembles that have no entry from ``first`` to before ``end``."""
         if len(self.ensembles) == 1:
