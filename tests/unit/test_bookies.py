@@ -39,7 +39,14 @@ from keyshard.broker.auth.tls import TlsOptions, of_bookies
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.config.segments import Segments
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.position.replicas import LedgerReplicas, Placement, replicas_of
+from keyshard.core.position.replicas import (
+    BOOKIES_MAX,
+    ENSEMBLES_MAX,
+    METADATA_MAX,
+    LedgerReplicas,
+    Placement,
+    replicas_of,
+)
 from keyshard.core.position.split import Span, Split
 from keyshard.reading.read_report import NAMED_MAX, ReadReport, planned, was_read
 from keyshard.testing.devbroker.security import Authority
@@ -822,6 +829,9 @@ def test_the_metadata_of_a_ledger_names_its_bookies() -> None:
         (METADATA.replace("writeQuorumSize=2", "writeQuorumSize=3"), "not understood"),
         (METADATA.replace("lastEntryId=999, ", ""), "not understood"),
         (METADATA.replace("{0=", "{1="), "not understood"),
+        (METADATA.replace("{0=", "{0=["), "not understood"),
+        (METADATA.replace("], 512", "], c], 512"), "not understood"),
+        (METADATA.replace("], 512", "], more, 512"), "not understood"),
         ("", "it is not closed"),
         ("LedgerMetadata{state=CLOSED, digestType=CRC32C}", "not understood"),
     ],
@@ -830,6 +840,38 @@ def test_a_ledger_that_bookies_cannot_give_is_left_to_the_broker(text: str, why:
     found = listed(text)
     assert isinstance(found, str)
     assert why in found
+
+
+def with_ensembles(*ensembles: str) -> str:
+    text = ", ".join(f"{9 * number}=[{names}]" for number, names in enumerate(ensembles))
+    return METADATA[: METADATA.index("{0=") + 1] + text + METADATA[METADATA.index("}, custom") :]
+
+
+def test_a_ledger_with_too_many_ensembles_or_bookies_is_left_to_the_broker() -> None:
+    pair = "127.0.0.1:1, [::1]:2"
+    found = listed(with_ensembles(*[pair] * ENSEMBLES_MAX))
+    assert isinstance(found, LedgerReplicas)
+    assert found.ensembles[-1] == (9 * ENSEMBLES_MAX - 9, ("127.0.0.1:1", "[::1]:2"))
+    beyond = with_ensembles(*[pair] * (ENSEMBLES_MAX + 1))
+    assert listed(beyond) == "it has more than 1,000 ensembles"
+    pairs = [f"a:{number}, b:{number}" for number in range(BOOKIES_MAX // 2)]
+    found = listed(with_ensembles(*pairs, *pairs))
+    assert isinstance(found, LedgerReplicas)
+    assert len(found.names) == BOOKIES_MAX
+    assert listed(with_ensembles(*pairs, "a:0, c:0")) == "it has more than 100 bookies"
+    wide = ", ".join(f"a:{number}" for number in range(BOOKIES_MAX + 1))
+    assert listed(with_ensembles(wide)) == "it has more than 100 bookies"
+
+
+def test_long_metadata_of_a_ledger_is_not_parsed() -> None:
+    """Metadata up to the limit is parsed at once, also if it is made to take long."""
+    for part in ("0=[", "0=[[", "0=[a, ", "ensembles={", "0=[a], "):
+        text = METADATA.replace("{0=", "{" + part * (METADATA_MAX // len(part) - 200) + "0=")
+        assert len(text) <= METADATA_MAX
+        began_s = time.monotonic()
+        assert isinstance(listed(text), str)
+        assert time.monotonic() - began_s < deadline(10)
+    assert "more than 1,048,576 characters" in str(listed(METADATA + "x" * METADATA_MAX))
 
 
 def test_an_offloaded_ledger_is_left_to_the_broker() -> None:

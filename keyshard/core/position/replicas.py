@@ -16,8 +16,14 @@ from typing import Any, TypeAlias
 
 DIGESTS = ("CRC32C", "CRC32")
 """Types of digests that can be checked without the password of a ledger."""
+ENSEMBLES_MAX, BOOKIES_MAX = 1_000, 100
+"""Most ensembles, and most bookies, of a ledger that is read from bookies. Plans have them, and a
+reader has a connection to each bookie."""
+METADATA_MAX = 1024 * 1024
+"""Longest metadata of a ledger that is parsed, characters."""
 _FIELD = re.compile(r"(\w+)=(-?\w+)")
-_ENSEMBLE = re.compile(r"(\d+)=\[(.*?)\](?=, \d+=\[|$)")
+_ENSEMBLE = re.compile(r"(\d+)=\[((?:[^\[\]]|\[[^\[\]]*\])*)\]")
+"""First entry and bookies of an ensemble; an IPv6 address has brackets of its own."""
 _ENSEMBLES = re.compile(r"ensembles=\{([^}]*)\}")
 
 
@@ -91,24 +97,43 @@ def _replicas(listed: Mapping[str, Any]) -> Placement:
     if listed.get("offloaded"):
         return "it is offloaded"
     text = str(listed.get("metadata") or "")
+    if len(text) > METADATA_MAX:
+        return f"its metadata has more than {METADATA_MAX:,} characters"
     found = _ENSEMBLES.search(text)
     fields = dict(_FIELD.findall(text[: found.start()] if found else text))
     if fields.get("state") != "CLOSED":
         return "it is not closed"
     if fields.get("digestType") not in DIGESTS:
         return f"its digest type {fields.get('digestType')} cannot be checked"
+    return _placed_by(int(listed["ledgerId"]), fields, found[1] if found else "")
+
+
+def _placed_by(ledger: int, fields: Mapping[str, str], text: str) -> Placement:
+    """Return the replicas of a ledger.
+
+    Args:
+        ledger: Its number.
+        fields: Fields of its metadata.
+        text: Its ensembles there.
+    """
+    parts = _ENSEMBLE.findall(text)
     ensembles = tuple(
-        (int(first), tuple(name.strip() for name in names.split(",")))
-        for first, names in _ENSEMBLE.findall(found[1] if found else "")
+        (int(first), tuple(name.strip() for name in names.split(","))) for first, names in parts
     )
     quorum = int(fields.get("writeQuorumSize", 0))
-    whole = ensembles and ensembles[0][0] == 0 and "lastEntryId" in fields
+    parsed = ", ".join(f"{first}=[{names}]" for first, names in parts) == text
+    whole = parsed and ensembles and ensembles[0][0] == 0 and "lastEntryId" in fields
     if not whole or any(not 1 <= quorum <= len(names) for _, names in ensembles):
         return "its metadata is not understood"
-    return LedgerReplicas(
-        ledger=int(listed["ledgerId"]),
+    if len(ensembles) > ENSEMBLES_MAX:
+        return f"it has more than {ENSEMBLES_MAX:,} ensembles"
+    replicas = LedgerReplicas(
+        ledger=ledger,
         last=int(fields["lastEntryId"]),
         write_quorum=quorum,
         digest=fields["digestType"],
         ensembles=tuple(sorted(ensembles)),
     )
+    if len(replicas.names) > BOOKIES_MAX:
+        return f"it has more than {BOOKIES_MAX:,} bookies"
+    return replicas
