@@ -34,8 +34,9 @@ from keyshard.errors import BookieReadError, BrokerError
 _BROKER_DECIDES = {20: b"\xa0\x01", 22: b"\xb0\x01", 23: b"\xb8\x01"}
 """Tags of the fields ``marker_type``, ``txnid_least_bits`` and ``txnid_most_bits`` of
 ``MessageMetadata``, by field number (``PulsarApi.proto``)."""
-_MAY_BELONG = re.compile(b"[\xa0\xb0\xb8]\x01")
-"""One of these tags, anywhere."""
+_MAY_BELONG = re.compile(b"[\xa0\xb0\xb8][\x01\x81]")
+"""The beginning of one of these tags, anywhere. Protobuf also reads their longer forms, such as
+``a0 81 00``."""
 _OF_BROKER = frozenset(one.name for one in STORED if one.origin is Origin.BROKER)
 
 _log = logging.getLogger(__name__)
