@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import struct
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -22,6 +23,7 @@ from keyshard.bookkeeper import failures as failures_module
 from keyshard.bookkeeper.bookies import Bookies
 from keyshard.bookkeeper.failures import Failures
 from keyshard.bookkeeper.ledger_reader import EntryNotReadError, LedgerReader
+from keyshard.bookkeeper.protocol import right_at, split_batch
 from keyshard.bookkeeper.reader import BookieReads
 from keyshard.broker.admin.http import AdminHttp
 from keyshard.broker.auth.tls import of_bookies
@@ -258,9 +260,11 @@ def test_bytes_that_changed_on_the_disk_of_a_bookie_are_read_from_another_one(
     cluster: DevCluster, source: KeyShardSource, closed: Split, by_broker: pa.Table,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
+    """Batch reads return them among right entries. BookKeeper's client waited without end there
+    (apache/bookkeeper#4789)."""
     failing = max(cluster.bookies, key=lambda one: len(ledgers_of(closed, one)))
     wanted = by_broker.slice(0, LEDGERS * LOAD.messages)
-    with changed_bytes(failing):
+    with changed_bytes(failing), noting_batches() as batches:
         for required in (False, True):
             with closing(connect_admin(source.how_to_connect())) as admin, closing(
                 Bookies({})
@@ -269,6 +273,26 @@ def test_bytes_that_changed_on_the_disk_of_a_bookie_are_read_from_another_one(
                 found = pa.Table.from_batches(list(read_split(reads, admin, closed, COLUMNS, 30.0)))
             assert found.equals(wanted)
     assert sum("wrong digest" in one for one in caplog.messages) > 0
+    assert any(len(set(map(is_right, batch))) == 2 for batch in batches)
+
+
+@contextmanager
+def noting_batches() -> Iterator[list[list[bytes]]]:
+    """Yield the entries of each answer to a batch read, until the end of the block."""
+    batches: list[list[bytes]] = []
+
+    def noting(frame: bytes, ledger: int, first: int, end: int) -> tuple[int, list[bytes]]:
+        code, responses = split_batch(frame, ledger, first, end)
+        batches.append(responses)
+        return code, responses
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bookies_module, "split_batch", noting)
+        yield batches
+
+
+def is_right(response: bytes) -> bool:
+    return right_at(response, struct.unpack_from(">q", response, 8)[0]) is not None
 
 
 @contextmanager
