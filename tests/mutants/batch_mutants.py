@@ -7,11 +7,6 @@ from tests.mutants.mutant import Edit, Mutant, killer
 PARTITION_WINDOW = "keyshard/core/window/partition_window.py"
 RESCALE = "keyshard/coordinator/rescale.py"
 STREAM_READER = "spark_adapter/stream_reader.py"
-BOOKIE_READER = "keyshard/bookkeeper/reader.py"
-BELONGS_TO_BROKER = killer(
-    "unit/test_entries_of_transactions",
-    "test_entries_of_transactions_and_markers_go_to_the_broker",
-)
 ANY_ORDER = killer("property/test_window")
 ASYNC_PROGRESS = killer(
     "unit/test_stream_reader", "test_async_progress_is_refused_with_nothing_acknowledged"
@@ -561,88 +556,6 @@ OF_BATCHES = (
             killer(
                 "unit/test_window",
                 "test_a_deleted_partition_whose_planned_batch_is_lost_is_forgotten_before_its_release",
-            ),
-        ),
-    ),
-    Mutant(
-        name="take an entry from a bookie without a look at its digest",
-        promise="The same rows as by the broker: a wrong digest means the next replica.",
-        edits=(
-            Edit(
-                "keyshard/bookkeeper/protocol.py",
-                "        or digested != _crc32c(frame)\n",
-                "",
-            ),
-        ),
-        killers=(killer("unit/test_bookies", "test_responses_to_batch_reads_may_end_anywhere"),),
-    ),
-    Mutant(
-        name="forget the entries that the answer to a batch read left out",
-        promise="A read from bookies is complete without another replica.",
-        edits=(
-            Edit(
-                "keyshard/bookkeeper/bookies.py",
-                "                bookie.rests[next_entry] = end - next_entry\n",
-                "                pass\n",
-            ),
-        ),
-        killers=(
-            killer(
-                "unit/test_bookies",
-                "test_entries_that_arrive_before_their_turn_take_no_more_memory_than_allowed",
-            ),
-        ),
-    ),
-    Mutant(
-        name="take markers from bookies",
-        promise="The same rows as by the broker, which alone knows which entries are visible.",
-        edits=(Edit(BOOKIE_READER, '{20: b"\\xa0\\x01", 22:', "{22:"),),
-        killers=(BELONGS_TO_BROKER,),
-    ),
-    Mutant(
-        name="take entries of transactions from bookies if the broker added metadata",
-        promise="The same rows as by the broker, also of topics with broker metadata.",
-        edits=(
-            Edit(
-                BOOKIE_READER,
-                "if _MAY_BELONG.search(metadata) and ",
-                "if position == raw.position and _MAY_BELONG.search(metadata) and ",
-            ),
-        ),
-        killers=(BELONGS_TO_BROKER,),
-    ),
-    Mutant(
-        name="take entries of transactions from bookies behind the first one",
-        promise="The same rows as by the broker: it is asked from the first such entry on.",
-        edits=(
-            Edit(
-                BOOKIE_READER,
-                '            return found, "it has entries of transactions or markers"\n',
-                "            continue\n",
-            ),
-        ),
-        killers=(
-            BELONGS_TO_BROKER,
-            killer(
-                "unit/test_entries_of_transactions",
-                "test_the_broker_is_asked_from_the_first_such_entry_on",
-            ),
-        ),
-    ),
-    Mutant(
-        name="leave each ledger to the broker whose keys look like tags of transactions",
-        promise="Closed ledgers are read without the broker.",
-        edits=(
-            Edit(
-                BOOKIE_READER,
-                " and _belongs_to_broker(metadata):",
-                ":",
-            ),
-        ),
-        killers=(
-            killer(
-                "unit/test_entries_of_transactions",
-                "test_bytes_that_only_look_like_these_fields_are_read_from_bookies",
             ),
         ),
     ),

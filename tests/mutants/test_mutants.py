@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.mutants.batch_mutants import OF_BATCHES
+from tests.mutants.bookie_mutants import OF_BOOKIES
 from tests.mutants.checker_mutants import OF_CHECKERS
 from tests.mutants.handler_mutants import OF_HANDLERS
 from tests.mutants.mutant import COPIED, Mutant, changed, copy_code
@@ -26,7 +27,16 @@ from tests.mutants.wire_mutants import OF_WIRE
 from tests.mutants.worker_mutants import OF_WORKERS
 from tests.support.deadlines import deadline
 
-ALL = (*OF_BATCHES, *OF_HANDLERS, *OF_CHECKERS, *OF_WORKERS, *OF_WIRE, *OF_SINK, *OF_OUTPUTS)
+ALL = (
+    *OF_BATCHES,
+    *OF_BOOKIES,
+    *OF_HANDLERS,
+    *OF_CHECKERS,
+    *OF_WORKERS,
+    *OF_WIRE,
+    *OF_SINK,
+    *OF_OUTPUTS,
+)
 TIMEOUT_S = int(deadline(240))
 """Longest time that the tests of one mutant, or all on the code as it is, may take, seconds."""
 DEADLINE_S, MUTANT_DEADLINE_S = 60.0, 15.0
