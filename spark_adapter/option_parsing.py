@@ -13,7 +13,7 @@ from keyshard.config.connection_names import fields_of, names_of
 from keyshard.config.field_types import of_type
 from keyshard.config.segments import BROKER, Segments
 from keyshard.config.source import SHORTHANDS
-from keyshard.core.option_checks import check_integer, did_you_mean, duration_ms
+from keyshard.core.option_checks import check_integer, check_text, did_you_mean, duration_ms
 from keyshard.core.position.read_bounds import (
     Edge,
     bound_text,
@@ -32,6 +32,8 @@ from spark_adapter.options import (
     Option,
 )
 
+FOLDER_CHARS_MAX = 4_096
+"""Most characters of the path or URL of a folder."""
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
 _OF_BATCHES = {option.name.lower(): option for option in BATCH_OPTIONS}
 _INTEGERS, _BOOLEANS = of_type(KeyShardSource, int), of_type(KeyShardSource, bool)
@@ -373,6 +375,15 @@ def _keys(name: str, text: str) -> frozenset[str]:
     return frozenset(given)
 
 
+def _folder(name: str, text: str) -> str:
+    if len(text) > FOLDER_CHARS_MAX:
+        raise ConfigError(
+            f"{name} has {len(text):,} characters; write a path or an fsspec URL of a folder with "
+            f"at most {FOLDER_CHARS_MAX:,}."
+        )
+    return check_text(name, text, "write a path or an fsspec URL of a folder")
+
+
 def _plain(name: str, text: str) -> str:  # noqa: ARG001 - one signature for all options
     return text
 
@@ -404,7 +415,7 @@ _PARSED: dict[str, Callable[[str, str], Any]] = {
     "minPartitions": _count,
     "maxRowsPerPartition": _count,
     "keys": _keys,
-    "ledgerIndex": _plain,
+    "ledgerIndex": _folder,
     "segments": _plain,
     "bookies.map": _addresses,
     "bookies.trustCertsFilePath": _plain,

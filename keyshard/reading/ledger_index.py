@@ -12,7 +12,6 @@ import logging
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 from urllib.parse import quote
@@ -24,8 +23,7 @@ from pyarrow import parquet
 
 from keyshard.core.option_checks import check_text
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.position.split import Closed
-from keyshard.core.position.zones import Zone
+from keyshard.core.position.zones import Storage, Zone
 from keyshard.errors import ConfigError
 from keyshard.redaction import Secret, redacted, scrubbed, shown
 
@@ -56,17 +54,6 @@ _TIMES = ("publish_min", "publish_max", "event_min", "event_max")
 _CREDENTIALS = re.compile(r"://([^/:@]+):([^/@]+)@")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """The stored content of a topic partition, as far as zones belong to it."""
-
-    topic_partition: TopicPartition
-    created: str
-    """Creation time of the storage; not empty."""
-    closed: Mapping[int, Closed]
-    """The closed ledgers."""
 
 
 class LedgerIndex:

@@ -18,6 +18,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.auth.tls import context_of, of_bookies
@@ -33,7 +34,7 @@ from keyshard.core.position.ledger import Ledger, shown
 from keyshard.core.position.read_bounds import Bound, Edge, check_order, fixed, parse_bounds
 from keyshard.core.position.replicas import UNKNOWN
 from keyshard.core.position.split import Closed, Split, stretch
-from keyshard.core.position.zones import Wanted, Zoned
+from keyshard.core.position.zones import Storage, Wanted, Zoned
 from keyshard.errors import (
     AuthorizationError,
     BrokerError,
@@ -44,8 +45,10 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
-from keyshard.reading.ledger_index import LedgerIndex, Storage
 from keyshard.threads import Pool
+
+if TYPE_CHECKING:
+    from keyshard.reading.ledger_index import LedgerIndex
 
 THREADS_MAX = 16
 """Topic partitions that are planned in parallel."""
@@ -330,7 +333,7 @@ def plan_read(
             "A bounded read needs the admin interface, which lists the stored entries. Set "
             "admin_url."
         )
-    index = None if ledger_index is None else LedgerIndex(ledger_index)
+    index = None if ledger_index is None else open_index(ledger_index)
     timeout_s = source.operation_timeout_ms / 1000
     connection = source.how_to_connect()
     placed = segments is not None and segments.source != BROKER
@@ -353,6 +356,17 @@ def plan_read(
     if index is not None:
         _log_skipped(found_stretches)
     return found_stretches
+
+
+def open_index(url: str) -> LedgerIndex:
+    """Return the index of closed ledgers at a path or fsspec URL.
+
+    Raises:
+        ConfigError: The URL is no text, or names no known file system.
+    """
+    from keyshard.reading.ledger_index import LedgerIndex  # noqa: PLC0415 - few reads need it
+
+    return LedgerIndex(url)
 
 
 def _log_placements(planned: Sequence[Split]) -> None:

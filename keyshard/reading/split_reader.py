@@ -32,6 +32,7 @@ from keyshard.config.segments import BOOKIES, BROKER, Segments
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.split import Split
+from keyshard.core.position.zones import Storage
 from keyshard.errors import (
     BrokerUnavailableError,
     DataLossTrimmedError,
@@ -40,10 +41,9 @@ from keyshard.errors import (
     TopicRecreatedError,
 )
 from keyshard.reading import zone_builder
-from keyshard.reading.ledger_index import LedgerIndex, Storage
 from keyshard.reading.read_report import ReadReport, was_read
 from keyshard.reading.scan import Scan
-from keyshard.reading.split_planner import created
+from keyshard.reading.split_planner import created, open_index
 from keyshard.reading.zone_builder import ZoneBuilder
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def read_splits(
         broker = opened.enter_context(closing(connect(connection)))
         admin = opened.enter_context(closing(connect_admin(connection)))
         bookies = _bookies(segments, connection.service_url, opened)
-        index = None if ledger_index is None else LedgerIndex(ledger_index)
+        index = None if ledger_index is None else open_index(ledger_index)
         for split in splits:
             reads = None if bookies is None else bookies(broker, split)
             seen: Counter[int] = Counter()

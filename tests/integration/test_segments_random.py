@@ -8,7 +8,6 @@ more of them, and ``--seeds 1 --seed-start N`` repeats one. The broker of a seed
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -236,12 +235,6 @@ def positions(chance: random.Random, splits: Sequence[Split]) -> Any:
     return found
 
 
-def bookies_of(broker: DevBroker) -> dict[str, str]:
-    """Return the address of the bookie, whose name is no address."""
-    port = json.loads((broker.data_dir / "devbroker.json").read_text())["bookie_port"]
-    return {"bk-0": f"127.0.0.1:{port}"}
-
-
 def run(
     seed: int, made: Program, broker: DevBroker, clients: Clients, origins: Counter[str]
 ) -> None:
@@ -251,7 +244,7 @@ def run(
         filled.name, service_url=broker.service_url, admin_url=broker.admin_url,
         operation_timeout_ms=round(deadline(10) * 1_000),
     )  # fmt: skip
-    comparison = Comparison(source, bookies_of(broker), origins)
+    comparison = Comparison(source, broker.bookies_map, origins)
     chance = random.Random(f"reads of {seed}")
     early: list[list[Split]] = []
     for step in made.steps:

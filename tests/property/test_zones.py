@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keyshard.core.message import MessageId
+from keyshard.core.position import zones as position_zones
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import Closed, Span, cut, stretch
 from keyshard.core.position.zones import Wanted, Zone, Zoned
@@ -38,7 +41,9 @@ def test_the_parts_of_a_stretch_are_all_of_it_but_what_is_ruled_out(
             if first < stop:
                 zones.append(Zone(ledger.id, first, stop, 1, published, None))
     closed = {one.id: Closed(one.entries, one.size_bytes) for one in ledgers[:-1]}
-    parts = Zoned(zones, Wanted(published=(5, 6))).of(whole, closed)
+    hole_bytes = data.draw(st.sampled_from([0, 500, 10**6]))
+    with patch.object(position_zones, "HOLE_BYTES", hole_bytes):
+        parts = Zoned(zones, Wanted(published=(5, 6))).of(whole, closed)
 
     covered = {(one.ledger, entry) for one in zones for entry in range(one.first, one.end)}
     out = {
@@ -47,11 +52,16 @@ def test_the_parts_of_a_stretch_are_all_of_it_but_what_is_ruled_out(
         if one.published == (1, 1)
         for entry in range(one.first, one.end)
     }
-    kept = [one for part in cut(parts, number) for one in messages(part)]
-    assert kept == [one for one in messages(whole) if one[:2] not in out]
     skipped = [at for span in parts[0].skipped for at in of_span(span)]
     assert len(skipped) == len(set(skipped)) == whole.entries - sum(one.entries for one in parts)
     assert set(skipped) <= out
+    kept = [one for part in cut(parts, number) for one in messages(part)]
+    assert kept == [one for one in messages(whole) if one[:2] not in skipped]
+    ends = [one for one in messages(whole) if one[:2] not in out]
+    assert kept[:1] == ends[:1], "both ends of the stretch are left out, however small"
+    assert kept[-1:] == ends[-1:]
+    if not hole_bytes:
+        assert kept == ends
     assert not any(one.skipped for one in parts[1:])
     for part in parts:
         assert (part.topic_partition, part.end, part.created) == (P0, whole.end, whole.created)
@@ -59,6 +69,7 @@ def test_the_parts_of_a_stretch_are_all_of_it_but_what_is_ruled_out(
         mine = [at for span in part.spans for at in sorted(of_span(span))]
         begin = stored.index(mine[0]) if mine else 0
         assert mine == stored[begin : begin + len(mine)], "no holes"
+        assert len({span.ledger for span in part.spans}) == len(part.spans)
         for span in part.spans:
             lacks = not of_span(span) <= covered
             assert span.closed == (closed.get(span.ledger) if lacks else None)

@@ -112,8 +112,8 @@ def test_the_name_and_the_reports_tell_what_bookies_and_what_the_broker_returned
     topic = filled(harness, 2)
     reports = ray_adapter.ReadReports()
     dataset = ray_adapter.read(
-        source_of(dev_broker, topic), segments=Segments("auto"), reports=reports,
-        override_num_blocks=3,
+        source_of(dev_broker, topic), segments=Segments("auto", dev_broker.bookies_map),
+        reports=reports, override_num_blocks=3,
     )  # fmt: skip
     for _ in range(2):
         assert dataset.count() == 2 * EACH

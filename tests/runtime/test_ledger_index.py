@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, MemoryCluster, Message
+from keyshard.core.position import zones
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.split import Split, cut
 from keyshard.core.position.zones import NO_LIMITS, Limits, Wanted
@@ -97,6 +98,12 @@ def _within(time: Any, limits: Limits) -> bool:
     return ms is not None and (start is None or ms >= start) and (end is None or ms < end)
 
 
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out everything that is ruled out, however small."""
+    monkeypatch.setattr(zones, "HOLE_BYTES", 0)
+
+
 @pytest.fixture
 def topic(request: pytest.FixtureRequest, tmp_path: Path) -> Topic:
     return Topic(request.node.name, tmp_path / "index")
@@ -119,6 +126,23 @@ def test_the_second_read_looks_only_at_the_zones_of_its_times_keys_and_event_tim
     report = planned(topic.plan(Wanted(keys={"no such key"})))
     assert (report.by_broker, report.skipped) == (3, 30)
     assert "5 entries ruled out by the index" in str(report)
+
+
+def test_a_small_hole_is_read_and_ends_are_left_out(
+    topic: Topic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To begin another part costs more than to read a little."""
+    topic.publish(33)
+    topic.read()
+    size = sum(one.size_bytes for one in topic.plan()) // 33 * 5
+    wanted = Wanted(keys={"k7", "k17", "k30"})
+    for hole_bytes, parts in ((0, 3), (size // 2, 3), (10 * size, 1)):
+        monkeypatch.setattr(zones, "HOLE_BYTES", hole_bytes)
+        found = topic.plan(wanted)
+        assert len(found) == parts
+        assert found[0].skipped[0].ledger < found[0].first.ledger
+        rows, report = topic.read(wanted)
+        assert (rows, report.skipped) == (topic.read_all(wanted), 20 if parts > 1 else 5)
 
 
 def test_only_what_has_no_zone_is_added(topic: Topic) -> None:
@@ -178,7 +202,12 @@ def test_zones_of_a_topic_that_was_created_again_are_dropped(topic: Topic) -> No
     rows, report = topic.read(Wanted(keys={"other"}))
     assert (len(rows), report.skipped) == (11, 0)
     assert old not in topic.files
-    assert len(topic.files) == 1
+    (new,) = topic.files
+    table = parquet.read_table(new)
+    other = {**(table.schema.metadata or {}), b"created": b"at another time"}
+    parquet.write_table(table.replace_schema_metadata(other), new)
+    assert topic.read(Wanted(keys={"none"}))[1].skipped == 0
+    assert new not in topic.files
 
 
 def test_zones_of_ledgers_with_another_size_or_that_are_gone_are_dropped(topic: Topic) -> None:
@@ -189,11 +218,11 @@ def test_zones_of_ledgers_with_another_size_or_that_are_gone_are_dropped(topic: 
     sizes = table["ledger_bytes"].to_pylist()
     forged = table.set_column(
         table.schema.get_field_index("ledger_bytes"), table.schema.field("ledger_bytes"),
-        [[sizes[0] + 1, *sizes[1:]]],
+        [[sizes[0], sizes[1] + 1, *sizes[2:]]],
     )  # fmt: skip
     parquet.write_table(forged, path)
     rows, report = topic.read(Wanted(keys={"k3"}))
-    assert (len(rows), report.skipped) == (1, 10), "the forged zone rules out nothing"
+    assert (len(rows), report.skipped) == (1, 5), "the forged zone rules out nothing"
     topic.cluster.trim(topic.where, EntryId(10**6, 0))
     topic.publish(1)
     topic.read(Wanted(keys={"k3"}))

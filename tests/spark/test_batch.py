@@ -106,7 +106,10 @@ def test_the_plan_and_the_tasks_tell_what_bookies_and_what_the_broker_returned(
     harness.roll_ledger(where)
     harness.publish(where.name, [Message(b"%d" % number, key="k") for number in range(40, 50)])
     reports = spark_adapter.ReadReports(spark)
-    options = {"segments": "auto", "minPartitions": "3", "readReports": str(reports.id)}
+    options = {
+        "segments": "auto", "bookies.map": json.dumps(dev_broker.bookies_map), "minPartitions": "3",
+        "readReports": str(reports.id),
+    }  # fmt: skip
     rows = load(spark, dev_broker, topic, **options)
     plan = spark_adapter.read_plan(rows.select("value"))
     assert (plan.by_bookies, plan.by_broker) == (40, 10)
@@ -138,12 +141,14 @@ def test_a_second_read_asks_only_for_what_the_index_does_not_rule_out(
     for segments in ("broker", "auto"):
         reports = spark_adapter.ReadReports(spark)
         options = {**index, "segments": segments, "readReports": str(reports.id)}
-        rows = load(spark, dev_broker, topic, **options, keys='["k15", "k31"]')
+        if segments == "auto":
+            options["bookies.map"] = json.dumps(dev_broker.bookies_map)
+        rows = load(spark, dev_broker, topic, **options, keys='["k15"]')
         plan = spark_adapter.read_plan(rows)
-        assert (plan.by_bookies + plan.by_broker, plan.skipped) == (20, 20)
-        assert [int(row["value"]) for row in rows.collect()] == [15, 31]
-        assert reports.total.by_bookies == (20 if segments == "auto" else 0)
-        assert reports.total.skipped == 20
+        assert (plan.by_bookies + plan.by_broker, plan.skipped) == (10, 30)
+        assert [int(row["value"]) for row in rows.collect()] == [15]
+        assert reports.total.by_bookies == (10 if segments == "auto" else 0)
+        assert reports.total.skipped == 30
     nothing = load(spark, dev_broker, topic, **index, keys='["k99"]')
     assert spark_adapter.read_plan(nothing).skipped == 40
     assert nothing.count() == 0

@@ -7,7 +7,7 @@ but never left out wrongly: its bounds contain every message, and entries are ne
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -15,10 +15,15 @@ from typing import TypeAlias
 import mmh3
 from pyroaring import BitMap
 
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.replicas import LedgerReplicas
 from keyshard.core.position.split import Closed, Span, Split
 
 BYTES = 4 * 1024 * 1024
 """Stored bytes of a zone."""
+HOLE_BYTES = 1024 * 1024
+"""Fewest bytes that are left out between two parts: to begin another part takes as long as to read
+these."""
 _HASH_MASK = (1 << 24) - 1
 """Bits of a key's hash. 80,000 keys in a zone then take 2 bytes each, and another key is taken for
 one of them in 0.5 % of all cases."""
@@ -53,6 +58,17 @@ class Zone:
     """Versions of the topic's schema, ascending; without messages that have none."""
     keys: bytes | None = field(default=None, repr=False)
     """Hashes of the partition keys, a serialized roaring bitmap; ``None``: they are not loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The stored content of a topic partition, as far as zones belong to it."""
+
+    topic_partition: TopicPartition
+    created: str
+    """Creation time of the storage; not empty."""
+    closed: Mapping[int, Closed]
+    """The closed ledgers."""
 
 
 @dataclass(frozen=True)
@@ -124,22 +140,32 @@ class Zoned:
         """
         runs: list[list[Span]] = []
         skipped: list[Span] = []
-        joins = False
+        hole: list[Span] = []
+        for span, kept in self._parts(stretch):
+            if not kept:
+                hole.append(span)
+                continue
+            if not runs or (hole and sum(one.size_bytes for one in hole) >= HOLE_BYTES):
+                runs.append([])
+                skipped += hole
+                hole = []
+            for one in (*hole, span):
+                _append(runs[-1], one)
+            hole = []
+        marked = [[self._marked(span, closed) for span in run] for run in runs]
+        return _splits(stretch, marked, (*skipped, *hole))
+
+    def _parts(self, stretch: Split) -> Iterator[tuple[Span, bool]]:
+        """Yield consecutive parts of a stretch, and whether each may have wanted messages."""
         for span in stretch.spans:
             at = span.first
             for begin, stop in (*self._left_out.get(span.ledger, ()), (span.end, span.end)):
                 first, end = min(max(begin, at), span.end), min(stop, span.end)
                 if first > at:
-                    part = self._marked(_between(span, at, first), closed)
-                    if not joins:
-                        runs.append([])
-                    runs[-1].append(part)
-                    joins = True
+                    yield span.part(at - span.first, first - span.first), True
                 if end > first:
-                    skipped.append(_between(span, first, end))
-                    joins = False
+                    yield span.part(first - span.first, end - span.first), False
                 at = max(at, end)
-        return _splits(stretch, runs, tuple(skipped))
 
     def _marked(self, span: Span, closed: Mapping[int, Closed]) -> Span:
         """Mark a span of a closed ledger if some of its entries have no zone."""
@@ -165,8 +191,19 @@ def _union(intervals: Intervals) -> Intervals:
     return joined
 
 
-def _between(span: Span, first: int, end: int) -> Span:
-    return span.part(first - span.first, end - span.first)
+def _append(spans: list[Span], span: Span) -> None:
+    """Append a span; one that continues the last one is joined with it."""
+    if not spans or spans[-1].ledger != span.ledger:
+        spans.append(span)
+        return
+    last = spans[-1]
+    placement = last.placement
+    if isinstance(placement, LedgerReplicas) and isinstance(span.placement, LedgerReplicas):
+        ensembles = dict(placement.ensembles) | dict(span.placement.ensembles)
+        placement = replace(placement, ensembles=tuple(sorted(ensembles.items())))
+    spans[-1] = replace(
+        last, end=span.end, size_bytes=last.size_bytes + span.size_bytes, placement=placement
+    )
 
 
 def _splits(stretch: Split, runs: list[list[Span]], skipped: tuple[Span, ...]) -> list[Split]:

@@ -154,6 +154,15 @@ class DevBroker(ProcessOwner):
         return f"{'https' if self._tls else 'http'}://{LOOPBACK}:{self.admin_port}"
 
     @property
+    def bookies_map(self) -> dict[str, str]:
+        """Address of the bookie of the running broker by its name, for ``Segments``.
+
+        Pulsar 5 names the bookie of a standalone broker ``bk-0``, which is no address.
+        """
+        assert self._bookie_port is not None, "it was started"
+        return {"bk-0": f"{LOOPBACK}:{self._bookie_port}"}
+
+    @property
     def connection(self) -> Connection:
         """Connection to the broker; with tokens, as the role ``admin``."""
         return Connection(
