@@ -105,7 +105,9 @@ def read_splits(
             if index is not None and zones is not None:
                 index.save(Storage(split.topic_partition, split.created, closed), zones.zones)
             if reads is not None:
-                found = was_read(split, seen, reads.from_bookies, reads.left)
+                found = was_read(
+                    split, seen, reads.from_bookies, reads.left, reads.bookies.one_by_one
+                )
                 _log.info("%s was read by ledger: %s.", split.topic_partition, found)
             elif report is not None:
                 placed = {span.ledger: span.placement for span in split.spans}

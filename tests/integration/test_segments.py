@@ -20,6 +20,7 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.bookkeeper import bookies as bookies_module
 from keyshard.bookkeeper import failures as failures_module
+from keyshard.bookkeeper import protocol
 from keyshard.bookkeeper.bookies import Bookies
 from keyshard.bookkeeper.failures import Failures
 from keyshard.bookkeeper.ledger_reader import EntryNotReadError, LedgerReader
@@ -153,6 +154,26 @@ def test_the_rows_are_those_of_the_broker(
     source: KeyShardSource, by_broker: pa.Table, segments: Segments
 ) -> None:
     assert rows(source, segments).equals(by_broker)
+
+
+def test_bookies_that_know_no_batch_reads_are_read_entry_by_entry_and_named(
+    source: KeyShardSource, closed: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_BATCH_HEADER", 2 << 24 | 99 << 16)
+    reports: list[ReadReport] = []
+    batches = read_splits(
+        source.how_to_connect(), [closed], COLUMNS, segments=AUTO, report=reports.append
+    )
+    assert sum(one.num_rows for one in batches) == LEDGERS * LOAD.messages
+    (report,) = reports
+    names = {name for one in closed.spans for name in placed_on(one.placement)}
+    assert set(report.one_by_one) == names
+    assert report.by_broker == 0
+
+
+def placed_on(placement: Placement) -> tuple[str, ...]:
+    assert isinstance(placement, LedgerReplicas)
+    return placement.bookies_of(0)
 
 
 def placements(split: Split) -> dict[int, Placement]:
