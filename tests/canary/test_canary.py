@@ -14,7 +14,9 @@ from tests.mutants.batch_mutants import OF_BATCHES
 from tests.mutants.mutant import Edit, changed, copy_code
 from tests.support.deadlines import deadline
 
-ACKNOWLEDGE_EARLY = OF_BATCHES[0].edits[0]
+(ACKNOWLEDGE_EARLY,) = next(
+    one.edits for one in OF_BATCHES if one.name.startswith("acknowledge at the cut")
+)
 LOSE_ENTRIES = Edit(
     "keyshard/broker/wire/consumer.py",
     "        return self.accept_decoded(decoded, entries)\n\n    def _proved(",

@@ -20,6 +20,7 @@ from tests.mutants.batch_mutants import OF_BATCHES
 from tests.mutants.bookie_mutants import OF_BOOKIES
 from tests.mutants.checker_mutants import OF_CHECKERS
 from tests.mutants.handler_mutants import OF_HANDLERS
+from tests.mutants.index_mutants import OF_INDEX
 from tests.mutants.mutant import COPIED, Mutant, changed, copy_code
 from tests.mutants.output_mutants import OF_OUTPUTS
 from tests.mutants.sink_mutants import OF_SINK
@@ -30,6 +31,7 @@ from tests.support.deadlines import deadline
 ALL = (
     *OF_BATCHES,
     *OF_BOOKIES,
+    *OF_INDEX,
     *OF_HANDLERS,
     *OF_CHECKERS,
     *OF_WORKERS,
