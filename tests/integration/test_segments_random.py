@@ -1,5 +1,8 @@
 """Random programs on a real broker: a read from bookies has the rows of a read by the broker.
 
+So has a read with an index of closed ledgers, by the broker and from bookies. Earlier reads of the
+same program made it, perhaps before a transaction ended or ledgers were deleted.
+
 A failure prints its seed. ``python -m tests.integration.test_segments_random --seeds 100`` draws
 more of them, and ``--seeds 1 --seed-start N`` repeats one. The broker of a seed is one of
 :data:`SETTINGS`, by its number.
@@ -11,11 +14,13 @@ import argparse
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
@@ -26,8 +31,11 @@ from keyshard.bookkeeper import failures as failures_module
 from keyshard.bookkeeper.failures import Failures
 from keyshard.columns.record_batches import COLUMNS
 from keyshard.config.segments import Segments
+from keyshard.core.position import zones
 from keyshard.core.position.split import Split, cut
+from keyshard.core.position.zones import Wanted
 from keyshard.errors import KeyShardError
+from keyshard.reading import zone_builder
 from keyshard.reading.read_report import ReadReport
 from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
@@ -101,12 +109,15 @@ class Comparison:
         source: Names the topic.
         bookies: Addresses of bookies by their names.
         origins: Counts the entries that bookies and the broker returned.
+        index: Folder of the index.
     """
 
     def __init__(
-        self, source: KeyShardSource, bookies: Mapping[str, str], origins: Counter[str]
+        self, source: KeyShardSource, bookies: Mapping[str, str], origins: Counter[str], index: str
     ) -> None:
-        self.source, self.origins = source, origins
+        self.source, self.origins, self.index = source, origins, index
+        self.failed = False
+        """Whether a split of the last read had an error."""
         self.segments: dict[str, Segments | None] = {
             BY_BROKER: None, "auto": Segments("auto", bookies),
             "bookies": Segments("bookies", bookies),
@@ -130,13 +141,47 @@ class Comparison:
         for by, (splits, said) in found.items():
             assert said == error, f"{read}: plan for {by}: {said!r}, not {error!r}"
             assert unplaced(splits) == unplaced(wanted), f"{read}: plan for {by}"
-        return self.check_splits(read, wanted, {by: splits for by, (splits, _) in found.items()})
+        rows = self.check_splits(read, wanted, {by: splits for by, (splits, _) in found.items()})
+        if not error and not self.failed:
+            self.check_index(read, rows)
+        return rows
+
+    def make_index(self) -> None:
+        """Read everything with the index, which adds what it lacks."""
+        with suppress(KeyShardError):
+            splits = plan_read(self.source, ledger_index=self.index)
+            deque(
+                read_splits(
+                    self.source.how_to_connect(), splits, ["value"], ledger_index=self.index
+                ),
+                maxlen=0,
+            )
+
+    def check_index(self, read: Read, expected: pa.Table) -> None:
+        """Compare reads with the index; none of the reads without it had an error."""
+        for by in (BY_BROKER, "auto"):
+            planned = plan_read(
+                self.source, read.start, read.end, disorder_max_s=read.disorder_s,
+                published=read.published, segments=self.segments[by], ledger_index=self.index,
+                wanted=Wanted(keys=read.keys),
+            )  # fmt: skip
+            reports: list[ReadReport] = []
+            batches = read_splits(
+                self.source.how_to_connect(), cut(planned, read.parts), read.columns,
+                keys=read.keys, segments=self.segments[by], ledger_index=self.index,
+                report=reports.append,
+            )  # fmt: skip
+            found = pa.Table.from_batches(list(batches), expected.schema)
+            assert found.equals(expected), f"{read}: index, {by}: {difference(found, expected)}"
+            self.origins["index: read"] += sum(one.by_bookies + one.by_broker for one in reports)
+            self.origins["index: skipped"] += sum(one.skipped for one in reports)
 
     def check_splits(
         self, read: Read, wanted: Sequence[Split], found: Mapping[str, Sequence[Split]]
     ) -> pa.Table:
         """Compare the rows of each split; return all of them."""
         tables: list[pa.Table] = []
+        self.failed = False
         for number, split in enumerate(wanted):
             expected = self._outcome(read, split, BY_BROKER)
             for by, splits in found.items():
@@ -148,7 +193,8 @@ class Comparison:
                 )
                 assert got.batches == expected.batches, f"{where}: other batches"
             tables.append(expected.rows)
-        return pa.concat_tables(tables) if tables else COLUMNS.empty_table()
+            self.failed = self.failed or bool(expected.error)
+        return pa.concat_tables(tables) if tables else schema_of(read).empty_table()
 
     def _outcome(self, read: Read, split: Split, by: str) -> Outcome:
         batches: list[pa.RecordBatch] = []
@@ -167,9 +213,12 @@ class Comparison:
         for report in reports:
             self.origins[f"{by}: bookies"] += report.by_bookies
             self.origins[f"{by}: broker"] += report.by_broker
-        schema = pa.schema([COLUMNS.field(name) for name in read.columns])
-        rows = pa.Table.from_batches(batches, schema)
+        rows = pa.Table.from_batches(batches, schema_of(read))
         return Outcome(rows, tuple(one.num_rows for one in batches), error)
+
+
+def schema_of(read: Read) -> pa.Schema:
+    return pa.schema([COLUMNS.field(name) for name in read.columns])
 
 
 def unplaced(splits: Sequence[Split]) -> list[Split]:
@@ -235,22 +284,15 @@ def positions(chance: random.Random, splits: Sequence[Split]) -> Any:
     return found
 
 
-def run(
-    seed: int, made: Program, broker: DevBroker, clients: Clients, origins: Counter[str]
-) -> None:
+def run(seed: int, made: Program, filled: Filled, comparison: Comparison) -> None:
     """Run a program, and compare reads of its topic."""
-    filled = Filled(broker, clients[0], clients[1], made)
-    source = KeyShardSource(
-        filled.name, service_url=broker.service_url, admin_url=broker.admin_url,
-        operation_timeout_ms=round(deadline(10) * 1_000),
-    )  # fmt: skip
-    comparison = Comparison(source, broker.bookies_map, origins)
     chance = random.Random(f"reads of {seed}")
     early: list[list[Split]] = []
     for step in made.steps:
         if step.kind == "plan":
             filled.settle()
             early.append(comparison.plan(Read(parts=chance.choice((1, 3))), "auto")[0])
+            comparison.make_index()
         else:
             filled.run(step)
     filled.settle()
@@ -271,8 +313,20 @@ def checked(seed: int, broker: DevBroker, clients: Clients, origins: Counter[str
         AssertionError: A read differs; the text has the program and how to repeat it.
     """
     made = program(seed)
+    zone_bytes = random.Random(f"zones of {seed}").choice((1, 1_000, 4_000_000))
     try:
-        run(seed, made, broker, clients, origins)
+        with (
+            TemporaryDirectory() as index,
+            patch.object(zone_builder, "BYTES", zone_bytes),
+            patch.object(zones, "HOLE_BYTES", 0),
+        ):
+            filled = Filled(broker, clients[0], clients[1], made)
+            source = KeyShardSource(
+                filled.name, service_url=broker.service_url, admin_url=broker.admin_url,
+                operation_timeout_ms=round(deadline(10) * 1_000),
+            )  # fmt: skip
+            comparison = Comparison(source, broker.bookies_map, origins, index)
+            run(seed, made, filled, comparison)
     except Exception as exc:
         again = f"python -m tests.integration.test_segments_random --seeds 1 --seed-start {seed}"
         raise AssertionError(f"{exc}\n{made}\nTo repeat it: {again}") from exc
@@ -300,6 +354,7 @@ def test_reads_from_bookies_have_the_rows_of_the_broker(numbered: tuple[int, Dev
             checked(seed, broker, clients, origins)
     for by in SOURCES:
         assert min(origins[f"{by}: bookies"], origins[f"{by}: broker"]) > 50, origins
+    assert min(origins["index: read"], origins["index: skipped"]) > 50, origins
 
 
 def holds(seed: int, broker: DevBroker, clients: Clients, origins: Counter[str]) -> bool:
