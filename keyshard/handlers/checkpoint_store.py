@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from keyshard.config.handlers import checkpoint_url
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, CheckpointInUseError, ConfigError
-from keyshard.redaction import redacted, scrubbed, shown
+from keyshard.locations import location
+from keyshard.redaction import scrubbed, shown
 
 _log = logging.getLogger(__name__)
 _USER_OF_LOCAL = re.compile(r"://[^/].*@", re.DOTALL)
@@ -39,13 +39,9 @@ class CheckpointStore:
 
     def __init__(self, given: str | os.PathLike[str]) -> None:
         url = checkpoint_url(given)
-        try:
-            self._files, self._path = fsspec.core.url_to_fs(url)
-        except Exception as exc:  # noqa: BLE001 - whatever a file system raises; it may show the URL
-            raise ConfigError(
-                f"checkpoint is {shown(url)}: {exc}. Write an fsspec URL of a file, such as "
-                "file:///var/lib/app/orders.json."
-            ) from None
+        example = "a file, such as file:///var/lib/app/orders.json"
+        self._location = location("checkpoint", url, example)
+        self._files, self._path = self._location.files, self._location.path
         if not self._path.strip("/") or url.endswith("/"):
             raise ConfigError(f"checkpoint is {shown(url)}; it must name a file, not a folder.")
         if isinstance(self._files, LocalFileSystem):
@@ -57,7 +53,7 @@ class CheckpointStore:
                 )
             # A rename onto a symbolic link would replace the link by a file on another volume.
             self._path = os.path.realpath(self._path)
-        self._url = redacted(url)
+        self._url = self._location.url
         self._lock: CheckpointLock | None = None
 
     def open(self) -> Checkpoint | None:

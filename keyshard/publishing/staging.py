@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from keyshard.errors import ConfigError, KeyShardError, ProducerFencedError, StagingError
-from keyshard.redaction import redacted, scrubbed, shown
+from keyshard.errors import KeyShardError, ProducerFencedError, StagingError
+from keyshard.locations import location
+from keyshard.redaction import scrubbed
 
 MANIFEST, DONE = "manifest.json", "done"
 """Files of a batch: the rows to publish, and the mark that all are stored."""
@@ -53,14 +53,9 @@ class Staging:
     """
 
     def __init__(self, url: str) -> None:
-        try:
-            self.files, self.root = fsspec.core.url_to_fs(url)
-        except Exception as exc:  # noqa: BLE001 - whatever a file system raises; it may show the URL
-            raise ConfigError(
-                f"staging is {shown(url)}: {exc}. Write an fsspec URL of a folder, such as "
-                "s3://bucket/staging."
-            ) from None
-        self.url = redacted(url)
+        self._location = location("staging", url, "a folder, such as s3://bucket/staging")
+        self.files, self.root = self._location.files, self._location.path
+        self.url = self._location.url
 
     def check(self) -> None:
         """Check that files can be written.

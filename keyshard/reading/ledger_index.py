@@ -9,14 +9,12 @@ written, a warning says so, and everything is read.
 from __future__ import annotations
 
 import logging
-import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 from urllib.parse import quote
 
-import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
@@ -24,8 +22,8 @@ from pyarrow import parquet
 from keyshard.core.option_checks import check_text
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.zones import Storage, Zone
-from keyshard.errors import ConfigError
-from keyshard.redaction import Secret, redacted, scrubbed, shown
+from keyshard.locations import location
+from keyshard.redaction import redacted, scrubbed
 
 SUFFIX = ".zones.parquet"
 SMALL_BYTES = 4 * 1024 * 1024
@@ -51,7 +49,6 @@ _SCHEMA = pa.schema([
     pa.field("keys", pa.binary(), nullable=False),
 ])  # fmt: skip
 _TIMES = ("publish_min", "publish_max", "event_min", "event_max")
-_CREDENTIALS = re.compile(r"://([^/:@]+):([^/@]+)@")
 
 _log = logging.getLogger(__name__)
 
@@ -69,16 +66,8 @@ class LedgerIndex:
 
     def __init__(self, url: str) -> None:
         check_text("ledger_index", url, "write a path or an fsspec URL of a folder")
-        # File systems show them in errors and paths, in forms that are no URL.
-        self._secrets = [Secret(text, user) for user, text in _CREDENTIALS.findall(url)]
-        try:
-            self._files, self._root = fsspec.core.url_to_fs(url)
-        except Exception as exc:  # noqa: BLE001 - whatever a file system raises; it may show the URL
-            raise ConfigError(
-                f"ledger_index is {shown(url)}: {scrubbed(exc)}. Write an fsspec URL of a "
-                "folder, such as s3://bucket/index."
-            ) from None
-        self._url = redacted(url)
+        self._location = location("ledger_index", url, "a folder, such as s3://bucket/index")
+        self._files, self._root = self._location.files, self._location.path
 
     def zones(self, storage: Storage, *, keys: bool) -> Iterator[Zone]:
         """Yield the zones that fit the stored ledgers; remove files that have no such zone.
@@ -93,7 +82,7 @@ class LedgerIndex:
             _log.warning(
                 "The index of %s at %s cannot be read: %s. The read covers entries that the index "
                 "may rule out. Check the location and its permissions.",
-                storage.topic_partition, self._url, scrubbed(exc),
+                storage.topic_partition, self._location.url, scrubbed(exc),
             )  # fmt: skip
 
     def save(self, storage: Storage, zones: Sequence[Zone]) -> None:
@@ -106,7 +95,7 @@ class LedgerIndex:
             _log.warning(
                 "%d zones of %s cannot be written to the index at %s: %s. Later reads look at "
                 "these entries again. Check the location and its permissions.",
-                len(zones), storage.topic_partition, self._url, scrubbed(exc),
+                len(zones), storage.topic_partition, self._location.url, scrubbed(exc),
             )  # fmt: skip
 
     def _zones(self, storage: Storage, *, keys: bool) -> Iterator[Zone]:
@@ -146,7 +135,7 @@ class LedgerIndex:
             _log.warning(
                 "%d files of the index of %s at %s cannot be joined: %s. Each read fetches all of "
                 "them. Check the location and its permissions.",
-                len(found), storage.topic_partition, self._url, scrubbed(exc),
+                len(found), storage.topic_partition, self._location.url, scrubbed(exc),
             )  # fmt: skip
             return False
         self._remove(found)
