@@ -12,7 +12,7 @@ from keyshard.config.connection import CLIENT
 from keyshard.config.segments import Segments
 from keyshard.config.source import SourceConfig
 from keyshard.core.metadata_columns import check_known, check_transport
-from keyshard.core.option_checks import check_integer, did_you_mean
+from keyshard.core.option_checks import check_integer, did_you_mean, is_key
 from keyshard.core.position.zones import Wanted
 from keyshard.errors import ConfigError
 from keyshard.reading.split_planner import plan_read
@@ -160,15 +160,10 @@ def _keys(given: object) -> frozenset[str] | None:
     if given is None:
         return None
     if isinstance(given, str) or not isinstance(given, Collection) or not given or not all(
-        map(_is_key, given)
+        map(is_key, given)
     ):  # fmt: skip
         raise ConfigError(f"keys is {shown(given)}; write a list of keys, such as ['k1', 'k2'].")
     return frozenset(given)
-
-
-def _is_key(given: object) -> bool:
-    # No key contains half a surrogate pair.
-    return isinstance(given, str) and given == given.encode(errors="replace").decode()
 
 
 def _columns(given: object, source: SourceConfig) -> list[str] | None:

@@ -13,7 +13,13 @@ from keyshard.config.connection_names import fields_of, names_of
 from keyshard.config.field_types import of_type
 from keyshard.config.segments import BROKER, Segments
 from keyshard.config.source import SHORTHANDS
-from keyshard.core.option_checks import check_integer, check_text, did_you_mean, duration_ms
+from keyshard.core.option_checks import (
+    check_folder,
+    check_integer,
+    did_you_mean,
+    duration_ms,
+    is_key,
+)
 from keyshard.core.position.read_bounds import (
     Edge,
     bound_text,
@@ -32,8 +38,6 @@ from spark_adapter.options import (
     Option,
 )
 
-FOLDER_CHARS_MAX = 4_096
-"""Most characters of the path or URL of a folder."""
 _BY_NAME = {option.name.lower(): option for option in OPTIONS}
 _OF_BATCHES = {option.name.lower(): option for option in BATCH_OPTIONS}
 _INTEGERS, _BOOLEANS = of_type(KeyShardSource, int), of_type(KeyShardSource, bool)
@@ -368,20 +372,11 @@ def _keys(name: str, text: str) -> frozenset[str]:
         given = json.loads(text)
     except (ValueError, RecursionError):
         given = None
-    if not isinstance(given, list) or not given or not all(map(_is_key, given)):
+    if not isinstance(given, list) or not given or not all(map(is_key, given)):
         raise ConfigError(
             f'{name} is {shown(text)}; write a JSON list of keys, such as ["k1", "k2"].'
         )
     return frozenset(given)
-
-
-def _folder(name: str, text: str) -> str:
-    if len(text) > FOLDER_CHARS_MAX:
-        raise ConfigError(
-            f"{name} has {len(text):,} characters; write a path or an fsspec URL of a folder with "
-            f"at most {FOLDER_CHARS_MAX:,}."
-        )
-    return check_text(name, text, "write a path or an fsspec URL of a folder")
 
 
 def _plain(name: str, text: str) -> str:  # noqa: ARG001 - one signature for all options
@@ -401,11 +396,6 @@ def _addresses(name: str, text: str) -> dict[str, str]:
     return given
 
 
-def _is_key(given: object) -> bool:
-    # JSON can hold half a surrogate pair, which no key contains.
-    return isinstance(given, str) and given == given.encode(errors="replace").decode()
-
-
 _PARSED: dict[str, Callable[[str, str], Any]] = {
     "startingOffsets": parse_offsets,
     "endingOffsets": parse_offsets,
@@ -415,7 +405,7 @@ _PARSED: dict[str, Callable[[str, str], Any]] = {
     "minPartitions": _count,
     "maxRowsPerPartition": _count,
     "keys": _keys,
-    "ledgerIndex": _folder,
+    "ledgerIndex": check_folder,
     "segments": _plain,
     "bookies.map": _addresses,
     "bookies.trustCertsFilePath": _plain,

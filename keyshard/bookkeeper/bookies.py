@@ -13,7 +13,7 @@ import ssl
 import struct
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -238,6 +238,10 @@ class Bookies:
         self._drop(name, bookie)
         self.request(name, bookie.ledger, sorted(bookie.waiting))
 
+    def _key_of(self, name: str) -> Hashable:
+        """Return a bookie in the memory of failures."""
+        return self._addresses.get(name, name), self._tls
+
     def _note_single(self, name: str, frames: Sequence[bytes]) -> None:
         """Note that a bookie refuses batch reads, once it has returned an entry without one.
 
@@ -246,7 +250,7 @@ class Bookies:
         if not any(map(has_entry, frames)):
             return
         self.one_by_one.add(name)
-        where = (self._addresses.get(name, name), self._tls)
+        where = self._key_of(name)
         if not self._failures.is_single(where):
             self._failures.note_single(where)
             _log.info("Bookie %s refuses batch reads, and is read entry by entry.", name)
@@ -298,7 +302,7 @@ class Bookies:
         """Close the connection to a bookie, and do not ask it again."""
         if name not in self.failed:
             self.failed[name] = why
-            self._failures.note_bookie((self._addresses.get(name, name), self._tls), why)
+            self._failures.note_bookie(self._key_of(name), why)
             _log.warning("Bookie %s is not read from: %s.", name, why)
         bookie = self._open.get(name)
         if bookie is not None:
@@ -323,10 +327,11 @@ class Bookies:
         bookie = self._open.get(name)
         if bookie is None:
             where = self._addresses.get(name, name)
-            if why := self._failures.bookie((where, self._tls)):
+            key = self._key_of(name)
+            if why := self._failures.bookie(key):
                 self.failed[name] = why
                 return None
-            if self._failures.is_single((where, self._tls)):
+            if self._failures.is_single(key):
                 self._single.add(name)
             try:
                 connection = self._connect(where)

@@ -132,6 +132,26 @@ def check_text(name: str, value: object, wanted: str) -> str:
     return value
 
 
+FOLDER_CHARS_MAX = 4_096
+"""Most characters of the path or URL of a folder."""
+
+
+def check_folder(name: str, value: object) -> str:
+    """Check for a path or an fsspec URL of a folder, as far as its text says it."""
+    wanted = "write a path or an fsspec URL of a folder"
+    text = check_text(name, value, wanted)
+    if len(text) > FOLDER_CHARS_MAX:
+        raise ConfigError(
+            f"{name} has {len(text):,} characters; {wanted} with at most {FOLDER_CHARS_MAX:,}."
+        )
+    return text
+
+
+def is_key(value: object) -> bool:
+    """Return whether a value can be a partition key: a text without half a surrogate pair."""
+    return isinstance(value, str) and value == value.encode(errors="replace").decode()
+
+
 TOKEN_CHARS_MIN = 16
 """Fewest characters of a token that browsers give."""
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow import parquet
 
-from keyshard.core.option_checks import check_text
+from keyshard.core.option_checks import check_folder
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.zones import Storage, Zone
 from keyshard.locations import location
@@ -65,7 +65,7 @@ class LedgerIndex:
     """
 
     def __init__(self, url: str) -> None:
-        check_text("ledger_index", url, "write a path or an fsspec URL of a folder")
+        check_folder("ledger_index", url)
         self._location = location("ledger_index", url, "a folder, such as s3://bucket/index")
         self._files, self._root = self._location.files, self._location.path
 
@@ -73,7 +73,7 @@ class LedgerIndex:
         """Yield the zones that fit the stored ledgers; remove files that have no such zone.
 
         Args:
-            storage: What is stored.
+            storage: The stored content of the topic partition.
             keys: Whether the hashes of keys are wanted.
         """
         try:

@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -217,7 +216,8 @@ def _stored(
     if not split.spans:
         return
     stored = _check_stored(admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
-    split = _part_in(split, stored)
+    # Bookies keep deleted ledgers for a while.
+    split = split.only(span for span in split.spans if span.ledger in stored)
     if not split.spans:
         return
     entries = {span.ledger: span for span in split.spans}
@@ -251,17 +251,6 @@ def _within(split: Split, block: EntryBlock) -> EntryBlock | None:
         index for index in block.indices if index >= first and (end is None or index < end)
     )
     return only(block, indices) if indices else None
-
-
-def _part_in(split: Split, ledgers: Collection[int]) -> Split:
-    """Return a split without spans of other ledgers: bookies keep deleted ones for a while."""
-    spans = tuple(span for span in split.spans if span.ledger in ledgers)
-    if len(spans) == len(split.spans) or not spans:
-        return replace(split, spans=spans)
-    found = replace(split, spans=spans)
-    first_index = split.first_index if found.first == split.first else 0
-    end_index = split.end_index if found.last == split.last else None
-    return replace(found, first_index=first_index, end_index=end_index)
 
 
 def _check_stored(

@@ -81,7 +81,7 @@ SOURCES = ("auto", "bookies")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a read returned, and the error that ended it."""
+    """The rows of a read, and the error that ended it."""
 
     rows: pa.Table
     batches: tuple[int, ...]

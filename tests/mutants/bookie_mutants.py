@@ -47,7 +47,7 @@ OF_BOOKIES = (
         edits=(
             Edit(
                 BOOKIES,
-                "            if self._failures.is_single((where, self._tls)):\n",
+                "            if self._failures.is_single(key):\n",
                 "            if False:\n",
             ),
         ),

@@ -79,9 +79,9 @@ OF_INDEX = (
         promise="Exactly the wanted rows: only the first entry of a read begins inside.",
         edits=(
             Edit(
-                "keyshard/core/position/zones.py",
-                "first_index=stretch.first_index if begins else 0,",
-                "first_index=stretch.first_index,",
+                "keyshard/core/position/split.py",
+                "first_index=self.first_index if found.first == self.first else 0,",
+                "first_index=self.first_index,",
             ),
         ),
         killers=(

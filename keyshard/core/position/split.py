@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -122,6 +122,20 @@ class Split:
         after = publish_ms > 0 and (self.start_ms is None or publish_ms >= self.start_ms)
         return after and (self.end_ms is None or publish_ms < self.end_ms)
 
+    def only(self, spans: Iterable[Span]) -> Split:
+        """Return this split with only some of its entries; ``skipped`` is left out.
+
+        A batch index at an edge holds only where that edge stays.
+        """
+        found = replace(self, spans=tuple(spans), first_index=0, end_index=None, skipped=())
+        if not found.spans:
+            return found
+        return replace(
+            found,
+            first_index=self.first_index if found.first == self.first else 0,
+            end_index=self.end_index if found.last == self.last else None,
+        )
+
     def cut(self, parts: int) -> list[Split]:
         """Divide this split into ``parts`` parts, in order; into single entries if it has fewer."""
         parts = min(parts, self.entries)
@@ -129,14 +143,10 @@ class Split:
             return [self]
         bounds = [0, *self._cuts(parts), self.entries]
         offsets = list(accumulate((span.entries for span in self.spans), initial=0))
-        made = [
-            replace(self, spans=tuple(self._spans(offsets, start, end)), first_index=0,
-                    end_index=None, skipped=())
-            for start, end in pairwise(bounds)
-        ]  # fmt: skip
-        made[0] = replace(made[0], first_index=self.first_index, skipped=self.skipped)
-        made[-1] = replace(made[-1], end_index=self.end_index)
-        return made
+        first, *others = (
+            self.only(self._spans(offsets, start, end)) for start, end in pairwise(bounds)
+        )
+        return [replace(first, skipped=self.skipped), *others]
 
     def _cuts(self, parts: int) -> Iterator[int]:
         """Yield the entry numbers at which parts begin; all entries of a ledger weigh the same."""

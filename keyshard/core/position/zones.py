@@ -152,32 +152,34 @@ class Zoned:
             for one in (*hole, span):
                 _append(runs[-1], one)
             hole = []
-        marked = [[self._marked(span, closed) for span in run] for run in runs]
-        return _splits(stretch, marked, (*skipped, *hole))
+        of_runs = ((self._marked(span, closed) for span in run) for run in runs)
+        first, *others = map(stretch.only, of_runs if runs else [()])
+        return [replace(first, skipped=(*skipped, *hole)), *others]
 
     def _parts(self, stretch: Split) -> Iterator[tuple[Span, bool]]:
         """Yield consecutive parts of a stretch, and whether each may have wanted messages."""
         for span in stretch.spans:
-            at = span.first
-            for begin, stop in (*self._left_out.get(span.ledger, ()), (span.end, span.end)):
-                first, end = min(max(begin, at), span.end), min(stop, span.end)
-                if first > at:
-                    yield span.part(at - span.first, first - span.first), True
-                if end > first:
-                    yield span.part(first - span.first, end - span.first), False
-                at = max(at, end)
+            for first, end, left_out in _divided(span, self._left_out):
+                yield span.part(first - span.first, end - span.first), not left_out
 
     def _marked(self, span: Span, closed: Mapping[int, Closed]) -> Span:
         """Mark a span of a closed ledger if some of its entries have no zone."""
-        lacking, at = [], span.first
-        for begin, stop in (*self._known.get(span.ledger, ()), (span.end, span.end)):
-            first = min(begin, span.end)
-            if first > at:
-                lacking.append((at, first))
-            at = max(at, stop)
+        lacking = [(first, end) for first, end, known in _divided(span, self._known) if not known]
         if not lacking or span.ledger not in closed:
             return span
         return replace(span, closed=closed[span.ledger], lacking=tuple(lacking))
+
+
+def _divided(span: Span, by: Mapping[int, Intervals]) -> Iterator[tuple[int, int, bool]]:
+    """Yield the entries of a span by first and end, and whether the intervals have them."""
+    at = span.first
+    for begin, stop in (*by.get(span.ledger, ()), (span.end, span.end)):
+        first, end = min(max(begin, at), span.end), min(stop, span.end)
+        if first > at:
+            yield at, first, False
+        if end > first:
+            yield first, end, True
+        at = max(at, end)
 
 
 def _union(intervals: Intervals) -> Intervals:
@@ -204,21 +206,3 @@ def _append(spans: list[Span], span: Span) -> None:
     spans[-1] = replace(
         last, end=span.end, size_bytes=last.size_bytes + span.size_bytes, placement=placement
     )
-
-
-def _splits(stretch: Split, runs: list[list[Span]], skipped: tuple[Span, ...]) -> list[Split]:
-    """Return a split for each run of spans without holes."""
-    found = []
-    for run in runs:
-        one = replace(stretch, spans=tuple(run))
-        begins, ends = one.first == stretch.first, one.last == stretch.last
-        found.append(
-            replace(
-                one,
-                first_index=stretch.first_index if begins else 0,
-                end_index=stretch.end_index if ends else None,
-            )
-        )
-    none_left = replace(stretch, spans=(), first_index=0, end_index=None)
-    first, *others = found or [none_left]
-    return [replace(first, skipped=skipped), *others]
