@@ -13,7 +13,7 @@ from ray.data.datasource import Datasource, ReadTask
 from keyshard.columns.record_batches import SCHEMA, select
 from keyshard.config.connection import Connection
 from keyshard.config.segments import BROKER, Segments
-from keyshard.core.position.split import Split, cut, grouped
+from keyshard.core.position.split import Split, divided
 from keyshard.reading.read_report import planned
 from keyshard.reading.split_reader import read_splits
 from ray_adapter.read_reports import ReadReports
@@ -98,16 +98,13 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
 
         def task(read: Callable[[], Iterable[pa.Table]], splits: Sequence[Split]) -> ReadTask:
             metadata = BlockMetadata(
-                num_rows=None if splits else 0,
+                num_rows=None if any(split.spans for split in splits) else 0,
                 size_bytes=sum(split.size_bytes for split in splits),
                 input_files=None,
                 exec_stats=None,
             )
             return ReadTask(read, metadata, schema=schema, per_task_row_limit=per_task_row_limit)
 
-        groups = grouped(cut(self._stretches, parallelism), parallelism)
-        if not groups:
-            return [task(partial(_nothing, schema), ())]
         read = partial(
             read_splits,
             self._connection,
@@ -118,17 +115,20 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
             ledger_index=self._ledger_index,
             report=None if self._reports is None else self._reports.note,
         )
-        return [task(partial(_tables, read, splits), splits) for splits in groups]
+        return [
+            task(partial(_tables, read, splits, schema), splits)
+            for splits in divided(self._stretches, parallelism)
+        ]
 
 
 def _tables(
-    read: Callable[[Sequence[Split]], Iterator[pa.RecordBatch]], splits: Sequence[Split]
+    read: Callable[[Sequence[Split]], Iterator[pa.RecordBatch]],
+    splits: Sequence[Split],
+    schema: pa.Schema,
 ) -> Iterator[pa.Table]:
     """Read the splits of a task, in the task's process."""
     for batch in read(splits):
         yield pa.Table.from_batches([batch])
-
-
-def _nothing(schema: pa.Schema) -> list[pa.Table]:
-    """Return an empty table, which tells Ray the columns of an empty read."""
-    return [schema.empty_table()]
+    if not any(split.spans for split in splits):
+        # It tells Ray the columns of an empty read.
+        yield schema.empty_table()

@@ -136,6 +136,14 @@ def test_a_second_read_by_key_asks_only_for_what_the_index_does_not_rule_out(
     again = ray_adapter.read(source, keys=["seldom"], ledger_index=index, reports=reports)
     assert again.take_all() == found
     assert reports.total().skipped > 60, "the closed ledgers of both partitions"
+    early = datetime(2001, 1, 1, tzinfo=timezone.utc)
+    harness.roll_ledger(TopicPartition(topic, 0))
+    harness.roll_ledger(TopicPartition(topic, 1))
+    assert ray_adapter.read(source, ledger_index=index).count() == 2 * EACH + 1
+    reports = ray_adapter.ReadReports()
+    nothing = ray_adapter.read(source, end=early, ledger_index=index, reports=reports)
+    assert nothing.take_all() == []
+    assert reports.total().skipped > reports.total().by_broker == 0, "the index rules out all"
     assert ray_adapter.read(source, ledger_index=index).count() == 2 * EACH + 1
 
 

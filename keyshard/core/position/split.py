@@ -255,3 +255,14 @@ def grouped(splits: Sequence[Split], tasks: int) -> list[list[Split]]:
         groups[(2 * before + split.weight) * tasks // (2 * total)].append(split)
         before += split.weight
     return [group for group in groups if group]
+
+
+def divided(stretches: Sequence[Split], tasks: int) -> list[list[Split]]:
+    """Divide stretches between at most ``tasks`` tasks, by about equal bytes, in their order.
+
+    Returns:
+        The splits of each task, for at least one. The first has also the stretches without entries,
+        which may say what an index rules out.
+    """
+    first, *others = grouped(cut(stretches, tasks), tasks) or [[]]
+    return [[*(one for one in stretches if not one.spans), *first], *others]
