@@ -29,6 +29,7 @@ from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.redaction import shown
 from keyshard.source_dead_letters import SourceDeadLetters
+from keyshard.source_read import SourceReads
 from keyshard.source_stream import SourceStream
 from keyshard.threads import owned_by
 
@@ -64,7 +65,7 @@ READY_S = 60.0
 """Default longest wait for a source to be ready, seconds."""
 
 
-class KeyShardSource(SourceDeadLetters, SourceConfig):
+class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
     """Topics of a Pulsar cluster, consumed by ``parallelism`` hash ranges.
 
     The object is a frozen description. Constructing it connects to nothing::

@@ -7,16 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from keyshard.columns.record_batches import COLUMNS, columns_of
-from keyshard.config.connection import CLIENT
 from keyshard.config.segments import Segments
 from keyshard.config.source import SourceConfig
-from keyshard.core.metadata_columns import check_known, check_transport
-from keyshard.core.option_checks import check_integer, did_you_mean, is_key
+from keyshard.core.option_checks import check_integer, did_you_mean
 from keyshard.core.position.zones import Wanted
 from keyshard.errors import ConfigError
 from keyshard.reading.split_planner import plan_read
 from keyshard.redaction import shown
+from keyshard.source_read import wanted_columns, wanted_keys
 from ray_adapter.read_reports import ReadReports
 
 if TYPE_CHECKING:
@@ -114,12 +112,10 @@ def read(
             "cannot reach. Use the URL of a broker."
         )
     _check_options(options, read_datasource)
-    if not isinstance(segments, Segments | None):
-        raise ConfigError(f"segments is {shown(segments)}; give Segments('auto') or None.")
     if not isinstance(reports, ReadReports | None):
         raise ConfigError(f"reports is {shown(reports)}; give a ray_adapter.ReadReports or None.")
-    names = _columns(columns, source)
-    wanted = _keys(keys)
+    names = wanted_columns(columns, source)
+    wanted = wanted_keys(keys)
     stretches = plan_read(
         source, start, end, disorder_max_s=disorder_max_s, segments=segments,
         ledger_index=ledger_index, wanted=Wanted(keys=wanted),
@@ -154,29 +150,3 @@ def _check_options(given: Mapping[str, Any], read_datasource: Callable[..., Any]
         value = given.get(name)
         if value is not None and (name, value) != ("parallelism", -1):
             check_integer(name, value, 1, BLOCKS_MAX)
-
-
-def _keys(given: object) -> frozenset[str] | None:
-    if given is None:
-        return None
-    if isinstance(given, str) or not isinstance(given, Collection) or not given or not all(
-        map(is_key, given)
-    ):  # fmt: skip
-        raise ConfigError(f"keys is {shown(given)}; write a list of keys, such as ['k1', 'k2'].")
-    return frozenset(given)
-
-
-def _columns(given: object, source: SourceConfig) -> list[str] | None:
-    if given is None:
-        return columns_of(source.metadata_columns) if source.metadata_columns else None
-    wanted = f"name some of {', '.join(COLUMNS.names)}"
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise ConfigError(f"columns is {shown(given)}; {wanted}.")
-    for name in given:
-        check_known(name)
-    unknown = [name for name in given if name not in COLUMNS.names]
-    if unknown or len(set(given)) < len(given):
-        what = f"has no column {shown(unknown[0])}" if unknown else "has a column twice"
-        raise ConfigError(f"columns is {shown(given)}, which {what}; {wanted}.")
-    check_transport(given, by_client=source.transport == CLIENT)
-    return list(given)

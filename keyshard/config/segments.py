@@ -86,3 +86,13 @@ _FILES = (
     "bookies_certificate_file_path",
     "bookies_key_file_path",
 )
+
+
+def check_segments(given: object) -> None:
+    """Check the argument ``segments`` of a read.
+
+    Raises:
+        ConfigError: It is neither :class:`Segments` nor ``None``.
+    """
+    if not isinstance(given, Segments | None):
+        raise ConfigError(f"segments is {shown(given)}; give Segments('auto') or None.")

@@ -25,13 +25,20 @@ from keyshard.broker.auth.tls import context_of, of_bookies
 from keyshard.broker.connect import connect, connect_admin
 from keyshard.broker.retry import retry_until
 from keyshard.broker.topics import Catalog, look
-from keyshard.config.segments import BROKER, Segments
+from keyshard.config.segments import BROKER, Segments, check_segments
 from keyshard.config.source import SourceConfig
 from keyshard.core.message import MessageId
 from keyshard.core.option_checks import check_seconds
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.ledger import Ledger, shown
-from keyshard.core.position.read_bounds import Bound, Edge, check_order, fixed, parse_bounds
+from keyshard.core.position.read_bounds import (
+    Bound,
+    Edge,
+    check_order,
+    fixed,
+    parse_bound,
+    parse_bounds,
+)
 from keyshard.core.position.replicas import UNKNOWN
 from keyshard.core.position.split import Closed, Split, stretch
 from keyshard.core.position.zones import Storage, Wanted, Zoned
@@ -326,6 +333,10 @@ def plan_read(
     """
     if disorder_max_s is not None:
         check_seconds("disorder_max_s", disorder_max_s, DISORDER_S_MAX)
+    check_segments(segments)
+    for name, bound in (("start", start), ("end", end)):
+        if not isinstance(bound, Mapping):
+            parse_bound(name, bound)  # before the broker is asked for topic partitions
     if segments is not None and (tls := of_bookies(segments)):
         context_of(tls)  # a task would find out later
     if source.admin_url is None:

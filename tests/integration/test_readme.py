@@ -64,6 +64,10 @@ def first_handler(page: Page, text: str) -> None:
     assert page.end(handling) == 0, "Ctrl-C ends a handler in order"
 
 
+def bounded(page: Page, text: str) -> None:
+    assert page.run(text) == f"{MESSAGES} orders\n"
+
+
 def first_ray(page: Page, text: str) -> None:
     job = page.start(text)
     page.until(job, lambda out: len(re.findall(r"^k\d+ 100", out, re.MULTILINE)) >= MESSAGES)
@@ -90,6 +94,11 @@ def batches(page: Page, text: str) -> None:
 
 def host(page: Page, text: str) -> None:
     assert rows(page.run(text)) == MESSAGES
+
+
+def history(page: Page, text: str) -> None:
+    assert page.run(text) == f"{MESSAGES} orders since yesterday\n0 orders since then\n"
+    assert pq.read_metadata(page.folder / "history.parquet").num_rows == MESSAGES
 
 
 def ray(page: Page, text: str) -> None:
@@ -144,8 +153,8 @@ def judge(page: Page, lines: list[str]) -> None:
 
 
 STEPS: list[Callable[..., None]] = [
-    install, spark, first_handler, first_ray,  # README
-    handler, event_loop, batches, host, memory, memory,  # docs/handlers.md
+    install, spark, first_handler, bounded, first_ray,  # README
+    handler, event_loop, batches, host, history, memory, memory,  # docs/handlers.md
     ray, dataset,  # docs/ray.md
     look, judge,  # docs/operating.md
 ]  # fmt: skip
