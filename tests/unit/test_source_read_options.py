@@ -33,7 +33,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (["__range"], "Column __range does not exist"),
     ],
     "disorder_max_s": [(one, "number of seconds") for one in (-1, "1", float("nan"), 10**12)],
-    "segments": [(one, r"give Segments\('auto'\) or None") for one in ("auto", True, {})],
+    "segments": [(one, r"give Segments\('auto'\) or None") for one in ("auto", True, 1)],
     "ledger_index": [(one, "path or an fsspec URL") for one in (5, "", HALF, b"/index")],
 }
 
