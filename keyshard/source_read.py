@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Generator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -157,9 +158,11 @@ class SourceRead:
             "segments": segments,
             "ledger_index": ledger_index,
         }
+        self._pid = os.getpid()
         self._forget()
 
     def _forget(self) -> None:
+        """Begin without iterations and reports, as in each process."""
         self._spans: SpansByStart = {}
         self._open: WeakSet[Generator[pa.RecordBatch, None, None]] = WeakSet()
 
@@ -172,15 +175,24 @@ class SourceRead:
 
     @property
     def ends(self) -> dict[str, str]:
-        """End of the read by topic partition, as ``start`` of the next read takes it.
+        """Position by topic partition at which the read ends: ``start`` of the next read.
 
-        A position, or a time if ``end`` is a time. As JSON, positions are a ``starting_position``.
+        As JSON, it is a ``starting_position`` of a source.
+
+        Raises:
+            ConfigError: The read ends at a time.
         """
-        return {
-            one.topic_partition.name: bound_text(one.end)
-            for one in self._splits
-            if one.end is not None
-        }
+        found: dict[str, str] = {}
+        for one in self._splits:
+            if isinstance(one.end, int):
+                raise ConfigError(
+                    f"The read of {one.topic_partition} ends at {bound_text(one.end)}, a publish "
+                    "time, which is not a position: earlier messages may be stored after it. Use "
+                    "a position or 'latest' as end."
+                )
+            if one.end is not None:
+                found[one.topic_partition.name] = bound_text(one.end)
+        return found
 
     @property
     def plan(self) -> ReadReport:
@@ -228,6 +240,11 @@ class SourceRead:
     def _batches(self) -> Generator[pa.RecordBatch, None, None]:
         from keyshard.reading.split_reader import read_splits  # noqa: PLC0415 - loads pyarrow
 
+        if self._connection.in_memory and self._pid != os.getpid():
+            raise ConfigError(
+                f"{self._connection.service_url} is an in-memory cluster of another process. Read "
+                "it there, or use the URL of a broker."
+            )
         size_bytes = sum(one.size_bytes for one in self._splits)
         splits = cut(self._splits, -(-size_bytes // SPLIT_BYTES))
         ruled_out = [one for one in self._splits if not one.spans]

@@ -13,6 +13,9 @@ from keyshard.errors import (
     UnreadableEntryError,
 )
 
+AROUND = "A bounded read can end before it, and another one start behind it."
+"""Advice for reads without a subscription, to which ``on_corrupt`` and ``on_encrypted`` mean
+nothing."""
 Refused = TypeVar("Refused", bound=KeyShardError)
 
 
@@ -36,7 +39,7 @@ def corrupt_entry(
         CorruptEntryError,
         f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of "
         "it was acknowledged. Correct the producer that wrote it. To acknowledge, count and "
-        "skip such entries, set on_corrupt to skip.",
+        f"skip such entries of a subscription, set on_corrupt to skip. {AROUND}",
         where,
         entry_id,
     )
@@ -66,7 +69,8 @@ def encrypted_entry(
         EncryptedMessageError,
         f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has "
         "no keys. Nothing of it was acknowledged. Consume the topic with a client that has the "
-        "keys. To acknowledge, count and skip encrypted messages, set on_encrypted to skip.",
+        "keys. To acknowledge, count and skip encrypted messages of a subscription, set "
+        f"on_encrypted to skip. {AROUND}",
         where,
         entry_id,
     )

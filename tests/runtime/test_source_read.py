@@ -119,6 +119,14 @@ def test_the_end_of_a_read_is_the_start_of_the_next_and_of_a_subscription(topic:
     assert sorted(live) == sorted(ids(behind))
 
 
+def test_a_time_is_no_end_that_a_next_read_can_start_at(topic: Topic) -> None:
+    """Messages that came between the plan and a time in the future were in neither read."""
+    rows = topic.read(end="2999-01-01")
+    assert len(ids(rows)) == 3 * (EACH + 7)
+    with pytest.raises(ConfigError, match=r"ends at 2999-01-01T00:00:00.*Use a position or 'late"):
+        _ = rows.ends
+
+
 def test_bounds_keys_and_columns_choose_rows_and_columns(topic: Topic) -> None:
     one = topic.read(start=T0 + 3, end=T0 + 5, columns=["__publishTime", "__key"], keys=["k3"])
     assert one.schema.names == ["__publishTime", "__key"]
@@ -305,8 +313,16 @@ def test_a_topic_that_is_deleted_before_or_during_the_read_is_a_named_loss(
 
 def test_an_entry_that_cannot_be_read_ends_the_iteration_and_closes_it(topic: Topic) -> None:
     topic.cluster.publish(topic.where[0], Message(b"?", key="a"), encrypted=True)
-    with pytest.raises(EncryptedMessageError):
+    with pytest.raises(EncryptedMessageError, match="A bounded read can end before it"):
         list(topic.read())
+
+
+def test_a_read_of_an_in_memory_cluster_is_refused_in_another_process(topic: Topic) -> None:
+    """It was a loss of data, because the other process has a cluster of this name without it."""
+    copy = pickle.loads(pickle.dumps(topic.read()))
+    copy._pid += 1
+    with pytest.raises(ConfigError, match="in-memory cluster of another process"):
+        list(copy)
 
 
 def test_a_read_without_the_admin_interface_is_refused() -> None:
