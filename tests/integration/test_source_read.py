@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from keyshard import KeyShardSource, Segments, SourceRead
@@ -28,6 +30,7 @@ from tests.support.deadlines import deadline
 
 pytestmark = [pytest.mark.broker]
 
+ROOT = Path(__file__).parents[2]
 EACH = 90
 """Messages of a topic partition."""
 
@@ -103,11 +106,19 @@ def test_the_rows_are_those_of_the_other_reads_also_from_bookies_and_with_an_ind
     assert table == expected.filter(pa.array(wanted))
 
 
-def test_processes_share_a_read(source: KeyShardSource) -> None:
-    rows = source.read()
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        found = [value for part in pool.map(values, rows.split(5)) for value in part]
-    assert found == values(rows)
+def test_the_example_exports_a_topic_in_processes(source: KeyShardSource, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.export_history", source.topics[0], tmp_path / "exported",
+         "--service-url", source.service_url, "--admin-url", str(source.admin_url), "--parts", "5"],
+        cwd=ROOT, check=False, timeout=deadline(120), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said, ends = done.stdout.splitlines()
+    assert said == f"{2 * EACH} rows in 5 files"
+    files = sorted((tmp_path / "exported").iterdir())
+    found = [pq.read_table(file).column("value").to_pylist() for file in files]
+    assert [value for part in found for value in part] == values(source.read())
+    assert values(source.read(start=json.loads(ends))) == []
 
 
 @pytest.mark.usefixtures("unchanged")
