@@ -260,7 +260,10 @@ class SourceRead:
         return stream.__arrow_c_stream__(requested_schema)
 
     def close(self) -> None:
-        """End iterations that have not ended, and close their connections. Idempotent."""
+        """End iterations that have not ended, and close their connections. Idempotent.
+
+        The end of a ``with`` block calls it. Call it in the thread that iterates.
+        """
         for batches in tuple(self._open):
             batches.close()
 
