@@ -116,8 +116,9 @@ class SourceReads:
 class SourceRead:
     """Stored messages between two bounds, as Arrow record batches. Made by ``KeyShardSource.read``.
 
-    Each iteration connects, reads all rows and disconnects, in this thread and without others of
-    keyshard's. The rows of a topic partition are in its order, one topic partition after the other.
+    Each iteration connects, reads all rows in the thread of its loop, and disconnects. Only the
+    connection has threads of its own. The rows of a topic partition are in its order, one topic
+    partition after the other.
     A batch has at most 10,000 rows and about 8 MiB of columns, unless one entry is larger. A read
     holds at most one batch, and about 32 MiB of entries that were received before their turn.
 
