@@ -246,11 +246,11 @@ REFERENCES = (
     ),
     Reference(
         errors.BookieReadError,
-        "The option `segments` is `bookies`, and no bookie of a closed ledger could be reached or "
-        "returned an entry.",
-        "Check that the addresses of the bookies can be reached from where the read runs. Set "
-        "`bookies.map` if they have others there, and `bookies.trustCertsFilePath` if they require "
-        "TLS. With `segments` `auto`, the broker is asked.",
+        "The option `segments` is `bookies`, and no bookie of a closed ledger, or not the store "
+        "`offloads` of an offloaded one, could be reached or returned an entry.",
+        "Check that the addresses of the bookies, or the store, can be reached from where the read "
+        "runs. Set `bookies.map` if bookies have others there, and `bookies.trustCertsFilePath` if "
+        "they require TLS. With `segments` `auto`, the broker is asked.",
     ),
     Reference(
         errors.AcknowledgeError,

@@ -312,7 +312,7 @@ class ReplayTimeoutError(KeyShardError):
 
 
 class BookieReadError(KeyShardError):
-    """No bookie returned an entry of a closed ledger, and the broker must not be asked for it."""
+    """No bookie, or not the store of offloads, returned an entry, and the broker is not asked."""
 
     code = "KEYSHARD_BOOKIES_UNAVAILABLE"
 

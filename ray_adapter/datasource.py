@@ -60,10 +60,13 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
 
     def get_name(self) -> str:
         """Return the name of the read in Ray's plans and progress; it names the planned way."""
-        if self._segments is None or self._segments.source == BROKER:
+        if self._segments is None or self._segments.by_broker_only:
             return "KeyShard"
         spans = planned(self._stretches).spans
-        return f"KeyShard[{sum(not one.why for one in spans)}/{len(spans)} ledgers from bookies]"
+        origins = ["bookies"] if self._segments.source != BROKER else []
+        origins += ["offloads"] if self._segments.offloads is not None else []
+        stored = sum(not one.why for one in spans)
+        return f"KeyShard[{stored}/{len(spans)} ledgers from {' and '.join(origins)}]"
 
     def supports_projection_pushdown(self) -> bool:
         """Whether Ray may select columns. An older Ray has another interface for that."""

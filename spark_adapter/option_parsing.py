@@ -332,7 +332,11 @@ def parse_bounded(options: Mapping[str, str]) -> BoundedRead:
         else:
             others[name] = text
     source = parse_options(others, stream=False)
-    said = {name: found.pop(name) for name in list(found) if name.startswith("bookies_")}
+    said = {
+        name: found.pop(name)
+        for name in list(found)
+        if name.startswith("bookies_") or name == "offloads"
+    }
     segments = Segments(found.pop("segments", BROKER), **said)
     return BoundedRead(source, **found, segments=segments, names=tuple(names.items()))
 
@@ -407,6 +411,7 @@ _PARSED: dict[str, Callable[[str, str], Any]] = {
     "keys": _keys,
     "ledgerIndex": check_folder,
     "segments": _plain,
+    "offloads": _plain,
     "bookies.map": _addresses,
     "bookies.trustCertsFilePath": _plain,
     "bookies.certificateFilePath": _plain,

@@ -335,6 +335,12 @@ BATCH_OPTIONS = (
         "the read fails if no bookie returns an entry. See below.",
     ),
     Option(
+        "offloads",
+        "offloads",
+        "fsspec URL of the store to which the brokers offload ledgers, such as `s3://bucket`. "
+        "Tasks read offloaded ledgers from there, whatever `segments` is. See below.",
+    ),
+    Option(
         "bookies.map",
         "bookies_map",
         'Addresses of bookies that are not reached under their names, JSON: `{"bookie-0:3181": '

@@ -1,8 +1,9 @@
-"""A broker whose Readers read closed ledgers from bookies, and all else by the broker.
+"""A broker whose Readers read closed ledgers where they are stored, and all else by the broker.
 
 The rows are the same either way. So entries whose visibility only the broker knows, those of
 transactions and markers, send their ledger to the broker from there on. The same holds for entries
-that no bookie returns, and for entries that cannot be decoded, because the broker names the error.
+that neither bookies nor the store of offloads return, and for entries that cannot be decoded,
+because the broker names the error.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.stored_entry import CHECKED, SIZE, after_broker_metadata
 from keyshard.core.metadata_columns import STORED, Origin
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.position.replicas import LedgerReplicas
+from keyshard.core.position.replicas import LedgerReplicas, OffloadedLedger, Placement
 from keyshard.core.protobuf import NotProtobufError, fields_of
 from keyshard.errors import BookieReadError, BrokerError
+from keyshard.offloads.offload_reader import OffloadNotReadError, OffloadReader, Offloads
 
 _BROKER_DECIDES = {20: b"\xa0\x01", 22: b"\xb0\x01", 23: b"\xb8\x01"}
 """Tags of the fields ``marker_type``, ``txnid_least_bits`` and ``txnid_most_bits`` of
@@ -43,49 +45,69 @@ _log = logging.getLogger(__name__)
 
 
 class BookieReads:
-    """Opens Readers of one topic partition that read closed ledgers from bookies.
+    """Opens Readers of one topic partition that read closed ledgers where they are stored.
 
     Args:
         broker: Reads all else.
-        ledgers: The ledgers of the read: their replicas, or why they are left to the broker.
+        ledgers: The ledgers of the read: where they are stored, or why they are left to the broker.
         bookies: Connections to the bookies.
-        required: Whether it is an error that no bookie returns an entry of a closed ledger. If
-            not, the broker is asked for it.
+        required: Whether it is an error that nothing but the broker returns an entry of a stored
+            ledger. If not, the broker is asked for it.
         failures: Ledgers that were left to the broker lately, and are now.
         cluster: The cluster in ``failures``, and how TLS is spoken with its bookies.
+        offloads: The store of offloaded ledgers, if any ledger is read from there.
     """
 
     def __init__(
         self,
         broker: OpensReaders,
-        ledgers: Mapping[int, LedgerReplicas | str],
+        ledgers: Mapping[int, Placement],
         bookies: Bookies,
         *,
         required: bool = False,
         failures: Failures | None = None,
         cluster: Hashable = "",
+        offloads: Offloads | None = None,
     ) -> None:
         self.broker = broker
         self.bookies = bookies
         self.required = required
         self.left = {one: why for one, why in ledgers.items() if isinstance(why, str)}
         """Why the broker is asked for a ledger, from some entry on."""
-        self.replicas = {
-            one: found for one, found in ledgers.items() if isinstance(found, LedgerReplicas)
+        self.stored = {
+            one: found
+            for one, found in ledgers.items()
+            if isinstance(found, LedgerReplicas)
+            or (isinstance(found, OffloadedLedger) and offloads is not None)
         }
-        self.from_bookies: Counter[int] = Counter()
-        """Entries that bookies returned, by ledger."""
+        self.offloads = offloads
+        self.from_storage: Counter[int] = Counter()
+        """Entries that came without the broker, by ledger."""
         self._failures = failures or Failures()
         self._cluster = cluster
 
-    def replicas_of(self, at: EntryId) -> LedgerReplicas | None:
+    def stored_at(self, at: EntryId) -> LedgerReplicas | OffloadedLedger | None:
         """Return where an entry is read, unless its ledger is left to the broker."""
         if at.ledger in self.left:
             return None
         if why := self._failures.ledger(self._cluster, at):
             self.left[at.ledger] = why
             return None
-        return self.replicas.get(at.ledger)
+        return self.stored.get(at.ledger)
+
+    def segment(
+        self,
+        topic_partition: TopicPartition,
+        ledger: LedgerReplicas | OffloadedLedger,
+        first: int,
+        last: int,
+        bytes_max: int,
+    ) -> LedgerReader | OffloadReader:
+        """Return a reader of some entries of a ledger."""
+        if isinstance(ledger, LedgerReplicas):
+            return LedgerReader(ledger, first, last, self.bookies, bytes_max)
+        assert self.offloads is not None, "only then are offloaded ledgers stored"
+        return self.offloads.reader(topic_partition, ledger, first, last, bytes_max)
 
     def leave(self, at: EntryId, why: str) -> None:
         """Leave a ledger to the broker, from an entry on."""
@@ -102,29 +124,30 @@ class BookieReads:
         if how.columns is not None and not _OF_BROKER.isdisjoint(how.columns):
             # Only the broker knows whether it shows them.
             why = "it has a column that only the broker knows"
-            self.left.update(dict.fromkeys(self.replicas, why))
+            self.left.update(dict.fromkeys(self.stored, why))
             return self.broker.reader(topic_partition, start, how)
         return SegmentReader(self, topic_partition, start, how)
 
 
 class SegmentReader:
-    """A Reader that takes each ledger from its bookies, or from the broker."""
+    """A Reader that takes each ledger from where it is stored, or from the broker."""
 
     def __init__(
         self, reads: BookieReads, topic_partition: TopicPartition, start: EntryId, how: ReadOptions
     ) -> None:
         self._reads = reads
         self._topic_partition = topic_partition
-        self._ids = sorted({*reads.left, *reads.replicas})
+        self._ids = sorted({*reads.left, *reads.stored})
         self._how = how
         self._next = start
         """All earlier entries were returned, or do not exist."""
-        self._segment: LedgerReader | None = None
+        self._segment: LedgerReader | OffloadReader | None = None
         self._pending: list[RawEntry] = []
         """Entries of the segment that are not decoded yet."""
         self._reader: Reader | None = None
         self._end: EntryId | None = None
-        """Where the broker's Reader ends, because bookies have the next ledger; exclusive."""
+        """Where the broker's Reader ends, because the next ledger is read from its storage;
+        exclusive."""
         self._was_lost = False
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
@@ -135,7 +158,7 @@ class SegmentReader:
                 if blocks or not ended:
                     return blocks
             elif self._segment is not None:
-                blocks = self._from_bookies(self._segment)
+                blocks = self._from_storage(self._segment)
                 if blocks:
                     return blocks
             else:
@@ -162,31 +185,32 @@ class SegmentReader:
 
     def _open(self) -> None:
         """Open what reads the next entry."""
-        ledger = self._replicas_at(self._next)
+        ledger = self._stored_at(self._next)
         if ledger is not None:
             at = self._next.entry if self._next.ledger == ledger.ledger else 0
             last, until = ledger.last, self._how.last
             if until is not None and until.ledger == ledger.ledger:
                 last = min(last, until.entry)
             self._next = EntryId(ledger.ledger, at)
-            limit = self._how.receiver_queue_bytes
-            self._segment = LedgerReader(ledger, at, last, self._reads.bookies, limit)
+            self._segment = self._reads.segment(
+                self._topic_partition, ledger, at, last, self._how.receiver_queue_bytes
+            )
             return
         later = (EntryId(one, 0) for one in self._ids if one > self._next.ledger)
-        self._end = next((one for one in later if self._reads.replicas_of(one)), None)
+        self._end = next((one for one in later if self._reads.stored_at(one)), None)
         self._reader = self._reads.broker.reader(self._topic_partition, self._next, self._how)
 
-    def _replicas_at(self, at: EntryId) -> LedgerReplicas | None:
-        """Return the ledger of the next entry, if bookies have it."""
+    def _stored_at(self, at: EntryId) -> LedgerReplicas | OffloadedLedger | None:
+        """Return the ledger of the next entry, unless it is left to the broker."""
         for number in self._ids[bisect_left(self._ids, at.ledger) :]:
             first = at.entry if number == at.ledger else 0
-            found = self._reads.replicas_of(EntryId(number, first))
+            found = self._reads.stored_at(EntryId(number, first))
             if found is None or found.last >= first:
                 return found
         return None
 
     def _from_broker(self, reader: Reader, timeout_ms: int) -> tuple[list[EntryBlock], bool]:
-        """Return the next blocks, and whether bookies have the entries after them."""
+        """Return the next blocks, and whether the entries after them are read from storage."""
         blocks = reader.read(timeout_ms)
         if self._end is None:
             return blocks, False
@@ -199,12 +223,12 @@ class SegmentReader:
             self._close_reader()
         return before, ended
 
-    def _from_bookies(self, segment: LedgerReader) -> list[EntryBlock]:
+    def _from_storage(self, segment: LedgerReader | OffloadReader) -> list[EntryBlock]:
         """Return the next blocks of a ledger; none if the ledger ends or is left to the broker."""
         if not self._pending:
             try:
                 self._pending = segment.read()
-            except EntryNotReadError as exc:
+            except (EntryNotReadError, OffloadNotReadError) as exc:
                 if self._reads.required:
                     raise self._unreadable(str(exc)) from exc
                 self._leave(str(exc))
@@ -227,7 +251,7 @@ class SegmentReader:
         last = entries[taken - 1].id
         self._next = EntryId(last.ledger, last.entry + 1)
         self._pending = self._pending[taken:]
-        self._reads.from_bookies[last.ledger] += taken
+        self._reads.from_storage[last.ledger] += taken
         return decoded.blocks
 
     def _leave(self, why: str) -> None:
@@ -242,12 +266,20 @@ class SegmentReader:
 
     def _unreadable(self, why: str) -> BookieReadError:
         ledger, entry = self._next
-        return BookieReadError(
-            f"No bookie returned entry {ledger}:{entry} of {self._topic_partition}: {why}. Check "
-            "that the bookies can be reached. If bookies were replaced since the read was planned, "
-            "plan it again. Or set segments to auto.",
-            topic_partition=self._topic_partition.name,
-        )
+        named = f"entry {ledger}:{entry} of {self._topic_partition}: {why}"
+        if isinstance(self._segment, OffloadReader):
+            text = (
+                f"The store of offloads did not return {named}. Check offloads, and the "
+                "permissions there. If the ledger was deleted since the read was planned, plan it "
+                "again."
+            )
+        else:
+            text = (
+                f"No bookie returned {named}. Check that the bookies can be reached. If bookies "
+                "were replaced since the read was planned, plan it again."
+            )
+        where = self._topic_partition.name
+        return BookieReadError(f"{text} Or set segments to auto.", topic_partition=where)
 
     def _close_segment(self) -> None:
         if self._segment is not None:

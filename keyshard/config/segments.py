@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from keyshard.config.connection import check_file
-from keyshard.core.option_checks import check_bool, check_choice
+from keyshard.core.option_checks import check_bool, check_choice, check_folder
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
@@ -38,6 +38,10 @@ class Segments:
     """PEM file of its key, without a passphrase."""
     bookies_hostname_verification: bool = True
     """Whether the certificate of a bookie must name the host of its address."""
+    offloads: str | None = None
+    """Path or fsspec URL of the store to which the brokers offload ledgers, such as
+    ``s3://bucket``: offloaded ledgers are read from there, whatever ``source`` is. With ``source``
+    ``bookies``, it is an error if the store does not return an entry. ``None``: by the broker."""
 
     def __post_init__(self) -> None:
         check_choice("segments", self.source, BROKER, AUTO, BOOKIES)
@@ -54,7 +58,14 @@ class Segments:
             raise ConfigError(
                 "bookies_map is given, but segments is 'broker'. Set segments to 'auto'."
             )
+        if self.offloads is not None:
+            check_folder("offloads", self.offloads)
         self._check_tls()
+
+    @property
+    def by_broker_only(self) -> bool:
+        """Whether the broker is asked for all ledgers."""
+        return self.source == BROKER and self.offloads is None
 
     def _check_tls(self) -> None:
         check_bool("bookies_hostname_verification", self.bookies_hostname_verification)

@@ -1,12 +1,13 @@
-"""Reports of bounded reads: entries by bookies and by the broker, with the reasons."""
+"""Reports of bounded reads: entries by their origin, with the reasons."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from keyshard.core.position.split import Split
+from keyshard.core.position.replicas import LedgerReplicas, OffloadedLedger
+from keyshard.core.position.split import Span, Split
 
 NAMED_MAX = 20
 """Most ledgers, and most bookies, that the text of a report names."""
@@ -32,15 +33,19 @@ class SpanRead:
     """Entries that are not read, because the index rules them out; then all of the span."""
     one_by_one: tuple[str, ...] = ()
     """Bookies of these entries that refuse batch reads, and so returned them one by one."""
+    by_offloads: int = 0
+    """Entries from the store of offloads; in a plan, those for which it will be asked."""
 
     def __str__(self) -> str:
         if self.skipped:
             return f"{self.ledger}: {self.skipped:,} entries ruled out by the index"
-        by_bookies = f"{self.by_bookies:,} entries from bookies"
+        stored = f"{self.by_bookies:,} entries from bookies"
+        if self.by_offloads:
+            stored = f"{self.by_offloads:,} entries from the store of offloads"
         if not self.why:
-            return f"{self.ledger}: {by_bookies}"
+            return f"{self.ledger}: {stored}"
         by_broker = f"{self.by_broker:,} by the broker, because {self.why}"
-        then = f"{by_bookies}, then " if self.by_bookies else ""
+        then = f"{stored}, then " if self.by_bookies or self.by_offloads else ""
         return f"{self.ledger}: {then}{by_broker}"
 
 
@@ -71,6 +76,11 @@ class ReadReport:
     def by_bookies(self) -> int:
         """Entries from bookies."""
         return sum(one.by_bookies for one in self.spans)
+
+    @property
+    def by_offloads(self) -> int:
+        """Entries from the store of offloaded ledgers."""
+        return sum(one.by_offloads for one in self.spans)
 
     @property
     def by_broker(self) -> int:
@@ -119,15 +129,14 @@ def planned(splits: Iterable[Split]) -> ReadReport:
         spans += _skipped(split)
         for span in split.spans:
             why = span.placement if isinstance(span.placement, str) else ""
-            counts = (0, span.entries) if why else (span.entries, 0)
-            spans.append(SpanRead(name, span.ledger, span.first, span.end, *counts, why))
+            spans.append(_read(name, span, 0 if why else span.entries, span.entries, why))
     return ReadReport.of(ReadReport(tuple(spans)).by_start())
 
 
 def was_read(
     split: Split,
     seen: Mapping[int, int],
-    from_bookies: Mapping[int, int],
+    from_storage: Mapping[int, int],
     left: Mapping[int, str],
     one_by_one: Collection[str] = (),
 ) -> ReadReport:
@@ -136,23 +145,29 @@ def was_read(
     Args:
         split: The split.
         seen: Entries that were read, by ledger.
-        from_bookies: Entries that bookies returned, by ledger.
+        from_storage: Entries that came without the broker, by ledger.
         left: Why the broker was asked for a ledger, from some entry on.
         one_by_one: Bookies that refuse batch reads, and have returned entries one by one.
     """
     spans = _skipped(split)
     for span in split.spans:
         count = seen.get(span.ledger, 0)
-        by_bookies = min(from_bookies.get(span.ledger, 0), count)
-        why = left.get(span.ledger, "")
-        counts = by_bookies, count - by_bookies
-        name = split.topic_partition.name
-        asked = span.placement.names if by_bookies and not isinstance(span.placement, str) else ()
-        single = tuple(sorted(set(asked).intersection(one_by_one)))
-        spans.append(
-            SpanRead(name, span.ledger, span.first, span.end, *counts, why, one_by_one=single)
-        )
+        stored = min(from_storage.get(span.ledger, 0), count)
+        read = _read(split.topic_partition.name, span, stored, count, left.get(span.ledger, ""))
+        if stored and isinstance(span.placement, LedgerReplicas):
+            single = tuple(sorted(span.placement.names.intersection(one_by_one)))
+            read = replace(read, one_by_one=single)
+        spans.append(read)
     return ReadReport(tuple(spans))
+
+
+def _read(name: str, span: Span, stored: int, count: int, why: str) -> SpanRead:
+    """Return the report of a span of which ``stored`` of ``count`` entries need no broker."""
+    by_offloads = stored if isinstance(span.placement, OffloadedLedger) else 0
+    return SpanRead(
+        name, span.ledger, span.first, span.end, stored - by_offloads, count - stored, why,
+        by_offloads=by_offloads,
+    )  # fmt: skip
 
 
 def _skipped(split: Split) -> list[SpanRead]:

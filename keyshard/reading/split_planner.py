@@ -39,7 +39,7 @@ from keyshard.core.position.read_bounds import (
     parse_bound,
     parse_bounds,
 )
-from keyshard.core.position.replicas import UNKNOWN
+from keyshard.core.position.replicas import OFFLOADED, UNKNOWN, LedgerReplicas, OffloadedLedger
 from keyshard.core.position.split import Closed, Split, stretch
 from keyshard.core.position.zones import Storage, Wanted, Zoned
 from keyshard.errors import (
@@ -55,10 +55,13 @@ from keyshard.errors import (
 from keyshard.threads import Pool
 
 if TYPE_CHECKING:
+    from keyshard.offloads.offload_reader import Offloads
     from keyshard.reading.ledger_index import LedgerIndex
 
 THREADS_MAX = 16
 """Topic partitions that are planned in parallel."""
+NOT_OFFLOADED = "it is not offloaded"
+"""The placement of a ledger that is not read from bookies, if only offloads are."""
 NAMED_MAX = 20
 """Most ledgers of a topic partition that a log line names."""
 
@@ -74,7 +77,7 @@ def stretches(
     disorder_ms: int | None = None,
     published: tuple[int | None, int | None] = (None, None),
     fail_on_data_loss: bool = True,
-    placed: bool = False,
+    segments: Segments = Segments(),  # noqa: B008 - immutable
     index: LedgerIndex | None = None,
     wanted: Wanted = Wanted(),  # noqa: B008 - immutable
 ) -> tuple[Split, ...]:
@@ -95,7 +98,7 @@ def stretches(
             milliseconds since the epoch.
         fail_on_data_loss: Whether a position that is not stored is an error. If not, the read takes
             what is stored between the bounds, and logs a warning.
-        placed: Whether the splits say which bookies store their entries.
+        segments: Where closed ledgers are read; the splits say where their entries are stored.
         index: Knows the bounds of messages in closed ledgers.
         wanted: Keys and event times that are wanted. Only an index looks at them.
 
@@ -110,7 +113,7 @@ def stretches(
     check_order(starts, ends)
 
     def one(where: TopicPartition) -> list[Split]:
-        ledgers, closed = retry_until(lambda: _shown(admin, where, placed=placed), timeout_s)
+        ledgers, closed = retry_until(lambda: _shown(admin, where, segments), timeout_s)
         start, end = starts[where], ends[where]
         for name, bound in (("start", start), ("end", end)):
             check_stored(
@@ -176,11 +179,13 @@ def _stretch_between(
 
 
 def _shown(
-    admin: Admin, topic_partition: TopicPartition, *, placed: bool
+    admin: Admin, topic_partition: TopicPartition, segments: Segments
 ) -> tuple[tuple[Ledger, ...], dict[int, Closed]]:
     """Return the ledgers that Readers can see, and all that are closed."""
-    ask = admin.placed_ledgers if placed else admin.ledgers
-    ledgers = ask(topic_partition)
+    if segments.by_broker_only:
+        ledgers = admin.ledgers(topic_partition)
+    else:
+        ledgers = _placed(admin, topic_partition, segments)
     if ledgers is None:
         raise gone(topic_partition)
     # This order matters: entries that an open transaction holds back now are in the list, or came
@@ -197,8 +202,39 @@ def _shown(
         )  # fmt: skip
     # The broker holds entries back behind an open transaction, also in later ledgers; bookies do
     # not.
-    why = "it is unknown whether transactions hold back its entries" if placed else UNKNOWN
+    why = UNKNOWN
+    if not segments.by_broker_only:
+        why = "it is unknown whether transactions hold back its entries"
     return tuple(replace(one, placement=why) for one in ledgers), closed
+
+
+def _placed(
+    admin: Admin, topic_partition: TopicPartition, segments: Segments
+) -> tuple[Ledger, ...] | None:
+    """Return all ledgers, and where each is read; ``None`` if there is no such topic."""
+    ledgers = admin.placed_ledgers(topic_partition)
+    if ledgers is None:
+        return None
+    if segments.source == BROKER:
+        ledgers = tuple(
+            replace(one, placement=NOT_OFFLOADED) if isinstance(one.placement, LedgerReplicas)
+            else one for one in ledgers
+        )  # fmt: skip
+    if segments.offloads is None or all(one.placement != OFFLOADED for one in ledgers):
+        return ledgers
+    try:
+        found = admin.offloads(topic_partition) or {}
+    except AuthorizationError as exc:
+        why = f"its offload is refused: {exc.message}"
+        return tuple(
+            replace(one, placement=why) if one.placement == OFFLOADED else one for one in ledgers
+        )
+    return tuple(
+        replace(one, placement=OffloadedLedger(one.id, one.entries - 1, found[one.id]))
+        if one.placement == OFFLOADED and one.id in found
+        else one
+        for one in ledgers
+    )
 
 
 def created(admin: Admin, topic_partition: TopicPartition) -> str:
@@ -337,7 +373,8 @@ def plan_read(
     for name, bound in (("start", start), ("end", end)):
         if not isinstance(bound, Mapping):
             parse_bound(name, bound)  # before the broker is asked for topic partitions
-    if segments is not None and (tls := of_bookies(segments)):
+    segments = segments or Segments()
+    if tls := of_bookies(segments):
         context_of(tls)  # a task would find out later
     if source.admin_url is None:
         raise ConfigError(
@@ -347,7 +384,8 @@ def plan_read(
     index = None if ledger_index is None else open_index(ledger_index)
     timeout_s = source.operation_timeout_ms / 1000
     connection = source.how_to_connect()
-    placed = segments is not None and segments.source != BROKER
+    if segments.offloads is not None:
+        open_offloads(segments.offloads)  # a task would find out later
     with closing(connect(connection)) as broker, closing(connect_admin(connection)) as admin:
         found = look(Catalog(broker, admin, source), None, timeout_s).consumed
         found_stretches = stretches(
@@ -358,11 +396,11 @@ def plan_read(
             disorder_ms=None if disorder_max_s is None else round(disorder_max_s * 1000),
             published=published,
             fail_on_data_loss=source.fail_on_data_loss,
-            placed=placed,
+            segments=segments,
             index=index,
             wanted=wanted,
         )
-    if placed:
+    if not segments.by_broker_only:
         _log_placements(found_stretches)
     if index is not None:
         _log_skipped(found_stretches)
@@ -380,17 +418,30 @@ def open_index(url: str) -> LedgerIndex:
     return LedgerIndex(url)
 
 
+def open_offloads(url: str) -> Offloads:
+    """Return the store of offloaded ledgers at a path or fsspec URL.
+
+    Raises:
+        ConfigError: The URL is no text, or names no known file system.
+    """
+    from keyshard.offloads.offload_reader import Offloads  # noqa: PLC0415 - few reads need it
+
+    return Offloads(url)
+
+
 def _log_placements(planned: Sequence[Split]) -> None:
-    """Log how the ledgers of a plan are read; a warning if bookies return nothing."""
+    """Log how the ledgers of a plan are read; a warning if the broker returns everything."""
     for one in planned:
         left = [span for span in one.spans if isinstance(span.placement, str)]
+        offloaded = sum(isinstance(span.placement, OffloadedLedger) for span in one.spans)
         why = [f"{span.ledger} ({span.placement})" for span in left[:NAMED_MAX]]
         more = f" and {len(left) - NAMED_MAX} more" if len(left) > NAMED_MAX else ""
         level = logging.WARNING if left and len(left) == len(one.spans) else logging.INFO
         _log.log(
             level,
-            "%s: %d of %d ledgers are read from bookies. The broker is asked for these: %s%s.",
-            one.topic_partition, len(one.spans) - len(left), len(one.spans),
+            "%s: %d of %d ledgers are read from bookies%s. The broker is asked for these: %s%s.",
+            one.topic_partition, len(one.spans) - len(left) - offloaded, len(one.spans),
+            f", and {offloaded} from the store of offloads" if offloaded else "",
             ", ".join(why) or "none", more,
         )  # fmt: skip
 

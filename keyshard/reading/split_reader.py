@@ -27,7 +27,7 @@ from keyshard.broker.retry import retry_until
 from keyshard.columns.content import only
 from keyshard.columns.record_batches import record_batches
 from keyshard.config.connection import Connection
-from keyshard.config.segments import BOOKIES, BROKER, Segments
+from keyshard.config.segments import BOOKIES, Segments
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.split import Split
@@ -42,7 +42,7 @@ from keyshard.errors import (
 from keyshard.reading import zone_builder
 from keyshard.reading.read_report import ReadReport, was_read
 from keyshard.reading.scan import Scan
-from keyshard.reading.split_planner import created, open_index
+from keyshard.reading.split_planner import created, open_index, open_offloads
 from keyshard.reading.zone_builder import ZoneBuilder
 
 if TYPE_CHECKING:
@@ -75,10 +75,11 @@ def read_splits(
         ledger_index: Path or fsspec URL of the index of closed ledgers, as the plan has it. The
             read adds what it lacks.
         segments: Where closed ledgers are read, as the plan has it; ``None``: by the broker.
-        report: Called after each split with what bookies and the broker returned.
+        report: Called after each split with the entries by their origin.
 
     Raises:
-        BookieReadError: No bookie returned an entry, and the broker must not be asked for it.
+        BookieReadError: Neither bookies nor the store of offloads returned an entry, and the broker
+            must not be asked for it.
     """
     with ExitStack() as opened:
         broker = opened.enter_context(closing(connect(connection)))
@@ -105,7 +106,7 @@ def read_splits(
                 index.save(Storage(split.topic_partition, split.created, closed), zones.zones)
             if reads is not None:
                 found = was_read(
-                    split, seen, reads.from_bookies, reads.left, reads.bookies.one_by_one
+                    split, seen, reads.from_storage, reads.left, reads.bookies.one_by_one
                 )
                 _log.info("%s was read by ledger: %s.", split.topic_partition, found)
             elif report is not None:
@@ -120,7 +121,7 @@ def _bookies(
     segments: Segments | None, cluster: str, opened: ExitStack
 ) -> Callable[[Broker, Split], BookieReads | None] | None:
     """Return what opens the Readers of a split; ``None`` if the broker opens all of them."""
-    if segments is None or segments.source == BROKER:
+    if segments is None or segments.by_broker_only:
         return None
     from keyshard.bookkeeper.bookies import Bookies  # noqa: PLC0415 - few reads need it
     from keyshard.bookkeeper.failures import OF_PROCESS, Failures  # noqa: PLC0415
@@ -131,6 +132,7 @@ def _bookies(
     failures = Failures() if required else OF_PROCESS
     tls = of_bookies(segments)
     bookies = opened.enter_context(closing(Bookies(segments.bookies_map, failures, tls)))
+    offloads = None if segments.offloads is None else open_offloads(segments.offloads)
 
     def of(broker: Broker, split: Split) -> BookieReads | None:
         placements = {span.ledger: span.placement for span in split.spans}
@@ -143,6 +145,7 @@ def _bookies(
             required=required,
             failures=failures,
             cluster=(cluster, tls),
+            offloads=offloads,
         )
 
     return of

@@ -17,6 +17,7 @@ from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Messag
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.columns import record_batches
 from keyshard.columns.record_batches import SCHEMA
+from keyshard.config.segments import Segments
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
@@ -326,7 +327,7 @@ def test_without_permission_to_ask_for_transactions_the_broker_reads_everything(
             return tuple(replace(one, placement=replace(stored, ledger=one.id)) for one in found)
 
     topic.admin = Refusing(topic.cluster)
-    planned = topic.plan(placed=placed)
+    planned = topic.plan(segments=Segments("auto" if placed else "broker"))
     why = {span.placement for split in planned for span in split.spans}
     held = "it is unknown whether transactions hold back its entries"
     assert why == {held if placed else UNKNOWN}

@@ -757,18 +757,18 @@ def test_a_read_tells_how_it_got_each_ledger() -> None:
     with closing(Bookies({})) as connections:
         placed: dict[int, Placement] = {3: replicas("a"), 4: replicas("a"), 5: "it is not closed"}
         reads = BookieReads(broker, placed, connections)
-        reads.from_bookies[3] += 1_200
+        reads.from_storage[3] += 1_200
         reads.leave(EntryId(4, 0), "it has markers")
         spans = tuple(Span(one, 0, 2_000, 1, where) for one, where in placed.items())
         split = Split(TopicPartition("orders"), spans)
         seen = {3: 1_200, 4: 10, 5: 3}
-        found = was_read(split, seen, reads.from_bookies, reads.left)
+        found = was_read(split, seen, reads.from_storage, reads.left)
         assert str(found) == (
             "3: 1,200 entries from bookies; 4: 10 by the broker, because it has markers; "
             "5: 3 by the broker, because it is not closed"
         )
-        reads.from_bookies[4] += 7
-        later = was_read(split, seen, reads.from_bookies, reads.left)
+        reads.from_storage[4] += 7
+        later = was_read(split, seen, reads.from_storage, reads.left)
         found = ReadReport.of(found.by_start() | later.by_start())
         text = "4: 7 entries from bookies, then 3 by the broker, because it has markers"
         assert text in str(found)
@@ -808,7 +808,7 @@ METADATA = (
 )
 
 
-def listed(text: str = METADATA, **more: object) -> LedgerReplicas | str:
+def listed(text: str = METADATA, **more: object) -> Placement:
     return replicas_of({"ledgers": [{"ledgerId": 3, "metadata": text, **more}]})[3]
 
 

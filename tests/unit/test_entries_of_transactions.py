@@ -172,5 +172,5 @@ def test_the_broker_is_asked_from_the_first_such_entry_on(
             found += [block.id for block in reader.read(0)]
     assert found == [EntryId(LEDGER, one) for one in range(at)]
     assert broker.asked == [EntryId(LEDGER, at)]
-    assert reads.from_bookies[LEDGER] == at
+    assert reads.from_storage[LEDGER] == at
     assert reads.left == {LEDGER: WHY}

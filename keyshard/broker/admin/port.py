@@ -62,6 +62,9 @@ class Admin(Protocol):
     def placed_ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
         """As :meth:`ledgers`, with the placement of each ledger, by one request as well."""
 
+    def offloads(self, topic_partition: TopicPartition) -> Mapping[int, str] | None:
+        """Id of the offload of each offloaded ledger; ``None`` if there is no topic."""
+
     def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
         """The last entry that was written, stored or not; ``None`` if there is no topic.
 

@@ -26,6 +26,7 @@ from keyshard.core.position.ledger import (
     ledgers_of,
     placed_ledgers_of,
 )
+from keyshard.core.position.replicas import offloads_of
 from keyshard.core.releases import denies_partition
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema
@@ -261,6 +262,10 @@ class PulsarAdmin:
             why = f"its metadata is refused: {exc.message}"
             found = self.ledgers(topic_partition)
             return found and tuple(replace(one, placement=why) for one in found)
+
+    def offloads(self, topic_partition: TopicPartition) -> Mapping[int, str] | None:
+        """Id of the offload of each offloaded ledger; ``None`` if there is no topic."""
+        return self._query(f"{_path(topic_partition.name)}/internal-info", offloads_of)
 
     def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
         """The last entry that was written, stored or not; ``None`` if there is no topic."""

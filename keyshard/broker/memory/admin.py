@@ -142,6 +142,10 @@ class MemoryAdmin:
         why = "an in-memory cluster has no bookies"
         return found and tuple(replace(one, placement=why) for one in found)
 
+    def offloads(self, topic_partition: TopicPartition) -> Mapping[int, str] | None:
+        """Nothing: an in-memory cluster offloads no ledger."""
+        return None if self.ledgers(topic_partition) is None else {}
+
     def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
         """The last entry that was written, stored or not; ``None`` if there is no topic."""
         with self._cluster.lock:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
+from uuid import UUID
 
 DIGESTS = ("CRC32C", "CRC32")
 """Types of digests that can be checked without the password of a ledger."""
@@ -61,8 +62,21 @@ class LedgerReplicas:
         return replace(self, ensembles=tuple(one for one in self.ensembles[at:] if one[0] < end))
 
 
-Placement: TypeAlias = LedgerReplicas | str
-"""Where a ledger is stored, or why its entries cannot be read from bookies."""
+@dataclass(frozen=True, slots=True)
+class OffloadedLedger:
+    """A closed ledger that a broker offloaded to another store."""
+
+    ledger: int
+    last: int
+    """Last entry."""
+    uuid: str
+    """Id of the offload; the name of its files has it."""
+
+
+Placement: TypeAlias = LedgerReplicas | OffloadedLedger | str
+"""Where a ledger is stored, or why the broker is asked for its entries."""
+OFFLOADED = "it is offloaded"
+"""The placement of an offloaded ledger, as long as its offload was not asked for."""
 UNKNOWN = "its bookies were not asked for"
 """The placement of a ledger in a plan that does not read from bookies."""
 
@@ -93,9 +107,22 @@ def replicas_of(stats: Mapping[str, Any]) -> dict[int, Placement]:
     return {int(each["ledgerId"]): _replicas(each) for each in stats["ledgers"]}
 
 
+def offloads_of(info: Mapping[str, Any]) -> dict[int, str]:
+    """Return the id of the offload of each offloaded ledger in ``internal-info``.
+
+    Raises:
+        KeyError, TypeError, ValueError: The broker's answer has another format.
+    """
+    return {
+        int(each["ledgerId"]): str(UUID(each["offloadedContextUuid"]))
+        for each in info["ledgers"]
+        if each.get("isOffloaded")
+    }
+
+
 def _replicas(listed: Mapping[str, Any]) -> Placement:
     if listed.get("offloaded"):
-        return "it is offloaded"
+        return OFFLOADED
     text = str(listed.get("metadata") or "")
     if len(text) > METADATA_MAX:
         return f"its metadata has more than {METADATA_MAX:,} characters"

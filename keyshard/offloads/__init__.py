@@ -1,0 +1,1 @@
+"""Reads ledgers that brokers offloaded to an object store or a file system."""

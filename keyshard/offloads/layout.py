@@ -1,0 +1,54 @@
+"""How the entries of an offloaded ledger lie in the bytes of its data file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+ENTRY_BYTES_MAX = 256 * 1024 * 1024
+"""Longest entry that is read, bytes."""
+PARSED_BYTES_MAX = 32 * 1024 * 1024
+"""Bytes of entries that end a parsing step. Compressed entries may take a thousand times the bytes
+of the file."""
+
+
+class LayoutError(Exception):
+    """A file is not what an offloader writes. The text says why."""
+
+
+class Parsed(NamedTuple):
+    """The whole entries at the beginning of some bytes."""
+
+    entries: Sequence[tuple[int, bytes]]
+    """Number and bytes of each entry, as bookies stored it."""
+    offset: int
+    """Offset in the file of what follows them."""
+    wanted: int
+    """Least number of bytes from that offset on that have another entry; 0: the given ones may."""
+
+
+class Layout(Protocol):
+    """The entries of one ledger in one file."""
+
+    path: str
+    """The file."""
+    size: int
+    """Bytes of the file."""
+
+    def offset_of(self, entry: int) -> int:
+        """Return an offset of an entry, or of an earlier one, at which the file can be parsed.
+
+        Raises:
+            LayoutError: The index has no entry so early.
+        """
+
+    def parsed(self, data: bytes, offset: int) -> Parsed:
+        """Parse whole entries.
+
+        Args:
+            data: Bytes of the file.
+            offset: Their offset in the file; one that :meth:`offset_of` or this method returned.
+
+        Raises:
+            LayoutError: They are not entries.
+        """

@@ -1,0 +1,210 @@
+"""Reads consecutive entries of an offloaded ledger from its store, in order."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from keyshard.broker.wire.entries import RawEntry
+from keyshard.core.option_checks import check_folder
+from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.replicas import OffloadedLedger
+from keyshard.locations import location
+from keyshard.offloads.blocks import Blocks, data_path
+from keyshard.offloads.layout import Layout, LayoutError
+from keyshard.offloads.map_file import HEAD_BYTES, MapFile, folder_of
+from keyshard.redaction import scrubbed
+
+FETCH_MIN_BYTES, FETCH_MAX_BYTES = 1024 * 1024, 8 * 1024 * 1024
+"""Least and most bytes of a request; later requests of a reader are larger."""
+INDEX_BYTES_MAX = 64 * 1024 * 1024
+"""Largest index of a ledger, bytes."""
+
+_entry_id = partial(tuple.__new__, EntryId)
+_raw_entry = partial(tuple.__new__, RawEntry)
+
+
+class OffloadNotReadError(Exception):
+    """The store did not return an entry. The text says why."""
+
+
+class Offloads:
+    """The store to which the brokers of a cluster offload ledgers.
+
+    Args:
+        url: Path or fsspec URL of the bucket, such as ``s3://bucket``, or of the folder
+            ``hadoop.tmp.dir`` of the file system driver.
+
+    Raises:
+        ConfigError: The URL is no text, or names no known file system.
+    """
+
+    def __init__(self, url: str) -> None:
+        check_folder("offloads", url)
+        self._location = location("offloads", url, "the store of offloads, such as s3://bucket")
+        self._files: Any = self._location.files
+        self._root = self._location.path.rstrip("/")
+
+    def reader(
+        self,
+        topic_partition: TopicPartition,
+        ledger: OffloadedLedger,
+        first: int,
+        last: int,
+        bytes_max: int,
+    ) -> OffloadReader:
+        """Read entries of a ledger; the store is asked when the first of them is read.
+
+        Args:
+            topic_partition: The topic partition of the ledger.
+            ledger: The ledger.
+            first: First entry to read.
+            last: Last entry to read, at most the last of the ledger.
+            bytes_max: Largest request, bytes, unless one entry is larger.
+        """
+        return OffloadReader(self, topic_partition, ledger, (first, last), bytes_max)
+
+    def layout(self, topic_partition: TopicPartition, ledger: OffloadedLedger) -> Layout:
+        """Return where the entries of a ledger are.
+
+        Raises:
+            OffloadNotReadError: The store has no such ledger, or does not answer.
+        """
+        try:
+            return self._blocks(ledger) or self._map_file(topic_partition, ledger)
+        except FileNotFoundError:
+            raise OffloadNotReadError(
+                f"ledger {ledger.ledger} with offload {ledger.uuid} is not at {self._location.url}"
+            ) from None
+        except LayoutError as exc:
+            raise _malformed(ledger, exc) from None
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises
+            raise self._failed(exc) from None
+
+    def fetch(self, path: str, start: int, end: int) -> bytes:
+        """Return bytes of a file; fewer if it ends earlier.
+
+        Raises:
+            OffloadNotReadError: The store does not answer.
+        """
+        try:
+            found: bytes = self._files.cat_file(path, start=start, end=end)
+        except Exception as exc:  # noqa: BLE001 - whatever a file system raises
+            raise self._failed(exc) from None
+        return found
+
+    def _blocks(self, ledger: OffloadedLedger) -> Layout | None:
+        path = data_path(self._root, ledger.uuid, ledger.ledger)
+        try:
+            index = self._whole(f"{path}-index")
+        except FileNotFoundError:
+            return None
+        return Blocks(path, index, ledger.last)
+
+    def _map_file(self, topic_partition: TopicPartition, ledger: OffloadedLedger) -> Layout:
+        folder = folder_of(self._root, topic_partition, ledger.uuid, ledger.ledger)
+        path = f"{folder}/data"
+        size = self._size(path)
+        head = self._files.cat_file(path, start=0, end=min(size, HEAD_BYTES))
+        return MapFile(path, size, head, self._whole(f"{folder}/index"), ledger.last)
+
+    def _whole(self, path: str) -> bytes:
+        """Return an index file."""
+        size = self._size(path)
+        if size > INDEX_BYTES_MAX:
+            raise LayoutError(f"its index has {size:,} bytes, more than {INDEX_BYTES_MAX:,}")
+        found: bytes = self._files.cat_file(path)
+        return found
+
+    def _size(self, path: str) -> int:
+        """Return the size of a file, bytes."""
+        self._files.invalidate_cache()  # another part of the process may have listed the folder
+        return int(self._files.info(path)["size"])
+
+    def _failed(self, exc: Exception) -> OffloadNotReadError:
+        return OffloadNotReadError(f"{self._location.url} failed: {scrubbed(exc)}")
+
+
+class OffloadReader:
+    """Reads entries of one offloaded ledger; made by :meth:`Offloads.reader`."""
+
+    def __init__(
+        self,
+        offloads: Offloads,
+        topic_partition: TopicPartition,
+        ledger: OffloadedLedger,
+        entries: tuple[int, int],
+        bytes_max: int,
+    ) -> None:
+        first, last = entries
+        self._offloads = offloads
+        self._topic_partition = topic_partition
+        self._ledger = ledger
+        self.last = min(last, ledger.last)
+        """Last entry to read."""
+        self._next = first
+        self._expected: int | None = None
+        """The next entry in the file; ``None``: the wanted one, or one before it."""
+        self._layout: Layout | None = None
+        self._offset = 0
+        """Offset of the next bytes to parse."""
+        self._rest = b""
+        """Bytes from there on that were fetched."""
+        self._wanted = 1
+        """Least number of bytes from the offset on that have another entry."""
+        self._fetch_bytes = min(FETCH_MIN_BYTES, bytes_max)
+        self._fetch_bytes_max = min(FETCH_MAX_BYTES, bytes_max)
+
+    def read(self) -> list[RawEntry]:
+        """Return the next entries, in order; at least one, until the last was returned.
+
+        Raises:
+            OffloadNotReadError: The store did not return the next entry.
+        """
+        if self._next > self.last:
+            return []
+        try:
+            if self._layout is None:
+                self._layout = self._offloads.layout(self._topic_partition, self._ledger)
+                self._offset = self._layout.offset_of(self._next)
+            while not (found := self._parsed(self._layout, self._more(self._layout))):
+                pass  # the wanted entries come later
+        except LayoutError as exc:
+            raise _malformed(self._ledger, exc) from None
+        return found
+
+    def _more(self, layout: Layout) -> bytes:
+        """Return bytes from the offset on that may have another entry."""
+        if len(self._rest) >= self._wanted:
+            return self._rest
+        start = self._offset + len(self._rest)
+        end = min(max(start + self._fetch_bytes, self._offset + self._wanted), layout.size)
+        if start >= end:
+            raise LayoutError(f"its data ends before entry {self._next}")
+        self._fetch_bytes = min(2 * self._fetch_bytes, self._fetch_bytes_max)
+        fetched = self._offloads.fetch(layout.path, start, end)
+        if len(fetched) != end - start:
+            raise LayoutError(f"its data ends after {start + len(fetched)} of {layout.size} bytes")
+        return self._rest + fetched
+
+    def _parsed(self, layout: Layout, data: bytes) -> list[RawEntry]:
+        """Return the wanted entries at the beginning of some bytes."""
+        parsed = layout.parsed(data, self._offset)
+        self._rest = data[parsed.offset - self._offset :]
+        self._offset, self._wanted = parsed.offset, parsed.wanted
+        found = []
+        for entry, content in parsed.entries:
+            if self._next > self.last:
+                break
+            if entry > self._next or self._expected not in (None, entry):
+                raise LayoutError(f"entry {entry} stands where another one belongs")
+            self._expected = entry + 1
+            if entry == self._next:
+                at = _entry_id((self._ledger.ledger, entry))
+                found.append(_raw_entry((at, False, (), content, 0)))
+                self._next = entry + 1
+        return found
+
+
+def _malformed(ledger: OffloadedLedger, exc: LayoutError) -> OffloadNotReadError:
+    return OffloadNotReadError(f"offload {ledger.uuid} cannot be understood: {exc}")

@@ -1,0 +1,240 @@
+"""Offloaded ledgers: what Pulsar's own offloaders wrote, files of other formats, and plans."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from keyshard import Connection, KeyShardSource
+from keyshard.broker.admin.rest import PulsarAdmin
+from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.config.segments import Segments
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.ledger import Ledger
+from keyshard.core.position.read_bounds import Edge
+from keyshard.core.position.replicas import (
+    OFFLOADED,
+    UNKNOWN,
+    LedgerReplicas,
+    OffloadedLedger,
+    Placement,
+)
+from keyshard.core.position.split import Split
+from keyshard.errors import AdminError, AuthorizationError, ConfigError
+from keyshard.offloads import offload_reader
+from keyshard.offloads.blocks import Blocks
+from keyshard.offloads.layout import LayoutError
+from keyshard.offloads.map_file import MapFile, folder_of
+from keyshard.offloads.offload_reader import OffloadNotReadError, Offloads
+from keyshard.reading.split_planner import NOT_OFFLOADED, plan_read, stretches
+from tests.support.offload_files import MARK, WAYS, Way, map_file, objects, write_offload
+
+SAMPLES = json.loads(
+    (Path(__file__).parents[1] / "support" / "offloaded_samples.json").read_text("utf-8")
+)
+"""Ledgers of three entries that the offloaders of Pulsar 4.0.8 wrote, base64."""
+WHERE = TopicPartition("persistent://public/default/t")
+LEDGER, UUID = 7, "69159350-21b1-4a0d-8ae6-19cb86fe9cd1"
+
+
+def sample(way: Way) -> tuple[bytes, bytes]:
+    found = SAMPLES[way]
+    return base64.b64decode(found["data"]), base64.b64decode(found["index"])
+
+
+def opened(way: Way, data: bytes, index: bytes, last: int = 2) -> Blocks | MapFile:
+    if way == "objects":
+        return Blocks("data", index, last)
+    return MapFile("data", len(data), data, index, last)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_offloaders_of_pulsar_wrote_is_read(way: Way) -> None:
+    data, index = sample(way)
+    layout = opened(way, data, index)
+    offset = layout.offset_of(0)
+    found = layout.parsed(data[offset:], offset)
+    assert [number for number, _ in found.entries] == [0, 1, 2]
+    assert [content[-2:] for _, content in found.entries] == [b"v0", b"v1", b"v2"]
+    assert found.offset == layout.size == len(data)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_files_of_the_other_tests_are_those_of_the_offloaders(way: Way) -> None:
+    """Those of compressed records differ by the compressor, so only their entries are compared."""
+    data, index = sample(way)
+    layout = opened(way, data, index)
+    offset = layout.offset_of(0)
+    entries = [content for _, content in layout.parsed(data[offset:], offset).entries]
+    if isinstance(layout, Blocks):
+        size = struct.unpack_from(">i", index, 28)[0]
+        assert objects(entries, index[32 : 32 + size], 5 * 1024 * 1024) == (data, index)
+        return
+    records = layout.parsed(data[offset:], offset, with_metadata=True).entries
+    written, _ = map_file(way, records, 1_000_000, 128)
+    if way == "NONE":
+        mark = data[offset - len(MARK) : offset]
+        assert written == data.replace(mark, MARK)
+    else:
+        again = MapFile("data", len(written), written, index, 2)
+        assert again.parsed(written[offset:], offset, with_metadata=True).entries == records
+
+
+def test_names_of_topics_are_encoded_as_in_java() -> None:
+    named = TopicPartition("persistent://public/default/orders:~*é+1", 3)
+    assert folder_of("/root", named, UUID, LEDGER) == (
+        f"/root/public/default/persistent/orders%3A%7E*%C3%A9%2B1-partition-3/{LEDGER}-{UUID}"
+    )
+
+
+def header(**changed: bytes) -> Callable[[bytes], bytes]:
+    def of(data: bytes) -> bytes:
+        for old, new in changed.items():
+            assert old.encode() in data
+            data = data.replace(old.encode(), new)
+        return data
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("way", "harm", "says"),
+    [
+        ("objects", lambda index: b"\x3d\x1f\xb0\xbc" + index[4:], "3d1fb0bc, so it is of another"),
+        ("objects", lambda index: index[:20], "has only 20 bytes"),
+        ("objects", lambda index: index + b"\0", "says that it has"),
+        ("BLOCK", lambda data: b"SEQ\x05" + data[4:], "so it is of another format"),
+        ("BLOCK", header(DefaultCodec=b"SnappyCodec."), "SnappyCodec"),
+        ("RECORD", header(BytesWritable=b"OtherWritable"), "OtherWritable"),
+        ("NONE", lambda data: data[:30], "header ends too early"),
+    ],
+)
+def test_a_file_of_another_format_is_named(
+    way: Way, harm: Callable[[bytes], bytes], says: str
+) -> None:
+    data, index = sample(way)
+    if way == "objects":
+        index = harm(index)
+    else:
+        data = harm(data)
+    with pytest.raises(LayoutError, match=says):
+        opened(way, data, index)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_files_of_another_ledger_are_not_read(way: Way) -> None:
+    with pytest.raises(
+        LayoutError, match="last entry 2, but the ledger is closed with last entry 3"
+    ):
+        opened(way, *sample(way), last=3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_index_that_is_too_large_is_not_fetched(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_offload(way, tmp_path, WHERE, UUID, LEDGER, [b"a"])
+    monkeypatch.setattr(offload_reader, "INDEX_BYTES_MAX", 20)
+    ledger = OffloadedLedger(LEDGER, 0, UUID)
+    with pytest.raises(OffloadNotReadError, match="bytes, more than 20"):
+        Offloads(str(tmp_path)).reader(WHERE, ledger, 0, 0, 1_000).read()
+
+
+def test_a_ledger_that_is_not_in_the_store_is_named(tmp_path: Path) -> None:
+    ledger = OffloadedLedger(LEDGER, 0, UUID)
+    with pytest.raises(OffloadNotReadError, match=f"ledger 7 with offload {UUID} is not at"):
+        Offloads(str(tmp_path)).reader(WHERE, ledger, 0, 0, 1_000).read()
+
+
+# -- Plans ----------------------------------------------------------------------------------------
+
+REPLICAS = LedgerReplicas(4, 5, 1, "CRC32C", ((0, ("b:1",)),))
+
+
+class Offloading(MemoryAdmin):
+    """A cluster with an offloaded ledger, one on bookies, and the open one."""
+
+    refuses = False
+
+    def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        found = self.placed_ledgers(topic_partition)
+        return found and tuple(replace(one, placement=UNKNOWN) for one in found)
+
+    def placed_ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+        assert topic_partition == WHERE
+        placed: list[Placement] = [OFFLOADED, REPLICAS, "it is not closed"]
+        return tuple(Ledger(3 + at, 6, 60, one) for at, one in enumerate(placed))
+
+    def offloads(self, topic_partition: TopicPartition) -> Mapping[int, str] | None:
+        if self.refuses:
+            raise AuthorizationError(f"{topic_partition} is refused.")
+        return {3: UUID}
+
+
+def placements(segments: Segments, *, refuses: bool = False) -> list[Placement]:
+    cluster = MemoryCluster()
+    cluster.create_topic("t")
+    admin = Offloading(cluster)
+    admin.refuses = refuses
+    start, end = {WHERE: Edge.EARLIEST}, {WHERE: Edge.LATEST}
+    (split,) = stretches(admin, start, end, 5.0, segments=segments)
+    assert isinstance(split, Split)
+    return [span.placement for span in split.spans]
+
+
+def test_a_plan_says_which_ledgers_are_read_from_the_store() -> None:
+    stored = OffloadedLedger(3, 5, UUID)
+    by_broker = "it is not closed"
+    assert placements(Segments()) == [UNKNOWN] * 3
+    assert placements(Segments("auto")) == [OFFLOADED, REPLICAS, by_broker]
+    assert placements(Segments("auto", offloads="/a")) == [stored, REPLICAS, by_broker]
+    assert placements(Segments(offloads="/a")) == [stored, NOT_OFFLOADED, by_broker]
+
+
+def test_a_role_that_may_not_ask_for_offloads_reads_them_by_the_broker() -> None:
+    why = "its offload is refused: persistent://public/default/t is refused."
+    found = placements(Segments("auto", offloads="/a"), refuses=True)
+    assert found == [why, REPLICAS, "it is not closed"]
+
+
+def answered(info: Any) -> Mapping[int, str] | None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=info))
+    with pytest.MonkeyPatch.context() as patch:
+        client = httpx.Client
+        patch.setattr(httpx, "Client", lambda **how: client(**how | {"transport": transport}))
+        with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+            return admin.offloads(WHERE)
+
+
+def test_offloads_that_are_complete_are_taken_from_the_broker() -> None:
+    one = {"ledgerId": 3, "isOffloaded": True, "offloadedContextUuid": UUID.upper()}
+    begun = {"ledgerId": 4, "isOffloaded": False, "offloadedContextUuid": UUID}
+    assert answered({"ledgers": [one, begun, {"ledgerId": 5}]}) == {3: UUID}
+    for other in (
+        {**one, "offloadedContextUuid": "../../etc"},
+        {"ledgerId": 3, "isOffloaded": True},
+    ):
+        with pytest.raises(AdminError, match="cannot be understood"):
+            answered({"ledgers": [other]})
+
+
+@pytest.mark.parametrize("given", [7, "", "a" * 5_000])
+def test_an_option_that_is_no_folder_is_refused_at_once(given: Any) -> None:
+    with pytest.raises(ConfigError, match="offloads"):
+        Segments(offloads=given)
+
+
+def test_a_store_of_an_unknown_kind_is_refused_by_the_plan() -> None:
+    source = KeyShardSource("t", service_url="pulsar://a:1", admin_url="http://a:2")
+    with pytest.raises(ConfigError, match="offloads is 'nothing://b'"):
+        plan_read(source, segments=Segments(offloads="nothing://b"))
