@@ -40,7 +40,7 @@ CONNECT_S = 3.0
 """Longest time until a bookie accepts a connection, seconds."""
 SILENT_S = 3.0
 """Time without an answer after which a bookie is not asked again, seconds."""
-BATCHES_MAX = 8
+BATCHES_MAX = 16
 """Most batch reads without an answer at one bookie. Their answers can arrive before their turn."""
 _RECEIVE_BYTES = 1024 * 1024
 _RECORD_BYTES = 16 * 1024
@@ -283,6 +283,7 @@ class Bookies:
                 self._send(name, bookie, read_requests(bookie.ledger, range(first, end)))
             elif next_entry < end:
                 bookie.rests[next_entry] = end - next_entry
+        if self._open.get(name) is bookie:
             self._send_batches(name, bookie)
         return found
 

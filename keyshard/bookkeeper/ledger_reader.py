@@ -35,6 +35,9 @@ SPREAD = 250
 """Consecutive entries that are requested of one bookie, before the next one gets requests."""
 BATCH_MAX = 125
 """Most entries of a batch read."""
+STEP_BYTES = 1024 * 1024
+"""Size of the next entries from which on more are not waited for, bytes. Bookies return others
+while these are decoded."""
 
 _entry_id = partial(tuple.__new__, EntryId)
 _raw_entry = partial(tuple.__new__, RawEntry)
@@ -82,6 +85,8 @@ class LedgerReader:
         """Entries without an answer: how many of their bookies were asked."""
         self._arrived: dict[int, RawEntry] = {}
         self._arrived_bytes = 0
+        self._whole_bytes = 0
+        """Size of the arrived entries before ``_whole_to``."""
         self._refused: dict[int, str] = {}
         """Why a bookie did not return an entry that others are asked for."""
         self._unread: dict[int, str] = {}
@@ -114,9 +119,9 @@ class LedgerReader:
                 self._ask(lost)
         found = list(map(self._arrived.pop, range(self._next, self._whole_to)))
         self._next = self._whole_to
-        taken_bytes = sum(len(one.data) for one in found)
-        self._arrived_bytes -= taken_bytes
-        size = max(1, taken_bytes // len(found))
+        size = max(1, self._whole_bytes // len(found))
+        self._arrived_bytes -= self._whole_bytes
+        self._whole_bytes = 0
         self._ahead_max = min(self._ahead_max + AHEAD_MIN, AHEAD_MAX)
         self._ahead = min(max(self._bytes_max // size, AHEAD_MIN), self._ahead_max)
         self._batch = min(max(BATCH_BYTES * 3 // 4 // size, 1), BATCH_MAX)
@@ -126,11 +131,12 @@ class LedgerReader:
         """Return whether enough of the next entries have arrived, so that a step is worth it.
 
         That is half of those that are requested ahead: bookies return the others meanwhile. Fewer
-        are enough if no more come at once, at the end, if one cannot be read yet, or if they take
-        half of the memory.
+        are enough if no more come at once, at the end, if one cannot be read yet, if they are
+        large, or if all that have arrived take half of the memory.
         """
         before = end = self._whole_to
-        while end in self._arrived:
+        while (one := self._arrived.get(end)) is not None:
+            self._whole_bytes += len(one.data)
             end += 1
         self._whole_to = end
         if end == self._next:
@@ -141,6 +147,7 @@ class LedgerReader:
             or end == self._requested_to
             or bool(self._unread)
             or bool(self._again)
+            or self._whole_bytes >= STEP_BYTES
             or 2 * self._arrived_bytes > self._bytes_max
         )
 

@@ -37,6 +37,7 @@ from keyshard.bookkeeper.protocol import (
 from keyshard.bookkeeper.reader import BookieReads
 from keyshard.broker.auth.tls import TlsOptions, of_bookies
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.wire.entries import RawEntry
 from keyshard.config.segments import Segments
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.replicas import (
@@ -509,6 +510,25 @@ def test_entries_that_arrive_before_their_turn_take_no_more_memory_than_allowed(
     assert held.is_set(), "the limit was reached"
     assert found == 1_000
     assert 1 << 20 < most < 3 << 20
+
+
+@pytest.mark.usefixtures("_versions")
+def test_large_entries_are_returned_in_steps_of_few() -> None:
+    """Bookies send the next entries while a step is decoded, so a step has only some of them."""
+
+    def answer(entry: int) -> bytes:
+        head = struct.pack(">qqqq", LEDGER, entry, entry - 1, 100)
+        body = b"x" * (50_000 if entry >= 250 else 5)
+        digest = struct.pack(">I", google_crc32c.value(head + body))
+        return frame(entry, body=head + digest + body)
+
+    with bookie(answer) as one, closing(Bookies({})) as connections:
+        reader = LedgerReader(replicas(one), 0, 999, connections, 32 << 20)
+        steps: list[list[RawEntry]] = []
+        while not reader.done:
+            steps.append(reader.read())
+    assert [raw.id.entry for step in steps for raw in step] == list(range(1_000))
+    assert sum(step[0].id.entry >= 250 for step in steps) > 10
 
 
 def busy(limit: int, until: Callable[[int], bool]) -> Answer:
