@@ -269,15 +269,15 @@ fn of_broker(frame: &[u8], at: usize, wanted: u32) -> Plain<Option<Value<'_>>> {
     Ok(found)
 }
 
-/// Where the metadata of a frame lies, after its checksum was found right.
-fn metadata_of(frame: &[u8], mut at: usize) -> Plain<(usize, usize)> {
+/// Where the metadata of a frame lies, after its checksum was found right, now or by an earlier call.
+fn metadata_of<const CHECKED: bool>(frame: &[u8], mut at: usize) -> Plain<(usize, usize)> {
     if part(frame, at, 2).is_ok_and(|magic| magic == [0x0e, 0x02]) {
         at = at.checked_add(6 + size_at(frame, at + 2)?).ok_or(NotPlain)?;
     }
     if part(frame, at, 2)? == [0x0e, 0x01] {
         let stated = size_at(frame, at + 2)? as u32;
         at += 6;
-        if crc32c(frame.get(at..).ok_or(NotPlain)?) != stated {
+        if !CHECKED && crc32c(frame.get(at..).ok_or(NotPlain)?) != stated {
             return Err(NotPlain);
         }
     }
@@ -287,10 +287,10 @@ fn metadata_of(frame: &[u8], mut at: usize) -> Plain<(usize, usize)> {
 }
 
 /// Opens an entry, and keeps what its metadata states of the columns of the table.
-fn opened<'a>(
+fn opened<'a, const CHECKED: bool>(
     frame: &'a [u8], at: usize, table: &Table, stated: &mut Stated<'a>,
 ) -> Plain<(Opened, Said<'a>)> {
-    let (from, size) = metadata_of(frame, at)?;
+    let (from, size) = metadata_of::<CHECKED>(frame, at)?;
     let mut said = Said::default();
     let (mut producer, mut sequence_id, mut publish_ms) = (None, None, None);
     let (mut count, mut compression, mut uncompressed, mut schema) = (None, 0, 0, 0);
@@ -660,7 +660,7 @@ impl Columns {
         &mut self, frame: &'a [u8], at: usize, unpacked: Option<&'a [u8]>, table: &Table,
         of_entry: &mut Stated<'a>, of_message: &mut Stated<'a>,
     ) -> Plain<()> {
-        let (opened, said) = opened(frame, at, table, of_entry)?;
+        let (opened, said) = opened::<true>(frame, at, table, of_entry)?;
         let payload = match unpacked {
             Some(payload) => payload,
             None if opened.compression == 0 => frame.get(opened.payload..).ok_or(NotPlain)?,
@@ -899,7 +899,7 @@ pub unsafe extern "C" fn keyshard_open(
         for (number, row) in numbers.chunks_exact_mut(OPENED).enumerate() {
             // SAFETY: the caller's.
             let frame = unsafe { slice::from_raw_parts(frames[number], sizes[number] as usize) };
-            let Ok((entry, _)) = opened(frame, positions[number] as usize, &table, &mut []) else {
+            let Ok((entry, _)) = opened::<false>(frame, positions[number] as usize, &table, &mut []) else {
                 return false;
             };
             row.copy_from_slice(&[
@@ -912,8 +912,9 @@ pub unsafe extern "C" fn keyshard_open(
     .unwrap_or(false)
 }
 
-/// Decodes entries. Whether all of them are plain; then `array` has the columns. `slots` and `entries`
-/// point into memory that lives until the columns are released.
+/// Decodes entries that `keyshard_open` has opened; it has compared their checksums. Whether all of
+/// them are plain; then `array` has the columns. `slots` and `entries` point into memory that lives
+/// until the columns are released.
 ///
 /// # Safety
 /// As for `keyshard_open`; `metadata` has `columns` values, `limits` is one, `array` has room for one. `unpacked` and
