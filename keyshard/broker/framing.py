@@ -59,17 +59,25 @@ class FrameReader:
         self._left_out = 0
         """Remaining bytes of a truncated frame."""
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
         """Accept received bytes, and return the frames that are now complete, without their sizes.
 
         Raises:
             ProtocolError: A size is invalid.
         """
+        missing = self._wanted - len(self._rest)
+        if not self._rest or missing >= len(data):
+            return self._feed(data)
+        # What follows the incomplete frame is not copied into the buffer.
+        with memoryview(data) as view:
+            return [*self._feed(view[:missing]), *self.feed(view[missing:])]
+
+    def _feed(self, data: bytes | memoryview) -> list[bytes]:
         if self._left_out:
             passed = min(self._left_out, len(data))
             self._left_out -= passed
             data = data[passed:]
-        source: bytes | bytearray = data
+        source: bytes | bytearray | memoryview = data
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted:
