@@ -60,6 +60,10 @@ COLUMNS = pa.schema([
 """The default columns, and those on request: :mod:`keyshard.core.metadata_columns`."""
 
 
+_INDICES = array("i", range(1_000))
+"""The first batch indices. Most entries have all of their messages."""
+
+
 def columns_of(metadata: Sequence[str]) -> list[str]:
     """Return the default columns and the requested ones."""
     return [*SCHEMA.names, *metadata]
@@ -105,10 +109,24 @@ def _partitions(blocks: Sequence[Located]) -> pa.Array:
 
 def _message_ids(blocks: Sequence[Located]) -> pa.Array:
     entries = texts([f"{block.id.ledger}:{block.id.entry}" for _, block in blocks])
-    indices = numbers([index for _, block in blocks for index in block.indices], pa.int32())
     return compute.binary_join_element_wise(
-        _of_entries(entries, blocks), indices.cast(pa.string()), texts([":"])[0]
+        _of_entries(entries, blocks), _indices(blocks).cast(pa.string()), texts([":"])[0]
     )
+
+
+def _indices(blocks: Sequence[Located]) -> pa.Array:
+    """Return the batch indices of all rows."""
+    found = array("i")
+    for _, block in blocks:
+        indices = block.indices
+        rows = len(indices)
+        if rows == 1:
+            found.append(indices[0])
+        elif rows <= len(_INDICES) and indices == range(rows):
+            found += _INDICES[:rows]  # copied at once
+        else:
+            found.extend(indices)
+    return pa.Array.from_buffers(pa.int32(), len(found), [None, pa.py_buffer(found)], 0)
 
 
 def _message_id_bytes(blocks: Sequence[Located]) -> pa.Array:

@@ -57,6 +57,17 @@ EXPECTED: dict[str, list[Any]] = {
 }
 
 
+def test_message_ids_have_the_indices_of_each_entry() -> None:
+    ranges = [(0, 1), (0, 3), (1, 2), (5, 7), (0, 1_000), (0, 1_002)]
+    located: list[Located] = []
+    for entry, (first, end) in enumerate(ranges):
+        whole = block(7, entry, *["k"] * (end - first), of=1_002)
+        located.append((P0, replace(whole, indices=range(first, end))))
+    found = pa.Table.from_batches(record_batches(located, ["__messageId"]))["__messageId"]
+    wanted = [f"7:{entry}:{at}" for entry, ends in enumerate(ranges) for at in range(*ends)]
+    assert found.to_pylist() == wanted
+
+
 @pytest.mark.parametrize("name", SCHEMA.names)
 def test_a_column_holds_the_expected_values(name: str) -> None:
     assert table()[name].to_pylist() == EXPECTED[name]
