@@ -84,7 +84,8 @@ class SourceReads:
             disorder_max_s: How far publish times go back at most in a topic partition, seconds.
                 Allow for messages that are sent again after an outage, for example 3600.
             segments: Where closed ledgers are read: ``Segments("auto")`` reads them from bookies,
-                without the broker. Default: by the broker.
+                and ``Segments(offloads="s3://bucket")`` offloaded ones from their store, without
+                the broker. Default: by the broker.
             ledger_index: Path or fsspec URL of a folder, such as ``s3://bucket/index``, for an
                 index of closed ledgers. The first read of a ledger writes the bounds of its times,
                 and hashes of its keys. Later reads leave out what cannot match their times and
@@ -130,7 +131,8 @@ class SourceRead:
     - ``UnreadableEntryError``, ``ChunkedMessageError``: an entry cannot be read, or a message is
       encrypted or chunked.
     - ``ReplayTimeoutError``: nothing came for ``operation_timeout_ms``.
-    - ``BookieReadError``: with ``Segments("bookies")``, no bookie returned an entry.
+    - ``BookieReadError``: with ``Segments("bookies")``, no bookie, or not the store of offloads,
+      returned an entry.
     - ``BrokerError``: the broker or the admin interface cannot be reached, or refuses.
 
     The read is an Arrow stream for other libraries, without a copy: ``pyarrow.table(rows)`` and
@@ -197,12 +199,12 @@ class SourceRead:
 
     @property
     def plan(self) -> ReadReport:
-        """Entries that will be read from bookies and by the broker, and that an index rules out."""
+        """Entries by the origin from which they will be read, and those that an index rules out."""
         return planned(self._splits)
 
     @property
     def report(self) -> ReadReport:
-        """Entries that were read from bookies and by the broker so far, with the reasons.
+        """Entries that were read so far by their origin, and why the broker was asked.
 
         It grows by about 256 MiB of stored entries at a time. Another iteration replaces what the
         first one reported.

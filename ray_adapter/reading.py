@@ -83,9 +83,10 @@ def read(
             ``Dataset.select_columns`` prunes as well.
         disorder_max_s: How far publish times go back at most in a topic partition, seconds. Allow
             for messages that are sent again after an outage, for example 3600.
-        segments: Where closed ledgers are read: ``Segments("auto")`` reads them from bookies,
-            without the broker. Default: by the broker. The name of the read in Ray's progress then
-            counts the ledgers that are planned to be read from bookies.
+        segments: Where closed ledgers are read: ``Segments("auto")`` reads them from bookies, and
+            ``Segments(offloads="s3://bucket")`` offloaded ones from their store, without the
+            broker. Default: by the broker. The name of the read in Ray's progress then counts the
+            ledgers that are planned to be read so.
         ledger_index: Path or fsspec URL of a folder that all tasks reach, such as
             ``s3://bucket/index``, for an index of closed ledgers. The first read of a ledger writes
             the bounds of its times, and hashes of its keys. Later reads leave out what cannot match

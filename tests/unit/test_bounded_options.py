@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,6 +206,14 @@ def test_tls_with_bookies_reaches_segments(tmp_path: Path) -> None:
     for source in ("auto", "broker"):
         with pytest.raises(ConfigError, match="bookies_trust_certs_file_path is not"):
             Segments(source, bookies_hostname_verification=False)
+
+
+@pytest.mark.parametrize("segments", ["broker", "auto", "bookies"])
+def test_a_store_of_offloads_needs_no_other_option(segments: Any) -> None:
+    found = parse_bounded(MINIMAL | {"segments": segments, "offloads": "s3://bucket"}).segments
+    assert found == Segments(segments, offloads="s3://bucket")
+    assert not found.by_broker_only
+    assert "offloads is ''" in refused(offloads="")
 
 
 def test_a_file_without_certificates_of_bookies_is_refused_by_the_plan(tmp_path: Path) -> None:
