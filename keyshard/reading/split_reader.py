@@ -33,6 +33,7 @@ from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeede
 from keyshard.core.position.split import Split
 from keyshard.core.position.zones import Storage
 from keyshard.errors import (
+    BookieReadError,
     BrokerUnavailableError,
     DataLossTrimmedError,
     KeyShardError,
@@ -225,7 +226,10 @@ def _stored(
         return
     entries = {span.ledger: span for span in split.spans}
     edges = split.first, split.last
-    for block in chain.from_iterable(_entries(broker, split, how, timeout_s)):
+    blocks = _while_stored(
+        broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss
+    )
+    for block in chain.from_iterable(blocks):
         ledger, entry = block.id
         span = entries.get(ledger)
         if span is None or not span.first <= entry < span.end:
@@ -283,6 +287,40 @@ def _check_stored(
             raise loss
         _log.warning("%s They are left out, because fail_on_data_loss is false.", loss)
     return sizes.keys()
+
+
+def _while_stored(
+    broker: OpensReaders,
+    admin: Admin,
+    split: Split,
+    how: ReadOptions,
+    timeout_s: float,
+    *,
+    fail_on_data_loss: bool,
+) -> Iterator[list[EntryBlock]]:
+    """Read as :func:`_entries`. Go on behind a ledger that is deleted while only bookies are read.
+
+    The broker's Readers go on by themselves.
+    """
+    while split.spans:
+        last = EntryId(-1, -1)
+        try:
+            for blocks in _entries(broker, split, how, timeout_s):
+                last = blocks[-1].id
+                yield blocks
+            return
+        except BookieReadError:
+            stored = _check_stored(admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
+            left = [span for span in split.spans if span.ledger in stored]
+            if len(left) == len(split.spans):
+                raise
+            split = split.only(
+                span.part(max(0, last.entry + 1 - span.first), span.entries)
+                if span.ledger == last.ledger
+                else span
+                for span in left
+                if (span.ledger, span.end - 1) > last
+            )
 
 
 def _entries(

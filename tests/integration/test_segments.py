@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from keyshard.testing.devbroker.security import Authority
 from keyshard.testing.verify.workloads import Workload, produce
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.dropped_ledgers import is_dropped
 from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
@@ -252,29 +254,33 @@ def test_without_bookies_the_broker_is_asked_or_the_entry_is_named(
 
 
 def test_a_ledger_that_is_deleted_while_it_is_read_is_a_named_loss(cluster: DevCluster) -> None:
-    """Bookies drop it when they collect garbage."""
+    """Bookies drop it when they collect garbage. If the loss is accepted, the rest is read."""
     cluster.ask("PUT", "/admin/v2/namespaces/public/trimmed")  # without retention
     topic = "persistent://public/trimmed/deleted"
     source = published(cluster, topic)
     (split,) = plan_read(source, segments=AUTO)
-    batches = read_splits(source.how_to_connect(), [split], COLUMNS, segments=AUTO)
-    assert next(batches).num_rows
+    wanted = rows(source)
+    begun = []
+    for segments, strict in product((AUTO, REQUIRED), (True, False)):
+        batches = read_splits(
+            source.how_to_connect(), [split], COLUMNS, segments=segments, fail_on_data_loss=strict
+        )
+        begun.append((strict, next(batches), batches))
     path = topic.replace("://", "/")
     cluster.ask("DELETE", f"/admin/v2/{path}-partition-0/truncate")
-    last = split.spans[LEDGERS - 1].placement
-    assert isinstance(last, LedgerReplicas)
-
-    def is_gone() -> bool:
-        with closing(Bookies({})) as bookies:
-            try:
-                LedgerReader(last, 0, 0, bookies, 1 << 20).read()
-            except EntryNotReadError as exc:
-                return "missing" in str(exc)
-        return False
-
-    wait_until(is_gone, deadline(60))
-    with pytest.raises(DataLossTrimmedError, match="no longer stored"):
-        deque(batches)
+    wait_until(
+        lambda: all(is_dropped(one.placement) for one in split.spans[:LEDGERS]), deadline(60)
+    )
+    for strict, first, rest in begun:
+        if strict:
+            with pytest.raises(DataLossTrimmedError, match="no longer stored"):
+                deque(rest)
+            continue
+        found = pa.Table.from_batches([first, *rest])
+        before = found.num_rows - LOAD.messages
+        assert first.num_rows <= before < LEDGERS * LOAD.messages
+        left = [wanted.slice(0, before), wanted.slice(LEDGERS * LOAD.messages)]
+        assert found.equals(pa.concat_tables(left))
 
 
 def test_bytes_that_changed_on_the_disk_of_a_bookie_are_read_from_another_one(

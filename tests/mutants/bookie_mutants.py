@@ -13,6 +13,23 @@ BELONGS_TO_BROKER = killer(
 
 OF_BOOKIES = (
     Mutant(
+        name="blame bookies for the entries of a ledger that was deleted while it was read",
+        promise="Deleted ledgers are a named loss, or left out, also if only bookies are read.",
+        edits=(
+            Edit(
+                "keyshard/reading/split_reader.py",
+                "            if len(left) == len(split.spans):\n                raise\n",
+                "            raise\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_splits",
+                "test_a_read_from_bookies_alone_goes_on_behind_a_ledger_that_is_deleted_meanwhile",
+            ),
+        ),
+    ),
+    Mutant(
         name="take an entry from a bookie without a look at its digest",
         promise="The same rows as by the broker: a wrong digest means the next replica.",
         edits=(

@@ -26,6 +26,7 @@ from keyshard.core.position.replicas import UNKNOWN, LedgerReplicas
 from keyshard.core.position.split import Split, cut
 from keyshard.errors import (
     AuthorizationError,
+    BookieReadError,
     BrokerUnavailableError,
     ChunkedMessageError,
     ConfigError,
@@ -370,6 +371,53 @@ def test_a_ledger_that_is_trimmed_while_it_is_read_is_named(topic: Topic) -> Non
 
     with pytest.raises(DataLossTrimmedError, match=f"7 entries of .* from {ledgers[0]}:0 to"):
         topic.read([split], Trimming(topic.cluster))
+
+
+@pytest.mark.parametrize(("read", "gone"), [(0, 0), (3, 0), (7, 1), (3, 2)])
+def test_a_read_from_bookies_alone_goes_on_behind_a_ledger_that_is_deleted_meanwhile(
+    read: int, gone: int
+) -> None:
+    """1. Some entries are read. 2. A ledger is deleted. 3. No bookie returns the next entry."""
+    topic = Topic(partitions=1, entries=0)
+    (where,) = topic.partitions
+    stored = [topic.publish(where, 3, T0) for _ in range(21)]
+    (split,) = topic.plan(f"{stored[0].ledger}:0:2")
+    lost = split.spans[gone].ledger
+
+    class Deleted(MemoryAdmin):
+        def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
+            listed = super().ledgers(topic_partition) or ()
+            return tuple(one for one in listed if not deleted or one.id != lost)
+
+    class OnlyBookies(MemoryBroker):
+        def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
+            reader = super().reader(topic_partition, start, *how)
+            before = reader.read
+
+            def read_some(timeout_ms: int) -> list[EntryBlock]:
+                if deleted:
+                    return before(timeout_ms)
+                blocks = [one for one in before(timeout_ms) if one.id < stored[read]]
+                if not blocks:
+                    deleted.append(True)
+                    raise BookieReadError("No bookie returned it.")
+                return blocks
+
+            reader.read = read_some  # type: ignore[method-assign]
+            return reader
+
+    deleted: list[bool] = []
+    topic.admin = Deleted(topic.cluster)
+    with pytest.raises(DataLossTrimmedError, match="7 entries of"):
+        topic.read([split], OnlyBookies(topic.cluster))
+    deleted.clear()
+    found = topic.read([split], OnlyBookies(topic.cluster), fail_on_data_loss=False)
+    rest = [one for one in topic.ids[3 * read :] if not one[1].startswith(f"{lost}:")]
+    assert found == topic.ids[2 : 3 * read] + rest
+    deleted.clear()
+    topic.admin = MemoryAdmin(topic.cluster)
+    with pytest.raises(BookieReadError):
+        topic.read([split], OnlyBookies(topic.cluster))
 
 
 def test_a_deleted_topic_is_named_and_not_made_again(topic: Topic) -> None:
