@@ -2,21 +2,25 @@
 
 ``python -m tests.chaos.segments --messages 1000000`` starts two brokers and three bookies, and
 publishes to three topic partitions in many ledgers; the last ones stay open. It reads them by the
-broker. Then two processes read the same plan with ``segments`` ``auto``, again and again, while a
-bookie is killed, another one frozen, and a broker killed. Each split has to equal what the broker
-gave, row by row, and all splits together have to be every message once.
+broker. Then two processes read the same plan with ``segments`` ``auto``, again and again, while
+bytes change on the disk of a bookie, one is killed, another one frozen, and a broker killed. Each
+split has to equal what the broker gave, row by row, and all splits together have to be every
+message once. At least one wrong digest has to be noticed. At the end, ledgers are deleted while
+they are read (``segment_losses``).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -24,12 +28,13 @@ from keyshard import KeyShardSource
 from keyshard.config.connection import Connection
 from keyshard.config.segments import Segments
 from keyshard.core.position.split import Split, cut
-from keyshard.errors import KeyShardError
 from keyshard.reading.read_report import ReadReport, SpansByStart
 from keyshard.reading.split_planner import plan_read
-from keyshard.reading.split_reader import read_splits
 from keyshard.testing.devbroker import DevCluster
+from keyshard.testing.devbroker.members import Bookie
 from keyshard.testing.verify.workloads import Workload, produce
+from tests.chaos.segment_losses import Losses
+from tests.chaos.segment_tasks import AUTO, attempted, quiet, read
 from tests.support.tested_pulsar import PULSAR
 
 TOPIC = "persistent://public/default/history"
@@ -39,14 +44,13 @@ LEDGERS = 30
 """Approximate number of ledgers."""
 SPLITS = 24
 READERS = 2
-ATTEMPTS = 4
-"""Most attempts at a split, as Spark's default."""
-COLUMNS = ("value", "__key", "__messageId", "__publishTime", "__partition")
 AWAY_S = 6.0
 """How long a member fails: longer than a reader waits for a silent bookie."""
 BETWEEN_S = 3.0
 LIMIT_S = 480.0
 """Longest time of all reads under faults."""
+LOG_HEAD, CHANGED_EVERY = 4_096, 20_000
+"""Bytes of an entry log that stay right at its beginning, and the distance of changed ones."""
 
 
 def run(messages: int) -> int:
@@ -55,7 +59,13 @@ def run(messages: int) -> int:
         "managedLedgerMaxEntriesPerLedger": str(max(10, messages // ENTRY_MESSAGES // LEDGERS)),
         "managedLedgerMinLedgerRolloverTimeMinutes": "0",
     }
-    with DevCluster(2, 3, PULSAR, settings=settings) as cluster:
+    cluster = DevCluster(2, 3, PULSAR, settings=settings)
+    for bookie in cluster.bookies:
+        # Entries come from the disk, not from a cache, and those of deleted ledgers go soon.
+        bookie.settings |= {
+            "flushInterval": "1000", "dbStorage_readAheadCacheMaxSizeMb": "2", "gcWaitTime": "500",
+        }  # fmt: skip
+    with cluster:
         kept = {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}
         cluster.ask("POST", "/admin/v2/namespaces/public/default/retention", json=kept)
         path = TOPIC.replace("://", "/")
@@ -64,23 +74,27 @@ def run(messages: int) -> int:
         published = produce(load, cluster.service_url, TOPIC).per_key
         cluster.move(f"{TOPIC}-partition-0", cluster.brokers[1])
         source = KeyShardSource(TOPIC, service_url=cluster.service_url, admin_url=cluster.admin_url)
-        splits = cut(plan_read(source, segments=Segments("auto")), SPLITS)
+        splits = cut(plan_read(source, segments=AUTO), SPLITS)
         spans = [span.placement for split in splits for span in split.spans]
         closed = sum(not isinstance(one, str) for one in spans)
         print(f"{messages:,} messages, {len(splits)} splits, {len(spans)} spans, {closed} closed")
         began = time.monotonic()
         connection = source.how_to_connect()
-        wanted = [_read(connection, split, Segments())[0] for split in splits]
+        wanted = [read(connection, split, Segments())[0] for split in splits]
         took_s = time.monotonic() - began
         good, text = _judged(wanted, published)
         print(f"by the broker: {took_s:.1f} s; {text}", flush=True)
-        with ProcessPoolExecutor(READERS, mp_context=get_context("spawn")) as pool:
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(READERS, mp_context=spawn, initializer=quiet) as pool:
             with _faults(cluster) as going:
-                rounds = 0
+                rounds = digests = 0
                 while going.is_set() or not rounds:
-                    good &= _round(pool, connection, splits, wanted, published)
-                    rounds += 1
-            good &= _round(pool, connection, splits, wanted, published)
+                    fine, noticed = _round(pool, connection, splits, wanted, published)
+                    good, digests, rounds = good and fine, digests + noticed, rounds + 1
+            fine, after = _round(pool, connection, splits, wanted, published)
+            good = good and fine and digests > 0
+            print(f"wrong digests: {digests:,} under faults, {after:,} after them", flush=True)
+            good &= Losses(cluster, pool, source, splits, wanted).run()
     print("ok" if good else "BAD", f"{rounds} rounds under faults, and one after them")
     return 0 if good else 1
 
@@ -88,50 +102,33 @@ def run(messages: int) -> int:
 def _round(
     pool: ProcessPoolExecutor, connection: Connection, splits: Sequence[Split],
     wanted: Sequence[pa.Table], published: Mapping[str, int],
-) -> bool:  # fmt: skip
-    """Read all splits from bookies, and compare them; return whether they are right."""
+) -> tuple[bool, int]:  # fmt: skip
+    """Read all splits from bookies, and compare them.
+
+    Returns whether they are right, and the number of wrong digests.
+    """
     began = time.monotonic()
-    auto = Segments("auto")
-    read = [pool.submit(_attempted, connection, split, auto) for split in splits]
-    tables, again = [], 0
+    futures = [pool.submit(attempted, connection, split) for split in splits]
+    tables, again, digests = [], 0, 0
     spans: SpansByStart = {}
-    for one in read:
-        table, reported, attempts = one.result(LIMIT_S)
-        tables.append(table)
-        spans.update(reported.by_start())
-        again += attempts - 1
+    for one in futures:
+        found = one.result(LIMIT_S)
+        if found.table is None:
+            raise AssertionError(f"no ledger was deleted: {found.loss}")
+        tables.append(found.table)
+        spans.update(found.report.by_start())
+        again += found.attempts - 1
+        digests += found.wrong_digests
     took_s, report = time.monotonic() - began, ReadReport.of(spans)
     good, text = _judged(tables, published)
     equal = sum(one.equals(other) for one, other in zip(tables, wanted, strict=True))
     print(
-        f"from bookies: {took_s:.1f} s; {text}; "
-        f"{equal} of {len(splits)} splits are equal; {again} attempts failed; entries: "
+        f"from bookies: {took_s:.1f} s; {text}; {equal} of {len(splits)} splits are equal; "
+        f"{again} attempts failed; {digests:,} wrong digests; entries: "
         f"{report.by_bookies:,} from bookies, {report.by_broker:,} by the broker {report.reasons}",
         flush=True,
     )
-    return equal == len(splits) and good
-
-
-def _attempted(
-    connection: Connection, split: Split, segments: Segments
-) -> tuple[pa.Table, ReadReport, int]:
-    """Read a split as a task of Spark, which is run again after an error."""
-    attempts = 1
-    while True:
-        try:
-            return *_read(connection, split, segments), attempts
-        except KeyShardError as exc:
-            if attempts == ATTEMPTS or not exc.retriable:
-                raise
-        attempts += 1
-
-
-def _read(connection: Connection, split: Split, segments: Segments) -> tuple[pa.Table, ReadReport]:
-    found: list[ReadReport] = []
-    batches = list(
-        read_splits(connection, [split], COLUMNS, segments=segments, report=found.append)
-    )
-    return pa.Table.from_batches(batches), found[0]
+    return equal == len(splits) and good, digests
 
 
 def _judged(tables: Sequence[pa.Table], published: Mapping[str, int]) -> tuple[bool, str]:
@@ -150,6 +147,53 @@ def _judged(tables: Sequence[pa.Table], published: Mapping[str, int]) -> tuple[b
     return not (missing or twice or others), text
 
 
+class ChangedDisk:
+    """Bytes in the entry logs of a running bookie, which change and become right again."""
+
+    def __init__(self, bookie: Bookie) -> None:
+        self._bookie = bookie
+        self._right: dict[tuple[int, int], bytes] = {}
+        """Right bytes by open file and offset; a file may be removed meanwhile."""
+
+    def change(self) -> None:
+        """Change a bit in every 20,000 bytes."""
+        for log in (self._bookie.folder / "data").glob("ledgers/current/*.log"):
+            file = os.open(log, os.O_RDWR)
+            for at in range(LOG_HEAD, os.fstat(file).st_size, CHANGED_EVERY):
+                right = self._right[file, at] = os.pread(file, 1, at)
+                os.pwrite(file, bytes([right[0] ^ 1]), at)
+
+    def restore(self) -> None:
+        """Write the right bytes again."""
+        for (file, at), right in self._right.items():
+            os.pwrite(file, right, at)
+        for file in {file for file, _ in self._right}:
+            os.close(file)
+
+
+class Fault(NamedTuple):
+    """What happens to a member, and how it ends."""
+
+    text: str
+    begin: Callable[[], None]
+    end: Callable[[], None]
+
+
+def _plan(cluster: DevCluster) -> list[Fault]:
+    """Return the faults in their order.
+
+    Bytes change first: later, readers avoid the other replicas, because their bookies failed.
+    """
+    first, second, third = cluster.bookies
+    broker, disk = cluster.brokers[1], ChangedDisk(third)
+    return [
+        Fault(f"bytes change on the disk of {third.name}", disk.change, disk.restore),
+        Fault(f"{first.name} is killed", first.kill, first.start),
+        Fault(f"{second.name} is frozen", second.freeze, second.resume),
+        Fault(f"{broker.name} is killed", broker.kill, broker.start),
+    ]
+
+
 @contextmanager
 def _faults(cluster: DevCluster) -> Iterator[threading.Event]:
     """Let members fail one after the other; the event is set as long as that goes on."""
@@ -158,17 +202,13 @@ def _faults(cluster: DevCluster) -> Iterator[threading.Event]:
 
     def inject() -> None:
         try:
-            for name, member, begin, end in (
-                ("killed", cluster.bookies[0], "kill", "start"),
-                ("frozen", cluster.bookies[1], "freeze", "resume"),
-                ("killed", cluster.brokers[1], "kill", "start"),
-            ):
+            for fault in _plan(cluster):
                 time.sleep(BETWEEN_S)
-                getattr(member, begin)()
-                print(f"{member.name} is {name}", flush=True)
+                fault.begin()
+                print(fault.text, flush=True)
                 time.sleep(AWAY_S)
-                getattr(member, end)()
-                print(f"{member.name} is back", flush=True)
+                fault.end()
+                print(f"{fault.text}: it has ended", flush=True)
         except Exception as exc:  # noqa: BLE001 - the main thread raises it
             failed.append(exc)
         finally:
@@ -188,6 +228,7 @@ def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.segments", description=__doc__)
     parser.add_argument("--messages", type=int, default=1_000_000)
+    quiet()
     return run(parser.parse_args().messages)
 
 

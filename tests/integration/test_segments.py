@@ -283,6 +283,56 @@ def test_a_ledger_that_is_deleted_while_it_is_read_is_a_named_loss(cluster: DevC
         assert found.equals(pa.concat_tables(left))
 
 
+@pytest.mark.parametrize("way", ["batches", "entries"])
+def test_reads_leave_ledgers_as_they_are_also_the_one_that_is_being_written(
+    cluster: DevCluster, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fenced ledger refuses the next entry, so the broker would close it and open another one."""
+    if way == "entries":
+        monkeypatch.setattr(protocol, "_BATCH_HEADER", 2 << 24 | 99 << 16)
+    topic = f"persistent://public/default/unchanged-{way}"
+    source = published(cluster, topic)
+    before = metadata(cluster, topic)
+    assert ["state=OPEN" in text for text in before.values()] == [False] * LEDGERS + [True]
+    for segments in (AUTO, REQUIRED):
+        assert rows(source, segments).num_rows == (LEDGERS + 1) * LOAD.messages
+    opened = read_as_if_closed(source, before)
+    produce(LOAD, cluster.service_url, topic)
+    assert rows(source).num_rows == (LEDGERS + 2) * LOAD.messages
+    assert metadata(cluster, topic) == before
+    assert read_as_if_closed(source, before) == 2 * opened
+
+
+def metadata(cluster: DevCluster, topic: str) -> dict[int, str]:
+    """Return what the metadata store has of each ledger: state, last entry, bookies and more."""
+    path = f"/admin/v2/{topic.replace('://', '/')}-partition-0/internalStats"
+    stats = cluster.ask("GET", path, params={"metadata": "true"}).json()
+    return {int(one["ledgerId"]): one["metadata"] for one in stats["ledgers"]}
+
+
+def read_as_if_closed(source: KeyShardSource, texts: dict[int, str]) -> int:
+    """Read the open ledger from its bookies; return the number of its entries.
+
+    No plan does that, but a ledger in a plan may be another one after a cluster was set up anew.
+    """
+    (split,) = plan_read(source, segments=AUTO)
+    open_span = split.spans[-1]
+    assert open_span.placement == "it is not closed"
+    names = re.findall(r"127\.0\.0\.1:\d+", texts[open_span.ledger].partition("ensembles=")[2])
+    closed = split.spans[0].placement
+    assert isinstance(closed, LedgerReplicas)
+    placed = replace(
+        closed, ledger=open_span.ledger, last=open_span.end - 1, ensembles=((0, tuple(names)),)
+    )
+    with closing(Bookies({})) as bookies:
+        reader = LedgerReader(placed, 0, placed.last, bookies, 1 << 20)
+        entries = 0
+        while not reader.done:
+            entries += len(reader.read())
+    assert entries == open_span.entries
+    return entries
+
+
 def test_bytes_that_changed_on_the_disk_of_a_bookie_are_read_from_another_one(
     cluster: DevCluster, source: KeyShardSource, closed: Split, by_broker: pa.Table,
     caplog: pytest.LogCaptureFixture,
