@@ -24,8 +24,6 @@ from spark_adapter import preflight
 
 preflight.check_pyspark()  # before PySpark fails less clearly
 
-from pyspark.errors import AnalysisException  # noqa: E402
-
 from spark_adapter.data_source import KeyShardDataSource  # noqa: E402
 from spark_adapter.option_parsing import to_options  # noqa: E402
 from spark_adapter.positions import positions  # noqa: E402
@@ -80,19 +78,17 @@ def register(spark: SparkSession) -> None:
     Raises:
         WorkerEnvironmentError: The interpreter of Spark's Python workers lacks keyshard or pyarrow.
     """
-    from spark_adapter.pulsar.source import PulsarDataSource  # noqa: PLC0415 - see _LATER
+    from spark_adapter.pulsar.source import (  # noqa: PLC0415 - see _LATER
+        PulsarDataSource,
+        register_pulsar,
+    )
 
     check_workers(spark)
     if warning := preflight.warning_of_lacking():
         _log.warning("%s", warning)
     if not _is_known(spark, KeyShardDataSource):
         spark.dataSource.register(KeyShardDataSource)
-    try:
-        if not _is_known(spark, PulsarDataSource):
-            spark.dataSource.register(PulsarDataSource)
-    except AnalysisException as exc:
-        if exc.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
-            raise
+    if not (_is_known(spark, PulsarDataSource) or register_pulsar(spark)):
         _log.warning(
             "The JVM connector keeps format('pulsar'), because its jar is on the class path. To "
             "use keyshard under this name, remove the jar."

@@ -26,6 +26,7 @@ from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.positions import tables
 from spark_adapter.preflight import REPORTS, check_has, is_remote
+from spark_adapter.pulsar.source import register_pulsar
 from spark_adapter.topic_writer import WrittenBatch
 
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ class ReadReports:
     A task reports when it has read all its entries.
 
     Args:
-        spark: The session, without Spark Connect. It registers ``format("keyshard")`` again: Spark
-            drops the accumulators of data sources that it found itself.
+        spark: The session, without Spark Connect. It registers ``format("keyshard")`` and
+            ``format("pulsar")`` again: Spark drops the accumulators of data sources that it found
+            itself.
 
     Raises:
         ConfigError: The session uses Spark Connect, or PySpark is 4.0, which does not register a
@@ -116,6 +118,7 @@ def _accumulator(
             raise ConfigError(f"{name} needs a session without Spark Connect.")
         check_has(REPORTS)
     spark.dataSource.register(KeyShardDataSource)
+    register_pulsar(spark)
     return spark.sparkContext.accumulator(empty, how)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 from pyarrow import compute
+from pyspark.errors import AnalysisException
 from pyspark.sql.types import (
     BinaryType,
     DataType,
@@ -35,6 +36,8 @@ from spark_adapter.pulsar.options import seems_stream, translated
 from spark_adapter.task_rows import COLUMNS, SELECTABLE, Rows, schema_of, strict_of
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from spark_adapter.pulsar.stream import PulsarStreamReader
     from spark_adapter.topic_writer import TopicWrite
 
@@ -148,6 +151,17 @@ class PulsarDataSource(KeyShardDataSource):
         from spark_adapter.pulsar.writing import write_of  # noqa: PLC0415 - for writes
 
         return write_of(self.options, schema)
+
+
+def register_pulsar(spark: SparkSession) -> bool:
+    """Register ``format("pulsar")``; return whether no JVM connector on the class path keeps it."""
+    try:
+        spark.dataSource.register(PulsarDataSource)
+    except AnalysisException as exc:
+        if exc.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
+            raise
+        return False
+    return True
 
 
 def _rows(schema: StructType, rows: Rows) -> PulsarRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -194,6 +195,49 @@ def test_a_field_value_of_bytes_is_a_column_of_a_table_and_of_its_streams(
     for form in ("keyshard", "pulsar"):
         rows = tenant.spark.read.format(form).options(**own).schema("value binary").load()
         assert [row["value"] for row in rows.collect()] == [b"\0abc"]
+
+
+@pytest.mark.pyspark(4, 2)
+def test_a_table_is_read_from_bookies_and_with_an_index_if_its_options_say_so(
+    tenant: Tenant, tmp_path: Path
+) -> None:
+    url = f"{tenant.broker.admin_url}/admin/v2"
+    kept = {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}
+    httpx.post(f"{url}/namespaces/{tenant.name}/default/retention", json=kept).raise_for_status()
+    for number in range(3):
+        values = [b"%d" % one for one in range(10 * number, 10 * number + 10)]
+        tenant.send("events", BytesSchema(), *values, partition_key=f"k{number}")
+        tenant.put(f"persistent/{tenant.name}/default/events/unload", None)
+    tenant.sync(**{
+        "segments": "bookies", "bookies.map": json.dumps(tenant.broker.bookies_map),
+        "ledgerIndex": str(tmp_path / "index"),
+    })  # fmt: skip
+    table = f"{tenant.database}.events"
+
+    def read(**own: str) -> tuple[set[int], spark_adapter.ReadReport]:
+        reports = spark_adapter.ReadReports(tenant.spark)
+        rows = tenant.spark.read.options(readReports=str(reports.id), **own).table(table)
+        found = {int(row["value"]) for row in rows.collect()}
+        assert reports.total == spark_adapter.read_plan(rows)
+        return found, reports.total
+
+    found, report = read()
+    assert found == set(range(30))
+    assert (report.by_bookies, report.by_broker, report.skipped) == (30, 0, 0)
+    found, report = read(keys='["k1"]', segments="auto")
+    assert found == set(range(10, 20))
+    assert (report.by_bookies, report.by_broker, report.skipped) == (10, 0, 20)
+
+    seen: list[Any] = []
+    query = (
+        tenant.spark.readStream.table(table)
+        .writeStream.foreachBatch(lambda batch, _: seen.extend(batch.collect()))
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    ended(query)
+    assert len(seen) == 30, "a stream takes no notice of them"
 
 
 def test_tables_follow_their_topics_and_no_other_table_changes(tenant: Tenant) -> None:

@@ -20,6 +20,7 @@ from keyshard.broker.memory import Batching, Message
 from keyshard.core.position.entry import TopicPartition
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter import PulsarDataSource
+from spark_adapter.preflight import is_before
 from tests.contract.pulsar_harness import PulsarHarness, keeping
 from tests.helpers import wait_until
 from tests.spark.spark_topic import ended, failed
@@ -132,6 +133,38 @@ def test_a_batch_read_and_a_stream_have_the_columns_of_the_jvm_connector(
     assert {bytes(row["__messageId"]) for row in found} == (
         {bytes(row["__messageId"]) for row in rows}
     )
+
+
+@pytest.mark.pyspark(4, 1)
+def test_history_is_read_from_bookies_and_with_an_index(
+    spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness, topic: str, tmp_path: Path
+) -> None:
+    for number in range(2):
+        harness.roll_ledger(TopicPartition(topic, number))
+    by_broker = spark.read.format("pulsar").options(**options(dev_broker, topic)).load().collect()
+    own = {
+        "segments": "bookies", "bookies.map": json.dumps(dev_broker.bookies_map),
+        "ledgerIndex": str(tmp_path / "index"),
+    }  # fmt: skip
+
+    def read(**more: str) -> tuple[list[Row], spark_adapter.ReadReport]:
+        reports = spark_adapter.ReadReports(spark)
+        given = options(dev_broker, topic, readReports=str(reports.id), **own, **more)
+        rows = spark.read.format("pulsar").options(**given).load()
+        found = rows.collect()
+        assert reports.total == spark_adapter.read_plan(rows)
+        return found, reports.total
+
+    rows, report = read()
+    assert sorted(as_spark_has_them(rows)) == sorted(as_spark_has_them(by_broker))
+    # Five messages are an entry each, and five are a producer batch.
+    assert (report.by_bookies, report.by_broker, report.skipped) == (6, 0, 0)
+    rows, report = read(keys='["k0"]')
+    assert {bytes(row["__key"]) for row in rows} == {b"k0"}
+    assert len(rows) == sum(row["__key"] == b"k0" for row in by_broker)
+    first = min(row["__publishTime"] for row in by_broker)
+    rows, report = read(endingTime=str(milliseconds(first)))
+    assert (rows, report.by_bookies, report.skipped) == ([], 0, 6)
 
 
 def test_offsets_of_the_jvm_connector_begin_and_end_where_they_did_there(
@@ -248,3 +281,5 @@ def test_the_name_stays_the_jvm_connectors_where_its_jar_is(
     monkeypatch.setattr(PulsarDataSource, "name", staticmethod(lambda: "rate"))
     spark_adapter.register(spark)
     assert "The JVM connector keeps format" in caplog.text
+    if not is_before(4, 1):
+        spark_adapter.ReadReports(spark)  # for the other format
