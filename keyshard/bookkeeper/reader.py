@@ -149,9 +149,11 @@ class SegmentReader:
         """Where the broker's Reader ends, because the next ledger is read from its storage;
         exclusive."""
         self._was_lost = False
+        self._closed = False
 
     def read(self, timeout_ms: int) -> list[EntryBlock]:
         """See :meth:`keyshard.broker.port.Reader.read`."""
+        self._check_open()
         while not self._is_past_end():
             if self._reader is not None:
                 blocks, ended = self._from_broker(self._reader, timeout_ms)
@@ -167,6 +169,9 @@ class SegmentReader:
 
     def at_end(self) -> bool:
         """See :meth:`keyshard.broker.port.Reader.at_end`."""
+        self._check_open()
+        if self._segment is None and self._reader is None and not self._is_past_end():
+            self._open()
         if self._is_past_end():
             return True
         return self._end is None and self._reader is not None and self._reader.at_end()
@@ -177,8 +182,13 @@ class SegmentReader:
 
     def close(self) -> None:
         """See :meth:`keyshard.broker.port.Reader.close`."""
+        self._closed = True
         self._close_segment()
         self._close_reader()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BrokerError(f"A reader of {self._topic_partition} is closed.")
 
     def _is_past_end(self) -> bool:
         return self._how.last is not None and self._next > self._how.last
@@ -233,10 +243,6 @@ class SegmentReader:
                     raise self._unreadable(str(exc)) from exc
                 self._leave(str(exc))
                 return []
-        if not self._pending:
-            self._close_segment()
-            self._next = EntryId(self._next.ledger, segment.last + 1)
-            return []
         entries, why = _plain(self._pending)
         if not entries:
             self._leave(why)
@@ -252,6 +258,8 @@ class SegmentReader:
         self._next = EntryId(last.ledger, last.entry + 1)
         self._pending = self._pending[taken:]
         self._reads.from_storage[last.ledger] += taken
+        if segment.done and not self._pending:
+            self._close_segment()
         return decoded.blocks
 
     def _leave(self, why: str) -> None:

@@ -155,13 +155,18 @@ class OffloadReader:
         self._fetch_bytes = min(FETCH_MIN_BYTES, bytes_max)
         self._fetch_bytes_max = min(FETCH_MAX_BYTES, bytes_max)
 
+    @property
+    def done(self) -> bool:
+        """Whether all entries were returned."""
+        return self._next > self.last
+
     def read(self) -> list[RawEntry]:
-        """Return the next entries, in order; at least one, until the last was returned.
+        """Return the next entries, in order; at least one, until :attr:`done`.
 
         Raises:
             OffloadNotReadError: The store did not return the next entry.
         """
-        if self._next > self.last:
+        if self.done:
             return []
         try:
             if self._layout is None:

@@ -1,6 +1,7 @@
 """Every contract case runs on the in-memory broker, on it behind workers, and on a real one.
 
-The real one is reached by pulsar-client, and by the protocol itself.
+The real one is reached by pulsar-client, and by the protocol itself. Cases of Readers also run with
+those that take closed ledgers from bookies.
 """
 
 from __future__ import annotations
@@ -42,6 +43,34 @@ EXCUSED = {
     "test_a_wiped_cluster_hands_out_its_ledger_ids_again": "the broker's own doing",
 }
 """Modules and cases that say nothing of ``wire``, and why: the suite is long."""
+READ_FROM_BOOKIES = {
+    "test_a_reader_gives_whole_entries_in_order_from_its_start": "",
+    "test_a_reader_does_not_care_for_acknowledgements": "",
+    "test_a_reader_acknowledges_nothing": "",
+    "test_a_start_that_is_not_stored_gives_the_next_entry": "",
+    "test_a_start_behind_everything_is_at_the_end_and_gets_later_entries": "",
+    "test_without_values_all_else_is_the_same": "",
+    "test_entries_before_a_chunked_message_can_be_read": "",
+    "test_a_closed_reader_refuses_work_and_closes_again": "its topic is empty",
+    "test_a_reader_misses_nothing_if_a_time_to_live_moves_its_cursor": "",
+    "test_metadata_columns_are_the_same_from_consumer_and_reader": "the broker has one",
+    "test_content_without_metadata_columns_is_unchanged": "",
+    "test_null_and_empty_are_distinct": "",
+    "test_a_reader_reports_the_slot_of_the_text_or_of_known_bytes": "",
+    "test_a_delayed_message_is_an_entry_of_its_own": "",
+    "test_a_reader_gets_delayed_messages_at_once_with_their_time": "",
+    "test_publish_times_are_those_of_the_producer": "",
+    "test_an_aborted_transaction_leaves_entries_that_are_never_delivered": "it comes first",
+    "test_behind_the_last_message_nothing_is_left_to_read": "as well",
+    "test_a_chunked_message_is_refused_by_the_entry_that_names_it": "as well",
+    "test_a_partly_acknowledged_batch_is_delivered_without_acknowledged_messages": "",
+    "test_an_unreadable_entry_is_named_once_and_later_entries_come": "",
+    "test_an_encrypted_entry_is_named_once_and_later_entries_come": "",
+}
+"""Cases of Readers that also hold for those of bookies, and why the broker returns all entries.
+
+The other cases that read say nothing of closed ledgers: they are about producers, the admin
+interface, lost connections of the broker, or a topic partition without entries."""
 _HELD_UP = "before 4.0 a range that joins is held up by those that joined before"
 _NO_LIMIT = "before 4.0 a replay queue has no such limit"
 _COUNTED = "before 4.0 a consumer at its limit waits on when it acknowledged, and may pass it"
@@ -63,7 +92,9 @@ OLDER_BROKERS = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each case on all brokers."""
     module = metafunc.module.__name__.rpartition(".")[2]
-    brokers = [OLDEST, *ALL] if module in DIFFER else ALL
+    brokers = [OLDEST, *ALL] if module in DIFFER else list(ALL)
+    if metafunc.function.__name__ in READ_FROM_BOOKIES:
+        brokers.append(pytest.param("bookies", marks=pytest.mark.broker))
     for name in {"harness", "breakable"} & set(metafunc.fixturenames):
         metafunc.parametrize(name, brokers, indirect=True)
     if "failing" in metafunc.fixturenames:
@@ -77,6 +108,10 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     made: Harness
     if request.param in IN_MEMORY:
         made = IN_MEMORY[request.param]()
+    elif request.param == "bookies":
+        from tests.contract.bookie_harness import BookieHarness  # noqa: PLC0415 - only who needs it
+
+        made = BookieHarness(request.getfixturevalue("dev_broker"))
     else:
         from tests.contract.wire_harness import WireHarness  # noqa: PLC0415 - only who needs it
 
@@ -85,6 +120,7 @@ def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
         made = kind(dev_broker.service_url, dev_broker.admin_url)
     yield made
     made.close()
+    _check_bookies(request, made)
 
 
 @pytest.fixture
@@ -94,6 +130,10 @@ def breakable(request: pytest.FixtureRequest) -> Iterator[BreakableHarness]:
     made: BreakableHarness
     if request.param in IN_MEMORY:
         made = IN_MEMORY[request.param]()
+    elif request.param == "bookies":
+        from tests.contract.bookie_harness import BreakableBookieHarness  # noqa: PLC0415 - as well
+
+        made = BreakableBookieHarness(request.getfixturevalue("breakable_broker"))
     else:
         from tests.contract.wire_harness import BreakableWireHarness  # noqa: PLC0415 - only who needs it
 
@@ -101,6 +141,17 @@ def breakable(request: pytest.FixtureRequest) -> Iterator[BreakableHarness]:
         made = own(request.getfixturevalue("breakable_broker"))
     yield made
     made.close()
+    _check_bookies(request, made)
+
+
+def _check_bookies(request: pytest.FixtureRequest, made: Harness) -> None:
+    """Check that a case which holds for bookies has got entries from them."""
+    if request.param == "bookies":
+        from tests.contract.bookie_harness import ReadsBookies  # noqa: PLC0415 - only who needs it
+
+        assert isinstance(made, ReadsBookies)
+        why = READ_FROM_BOOKIES[request.node.originalname]
+        assert (made.by_bookies == 0) == bool(why), f"{made.by_bookies} entries from bookies"
 
 
 def _excuse(request: pytest.FixtureRequest) -> None:
@@ -109,7 +160,11 @@ def _excuse(request: pytest.FixtureRequest) -> None:
     if request.param == "wire" and reasons:
         pytest.skip(reasons[0])
     older = OLDER_BROKERS.get(request.node.originalname)
-    if older is not None and request.param in {"pulsar", "wire"} and int(PULSAR.split(".")[0]) < 4:
+    if (
+        older is not None
+        and request.param in {"pulsar", "wire", "bookies"}
+        and int(PULSAR.split(".")[0]) < 4
+    ):
         pytest.skip(older)
 
 

@@ -46,7 +46,7 @@ class WireHarness(PulsarHarness):
 class BreakableWireHarness(WireHarness, BreakablePulsarHarness):
     """The same with its own broker."""
 
-    not_handed_out = ()
+    not_handed_out: Collection[str] = ()
 
 
 class FailingWireHarness(WireHarness):

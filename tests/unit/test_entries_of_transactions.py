@@ -116,6 +116,10 @@ class Stored:
     def __init__(self, ledger: LedgerReplicas, first: int, last: int, *_: Any) -> None:
         self.ledger, self.next, self.last = ledger.ledger, first, last
 
+    @property
+    def done(self) -> bool:
+        return self.next > self.last
+
     def read(self) -> list[RawEntry]:
         start, self.next = self.next, min(self.next + 2, self.last + 1)
         return [
