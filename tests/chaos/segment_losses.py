@@ -94,7 +94,7 @@ class Losses:
             for read, split in zip(reads, self._splits, strict=True)
             if split.topic_partition.name == where
         ]
-        _wait_for(of_partition, READ_BEFORE)
+        wait_for(of_partition, READ_BEFORE)
         delete()
         self._deleted.add(where)
         gone = before[where] - self._listed()[where]
@@ -243,6 +243,6 @@ def ledgers_of(table: pa.Table) -> set[int]:
     return {int(one.partition(":")[0]) for one in table["__messageId"].to_pylist()}
 
 
-def _wait_for(reads: Sequence[Future[Outcome]], count: int) -> None:
+def wait_for(reads: Sequence[Future[Outcome]], count: int) -> None:
     """Wait until some reads have ended."""
     wait_until(lambda: sum(one.done() for one in reads) >= count, LIMIT_S)

@@ -2,11 +2,11 @@
 
 ``python -m tests.chaos.segments --messages 1000000`` starts two brokers and three bookies, and
 publishes to three topic partitions in many ledgers; the last ones stay open. It reads them by the
-broker. Then two processes read the same plan with ``segments`` ``auto``, again and again, while
-bytes change on the disk of a bookie, one is killed, another one frozen, and a broker killed. Each
-split has to equal what the broker gave, row by row, and all splits together have to be every
-message once. At least one wrong digest has to be noticed. At the end, ledgers are deleted while
-they are read (``segment_losses``).
+broker. Then two processes read the same plan with ``segments`` ``auto``, while bytes change on the
+disk of a bookie, and again and again while one is killed, another one frozen, and a broker killed.
+Each split has to equal what the broker gave, row by row, and all splits together have to be every
+message once. Wrong digests have to be noticed while bytes are wrong, and only then. At the end,
+ledgers are deleted while they are read (``segment_losses``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -33,7 +32,7 @@ from keyshard.reading.split_planner import plan_read
 from keyshard.testing.devbroker import DevCluster
 from keyshard.testing.devbroker.members import Bookie
 from keyshard.testing.verify.workloads import Workload, produce
-from tests.chaos.segment_losses import Losses
+from tests.chaos.segment_losses import READ_BEFORE, Losses, wait_for
 from tests.chaos.segment_tasks import AUTO, attempted, quiet, read
 from tests.support.tested_pulsar import PULSAR
 
@@ -86,29 +85,47 @@ def run(messages: int) -> int:
         print(f"by the broker: {took_s:.1f} s; {text}", flush=True)
         spawn = get_context("spawn")
         with ProcessPoolExecutor(READERS, mp_context=spawn, initializer=quiet) as pool:
-            with _faults(cluster) as going:
-                rounds = digests = 0
-                while going.is_set() or not rounds:
-                    fine, noticed = _round(pool, connection, splits, wanted, published)
-                    good, digests, rounds = good and fine, digests + noticed, rounds + 1
-            fine, after = _round(pool, connection, splits, wanted, published)
+            disk = ChangedDisk(cluster.bookies[2])
+            fine, digests = _round(
+                pool, connection, splits, wanted, published, meanwhile=disk.change
+            )
+            disk.restore()
             good = good and fine and digests > 0
-            print(f"wrong digests: {digests:,} under faults, {after:,} after them", flush=True)
+            with _faults(cluster) as going:
+                rounds = 0
+                while going.is_set() or not rounds:
+                    good &= _round(pool, connection, splits, wanted, published)[0]
+                    rounds += 1
+            fine, digests = _round(pool, connection, splits, wanted, published)
+            good = good and fine and not digests
             good &= Losses(cluster, pool, source, splits, wanted).run()
-    print("ok" if good else "BAD", f"{rounds} rounds under faults, and one after them")
+    print("ok" if good else "BAD", f"{rounds} reads while members failed, and one after them")
     return 0 if good else 1
 
 
 def _round(
     pool: ProcessPoolExecutor, connection: Connection, splits: Sequence[Split],
     wanted: Sequence[pa.Table], published: Mapping[str, int],
+    *, meanwhile: Callable[[], None] | None = None,
 ) -> tuple[bool, int]:  # fmt: skip
     """Read all splits from bookies, and compare them.
 
-    Returns whether they are right, and the number of wrong digests.
+    Args:
+        pool: Processes that read.
+        connection: The connection to the cluster.
+        splits: The plan.
+        wanted: The rows of each split.
+        published: Messages by key.
+        meanwhile: Called when some splits have been read.
+
+    Returns:
+        Whether they are right, and the number of wrong digests.
     """
     began = time.monotonic()
     futures = [pool.submit(attempted, connection, split) for split in splits]
+    if meanwhile is not None:
+        wait_for(futures, READ_BEFORE)
+        meanwhile()
     tables, again, digests = [], 0, 0
     spans: SpansByStart = {}
     for one in futures:
@@ -157,6 +174,7 @@ class ChangedDisk:
 
     def change(self) -> None:
         """Change a bit in every 20,000 bytes."""
+        print(f"bytes change on the disk of {self._bookie.name}", flush=True)
         for log in (self._bookie.folder / "data").glob("ledgers/current/*.log"):
             file = os.open(log, os.O_RDWR)
             for at in range(LOG_HEAD, os.fstat(file).st_size, CHANGED_EVERY):
@@ -165,33 +183,11 @@ class ChangedDisk:
 
     def restore(self) -> None:
         """Write the right bytes again."""
+        print(f"{len(self._right):,} bytes become right again", flush=True)
         for (file, at), right in self._right.items():
             os.pwrite(file, right, at)
         for file in {file for file, _ in self._right}:
             os.close(file)
-
-
-class Fault(NamedTuple):
-    """What happens to a member, and how it ends."""
-
-    text: str
-    begin: Callable[[], None]
-    end: Callable[[], None]
-
-
-def _plan(cluster: DevCluster) -> list[Fault]:
-    """Return the faults in their order.
-
-    Bytes change first: later, readers avoid the other replicas, because their bookies failed.
-    """
-    first, second, third = cluster.bookies
-    broker, disk = cluster.brokers[1], ChangedDisk(third)
-    return [
-        Fault(f"bytes change on the disk of {third.name}", disk.change, disk.restore),
-        Fault(f"{first.name} is killed", first.kill, first.start),
-        Fault(f"{second.name} is frozen", second.freeze, second.resume),
-        Fault(f"{broker.name} is killed", broker.kill, broker.start),
-    ]
 
 
 @contextmanager
@@ -202,13 +198,17 @@ def _faults(cluster: DevCluster) -> Iterator[threading.Event]:
 
     def inject() -> None:
         try:
-            for fault in _plan(cluster):
+            for name, member, begin, end in (
+                ("killed", cluster.bookies[0], "kill", "start"),
+                ("frozen", cluster.bookies[1], "freeze", "resume"),
+                ("killed", cluster.brokers[1], "kill", "start"),
+            ):
                 time.sleep(BETWEEN_S)
-                fault.begin()
-                print(fault.text, flush=True)
+                getattr(member, begin)()
+                print(f"{member.name} is {name}", flush=True)
                 time.sleep(AWAY_S)
-                fault.end()
-                print(f"{fault.text}: it has ended", flush=True)
+                getattr(member, end)()
+                print(f"{member.name} is back", flush=True)
         except Exception as exc:  # noqa: BLE001 - the main thread raises it
             failed.append(exc)
         finally:

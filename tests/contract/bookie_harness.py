@@ -50,7 +50,7 @@ class ReadsBookies(WireHarness):
     @property
     def by_bookies(self) -> int:
         """Number of entries that bookies returned."""
-        return sum(sum(one.from_bookies.values()) for one in self._reads)
+        return sum(sum(one.from_storage.values()) for one in self._reads)
 
     def close(self) -> None:
         for one in self._reads:
