@@ -56,7 +56,10 @@ class Failures:
         self._single: _Recent[Hashable] = _Recent(clock)
 
     def note_bookie(self, address: Hashable, why: str) -> None:
-        """Remember that a bookie failed; its address includes how TLS is spoken with it."""
+        """Remember that a bookie failed; its address includes how TLS is spoken with it.
+
+        A store of offloads counts as a bookie, whose address is its URL.
+        """
         self._bookies.note(address, why)
 
     def bookie(self, address: Hashable) -> str:

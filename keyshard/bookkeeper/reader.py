@@ -31,7 +31,12 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.replicas import LedgerReplicas, OffloadedLedger, Placement
 from keyshard.core.protobuf import NotProtobufError, fields_of
 from keyshard.errors import BookieReadError, BrokerError
-from keyshard.offloads.offload_reader import OffloadNotReadError, OffloadReader, Offloads
+from keyshard.offloads.offload_reader import (
+    OffloadNotReadError,
+    OffloadReader,
+    Offloads,
+    StoreFailedError,
+)
 
 _BROKER_DECIDES = {20: b"\xa0\x01", 22: b"\xb0\x01", 23: b"\xb8\x01"}
 """Tags of the fields ``marker_type``, ``txnid_least_bits`` and ``txnid_most_bits`` of
@@ -93,7 +98,18 @@ class BookieReads:
         if why := self._failures.ledger(self._cluster, at):
             self.left[at.ledger] = why
             return None
-        return self.stored.get(at.ledger)
+        found = self.stored.get(at.ledger)
+        if isinstance(found, OffloadedLedger) and (why := self._failures.bookie(self._store())):
+            self.left[at.ledger] = why
+            return None
+        return found
+
+    def note_store(self, why: str) -> None:
+        """Leave all offloaded ledgers to the broker for a while, because their store failed."""
+        self._failures.note_bookie(self._store(), why)
+
+    def _store(self) -> Hashable:
+        return "offloads", None if self.offloads is None else self.offloads.url
 
     def segment(
         self,
@@ -241,6 +257,8 @@ class SegmentReader:
             except (EntryNotReadError, OffloadNotReadError) as exc:
                 if self._reads.required:
                     raise self._unreadable(str(exc)) from exc
+                if isinstance(exc, StoreFailedError):
+                    self._reads.note_store(str(exc))
                 self._leave(str(exc))
                 return []
         entries, why = _plain(self._pending)

@@ -28,6 +28,10 @@ class OffloadNotReadError(Exception):
     """The store did not return an entry. The text says why."""
 
 
+class StoreFailedError(OffloadNotReadError):
+    """The store did not answer as it should, so that other ledgers would meet the same."""
+
+
 class Offloads:
     """The store to which the brokers of a cluster offload ledgers.
 
@@ -44,6 +48,8 @@ class Offloads:
         self._location = location("offloads", url, "the store of offloads, such as s3://bucket")
         self._files: Any = self._location.files
         self._root = self._location.path.rstrip("/")
+        self.url = self._location.url
+        """The URL without credentials."""
 
     def reader(
         self,
@@ -74,7 +80,7 @@ class Offloads:
             return self._blocks(ledger) or self._map_file(topic_partition, ledger)
         except FileNotFoundError:
             raise OffloadNotReadError(
-                f"ledger {ledger.ledger} with offload {ledger.uuid} is not at {self._location.url}"
+                f"ledger {ledger.ledger} with offload {ledger.uuid} is not at {self.url}"
             ) from None
         except LayoutError as exc:
             raise _malformed(ledger, exc) from None
@@ -122,7 +128,10 @@ class Offloads:
         return int(self._files.info(path)["size"])
 
     def _failed(self, exc: Exception) -> OffloadNotReadError:
-        return OffloadNotReadError(f"{self._location.url} failed: {scrubbed(exc)}")
+        # Stores also refuse a missing object, if its neighbours must not be listed.
+        of_file = isinstance(exc, FileNotFoundError | PermissionError)
+        error = OffloadNotReadError if of_file else StoreFailedError
+        return error(f"{self.url} failed: {scrubbed(exc)}")
 
 
 class OffloadReader:

@@ -13,13 +13,18 @@ from typing import Any
 
 import httpx
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from keyshard import Connection, KeyShardSource
+from keyshard.bookkeeper.bookies import Bookies
+from keyshard.bookkeeper.failures import Failures
+from keyshard.bookkeeper.reader import BookieReads
 from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.port import ReadOptions
 from keyshard.config.segments import Segments
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.read_bounds import Edge
 from keyshard.core.position.replicas import (
@@ -154,6 +159,57 @@ def test_a_ledger_that_is_not_in_the_store_is_named(tmp_path: Path) -> None:
     ledger = OffloadedLedger(LEDGER, 0, UUID)
     with pytest.raises(OffloadNotReadError, match=f"ledger 7 with offload {UUID} is not at"):
         Offloads(str(tmp_path)).reader(WHERE, ledger, 0, 0, 1_000).read()
+
+
+class Silent:
+    """A broker whose Readers return nothing."""
+
+    def __init__(self) -> None:
+        self.begun: list[EntryId] = []
+
+    def reader(self, *asked: Any) -> Any:
+        self.begun.append(asked[1])
+        return self
+
+    def read(self, _: int) -> list[EntryBlock]:
+        return []
+
+    def at_end(self) -> bool:
+        return True
+
+    stayed_connected = at_end
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize(
+    ("error", "requests"),
+    [(TimeoutError, 1), (OSError, 1), (FileNotFoundError, 6), (PermissionError, 3)],
+)
+def test_a_store_that_fails_is_not_asked_for_each_ledger(
+    error: type[Exception], requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def info(_: object, path: str) -> None:
+        asked.append(path)
+        raise error("no answer")
+
+    monkeypatch.setattr(LocalFileSystem, "info", info)
+    ledgers: dict[int, Placement] = {one: OffloadedLedger(one, 5, UUID) for one in (1, 2, 3)}
+    failures, broker = Failures(), Silent()
+    with closing(Bookies({})) as bookies:
+        for _ in range(2):
+            reads = BookieReads(
+                broker, ledgers, bookies, failures=failures, offloads=Offloads(str(tmp_path))
+            )
+            reader = reads.reader(WHERE, EntryId(1, 0), ReadOptions(10, last=EntryId(3, 5)))
+            for _ in range(20):
+                assert reader.read(0) == []
+            assert sorted(reads.left) == [1, 2, 3]
+    assert len(asked) == requests
+    assert set(broker.begun) <= {EntryId(one, 0) for one in (1, 2, 3)}
 
 
 # -- Plans ----------------------------------------------------------------------------------------
