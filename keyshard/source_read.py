@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from keyshard.config.connection import CLIENT, Connection
-from keyshard.config.segments import Segments
+from keyshard.config.segments import BYTES_IN_FLIGHT, Segments, check_bytes_in_flight
 from keyshard.config.source import SourceConfig
 from keyshard.core.metadata_columns import check_known, check_transport
 from keyshard.core.option_checks import check_integer, is_key, suggesting
@@ -43,6 +43,7 @@ class SourceReads:
         disorder_max_s: float | None = None,
         segments: Segments | None = None,
         ledger_index: str | None = None,
+        bytes_in_flight_max: int = BYTES_IN_FLIGHT,
     ) -> SourceRead:
         """Plan a read of the stored messages between two bounds.
 
@@ -90,6 +91,8 @@ class SourceReads:
                 index of closed ledgers. The first read of a ledger writes the bounds of its times,
                 and hashes of its keys. Later reads leave out what cannot match their times and
                 keys.
+            bytes_in_flight_max: Most bytes of entries that a loop receives ahead, 1 MiB to 1 GiB.
+                Raise it for bookies or stores that are far away. Default: 32 MiB.
 
         Raises:
             ConfigError: A bound, a column or an option is wrong, or there is no ``admin_url``.
@@ -102,6 +105,7 @@ class SourceReads:
         from keyshard.reading.split_planner import plan_read  # noqa: PLC0415
 
         assert isinstance(self, SourceConfig)
+        check_bytes_in_flight(bytes_in_flight_max)
         names = wanted_columns(columns, self)
         wanted = wanted_keys(keys)
         splits = plan_read(
@@ -111,6 +115,7 @@ class SourceReads:
         return SourceRead(
             self.how_to_connect(), splits, names or SCHEMA.names, keys=wanted,
             fail_on_data_loss=self.fail_on_data_loss, segments=segments, ledger_index=ledger_index,
+            bytes_in_flight_max=bytes_in_flight_max,
         )  # fmt: skip
 
 
@@ -121,7 +126,8 @@ class SourceRead:
     connection has threads of its own. The rows of a topic partition are in its order, one topic
     partition after the other.
     A batch has at most 10,000 rows and about 8 MiB of columns, unless one entry is larger. A read
-    holds at most one batch, and about 32 MiB of entries that were received before their turn.
+    holds at most one batch, and about ``bytes_in_flight_max`` of entries that were received before
+    their turn.
 
     An iteration that ends early closes its connection when nothing refers to it, or at the end of a
     ``with`` block over the read. It raises these errors:
@@ -151,6 +157,7 @@ class SourceRead:
         fail_on_data_loss: bool = True,
         segments: Segments | None = None,
         ledger_index: str | None = None,
+        bytes_in_flight_max: int = BYTES_IN_FLIGHT,
     ) -> None:
         self._connection = connection
         self._splits = tuple(splits)
@@ -160,6 +167,7 @@ class SourceRead:
             "fail_on_data_loss": fail_on_data_loss,
             "segments": segments,
             "ledger_index": ledger_index,
+            "bytes_in_flight_max": bytes_in_flight_max,
         }
         self._pid = os.getpid()
         self._forget()

@@ -12,7 +12,7 @@ from ray.data.datasource import Datasource, ReadTask
 
 from keyshard.columns.record_batches import SCHEMA, select
 from keyshard.config.connection import Connection
-from keyshard.config.segments import BROKER, Segments
+from keyshard.config.segments import BROKER, BYTES_IN_FLIGHT, Segments
 from keyshard.core.position.split import Split, divided
 from keyshard.reading.read_report import planned
 from keyshard.reading.split_reader import read_splits
@@ -33,6 +33,7 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         fail_on_data_loss: Whether entries that are no longer stored fail the read.
         segments: Where closed ledgers are read; ``None``: by the broker.
         ledger_index: Path or fsspec URL of the index of closed ledgers; ``None``: there is none.
+        bytes_in_flight_max: Most entries that a task receives ahead, bytes.
         reports: Collects what the tasks read; ``None``: nobody does.
     """
 
@@ -46,6 +47,7 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         fail_on_data_loss: bool = True,
         segments: Segments | None = None,
         ledger_index: str | None = None,
+        bytes_in_flight_max: int = BYTES_IN_FLIGHT,
         reports: ReadReports | None = None,
     ) -> None:
         super().__init__()
@@ -55,6 +57,7 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         self._fail_on_data_loss = fail_on_data_loss
         self._segments = segments
         self._ledger_index = ledger_index
+        self._bytes_in_flight_max = bytes_in_flight_max
         self._reports = reports
         self._projection_map = None if columns is None else {name: name for name in columns}
 
@@ -116,6 +119,7 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
             fail_on_data_loss=self._fail_on_data_loss,
             segments=self._segments,
             ledger_index=self._ledger_index,
+            bytes_in_flight_max=self._bytes_in_flight_max,
             report=None if self._reports is None else self._reports.note,
         )
         return [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from keyshard.config.segments import Segments
+from keyshard.config.segments import BYTES_IN_FLIGHT, Segments, check_bytes_in_flight
 from keyshard.config.source import SourceConfig
 from keyshard.core.option_checks import check_integer, did_you_mean
 from keyshard.core.position.zones import Wanted
@@ -26,7 +26,10 @@ BLOCKS_MAX = 1_000_000
 """Most blocks and read tasks of a dataset."""
 _COUNTS = ("override_num_blocks", "concurrency", "parallelism")
 """Options of Ray that count blocks or tasks."""
-_OWN = ("start", "end", "keys", "columns", "disorder_max_s", "segments", "ledger_index", "reports")
+_OWN = (
+    "start", "end", "keys", "columns", "disorder_max_s", "segments", "ledger_index",
+    "bytes_in_flight_max", "reports",
+)  # fmt: skip
 
 
 def read(
@@ -39,6 +42,7 @@ def read(
     disorder_max_s: float | None = None,
     segments: Segments | None = None,
     ledger_index: str | None = None,
+    bytes_in_flight_max: int = BYTES_IN_FLIGHT,
     reports: ReadReports | None = None,
     **options: Any,
 ) -> Dataset:
@@ -91,6 +95,8 @@ def read(
             ``s3://bucket/index``, for an index of closed ledgers. The first read of a ledger writes
             the bounds of its times, and hashes of its keys. Later reads leave out what cannot match
             their times and keys.
+        bytes_in_flight_max: Most bytes of entries that a task receives ahead, 1 MiB to 1 GiB.
+            Raise it for bookies or stores that are far away. Default: 32 MiB.
         reports: Collects what the tasks got from bookies, what from the broker, and why.
         **options: Options of :func:`ray.data.read_datasource`, such as ``override_num_blocks``,
             ``concurrency`` and ``ray_remote_args``. Other names are refused.
@@ -115,6 +121,7 @@ def read(
     _check_options(options, read_datasource)
     if not isinstance(reports, ReadReports | None):
         raise ConfigError(f"reports is {shown(reports)}; give a ray_adapter.ReadReports or None.")
+    check_bytes_in_flight(bytes_in_flight_max)
     names = wanted_columns(columns, source)
     wanted = wanted_keys(keys)
     stretches = plan_read(
@@ -129,6 +136,7 @@ def read(
         fail_on_data_loss=source.fail_on_data_loss,
         segments=segments,
         ledger_index=ledger_index,
+        bytes_in_flight_max=bytes_in_flight_max,
         reports=reports,
     )
     dataset: Dataset = read_datasource(datasource, **options)

@@ -117,6 +117,7 @@ class KeyShardBatchReader(DataSourceReader):
             fail_on_data_loss=source.fail_on_data_loss,
             segments=self._read.segments,
             ledger_index=self._read.ledger_index,
+            bytes_in_flight_max=self._read.bytes_in_flight_max,
             report=None if self._read.report_to is None else partial(self._report, spans),
         )
         yield from self._rows.of(raw)

@@ -11,7 +11,7 @@ from typing import Any
 from keyshard import Connection, KeyShardSource
 from keyshard.config.connection_names import fields_of, names_of
 from keyshard.config.field_types import of_type
-from keyshard.config.segments import BROKER, Segments
+from keyshard.config.segments import BROKER, BYTES_IN_FLIGHT, Segments, check_bytes_in_flight
 from keyshard.config.source import SHORTHANDS
 from keyshard.core.option_checks import (
     check_folder,
@@ -293,6 +293,8 @@ class BoundedRead:
     keys: frozenset[str] | None = None
     ledger_index: str | None = None
     """fsspec URL of the index of closed ledgers."""
+    bytes_in_flight_max: int = BYTES_IN_FLIGHT
+    """Most entries that a task receives ahead, bytes."""
     segments: Segments = dataclasses.field(default_factory=Segments)
     report_to: int | None = None
     """Accumulator to which tasks report how they got their entries."""
@@ -357,6 +359,13 @@ def _count(name: str, text: str) -> int:
     return count
 
 
+def _bytes_in_flight(name: str, text: str) -> int:
+    count = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else text
+    check_bytes_in_flight(count, name)
+    assert isinstance(count, int)
+    return count
+
+
 def accumulator_id(name: str, text: str) -> int:
     """Parse the id of reports, which the class that ``name`` is called after collects.
 
@@ -410,6 +419,7 @@ _PARSED: dict[str, Callable[[str, str], Any]] = {
     "maxRowsPerPartition": _count,
     "keys": _keys,
     "ledgerIndex": check_folder,
+    "maxBytesInFlight": _bytes_in_flight,
     "segments": _plain,
     "offloads": _plain,
     "bookies.map": _addresses,

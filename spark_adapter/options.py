@@ -328,6 +328,12 @@ BATCH_OPTIONS = (
         "reads leave out what cannot match their times, `keys`, and pushed filters. See below.",
     ),
     Option(
+        "maxBytesInFlight",
+        "bytes_in_flight_max",
+        "Most bytes of entries that a task receives ahead, 1 MiB to 1 GiB. Raise it for bookies or "
+        "stores that are far away. Default 33554432 (32 MiB).",
+    ),
+    Option(
         "segments",
         "segments",
         "Where closed ledgers are read. `broker`: by the broker, the default. `auto`: straight "

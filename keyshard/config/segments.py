@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from keyshard.config.connection import check_file
-from keyshard.core.option_checks import check_bool, check_choice, check_folder
+from keyshard.core.option_checks import check_bool, check_choice, check_folder, check_integer
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
@@ -17,6 +17,9 @@ BROKER: Final = "broker"
 AUTO: Final = "auto"
 BOOKIES: Final = "bookies"
 _ADDRESS = re.compile(r"[^\s:]+:\d{1,5}|\[[^\s\]]+\]:\d{1,5}")
+BYTES_IN_FLIGHT = 32 * 1024 * 1024
+"""Default of ``bytes_in_flight_max``: most entries that a reader receives ahead, bytes. Readers of
+the broker hold them by their mean size."""
 ADDRESSES_MAX = 10_000
 """Most bookies with an address of their own."""
 
@@ -97,6 +100,15 @@ _FILES = (
     "bookies_certificate_file_path",
     "bookies_key_file_path",
 )
+
+
+def check_bytes_in_flight(given: object, name: str = "bytes_in_flight_max") -> None:
+    """Check the limit of the entries that a read receives ahead.
+
+    Raises:
+        ConfigError: It is no number of bytes from 1 MiB to 1 GiB.
+    """
+    check_integer(name, given, 1024 * 1024, 1024 * 1024 * 1024)
 
 
 def check_segments(given: object) -> None:

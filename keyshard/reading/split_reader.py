@@ -27,7 +27,7 @@ from keyshard.broker.retry import retry_until
 from keyshard.columns.content import only
 from keyshard.columns.record_batches import record_batches
 from keyshard.config.connection import Connection
-from keyshard.config.segments import BOOKIES, Segments
+from keyshard.config.segments import BOOKIES, BYTES_IN_FLIGHT, Segments
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.split import Split
@@ -49,8 +49,6 @@ from keyshard.reading.zone_builder import ZoneBuilder
 if TYPE_CHECKING:
     from keyshard.bookkeeper.reader import BookieReads
 
-QUEUE_BYTES = 32 * 1024 * 1024
-"""Most that the client holds ahead, by the mean size of entries, bytes."""
 QUEUE_MIN, QUEUE_MAX = 10, 1_000
 """Fewest and most messages that the client holds ahead."""
 CUT_OFF_MAX = 10
@@ -68,6 +66,7 @@ def read_splits(
     fail_on_data_loss: bool = True,
     segments: Segments | None = None,
     ledger_index: str | None = None,
+    bytes_in_flight_max: int = BYTES_IN_FLIGHT,
     report: Callable[[ReadReport], None] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Connect, and read splits one after the other; see :func:`read_split`.
@@ -76,6 +75,7 @@ def read_splits(
         ledger_index: Path or fsspec URL of the index of closed ledgers, as the plan has it. The
             read adds what it lacks.
         segments: Where closed ledgers are read, as the plan has it; ``None``: by the broker.
+        bytes_in_flight_max: Most entries that are received ahead, bytes.
         report: Called after each split with the entries by their origin.
 
     Raises:
@@ -100,6 +100,7 @@ def read_splits(
                 connection.operation_timeout_ms / 1000,
                 keys=keys,
                 fail_on_data_loss=fail_on_data_loss,
+                bytes_in_flight_max=bytes_in_flight_max,
                 seen=seen,
                 zones=zones,
             )
@@ -161,6 +162,7 @@ def read_split(
     *,
     keys: Collection[str] | None = None,
     fail_on_data_loss: bool = True,
+    bytes_in_flight_max: int = BYTES_IN_FLIGHT,
     seen: Counter[int] | None = None,
     zones: ZoneBuilder | None = None,
 ) -> Iterator[pa.RecordBatch]:
@@ -175,6 +177,7 @@ def read_split(
         keys: Partition keys whose messages are wanted; ``None``: all.
         fail_on_data_loss: Whether entries that are no longer stored are an error. If not, they are
             omitted with a warning.
+        bytes_in_flight_max: Most entries that are received ahead, bytes.
         seen: Counts the entries that were read, by ledger.
         zones: Collects the zones of closed ledgers.
 
@@ -189,12 +192,12 @@ def read_split(
         ReplayTimeoutError: Nothing came for too long (retriable).
         BrokerError: The broker cannot be reached, or refuses.
     """
-    queue = QUEUE_BYTES * split.entries // max(1, split.size_bytes)
+    queue = bytes_in_flight_max * split.entries // max(1, split.size_bytes)
     columns = names if keys is None else {*names, KEY}
     if zones is not None:
         columns = {*columns, *zone_builder.COLUMNS}
     queue = min(max(queue, QUEUE_MIN), QUEUE_MAX)
-    how = ReadOptions(queue, columns=columns, receiver_queue_bytes=QUEUE_BYTES, first=queue)
+    how = ReadOptions(queue, columns=columns, receiver_queue_bytes=bytes_in_flight_max, first=queue)
     blocks = _stored(
         broker, admin, split, how, timeout_s, fail_on_data_loss=fail_on_data_loss,
         seen=Counter() if seen is None else seen, zones=zones,

@@ -15,6 +15,8 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.memory.client import MemoryReader
+from keyshard.broker.port import DEFAULT_READ_OPTIONS, ReadOptions
 from keyshard.columns import record_batches
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.config.segments import Segments
@@ -102,6 +104,25 @@ def topic() -> Iterator[Topic]:
     made = Topic()
     yield made
     made.cluster.validate()
+
+
+@pytest.mark.parametrize("limit", [1024 * 1024, 64 * 1024 * 1024])
+def test_readers_receive_ahead_as_many_bytes_as_the_read_says(topic: Topic, limit: int) -> None:
+    asked: list[ReadOptions] = []
+
+    class Noting(MemoryBroker):
+        def reader(
+            self,
+            topic_partition: TopicPartition,
+            start: EntryId,
+            how: ReadOptions = DEFAULT_READ_OPTIONS,
+        ) -> MemoryReader:
+            asked.append(how)
+            return super().reader(topic_partition, start, how)
+
+    found = topic.read(topic.plan(), Noting(topic.cluster), bytes_in_flight_max=limit)
+    assert found == topic.ids
+    assert {how.receiver_queue_bytes for how in asked} == {limit}
 
 
 @pytest.mark.parametrize("splits", [1, 3, 4, 13, 63, 10_000])

@@ -48,6 +48,7 @@ def test_every_option_reaches_its_field_whatever_its_case() -> None:
         "maxTimeDisorder": "1h",
         "minPartitions": "13",
         "maxRowsPerPartition": "100000",
+        "maxBytesInFlight": "1048576",
         "keys": '["a", "b,c"]',
         "failOnDataLoss": "false",
         "pulsar.client.listenerName": "outside",
@@ -58,6 +59,7 @@ def test_every_option_reaches_its_field_whatever_its_case() -> None:
     assert read.end == "2026-11-21T00:00:00+00:00"
     assert read.disorder_max_s == 3600
     assert (read.partitions_min, read.rows_max) == (13, 100_000)
+    assert read.bytes_in_flight_max == 1024 * 1024
     assert read.keys == {"a", "b,c"}
     assert not read.source.fail_on_data_loss
     assert read.source.how_to_connect().listener_name == "outside"
@@ -91,6 +93,8 @@ def test_every_option_reaches_its_field_whatever_its_case() -> None:
         ({"minPartitions": "0"}, "minPartitions is 0; it must be an integer from 1 to 100000"),
         ({"minPartitions": "many"}, "minPartitions is 'many'; it must be an integer"),
         ({"minPartitions": str(PARTITIONS_MAX + 1)}, "minPartitions is 100001; it must be"),
+        ({"maxBytesInFlight": "1048575"}, "maxBytesInFlight is 1048575; it must be an integer"),
+        ({"maxBytesInFlight": "32m"}, "maxBytesInFlight is '32m'; it must be an integer"),
         ({"maxRowsPerPartition": "-1"}, "maxRowsPerPartition is '-1'; it must be an integer"),
         ({"maxRowsPerPartition": "²"}, "maxRowsPerPartition is '²'; it must be an integer"),
         ({"maxTimeDisorder": "soon"}, "'maxTimeDisorder' is 'soon'; write a time with a unit"),

@@ -34,6 +34,9 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
     ],
     "disorder_max_s": [(one, "number of seconds") for one in (-1, "1", float("nan"), 10**12)],
     "segments": [(one, r"give Segments\('auto'\) or None") for one in ("auto", True, 1)],
+    "bytes_in_flight_max": [
+        (one, "an integer from 1048576 to") for one in (0, 2**20 - 1, 1e7, "32m")
+    ],
     "ledger_index": [(one, "path or an fsspec URL") for one in (5, "", HALF, b"/index")],
 }
 
