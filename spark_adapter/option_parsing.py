@@ -291,7 +291,7 @@ class BoundedRead:
     rows_max: int | None = None
     """Most entries of a Spark partition."""
     keys: frozenset[str] | None = None
-    ledger_index: str | None = None
+    ledger_index: str | None = dataclasses.field(default=None, repr=False)
     """fsspec URL of the index of closed ledgers."""
     bytes_in_flight_max: int = BYTES_IN_FLIGHT
     """Most entries that a task receives ahead, bytes."""

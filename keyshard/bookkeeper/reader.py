@@ -79,6 +79,9 @@ class BookieReads:
         self.required = required
         self.left = {one: why for one, why in ledgers.items() if isinstance(why, str)}
         """Why the broker is asked for a ledger, from some entry on."""
+        if offloads is None:
+            offloaded = [one for one, at in ledgers.items() if isinstance(at, OffloadedLedger)]
+            self.left |= dict.fromkeys(offloaded, "no store of offloads is given")
         self.stored = {
             one: found
             for one, found in ledgers.items()

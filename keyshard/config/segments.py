@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from keyshard.config.connection import check_file
 from keyshard.core.option_checks import check_bool, check_choice, check_folder, check_integer
 from keyshard.errors import ConfigError
-from keyshard.redaction import shown
+from keyshard.redaction import redacted, shown
 
 BROKER: Final = "broker"
 AUTO: Final = "auto"
@@ -64,6 +64,12 @@ class Segments:
         if self.offloads is not None:
             check_folder("offloads", self.offloads)
         self._check_tls()
+
+    def __repr__(self) -> str:
+        """Return the fields, without credentials in the URL of the store."""
+        shown_fields = {one.name: getattr(self, one.name) for one in fields(self)}
+        shown_fields["offloads"] = None if self.offloads is None else redacted(self.offloads)
+        return f"Segments({', '.join(f'{name}={value!r}' for name, value in shown_fields.items())})"
 
     @property
     def by_broker_only(self) -> bool:

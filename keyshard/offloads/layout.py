@@ -35,8 +35,12 @@ class Layout(Protocol):
     size: int
     """Bytes of the file."""
 
-    def offset_of(self, entry: int) -> int:
-        """Return an offset of an entry, or of an earlier one, at which the file can be parsed.
+    def place_of(self, entry: int) -> tuple[int, int | None]:
+        """Return where to parse the file for an entry.
+
+        Returns:
+            The offset of the entry, or of an earlier one, and the number of the first entry there;
+            ``None``: the index does not say it.
 
         Raises:
             LayoutError: The index has no entry so early.
@@ -47,7 +51,7 @@ class Layout(Protocol):
 
         Args:
             data: Bytes of the file.
-            offset: Their offset in the file; one that :meth:`offset_of` or this method returned.
+            offset: Their offset in the file; one that :meth:`place_of` or this method returned.
 
         Raises:
             LayoutError: They are not entries.

@@ -15,13 +15,17 @@ from __future__ import annotations
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from urllib.parse import quote_plus
 
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.replicas import OffloadedLedger
 from keyshard.offloads.layout import ENTRY_BYTES_MAX, PARSED_BYTES_MAX, LayoutError, Parsed
 from keyshard.offloads.metadata import check_metadata
+from keyshard.redaction import shown
+
+Fetch = Callable[[int, int], bytes]
 
 _VERSION = b"SEQ\x06"
 _NUMBER, _BYTES = b"org.apache.hadoop.io.LongWritable", b"org.apache.hadoop.io.BytesWritable"
@@ -32,10 +36,10 @@ _ESCAPE = b"\xff\xff\xff\xff"
 """Stands before a mark, where a record has its length."""
 METADATA = -1
 """Number of the record with the metadata of the ledger."""
-HEAD_BYTES = 4 * 1024 * 1024
-"""Bytes of a data file that have its header and the metadata of the ledger."""
-BLOCK_BYTES_MAX = ENTRY_BYTES_MAX
-"""Most bytes of a block, compressed or not."""
+HEAD_BYTES = 64 * 1024
+"""Bytes of a data file that usually have its header and the metadata of the ledger."""
+BLOCK_RECORDS_MAX = 1_000_000
+"""Most records of a block."""
 
 
 def folder_of(root: str, topic_partition: TopicPartition, uuid: str, ledger: int) -> str:
@@ -56,34 +60,43 @@ class MapFile:
     Args:
         path: The data file.
         size: Its bytes.
-        head: Its first :data:`HEAD_BYTES` bytes, or all of it.
+        fetch: Returns its bytes from one offset to before another.
         index: The whole index file.
-        last: Last entry of the ledger, as the broker lists it.
+        ledger: The ledger, as the broker lists it.
 
     Raises:
         LayoutError: It has another format, or is that of another ledger.
     """
 
-    def __init__(self, path: str, size: int, head: bytes, index: bytes, last: int) -> None:
+    def __init__(
+        self, path: str, size: int, fetch: Fetch, index: bytes, ledger: OffloadedLedger
+    ) -> None:
         self.path, self.size = path, size
+        head = fetch(0, min(HEAD_BYTES, size))
         self._header = _header(head, _BYTES)
         start = self._header.end
         first = self.parsed(head[start:], start, with_metadata=True)
+        while not first.entries and len(head) < min(start + first.wanted, size):
+            # A block has the first entries as well.
+            head += fetch(len(head), min(max(start + first.wanted, 2 * len(head)), size))
+            first = self.parsed(head[start:], start, with_metadata=True)
         if not first.entries or first.entries[0][0] != METADATA:
             raise LayoutError("it does not begin with the metadata of the ledger")
-        check_metadata(first.entries[0][1], last)
+        check_metadata(first.entries[0][1], ledger)
         self._keys, self._offsets = [METADATA], [start]
         for key, offset in _index(index):
             if (key, offset) == (METADATA, start):
                 continue
-            if not (self._keys[-1] < key and self._offsets[-1] < offset < size):
+            if not (self._keys[-1] < key <= ledger.last and self._offsets[-1] < offset < size):
                 raise LayoutError("the offsets in its index are not ascending inside its data")
             self._keys.append(key)
             self._offsets.append(offset)
 
-    def offset_of(self, entry: int) -> int:
-        """See :meth:`keyshard.offloads.layout.Layout.offset_of`."""
-        return self._offsets[bisect_right(self._keys, entry) - 1]
+    def place_of(self, entry: int) -> tuple[int, int | None]:
+        """See :meth:`keyshard.offloads.layout.Layout.place_of`."""
+        at = bisect_right(self._keys, entry) - 1
+        first = max(0, self._keys[at])  # the metadata is left out
+        return self._offsets[at], None if self._header.in_blocks else first
 
     def parsed(self, data: bytes, offset: int, *, with_metadata: bool = False) -> Parsed:
         """See :meth:`keyshard.offloads.layout.Layout.parsed`.
@@ -129,8 +142,8 @@ def _header(data: bytes, value: bytes) -> _Header:
         raise LayoutError("its header ends too early") from None
     if (key_class, value_class, codec) != (_NUMBER, value, _CODEC) or pairs:
         raise LayoutError(
-            f"it has records of {key_class.decode(errors='replace')} and "
-            f"{value_class.decode(errors='replace')} by {codec.decode(errors='replace')}"
+            f"it has records of {shown(key_class)} and {shown(value_class)}, with codec "
+            f"{shown(codec)}"
         )
     return _Header(compressed, in_blocks, mark, at + 4 + _MARK_BYTES)
 
@@ -165,7 +178,7 @@ def _blocks(data: bytes, header: _Header) -> Parsed:
     at, end, wanted, size = 0, len(data), 4 + _MARK_BYTES, 0
     while at < end:
         try:
-            (sizes, values), numbers, stop = _block(data, at, header)
+            (sizes, values), numbers, stop = _block(data, at, header, ENTRY_BYTES_MAX)
         except _IncompleteError as exc:
             wanted = exc.wanted - at
             break
@@ -207,9 +220,15 @@ class _IncompleteError(Exception):
 
 
 def _block(
-    data: bytes, at: int, header: _Header
+    data: bytes, at: int, header: _Header, values_max: int = 0
 ) -> tuple[tuple[Sequence[int], bytes], Sequence[int], int]:
     """Parse a block of records.
+
+    Args:
+        data: Bytes of the file.
+        at: Offset of the block in them.
+        header: The header of the file.
+        values_max: Most bytes of the values; 0: eight for each.
 
     Returns:
         The lengths of the values and the values, the keys, and the offset of the next block.
@@ -224,13 +243,16 @@ def _block(
     columns = []
     try:
         count, at = _varint(data, at)
-        for _ in range(4):  # lengths of keys, keys, lengths of values, values
+        if not 0 < count <= BLOCK_RECORDS_MAX:
+            raise LayoutError(f"a block has {count} records")
+        # Lengths of keys, keys, lengths of values, values.
+        for limit in (5 * count, 8 * count, 5 * count, values_max or 8 * count):
             length, at = _varint(data, at)
-            if length > BLOCK_BYTES_MAX:
+            if length > ENTRY_BYTES_MAX:
                 raise LayoutError(f"a block has a part of {length} bytes")
             if at + length > len(data):
                 raise _IncompleteError(at + length)
-            columns.append(_inflated(data[at : at + length]))
+            columns.append(_inflated(data[at : at + length], limit))
             at += length
     except IndexError:
         raise _IncompleteError(len(data) + 1) from None
@@ -285,13 +307,13 @@ def _content(value: bytes) -> bytes:
     return value[_INT.size :]
 
 
-def _inflated(stored: bytes) -> bytes:
+def _inflated(stored: bytes, limit: int = ENTRY_BYTES_MAX) -> bytes:
     """Return the content of one zlib stream."""
     stream = zlib.decompressobj()
     try:
-        content = stream.decompress(stored, BLOCK_BYTES_MAX)
+        content = stream.decompress(stored, limit + 1)
     except zlib.error as exc:
         raise LayoutError(f"a record cannot be decompressed: {exc}") from None
-    if not stream.eof or stream.unused_data:
+    if not stream.eof or stream.unused_data or len(content) > limit:
         raise LayoutError("a compressed record ends too early or too late, or is too long")
     return content

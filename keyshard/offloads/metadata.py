@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from keyshard.core.position.replicas import OffloadedLedger
 from keyshard.core.protobuf import NotProtobufError, fields_of
 from keyshard.offloads.layout import LayoutError
 
-_LAST_ENTRY, _STATE = 4, 5
+_LENGTH, _LAST_ENTRY, _STATE = 3, 4, 5
 """Fields of ``LedgerMetadataFormat`` (``DataFormats.proto`` of BookKeeper)."""
 _CLOSED = 3
 
 
-def check_metadata(metadata: bytes, last: int) -> None:
-    """Check that a file is about a closed ledger of so many entries.
+def check_metadata(metadata: bytes, ledger: OffloadedLedger) -> None:
+    """Check that a file is about a closed ledger of as many entries and bytes.
 
     Args:
         metadata: ``LedgerMetadataFormat``, as the offloader wrote it.
-        last: Last entry of the ledger, as the broker lists it.
+        ledger: The ledger, as the broker lists it.
 
     Raises:
         LayoutError: It is not.
@@ -24,9 +25,9 @@ def check_metadata(metadata: bytes, last: int) -> None:
         found = fields_of(metadata)
     except (NotProtobufError, IndexError):
         raise LayoutError("its metadata is no message of BookKeeper") from None
-    state, found_last = found.get(_STATE), found.get(_LAST_ENTRY)
-    if (state, found_last) != (_CLOSED, last):
+    state, last, length = (found.get(one) for one in (_STATE, _LAST_ENTRY, _LENGTH))
+    if (state, last, length) != (_CLOSED, ledger.last, ledger.size_bytes):
         raise LayoutError(
-            f"its metadata has state {state!r} and last entry {found_last!r}, but the ledger is "
-            f"closed with last entry {last}"
+            f"its metadata has state {state!r}, last entry {last!r} and {length!r} bytes, but the "
+            f"ledger is closed with last entry {ledger.last} and {ledger.size_bytes} bytes"
         )

@@ -12,13 +12,15 @@ from keyshard.core.position.replicas import OffloadedLedger
 from keyshard.locations import location
 from keyshard.offloads.blocks import Blocks, data_path
 from keyshard.offloads.layout import Layout, LayoutError
-from keyshard.offloads.map_file import HEAD_BYTES, MapFile, folder_of
+from keyshard.offloads.map_file import MapFile, folder_of
 from keyshard.redaction import scrubbed
 
 FETCH_MIN_BYTES, FETCH_MAX_BYTES = 1024 * 1024, 8 * 1024 * 1024
 """Least and most bytes of a request; later requests of a reader are larger."""
-INDEX_BYTES_MAX = 64 * 1024 * 1024
+INDEX_BYTES_MAX = 16 * 1024 * 1024
 """Largest index of a ledger, bytes."""
+TEXT_MAX = 500
+"""Longest text of an error of a store, characters."""
 
 _entry_id = partial(tuple.__new__, EntryId)
 _raw_entry = partial(tuple.__new__, RawEntry)
@@ -79,11 +81,11 @@ class Offloads:
         try:
             return self._blocks(ledger) or self._map_file(topic_partition, ledger)
         except FileNotFoundError:
-            raise OffloadNotReadError(
-                f"ledger {ledger.ledger} with offload {ledger.uuid} is not at {self.url}"
-            ) from None
+            raise OffloadNotReadError(f"its offload is not at {self.url}") from None
         except LayoutError as exc:
-            raise _malformed(ledger, exc) from None
+            raise _malformed(exc) from None
+        except OffloadNotReadError:
+            raise
         except Exception as exc:  # noqa: BLE001 - whatever a file system raises
             raise self._failed(exc) from None
 
@@ -105,21 +107,21 @@ class Offloads:
             index = self._whole(f"{path}-index")
         except FileNotFoundError:
             return None
-        return Blocks(path, index, ledger.last)
+        return Blocks(path, index, ledger)
 
     def _map_file(self, topic_partition: TopicPartition, ledger: OffloadedLedger) -> Layout:
         folder = folder_of(self._root, topic_partition, ledger.uuid, ledger.ledger)
         path = f"{folder}/data"
         size = self._size(path)
-        head = self._files.cat_file(path, start=0, end=min(size, HEAD_BYTES))
-        return MapFile(path, size, head, self._whole(f"{folder}/index"), ledger.last)
+        fetch = partial(self.fetch, path)
+        return MapFile(path, size, fetch, self._whole(f"{folder}/index"), ledger)
 
     def _whole(self, path: str) -> bytes:
         """Return an index file."""
         size = self._size(path)
         if size > INDEX_BYTES_MAX:
             raise LayoutError(f"its index has {size:,} bytes, more than {INDEX_BYTES_MAX:,}")
-        found: bytes = self._files.cat_file(path)
+        found: bytes = self._files.cat_file(path, start=0, end=size)
         return found
 
     def _size(self, path: str) -> int:
@@ -131,7 +133,8 @@ class Offloads:
         # Stores also refuse a missing object, if its neighbours must not be listed.
         of_file = isinstance(exc, FileNotFoundError | PermissionError)
         error = OffloadNotReadError if of_file else StoreFailedError
-        return error(f"{self.url} failed: {scrubbed(exc)}")
+        said = " ".join(str(scrubbed(exc)).split())[:TEXT_MAX]
+        return error(f"{self.url} failed: {said or type(exc).__name__}")
 
 
 class OffloadReader:
@@ -180,11 +183,11 @@ class OffloadReader:
         try:
             if self._layout is None:
                 self._layout = self._offloads.layout(self._topic_partition, self._ledger)
-                self._offset = self._layout.offset_of(self._next)
+                self._offset, self._expected = self._layout.place_of(self._next)
             while not (found := self._parsed(self._layout, self._more(self._layout))):
                 pass  # the wanted entries come later
         except LayoutError as exc:
-            raise _malformed(self._ledger, exc) from None
+            raise _malformed(exc) from None
         return found
 
     def _more(self, layout: Layout) -> bytes:
@@ -220,5 +223,5 @@ class OffloadReader:
         return found
 
 
-def _malformed(ledger: OffloadedLedger, exc: LayoutError) -> OffloadNotReadError:
-    return OffloadNotReadError(f"offload {ledger.uuid} cannot be understood: {exc}")
+def _malformed(exc: LayoutError) -> OffloadNotReadError:
+    return OffloadNotReadError(f"its offload cannot be understood: {exc}")

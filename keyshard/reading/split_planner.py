@@ -229,12 +229,15 @@ def _placed(
         return tuple(
             replace(one, placement=why) if one.placement == OFFLOADED else one for one in ledgers
         )
-    return tuple(
-        replace(one, placement=OffloadedLedger(one.id, one.entries - 1, found[one.id]))
-        if one.placement == OFFLOADED and one.id in found
-        else one
-        for one in ledgers
-    )
+    return tuple(_in_store(one, found.get(one.id)) for one in ledgers)
+
+
+def _in_store(ledger: Ledger, uuid: str | None) -> Ledger:
+    """Return a ledger with the place of its offload, if it has one."""
+    if ledger.placement != OFFLOADED or uuid is None:
+        return ledger
+    stored = OffloadedLedger(ledger.id, ledger.entries - 1, ledger.size_bytes, uuid)
+    return replace(ledger, placement=stored)
 
 
 def created(admin: Admin, topic_partition: TopicPartition) -> str:

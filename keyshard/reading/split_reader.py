@@ -146,7 +146,7 @@ def _bookies(
             bookies,
             required=required,
             failures=failures,
-            cluster=(cluster, tls),
+            cluster=(cluster, tls, segments.offloads),
             offloads=offloads,
         )
 

@@ -269,6 +269,15 @@ def copied(stores: Stores, store: str, into: Path) -> str:
     return str(into)
 
 
+def test_a_wrong_store_is_not_remembered_for_the_right_one(stores: Stores, tmp_path: Path) -> None:
+    source = stores.source("blocks")
+    wrong, right = (Segments(offloads=one) for one in (str(tmp_path), stores.urls["blocks"]))
+    (report,) = read(source, wrong)[1]
+    assert report.by_offloads == 0 < report.reasons[f"its offload is not at {tmp_path}"]
+    (report,) = read(source, right)[1]
+    assert set(report.reasons) == {"it is not closed"}
+
+
 def test_a_read_may_begin_and_end_inside_an_offloaded_ledger(stores: Stores) -> None:
     source = stores.source("s3")
     segments = Segments(offloads=stores.urls["s3"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.replicas import OffloadedLedger
 from keyshard.core.protobuf import message
 from keyshard.offloads.blocks import data_path
 from keyshard.offloads.map_file import folder_of
@@ -20,6 +21,11 @@ _NUMBERS = b"org.apache.hadoop.io.LongWritable"
 _BYTES = b"org.apache.hadoop.io.BytesWritable"
 _CODEC = b"org.apache.hadoop.io.compress.DefaultCodec"
 _HEADER_BYTES = 128
+
+
+def offloaded(uuid: str, ledger: int, entries: Sequence[bytes]) -> OffloadedLedger:
+    """Return a ledger as a plan has it."""
+    return OffloadedLedger(ledger, len(entries) - 1, sum(map(len, entries)), uuid)
 
 
 def metadata_of(entries: Sequence[bytes]) -> bytes:

@@ -42,7 +42,8 @@ from keyshard.offloads.layout import LayoutError
 from keyshard.offloads.map_file import MapFile, folder_of
 from keyshard.offloads.offload_reader import OffloadNotReadError, Offloads
 from keyshard.reading.split_planner import NOT_OFFLOADED, plan_read, stretches
-from tests.support.offload_files import MARK, WAYS, Way, map_file, objects, write_offload
+from spark_adapter.option_parsing import parse_bounded
+from tests.support.offload_files import MARK, WAYS, Way, map_file, objects, offloaded, write_offload
 
 SAMPLES = json.loads(
     (Path(__file__).parents[1] / "support" / "offloaded_samples.json").read_text("utf-8")
@@ -57,17 +58,18 @@ def sample(way: Way) -> tuple[bytes, bytes]:
     return base64.b64decode(found["data"]), base64.b64decode(found["index"])
 
 
-def opened(way: Way, data: bytes, index: bytes, last: int = 2) -> Blocks | MapFile:
+def opened(way: Way, data: bytes, index: bytes, size_bytes: int = 120) -> Blocks | MapFile:
+    ledger = OffloadedLedger(LEDGER, 2, size_bytes, UUID)
     if way == "objects":
-        return Blocks("data", index, last)
-    return MapFile("data", len(data), data, index, last)
+        return Blocks("data", index, ledger)
+    return MapFile("data", len(data), lambda start, end: data[start:end], index, ledger)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_offloaders_of_pulsar_wrote_is_read(way: Way) -> None:
     data, index = sample(way)
     layout = opened(way, data, index)
-    offset = layout.offset_of(0)
+    offset, _ = layout.place_of(0)
     found = layout.parsed(data[offset:], offset)
     assert [number for number, _ in found.entries] == [0, 1, 2]
     assert [content[-2:] for _, content in found.entries] == [b"v0", b"v1", b"v2"]
@@ -79,7 +81,7 @@ def test_the_files_of_the_other_tests_are_those_of_the_offloaders(way: Way) -> N
     """Those of compressed records differ by the compressor, so only their entries are compared."""
     data, index = sample(way)
     layout = opened(way, data, index)
-    offset = layout.offset_of(0)
+    offset, _ = layout.place_of(0)
     entries = [content for _, content in layout.parsed(data[offset:], offset).entries]
     if isinstance(layout, Blocks):
         size = struct.unpack_from(">i", index, 28)[0]
@@ -91,7 +93,8 @@ def test_the_files_of_the_other_tests_are_those_of_the_offloaders(way: Way) -> N
         mark = data[offset - len(MARK) : offset]
         assert written == data.replace(mark, MARK)
     else:
-        again = MapFile("data", len(written), written, index, 2)
+        again = opened(way, written, index)
+        assert isinstance(again, MapFile)
         assert again.parsed(written[offset:], offset, with_metadata=True).entries == records
 
 
@@ -138,10 +141,8 @@ def test_a_file_of_another_format_is_named(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_files_of_another_ledger_are_not_read(way: Way) -> None:
-    with pytest.raises(
-        LayoutError, match="last entry 2, but the ledger is closed with last entry 3"
-    ):
-        opened(way, *sample(way), last=3)
+    with pytest.raises(LayoutError, match="the ledger is closed with last entry 2 and 121"):
+        opened(way, *sample(way), size_bytes=121)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -150,15 +151,47 @@ def test_an_index_that_is_too_large_is_not_fetched(
 ) -> None:
     write_offload(way, tmp_path, WHERE, UUID, LEDGER, [b"a"])
     monkeypatch.setattr(offload_reader, "INDEX_BYTES_MAX", 20)
-    ledger = OffloadedLedger(LEDGER, 0, UUID)
+    ledger = OffloadedLedger(LEDGER, 0, 1, UUID)
     with pytest.raises(OffloadNotReadError, match="bytes, more than 20"):
         Offloads(str(tmp_path)).reader(WHERE, ledger, 0, 0, 1_000).read()
 
 
 def test_a_ledger_that_is_not_in_the_store_is_named(tmp_path: Path) -> None:
-    ledger = OffloadedLedger(LEDGER, 0, UUID)
-    with pytest.raises(OffloadNotReadError, match=f"ledger 7 with offload {UUID} is not at"):
+    ledger = OffloadedLedger(LEDGER, 0, 1, UUID)
+    with pytest.raises(OffloadNotReadError, match="its offload is not at"):
         Offloads(str(tmp_path)).reader(WHERE, ledger, 0, 0, 1_000).read()
+
+
+@pytest.mark.parametrize("way", ["objects", "RECORD", "NONE"])
+def test_a_damaged_number_does_not_make_an_entry_another_one(way: Way, tmp_path: Path) -> None:
+    """The index says which entry the first one of a block or a stretch is."""
+    entries = [b"entry %d" % number for number in range(8)]
+    data, _ = write_offload(way, tmp_path, WHERE, UUID, LEDGER, entries, interval=4)
+    content = data.read_bytes()
+    first = struct.pack(">iq", len(entries[0]), 0) if way == "objects" else struct.pack(">iq", 8, 0)
+    assert content.count(first) == 1
+    data.write_bytes(content.replace(first, first[:-1] + b"\1"))
+    reader = Offloads(str(tmp_path)).reader(WHERE, offloaded(UUID, LEDGER, entries), 1, 1, 1_000)
+    with pytest.raises(OffloadNotReadError, match="entry 1 stands where another one belongs"):
+        reader.read()
+
+
+def test_offloaded_ledgers_of_a_plan_are_read_by_the_broker_if_no_store_is_given() -> None:
+    ledgers: dict[int, Placement] = {3: OffloadedLedger(3, 5, 60, UUID), 4: REPLICAS}
+    with closing(Bookies({})) as bookies:
+        reads = BookieReads(Silent(), ledgers, bookies)
+    assert reads.left == {3: "no store of offloads is given"}
+    assert list(reads.stored) == [4]
+
+
+def test_credentials_of_a_store_are_not_shown() -> None:
+    segments = Segments("auto", offloads="s3://AKIAKEY:topsecretpw@bucket")
+    read = parse_bounded({
+        "topic": "t", "admin.url": "http://a:1", "offloads": segments.offloads or "",
+        "ledgerIndex": "s3://AKIAKEY:topsecretpw@bucket",
+    })  # fmt: skip
+    assert "topsecretpw" not in f"{segments!r} {read!r}"
+    assert "offloads='s3://" in repr(segments)
 
 
 class Silent:
@@ -197,7 +230,7 @@ def test_a_store_that_fails_is_not_asked_for_each_ledger(
         raise error("no answer")
 
     monkeypatch.setattr(LocalFileSystem, "info", info)
-    ledgers: dict[int, Placement] = {one: OffloadedLedger(one, 5, UUID) for one in (1, 2, 3)}
+    ledgers: dict[int, Placement] = {one: OffloadedLedger(one, 5, 60, UUID) for one in (1, 2, 3)}
     failures, broker = Failures(), Silent()
     with closing(Bookies({})) as bookies:
         for _ in range(2):
@@ -249,7 +282,7 @@ def placements(segments: Segments, *, refuses: bool = False) -> list[Placement]:
 
 
 def test_a_plan_says_which_ledgers_are_read_from_the_store() -> None:
-    stored = OffloadedLedger(3, 5, UUID)
+    stored = OffloadedLedger(3, 5, 60, UUID)
     by_broker = "it is not closed"
     assert placements(Segments()) == [UNKNOWN] * 3
     assert placements(Segments("auto")) == [OFFLOADED, REPLICAS, by_broker]

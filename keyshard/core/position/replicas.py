@@ -69,6 +69,8 @@ class OffloadedLedger:
     ledger: int
     last: int
     """Last entry."""
+    size_bytes: int
+    """Bytes of its entries."""
     uuid: str
     """Id of the offload; the name of its files has it."""
 
