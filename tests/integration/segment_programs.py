@@ -10,9 +10,9 @@ import random
 import struct
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import httpx
@@ -100,6 +100,17 @@ def program(seed: int) -> Program:
         for kind in ("client", *kinds)
     ]
     return Program(partitions, tuple(steps))
+
+
+def offloading(made: Program, seed: int) -> Program:
+    """Return a program that also offloads, at some steps and at the end."""
+    chance = random.Random(f"offloads of {seed}")
+    steps = list(made.steps)
+    for _ in range(chance.choice((0, 1, 2, 4))):
+        at = chance.randint(1, len(steps))
+        steps.insert(at, Step("offload", chance.randrange(max(1, made.partitions)), 0))
+    steps += [Step("offload", number, 0) for number in range(max(1, made.partitions))]
+    return replace(made, steps=tuple(steps))
 
 
 def messages(chance: random.Random) -> list[Message]:
@@ -205,11 +216,14 @@ class Filled:
     harness: PulsarHarness
     client: pulsar.Client
     made: Program
+    namespace: str = "public/default"
+    offload: Callable[[TopicPartition], None] | None = None
+    """Offloads the closed ledgers of a topic partition."""
     name: str = field(init=False)
     transactions: list[Transaction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.name = f"persistent://public/default/segments-{uuid.uuid4().hex[:10]}"
+        self.name = f"persistent://{self.namespace}/segments-{uuid.uuid4().hex[:10]}"
         path, count = f"/admin/v2/{self.name.replace('://', '/')}", self.made.partitions
         if count:
             self.ask("PUT", f"{path}/partitions", json=count)
@@ -245,6 +259,9 @@ class Filled:
         elif step.kind == "marker":
             with self._connected(where) as connection:
                 connection.publish_marker(where.name, chance.choice(MARKERS))
+        elif step.kind == "offload":
+            assert self.offload is not None, "only some brokers offload"
+            self.offload(where)
         elif step.kind == "unload":
             self.ask("PUT", f"{path}/unload")
         elif step.kind == "truncate" and not self._open(where):

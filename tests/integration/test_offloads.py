@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import httpx
 import pulsar
 import pyarrow as pa
 import pytest
@@ -23,6 +21,7 @@ from keyshard.bookkeeper.reader import BookieReads
 from keyshard.broker.connect import connect_admin
 from keyshard.broker.port import Reader
 from keyshard.config.segments import Segments
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.replicas import OffloadedLedger
 from keyshard.core.position.split import Split, cut
 from keyshard.errors import BookieReadError, DataLossTrimmedError
@@ -31,58 +30,14 @@ from keyshard.reading.read_report import ReadReport, planned
 from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_split, read_splits
 from keyshard.testing.devbroker import DevBroker
-from tests.helpers import wait_until
-from tests.support.offloaders import (
-    BUCKET,
-    CREDENTIALS,
-    VERSION,
-    folder_policies,
-    install_offloaders,
-    s3_policies,
-    s3_server,
-)
+from tests.support.offloaders import BUCKET, STORES, Stores, offloading_broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
-STORES = ("s3", "blocks", "records", "plain")
-"""Namespaces: an object store, and a file system with each way of compression."""
-HADOOP = {
-    "blocks": {"io.seqfile.compression.type": "BLOCK", "io.seqfile.compress.blocksize": "100000"},
-    "records": {},
-    "plain": {"io.seqfile.compression.type": "NONE"},
-}
 LEDGER_ENTRIES = 200
 COLUMNS = ["value", "__key", "__messageId", "__publishTime", "__properties", "__partition"]
 LOCAL = "orders:~*é+1"
 """Name of the topics; offloaders encode it."""
-
-
-class Stores:
-    """A broker whose namespaces offload, and where to."""
-
-    def __init__(self, broker: DevBroker, urls: dict[str, str]) -> None:
-        self.broker = broker
-        self.urls = urls
-        self.admin = httpx.Client(base_url=f"{broker.admin_url}/admin/v2", timeout=60)
-
-    def source(self, store: str, local: str = LOCAL) -> KeyShardSource:
-        return KeyShardSource(
-            f"persistent://public/{store}/{local}",
-            service_url=self.broker.service_url, admin_url=self.broker.admin_url,
-        )  # fmt: skip
-
-    def offload(self, path: str) -> None:
-        """Offload all closed ledgers of a topic partition, and wait for it."""
-        last = self.admin.get(f"{path}/internalStats").json()["ledgers"][-1]["ledgerId"]
-        position = {"ledgerId": last, "entryId": 0, "partitionIndex": -1}
-        self.admin.put(f"{path}/offload", json=position).raise_for_status()
-
-        def ended() -> bool:
-            found = self.admin.get(f"{path}/offload").json()
-            assert found["status"] != "ERROR", found["lastError"]
-            return bool(found["status"] == "SUCCESS")
-
-        wait_until(ended, 60)
 
 
 @pytest.fixture(autouse=True)
@@ -94,34 +49,18 @@ def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
     folder = tmp_path_factory.mktemp("offloads")
-    offloaders = install_offloaders()
-    settings = {
-        "narExtractionDirectory": str(folder / "nar"),
-        "managedLedgerMaxEntriesPerLedger": str(LEDGER_ENTRIES),
-        "managedLedgerMinLedgerRolloverTimeMinutes": "0",
-        "transactionCoordinatorEnabled": "true",
-    }
-    with pytest.MonkeyPatch.context() as patch, s3_server() as url:
-        for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": url}.items():
-            patch.setenv(name, value)
-        with DevBroker(VERSION, settings=settings) as broker:
-            urls = {name: str(folder / name) for name in HADOOP} | {"s3": f"s3://{BUCKET}"}
-            found = Stores(broker, urls)
-            with closing(found.admin) as admin:
-                for name in STORES:
-                    admin.put(f"/namespaces/public/{name}").raise_for_status()
-                    kept = {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}
-                    admin.post(f"/namespaces/public/{name}/retention", json=kept)
-                    policies = s3_policies(url)
-                    if name != "s3":
-                        policies = folder_policies(folder / name, HADOOP[name])
-                    policies["offloadersDirectory"] = str(offloaders)
-                    policies["managedLedgerOffloadDeletionLagInMillis"] = 0
-                    path = f"/namespaces/public/{name}/offloadPolicies"
-                    admin.post(path, json=policies).raise_for_status()
-                    publish(broker, f"persistent://public/{name}/{LOCAL}")
-                    found.offload(f"/persistent/public/{name}/{quote(LOCAL, safe='')}")
-                yield found
+    with offloading_broker(folder, ledger_entries=LEDGER_ENTRIES) as found:
+        for name in STORES:
+            publish(found.broker, f"persistent://public/{name}/{LOCAL}")
+            found.offload(TopicPartition(f"persistent://public/{name}/{LOCAL}"))
+        yield found
+
+
+def source_of(stores: Stores, store: str, local: str = LOCAL) -> KeyShardSource:
+    return KeyShardSource(
+        f"persistent://public/{store}/{local}",
+        service_url=stores.broker.service_url, admin_url=stores.broker.admin_url,
+    )  # fmt: skip
 
 
 def publish(broker: DevBroker, topic: str) -> None:
@@ -168,7 +107,7 @@ def offloaded(split: Split) -> Split:
 @pytest.mark.parametrize("parts", [1, 7])
 @pytest.mark.parametrize("store", STORES)
 def test_the_rows_are_those_of_the_broker(stores: Stores, store: str, parts: int) -> None:
-    source = stores.source(store)
+    source = source_of(stores, store)
     wanted, _ = read(source, None)
     assert wanted.num_rows > 3 * LEDGER_ENTRIES
     segments = Segments(offloads=stores.urls[store])
@@ -190,7 +129,7 @@ class NoBroker:
 
 @pytest.mark.parametrize("store", STORES)
 def test_offloaded_ledgers_are_read_without_the_broker(stores: Stores, store: str) -> None:
-    source = stores.source(store)
+    source = source_of(stores, store)
     (plan,) = plan_read(source, segments=Segments("auto", offloads=stores.urls[store]))
     plan = offloaded(plan)
     wanted = pa.Table.from_batches(list(read_splits(source.how_to_connect(), [plan], COLUMNS)))
@@ -202,7 +141,7 @@ def test_offloaded_ledgers_are_read_without_the_broker(stores: Stores, store: st
 
 
 def test_without_their_store_offloaded_ledgers_are_read_by_the_broker(stores: Stores) -> None:
-    source = stores.source("s3")
+    source = source_of(stores, "s3")
     found, (report,) = read(source, Segments("auto", stores.broker.bookies_map))
     assert found.equals(read(source, None)[0])
     assert report.by_offloads == 0 < report.reasons["it is offloaded"]
@@ -231,7 +170,7 @@ def test_a_damaged_offload_is_left_to_the_broker_or_named(
 ) -> None:
     """The broker reads the undamaged original."""
     url = copied(stores, store, tmp_path / "copy")
-    source = stores.source(store)
+    source = source_of(stores, store)
     (plan,) = plan_read(source, segments=Segments(offloads=url))
     plan = offloaded(plan)
     harmed = plan.spans[1]
@@ -270,7 +209,7 @@ def copied(stores: Stores, store: str, into: Path) -> str:
 
 
 def test_a_wrong_store_is_not_remembered_for_the_right_one(stores: Stores, tmp_path: Path) -> None:
-    source = stores.source("blocks")
+    source = source_of(stores, "blocks")
     wrong, right = (Segments(offloads=one) for one in (str(tmp_path), stores.urls["blocks"]))
     (report,) = read(source, wrong)[1]
     assert report.by_offloads == 0 < report.reasons[f"its offload is not at {tmp_path}"]
@@ -279,7 +218,7 @@ def test_a_wrong_store_is_not_remembered_for_the_right_one(stores: Stores, tmp_p
 
 
 def test_a_read_may_begin_and_end_inside_an_offloaded_ledger(stores: Stores) -> None:
-    source = stores.source("s3")
+    source = source_of(stores, "s3")
     segments = Segments(offloads=stores.urls["s3"])
     wanted, _ = read(source, None)
     ids = wanted["__messageId"].to_pylist()
@@ -292,8 +231,8 @@ def test_a_read_may_begin_and_end_inside_an_offloaded_ledger(stores: Stores) -> 
 def test_a_deleted_offload_is_a_named_loss(stores: Stores) -> None:
     topic = "deleted"
     publish(stores.broker, f"persistent://public/s3/{topic}")
-    stores.offload(f"/persistent/public/s3/{topic}")
-    source = stores.source("s3", topic)
+    stores.offload(TopicPartition(f"persistent://public/s3/{topic}"))
+    source = source_of(stores, "s3", topic)
     segments = Segments(offloads=stores.urls["s3"])
     plan = plan_read(source, segments=segments)
     stores.admin.delete(f"/persistent/public/s3/{topic}", params={"force": "true"})

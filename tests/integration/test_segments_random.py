@@ -40,8 +40,17 @@ from keyshard.reading.read_report import ReadReport
 from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
 from keyshard.testing.devbroker import DevBroker
-from tests.integration.segment_programs import T_BACK_MS, Clients, Filled, Program, fillers, program
+from tests.integration.segment_programs import (
+    T_BACK_MS,
+    Clients,
+    Filled,
+    Program,
+    fillers,
+    offloading,
+    program,
+)
 from tests.support.deadlines import deadline
+from tests.support.offloaders import STORES, Stores
 from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
@@ -76,7 +85,6 @@ OF_BROKER = "__brokerPublishTime"
 ALL = tuple(name for name in COLUMNS.names if name != OF_BROKER)
 """Columns that bookies know."""
 BY_BROKER = "broker"
-SOURCES = ("auto", "bookies")
 
 
 @dataclass(frozen=True)
@@ -107,21 +115,28 @@ class Comparison:
 
     Args:
         source: Names the topic.
-        bookies: Addresses of bookies by their names.
-        origins: Counts the entries that bookies and the broker returned.
+        ways: How it is read, beside by the broker.
+        origins: Counts the entries by their origin.
         index: Folder of the index.
     """
 
     def __init__(
-        self, source: KeyShardSource, bookies: Mapping[str, str], origins: Counter[str], index: str
+        self,
+        source: KeyShardSource,
+        ways: Sequence[Segments],
+        origins: Counter[str],
+        index: str,
     ) -> None:
         self.source, self.origins, self.index = source, origins, index
+        self.ways = [
+            one.source if one.offloads is None else f"{one.source}, offloads" for one in ways
+        ]
         self.failed = False
         """Whether a split of the last read had an error."""
         self.segments: dict[str, Segments | None] = {
-            BY_BROKER: None, "auto": Segments("auto", bookies),
-            "bookies": Segments("bookies", bookies),
-        }  # fmt: skip
+            BY_BROKER: None,
+            **dict(zip(self.ways, ways, strict=True)),
+        }
 
     def plan(self, read: Read, by: str) -> tuple[list[Split], str]:
         """Return the splits of a read, or its error."""
@@ -137,7 +152,7 @@ class Comparison:
     def check(self, read: Read) -> pa.Table:
         """Compare plans and rows; return the rows."""
         wanted, error = self.plan(read, BY_BROKER)
-        found = {by: self.plan(read, by) for by in SOURCES}
+        found = {by: self.plan(read, by) for by in self.ways}
         for by, (splits, said) in found.items():
             assert said == error, f"{read}: plan for {by}: {said!r}, not {error!r}"
             assert unplaced(splits) == unplaced(wanted), f"{read}: plan for {by}"
@@ -159,7 +174,7 @@ class Comparison:
 
     def check_index(self, read: Read, expected: pa.Table) -> None:
         """Compare reads with the index; none of the reads without it had an error."""
-        for by in (BY_BROKER, "auto"):
+        for by in (BY_BROKER, self.ways[0]):
             planned = plan_read(
                 self.source, read.start, read.end, disorder_max_s=read.disorder_s,
                 published=read.published, segments=self.segments[by], ledger_index=self.index,
@@ -173,7 +188,9 @@ class Comparison:
             )  # fmt: skip
             found = pa.Table.from_batches(list(batches), expected.schema)
             assert found.equals(expected), f"{read}: index, {by}: {difference(found, expected)}"
-            self.origins["index: read"] += sum(one.by_bookies + one.by_broker for one in reports)
+            self.origins["index: read"] += sum(
+                one.by_bookies + one.by_offloads + one.by_broker for one in reports
+            )
             self.origins["index: skipped"] += sum(one.skipped for one in reports)
 
     def check_splits(
@@ -213,6 +230,7 @@ class Comparison:
         for report in reports:
             self.origins[f"{by}: bookies"] += report.by_bookies
             self.origins[f"{by}: broker"] += report.by_broker
+            self.origins[f"{by}: store"] += report.by_offloads
         rows = pa.Table.from_batches(batches, schema_of(read))
         return Outcome(rows, tuple(one.num_rows for one in batches), error)
 
@@ -291,7 +309,8 @@ def run(seed: int, made: Program, filled: Filled, comparison: Comparison) -> Non
     for step in made.steps:
         if step.kind == "plan":
             filled.settle()
-            early.append(comparison.plan(Read(parts=chance.choice((1, 3))), "auto")[0])
+            read = Read(parts=chance.choice((1, 3)))
+            early.append(comparison.plan(read, comparison.ways[0])[0])
             comparison.make_index()
         else:
             filled.run(step)
@@ -303,16 +322,30 @@ def run(seed: int, made: Program, filled: Filled, comparison: Comparison) -> Non
     for planned in early:
         for strict in (True, False):
             read = Read(fail_on_data_loss=strict)
-            comparison.check_splits(read, planned, dict.fromkeys(SOURCES, planned))
+            comparison.check_splits(read, planned, dict.fromkeys(comparison.ways, planned))
 
 
-def checked(seed: int, broker: DevBroker, clients: Clients, origins: Counter[str]) -> None:
-    """Run the program of a seed.
+def checked(
+    seed: int,
+    broker: DevBroker,
+    clients: Clients,
+    origins: Counter[str],
+    stores: Stores | None = None,
+) -> None:
+    """Run the program of a seed; with stores, its ledgers are offloaded.
 
     Raises:
         AssertionError: A read differs; the text has the program and how to repeat it.
     """
     made = program(seed)
+    ways = [Segments(one, broker.bookies_map) for one in ("auto", "bookies")]
+    name = __name__
+    place: dict[str, Any] = {}
+    if stores is not None:
+        made, name = offloading(made, seed), f"{__name__.rpartition('.')[0]}.test_offloads_random"
+        store = STORES[seed % len(STORES)]
+        place = {"namespace": f"public/{store}", "offload": stores.offload}
+        ways = [replace(one, offloads=stores.urls[store]) for one in (*ways, Segments())]
     zone_bytes = random.Random(f"zones of {seed}").choice((1, 1_000, 4_000_000))
     try:
         with (
@@ -320,15 +353,15 @@ def checked(seed: int, broker: DevBroker, clients: Clients, origins: Counter[str
             patch.object(zone_builder, "BYTES", zone_bytes),
             patch.object(zones, "HOLE_BYTES", 0),
         ):
-            filled = Filled(broker, clients[0], clients[1], made)
+            filled = Filled(broker, clients[0], clients[1], made, **place)
             source = KeyShardSource(
                 filled.name, service_url=broker.service_url, admin_url=broker.admin_url,
                 operation_timeout_ms=round(deadline(10) * 1_000),
             )  # fmt: skip
-            comparison = Comparison(source, broker.bookies_map, origins, index)
+            comparison = Comparison(source, ways, origins, index)
             run(seed, made, filled, comparison)
     except Exception as exc:
-        again = f"python -m tests.integration.test_segments_random --seeds 1 --seed-start {seed}"
+        again = f"python -m {name} --seeds 1 --seed-start {seed}"
         raise AssertionError(f"{exc}\n{made}\nTo repeat it: {again}") from exc
 
 
@@ -352,16 +385,22 @@ def test_reads_from_bookies_have_the_rows_of_the_broker(numbered: tuple[int, Dev
     with fillers(broker) as clients:
         for seed in range(number, number + SEEDS * len(SETTINGS), len(SETTINGS)):
             checked(seed, broker, clients, origins)
-    for by in SOURCES:
+    for by in ("auto", "bookies"):
         assert min(origins[f"{by}: bookies"], origins[f"{by}: broker"]) > 50, origins
     assert min(origins["index: read"], origins["index: skipped"]) > 50, origins
 
 
-def holds(seed: int, broker: DevBroker, clients: Clients, origins: Counter[str]) -> bool:
+def holds(
+    seed: int,
+    broker: DevBroker,
+    clients: Clients,
+    origins: Counter[str],
+    stores: Stores | None = None,
+) -> bool:
     """Return whether the program of a seed passes; if not, print why."""
     began_s = time.monotonic()
     try:
-        checked(seed, broker, clients, origins)
+        checked(seed, broker, clients, origins, stores)
     except AssertionError as exc:
         print(f"seed {seed}: {exc}", flush=True)
         return False

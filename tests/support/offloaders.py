@@ -1,27 +1,41 @@
-"""The offloaders of Pulsar, and stores for them: a folder, and an S3 server in this process."""
+"""The offloaders of Pulsar, and a broker that offloads to folders and to an S3 server."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+from urllib.parse import quote
 
 import httpx
 from moto.server import ThreadedMotoServer
 
+from keyshard.core.position.entry import TopicPartition
+from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.devbroker.cache import Announcer, cache_dir, file_lock
 from keyshard.testing.devbroker.distribution import Artifact, fetch_artifact
 from keyshard.testing.devbroker.process import LOOPBACK
+from tests.helpers import wait_until
+from tests.support.deadlines import deadline
 
 VERSION = "4.0.8"
 """The newest release whose offloaders are in the Maven repository. A broker of 5.0 can write with
 them, but cannot read object stores: they need classes that it no longer has."""
 _SHA256 = "a73d8c48f578edbc572147351fbca742740b3fe4329f892ce80f3de717adf6c7"
 _LOCK_S = 600.0
+STORES = ("s3", "blocks", "records", "plain")
+"""Namespaces of a broker: an object store, and a file system with each way of compression."""
+_HADOOP = {
+    "blocks": {"io.seqfile.compression.type": "BLOCK", "io.seqfile.compress.blocksize": "100000"},
+    "records": {},
+    "plain": {"io.seqfile.compression.type": "NONE"},
+}
 BUCKET = "offloads"
 CREDENTIALS = {
     "ACCESS_KEY_ID": "id", "ACCESS_KEY_SECRET": "secret",
@@ -56,7 +70,7 @@ def install_offloaders() -> Path:
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
+def _s3_server() -> Iterator[str]:
     """Run a server of the S3 protocol with a bucket; yield its URL."""
     server = ThreadedMotoServer(LOOPBACK, port=0, verbose=False)
     server.start()
@@ -69,7 +83,7 @@ def s3_server() -> Iterator[str]:
         server.stop()
 
 
-def s3_policies(url: str) -> dict[str, Any]:
+def _s3_policies(url: str) -> dict[str, Any]:
     """Return the policies of a namespace that offloads to the S3 server, in blocks of 5 MiB."""
     return {
         "managedLedgerOffloadDriver": "S3",
@@ -81,7 +95,7 @@ def s3_policies(url: str) -> dict[str, Any]:
     }
 
 
-def folder_policies(folder: Path, properties: Mapping[str, str]) -> dict[str, Any]:
+def _folder_policies(folder: Path, properties: Mapping[str, str]) -> dict[str, Any]:
     """Return the policies of a namespace that offloads to a folder.
 
     Args:
@@ -100,3 +114,79 @@ def folder_policies(folder: Path, properties: Mapping[str, str]) -> dict[str, An
         "fileSystemProfilePath": str(profile),
         "fileSystemURI": f"file://{folder}",
     }
+
+
+class Stores:
+    """A broker whose namespaces :data:`STORES` offload.
+
+    Args:
+        broker: The broker.
+        urls: The store of each namespace.
+    """
+
+    def __init__(self, broker: DevBroker, urls: Mapping[str, str]) -> None:
+        self.broker = broker
+        self.urls = urls
+        self.admin = httpx.Client(base_url=f"{broker.admin_url}/admin/v2", timeout=60)
+
+    def offload(self, where: TopicPartition) -> None:
+        """Offload all closed ledgers of a topic partition, and wait for it."""
+        domain, _, path = where.name.partition("://")
+        tenant, namespace, local = path.split("/")
+        path = f"/{domain}/{tenant}/{namespace}/{quote(local, safe='')}"
+        listed: list[int] = []
+
+        def begins() -> bool:
+            stats = self.admin.get(f"{path}/internalStats", follow_redirects=True)
+            if not stats.is_success:
+                return False  # it is being loaded
+            listed[:] = [one["ledgerId"] for one in stats.json()["ledgers"]]
+            position = {"ledgerId": listed[-1], "entryId": 0, "partitionIndex": -1}
+            answer = self.admin.put(f"{path}/offload", json=position)
+            return answer.is_success or answer.status_code == httpx.codes.CONFLICT
+
+        def ended() -> bool:
+            answer = self.admin.get(f"{path}/offload")
+            found = answer.json() if answer.is_success else {"status": "RUNNING"}
+            assert found["status"] != "ERROR", found["lastError"]
+            return found["status"] != "RUNNING"
+
+        wait_until(begins, deadline(20))
+        wait_until(ended, deadline(60))
+
+
+@contextmanager
+def offloading_broker(folder: Path, *, ledger_entries: int) -> Iterator[Stores]:
+    """Run a broker that offloads, and its stores.
+
+    Args:
+        folder: A folder for the stores.
+        ledger_entries: Most entries of a ledger.
+    """
+    settings = {
+        "narExtractionDirectory": str(folder / "nar"),
+        "managedLedgerMaxEntriesPerLedger": str(ledger_entries),
+        "managedLedgerMinLedgerRolloverTimeMinutes": "0",
+        "transactionCoordinatorEnabled": "true",
+        "defaultRetentionTimeInMinutes": "-1",
+        "defaultRetentionSizeInMB": "-1",
+    }
+    offloaders = install_offloaders()
+    with (
+        _s3_server() as url,
+        patch.dict(os.environ, {**CREDENTIALS, "AWS_ENDPOINT_URL": url}),
+        DevBroker(VERSION, settings=settings) as broker,
+    ):
+        urls = {name: str(folder / name) for name in _HADOOP} | {"s3": f"s3://{BUCKET}"}
+        found = Stores(broker, urls)
+        with closing(found.admin) as admin:
+            for name in STORES:
+                policies = _s3_policies(url)
+                if name != "s3":
+                    policies = _folder_policies(folder / name, _HADOOP[name])
+                policies["offloadersDirectory"] = str(offloaders)
+                policies["managedLedgerOffloadDeletionLagInMillis"] = 0
+                path = f"/namespaces/public/{name}"
+                admin.put(path).raise_for_status()
+                admin.post(f"{path}/offloadPolicies", json=policies).raise_for_status()
+            yield found
