@@ -6,6 +6,7 @@ import hashlib
 import os
 import tarfile
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from unittest.mock import patch
 from urllib.parse import quote
 
 import httpx
-from moto.server import ThreadedMotoServer
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from s3fs import S3FileSystem
+from werkzeug.serving import make_server
 
 from keyshard.core.position.entry import TopicPartition
 from keyshard.testing.devbroker import DevBroker
@@ -69,18 +72,28 @@ def install_offloaders() -> Path:
     return folder
 
 
+class _OnlyS3(DomainDispatcherApplication):
+    """A server of one service. One of all services takes some bodies for requests to another."""
+
+    def get_backend_for_host(self, host: str | None) -> str:  # noqa: ARG002 - moto's signature
+        return "s3"
+
+
 @contextmanager
 def _s3_server() -> Iterator[str]:
     """Run a server of the S3 protocol with a bucket; yield its URL."""
-    server = ThreadedMotoServer(LOOPBACK, port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
+    server = make_server(LOOPBACK, 0, _OnlyS3(create_backend_app), threaded=True)
+    thread = threading.Thread(target=server.serve_forever, name="s3-server")
+    thread.start()
+    url = f"http://{LOOPBACK}:{server.server_port}"
     try:
         httpx.put(f"{url}/{BUCKET}").raise_for_status()
         yield url
     finally:
-        server.stop()
+        S3FileSystem.clear_instance_cache()  # it keeps the URL of this server
+        server.shutdown()
+        thread.join(deadline(10))
+        server.server_close()
 
 
 def _s3_policies(url: str) -> dict[str, Any]:
