@@ -78,7 +78,10 @@ class MapFile:
         first = self.parsed(head[start:], start, with_metadata=True)
         while not first.entries and len(head) < min(start + first.wanted, size):
             # A block has the first entries as well.
-            head += fetch(len(head), min(max(start + first.wanted, 2 * len(head)), size))
+            more = fetch(len(head), min(max(start + first.wanted, 2 * len(head)), size))
+            if not more:
+                raise LayoutError(f"its data ends after {len(head)} of {size} bytes")
+            head += more
             first = self.parsed(head[start:], start, with_metadata=True)
         if not first.entries or first.entries[0][0] != METADATA:
             raise LayoutError("it does not begin with the metadata of the ledger")

@@ -38,8 +38,8 @@ class Offloads:
     """The store to which the brokers of a cluster offload ledgers.
 
     Args:
-        url: Path or fsspec URL of the bucket, such as ``s3://bucket``, or of the folder
-            ``hadoop.tmp.dir`` of the file system driver.
+        url: Path or fsspec URL of the bucket, such as ``s3://bucket``, or of the folder of the file
+            system driver that has the folders of tenants.
 
     Raises:
         ConfigError: The URL is no text, or names no known file system.

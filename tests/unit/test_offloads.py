@@ -36,6 +36,7 @@ from keyshard.core.position.replicas import (
 )
 from keyshard.core.position.split import Split
 from keyshard.errors import AdminError, AuthorizationError, ConfigError
+from keyshard.offloads import map_file as map_file_module
 from keyshard.offloads import offload_reader
 from keyshard.offloads.blocks import Blocks
 from keyshard.offloads.layout import LayoutError
@@ -192,6 +193,28 @@ def test_credentials_of_a_store_are_not_shown() -> None:
     })  # fmt: skip
     assert "topsecretpw" not in f"{segments!r} {read!r}"
     assert "offloads='s3://" in repr(segments)
+
+
+@pytest.mark.parametrize("left", [0, 100, 250])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_shrinks_while_it_is_read_is_named(
+    way: Way, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(map_file_module, "HEAD_BYTES", 200)
+    entries = [bytes(range(256)) * 8, b"b"]
+    data, _ = write_offload(way, tmp_path, WHERE, UUID, LEDGER, entries)
+    size = data.stat().st_size
+    data.write_bytes(data.read_bytes()[:left])
+    info = LocalFileSystem.info
+
+    def stale(self: Any, path: str, **how: Any) -> Any:
+        found = info(self, path, **how)
+        return found if path != str(data) else found | {"size": size}
+
+    monkeypatch.setattr(LocalFileSystem, "info", stale)
+    reader = Offloads(str(tmp_path)).reader(WHERE, offloaded(UUID, LEDGER, entries), 0, 1, 1_000)
+    with pytest.raises(OffloadNotReadError, match=r"ends|begins with b''"):
+        reader.read()
 
 
 class Silent:
