@@ -351,16 +351,20 @@ def _seconds(name: str, text: str) -> float:
     return milliseconds(name, text) / 1000
 
 
+def _number(text: str) -> int | str:
+    """Parse an integer; return a text that is none as it is, so that a check refuses it."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else text
+
+
 def _count(name: str, text: str) -> int:
-    digits = text.isascii() and text.isdigit() and len(text) < 12
-    count = int(text) if digits else text
+    count = _number(text)
     check_integer(name, count, 1, PARTITIONS_MAX if name == "minPartitions" else ROWS_MAX)
     assert isinstance(count, int)
     return count
 
 
 def _bytes_in_flight(name: str, text: str) -> int:
-    count = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else text
+    count = _number(text)
     check_bytes_in_flight(count, name)
     assert isinstance(count, int)
     return count

@@ -126,7 +126,7 @@ class BookieReads:
         if isinstance(ledger, LedgerReplicas):
             return LedgerReader(ledger, first, last, self.bookies, bytes_max)
         assert self.offloads is not None, "only then are offloaded ledgers stored"
-        return self.offloads.reader(topic_partition, ledger, first, last, bytes_max)
+        return OffloadReader(self.offloads, topic_partition, ledger, (first, last), bytes_max)
 
     def leave(self, at: EntryId, why: str) -> None:
         """Leave a ledger to the broker, from an entry on."""

@@ -68,7 +68,7 @@ class FrameReader:
         missing = self._wanted - len(self._rest)
         if not self._rest or missing >= len(data):
             return self._feed(data)
-        # What follows the incomplete frame is not copied into the buffer.
+        # Later bytes are not copied into the buffer of the incomplete frame.
         with memoryview(data) as view:
             return [*self._feed(view[:missing]), *self.feed(view[missing:])]
 

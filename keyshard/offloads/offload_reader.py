@@ -53,25 +53,6 @@ class Offloads:
         self.url = self._location.url
         """The URL without credentials."""
 
-    def reader(
-        self,
-        topic_partition: TopicPartition,
-        ledger: OffloadedLedger,
-        first: int,
-        last: int,
-        bytes_max: int,
-    ) -> OffloadReader:
-        """Read entries of a ledger; the store is asked when the first of them is read.
-
-        Args:
-            topic_partition: The topic partition of the ledger.
-            ledger: The ledger.
-            first: First entry to read.
-            last: Last entry to read, at most the last of the ledger.
-            bytes_max: Largest request, bytes, unless one entry is larger.
-        """
-        return OffloadReader(self, topic_partition, ledger, (first, last), bytes_max)
-
     def layout(self, topic_partition: TopicPartition, ledger: OffloadedLedger) -> Layout:
         """Return where the entries of a ledger are.
 
@@ -138,7 +119,15 @@ class Offloads:
 
 
 class OffloadReader:
-    """Reads entries of one offloaded ledger; made by :meth:`Offloads.reader`."""
+    """Reads entries of one offloaded ledger. The store is asked when the first of them is read.
+
+    Args:
+        offloads: The store.
+        topic_partition: The topic partition of the ledger.
+        ledger: The ledger.
+        entries: First and last entry to read, the last at most that of the ledger.
+        bytes_max: Largest request, bytes, unless one entry is larger.
+    """
 
     def __init__(
         self,

@@ -216,7 +216,7 @@ def wrong_rows(
     """Return what is wrong with the rows of a read; empty if nothing is.
 
     Args:
-        found: What it returned.
+        found: The rows that it returned.
         wanted: The rows before any ledger was deleted.
         before: Ledgers that were listed before the read began.
         after: Ledgers that were listed after it.

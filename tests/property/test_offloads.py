@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keyshard.core.position.entry import TopicPartition
 from keyshard.offloads import map_file, offload_reader
-from keyshard.offloads.offload_reader import OffloadNotReadError, Offloads
+from keyshard.offloads.offload_reader import OffloadNotReadError, OffloadReader, Offloads
 from tests.support.offload_files import WAYS, Way, offloaded, write_offload
 
 WHERE = TopicPartition("persistent://public/default/orders:~*é+1", 3)
@@ -39,7 +39,7 @@ def small_requests(fetch: int, parsed: int) -> Iterator[None]:
 
 def read(root: Path, entries: list[bytes], first: int, last: int, bytes_max: int) -> list[bytes]:
     ledger = offloaded(UUID, LEDGER, entries)
-    reader = Offloads(str(root)).reader(WHERE, ledger, first, last, bytes_max)
+    reader = OffloadReader(Offloads(str(root)), WHERE, ledger, (first, last), bytes_max)
     found = []
     while more := reader.read():
         found += more

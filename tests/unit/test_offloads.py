@@ -41,7 +41,7 @@ from keyshard.offloads import offload_reader
 from keyshard.offloads.blocks import Blocks
 from keyshard.offloads.layout import LayoutError
 from keyshard.offloads.map_file import MapFile, folder_of
-from keyshard.offloads.offload_reader import OffloadNotReadError, Offloads
+from keyshard.offloads.offload_reader import OffloadNotReadError, OffloadReader, Offloads
 from keyshard.reading.split_planner import NOT_OFFLOADED, plan_read, stretches
 from spark_adapter.option_parsing import parse_bounded
 from tests.support.offload_files import MARK, WAYS, Way, map_file, objects, offloaded, write_offload
@@ -154,13 +154,13 @@ def test_an_index_that_is_too_large_is_not_fetched(
     monkeypatch.setattr(offload_reader, "INDEX_BYTES_MAX", 20)
     ledger = OffloadedLedger(LEDGER, 0, 1, UUID)
     with pytest.raises(OffloadNotReadError, match="bytes, more than 20"):
-        Offloads(str(tmp_path)).reader(WHERE, ledger, 0, 0, 1_000).read()
+        OffloadReader(Offloads(str(tmp_path)), WHERE, ledger, (0, 0), 1_000).read()
 
 
 def test_a_ledger_that_is_not_in_the_store_is_named(tmp_path: Path) -> None:
     ledger = OffloadedLedger(LEDGER, 0, 1, UUID)
     with pytest.raises(OffloadNotReadError, match="its offload is not at"):
-        Offloads(str(tmp_path)).reader(WHERE, ledger, 0, 0, 1_000).read()
+        OffloadReader(Offloads(str(tmp_path)), WHERE, ledger, (0, 0), 1_000).read()
 
 
 @pytest.mark.parametrize("way", ["objects", "RECORD", "NONE"])
@@ -172,7 +172,9 @@ def test_a_damaged_number_does_not_make_an_entry_another_one(way: Way, tmp_path:
     first = struct.pack(">iq", len(entries[0]), 0) if way == "objects" else struct.pack(">iq", 8, 0)
     assert content.count(first) == 1
     data.write_bytes(content.replace(first, first[:-1] + b"\1"))
-    reader = Offloads(str(tmp_path)).reader(WHERE, offloaded(UUID, LEDGER, entries), 1, 1, 1_000)
+    reader = OffloadReader(
+        Offloads(str(tmp_path)), WHERE, offloaded(UUID, LEDGER, entries), (1, 1), 1_000
+    )
     with pytest.raises(OffloadNotReadError, match="entry 1 stands where another one belongs"):
         reader.read()
 
@@ -212,7 +214,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(
         return found if path != str(data) else found | {"size": size}
 
     monkeypatch.setattr(LocalFileSystem, "info", stale)
-    reader = Offloads(str(tmp_path)).reader(WHERE, offloaded(UUID, LEDGER, entries), 0, 1, 1_000)
+    reader = OffloadReader(
+        Offloads(str(tmp_path)), WHERE, offloaded(UUID, LEDGER, entries), (0, 1), 1_000
+    )
     with pytest.raises(OffloadNotReadError, match=r"ends|begins with b''"):
         reader.read()
 
