@@ -26,6 +26,7 @@ from keyshard.errors import (
     AuthorizationError,
     BrokerError,
     BrokerUnavailableError,
+    ConfigError,
     KeyShardError,
 )
 
@@ -64,6 +65,7 @@ def missing_topics(
         TlsError: One side does not trust the other.
         AuthenticationError: The broker rejects the credentials.
         AuthorizationError: The credentials do not permit a topic look-up.
+        ConfigError: The issuer of tokens cannot be asked through the proxy of the environment.
         BrokerError: The broker refuses the connection.
     """
     failed: list[tuple[str, KeyShardError]] = []
@@ -196,6 +198,9 @@ def _connected(host: str, connection: Connection, credentials: Credentials) -> I
             f"{host} closes the connection",
             "Check service_url: with TLS, it begins with pulsar+ssl://",
         ) from None
+    except ConfigError:
+        # It is about the credentials and not about the answer, although it is a ValueError.
+        raise
     except (ProtocolError, ValueError, IndexError):
         raise failed(
             f"the program at {host} does not speak Pulsar's protocol",

@@ -39,7 +39,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
 
     def use(answer: Answer) -> None:
         def make(**options: object) -> httpx.Client:
-            return client(**options, transport=httpx.MockTransport(answer))  # type: ignore[arg-type]
+            return client(**options | {"transport": httpx.MockTransport(answer)})  # type: ignore[arg-type]
 
         monkeypatch.setattr(httpx, "Client", make)
 

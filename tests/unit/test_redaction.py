@@ -170,7 +170,7 @@ class Echo:
 def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
     client, made = httpx.Client, Echo()
     transport = httpx.MockTransport(made)
-    monkeypatch.setattr(httpx, "Client", lambda **options: client(**options, transport=transport))
+    monkeypatch.setattr(httpx, "Client", lambda **how: client(**how | {"transport": transport}))
     return made
 
 

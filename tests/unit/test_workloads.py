@@ -109,7 +109,7 @@ def admin(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ad
     client = httpx.Client
 
     def make(**options: Any) -> httpx.Client:
-        return client(**options, transport=httpx.MockTransport(handler))
+        return client(**options | {"transport": httpx.MockTransport(handler)})
 
     monkeypatch.setattr(httpx, "Client", make)
     return handler

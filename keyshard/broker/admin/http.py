@@ -14,6 +14,7 @@ import tenacity
 
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.auth.errors import lacks, not_accepted
+from keyshard.broker.auth.http_client import Proxies
 from keyshard.broker.auth.http_log import unlogged
 from keyshard.broker.auth.tls import shared_tls_context, tls_error
 from keyshard.config.connection import Connection
@@ -36,7 +37,6 @@ _REFUSED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 _LACKS = re.compile(r"operation \[(\w+)\] on \w+ \[([^\]]+)\](?: on policy \[(\w+)\])?")
 _CONSUMING = ("CONSUME", "LOOKUP", "GET_METADATA", "GET_STATS", "GET_TOPICS")
 """Operations that the permission to consume, or to produce, includes."""
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class _Authorization(httpx.Auth):
@@ -111,7 +111,8 @@ class AdminHttp:
         first_s: Longest time without data for its first answer, seconds.
 
     Raises:
-        ConfigError: It has no ``admin_url``, or a TLS file has invalid content.
+        ConfigError: It has no ``admin_url``, a TLS file has invalid content, or the environment
+            names a proxy that cannot be used.
     """
 
     def __init__(self, connection: Connection, first_s: float = TIMEOUT_S) -> None:
@@ -126,6 +127,9 @@ class AdminHttp:
                 f"admin_url is {given}, which is not a URL: {exc}. Write http://host:port."
             ) from None
         self.url = str(url.copy_with(userinfo=b"")).rstrip("/")
+        proxies = Proxies()
+        self.where = f"{self.url}{proxies.via(self.url)}"
+        """The URL, and the proxy of its requests."""
         self._connection = connection
         self._credentials = Credentials(connection)
         auth: httpx.Auth = _Authorization(self._credentials)
@@ -135,13 +139,11 @@ class AdminHttp:
             auth = httpx.BasicAuth(url.username, url.password)
         self._limits = {} if first_s == TIMEOUT_S else {"timeout": _limit(first_s)}
         """Timeouts of requests before the first answer."""
-        self._client = httpx.Client(
+        self._client = proxies.client(
+            shared_tls_context(connection),
             timeout=_limit(TIMEOUT_S),
             auth=auth,
             event_hooks={"response": [_watch]},
-            verify=shared_tls_context(connection),
-            # Requests to this machine must not go through a proxy of the environment.
-            trust_env=url.host not in _LOOPBACK,
         )
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
@@ -153,6 +155,7 @@ class AdminHttp:
             AuthenticationError: The interface rejects the credentials.
             AuthorizationError: The client lacks a permission.
             AdminError: The request is invalid, or is redirected too often.
+            ConfigError: A proxy refuses, or a redirect needs a proxy that cannot be used.
         """
         url = f"{self.url}{path}"
         try:
@@ -170,10 +173,10 @@ class AdminHttp:
             raise self._unreachable(exc) from None
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise AdminError(
-                f"{method} {path} at {self.url} failed: {exc}. Check admin_url."
+                f"{method} {path} at {self.where} failed: {exc}. Check admin_url."
             ) from None
         raise AdminError(
-            f"{method} {path} at {self.url} was redirected too often. Check the advertised "
+            f"{method} {path} at {self.where} was redirected too often. Check the advertised "
             "addresses of the brokers."
         )
 
@@ -198,7 +201,7 @@ class AdminHttp:
         except UNEXPECTED:
             # The filter in front of the interface; missing permissions are reported as JSON.
             raise not_accepted(
-                f"The admin interface at {self.url}", self._credentials.who(),
+                f"The admin interface at {self.where}", self._credentials.who(),
                 f"status {answer.status_code}",
             ) from None  # fmt: skip
         if found := _LACKS.search(reason):
@@ -209,7 +212,7 @@ class AdminHttp:
         raise lacks(self._credentials.who(), reason, path.partition("?")[0])
 
     def _unreachable(self, exc: httpx.TransportError) -> BrokerUnavailableError | TlsError:
-        where = f"The admin interface at {self.url}"
+        where = f"The admin interface at {self.where}"
         if error := tls_error(exc, where, self._connection):
             return error
         hint = "Check admin_url, and check that the broker is running"

@@ -346,7 +346,7 @@ class PulsarAdmin:
             return read(response.json())
         except UNEXPECTED as exc:
             raise AdminError(
-                f"The answer to GET {path} at {self._http.url} cannot be understood: {exc!r}. "
+                f"The answer to GET {path} at {self._http.where} cannot be understood: {exc!r}. "
                 "Check admin_url. Without admin_url, keyshard leaves out the checks that need "
                 "it."
             ) from None
@@ -366,7 +366,7 @@ class PulsarAdmin:
 
     def _failed(self, path: str, exc: object, error: type[BrokerError] = AdminError) -> BrokerError:
         return error(
-            f"Request {path.partition('?')[0]} at {self._http.url} failed: {exc}. Check "
+            f"Request {path.partition('?')[0]} at {self._http.where} failed: {exc}. Check "
             "admin_url. Without admin_url, keyshard leaves out the checks that need it."
         )
 

@@ -69,6 +69,7 @@ class Credentials:
 
         Raises:
             AuthenticationError: They are not available: a file is missing, or the issuer refuses.
+            ConfigError: The environment names a proxy that cannot be used for the issuer.
         """
         own = self._connection.authentication
         if self._access_tokens is not None:
@@ -98,7 +99,7 @@ class Credentials:
         """Describe the client, and why it may be refused, for an error text; without secrets."""
         try:
             shown = self.show()
-        except AuthenticationError as exc:
+        except (AuthenticationError, ConfigError) as exc:
             return f"this connection ({exc.message.rstrip('.')})"
         if shown.method == "none":
             return "a client without authentication"

@@ -12,10 +12,11 @@ from weakref import WeakValueDictionary
 
 import httpx
 
+from keyshard.broker.auth.http_client import Proxies
 from keyshard.broker.auth.http_log import unlogged
 from keyshard.broker.auth.tls import client_context
 from keyshard.config.connection import OAuth2
-from keyshard.errors import AuthenticationError, BrokerUnavailableError
+from keyshard.errors import AuthenticationError, BrokerUnavailableError, ConfigError
 from keyshard.redaction import Secret, scrubbed
 
 ASK_S = 5.0
@@ -26,6 +27,8 @@ LIFE_S = 300.0
 """Lifetime of a token if the issuer does not state it, seconds."""
 TOKENS_MAX = 4
 """Number of remembered tokens, including the current one."""
+_UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError)
+"""Errors that reading an answer of an unexpected shape may raise."""
 _DISCOVERY = "/.well-known/openid-configuration"
 
 _in_use: WeakValueDictionary[tuple[OAuth2, Any], AccessTokens] = WeakValueDictionary()
@@ -68,6 +71,7 @@ class AccessTokens:
         Raises:
             AuthenticationError: The issuer refuses.
             BrokerUnavailableError: The issuer does not answer.
+            ConfigError: The environment names a proxy that cannot be used, or that refuses.
         """
         with self._lock:
             if time.monotonic() >= self._ask_at_s:
@@ -87,8 +91,11 @@ class AccessTokens:
             "audience": own.audience, "scope": own.scope,
         }  # fmt: skip
         issuer = own.issuer_url.rstrip("/")
+        proxies = Proxies()
+        where = f"{issuer}{proxies.via(issuer)}"
+        context = client_context(self._ca)
         try:
-            with unlogged(), httpx.Client(timeout=ASK_S, verify=client_context(self._ca)) as client:
+            with unlogged(), proxies.client(context, timeout=ASK_S) as client:
                 found = client.get(issuer + _DISCOVERY).raise_for_status().json()
                 answer = client.post(
                     found["token_endpoint"],
@@ -102,9 +109,19 @@ class AccessTokens:
             raise BrokerUnavailableError(
                 f"The issuer {issuer} does not answer: {exc}. Check issuer_url."
             ) from scrubbed(exc)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        except ConfigError:
+            # A proxy cannot be used. It is a ValueError as well.
+            raise
+        except (
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as exc:
             raise AuthenticationError(
-                f"{issuer} does not answer as an OAuth 2.0 issuer does: {exc!r}. Check issuer_url."
+                f"{where} does not answer as an OAuth 2.0 issuer does: {exc!r}. Check issuer_url."
             ) from scrubbed(exc)
         raise AuthenticationError(
             f"The issuer {issuer} rejects client {client_id!r}: {why}. Check client_id, "
