@@ -29,6 +29,7 @@ from keyshard.coordinator.kept_client import KeptClient
 from keyshard.errors import BY_CODE, ConfigError, KeyShardError, WorkerUnreachableError
 from keyshard.redaction import first_line
 from keyshard.workers.authentication import Body, read_with_token, with_token
+from keyshard.workers.flight_client import flight_client
 
 CONNECT_TIMEOUT_S = 10.0
 """Longest wait until the endpoint begins to answer, seconds. The transfer itself has no limit."""
@@ -224,7 +225,7 @@ class _Workers(dict[str, flight.FlightClient]):
         self._clients = clients
 
     def __missing__(self, endpoint: str) -> flight.FlightClient:
-        client = self[endpoint] = self._clients.enter_context(flight.connect(endpoint))
+        client = self[endpoint] = self._clients.enter_context(flight_client(endpoint))
         return client
 
 

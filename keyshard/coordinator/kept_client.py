@@ -13,9 +13,10 @@ from contextlib import contextmanager
 
 from pyarrow import flight
 
+from keyshard.workers.flight_client import flight_client
+
 IDLE_TIMEOUT_MS = 30_000
 """Time without a request after which gRPC closes the connection, milliseconds."""
-_OPTIONS = [("grpc.client_idle_timeout_ms", IDLE_TIMEOUT_MS)]
 
 
 class KeptClient:
@@ -35,7 +36,7 @@ class KeptClient:
         client = self._taken(endpoint)
         used = client is not None
         if client is None:
-            client = flight.connect(endpoint, generic_options=_OPTIONS)
+            client = flight_client(endpoint, client_idle_timeout_ms=IDLE_TIMEOUT_MS)
         try:
             yield client, used
         except BaseException:

@@ -28,6 +28,7 @@ from keyshard.workers.encoding import (
     decode_deliveries,
     decode_error,
 )
+from keyshard.workers.flight_client import flight_client
 from keyshard.workers.server import LOOPBACK, WorkerSetup
 
 LEASE_S = 4.0
@@ -61,7 +62,7 @@ class AuthenticatedClient:
     """
 
     def __init__(self, endpoint: str, token: str, name: str) -> None:
-        self._client = flight.connect(endpoint)
+        self._client = flight_client(endpoint)
         self._endpoint = endpoint
         self._prover = RequestSigner(token, endpoint)
         self._authenticated = False

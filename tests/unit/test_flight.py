@@ -100,6 +100,18 @@ def test_a_batch_crosses_unchanged_as_often_as_asked(
     assert batches.asked == [("b", 3, ALL)] * 3
 
 
+def test_rows_and_requests_use_no_proxy(
+    ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue: gRPC sent even requests to loopback through the proxy of the environment."""
+    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    opened_by(monkeypatch)
+    assert sum(batch.num_rows for batch in read_batch(ticket)) == 30
+
+
 def test_columns_are_selected_at_the_server(
     batches: ServedBatches, served: tuple[ServedBatches, BatchServer]
 ) -> None:

@@ -43,6 +43,17 @@ def test_a_request_has_a_longest_size_also_with_the_token(monkeypatch: pytest.Mo
         worker.kill()
 
 
+def test_a_worker_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with served() as (server, setup, _):
+        worker = Worker(hello_of(server), setup.token, "worker")
+        worker.request("ready", 10.0)
+        worker.kill()
+
+
 def hello_of(server: WorkerServer) -> str:
     return json.dumps({"endpoint": at(LOOPBACK, server.port), "pid": 7, "host": "there"})
 
