@@ -13,13 +13,15 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from urllib.parse import urlsplit
 
 from keyshard.broker.auth.credentials import Credentials
-from keyshard.broker.auth.errors import lacks, no_host_answers, not_accepted
+from keyshard.broker.auth.errors import lacks, no_host_answers, no_ip_answers, not_accepted
 from keyshard.broker.auth.tls import tls_context, tls_error
 from keyshard.broker.framing import FrameReader, ProtocolError, command_of, framed
+from keyshard.broker.hosts import NEXT_S, HostQuestions, ip_addresses
 from keyshard.config.connection import Connection
 from keyshard.core.protobuf import Value, fields_of, message
 from keyshard.errors import (
@@ -32,6 +34,8 @@ from keyshard.errors import (
 
 ANSWER_S = 3.0
 """Longest time to reach a broker, and for each of its answers, seconds."""
+GREETING_S = 3 * ANSWER_S
+"""Longest time to connect, for TLS, and for the answer to the greeting, seconds."""
 FRAME_BYTES_MAX = 1 << 20
 """Longest answer, bytes. A peer that announces more does not speak Pulsar's protocol."""
 READ_BYTES = 4096
@@ -56,7 +60,8 @@ def missing_topics(
     """Return the topics that do not exist. Creates none. Empty if an old broker cannot tell.
 
     Args:
-        connection: The hosts of its service URL are asked one after the other.
+        connection: The hosts of its service URL are asked until one answers, each a second after
+            the previous one.
         credentials: Those of the connection.
         topics: Full names. If empty, only the connection itself is checked.
 
@@ -68,22 +73,30 @@ def missing_topics(
         ConfigError: The issuer of tokens cannot be asked through the proxy of the environment.
         BrokerError: The broker refuses the connection.
     """
-    failed: list[tuple[str, KeyShardError]] = []
-    for host in connection.hosts:
+    hosts = list(connection.hosts)
+    failed: dict[str, KeyShardError] = {}
+    while left := [host for host in hosts if host not in failed]:
+        asking = HostQuestions(partial(_asked, connection, credentials), discard=_Asking.close)
+        asked = asking.first(left, GREETING_S + len(left) * NEXT_S)
+        failed |= dict(asking.failed)
+        if asked is None:
+            break
         try:
-            with _connected(host, connection, credentials) as asked:
+            with closing(asked), _explained(asked.host, connection):
                 return asked.missing(topics)
-        except AuthorizationError:  # noqa: PERF203 - the next host may answer
+        except AuthorizationError:
             raise
         except BrokerError as exc:
-            failed.append((host, exc))
-    raise no_host_answers(connection.service_url, failed)
+            failed[asked.host] = exc
+    raise no_host_answers(connection.service_url, [(host, failed[host]) for host in hosts])
 
 
 class _Asking:
+    """A connection to a host that has answered the greeting."""
+
     def __init__(self, stream: socket.socket, host: str, credentials: Credentials) -> None:
+        self.host = host
         self._stream = stream
-        self._host = host
         self._credentials = credentials
         self._deadline = 0.0
         self._first = b""
@@ -99,7 +112,12 @@ class _Asking:
         features = fields_of(flags) if isinstance(flags, bytes) else {}
         self._tells_missing = bool(features.get(_SUPPORTS_NO_CREATION))
 
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._stream.close()
+
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
+        """Return the topics that do not exist, as :func:`missing_topics` does."""
         if not self._tells_missing:
             return frozenset()
         found: set[str] = set()
@@ -131,10 +149,10 @@ class _Asking:
         text = response.get(3, b"")
         said = text.decode(errors="replace") if isinstance(text, bytes) else text
         if response.get(2) in (_NOT_AUTHENTICATED, _NOT_AUTHORIZED):
-            return not_accepted(self._host, self._credentials.who(), str(said))
+            return not_accepted(self.host, self._credentials.who(), str(said))
         error = BrokerUnavailableError if response.get(2, 0) in _PASSING else BrokerError
         return error(
-            f"The broker at {self._host} refuses the connection: {said}. See the broker's log."
+            f"The broker at {self.host} refuses the connection: {said}. See the broker's log."
         )
 
     def _send(self, kind: int, fields: dict[int, Value]) -> None:
@@ -157,32 +175,47 @@ class _Asking:
         return self._frames.popleft()
 
 
-@contextmanager
-def _connected(host: str, connection: Connection, credentials: Credentials) -> Iterator[_Asking]:
-    """Connect to one host. Translate every failure into an error of one sentence."""
-
-    def failed(why: str, hint: str = _HINT) -> BrokerUnavailableError:
-        return BrokerUnavailableError(
-            f"No broker answers at {connection.service_url}: {why}. {hint}."
-        )
-
+def _asked(connection: Connection, credentials: Credentials, host: str) -> _Asking:
+    """Connect to one host, by the IP address that answers first."""
     parts = urlsplit(f"//{host}")
-    where = parts.hostname or "", parts.port or (6651 if connection.tls else 6650)
+    name, port = parts.hostname or "", parts.port or (6651 if connection.tls else 6650)
     context = tls_context(connection) if connection.tls else None
+
+    def connect(ip: str) -> _Asking:
+        try:
+            stream = socket.create_connection((ip, port), timeout=ANSWER_S)
+        except TimeoutError:
+            raise _failed(connection, f"{host} does not answer within {ANSWER_S:g} s") from None
+        except OSError as exc:
+            raise _failed(connection, f"{host}: {exc.strerror or exc}") from None
+        try:
+            with _explained(host, connection):
+                if context is not None:
+                    stream = context.wrap_socket(stream, server_hostname=name)
+                return _Asking(stream, host, credentials)
+        except BaseException:
+            stream.close()
+            raise
+
     try:
-        stream = socket.create_connection(where, timeout=ANSWER_S)
+        ips = ip_addresses(name, port)
     except socket.gaierror:
-        raise failed(f"the host name {where[0]!r} is unknown") from None
-    except TimeoutError:
-        raise failed(f"{host} does not answer within {ANSWER_S:g} s") from None
-    except OSError as exc:
-        raise failed(f"{host}: {exc.strerror or exc}") from None
+        raise _failed(connection, f"the host name {name!r} is unknown") from None
+    if len(ips) == 1:
+        return connect(name)
+    asking = HostQuestions(connect, discard=_Asking.close)
+    made = asking.first(ips, GREETING_S + len(ips) * NEXT_S)
+    if made is not None:
+        return made
+    raise no_ip_answers(host, asking.failed)
+
+
+@contextmanager
+def _explained(host: str, connection: Connection) -> Iterator[None]:
+    """Translate every failure behind a connection into an error of one sentence."""
+    failed = partial(_failed, connection)
     try:
-        with (
-            stream,
-            context.wrap_socket(stream, server_hostname=where[0]) if context else stream as used,
-        ):
-            yield _Asking(used, host, credentials)
+        yield
     except ssl.SSLError as exc:
         error = tls_error(exc, f"The broker at {host}", connection)
         raise error or failed(
@@ -207,3 +240,7 @@ def _connected(host: str, connection: Connection, credentials: Credentials) -> I
             "Check the port in service_url. The default port of a broker is 6650; 8080 is the "
             "port of the admin interface",
         ) from None
+
+
+def _failed(connection: Connection, why: str, hint: str = _HINT) -> BrokerUnavailableError:
+    return BrokerUnavailableError(f"No broker answers at {connection.service_url}: {why}. {hint}.")

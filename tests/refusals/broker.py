@@ -63,8 +63,8 @@ class Cluster:
     owner_of: Callable[[str], int] = lambda _: 0
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def broker(self) -> ScriptedBroker:
-        self.brokers.append(ScriptedBroker(self))
+    def broker(self, host: str = "127.0.0.1", port: int = 0) -> ScriptedBroker:
+        self.brokers.append(ScriptedBroker(self, host, port))
         return self.brokers[-1]
 
     def publish(self, count: int) -> None:
@@ -224,7 +224,7 @@ class Session(SocketSession):
 class ScriptedBroker(FrameServer):
     """Answers as a broker in good health, except for the commands that its script answers."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, host: str, port: int) -> None:
         self.cluster = cluster
         self.script: Script = lambda *_: False
         self.asked: list[str] = []
@@ -234,11 +234,7 @@ class ScriptedBroker(FrameServer):
         self.accepts = True
         """Whether accepted connections are served."""
         self._idle: list[socket.socket] = []
-        super().__init__()
-
-    @property
-    def host(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        super().__init__(host, port)
 
     @property
     def frozen(self) -> bool:

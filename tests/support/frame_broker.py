@@ -158,13 +158,19 @@ class SocketSession(FrameSession):
 
 
 class FrameServer:
-    """Listens on loopback and starts a session for each connection."""
+    """Listens on loopback and starts a session for each connection.
 
-    def __init__(self) -> None:
+    Args:
+        host: IP address of loopback.
+        port: Port; 0: any.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.sessions: list[Any] = []
-        self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._listening = socket.create_server((host, port), backlog=512)
         self.port: int = self._listening.getsockname()[1]
-        self.url = f"pulsar://127.0.0.1:{self.port}"
+        self.host = f"{host}:{self.port}"
+        self.url = f"pulsar://{self.host}"
         threading.Thread(target=self._listen, name="frame-server", daemon=True).start()
 
     def session(self, stream: socket.socket) -> SocketSession:

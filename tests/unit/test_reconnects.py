@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from tempfile import TemporaryFile
 from typing import Any
@@ -18,7 +18,7 @@ from keyshard.broker import preflight, retry
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.broker.retry import Retrier, Steps
-from keyshard.broker.wire import ack_grouping, connection_pool, keep_alive
+from keyshard.broker.wire import ack_grouping, connection_pool
 from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.broker.wire.consumer import WireConsumer
@@ -38,50 +38,12 @@ from keyshard.errors import (
 )
 from keyshard.threads import owned_by
 from tests.helpers import DEADLINE_S, wait_until
-from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
+from tests.refusals.broker import SAID, Cluster, Session
 from tests.support.deadlines import deadline
 from tests.support.frame_broker import framed
 
 TOPIC = TopicPartition("persistent://public/default/t")
 WORDS = SAID.decode()
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def connect() -> Iterator[Callable[..., WireBroker]]:
-    made: list[WireBroker] = []
-
-    def make(
-        *hosts: ScriptedBroker,
-        operation_timeout_ms: int = 5_000,
-        connection_timeout_ms: int = 10_000,
-        **how: Any,
-    ) -> WireBroker:
-        """Connect; the timeouts are those of a quiet machine."""
-        url = "pulsar://" + ",".join(one.host for one in hosts)
-        how["operation_timeout_ms"] = int(deadline(operation_timeout_ms))
-        how["connection_timeout_ms"] = int(deadline(connection_timeout_ms))
-        made.append(WireBroker(Connection(url, **how)))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_timer, "REFUSED_S", 0.3)
-    monkeypatch.setattr(refusal_timer, "UNAUTHENTICATED_S", 1.0)
-    monkeypatch.setattr(retry, "LONGEST_WAIT_S", 0.1)
-    monkeypatch.setattr(keep_alive, "PING_AFTER_S", 0.1)
-    monkeypatch.setattr(keep_alive, "UNRESPONSIVE_S", deadline(1))
 
 
 def consumer_of(
@@ -180,79 +142,6 @@ def test_a_token_that_was_renewed_is_shown_before_a_refusal_ends_anything(
     path.write_text("new")
     wait_until(consumer.is_connected)
     assert error_of(consumer) is None
-
-
-def test_hosts_of_the_service_url_are_asked_side_by_side(
-    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection_pool, "NEXT_HOST_S", 0.1)
-    silent, gone, well = cluster.broker(), cluster.broker(), cluster.broker()
-    cluster.owner_of = lambda _: 2
-    silent.accepts = False
-    gone.close()
-    began_s = time.monotonic()
-    consumer_of(
-        connect(silent, gone, well, operation_timeout_ms=60_000, connection_timeout_ms=60_000)
-    )
-    assert time.monotonic() - began_s < DEADLINE_S, "the silent one has 60 s"
-    assert "lookup" in well.asked
-
-
-def test_the_error_names_each_host_and_its_failure(
-    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection_pool, "NEXT_HOST_S", 0.1)
-    silent, gone, starting = cluster.broker(), cluster.broker(), cluster.broker()
-    silent.accepts = False
-    gone.close()
-    starting.refuses("connect", 6)
-    with pytest.raises(BrokerUnavailableError) as raised:
-        consumer_of(
-            connect(silent, gone, starting, operation_timeout_ms=1_000, connection_timeout_ms=500)
-        )
-    said = str(raised.value)
-    assert all(one.host in said for one in (silent, gone, starting))
-    assert "does not answer within" in said
-    assert "refused" in said.lower()
-    assert WORDS in said
-
-
-def test_the_first_question_continues_to_the_next_host(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that answers too late on a busy machine is asked again."""
-    monkeypatch.setattr(preflight, "ANSWER_S", deadline(0.3))
-    silent, starting, well = cluster.broker(), cluster.broker(), cluster.broker()
-    silent.accepts = False
-    starting.refuses("connect", 6)
-    hosts = ",".join(one.host for one in (silent, starting, well))
-    connection = Connection(f"pulsar://{hosts}")
-
-    def said() -> str:
-        try:
-            preflight.missing_topics(connection, Credentials(connection), ())
-        except BrokerUnavailableError as exc:
-            return str(exc)
-        return ""
-
-    wait_until(lambda: not said())
-    well.close()
-    wait_until(lambda: WORDS in said())
-    assert all(one.host in said() for one in (silent, starting, well))
-
-
-def test_a_host_that_freezes_later_is_not_asked_for_look_ups(
-    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1. The first host answers look-ups. 2. It freezes. 3. The broker of the topic restarts."""
-    monkeypatch.setattr(keep_alive, "PING_AFTER_S", 0.1)
-    monkeypatch.setattr(keep_alive, "UNRESPONSIVE_S", 0.3)
-    first, second = cluster.broker(), cluster.broker()
-    cluster.owner_of = lambda _: 1
-    consumer = consumer_of(connect(first, second))
-    first.freeze()
-    second.cut_all()
-    wait_until(consumer.is_connected)
 
 
 @pytest.mark.parametrize("frozen_consumers", [12, 48])

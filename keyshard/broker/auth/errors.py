@@ -57,12 +57,28 @@ def no_host_answers(service_url: str, failed: Sequence[tuple[str, KeyShardError]
         service_url: The URL.
         failed: Each host, and its error.
     """
+    return _none_answers("hosts", service_url, failed)
+
+
+def no_ip_answers(host: str, failed: Sequence[tuple[str, KeyShardError]]) -> KeyShardError:
+    """Create the error for a host none of whose IP addresses accepts this connection.
+
+    Args:
+        host: The host.
+        failed: Each IP address, and its error.
+    """
+    if len({error.message for _, error in failed}) == 1:
+        return failed[0][1]
+    return _none_answers("IP addresses", host, failed)
+
+
+def _none_answers(kind: str, of: str, failed: Sequence[tuple[str, KeyShardError]]) -> KeyShardError:
     if len(failed) == 1:
         return failed[0][1]
     for _, error in failed:
         if not error.retriable:
             return error
-    reasons = " ".join(f"{host}: {error.message}" for host, error in failed)
+    reasons = " ".join(f"{one}: {error.message}" for one, error in failed)
     return BrokerUnavailableError(
-        f"None of the {len(failed)} hosts of {service_url} accepts the connection. {reasons}"
+        f"None of the {len(failed)} {kind} of {of} accepts the connection. {reasons}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswerError
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.auth.errors import not_accepted
 from keyshard.broker.auth.tls import tls_context, tls_error
+from keyshard.broker.hosts import ip_addresses
 from keyshard.broker.wire.errors import RefusedError
 from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection
@@ -29,6 +30,8 @@ class Address(NamedTuple):
     port: int
     behind_proxy: str = ""
     """``host:port`` of the broker behind a proxy; empty without a proxy."""
+    ip: str = ""
+    """The IP address of several that the host name has; empty for the only one."""
 
     @property
     def authority(self) -> str:
@@ -40,12 +43,30 @@ class Address(NamedTuple):
         return proxy + self.authority
 
 
+def resolved(address: Address, connection: Connection) -> Sequence[Address]:
+    """Return an address once for each IP address, if its host name has several.
+
+    Raises:
+        BrokerUnavailableError: The name is unknown (retriable).
+    """
+    with _explained(address, connection):
+        ips = ip_addresses(address.host, address.port)
+    return [address._replace(ip=ip) for ip in ips] if len(ips) > 1 else [address]
+
+
 def open_socket(address: Address, connection: Connection, timeout_s: float) -> socket.socket:
-    """Open a connected socket, with TLS if the connection uses it."""
+    """Open a connected socket, with TLS if the connection uses it.
+
+    Raises:
+        BrokerUnavailableError: Nothing answers at the address (retriable).
+        TlsError: One side does not trust the other.
+    """
     context = tls_context(connection) if connection.tls else None
     with _explained(address, connection):
         timeout_s = max(0.001, min(timeout_s, connection.connection_timeout_ms / 1000))
-        plain = socket.create_connection((address.host, address.port), timeout=timeout_s)
+        plain = socket.create_connection(
+            (address.ip or address.host, address.port), timeout=timeout_s
+        )
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -74,7 +74,7 @@ class WireConnection:
         self, address: Address, connection: Connection, credentials: Credentials, timeout_s: float,
         fail: Fail | None = None, *, changed: Callable[[Sequence[str]], None] | None = None,
     ) -> None:  # fmt: skip
-        self.address = address
+        self.address = address._replace(ip="")
         self.opened_s = time.monotonic()
         """When opening began, monotonic seconds."""
         self._connection = connection
@@ -114,7 +114,7 @@ class WireConnection:
 
     def _begin(self, fail: Fail | None) -> None:
         """Start the reading thread. If that fails, close everything."""
-        host, port, _ = self.address
+        host, port = self.address[:2]
         try:
             self._socket.settimeout(0)
             self._woken_end, self._wake_end = os.pipe()

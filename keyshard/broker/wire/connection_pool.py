@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from keyshard.broker.auth.credentials import Credentials
-from keyshard.broker.auth.errors import no_host_answers
-from keyshard.broker.wire.connect import Address
+from keyshard.broker.auth.errors import no_host_answers, no_ip_answers
+from keyshard.broker.hosts import HostQuestions
+from keyshard.broker.wire.connect import Address, resolved
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.requests import new_id
 from keyshard.config.connection import Connection
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
-from keyshard.threads import begin, owner
+from keyshard.errors import BrokerError, BrokerUnavailableError
+from keyshard.threads import owner
 
 REDIRECTS_MAX = 20
 """Maximum number of redirects of one look-up; more count as a circle."""
-NEXT_HOST_S = 1.0
-"""Time without an answer after which the next host of the service URL is asked too, seconds."""
-ANSWER_MARGIN_S = 1.0
-"""Time that attempts get beyond their deadline to report why they failed, seconds."""
+KNOWN_MAX = 8
+"""Maximum number of brokers that are asked beside the hosts of the service URL."""
+SECOND_S = 3.0
+"""Longest time to open a second connection beside an unresponsive one, seconds."""
 SLOW_S = 1.0
 """Time after which an attempt to connect counts as slow, seconds."""
 SLOW_AGAIN_S = 2.0
@@ -243,66 +245,27 @@ class ConnectionPool:
         return f" Check that listener_name {listener!r} is one of its advertisedListeners."
 
     def _service(self, end_s: float) -> WireConnection:
-        """Return a connection to a host of the service URL; prefer an open one that answers."""
+        """Return a connection that answers look-ups; prefer an open one to the service URL.
+
+        Any broker answers look-ups; with a proxy, only a connection to the proxy does. Brokers
+        known from earlier look-ups are therefore asked, too, if the service URL does not answer.
+        """
         with self._lock:
-            standing = [
-                one for host in self._hosts if (one := self._open.get(host)) and one.is_open
-            ]
-            others = [one for one in self._open.values() if one.is_open]
-        for one in standing:
-            if not one.unresponsive():
+            known = [one for one in self._open.values() if not one.address.behind_proxy]
+            standing = [one for host in self._hosts if (one := self._open.get(host))]
+        for one in (*standing, *known):
+            if one.is_open and not one.unresponsive():
                 return one
-        if len(self._hosts) > 1:
-            return self._first_to_answer(end_s)
-        if standing:
-            for one in others:
-                # Any broker answers look-ups; with a proxy, only a connection to the proxy does.
-                if not one.address.behind_proxy and not one.unresponsive():
-                    return one
-        return self._connect(self._hosts[0], end_s)
-
-    def _first_to_answer(self, end_s: float) -> WireConnection:
-        """Connect to the hosts in parallel, each started a while after the previous one."""
-        answered = threading.Condition()
-        answers: dict[Address, WireConnection | Exception] = {}
-
-        def ask(host: Address) -> None:
-            answer: WireConnection | Exception
-            try:
-                answer = self._connect(host, end_s)
-            except Exception as exc:  # noqa: BLE001 - raised by the thread that waits for it
-                answer = exc
-            with answered:
-                answers[host] = answer
-                answered.notify()
-
-        for asked, host in enumerate(self._hosts, 1):
-            begin(f"keyshard-wire-host-{host}", ask, host, fail=self._owner)
-            last = asked == len(self._hosts)
-            wait_s = _left(end_s) + ANSWER_MARGIN_S if last else min(NEXT_HOST_S, _left(end_s))
-            until_s = time.monotonic() + wait_s
-            with answered:
-                while not (found := _any(answers)) and len(answers) < asked:
-                    left_s = _left(until_s)
-                    if not left_s:
-                        break
-                    answered.wait(left_s)
-            if found:
-                return found
-        failed: list[tuple[str, KeyShardError]] = []
-        for host in self._hosts:
-            answer = answers.get(
-                host,
-                BrokerUnavailableError(
-                    "The broker did not answer in time. Check that it is running."
-                ),
-            )
-            if isinstance(answer, WireConnection):
-                return answer
-            if not isinstance(answer, KeyShardError):
-                raise answer
-            failed.append((str(host), answer))
-        raise no_host_answers(self._connection.service_url, failed)
+        known.sort(key=lambda one: one.opened_s, reverse=True)
+        addresses = dict.fromkeys((*self._hosts, *(one.address for one in known[:KNOWN_MAX])))
+        asking = HostQuestions(partial(self._connect, end_s=end_s), fail=self._owner)
+        found = asking.first(list(addresses), _left(end_s))
+        if found is not None:
+            return found
+        raise no_host_answers(
+            self._connection.service_url,
+            [(str(host), error) for host, error in asking.failed if host in self._hosts],
+        )
 
     def _connect(self, address: Address, end_s: float) -> WireConnection:
         """Return the connection to an address; the first calling thread opens it."""
@@ -320,9 +283,12 @@ class ConnectionPool:
             if closed:
                 raise BrokerError("The connection is closed.")
             if known is not None and known.is_open:
-                _check_responsive(known)
-                return known
-            if known is not None:
+                if not known.unresponsive() or address not in self._hosts:
+                    _check_responsive(known)
+                    return known
+                # Another broker may answer at the address of a service.
+                end_s = min(end_s, time.monotonic() + SECOND_S)
+            elif known is not None:
                 # The lost connection is still notifying its handles.
                 known.join(_left(end_s))
             slow = self._slow.get(address)
@@ -335,19 +301,35 @@ class ConnectionPool:
     def _opened(self, address: Address, end_s: float) -> WireConnection:
         began_s = time.monotonic()
         try:
-            made = WireConnection(
-                address, self._connection, self._credentials, _left(end_s), self._owner
-            )
+            made = self._first_of_ips(address, end_s)
         except BrokerUnavailableError as exc:
             if time.monotonic() - began_s > SLOW_S:
                 self._slow[address] = time.monotonic(), exc
             raise
         with self._lock:
-            if not self._closed:
+            closed, known = self._closed, self._open.get(address)
+            if not closed:
                 self._open[address] = made
-                return made
-        made.close()
-        raise BrokerError("The connection is closed.")
+        if closed:
+            made.close()
+            raise BrokerError("The connection is closed.")
+        if known is not None and known.is_open:
+            self._put_apart(known)
+        return made
+
+    def _first_of_ips(self, address: Address, end_s: float) -> WireConnection:
+        """Connect to the IP address that answers first; the resolver gives the order."""
+
+        def connect(one: Address) -> WireConnection:
+            how = self._connection, self._credentials, _left(end_s), self._owner
+            return WireConnection(one, *how)
+
+        ips = resolved(address, self._connection)
+        asking = HostQuestions(connect, discard=WireConnection.close, fail=self._owner)
+        made = asking.first(ips, _left(end_s))
+        if made is not None:
+            return made
+        raise no_ip_answers(str(address), [(one.ip, error) for one, error in asking.failed])
 
     def retire(self, at: WireConnection) -> None:
         """Replace a connection, so that the next one uses new credentials.
@@ -359,6 +341,11 @@ class ConnectionPool:
             if young or self._open.get(at.address) is not at:
                 return
             del self._open[at.address]
+        self._put_apart(at)
+
+    def _put_apart(self, at: WireConnection) -> None:
+        """Use a connection for its handles only; it ends with the last of them."""
+        with self._lock:
             self._apart = [one for one in self._apart if one.is_open]
             self._apart.append(at)
         at.retire()
@@ -386,10 +373,6 @@ def _stop_at(address: Address, end_s: float) -> Generator[Address, None, float]:
     began_s = time.monotonic()
     yield address
     return end_s + time.monotonic() - began_s
-
-
-def _any(answers: Mapping[Address, WireConnection | Exception]) -> WireConnection | None:
-    return next((one for one in answers.values() if isinstance(one, WireConnection)), None)
 
 
 def _check_responsive(at: WireConnection) -> None:

@@ -22,7 +22,9 @@ _ANSWER_TO = {
 }  # fmt: skip
 ANSWERS = frozenset(_ANSWER_TO.values())
 """Names of the commands that answer a request."""
-_GIVEN_UP_EARLY = {"lookup_response", "success"}
+_GIVEN_UP_EARLY = {
+    "partitioned_metadata_response", "lookup_response", "success", "get_schema_response",
+}  # fmt: skip
 """Answers whose waits end early if the broker is unresponsive. Other requests keep their
 timeouts."""
 _MAY_FAIL = ANSWERS - {
@@ -101,7 +103,7 @@ class PendingRequests:
                 answered.set_result(command)
 
     def give_up_early(self, error: BrokerUnavailableError) -> None:
-        """Fail pending look-ups and subscriptions, so that callers can try another broker."""
+        """Fail pending questions and subscriptions, so that callers can try another broker."""
         with self._lock:
             given_up = {
                 number: answered

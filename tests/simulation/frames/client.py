@@ -13,6 +13,7 @@ from keyshard.broker.wire import (
     ack_grouping,
     broker,
     connection,
+    connection_pool,
     producer,
     reconnect,
     requests,
@@ -71,6 +72,7 @@ class Frames:
         answer = answers(self._scheduler)
         stand_ins: list[tuple[Any, str, Any]] = [
             (connection, "open_socket", self._open_socket),
+            (connection_pool, "resolved", lambda address, _: [address]),
             (connection, "os", self._descriptors),
             (connection, "select", self._descriptors),
             (requests, "_ids", itertools.count(1)),

@@ -1,0 +1,128 @@
+"""Hosts that answer for one another: their IP addresses, and a question to the first that answers.
+
+A host may stand still without an end of its connections. Therefore, the next host is asked while
+the previous one has not answered yet, as RFC 8305 ("Happy Eyeballs") does with addresses.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from keyshard.errors import BrokerUnavailableError, KeyShardError
+from keyshard.threads import Fail, begin
+
+NEXT_S = 1.0
+"""Time without an answer after which the next host is asked too, seconds."""
+ANSWER_MARGIN_S = 1.0
+"""Time that questions get beyond their deadline to report why they failed, seconds."""
+
+Host = TypeVar("Host")
+Answer = TypeVar("Answer")
+
+
+def ip_addresses(host: str, port: int) -> Sequence[str]:
+    """Return the IP addresses of a host name, in the order of the resolver.
+
+    Raises:
+        OSError: The name is unknown.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class HostQuestions(Generic[Host, Answer]):
+    """A question to hosts, each of several in a thread of its own.
+
+    Args:
+        ask: Asks a host, and ends by itself.
+        discard: Gets each answer that comes after the first.
+        fail: Ends the source if a thread fails; default: the owner of the calling thread.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Host], Answer],
+        discard: Callable[[Answer], object] = lambda _: None,
+        fail: Fail | None = None,
+    ) -> None:
+        self._ask = ask
+        self._discard = discard
+        self._fail = fail
+        self._changed = threading.Condition()
+        self._answers: list[Answer] = []
+        self._over = False
+        """Whether nothing waits for answers any more."""
+        self._unexpected: Exception | None = None
+        self.failed: list[tuple[Host, KeyShardError]] = []
+        """Hosts that did not answer, each with its error, after :meth:`first`."""
+
+    def first(self, hosts: Sequence[Host], timeout_s: float) -> Answer | None:
+        """Ask the next host after a failure, or after a while, until one answers.
+
+        Args:
+            hosts: The hosts.
+            timeout_s: Longest wait, seconds.
+
+        Returns:
+            The first answer; ``None`` if none answers.
+
+        Raises:
+            Exception: An error of a question that is none of keyshard's.
+        """
+        end_s = time.monotonic() + timeout_s
+        try:
+            if len(hosts) == 1:
+                self._put(hosts[0])
+            for asked, host in enumerate(hosts if len(hosts) > 1 else (), 1):
+                begin(f"keyshard-host-{host}", self._put, host, fail=self._fail)
+                last_s = end_s + ANSWER_MARGIN_S
+                next_s = min(time.monotonic() + NEXT_S, end_s)
+                if self._is_answered(asked, last_s if asked == len(hosts) else next_s):
+                    break
+        finally:
+            with self._changed:
+                self._over = True
+        if self._unexpected is not None:
+            raise self._unexpected
+        if self._answers:
+            return self._answers[0]
+        told = [host for host, _ in self.failed]
+        silent = BrokerUnavailableError(
+            "The broker did not answer in time. Check that it is running."
+        )
+        self.failed += [(host, silent) for host in hosts if host not in told]
+        return None
+
+    def _is_answered(self, asked: int, until_s: float) -> bool:
+        """Wait until a host has answered, all that were asked have failed, or the time is over."""
+        with self._changed:
+            while True:
+                if self._answers or self._unexpected is not None:
+                    return True
+                left_s = until_s - time.monotonic()
+                if left_s <= 0 or len(self.failed) == asked:
+                    return False
+                self._changed.wait(left_s)
+
+    def _put(self, host: Host) -> None:
+        try:
+            answer = self._ask(host)
+        except Exception as exc:  # noqa: BLE001 - raised by the thread that waits for it
+            with self._changed:
+                if not self._over and isinstance(exc, KeyShardError):
+                    self.failed.append((host, exc))
+                elif not self._over:
+                    self._unexpected = exc
+                self._changed.notify()
+            return
+        with self._changed:
+            first = not (self._over or self._answers)
+            if first:
+                self._answers.append(answer)
+                self._changed.notify()
+        if not first:
+            self._discard(answer)

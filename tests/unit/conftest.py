@@ -1,0 +1,54 @@
+"""Scripted brokers, and connections to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from keyshard.broker import retry
+from keyshard.broker.wire import keep_alive
+from keyshard.broker.wire.broker import WireBroker
+from keyshard.config.connection import Connection
+from keyshard.core import refusal_timer
+from tests.refusals.broker import Cluster, ScriptedBroker
+from tests.support.deadlines import deadline
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., WireBroker]]:
+    made: list[WireBroker] = []
+
+    def make(
+        *hosts: ScriptedBroker,
+        operation_timeout_ms: int = 5_000,
+        connection_timeout_ms: int = 10_000,
+        **how: Any,
+    ) -> WireBroker:
+        """Connect; the timeouts are those of a quiet machine."""
+        url = "pulsar://" + ",".join(one.host for one in hosts)
+        how["operation_timeout_ms"] = int(deadline(operation_timeout_ms))
+        how["connection_timeout_ms"] = int(deadline(connection_timeout_ms))
+        made.append(WireBroker(Connection(url, **how)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusal_timer, "REFUSED_S", 0.3)
+    monkeypatch.setattr(refusal_timer, "UNAUTHENTICATED_S", 1.0)
+    monkeypatch.setattr(retry, "LONGEST_WAIT_S", 0.1)
+    monkeypatch.setattr(keep_alive, "PING_AFTER_S", 0.1)
+    monkeypatch.setattr(keep_alive, "UNRESPONSIVE_S", deadline(1))
