@@ -128,6 +128,14 @@ REFERENCES = (
         "Let the subscriptions catch up, or raise the backlog quota.",
     ),
     Reference(
+        errors.LimitReachedError,
+        "The broker, the namespace or the topic limits the number of consumers, producers, "
+        "subscriptions or topics, and `parallelism` or other applications reach the limit. A start "
+        "retries for 5 s, because a program that just ended may still count. A running source "
+        "retries until there is room, and its status and log name the limit.",
+        "Use fewer of them, or raise the limit with the command that the message names.",
+    ),
+    Reference(
         errors.DeduplicationError,
         "Deduplication is disabled at the broker, or its state of the producer has expired. "
         "Without it, rows may be stored twice.",

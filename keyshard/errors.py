@@ -18,6 +18,7 @@
     │   ├── ProducerBusyError          KEYSHARD_PRODUCER_BUSY        (retriable)
     │   ├── ProducerFencedError        KEYSHARD_PRODUCER_FENCED
     │   ├── QuotaExceededError         KEYSHARD_QUOTA_EXCEEDED       (retriable)
+    │   ├── LimitReachedError          KEYSHARD_LIMIT_REACHED        (retriable)
     │   ├── DeduplicationError         KEYSHARD_DEDUPLICATION
     │   └── AdminError                 KEYSHARD_ADMIN
     ├── SubscriptionInUseError         KEYSHARD_SUBSCRIPTION_IN_USE
@@ -191,6 +192,13 @@ class QuotaExceededError(BrokerError):
     """The backlog quota of the topic is exceeded, so that the broker takes no messages."""
 
     code = "KEYSHARD_QUOTA_EXCEEDED"
+    retriable = True
+
+
+class LimitReachedError(BrokerError):
+    """A limit of the broker on consumers, producers, subscriptions or topics is reached."""
+
+    code = "KEYSHARD_LIMIT_REACHED"
     retriable = True
 
 

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 import tenacity
 
-from keyshard.errors import KeyShardError, ThreadStartError
+from keyshard.core.refusal_timer import LIMITED_S
+from keyshard.errors import KeyShardError, LimitReachedError, ThreadStartError
 from keyshard.threads import begin, owner
 
 FIRST_TRIES_S = 1.5
@@ -30,6 +31,15 @@ def _is_retriable(exc: BaseException) -> bool:
     return isinstance(exc, KeyShardError) and exc.retriable
 
 
+class _StaysLimited(tenacity.stop.stop_base):
+    """Ends the retries once a limit of the broker has been reached for too long to be passing."""
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
+        error = retry_state.outcome.exception() if retry_state.outcome is not None else None
+        since_s = retry_state.seconds_since_start or 0.0
+        return isinstance(error, LimitReachedError) and since_s >= LIMITED_S
+
+
 def retry_until(
     action: Callable[[], T], timeout_s: float, *, stop: threading.Event | None = None
 ) -> T:
@@ -38,14 +48,15 @@ def retry_until(
     Args:
         action: May raise. If a :class:`KeyShardError` is ``retriable``, the action runs again
             after a random wait that grows from 50 ms to 1 s.
-        timeout_s: Time after which the last error is raised, seconds.
+        timeout_s: Time after which the last error is raised, seconds; at most :data:`LIMITED_S` if
+            that is :class:`LimitReachedError`.
         stop: If set, ends the retries early.
 
     Raises:
         KeyShardError: The last error, with the traceback of this call and without a cause,
             because its text already includes the cause.
     """
-    limit: tenacity.stop.stop_base = tenacity.stop_after_delay(timeout_s)
+    limit: tenacity.stop.stop_base = tenacity.stop_after_delay(timeout_s) | _StaysLimited()
     sleep: Callable[[float], object] = tenacity.nap.sleep
     if stop is not None:
         limit = limit | tenacity.stop_when_event_set(stop)

@@ -36,7 +36,7 @@ from keyshard.consumers.subscribe import subscribe_once
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.entry_assembly import EntryAssembly
 from keyshard.core.refusal_timer import without_numbers
-from keyshard.errors import BrokerError, KeyShardError, RangeConflictError
+from keyshard.errors import BrokerError, KeyShardError, LimitReachedError, RangeConflictError
 from keyshard.threads import begin
 
 LOOK_S = 1.0
@@ -130,7 +130,7 @@ class Reconnector:
         except KeyShardError as exc:
             _log.debug("%s is not subscribed again yet: %s", one.owned_range, exc)
             waited_s = time.monotonic() - began_s
-            taken = isinstance(exc, RangeConflictError) and (
+            taken = isinstance(exc, RangeConflictError | LimitReachedError) and (
                 waited_s > self._config.subscribe_timeout_ms / 1000
             )
             if one.refusals.failed(exc, time.monotonic()) or taken:
@@ -223,10 +223,10 @@ class Reconnector:
         was_forgotten = one.consumer.is_connected()
         try:
             one.successor = subscribe_once(self._broker, self._config, one.owned_range, one.queue)
-        except RangeConflictError:
+        except (RangeConflictError, LimitReachedError):
             if not was_forgotten:
                 raise
-            # The broker has this consumer after all.
+            # The broker has this consumer after all, and counts it.
             one.forgotten = None
             return False
         if was_forgotten:

@@ -10,6 +10,9 @@ REFUSED_S = 5.0
 """Time limit for refusals whose reason does not pass by itself, seconds."""
 UNAUTHENTICATED_S = 30.0
 """Time limit for refused credentials, seconds: a token may be renewed meanwhile."""
+LIMITED_S = 5.0
+"""Time for which a start retries when a limit of the broker is reached, seconds: consumers and
+producers of a program that just ended may still count."""
 
 
 _NUMBERS = re.compile(r"\d+")

@@ -68,6 +68,7 @@ def test_the_tree_in_the_docstring_names_every_class_and_code_below_its_parent()
 def test_only_errors_that_may_pass_by_themselves_are_retriable() -> None:
     assert {cls.__name__ for cls in CLASSES if cls.retriable} == {
         "BrokerUnavailableError",
+        "LimitReachedError",
         "ProducerBusyError",
         "QuotaExceededError",
         "RangeConflictError",

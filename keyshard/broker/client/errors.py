@@ -35,9 +35,19 @@ def translated(action: str, what: object) -> Iterator[None]:
     try:
         yield
     except (pulsar.ConsumerAssignError, pulsar.ConsumerBusy) as exc:
+        # The broker also answers ConsumerBusy for a limit; the client drops the broker's text.
+        or_limit = isinstance(exc, pulsar.ConsumerBusy)
+        other = ", or a limit of consumers is reached" if or_limit else ""
         raise RangeConflictError(
-            f"Could not {action} {what}: another consumer holds the range or the subscription "
-            f"({exc}). Stop that consumer, or use another subscription."
+            f"Could not {action} {what}: another consumer holds the range or the subscription"
+            f"{other} ({exc}). Stop that consumer, or use another subscription.",
+            or_limit=or_limit,
+        ) from exc
+    except (pulsar.NotAllowedError, pulsar.ProducerBusy) as exc:
+        raise BrokerError(
+            f"Could not {action} {what}: a policy of the broker forbids it, or a limit of "
+            f"producers, subscriptions or topics is reached ({exc}). The broker's log names the "
+            "limit, and so does transport wire."
         ) from exc
     except pulsar.TopicNotFound as exc:
         raise TopicNotFoundError(

@@ -6,6 +6,7 @@ import re
 
 from keyshard.broker.auth.errors import lacks, not_accepted
 from keyshard.broker.unconfirmed import AcceptedLostError, MaybeStoredError
+from keyshard.core.limits import limit_of, limit_refused
 from keyshard.core.position.entry import TopicPartition, namespace_of
 from keyshard.core.publishing import ForgottenError, OtherWriterError, UnfitError, UnsureError
 from keyshard.core.releases import denies_partition
@@ -102,6 +103,8 @@ def error_of(
         permission: The permission that the action needs.
     """
     code, said = refused.code, refused.said.rstrip(".")
+    if limit := limit_of(code, said):
+        return limit_refused(limit, f"Could not {action} {what}", topic, said)
     if code in _CONFLICTS:
         return RangeConflictError(
             f"Could not {action} {what}: another consumer holds the range or the subscription "
@@ -112,10 +115,13 @@ def error_of(
             f"Could not {action} {what}: the topic does not exist. Create the topic, or correct "
             "its name."
         )
-    if code == _NOT_AUTHORIZED:
-        return lacks(who, permission, topic, said)
-    if code == NOT_AUTHENTICATED:
-        return not_accepted("The broker", who, said)
+    if code in {_NOT_AUTHORIZED, NOT_AUTHENTICATED}:
+        lacking = code == _NOT_AUTHORIZED
+        return (
+            lacks(who, permission, topic, said)
+            if lacking
+            else not_accepted("The broker", who, said)
+        )
     if code in _PASSING:
         return BrokerUnavailableError(
             f"Could not {action} {what}: the broker reports that {_PASSING[code]} ({said}). "
@@ -140,7 +146,7 @@ def producing_error(
     failed = f"Could not {action} {what}"
     if code in _QUOTAS:
         return QuotaExceededError(f"{failed}: {_QUOTA} (the broker says: {said}).")
-    if code == _PRODUCER_BUSY:
+    if code == _PRODUCER_BUSY and limit_of(code, said) is None:
         return ProducerBusyError(
             f"{failed}: another connection publishes under this name ({said}). Stop that "
             "program, or use another sink id."

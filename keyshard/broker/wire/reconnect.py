@@ -27,8 +27,13 @@ from keyshard.broker.wire.entries import RawEntry
 from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError, migrated
 from keyshard.broker.wire.receiver_queue import QueueOverflow
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.refusal_timer import RefusalTimer
-from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
+from keyshard.core.refusal_timer import LIMITED_S, RefusalTimer
+from keyshard.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    KeyShardError,
+    LimitReachedError,
+)
 
 RETRY_S = 0.1
 """Time between two attempts of a request while there is no connection, seconds."""
@@ -65,12 +70,14 @@ def first_answer(
     Args:
         attempt: Makes it once, within the given seconds.
         may_pass: Whether it is made again after an error.
-        timeout_s: Longest time of all attempts, seconds.
+        timeout_s: Longest time of all attempts, seconds; at most :data:`LIMITED_S` while a limit
+            of the broker is reached.
 
     Raises:
         KeyShardError: The broker refuses, or does not answer in time.
     """
-    end_s = time.monotonic() + timeout_s
+    began_s = time.monotonic()
+    end_s = began_s + timeout_s
     cause: KeyShardError | None = None
     while True:
         try:
@@ -80,7 +87,9 @@ def first_answer(
                 raise
             if cause is None or not isinstance(exc, BrokerUnavailableError):
                 cause = exc
-            if time.monotonic() + RETRY_S >= end_s:
+            limited = isinstance(exc, LimitReachedError)
+            patience_end_s = min(end_s, began_s + LIMITED_S) if limited else end_s
+            if time.monotonic() + RETRY_S >= patience_end_s:
                 if cause is exc:
                     raise
                 # The last attempt may have had no time to learn the reason.
