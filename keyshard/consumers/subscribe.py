@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
@@ -15,13 +16,19 @@ from keyshard.broker.port import Broker, Consumer, StartPosition, SubscriptionSp
 from keyshard.broker.retry import retry_until
 from keyshard.columns.content import content_columns
 from keyshard.config.source import SourceConfig
+from keyshard.consumers.limited import limit_behind, with_connected
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer, close_quietly
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.entry_assembly import EntryAssembly
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.subscription_state import KEY_SHARED, SubscriptionState
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
-from keyshard.errors import BrokerError, RangeConflictError, SubscriptionInUseError
+from keyshard.errors import (
+    BrokerError,
+    LimitReachedError,
+    RangeConflictError,
+    SubscriptionInUseError,
+)
 from keyshard.threads import Pool
 
 THREADS_MAX = 8
@@ -46,10 +53,12 @@ def open_range_consumers(
 
     Raises:
         SubscriptionInUseError: Another consumer held a range until ``subscribe_timeout_ms``.
+        LimitReachedError: The broker had no room for all consumers within 5 s.
         BrokerError: The broker cannot be reached, or refused.
     """
     stop = threading.Event()
     types = _Types(admin, config.subscription)
+    limited: dict[TopicPartition, LimitReachedError] = {}
 
     def subscribe(owned_range: OwnedRange, where: StartPosition) -> RangeConsumer:
         queue = make_queue()
@@ -59,6 +68,9 @@ def open_range_consumers(
                 return subscribe_once(broker, config, owned_range, queue, where)
             except RangeConflictError as exc:
                 types.check(owned_range.topic_partition, exc)
+                raise
+            except LimitReachedError as exc:
+                limited[owned_range.topic_partition] = exc
                 raise
 
         try:
@@ -98,11 +110,38 @@ def open_range_consumers(
     for future in futures:
         if future.exception() is None:
             close_quietly(future.result().consumer)
+    opens = Counter(owned_range.topic_partition for owned_range in owned_ranges)
+    raise _reason(admin, config, errors, opens, limited)
+
+
+def _reason(
+    admin: Admin | None,
+    config: SourceConfig,
+    errors: Sequence[BaseException],
+    opens: Mapping[TopicPartition, int],
+    limited: Mapping[TopicPartition, LimitReachedError],
+) -> BaseException:
+    """Return the error that explains why not all ranges were subscribed.
+
+    Args:
+        admin: Names other consumers; ``None`` without ``admin_url``.
+        config: The source.
+        errors: Errors of the single consumers, which are closed.
+        opens: Number of consumers that the source opens, by topic partition.
+        limited: Topic partitions where a limit of the broker was met.
+    """
     in_use = [error for error in errors if isinstance(error, SubscriptionInUseError)]
+    at_limit = any(isinstance(error, LimitReachedError) for error in errors)
     conflicts = [error for error in errors if isinstance(error, RangeConflictError)]
-    if conflicts and not in_use:
-        raise _in_use(admin, config, sorted(firsts)) from conflicts[0]
-    raise (in_use or errors)[0]
+    if not in_use and at_limit:
+        where, error = next(iter(limited.items()))
+        return with_connected(error, admin, where, opens[where])
+    if not in_use and conflicts:
+        found = limit_behind(conflicts[0], admin, config.subscription, opens)
+        made = found or _in_use(admin, config, sorted(opens), conflicts[0])
+        made.__cause__ = conflicts[0]
+        return made
+    return (in_use or errors)[0]
 
 
 class _Types:
@@ -228,11 +267,16 @@ def subscribe_once(
 
 
 def _in_use(
-    admin: Admin | None, config: SourceConfig, topic_partitions: Iterable[TopicPartition]
+    admin: Admin | None,
+    config: SourceConfig,
+    topic_partitions: Iterable[TopicPartition],
+    conflict: RangeConflictError,
 ) -> SubscriptionInUseError:
     holders = sorted(_holders(admin, config, topic_partitions)) if admin else []
     who = f" by {', '.join(holders[:HOLDERS_NAMED])}" if holders else ""
     hint = "" if admin else " (with admin_url, this error names the other consumer)"
+    if conflict.facts.get("or_limit") and not holders:
+        hint += ", or a limit of consumers is reached, which transport wire tells apart"
     return SubscriptionInUseError(
         f"Subscription {config.subscription!r} is in use{who}: its ranges were not free within "
         f"{config.subscribe_timeout_ms} ms{hint}. Stop the other query, wait until a crashed "

@@ -19,6 +19,7 @@ from keyshard.consumers.receiver import RangeConsumer
 from keyshard.consumers.shared_window import SharedWindow
 from keyshard.coordinator.available_now import AvailableNow, last_entries
 from keyshard.coordinator.batches import Batches
+from keyshard.coordinator.consumer_limits import check_consumer_limits
 from keyshard.coordinator.discovery import Discovery, PartitionLifecycle
 from keyshard.coordinator.gap_resolver import GapResolver
 from keyshard.coordinator.in_flight import InFlightEntries
@@ -107,6 +108,7 @@ class Coordinator:
             ConfigError: An option does not fit this use of the source.
             CheckpointMismatchError: The checkpoint belongs to another subscription or cluster.
             SubscriptionInUseError: Another consumer held a range until the deadline.
+            LimitReachedError: The broker has no room for all consumers.
             BrokerError: The broker cannot be reached, or a topic does not exist.
         """
         assert not self.started, "a coordinator is started once"
@@ -193,7 +195,10 @@ class Coordinator:
     ) -> tuple[Found, list[RangeConsumer]]:  # fmt: skip
         """Look topics up, and subscribe every range of them."""
         config = self._config
-        found = look(catalog, checkpoint, config.operation_timeout_ms / 1000)
+        timeout_s = config.operation_timeout_ms / 1000
+        found = look(catalog, checkpoint, timeout_s)
+        consumers = sum(map(len, assignment))
+        check_consumer_limits(self._admin, found.consumed, consumers, timeout_s)
         if checkpoint is None:
             create_subscriptions(self._admin, config, found.consumed)
         properties = read_properties(self._admin, config, found.consumed)

@@ -35,6 +35,7 @@ from keyshard.broker.admin.port import Admin
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer
+from keyshard.coordinator.consumer_limits import check_consumer_limits
 from keyshard.coordinator.startup import window_budget
 from keyshard.core.recent_history import Rescale
 from keyshard.core.ring.assignment import (
@@ -275,7 +276,9 @@ class Rescaler:
 
     def _move(self, new: Assignment) -> tuple[Pause, ...]:
         consumers, work = self._range_consumers, self._work
-        budget = window_budget(self._config, self._admin, consumers.consumed, sum(map(len, new)))
+        count, timeout_s = sum(map(len, new)), self._config.operation_timeout_ms / 1000
+        check_consumer_limits(self._admin, consumers.consumed, count, timeout_s)
+        budget = window_budget(self._config, self._admin, consumers.consumed, count)
         consumers.queue_max = budget.queue_max
         stays = {(owner, part) for owner, ranges in enumerate(new) for part in ranges}
         leaving = {

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from keyshard.core.limits import ConsumerLimits
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition, namespace_of
 from keyshard.core.releases import LINES, TESTED, Fault, Version, faults_of
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
@@ -238,6 +239,26 @@ def judge_orphans(states: States, subscription: str) -> list[Finding]:
             "Delete the unused subscriptions: pulsar-admin topics unsubscribe.",
         )
     ]
+
+
+def judge_consumers(
+    states: States, subscription: str, parallelism: int, limits: ConsumerLimits
+) -> list[Finding]:
+    """Check that the broker has room for the consumers of a source beside those of others."""
+    for where, all_of in states.items():
+        others = {
+            name: len(state.consumers) for name, state in all_of.items() if name != subscription
+        }
+        found = limits.exceeded(parallelism, subscription, others)
+        if found is not None:
+            limit, most = found
+            text = (
+                f"The broker allows {most} consumers of {where} ({limit.setting}). The source "
+                f"needs {parallelism}, and other subscriptions have {sum(others.values())}."
+            )
+            advice = f"{limit.fewer}, or {limit.remedy(namespace_of(where.topic))}."
+            return [Finding(Level.PROBLEM, "consumers", text, advice)]
+    return []
 
 
 def judge_fill(states: States, subscription: str, limits: BrokerLimits) -> list[Finding]:

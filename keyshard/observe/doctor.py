@@ -17,6 +17,7 @@ from keyshard.core.diagnosis import (
     Sample,
     States,
     judge_batching,
+    judge_consumers,
     judge_deduplication,
     judge_faults,
     judge_fill,
@@ -24,6 +25,7 @@ from keyshard.core.diagnosis import (
     judge_subscription,
     judge_version,
 )
+from keyshard.core.limits import ConsumerLimits
 from keyshard.core.load_diagnosis import Load, judge_load
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.releases import release_of
@@ -75,9 +77,11 @@ def examine(
         partitions = _partitions(admin, topic)
         limits = _limits(admin, topic, version)
         states = _states(admin, partitions)
+        consumer_limits = ConsumerLimits(*admin.consumer_limits(topic))
     except KeyShardError as exc:
         return [*findings, Finding(Level.PROBLEM, "broker", exc.message)]
     findings += judge_subscription(states, config.subscription)
+    findings += judge_consumers(states, config.subscription, config.parallelism, consumer_limits)
     findings += judge_fill(states, config.subscription, limits)
     findings += judge_orphans(states, config.subscription)
     sample = Sample()

@@ -398,12 +398,46 @@ def test_an_answer_of_any_shape_has_a_meaning_or_is_an_error_by_name(
             lambda: admin.subscription(where, "s"),
             lambda: admin.set_property(where, "s", "a", "b"),
             lambda: admin.unacknowledged_limits(where.topic), lambda: admin.ledgers(where),
+            lambda: admin.consumer_limits(where.topic),
             lambda: admin.broker_state(where, "s"), lambda: admin.last_written(where),
             lambda: admin.held_back_behind(where), lambda: admin.position_at(where, 5),
             lambda: admin.schema(where.topic),
         ):  # fmt: skip
             with suppress(KeyShardError):
                 ask()
+
+
+@pytest.mark.parametrize(
+    ("of_topic", "of_namespace", "of_broker", "limits"),
+    [
+        ("7", "5", "3", (7, 7)),
+        ("", "5", "3", (5, 5)),
+        (None, "5", "3", (5, 5)),
+        ("0", "5", "3", (0, 0)),
+        ("", "", "3", (3, 3)),
+        ("", "", None, (0, 0)),
+    ],
+)
+def test_limits_of_consumers_are_those_of_the_topic_its_namespace_or_the_broker(
+    answers: Callable[[Answer], None], of_topic: str | None, of_namespace: str,
+    of_broker: str | None, limits: tuple[int, int],
+) -> None:  # fmt: skip
+    """Pulsar 5.0.1 answers with 204 if the topic has no policy, or with 405 if none may have."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if "/brokers/" in path:
+            names = "maxConsumersPerTopic", "maxConsumersPerSubscription"
+            settings = {} if of_broker is None else dict.fromkeys(names, of_broker)
+            return httpx.Response(200, json=settings)
+        found = of_namespace if "/namespaces/" in path else of_topic
+        if found is None:
+            return httpx.Response(405, json={"reason": "Topic level policies is disabled"})
+        return httpx.Response(200 if found else 204, content=found.encode())
+
+    answers(answer)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        assert admin.consumer_limits("persistent://public/default/t") == limits
 
 
 def test_a_role_that_may_not_see_where_ledgers_are_stored_still_sees_them(

@@ -113,6 +113,9 @@ class Admin(Protocol):
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 
+    def consumer_limits(self, topic: str) -> tuple[int, int]:
+        """Most consumers in one topic partition, and of one subscription there; 0 for no limit."""
+
     def deduplicates(self, topic: str) -> bool:
         """Whether the broker deduplicates a topic."""
 

@@ -13,6 +13,7 @@ import httpx
 from keyshard.broker.admin.http import TIMEOUT_S, UNEXPECTED, AdminHttp
 from keyshard.broker.admin.port import BEGINS_PROPERTY
 from keyshard.config.connection import Connection
+from keyshard.core.limits import limit_in, limit_refused
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import (
     EntryId,
@@ -52,6 +53,11 @@ _UNACKNOWLEDGED = (
     ("maxUnackedMessagesOnSubscription", "maxUnackedMessagesPerSubscription", 200_000),
 )
 """Limits by their names as policies of a topic and of a namespace, and the broker's defaults."""
+_CONSUMERS = (
+    ("maxConsumers", "maxConsumersPerTopic"),
+    ("maxConsumersPerSubscription", "maxConsumersPerSubscription"),
+)
+"""The same without defaults; the broker has a setting of the same name as the namespace."""
 
 
 class PulsarAdmin:
@@ -205,11 +211,28 @@ class PulsarAdmin:
         If the cluster has no topic policies, the limits are those of the namespace, or Pulsar's
         defaults.
         """
-        per_consumer, per_subscription = (
-            self._limit(topic, of_topic, of_namespace, default)
-            for of_topic, of_namespace, default in _UNACKNOWLEDGED
-        )
+        per_consumer, per_subscription = (self._limit(topic, *limit) for limit in _UNACKNOWLEDGED)
         return per_consumer, per_subscription
+
+    def consumer_limits(self, topic: str) -> tuple[int, int]:
+        """Most consumers in one topic partition, and of one subscription there; 0 for no limit.
+
+        Without a policy of the topic or its namespace, the limits are those of the broker, if this
+        role may see them.
+        """
+        per_topic, per_subscription = (self._consumer_limit(topic, *limit) for limit in _CONSUMERS)
+        return per_topic, per_subscription
+
+    def _consumer_limit(self, topic: str, of_topic: str, name: str) -> int:
+        namespace = "/".join(_path(topic).split("/")[1:3])
+        for path in f"{_path(topic)}/{of_topic}?applied=true", f"namespaces/{namespace}/{name}":
+            response = self._request("GET", path)
+            if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:  # no topic policies
+                continue
+            # For a limit per subscription, Pulsar 5.0 does not apply that of the namespace.
+            if self._checked(path, response).content:
+                return int(self._understood(path, response, _number) or 0)
+        return int(_number(self.settings().get(name)) or 0)
 
     def deduplicates(self, topic: str) -> bool:
         """Whether the broker deduplicates a topic, by its policies or those of its namespace."""
@@ -359,6 +382,9 @@ class PulsarAdmin:
         status = f"status {response.status_code}, {said}"
         if response.status_code == httpx.codes.NOT_FOUND and reason is None:
             status += " (Pulsar does not send this text, so another program answers there)"
+        if limit := limit_in(said):
+            topic = path.partition("/subscription")[0].replace("/", "://", 1)
+            raise limit_refused(limit, f"Request {path} failed", topic, said.rstrip("."))
         moving = response.status_code == httpx.codes.PRECONDITION_FAILED and _NO_OWNER in said
         later = response.is_server_error or moving
         error = BrokerUnavailableError if later else AdminError

@@ -209,6 +209,10 @@ class MemoryAdmin:
         limits = self._cluster.unacked_limits
         return limits.per_consumer, limits.per_subscription
 
+    def consumer_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+        """Most consumers in one topic partition, and of one subscription there: no limit."""
+        return 0, 0
+
     def deduplicates(self, topic: str) -> bool:
         """Whether the broker deduplicates a topic."""
         with self._cluster.lock:

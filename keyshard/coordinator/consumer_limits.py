@@ -1,0 +1,48 @@
+"""Compares the consumers of a source with the broker's limits, before anything is subscribed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.retry import retry_until
+from keyshard.core.limits import ConsumerLimits, limit_reached
+from keyshard.core.position.entry import TopicPartition
+from keyshard.errors import AdminError, AuthorizationError
+
+_log = logging.getLogger(__name__)
+
+
+def check_consumer_limits(
+    admin: Admin | None,
+    topic_partitions: Iterable[TopicPartition],
+    consumers: int,
+    timeout_s: float,
+) -> None:
+    """Check that the broker has room for all consumers of a source, if nobody else is connected.
+
+    Args:
+        admin: Admin REST interface; ``None``: the broker itself refuses later.
+        topic_partitions: Topic partitions of the source.
+        consumers: Number of consumers in each topic partition.
+        timeout_s: Longest wait for an answer, seconds.
+
+    Raises:
+        LimitReachedError: A topic has a lower limit.
+        BrokerUnavailableError: No answer in time.
+    """
+    if admin is None:
+        return
+    for topic in sorted({topic_partition.topic for topic_partition in topic_partitions}):
+        try:
+            limits = retry_until(partial(admin.consumer_limits, topic), timeout_s)
+        except (AdminError, AuthorizationError) as exc:
+            _log.info("the limits of consumers are unknown: %s", exc)
+            return
+        found = ConsumerLimits(*limits).exceeded(consumers)
+        if found is not None:
+            limit, most = found
+            failed = f"Could not open {consumers} consumers in each topic partition of {topic}"
+            raise limit_reached(limit, failed, topic, f"it is {most}")
