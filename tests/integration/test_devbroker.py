@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +16,8 @@ import httpx
 import pulsar
 import pytest
 
+from keyshard.broker.auth.credentials import Credentials
+from keyshard.broker.preflight import missing_topics
 from keyshard.errors import DevBrokerError
 from keyshard.testing.devbroker import DevBroker, install
 from tests.helpers import listening
@@ -112,6 +117,60 @@ def test_a_failed_start_names_its_reason(tmp_path: Path) -> None:
     with pytest.raises(DevBrokerError, match=r"not ready in time.*limit 0\.2 s"):
         late.start(timeout_s=0.2)
     assert not late.is_running()
+
+
+_SECRET = base64.b64encode(bytes(range(32))).decode()
+_TOKENS_OF_THE_SETTINGS = {
+    "authenticationEnabled": "true",
+    "authenticationProviders": (
+        "org.apache.pulsar.broker.authentication.AuthenticationProviderToken"
+    ),
+    "tokenSecretKey": f"data:;base64,{_SECRET}",
+    "authorizationEnabled": "true",
+    "superUserRoles": "root",
+}
+
+
+def token_of(role: str) -> str:
+    """A JSON Web Token of the secret above, as RFC 7519 says."""
+
+    def part(content: bytes) -> str:
+        return base64.urlsafe_b64encode(content).decode().rstrip("=")
+
+    text = f'{part(b"""{"alg":"HS256"}""")}.{part(json.dumps({"sub": role}).encode())}'
+    seal = hmac.digest(base64.b64decode(_SECRET), text.encode(), "sha256")
+    return f"{text}.{part(seal)}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"allowAutoTopicCreation": "false", "allowAutoSubscriptionCreation": "false"},
+        {"allowAutoTopicCreationType": "partitioned"},
+        {"enablePersistentTopics": "false"},
+        {
+            **_TOKENS_OF_THE_SETTINGS,
+            "brokerClientAuthenticationPlugin": (
+                "org.apache.pulsar.client.impl.auth.AuthenticationToken"
+            ),
+            "brokerClientAuthenticationParameters": f"token:{token_of('root')}",
+        },
+    ],
+    ids=["nothing is created", "partitioned", "not persistent", "tokens"],
+)
+def test_settings_that_forbid_a_topic_keep_no_broker_from_being_ready(
+    settings: dict[str, str],
+) -> None:
+    with DevBroker(PULSAR, settings=settings) as broker:
+        assert missing_topics(broker.connection, Credentials(broker.connection), ()) == frozenset()
+
+
+def test_a_broker_that_refuses_its_own_clients_is_named_at_once(tmp_path: Path) -> None:
+    broker = DevBroker(PULSAR, data_dir=tmp_path, settings=_TOKENS_OF_THE_SETTINGS)
+    with pytest.raises(DevBrokerError, match=r"refuses the credentials.*tokens=True") as caught:
+        broker.start(timeout_s=deadline(120))
+    assert caught.value.facts["outcome"] == "REFUSED"
+    assert not broker.is_running()
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

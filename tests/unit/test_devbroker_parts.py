@@ -42,6 +42,12 @@ def test_ports_are_checked() -> None:
         DevBroker(port=6650, admin_port=6650)
 
 
+def test_a_broker_with_tls_only_is_asked_for_by_its_argument() -> None:
+    with pytest.raises(ConfigError, match=r"webServicePort is empty.*tls=True"):
+        DevBroker(settings={"webServicePort": ""})
+    DevBroker(settings={"webServicePort": ""}, tls=True)
+
+
 def test_free_ports_are_outside_the_ephemeral_range() -> None:
     found = [process.free_port() for _ in range(20)]
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from keyshard.config.connection import Connection, Token
+from keyshard.config.connection_names import fields_of
 from keyshard.core.releases import DEFAULT_VERSION, Version
 from keyshard.errors import ConfigError, DevBrokerError
 from keyshard.testing.devbroker.distribution import install, template
@@ -79,7 +80,9 @@ class DevBroker(ProcessOwner):
             data_dir: Directory of its data and log; by default a temporary directory that
                 :meth:`close` removes.
             settings: Lines for the broker's configuration, such as
-                ``{"managedLedgerMaxEntriesPerLedger": "1000"}``.
+                ``{"managedLedgerMaxEntriesPerLedger": "1000"}``. If they ask for credentials, give
+                ``brokerClientAuthenticationPlugin`` and ``brokerClientAuthenticationParameters``
+                of a superuser, too.
             detached: Whether it outlives this process.
             tls: Whether both ports use TLS, with certificates of the broker's own authority.
             tokens: Whether every client needs a token (or a certificate, with ``tls``), and every
@@ -95,6 +98,9 @@ class DevBroker(ProcessOwner):
         if port is not None and port == admin_port:
             raise ConfigError(f"port and admin_port are both {port}; they must differ.")
         render_config("", settings or {})
+        for name in ("brokerServicePort", "webServicePort"):
+            if not tls and (settings or {}).get(name) == "":
+                raise ConfigError(f"{name} is empty. For a broker with TLS only, set tls=True.")
         self.version = version
         self._port = port
         self._admin_port = admin_port
@@ -164,12 +170,26 @@ class DevBroker(ProcessOwner):
 
     @property
     def connection(self) -> Connection:
-        """Connection to the broker; with tokens, as the role ``admin``."""
+        """Connection to the broker.
+
+        With tokens, it is the role ``admin``. With credentials of the broker's own clients in the
+        settings, it has these.
+
+        Raises:
+            ConfigError: Those credentials cannot be read.
+        """
+        named = {
+            "authPluginClassName": self._settings.get("brokerClientAuthenticationPlugin", ""),
+            "authParams": self._settings.get("brokerClientAuthenticationParameters", ""),
+        }
+        own = fields_of(named) if named["authPluginClassName"] and not self._tokens else {}
+        if self._tokens:
+            own = {"authentication": Token(self.signer.token(ADMIN))}
         return Connection(
             self.service_url,
             self.admin_url,
             tls_trust_certs_file_path=self.authority.path if self._tls else None,
-            authentication=Token(self.signer.token(ADMIN)) if self._tokens else None,
+            **own,
         )
 
     @property

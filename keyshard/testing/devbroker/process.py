@@ -21,7 +21,7 @@ from keyshard.broker.admin.http import AdminHttp
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.preflight import missing_topics
 from keyshard.config.connection import Connection
-from keyshard.errors import BrokerError, DevBrokerError
+from keyshard.errors import AuthenticationError, AuthorizationError, BrokerError, DevBrokerError
 
 STOP_S = 20.0
 """Longest time for an orderly end of a process, seconds."""
@@ -233,6 +233,8 @@ def _dismiss(watchdog: subprocess.Popen[bytes]) -> None:
 # -- Whether a started program serves --------------------------------------------------------------
 
 _READY_POLL_S = 0.1
+_REFUSED_S = 5.0
+"""Time after which a broker that starts accepts its own clients, seconds."""
 _NAMESPACE = "public/default"
 _PROBE = f"/lookup/v2/topic/persistent/{_NAMESPACE}/keyshard-probe"
 _STUCK = re.compile(
@@ -252,6 +254,11 @@ class StartResult(Enum):
     TAKEN = "another process listens on one of its ports"
     LATE = "it was not ready in time"
     STUCK = "its storage keeps losing its registration"
+    REFUSED = (
+        "it refuses the credentials of DevBroker. Use DevBroker(tokens=True), or give "
+        "brokerClientAuthenticationPlugin and brokerClientAuthenticationParameters of a superuser "
+        "in settings"
+    )
 
 
 class LogWatch:
@@ -297,7 +304,10 @@ def wait_until_ready(
     log: LogWatch,
     deadline: float,
 ) -> StartResult:
-    """Wait until the broker has its namespace, finds the owner of a topic, and accepts connections.
+    """Wait until the broker has its namespace, answers lookups, and accepts connections.
+
+    A lookup names the owner of a topic. If the settings of the broker forbid the topic, the lookup
+    is refused, which is an answer, too.
 
     Args:
         connection: Connection to the broker.
@@ -305,30 +315,49 @@ def wait_until_ready(
         log: Its log.
         deadline: End of the wait, monotonic seconds.
     """
+    refused_s: float | None = None
     with closing(AdminHttp(connection)) as admin:
         while True:
             if returncode() is not None:
                 return StartResult.TAKEN if log.has(_IN_USE) else StartResult.DIED
             if log.stuck():
                 return StartResult.STUCK
-            if _serves(connection, admin):
-                return StartResult.READY
-            if time.monotonic() >= deadline:
-                return StartResult.LATE
+            found, now = _probe(connection, admin), time.monotonic()
+            if found is StartResult.READY:
+                return found
+            refused = found is StartResult.REFUSED
+            refused_s = (now if refused_s is None else refused_s) if refused else None
+            if now >= deadline or (refused_s is not None and now - refused_s >= _REFUSED_S):
+                return found
             time.sleep(_READY_POLL_S)
 
 
-def _serves(connection: Connection, admin: AdminHttp) -> bool:
+def _probe(connection: Connection, admin: AdminHttp) -> StartResult:
+    """Ask the broker once whether it serves; ``LATE`` means not yet."""
     try:
         namespaces = admin.request("GET", "/admin/v2/namespaces/public")
         if namespaces.status_code != 200 or _NAMESPACE not in namespaces.json():
-            return False
-        if admin.request("GET", _PROBE).status_code != 200:
-            return False
+            return StartResult.LATE
+        if not is_answer(admin.request("GET", _PROBE).status_code):
+            return StartResult.LATE
         missing_topics(connection, Credentials(connection), ())
+    except (AuthenticationError, AuthorizationError):
+        return StartResult.REFUSED
     except (BrokerError, ValueError):
-        return False
-    return True
+        return StartResult.LATE
+    return StartResult.READY
+
+
+def is_answer(status: int) -> bool:
+    """Whether a broker that has its namespace decided a lookup.
+
+    Without automatic creation of topics, the answer is 404. Without persistent topics, it is 405.
+    A broker that is not ready yet answers with a status from 500.
+
+    Args:
+        status: Status of the answer over HTTP.
+    """
+    return status == 200 or 400 <= status < 500
 
 
 # -- Free ports of the loopback interface ----------------------------------------------------------
