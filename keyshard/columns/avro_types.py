@@ -7,8 +7,10 @@ So a reader needs to support few types only, and all readers return the same.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -26,8 +28,11 @@ from keyshard.columns.json_forms import (
     of_type,
     pair_of,
 )
+from keyshard.columns.json_scalars import decimal_text
 from keyshard.columns.projection import cast_values
 from keyshard.errors import SchemaError
+
+_log = logging.getLogger(__name__)
 
 _TIMESTAMP, _LOCAL = pa.timestamp("us", tz="UTC"), pa.timestamp("us")
 _PLAIN = {
@@ -98,7 +103,7 @@ _NUMBERS = ({"int", "long"}, pa.int64()), ({"float", "double"}, pa.float64())
 
 
 def parse(definition: bytes, topic: str, *, unions: bool = True, forms: bool = False) -> AvroType:
-    """Parse a definition.
+    """Parse a definition, and log a warning for each decimal that no column can hold as one.
 
     Args:
         definition: Its JSON.
@@ -110,12 +115,22 @@ def parse(definition: bytes, topic: str, *, unions: bool = True, forms: bool = F
         SchemaError: It is no Avro schema, or no column can hold its values.
     """
     try:
-        return _Parser(topic, unions=unions, forms=forms).type_of(json.loads(definition), "", "")
+        parser = _Parser(topic, unions=unions, forms=forms)
+        found = parser.type_of(json.loads(definition), "", "")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise SchemaError(
             f"The schema of {topic} is not an Avro schema ({exc!r}). Set valueFormat=raw to get "
             "the bytes."
         ) from exc
+    for sentence in parser.warnings:
+        _warn_once(sentence)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(sentence: str) -> None:
+    """Warn once in a process: the schema of a topic is parsed for many values."""
+    _log.warning("%s", sentence)
 
 
 class _Parser:
@@ -129,6 +144,8 @@ class _Parser:
         self._fields = 0
         """Fields of all types so far, counted at each use."""
         self._fields_of: dict[str, int] = {}
+        self.warnings: list[str] = []
+        """Sentences about fields whose column is not what their schema says."""
 
     def type_of(self, schema: Any, namespace: str, path: str) -> AvroType:
         if isinstance(schema, list):
@@ -143,6 +160,8 @@ class _Parser:
         if kind in ("record", "error", "enum", "fixed"):
             return self._define(kind, schema, namespace, path)
         known = of_type(kind, schema) if self._forms else None
+        if known is None:
+            known = self._wide_decimal(kind, schema, path)
         if known is not None:
             return _of_known(known)
         if kind in ("array", "map"):
@@ -154,6 +173,28 @@ class _Parser:
             return _same(kind, _PLAIN[kind], kind)
         form = LOGICAL.get(str(schema["logicalType"])) if self._forms else None
         return found._replace(form=form)
+
+    def _wide_decimal(self, kind: str, schema: dict[str, Any], path: str) -> Known | None:
+        """Warn of a decimal that no column can hold as one; return its column for JSON.
+
+        A decimal that Avro's specification calls invalid is ignored: its bytes are read as stored.
+        """
+        if schema.get("logicalType") != "decimal" or kind not in ("bytes", "fixed"):
+            return None
+        found = _digits_of(kind, schema)
+        if found is not None and found[0] <= DECIMAL_DIGITS_MAX:
+            return None
+        of = f"precision {schema.get('precision')} and scale {schema.get('scale', 0)}"
+        why = f"of more than {DECIMAL_DIGITS_MAX} digits, the most of a decimal column"
+        if found is None:
+            why = "that is not valid in Avro, whose specification tells readers to ignore it"
+        as_text = found is not None and self._forms
+        self.warnings.append(
+            f"Field {path.lstrip('.') or 'value'!r} of the schema of {self._topic} is a decimal "
+            f"({of}) {why}. Its column is "
+            + ("a string with all digits." if as_text else "binary, with the stored bytes.")
+        )
+        return Known(pa.string(), Form(decimal_text)) if as_text else None
 
     def _refuse(
         self, path: str, why: str, so: str = "which no column can represent"
@@ -228,8 +269,12 @@ class _Parser:
             kept = {"type": "fixed", **head, "size": schema["size"]}
             if kept["size"] < 0:
                 raise ValueError(f"a size of {kept['size']}")
-            found = _logical("fixed", kept | _decimal_of(schema), "fixed") or _same(
-                kept, pa.binary(), "fixed" if kept["size"] else "nothing"
+            wide = self._wide_decimal("fixed", schema, path)
+            found = (
+                _of_known(wide)
+                if wide is not None
+                else _logical("fixed", kept | _decimal_of(schema), "fixed")
+                or _same(kept, pa.binary(), "fixed" if kept["size"] else "nothing")
             )
         else:
             known = of_record(full, schema["fields"]) if self._forms and path else None
@@ -349,16 +394,29 @@ def _decimal_of(schema: dict[str, Any]) -> dict[str, Any]:
     return {name: schema[name] for name in names if name in schema}
 
 
+def _digits_of(kind: str, schema: dict[str, Any]) -> tuple[int, int] | None:
+    """Return precision and scale of a decimal; ``None`` if Avro's specification forbids them."""
+    precision, scale = schema.get("precision"), schema.get("scale", 0)
+    if type(precision) is not int or type(scale) is not int:
+        return None
+    if precision < 1 or not 0 <= scale <= precision:
+        return None
+    if kind == "fixed":
+        # A byte holds 2.4 digits, so larger precisions need no power.
+        size = schema["size"]
+        if precision > 3 * size or 10**precision > 2 ** (8 * size) // 2:
+            return None
+    return precision, scale
+
+
 def _logical(kind: str, schema: dict[str, Any], name: str) -> AvroType | None:
     """Return a type with a known logical type; ``None`` for any other, which is read as stored."""
     logical = schema.get("logicalType")
     if logical == "decimal" and kind in ("bytes", "fixed"):
-        precision, scale = schema["precision"], schema.get("scale", 0)
-        if not 0 < precision <= DECIMAL_DIGITS_MAX or not 0 <= scale <= precision:
+        digits = _digits_of(kind, schema)
+        if digits is None or digits[0] > DECIMAL_DIGITS_MAX:
             return None
-        if kind == "fixed" and 10**precision > 2 ** (8 * min(schema["size"], 17)) // 2:
-            return None
-        decimal = pa.decimal128(precision, scale)
+        decimal = pa.decimal128(*digits)
         kept = {key: value for key, value in schema.items() if key != "connect.parameters"}
         kept["logicalType"] = DECIMAL
         return AvroType(kept, decimal, decimal, decimal, frozenset({name, "decimal"}))
