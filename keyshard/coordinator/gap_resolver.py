@@ -320,7 +320,9 @@ class GapResolver:
             return
         _log.warning("%s Resolved, because fail_on_data_loss is false.", error)
         with self._shared.lock:
-            self._shared.window.counters.entries_lost += len(entries)
+            known = self._shared.window.known.get(topic_partition)
+            if known is not None:
+                known.lost |= entries
 
 
 def _not_held(entries: EntrySet, held: Collection[EntryId]) -> EntrySet:

@@ -148,6 +148,7 @@ def open_window(
         )  # fmt: skip
         for topic_partition, proofs in audited.proofs.items():
             window.prove(topic_partition, proofs)
+            window.known[topic_partition].counted_lost = audited.acknowledged[topic_partition]
         window.counters.entries_lost += audited.entries_lost
     return window
 
@@ -206,6 +207,8 @@ class Audited:
     """Findings of an audit."""
 
     proofs: dict[TopicPartition, GapEvidence] = field(default_factory=dict)
+    acknowledged: dict[TopicPartition, EntrySet] = field(default_factory=dict)
+    """Those of the lost entries that another consumer acknowledged."""
     entries_lost: int = 0
     """Entries that another consumer acknowledged or that are no longer stored, if that is not an
     error."""
@@ -280,6 +283,7 @@ def audit(
         looked = list(pool.map(look_at, names))
     for topic_partition, (proofs, lost, trimmed) in zip(names, looked, strict=True):
         result.proofs[topic_partition] = proofs
+        result.acknowledged[topic_partition] = lost
         losses: list[tuple[KeyShardError, int]] = []
         if trimmed:
             proofs.resolved |= trimmed.entries

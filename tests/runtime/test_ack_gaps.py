@@ -507,3 +507,82 @@ def test_trimmed_entries_of_a_planned_batch_are_left_out_where_loss_is_accepted(
         coordinator.batches.release(end)
         wait_until(lambda: topic.backlog() == 0)
         assert coordinator.status()["windowRows"] == 0
+
+
+class CountingAdmin(MemoryAdmin):
+    """Counts the rounds of the gap resolver."""
+
+    rounds = 0
+
+    def broker_state(self, *args: Any) -> CursorState | None:
+        self.rounds += 1
+        return super().broker_state(*args)
+
+    def wait_rounds(self) -> None:
+        """Wait for many more rounds than an acknowledgement needs to count as lasting."""
+        before = self.rounds
+        wait_until(lambda: self.rounds >= before + 10)
+
+
+@pytest.fixture
+def counting(topic: GapTopic, monkeypatch: pytest.MonkeyPatch) -> CountingAdmin:
+    monkeypatch.setattr("keyshard.coordinator.gap_resolver.ROUND_S", 0.02)
+    monkeypatch.setattr("keyshard.coordinator.gap_resolver.READ_SHARE", 1.0)
+    return CountingAdmin(topic.cluster)
+
+
+def test_entries_that_come_after_all_are_not_counted_as_lost(
+    topic: GapTopic, counting: CountingAdmin
+) -> None:
+    """A broker that evicts a backlog acknowledges also entries that consumers have already.
+
+    1. entries wait for a slow range, an ack gap and 20 above all that is delivered
+    2. the broker acknowledges them
+    3. the slow range receives them
+    """
+    gate = Gate()
+    source = topic.source(fail_on_data_loss=False, settle_after_ms=40)
+    coordinator = Coordinator(source, lambda: GatedBroker(topic.cluster, gate), counting)
+    entries = topic.publish(FAST_KEY, SLOW_KEY, FAST_KEY)
+    coordinator.start()
+    try:
+        received(coordinator, 2)
+        commit(coordinator)
+        evicted = [entries[1], *topic.publish(*[SLOW_KEY] * 20)]
+        topic.acknowledge(evicted)
+        counting.wait_rounds()
+        gate.open()
+        received(coordinator, 23)
+        rows = rows_of(coordinator, end := cut(coordinator))
+        assert sum(map(len, rows.values())) == 21
+        coordinator.batches.release(end)
+        one_more(topic, coordinator)
+        assert coordinator.status()["entriesLost"] == 0
+    finally:
+        coordinator.stop()
+
+
+def cut(coordinator: Coordinator) -> Checkpoint:
+    """Cut a batch that the caller releases."""
+    end = coordinator.batches.cut()
+    assert end is not None
+    return end
+
+
+def test_a_loss_that_the_start_has_counted_is_not_counted_again(
+    topic: GapTopic, counting: CountingAdmin
+) -> None:
+    source = topic.source(fail_on_data_loss=False, settle_after_ms=40)
+    entries = topic.publish(*[FAST_KEY, SLOW_KEY] * 20)
+    with running_gated(topic, source, Gate()) as coordinator:
+        received(coordinator, 20)
+        checkpoint = commit(coordinator)
+        wait_until(lambda: topic.backlog() == 20)
+    topic.acknowledge(entries[1::2])
+    with running(topic.cluster, source, checkpoint, admin=counting) as coordinator:
+        assert coordinator.status()["entriesLost"] == 20
+        counting.wait_rounds()
+        assert coordinator.status()["entriesLost"] == 20
+        one_more(topic, coordinator)
+        one_more(topic, coordinator)
+        assert coordinator.status()["entriesLost"] == 20

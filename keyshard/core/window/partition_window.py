@@ -83,6 +83,11 @@ class PartitionWindow:
     """Times that the evidence was dropped."""
     gone: bool = False
     """Whether the topic partition was deleted. The next checkpoint leaves it out."""
+    lost: EntrySet = field(default_factory=EntrySet)
+    """Entries that another client acknowledged, and that may still come: consumers may have them
+    already."""
+    counted_lost: EntrySet = field(default_factory=EntrySet)
+    """Such entries that the audit at the start has counted."""
 
     @property
     def ready_rows(self) -> int:
@@ -355,6 +360,19 @@ class PartitionWindow:
             ),
         )
         return newly
+
+    def newly_lost(self) -> int:
+        """Return the number of lost entries that the newest state resolves, each once.
+
+        Only then is their loss certain: an entry that came before is delivered.
+        """
+        if not self.lost:
+            return 0
+        self.lost -= EntrySet.of(one for one in self.held if one in self.lost)
+        floor, delivered = self.state.floor, self.state.delivered
+        left = (self.lost if floor is None else self.lost.above(floor)) - delivered
+        gone, self.lost = self.lost - left - self.counted_lost, left
+        return len(gone)
 
     def _resolve(self, evidence: GapEvidence, joining: Sequence[EntryId]) -> Resolution:
         """Apply the evidence to the newest state, before other entries, ascending, join it."""

@@ -406,6 +406,7 @@ class Window:
             own, old = entries.get(topic_partition, ()), window.state
             if own or old.delivered or old.floor is not None:
                 self.counters.ack_gaps_resolved += window.advance(own)
+                self.counters.entries_lost += window.newly_lost()
                 self._record(topic_partition, None if window.gone else window.state)
             if window.gone:
                 self._forget(topic_partition)
