@@ -6,7 +6,7 @@ Each check is a function from facts to findings. ``keyshard doctor`` gathers the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -259,6 +259,30 @@ def judge_consumers(
             advice = f"{limit.fewer}, or {limit.remedy(namespace_of(where.topic))}."
             return [Finding(Level.PROBLEM, "consumers", text, advice)]
     return []
+
+
+def judge_termination(
+    terminated: Sequence[TopicPartition], partitions: int, *, of_sink: bool = False
+) -> list[Finding]:
+    """Name topic partitions that are terminated; nothing is said of others.
+
+    Args:
+        terminated: Those topic partitions.
+        partitions: Number of all topic partitions of the topic.
+        of_sink: Whether a sink writes to the topic.
+    """
+    if not terminated:
+        return []
+    named = ", ".join(where.name for where in terminated[:_NAMES_MAX])
+    more = ", ..." if len(terminated) > _NAMES_MAX else ""
+    text = f"{len(terminated)} of {partitions} topic partition(s) are terminated: {named}{more}."
+    end = "Termination cannot be undone: pulsar-admin topics terminate ends a topic for good."
+    if of_sink:
+        advice = f"{end} Write to another topic."
+        return [Finding(Level.PROBLEM, "termination", f"{text} A sink cannot write there.", advice)]
+    text = f"{text} Stored messages can be read, and none is added: reads end there."
+    advice = f"{end} Read new messages from another topic."
+    return [Finding(Level.WARNING, "termination", text, advice)]
 
 
 def judge_fill(states: States, subscription: str, limits: BrokerLimits) -> list[Finding]:

@@ -206,6 +206,8 @@ class CursorState:
     """Entries acknowledged after the mark-delete position."""
     last_written: EntryId | None = None
     """The last entry that was written, stored or not, as far as the broker knows it."""
+    terminated: bool = False
+    """Whether the topic is terminated: nothing can be published to it any more."""
 
     @classmethod
     def from_internal_stats(cls, stats: Mapping[str, Any], subscription: str) -> CursorState:
@@ -216,12 +218,13 @@ class CursorState:
         """
         ledgers = {ledger.id: ledger.entries for ledger in ledgers_of(stats)}
         cursor = stats.get("cursors", {}).get(_cursor_name(subscription))
-        last = last_written_of(stats)
+        last, terminated = last_written_of(stats), stats.get("state") == "Terminated"
         if cursor is None:
-            return cls(ledgers, last_written=last)
+            return cls(ledgers, last_written=last, terminated=terminated)
         ledger, _, entry = str(cursor["markDeletePosition"]).partition(":")
         individually = _parse_ranges(str(cursor.get("individuallyDeletedMessages", "")), ledgers)
-        return cls(ledgers, EntryId(int(ledger), int(entry)), individually, last)
+        mark_delete = EntryId(int(ledger), int(entry))
+        return cls(ledgers, mark_delete, individually, last, terminated)
 
     @property
     def newest_ledger(self) -> int:

@@ -23,6 +23,7 @@ from keyshard.core.diagnosis import (
     judge_fill,
     judge_orphans,
     judge_subscription,
+    judge_termination,
     judge_version,
 )
 from keyshard.core.limits import ConsumerLimits
@@ -78,12 +79,14 @@ def examine(
         limits = _limits(admin, topic, version)
         states = _states(admin, partitions)
         consumer_limits = ConsumerLimits(*admin.consumer_limits(topic))
+        ended = _terminated(admin, partitions)
     except KeyShardError as exc:
         return [*findings, Finding(Level.PROBLEM, "broker", exc.message)]
     findings += judge_subscription(states, config.subscription)
     findings += judge_consumers(states, config.subscription, config.parallelism, consumer_limits)
     findings += judge_fill(states, config.subscription, limits)
     findings += judge_orphans(states, config.subscription)
+    findings += judge_termination(ended, len(partitions))
     sample = Sample()
     try:
         broker = connect()
@@ -147,6 +150,8 @@ def examine_sink(topic: str, connect: Callable[[], Broker], admin: Admin) -> lis
             findings.append(
                 Finding(Level.OK, "topic", f"{topic} has {len(partitions)} topic partition(s).")
             )
+            ended = _terminated(admin, partitions)
+            findings += judge_termination(ended, len(partitions), of_sink=True)
             broker.entry_producer(partitions[0], PublishOptions()).close()
             findings.append(Finding(Level.OK, "permission", "The broker accepts a producer."))
         finally:
@@ -183,6 +188,12 @@ def _states(admin: Admin, partitions: Sequence[TopicPartition]) -> States:
         }
         for where in partitions
     }
+
+
+def _terminated(admin: Admin, partitions: Sequence[TopicPartition]) -> list[TopicPartition]:
+    """Return the topic partitions to which nothing can be published any more."""
+    found = ((where, admin.broker_state(where, "")) for where in partitions)
+    return [where for where, state in found if state is not None and state.terminated]
 
 
 def _look_into(

@@ -217,3 +217,28 @@ def test_a_broker_that_is_away_is_a_problem(capsys: pytest.CaptureFixture[str]) 
         main(["doctor", "--topic", "t", "--subscription", "s", "--admin-url", "http://127.0.0.1:1"])
     assert caught.value.code == 1
     assert "does not answer" in capsys.readouterr().out
+
+
+def test_a_terminated_partition_is_named_for_a_source_and_for_a_sink(
+    doctor: Doctor, dev_broker: DevBroker, topic_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(dev_broker, topic_name, "keyed")
+    assert "termination" not in doctor.found()[1]
+    name = f"persistent://public/default/{topic_name}-partition-1"
+    path = name.replace("://", "/")
+    for step in ("terminate", "unload"):
+        with admin_of(dev_broker) as admin:
+            method = admin.post if step == "terminate" else admin.put
+            method(f"/{path}/{step}").raise_for_status()
+        code, found = doctor.found()
+        assert (code, found["termination"][0]) == (0, "warning"), step
+        assert f"1 of 2 topic partition(s) are terminated: {name}." in found["termination"][1]
+        command = [
+            "doctor", "--json", "--sink", topic_name,
+            "--service-url", dev_broker.service_url, "--admin-url", dev_broker.admin_url,
+        ]  # fmt: skip
+        with pytest.raises(SystemExit) as caught:
+            main(command)
+        of_sink = {each["about"]: each for each in json.loads(capsys.readouterr().out)}
+        assert (caught.value.code, of_sink["termination"]["level"]) == (1, "problem")
+        assert "A sink cannot write there." in of_sink["termination"]["text"]
