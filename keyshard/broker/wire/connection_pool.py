@@ -139,9 +139,7 @@ class ConnectionPool:
         """
         end_s = time.monotonic() + timeout_s
         at = self._service(end_s).address
-        made = WireConnection(
-            at, self._connection, self._credentials, _left(end_s), self._owner, changed=changed
-        )
+        made = self._first_of_ips(at, end_s, changed)
         with self._lock:
             closed = self._closed
             self._apart = [one for one in self._apart if one.is_open]
@@ -317,12 +315,17 @@ class ConnectionPool:
             self._put_apart(known)
         return made
 
-    def _first_of_ips(self, address: Address, end_s: float) -> WireConnection:
+    def _first_of_ips(
+        self,
+        address: Address,
+        end_s: float,
+        changed: Callable[[Sequence[str]], None] | None = None,
+    ) -> WireConnection:
         """Connect to the IP address that answers first; the resolver gives the order."""
 
         def connect(one: Address) -> WireConnection:
             how = self._connection, self._credentials, _left(end_s), self._owner
-            return WireConnection(one, *how)
+            return WireConnection(one, *how, changed=changed)
 
         ips = resolved(address, self._connection)
         asking = HostQuestions(connect, discard=WireConnection.close, fail=self._owner)

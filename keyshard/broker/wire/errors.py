@@ -115,13 +115,8 @@ def error_of(
             f"Could not {action} {what}: the topic does not exist. Create the topic, or correct "
             "its name."
         )
-    if code in {_NOT_AUTHORIZED, NOT_AUTHENTICATED}:
-        lacking = code == _NOT_AUTHORIZED
-        return (
-            lacks(who, permission, topic, said)
-            if lacking
-            else not_accepted("The broker", who, said)
-        )
+    if code in (_NOT_AUTHORIZED, NOT_AUTHENTICATED):
+        return _denied(code, said, topic, who, permission)
     if code in _PASSING:
         return BrokerUnavailableError(
             f"Could not {action} {what}: the broker reports that {_PASSING[code]} ({said}). "
@@ -129,6 +124,12 @@ def error_of(
         )
     named = _NAMED.get(code, f"the broker refuses with error {code}")
     return BrokerError(f"Could not {action} {what}: {named} (the broker says: {said}).")
+
+
+def _denied(code: int, said: str, topic: str, who: str, permission: str) -> BrokerError:
+    if code == _NOT_AUTHORIZED:
+        return lacks(who, permission, topic, said)
+    return not_accepted("The broker", who, said)
 
 
 def producing_error(
