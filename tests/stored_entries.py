@@ -102,6 +102,31 @@ def batch_payload(messages: list[dict[str, Any]]) -> bytes:
     return payload
 
 
+def of_kafka(
+    count: int, form: bytes = b"kafka", *, offset: int = 0
+) -> tuple[dict[int, Value], bytes]:
+    """Return metadata and payload of an entry as KoP stores it: a record batch of Kafka, version 2.
+
+    Args:
+        count: Number of its records.
+        form: Name of the format.
+        offset: Offset of its first record.
+    """
+    records = b""
+    for number in range(count):
+        value = b"v%d" % number
+        # Attributes, times, the lengths of key and value (zigzag), and no headers.
+        record = b"\0\0" + bytes([2 * number, 2]) + b"k" + bytes([2 * len(value)]) + value + b"\0"
+        records += bytes([2 * len(record)]) + record
+    head = struct.pack(">hiqqqhii", 0, count - 1, PUBLISHED, PUBLISHED, -1, -1, -1, count)
+    checked = head + records
+    crc = google_crc32c.value(checked)
+    batch = struct.pack(">ibI", 0, 2, crc) + checked
+    metadata: dict[int, Value] = {11: count, 4: message({1: b"entry.format", 2: form})}
+    return metadata, struct.pack(">qi", offset, len(batch)) + batch
+
+
+PUBLISHED = 1_700_000_000_000
 BASE: dict[int, Value] = {1: b"producer", 2: 3, 3: 1_700_000_000_000}
 
 

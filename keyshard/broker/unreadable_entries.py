@@ -47,6 +47,28 @@ def corrupt_entry(
     return error
 
 
+def kafka_entry(where: TopicPartition, entry_id: EntryId, stored: bytes = b"") -> CorruptEntryError:
+    """Create the error for an entry in the format of Kafka.
+
+    Args:
+        where: Its topic partition.
+        entry_id: Its id.
+        stored: Its stored bytes.
+    """
+    error = of_entry(
+        CorruptEntryError,
+        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} has the format of Kafka, as KoP "
+        "writes it with entryFormat=kafka. Nothing of it was acknowledged. Set entryFormat=pulsar "
+        "in KoP, so that clients of Pulsar can read new entries, and read this one with a client "
+        "of Kafka. To acknowledge, count and skip such entries of a subscription, set on_corrupt "
+        f"to skip. {AROUND}",
+        where,
+        entry_id,
+    )
+    error.stored = stored
+    return error
+
+
 def entry_of(refused: UnreadableEntryError | ChunkedMessageError) -> EntryId:
     """Return the id of the entry that an error names."""
     ledger, entry = refused.facts["ledger"], refused.facts["entry"]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,9 +80,10 @@ def doctor(  # noqa: PLR0917 - one argument per option
                 topic or "", subscription=subscription or "", connection=connection,
                 parallelism=parallelism,
             )  # fmt: skip
+            checking = replace(connection, transport="auto")  # pulsar-client cannot check entries
             findings = examine(
                 config,
-                lambda: connect(connection),
+                lambda: connect(checking),
                 admin,
                 None if rate is None else Expected(rate, message_bytes),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from keyshard.broker.admin.port import Admin
@@ -31,7 +31,12 @@ from keyshard.core.load_diagnosis import Load, judge_load
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.releases import release_of
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
-from keyshard.errors import ChunkedMessageError, KeyShardError, TopicNotFoundError
+from keyshard.errors import (
+    ChunkedMessageError,
+    KeyShardError,
+    TopicNotFoundError,
+    UnreadableEntryError,
+)
 from keyshard.reading.scan import Scan
 
 SAMPLE_ENTRIES = 200
@@ -62,7 +67,7 @@ def examine(
 
     Args:
         config: Options of the source; only its first topic is examined.
-        connect: Makes the connection to the broker.
+        connect: Makes the connection to the broker; pulsar-client cannot check entries.
         admin: Admin REST interface.
         expected: Load to compare the limits with; ``None``: no comparison.
 
@@ -88,13 +93,15 @@ def examine(
     findings += judge_orphans(states, config.subscription)
     findings += judge_termination(ended, len(partitions))
     sample = Sample()
+    unreadable: dict[EntryId, UnreadableEntryError] = {}
     try:
         broker = connect()
         try:
-            _look_into(broker, admin, partitions, sample)
+            _look_into(broker, admin, partitions, sample, unreadable)
         finally:
             broker.close()
         findings += judge_batching(sample)
+        findings += _unreadable(unreadable, by_client=config.how_to_connect().by_client)
     except ChunkedMessageError as exc:
         findings.append(Finding(Level.PROBLEM, "batching", exc.message))
     except KeyShardError as exc:
@@ -196,8 +203,26 @@ def _terminated(admin: Admin, partitions: Sequence[TopicPartition]) -> list[Topi
     return [where for where, state in found if state is not None and state.terminated]
 
 
+def _unreadable(found: Mapping[EntryId, UnreadableEntryError], *, by_client: bool) -> list[Finding]:
+    """Name entries that cannot be read; they end a source unless it skips them."""
+    if not found:
+        return []
+    text = (
+        f"{len(found)} of the newest entries cannot be read. {next(iter(found.values())).message}"
+    )
+    advice = (
+        "Set transport to wire. pulsar-client checks no entry: it may deliver empty messages, skip "
+        "the entry, or end the process."
+    )
+    return [Finding(Level.PROBLEM, "unreadable", text, advice if by_client else "")]
+
+
 def _look_into(
-    broker: Broker, admin: Admin, partitions: Sequence[TopicPartition], sample: Sample
+    broker: Broker,
+    admin: Admin,
+    partitions: Sequence[TopicPartition],
+    sample: Sample,
+    unreadable: dict[EntryId, UnreadableEntryError],
 ) -> None:
     """Read the newest entries of some topic partitions, evenly spread over all."""
     deadline = time.monotonic() + SAMPLE_S
@@ -210,7 +235,7 @@ def _look_into(
         ledger, entries = stored[-1]
         start = EntryId(ledger, max(0, entries - SAMPLE_ENTRIES))
         left = SAMPLE_ENTRIES
-        with Scan(broker, where, start, None, unreadable={}) as scan:
+        with Scan(broker, where, start, None, unreadable=unreadable) as scan:
             while left > 0 and not scan.done and (left_s := deadline - time.monotonic()) > 0:
                 for block in retry_until(scan.read, left_s):
                     sample.add(where, block)

@@ -17,6 +17,8 @@ from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Batching, Workload, create_partitioned_topic, produce
+from tests.contract.pulsar_harness import PulsarHarness
+from tests.stored_entries import of_kafka
 from tests.support.stored_topic import admin_of
 
 pytestmark = pytest.mark.broker
@@ -242,3 +244,19 @@ def test_a_terminated_partition_is_named_for_a_source_and_for_a_sink(
         of_sink = {each["about"]: each for each in json.loads(capsys.readouterr().out)}
         assert (caught.value.code, of_sink["termination"]["level"]) == (1, "problem")
         assert "A sink cannot write there." in of_sink["termination"]["text"]
+
+
+@pytest.mark.parametrize("transport", ["wire", "client"])
+def test_entries_in_the_format_of_kafka_are_named_and_not_read_by_pulsar_client(
+    doctor: Doctor, dev_broker: DevBroker, topic_name: str, transport: str
+) -> None:
+    harness = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
+    where = f"{full_topic_name(topic_name)}-partition-0"
+    harness.publish_raw(where, [({6: b"k"}, b"good"), of_kafka(1), of_kafka(5)])
+    harness.close()
+    code, out = doctor.run("--json", "--transport", transport)
+    (found,) = [one for one in json.loads(out) if one["about"] == "unreadable"]
+    assert (code, found["level"]) == (1, "problem")
+    assert found["text"].startswith("2 of the newest entries cannot be read.")
+    assert "has the format of Kafka" in found["text"]
+    assert ("pulsar-client checks no entry" in found["advice"]) == (transport == "client")

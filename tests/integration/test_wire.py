@@ -27,6 +27,7 @@ from tests.contract.contract_harness import read_to_end, receive, subscribe
 from tests.contract.raw_protocol import RawEntry
 from tests.contract.wire_harness import WireHarness
 from tests.helpers import wait_until
+from tests.stored_entries import of_kafka
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import Run
 
@@ -97,6 +98,27 @@ def test_an_entry_that_cannot_be_unpacked_is_named_and_stays(harness: WireHarnes
     wait_until(lambda: harness.backlog(where) == 3)
     consumer.close()
     assert harness.backlog(where) == 3
+
+
+def test_an_entry_in_the_format_of_kafka_is_named_and_stays(
+    harness: WireHarness, dev_broker: DevBroker
+) -> None:
+    where = TopicPartition(harness.create_topic())
+    harness.publish_raw(where.name, [({6: b"k"}, b"good"), of_kafka(3), of_kafka(5)])
+    source = KeyShardSource(
+        where.name, subscription="kafka", transport="wire",
+        service_url=dev_broker.service_url, admin_url=dev_broker.admin_url, parallelism=2,
+        starting_position="earliest",
+    )  # fmt: skip
+
+    def consume() -> None:
+        with source.open() as stream:
+            while batch := stream.next_batch(timeout_s=deadline(30)):
+                stream.commit(batch)
+
+    with pytest.raises(CorruptEntryError, match="has the format of Kafka"):
+        consume()
+    assert harness.backlog(where, source.subscription) >= 2
 
 
 def test_a_source_skips_unreadable_entries_if_configured(

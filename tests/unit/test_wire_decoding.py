@@ -47,6 +47,7 @@ from tests.stored_entries import (
     look_at,
     memory_max,
     memory_of,
+    of_kafka,
     packed,
     plain,
     raw,
@@ -403,6 +404,27 @@ def test_chunked_and_encrypted_entries_are_refused_by_their_own_id() -> None:
     assert isinstance(found.refused, EncryptedMessageError)
     assert found.refused.stored == encrypted
     assert (len(found.blocks), found.messages, found.seen) == (1, 4, 2)
+
+
+@pytest.mark.parametrize("form", [b"kafka", b"mixed_kafka"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 30])
+@pytest.mark.parametrize("offset", [0, 5, 70_000])
+def test_entries_in_the_format_of_kafka_are_named_as_such(
+    form: bytes, count: int, offset: int
+) -> None:
+    metadata, payload = of_kafka(count, form, offset=offset)
+    entry = stored(message(BASE | metadata), payload)
+    found = decoded(single(plain()), entry, single(plain()))
+    assert isinstance(found.refused, CorruptEntryError)
+    assert "has the format of Kafka" in str(found.refused)
+    assert "Set entryFormat=pulsar in KoP" in str(found.refused)
+    assert found.refused.stored == entry
+    assert (len(found.blocks), found.messages, found.seen) == (1, 1 + count, 2)
+
+
+def test_a_property_of_a_message_names_no_format_of_its_entry() -> None:
+    found = decoded(single(plain() | {"properties": {"entry.format": "kafka"}}))
+    assert (found.refused, len(found.blocks)) == (None, 1)
 
 
 @given(

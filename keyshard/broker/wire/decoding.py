@@ -19,7 +19,12 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from keyshard.broker.unreadable_entries import corrupt_entry, encrypted_entry, of_entry
+from keyshard.broker.unreadable_entries import (
+    corrupt_entry,
+    encrypted_entry,
+    kafka_entry,
+    of_entry,
+)
 from keyshard.broker.wire import native_decoder
 from keyshard.broker.wire.compression import unpacked
 from keyshard.broker.wire.entries import (
@@ -38,6 +43,7 @@ from keyshard.broker.wire.stored_entry import (
     SOURCES,
     Source,
     indices_of,
+    is_of_kafka,
     messages_in,
     of_broker,
     opened,
@@ -61,8 +67,8 @@ from keyshard.core.protobuf import NotProtobufError
 from keyshard.core.ring.key_slot import slots_of
 from keyshard.errors import (
     ChunkedMessageError,
-    EncryptedMessageError,
     KeyShardError,
+    UnreadableEntryError,
 )
 
 ENTRIES_AT_ONCE = 40
@@ -179,7 +185,7 @@ def decode(
             why = f"it ends too early ({exc})"
             refused = corrupt_entry(where, raw.id, why, raw.data[raw.position :])
             messages += messages_in(raw)
-        except EncryptedMessageError as exc:
+        except UnreadableEntryError as exc:
             refused = exc
             messages += messages_in(raw)
         except ChunkedMessageError as exc:
@@ -226,6 +232,8 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
     if metadata.encryption_keys:
         raise encrypted_entry(where, raw.id, raw.data[raw.position :])
     batched = metadata.HasField("num_messages_in_batch")
+    if batched and is_of_kafka(metadata):
+        raise kafka_entry(where, raw.id, raw.data[raw.position :])
     # The keys and properties of an unbatched entry precede its payload.
     before = 0 if batched else len(raw.data) - raw.position - (len(data) - position)
     count = metadata.num_messages_in_batch if batched else 1

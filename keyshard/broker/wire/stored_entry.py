@@ -29,6 +29,8 @@ from keyshard.core.protobuf import Value, read_varint
 _BROKER_METADATA, CHECKED = b"\x0e\x02", b"\x0e\x01"
 SIZE = struct.Struct(">I")
 _PROPERTIES_MAX = ENTRY_MEMORY_MAX // PROPERTY_BYTES
+_FORMAT, _OF_KAFKA = b"entry.format", frozenset({b"kafka", b"mixed_kafka"})
+"""Property of an entry that names its format, and the names of Kafka's."""
 _NO_FIELDS: dict[int, Value] = {}
 """Shared by all messages of batches that state nothing of what is requested."""
 
@@ -119,6 +121,14 @@ def of_broker(raw: RawEntry) -> Any:
         with suppress(DecodeError):
             return api.BrokerEntryMetadata.FromString(data[position:end])
     return api.BrokerEntryMetadata()
+
+
+def is_of_kafka(metadata: Any) -> bool:
+    """Whether the payload of an entry is record batches of Kafka, as KoP marks them.
+
+    A batch of Pulsar has properties in its messages, and none in the metadata of its entry.
+    """
+    return any(one.key == _FORMAT and one.value in _OF_KAFKA for one in metadata.properties)
 
 
 def schema_version_of(written: bytes) -> int | None:
