@@ -14,7 +14,8 @@ from keyshard.core.option_checks import (
     check_seconds,
 )
 from keyshard.core.position.checkpoint import Checkpoint
-from keyshard.errors import NotRunningError
+from keyshard.errors import ConfigError, NotRunningError
+from keyshard.redaction import shown
 from keyshard.threads import begin
 
 if TYPE_CHECKING:
@@ -93,7 +94,16 @@ class SourceStream:
         return None
 
     def commit(self, batch: SourceBatch) -> None:
-        """Acknowledge a batch, whose checkpoint must be durable, and all batches before it."""
+        """Acknowledge a batch, whose checkpoint must be durable, and all batches before it.
+
+        Raises:
+            ConfigError: The batch is of another stream, or no batch. Nothing is acknowledged.
+        """
+        if not isinstance(batch, SourceBatch) or not batch.is_of(self):
+            raise ConfigError(
+                f"commit got {shown(batch)}, which is no batch of this stream. Commit a batch at "
+                "the stream whose next_batch returned it."
+            )
         self._coordinator.batches.release(batch.end)
         if self._spans is not None:
             self._spans.committed(batch.end.batch_id)
@@ -158,6 +168,10 @@ class SourceBatch:
         self._stream = stream
         """Keeps the stream alive: a stream without references closes the coordinator."""
         self.end = end
+
+    def is_of(self, stream: SourceStream) -> bool:
+        """Return whether a stream has returned this batch."""
+        return self._stream is stream
 
     @property
     def checkpoint(self) -> str:

@@ -66,8 +66,8 @@ OPTIONS = (
     Option(
         "transport",
         "transport",
-        "Implementation that connects to brokers. `wire`: keyshard's own implementation of "
-        "Pulsar's binary protocol, which costs less. `client`: pulsar-client. `auto`: `wire`.",
+        "`wire`: keyshard's own implementation of Pulsar's protocol. `client`: pulsar-client, with "
+        "[fewer guarantees](semantics.md#with-transportclient). `auto`: `wire`.",
     ),
     Option(
         "parallelism",

@@ -42,6 +42,17 @@ class Finding:
     """Remedy; empty if none is needed."""
 
 
+BY_CLIENT = Finding(
+    Level.WARNING,
+    "transport",
+    "pulsar-client consumes and reads (transport client). It lacks guarantees of the transport "
+    "wire: a frozen broker is named within 10 s and delays nothing else, queues have a limit in "
+    "bytes, and every kind of damaged entry is an error.",
+    "Leave transport out, unless only pulsar-client reaches this cluster. docs/semantics.md lists "
+    "the differences.",
+)
+
+
 class Sample:
     """Facts about the producers of a topic, from some stored entries."""
 

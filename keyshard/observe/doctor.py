@@ -12,6 +12,7 @@ from keyshard.broker.port import Broker, PublishOptions
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.core.diagnosis import (
+    BY_CLIENT,
     Finding,
     Level,
     Sample,
@@ -75,7 +76,7 @@ def examine(
         Findings; a check that failed is a finding too.
     """
     topic = config.topics[0]
-    findings = _decoder(config)
+    findings = _transport(config)
     try:
         version = admin.version()
         findings.append(judge_version(version))
@@ -121,8 +122,10 @@ def examine(
     return findings
 
 
-def _decoder(config: SourceConfig) -> list[Finding]:
-    """Say what decodes entries, if it is keyshard in this process."""
+def _transport(config: SourceConfig) -> list[Finding]:
+    """Say what decodes entries, if it is keyshard in this process, or what pulsar-client lacks."""
+    if config.how_to_connect().by_client:
+        return [BY_CLIENT]
     decoder = decoder_of(config.how_to_connect())
     if decoder is None:
         return []

@@ -11,7 +11,7 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.position.entry import TopicPartition
-from keyshard.errors import TopicNotFoundError
+from keyshard.errors import ConfigError, TopicNotFoundError
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 
@@ -68,6 +68,30 @@ def test_a_source_runs_on_the_cluster_of_that_name(admin: bool) -> None:
     assert sorted(found) == list(range(20))
     assert MemoryCluster.named(f"source-{admin}") is cluster
     assert MemoryCluster.named("another").topics() == {}
+
+
+def test_a_stream_commits_no_batch_of_another() -> None:
+    """Two streams read the same topic; the wrong one is given the batch."""
+    url = "memory://two-streams"
+    cluster = MemoryCluster.named("two-streams")
+    topic = cluster.create_topic("orders")
+    cluster.publish(topic, Message(b"0", key="k"))
+    sources = [
+        KeyShardSource(
+            topic, subscription=name, parallelism=1, starting_position="earliest", service_url=url
+        )
+        for name in ("a", "b")
+    ]
+    with sources[0].open() as first, sources[1].open() as second:
+        batch = first.next_batch(timeout_s=deadline(10))
+        assert batch is not None
+        for wrong in (batch, None, batch.checkpoint):
+            with pytest.raises(ConfigError, match="no batch of this stream"):
+                second.commit(wrong)  # type: ignore[arg-type]
+        assert second.next_batch(timeout_s=deadline(10)) is not None
+        first.commit(batch)
+        wait_until(lambda: cluster.backlog(TopicPartition(topic), "a") == 0)
+    assert cluster.backlog(TopicPartition(topic), "b") == 1
 
 
 def test_with_its_admin_interface_a_missing_topic_is_refused_and_a_pattern_found() -> None:

@@ -174,7 +174,8 @@ def test_the_doctor_names_the_decoder(
     findings = examine(config, connect, _Away())  # type: ignore[arg-type]
     found = {one.about: one for one in findings}
     if transport == "client":
-        assert list(found) == ["broker"]
+        assert list(found) == ["transport", "broker"]
+        assert found["transport"].level.value == "warning"
         return
     assert found["decoder"].level.value == ("ok" if built else "warning")
     assert found["decoder"].text.startswith(
