@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -19,6 +20,8 @@ from keyshard.locations import location
 from keyshard.redaction import scrubbed, shown
 
 _log = logging.getLogger(__name__)
+_ATOMIC = {"abfs", "abfss", "adl", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a"}
+"""File systems of fsspec that replace an object at once, so that no reader sees a part of it."""
 _USER_OF_LOCAL = re.compile(r"://[^/].*@", re.DOTALL)
 """User and password of a URL. As part of a path they would not be recognised as secrets."""
 
@@ -27,7 +30,8 @@ class CheckpointStore:
     """Stores the newest checkpoint of a source; a crash leaves either the old one or the new one.
 
     On a local disk, symbolic links are followed to the file. A new checkpoint is written beside it,
-    synced and renamed. Object stores replace objects atomically.
+    synced and renamed. Object stores replace objects atomically. On other file systems, such as
+    SFTP, a copy is written first, and removed when the checkpoint itself is whole.
 
     Args:
         given: Path of a file, or its fsspec URL, such as ``s3://bucket/orders.json``. A local
@@ -55,6 +59,12 @@ class CheckpointStore:
             self._path = os.path.realpath(self._path)
         self._url = self._location.url
         self._lock: CheckpointLock | None = None
+        protocol = self._files.protocol
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        self._copies = not (names & _ATOMIC or isinstance(self._files, LocalFileSystem))
+        self._copy = f"{self._path}.new"
+        self._only_copy = False
+        """Whether the copy may be the only whole checkpoint."""
 
     def open(self) -> Checkpoint | None:
         """Take the checkpoint until :meth:`close`, check that it can be written, and load it.
@@ -102,8 +112,25 @@ class CheckpointStore:
         Raises:
             CheckpointError: It cannot be read.
         """
+        text = self._read(self._path)
+        if self._copies and (text is None or not _is_whole(text)):
+            copy = self._read(self._copy)
+            if copy is not None and _is_whole(copy):
+                self._only_copy = True
+                text = copy
+        if text is None:
+            return None
         try:
-            text = self._files.cat_file(self._path).decode()
+            return Checkpoint.from_json(text)
+        except CheckpointError as exc:
+            raise CheckpointError(
+                f"The checkpoint {self._url} cannot be read: {exc.message} To begin at the "
+                "cursor of the subscription, use another file."
+            ) from exc
+
+    def _read(self, path: str) -> str | None:
+        try:
+            content: bytes = self._files.cat_file(path)
         except FileNotFoundError:
             return None
         except Exception as exc:
@@ -112,13 +139,7 @@ class CheckpointStore:
                 f"The checkpoint {self._url} cannot be read: {exc}. Check the location and its "
                 "permissions."
             ) from exc
-        try:
-            return Checkpoint.from_json(text)
-        except CheckpointError as exc:
-            raise CheckpointError(
-                f"The checkpoint {self._url} cannot be read: {exc.message} To begin at the "
-                "cursor of the subscription, use another file."
-            ) from exc
+        return content.decode(errors="replace")
 
     def save(self, checkpoint: Checkpoint) -> int:
         """Replace the stored checkpoint durably, and return its size in bytes.
@@ -130,6 +151,8 @@ class CheckpointStore:
         try:
             if isinstance(self._files, LocalFileSystem):
                 _replace(Path(self._path), text)
+            elif self._copies:
+                self._write_twice(text.encode())
             else:
                 self._files.pipe_file(self._path, text.encode())
         except Exception as exc:
@@ -139,6 +162,27 @@ class CheckpointStore:
                 "acknowledged, so it is delivered again. Check the location and its permissions."
             ) from exc
         return len(text)
+
+    def _write_twice(self, content: bytes) -> None:
+        """Write a copy and then the checkpoint: at any moment, one of the two is whole."""
+        if not self._only_copy:
+            self._files.pipe_file(self._copy, content)
+            self._only_copy = True
+        self._files.pipe_file(self._path, content)
+        self._only_copy = False
+        try:
+            self._files.rm_file(self._copy)
+        except Exception as exc:  # noqa: BLE001 - permission to write does not include removal
+            _log.debug("could not remove %s: %s", self._copy, exc)
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether a text is not a part of a checkpoint, which is one JSON object."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _replace(path: Path, text: str) -> None:

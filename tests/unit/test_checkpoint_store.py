@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, CheckpointInUseError, ConfigError
@@ -234,6 +237,63 @@ class _Refusing(fsspec.AbstractFileSystem):  # type: ignore[misc]
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return path
+
+
+class _Tearing(MemoryFileSystem):  # type: ignore[misc]
+    """A store as SFTP, whose connection may end in the middle of a write."""
+
+    protocol = "tearing"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    left = 0
+    """Operations until the connection ends."""
+
+    def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
+        whole = self._go_on()
+        super().pipe_file(path, value if whole else value[: len(value) // 2])
+        if not whole:
+            raise OSError("the connection ended")
+
+    def rm_file(self, path: str) -> None:
+        if not self._go_on():
+            raise OSError("the connection ended")
+        super().rm_file(path)
+
+    def _go_on(self) -> bool:
+        type(self).left -= 1
+        return self.left >= 0
+
+
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("second", range(4))
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_store_without_atomic_writes_keeps_a_whole_checkpoint(
+    first: int, second: int, restarts: bool, tmp_path: Path
+) -> None:
+    """The connection ends twice, after any number of operations; the process may end as well."""
+    fsspec.register_implementation("tearing", _Tearing, clobber=True)
+    url = f"tearing://{tmp_path}/orders.json"
+    store = CheckpointStore(url)
+    _Tearing.left = 100
+    store.save(ONE)
+    durable, possible = ONE, [ONE]
+    for number, left in enumerate((first, second)):
+        _Tearing.left = left
+        new = Checkpoint("local", f"number {number}", 4, {})
+        possible.append(new)
+        with suppress(CheckpointError):
+            store.save(new)
+            durable = new
+        _Tearing.left = 100
+        store = CheckpointStore(url) if restarts else store
+        found = CheckpointStore(url).load()
+        assert found is not None
+        assert found in possible[possible.index(durable) :]
+        if restarts:
+            assert store.load() == found
+    store.save(TWO)
+    assert CheckpointStore(url).load() == TWO
+    assert not [name for name in _Tearing.store if name.endswith(".new") and str(tmp_path) in name]
 
 
 @pytest.mark.parametrize("what", ["open", "load", "save"])
