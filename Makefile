@@ -88,6 +88,7 @@ lint: $(INSTALLED) ## format, lint, types, import rules and the release workflow
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m tests.page_types
 	@$(BIN)/lint-imports --cache-dir $(VENV)/.import_linter
 	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@$(BIN)/zizmor --offline --no-progress --quiet .github/workflows
