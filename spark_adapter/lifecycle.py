@@ -1,7 +1,9 @@
 """The end of Spark's stream process: no consumer may outlive the query.
 
 Spark ends the process with SIGTERM, without a call of ``stop()``. If the JVM dies, the process gets
-no signal.
+no signal. It gets none either from ``spark.stop()`` without ``query.stop()``: the JVM lives as long
+as its Python program, and its query asks for batches for ever if no rows come. But ``spark.stop()``
+deletes the directory of ``SparkContext.addFile``, which Spark makes for each context.
 
 If the process ends for another reason, Spark only says that the connection was reset. So the
 process writes a line to its standard error, which is the JVM's, when it leaves. If a signal such as
@@ -13,31 +15,40 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from keyshard.threads import begin
 
 WATCH_INTERVAL_S = 1.0
-"""Time between two checks of the parent process, seconds."""
+"""Time between two checks of the parent process and of the context's directory, seconds."""
+KEEP_CHECKS = 600
+"""Checks after which the directory gets a new time, so that nothing deletes it for its age."""
 STOP_TIMEOUT_S = 4.0
 """Longest time for the stop of the source, seconds."""
 
 
-def end_with_host(stop: Callable[[], None]) -> None:
-    """Run ``stop`` and exit on SIGTERM, or when the parent process is gone.
+def end_with_host(stop: Callable[[], None], context_files: str = "") -> None:
+    """Run ``stop`` and exit on SIGTERM, or when the parent process or its context is gone.
 
     Call it once, from the main thread of the process. Every other thread must be a daemon.
+
+    Args:
+        stop: Stops the source.
+        context_files: Directory that exists as long as the SparkContext; nothing is watched if it
+            does not exist now.
     """
     parent = os.getppid()
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__.fileno() if sys.__stderr__ else 2)
 
-    def leave(number: int = 0, _frame: object = None) -> None:
-        why = signal.Signals(number).name if number else f"its parent process {parent} has ended"
+    def leave(number: int = 0, _frame: object = None, why: str = "") -> None:
+        why = signal.Signals(number).name if number else why
         _say(f"keyshard: stream process {os.getpid()} ends and gives its ranges back: {why}\n")
 
         def stop_quietly() -> None:
@@ -50,14 +61,30 @@ def end_with_host(stop: Callable[[], None]) -> None:
         os._exit(0)
 
     def watch() -> None:
-        never = threading.Event()
-        while os.getppid() == parent:
+        never, watched = threading.Event(), bool(context_files) and Path(context_files).is_dir()
+        for check in itertools.count():
+            if os.getppid() != parent:
+                leave(why=f"its parent process {parent} has ended")
+            if watched and _is_gone(context_files, keep=check % KEEP_CHECKS == 0):
+                leave(why=f"its SparkContext was stopped: {context_files} was deleted")
             never.wait(WATCH_INTERVAL_S)
-        leave()
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, leave)
     begin("keyshard-parent-watch", watch)
+
+
+def _is_gone(directory: str, *, keep: bool) -> bool:
+    """Whether a directory was deleted; any other error says nothing."""
+    try:
+        Path(directory).stat()
+        if keep:
+            os.utime(directory)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _say(line: str) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -225,8 +226,20 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         with owned_by(coordinator.fail):
             server = BatchServer(coordinator.batches, self._source.worker_host)
         self._runtime = _Runtime(coordinator, server, spans, available_now=self._available_now)
-        end_with_host(self.stop)
+        end_with_host(self.stop, _context_files())
         return self._runtime
+
+
+def _context_files() -> str:
+    """Return the directory of ``SparkContext.addFile``; empty outside a context's processes.
+
+    A stream process is told of a directory within it, which Spark may not have made.
+    """
+    from pyspark import SparkFiles  # noqa: PLC0415 - a client of Spark Connect does not have it
+
+    told = Path(SparkFiles.getRootDirectory() if SparkFiles._is_running_on_worker else "")
+    of_context = (one for one in (told, *told.parents) if one.name.startswith("userFiles-"))
+    return str(next(of_context, ""))
 
 
 class _Runtime:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from spark_adapter import lifecycle
 from tests.helpers import DEADLINE_S, wait_until
 from tests.support.deadlines import deadline
 
@@ -32,7 +33,7 @@ def stop():
     if how == "raises":
         raise RuntimeError("the broker is away")
 
-lifecycle.end_with_host(stop)
+lifecycle.end_with_host(stop, str(folder / "userFiles"))
 import os
 (folder / "pid.new").write_text(str(os.getpid()))
 (folder / "pid.new").rename(folder / "pid")
@@ -50,6 +51,7 @@ class Host:
 
     def __init__(self, folder: Path, how: str = "stops", stop_timeout_s: float = 4.0) -> None:
         self.folder = folder
+        (folder / "userFiles").mkdir()
         arguments = [CHILD, str(folder), how, str(stop_timeout_s)]
         with (folder / "stderr").open("w") as stderr:
             self.parent = subprocess.Popen(
@@ -153,3 +155,26 @@ def test_it_logs_that_its_parent_is_gone(host: Callable[..., Host]) -> None:
     process.parent.wait(DEADLINE_S)
     wait_until(lambda: not process.alive(), LEFT_S)
     assert f"its parent process {process.parent.pid} has ended" in process.output
+
+
+def test_it_leaves_after_stopping_when_the_context_of_a_living_host_is_stopped(
+    host: Callable[..., Host],
+) -> None:
+    """The JVM lives as long as its Python program; its stopped context has no directory."""
+    process = host()
+    (process.folder / "userFiles").rmdir()
+    wait_until(lambda: not process.alive(), LEFT_S)
+    assert process.stops == 1
+    assert "its SparkContext was stopped" in process.output
+
+
+def test_it_keeps_the_directory_of_its_context_young(tmp_path: Path) -> None:
+    """A service that deletes old temporary files must not end a healthy query."""
+    os.utime(tmp_path, (0, 0))
+    assert not lifecycle._is_gone(str(tmp_path), keep=False)
+    assert tmp_path.stat().st_mtime == 0
+    assert not lifecycle._is_gone(str(tmp_path), keep=True)
+    assert tmp_path.stat().st_mtime > 0
+    assert lifecycle._is_gone(str(tmp_path / "away"), keep=True)
+    (tmp_path / "file").touch()
+    assert not lifecycle._is_gone(str(tmp_path / "file" / "within"), keep=True)

@@ -332,7 +332,7 @@ def without_processes(*, rows_per_partition_min: int) -> Iterator[None]:
     stand_ins = {
         "BatchServer": _Server,
         "read_batch": _read,
-        "end_with_host": lambda _stop: None,
+        "end_with_host": lambda *_: None,
         "observe_stream": lambda *_: NoMonitor(),
     }
     before = {name: getattr(stream_reader, name) for name in stand_ins}

@@ -48,7 +48,6 @@ SMALL_MODULES = {
     "keyshard.coordinator.topic_watches": "has its own limits and threads of the broker",
     "keyshard.observe.page.client": "loaded only for keyshard status --url",
     "keyshard.observe.status_table": "loaded only in a notebook",
-    "spark_adapter.lifecycle": "tests run it without Spark, as the process that it ends",
     "spark_adapter.stream_writer": "loads Spark's classes of streams",
 }
 """Modules with fewer lines and one importer, and the reason why each is a file of its own."""

@@ -123,7 +123,7 @@ def all_behind(reader: PulsarStreamReader, start: Offset, count: int) -> tuple[l
 
 @pytest.fixture(autouse=True)
 def _own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_reader, "end_with_host", lambda _stop: None)
+    monkeypatch.setattr(stream_reader, "end_with_host", lambda *_: None)
 
 
 @pytest.fixture

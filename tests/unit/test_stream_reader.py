@@ -229,7 +229,7 @@ class ReaderSetup:
 
 @pytest.fixture
 def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReaderSetup]:
-    monkeypatch.setattr(stream_reader, "end_with_host", lambda _stop: None)
+    monkeypatch.setattr(stream_reader, "end_with_host", lambda *_: None)
     setup = ReaderSetup()
     yield setup
     for host in setup.hosts:
