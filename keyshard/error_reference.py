@@ -104,6 +104,13 @@ REFERENCES = (
         "topics create-missed-partitions`.",
     ),
     Reference(
+        errors.SubscriptionNotFoundError,
+        "Auto-creation of subscriptions is off (`allowAutoSubscriptionCreation`, of the broker or "
+        "of the namespace).",
+        "Run the commands of the message, or admit auto-creation: `pulsar-admin namespaces "
+        "set-auto-subscription-creation --enable`.",
+    ),
+    Reference(
         errors.TopicMigratedError,
         "The cluster was migrated. Ids of entries differ in the new cluster, so the checkpoint "
         "does not apply there.",

@@ -14,6 +14,7 @@
     │   ├── AuthorizationError         KEYSHARD_AUTHORIZATION
     │   ├── RangeConflictError         KEYSHARD_RANGE_CONFLICT       (retriable)
     │   ├── TopicNotFoundError         KEYSHARD_TOPIC_NOT_FOUND
+    │   ├── SubscriptionNotFoundError  KEYSHARD_SUBSCRIPTION_NOT_FOUND
     │   ├── TopicMigratedError         KEYSHARD_TOPIC_MIGRATED
     │   ├── ProducerBusyError          KEYSHARD_PRODUCER_BUSY        (retriable)
     │   ├── ProducerFencedError        KEYSHARD_PRODUCER_FENCED
@@ -173,6 +174,12 @@ class TopicNotFoundError(BrokerError):
     """The topic does not exist."""
 
     code = "KEYSHARD_TOPIC_NOT_FOUND"
+
+
+class SubscriptionNotFoundError(BrokerError):
+    """A subscription does not exist, and the broker does not create it."""
+
+    code = "KEYSHARD_SUBSCRIPTION_NOT_FOUND"
 
 
 class ProducerBusyError(BrokerError):

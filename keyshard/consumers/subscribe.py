@@ -18,6 +18,7 @@ from keyshard.columns.content import content_columns
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.limited import limit_behind, with_connected
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer, close_quietly
+from keyshard.core.creation import subscriptions_missing
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.entry_assembly import EntryAssembly
 from keyshard.core.ring.hash_range import HashRange
@@ -28,6 +29,7 @@ from keyshard.errors import (
     LimitReachedError,
     RangeConflictError,
     SubscriptionInUseError,
+    SubscriptionNotFoundError,
 )
 from keyshard.threads import Pool
 
@@ -54,6 +56,7 @@ def open_range_consumers(
     Raises:
         SubscriptionInUseError: Another consumer held a range until ``subscribe_timeout_ms``.
         LimitReachedError: The broker had no room for all consumers within 5 s.
+        SubscriptionNotFoundError: The broker creates no subscriptions.
         BrokerError: The broker cannot be reached, or refused.
     """
     stop = threading.Event()
@@ -110,6 +113,8 @@ def open_range_consumers(
     for future in futures:
         if future.exception() is None:
             close_quietly(future.result().consumer)
+    if missing := _without_subscription(owned_ranges, futures):
+        raise subscriptions_missing(missing, config.subscription, start.value)
     opens = Counter(owned_range.topic_partition for owned_range in owned_ranges)
     raise _reason(admin, config, errors, opens, limited)
 
@@ -142,6 +147,17 @@ def _reason(
         made.__cause__ = conflicts[0]
         return made
     return (in_use or errors)[0]
+
+
+def _without_subscription(
+    owned_ranges: Sequence[OwnedRange], futures: Sequence[Future[RangeConsumer]]
+) -> list[str]:
+    """Return the topics whose subscription is missing, and which the broker does not create."""
+    return [
+        owned_range.topic_partition.topic
+        for owned_range, future in zip(owned_ranges, futures, strict=True)
+        if isinstance(future.exception(), SubscriptionNotFoundError)
+    ]
 
 
 class _Types:

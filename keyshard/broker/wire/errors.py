@@ -20,12 +20,14 @@ from keyshard.errors import (
     QuotaExceededError,
     RangeConflictError,
     SchemaError,
+    SubscriptionNotFoundError,
     TopicMigratedError,
     TopicNotFoundError,
 )
 from keyshard.redaction import redacted
 
-NOT_AUTHENTICATED, _NOT_AUTHORIZED, _TOPIC_NOT_FOUND, _NOT_ALLOWED = 3, 4, 11, 22
+NOT_AUTHENTICATED, _NOT_AUTHORIZED, TOPIC_NOT_FOUND, _NOT_ALLOWED = 3, 4, 11, 22
+_SUBSCRIPTION_NOT_FOUND = 12
 _CONFLICTS = {5, 19}
 _QUOTA = "the backlog quota is exceeded. Let the subscriptions catch up, or raise the quota"
 _QUOTAS = {7, 8}
@@ -110,7 +112,7 @@ def error_of(
             f"Could not {action} {what}: another consumer holds the range or the subscription "
             f"({said}). Stop that consumer, or use another subscription."
         )
-    if code == _TOPIC_NOT_FOUND or (code == _NOT_ALLOWED and denies_partition(said)):
+    if code == TOPIC_NOT_FOUND or (code == _NOT_ALLOWED and denies_partition(said)):
         return TopicNotFoundError(
             f"Could not {action} {what}: the topic does not exist. Create the topic, or correct "
             "its name."
@@ -123,7 +125,8 @@ def error_of(
             "Check the health of the broker."
         )
     named = _NAMED.get(code, f"the broker refuses with error {code}")
-    return BrokerError(f"Could not {action} {what}: {named} (the broker says: {said}).")
+    error = SubscriptionNotFoundError if code == _SUBSCRIPTION_NOT_FOUND else BrokerError
+    return error(f"Could not {action} {what}: {named} (the broker says: {said}).")
 
 
 def _denied(code: int, said: str, topic: str, who: str, permission: str) -> BrokerError:

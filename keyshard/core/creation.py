@@ -1,0 +1,67 @@
+"""Commands that create topics and subscriptions where a broker does not create them by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from shlex import quote
+
+from keyshard.errors import SubscriptionNotFoundError, TopicNotFoundError
+
+
+def create_topic(topic: str) -> str:
+    """Return the command that creates a topic without partitions."""
+    return f"pulsar-admin topics create {quote(topic)}"
+
+
+def create_subscription(topic: str, subscription: str, start: str = "earliest") -> str:
+    """Return the command that creates a subscription; ``start`` is ``earliest`` or ``latest``."""
+    return (
+        f"pulsar-admin topics create-subscription --subscription {quote(subscription)} "
+        f"--messageId {start} {quote(topic)}"
+    )
+
+
+def dead_letter_topic_missing(topic: str) -> TopicNotFoundError:
+    """Create the error for a dead-letter topic that the broker does not create."""
+    return TopicNotFoundError(
+        f"The dead-letter topic {topic} does not exist, and auto-creation of topics is off "
+        f"(allowAutoTopicCreation), so the broker does not create it. Run: {create_topic(topic)}",
+        topic=topic,
+    )
+
+
+def subscriptions_missing(
+    topics: Iterable[str], subscription: str, start: str = "earliest"
+) -> SubscriptionNotFoundError:
+    """Create the error for subscriptions of topics that the broker does not create.
+
+    Args:
+        topics: Full names, at least one.
+        subscription: Name of the subscription.
+        start: Its start, ``earliest`` or ``latest``.
+    """
+    names = sorted(set(topics))
+    commands = "; ".join(create_subscription(name, subscription, start) for name in names)
+    return SubscriptionNotFoundError(
+        f"Subscription {subscription!r} of {' and '.join(names)} does not exist, and auto-creation "
+        "of subscriptions is off (allowAutoSubscriptionCreation), so the broker does not create "
+        f"it. Run: {commands}",
+        topics=names,
+        subscription=subscription,
+    )
+
+
+def dead_letter_subscription_missing(
+    topic: str, subscription: str, *, topic_is_missing: bool
+) -> SubscriptionNotFoundError:
+    """Create the error for the subscription of a dead-letter topic."""
+    commands = create_subscription(topic, subscription)
+    if topic_is_missing:
+        commands = f"{create_topic(topic)}; {commands}"
+    return SubscriptionNotFoundError(
+        f"Subscription {subscription!r} of the dead-letter topic {topic} does not exist, and "
+        "auto-creation of subscriptions is off (allowAutoSubscriptionCreation), so the broker does "
+        f"not create it. Run: {commands}",
+        topics=[topic],
+        subscription=subscription,
+    )
