@@ -425,12 +425,19 @@ class Broker(OpensReaders, Protocol):
             BrokerError: The broker refuses the connection.
         """
 
-    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+    def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
         """Topic partitions of a full topic name; one with ``partition == -1`` if not partitioned.
+
+        A missing topic counts as one that is not partitioned.
+
+        Args:
+            topic: The full topic name.
+            create: Whether a broker that creates topics with partitions may create a missing one.
 
         Raises:
             BrokerUnavailableError: No answer before the operation timeout.
-            TopicNotFoundError: The topic does not exist, if the broker says so.
+            TopicNotFoundError: With ``create``: the topic does not exist, and the broker creates
+                none.
         """
 
     def watch_topics(

@@ -308,6 +308,6 @@ class OutputLog:
         if sink.topic != self._sink.topic and self._checkpointed:  # its own is checked at the start
             check_deduplication(sink, [sink.topic])
         assert self._broker is not None
-        partitions = self._broker.partitions(sink.topic)
+        partitions = self._broker.partitions(sink.topic, create=True)
         limit = self._open_producer(partitions).message_bytes_max - ENTRY_OVERHEAD
         return OutputTopic(sink.topic, partitions, limit)

@@ -130,7 +130,9 @@ def write(
     placed = [
         one
         for topic, rows in topics.items()
-        for one in place(rows, broker.partitions(topic), partition, config.hashing_scheme)
+        for one in place(
+            rows, broker.partitions(topic, create=True), partition, config.hashing_scheme
+        )
     ]
     once = config.delivery_guarantee == EXACTLY_ONCE
     writer = BatchWriter(

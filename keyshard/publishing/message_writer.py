@@ -47,7 +47,7 @@ class MessageWriter:
         self._broker = broker
         self._config = config
         self._counts = counts
-        self._partitions = broker.partitions(config.topic)
+        self._partitions = broker.partitions(config.topic, create=True)
         self._changed = threading.Condition()
         self._partition_of = lru_cache(KEYS_KEPT)(
             partial(key_partition, partitions=len(self._partitions), scheme=config.hashing_scheme)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pyarrow as pa
 
@@ -14,7 +14,7 @@ from keyshard.columns.outgoing import Outgoing, OutgoingSlice
 from keyshard.config.sink import EXACTLY_ONCE, SinkConfig
 from keyshard.core.position.entry import EntryId, namespace_of
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.errors import AuthorizationError, DeduplicationError
+from keyshard.errors import AuthorizationError, DeduplicationError, TopicNotFoundError
 from keyshard.publishing.batch_part import check_sizes
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def check_topics(
     topics = list(topics)
     with closing(connect(connection)) as broker:
         for topic in topics:
-            where = broker.partitions(topic)[0]
+            where = broker.partitions(topic, create=True)[0]
             broker.entry_producer(where, PublishOptions(schema=schema)).close()
     if sink.delivery_guarantee == EXACTLY_ONCE:
         check_deduplication(sink, topics)
@@ -56,8 +56,9 @@ def check_reading(sink: SinkConfig, topic: str) -> None:
         KeyShardError: The broker cannot be reached, or refuses.
     """
     with closing(connect(sink.how_to_connect())) as broker:
-        where = broker.partitions(topic)[0]
-        broker.reader(where, EntryId(0, 0)).close()
+        where = broker.partitions(topic, create=True)[0]
+        with suppress(TopicNotFoundError):  # the first task creates it
+            broker.reader(where, EntryId(0, 0)).close()
 
 
 def check_rows(broker: Broker, sink: SinkConfig, topics: Mapping[str, Outgoing]) -> None:
@@ -74,7 +75,7 @@ def check_rows(broker: Broker, sink: SinkConfig, topics: Mapping[str, Outgoing])
         KeyShardError: The broker cannot be reached, or refuses a producer.
     """
     for topic, rows in topics.items():
-        where = broker.partitions(topic)[0]
+        where = broker.partitions(topic, create=True)[0]
         how = PublishOptions(schema=rows.schema, compression=sink.compression)
         with closing(broker.entry_producer(where, how)) as producer:
             messages = OutgoingSlice(rows, 0, len(rows))

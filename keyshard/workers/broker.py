@@ -69,8 +69,8 @@ class RemoteBroker:
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return self._local.missing(topics)
 
-    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        return self._local.partitions(topic)
+    def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
+        return self._local.partitions(topic, create=create)
 
     def watch_topics(
         self, prefix: str, changed: Callable[[Collection[str]], None]

@@ -99,8 +99,9 @@ class ParkingProcess:
         return loaded(self.resting)
 
     def stored(self) -> list[Message]:
-        reader = self.client.reader(self.where, EntryId(0, 0))
-        with closing(reader):
+        if self.client.missing([self.where.topic]):
+            return []
+        with closing(self.client.reader(self.where, EntryId(0, 0))) as reader:
             found = []
             while not reader.at_end():
                 for block in reader.read(100):

@@ -620,10 +620,10 @@ def test_a_broker_that_is_away_at_the_start_is_asked_again(orders: CoordinatedTo
     away = [BrokerUnavailableError("away"), BrokerUnavailableError("away")]
 
     class Late(MemoryBroker):
-        def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
             if away:
                 raise away.pop()
-            return super().partitions(topic)
+            return super().partitions(topic, create=create)
 
     coordinator = Coordinator(orders.source, lambda: Late(orders.cluster))
     coordinator.start()

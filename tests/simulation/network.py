@@ -214,8 +214,8 @@ class Client:
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return self.network.request(lambda: self._inner.missing(topics))
 
-    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        return self.network.request(lambda: self._inner.partitions(topic))
+    def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
+        return self.network.request(lambda: self._inner.partitions(topic, create=create))
 
     def watch_topics(
         self,

@@ -57,7 +57,9 @@ class ClientBroker:
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return missing_topics(self._connection, self._credentials, topics)
 
-    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+    def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
+        if not create and self._is_missing(topic):
+            return (TopicPartition.parse(topic),)
         where = f"{topic} at {self._service_url}"
         with translated("look up", where), self._explained("consume", topic):
             names = self._client.get_topic_partitions(topic)
@@ -65,6 +67,13 @@ class ClientBroker:
                 # The client returns an empty list if it loses the connection during the request.
                 raise pulsar.NotConnected("the connection was lost")
         return tuple(sorted(TopicPartition.parse(name) for name in names))
+
+    def _is_missing(self, topic: str) -> bool:
+        """Whether the client would create a topic; ``False`` if no broker answers."""
+        try:
+            return bool(self.missing([topic]))
+        except BrokerUnavailableError:
+            return False  # the client says why
 
     def watch_topics(
         self,
@@ -108,6 +117,8 @@ class ClientBroker:
     ) -> ClientReader:
         topic = topic_partition.topic
         with translated("open a reader on", topic_partition), self._explained("consume", topic):
+            if topic_partition.partition < 0 and self._is_missing(topic):
+                raise pulsar.TopicNotFound
             reader = self._client.create_reader(
                 topic_partition.name,
                 _pulsar.MessageId(topic_partition.partition, start.ledger, start.entry, -1),

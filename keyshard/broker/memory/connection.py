@@ -60,7 +60,12 @@ class MemoryBroker:
         parts = {where.name for partitions in stored.values() for where in partitions}
         return frozenset(topics) - stored.keys() - parts
 
-    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+    def partitions(
+        self,
+        topic: str,
+        *,
+        create: bool = False,  # noqa: ARG002 - it creates topics without partitions
+    ) -> tuple[TopicPartition, ...]:
         self._check_open()
         return self._cluster.partitions(topic)
 
@@ -100,7 +105,9 @@ class MemoryBroker:
     ) -> MemoryReader:
         with self._cluster.lock:
             self._check_open()
-            log = self._cluster.open_log(topic_partition)
+            # A partition without entries may not be created yet, although its topic is.
+            find = self._cluster.open_log if topic_partition.partition >= 0 else self._cluster.log
+            log = find(topic_partition)
             reader = MemoryReader(self._cluster.lock, log, topic_partition, start, how.columns)
             self._readers.append(reader)
         return reader

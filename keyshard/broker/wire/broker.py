@@ -34,7 +34,7 @@ from keyshard.broker.wire.consumer import (
     WireReader,
     warn_of_unconfirmed,
 )
-from keyshard.broker.wire.errors import RefusedError, error_of
+from keyshard.broker.wire.errors import TOPIC_NOT_FOUND, RefusedError, error_of
 from keyshard.broker.wire.producer import WireProducer
 from keyshard.broker.wire.reconnect import Shared, first_answer
 from keyshard.columns.outgoing import OutgoingMessage
@@ -83,14 +83,16 @@ class WireBroker:
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return missing_topics(self._connection, self._credentials, topics)
 
-    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+    def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
         reason: KeyShardError | None = None
 
         def attempt(left_s: float) -> int:
             nonlocal reason
             try:
-                return self._shared.cluster.partitions(topic, left_s)
+                return self._shared.cluster.partitions(topic, left_s, create=create)
             except RefusedError as exc:
+                if exc.code == TOPIC_NOT_FOUND and not create:
+                    return 0
                 who = self._credentials.who()
                 raise error_of(exc, "look up", topic, topic, who, permission=EITHER) from exc
             except BrokerUnavailableError as exc:

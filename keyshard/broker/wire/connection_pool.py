@@ -79,15 +79,17 @@ class ConnectionPool:
         """Whether a host has answered as a broker so far."""
         return bool(self._open or self._apart)
 
-    def partitions(self, topic: str, timeout_s: float) -> int:
+    def partitions(self, topic: str, timeout_s: float, *, create: bool) -> int:
         """Return the number of partitions of a topic; 0 if it is not partitioned.
+
+        If ``create``, a broker that creates topics with partitions creates a missing one.
 
         Raises:
             BrokerUnavailableError: No answer in time (retriable).
             RefusedError: The broker refuses.
         """
         end_s = time.monotonic() + timeout_s
-        asked = api.PartitionedMetadata(topic=topic.encode())
+        asked = api.PartitionedMetadata(topic=topic.encode(), create=create)
         service = self._service(end_s)
         count = int(service.ask("partitioned_metadata", asked, _left(end_s)).partitions)
         if count > PARTITIONS_MAX:

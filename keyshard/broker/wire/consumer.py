@@ -337,6 +337,8 @@ class WireReader(WireSubscription):
             durable=False,
             start_message_id=start,
             initial_position=_EARLIEST,
+            # A partition without entries may not be created yet, although its topic is.
+            create=self.topic_partition.partition >= 0,
         )
 
 

@@ -146,6 +146,8 @@ def require_empty(broker: Broker, topic: str) -> None:
         ConfigError: It holds data.
         BrokerError: The broker cannot be reached.
     """
+    if broker.missing([topic]):
+        return
     for topic_partition in broker.partitions(topic):
         reader = broker.reader(topic_partition, EntryId(0, 0))
         try:

@@ -88,8 +88,8 @@ class RecordingBroker:
     def missing(self, topics: Sequence[str]) -> frozenset[str]:
         return self._broker.missing(topics)
 
-    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        return self._broker.partitions(topic)
+    def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
+        return self._broker.partitions(topic, create=create)
 
     def watch_topics(
         self, prefix: str, changed: Callable[[Collection[str]], None]

@@ -121,8 +121,8 @@ class FramedClient(Client):
         self.frozen = False
         """Whether its process is gone, and the broker does not know it."""
 
-    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        return self._wire.partitions(topic)
+    def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
+        return self._wire.partitions(topic, create=create)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> FramedConsumer:
         inner = self._wire.subscribe(spec, start)
