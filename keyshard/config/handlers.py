@@ -120,6 +120,11 @@ class HandlerConfig:
             topic = check_text("dead_letter_topic", self.dead_letter_topic, "name a topic")
             object.__setattr__(self, "dead_letter_topic", full_topic_name(topic))
 
+    @property
+    def writes_dead_letters(self) -> bool:
+        """Whether messages become dead letters although no handler rejects them."""
+        return self.on_failure != "stop" or self.null_keys == "reject"
+
     def __repr__(self) -> str:
         return short_repr(self, never=("ui_token",))
 

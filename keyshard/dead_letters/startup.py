@@ -32,6 +32,7 @@ def open_dead_letters(
     parked: Mapping[str, Any] | None = None,
     *,
     checkpointed: bool = False,
+    needed: bool = True,
     admin: Admin | None = None,
     fail: Callable[[KeyShardError], None],
 ) -> DeadLetterStore:
@@ -47,11 +48,15 @@ def open_dead_letters(
         config: Options of the source.
         parked: Result of :meth:`DeadLetterStore.checkpoint`; ``None``: the whole topic is read.
         checkpointed: Whether :meth:`DeadLetterStore.checkpoint` will be stored.
+        needed: Whether the broker must be able to create a missing topic. Otherwise only a dead
+            letter needs it.
         admin: Admin interface; ``None``: none.
         fail: Called with an unexpected error of a thread, which ends the source.
 
     Raises:
         ConfigError: The topic is partitioned.
+        TopicNotFoundError, SubscriptionNotFoundError: The topic or its subscription is missing, and
+            the broker does not create it.
         CheckpointError: The checkpoint's part about parked keys cannot be read.
         SubscriptionInUseError: Another source parks there with the same subscription.
         ReplayTimeoutError: The topic could not be read within ``replay_timeout_ms``.
@@ -64,6 +69,8 @@ def open_dead_letters(
     # If the checkpoint names a resting dead letter, a missing topic means that it was lost.
     rests = stored is not None and stored.claimed is not None
     if not rests and retry_until(keeper.is_missing, timeout_s):
+        if needed:
+            retry_until(lambda: keeper.check_creation(admin), timeout_s)
         return DeadLetterStore(
             broker, where, config, keeper, TopicState(),
             checkpointed=checkpointed, admin=admin, fail=fail,

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import closing
+from dataclasses import replace
 
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.connect import connect
 from keyshard.broker.port import Broker, Consumer, StartPosition, SubscriptionSpec
 from keyshard.broker.topics import PARKED
+from keyshard.config.connection import WIRE
 from keyshard.config.source import SourceConfig
+from keyshard.core.creation import dead_letter_subscription_missing, dead_letter_topic_missing
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.dead_letters.topic_scan import fold
 from keyshard.dead_letters.topic_state import TopicState
-from keyshard.errors import ConfigError, SubscriptionInUseError
+from keyshard.errors import (
+    ConfigError,
+    SubscriptionInUseError,
+    SubscriptionNotFoundError,
+    TopicNotFoundError,
+)
 
 RECEIVER_QUEUE_SIZE = 8
 """Messages that the client requests ahead; each may have the broker's maximum size."""
@@ -29,6 +40,7 @@ class DeadLetterSubscription:
         self._broker = broker
         self._where = where
         self._config = config
+        self._name = f"{config.subscription}{PARKED}"
         self._lock = threading.Lock()
         self.consumer: Consumer | None = None
         """Acknowledges entries that nothing needs; ``None``: there is no topic yet."""
@@ -37,12 +49,33 @@ class DeadLetterSubscription:
         """Whether there is no dead-letter topic; ``False`` if an old broker cannot tell."""
         return bool(self._broker.missing([self._where.topic]))
 
+    def check_creation(self, admin: Admin | None) -> None:
+        """Check that the broker will create the missing topic and its subscription.
+
+        It creates nothing. Without an admin interface, the subscription is not checked.
+
+        Raises:
+            TopicNotFoundError: The broker creates no topics.
+            SubscriptionNotFoundError: The broker creates no subscriptions.
+            BrokerError: The broker cannot be reached, or refused.
+        """
+        topic = self._where.topic
+        if admin is not None and not admin.creates_subscriptions(topic):
+            raise dead_letter_subscription_missing(topic, self._name, topic_is_missing=True)
+        try:
+            # The policy is that of the topic, but a look-up of one partition creates nothing.
+            self._broker.partitions(f"{topic}-partition-0", create=True)
+        except TopicNotFoundError:
+            raise dead_letter_topic_missing(topic) from None
+
     def hold(self) -> Consumer:
         """Subscribe, unless that is done; Pulsar creates a missing topic.
 
         Raises:
             ConfigError: The topic is partitioned.
             RangeConflictError: Another source parks there with the same subscription.
+            TopicNotFoundError: The topic is missing, and the broker does not create it.
+            SubscriptionNotFoundError: As before, for the subscription.
             BrokerError: The broker cannot be reached, or refused.
         """
         with self._lock:
@@ -86,7 +119,7 @@ class DeadLetterSubscription:
     def in_use(self) -> SubscriptionInUseError:
         """Make the error of a conflict over the subscription."""
         return SubscriptionInUseError(
-            f"Subscription '{self._config.subscription}{PARKED}' of {self._where} is in use: "
+            f"Subscription {self._name!r} of {self._where} is in use: "
             "another source with the same subscription parks keys there. Stop that source, or "
             "name another dead_letter_topic.",
             holders=[],
@@ -98,13 +131,24 @@ class DeadLetterSubscription:
                 f"The dead-letter topic {self._where} is partitioned, but dead letters need one "
                 "order. Set dead_letter_topic to a topic without partitions."
             )
-        return self._broker.subscribe(
-            SubscriptionSpec(
-                self._where,
-                f"{self._config.subscription}{PARKED}",
-                split_ring(1)[0],
-                consumer_name=f"keyshard-{socket.gethostname()}-parked",
-                receiver_queue_size=RECEIVER_QUEUE_SIZE,
-            ),
-            StartPosition.EARLIEST,
+        spec = SubscriptionSpec(
+            self._where,
+            self._name,
+            split_ring(1)[0],
+            consumer_name=f"keyshard-{socket.gethostname()}-parked",
+            receiver_queue_size=RECEIVER_QUEUE_SIZE,
         )
+        connection = self._config.how_to_connect()
+        try:
+            if connection.by_client:
+                # pulsar-client creates a missing topic with the partitions of the broker's policy,
+                # and repeats a refused subscription.
+                with closing(connect(replace(connection, transport=WIRE))) as by_wire:
+                    by_wire.subscribe(spec, StartPosition.EARLIEST).close()
+            return self._broker.subscribe(spec, StartPosition.EARLIEST)
+        except TopicNotFoundError:
+            raise dead_letter_topic_missing(self._where.topic) from None
+        except SubscriptionNotFoundError:
+            raise dead_letter_subscription_missing(
+                self._where.topic, self._name, topic_is_missing=False
+            ) from None

@@ -9,6 +9,7 @@ from contextlib import suppress
 from keyshard.broker.port import Broker, Consumer, Producer
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
+from keyshard.core.creation import dead_letter_topic_missing
 from keyshard.core.dead_letter import HEAD, PART, PARTS, PREFIX, DeadLetter
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
@@ -18,6 +19,7 @@ from keyshard.errors import (
     BrokerUnavailableError,
     MessageTooLargeError,
     RangeConflictError,
+    TopicNotFoundError,
 )
 
 PART_BYTES = 1024 * 1024
@@ -161,6 +163,8 @@ class DeadLetterWriter:
             return retry_until(attempt, self.timeout_s, stop=self._stopping)
         except RangeConflictError as exc:
             raise self._keeper.in_use() from exc
+        except TopicNotFoundError:
+            raise dead_letter_topic_missing(self._where.topic) from None
 
     def _open_producer(self) -> Producer:
         with self._lock:

@@ -333,14 +333,12 @@ class HandlerRun:
             self._handling.dead_letter_topic, known,
         )  # fmt: skip
         dead_letters = open_dead_letters(
-            coordinator.broker,
-            topic,
-            self._config,
-            known,
+            coordinator.broker, topic, self._config, known,
             checkpointed=self._store is not None,
+            needed=self._handling.writes_dead_letters or bool(self._config.parked),
             admin=coordinator.admin,
             fail=coordinator.consumers.shared.fail,
-        )
+        )  # fmt: skip
         self._committer = Committer(self.coordinator, self._store, checkpoint, dead_letters)
         self._parked = self._dispatcher.parking = FailedMessages(
             self._dispatcher,

@@ -12,6 +12,7 @@ import pytest
 
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.core.dead_letter import DeadLetter, DeadLetterKind
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import TopicPartition
@@ -24,6 +25,8 @@ from keyshard.errors import (
     DataLossTrimmedError,
     NotRunningError,
     SubscriptionInUseError,
+    SubscriptionNotFoundError,
+    TopicNotFoundError,
 )
 from tests.helpers import COMMITTED, P0, config, wait_until
 from tests.support.dead_letter_topic import discard
@@ -260,3 +263,40 @@ def test_a_topic_that_is_gone_with_nothing_in_it_is_begun_again(dlq: NewTopic) -
     saved = again.checkpoint(COMMITTED)
     dlq.die()
     assert dlq.open(saved).keys.parking.states() == {"k": ParkingState.PARKED}
+
+
+class CreatesNoTopics(MemoryBroker):
+    """A broker without auto-creation of topics."""
+
+    def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
+        if create and self.missing([topic]):
+            raise TopicNotFoundError("There is none.")
+        return super().partitions(topic)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_topic_that_is_not_created_by_itself_is_named_at_the_start_if_needed(
+    *, needed: bool
+) -> None:
+    broker, source = CreatesNoTopics(MemoryCluster()), config("orders")
+    if needed:
+        with pytest.raises(TopicNotFoundError, match=f"pulsar-admin topics create {WHERE}"):
+            open_dead_letters(broker, WHERE.topic, source, fail=print)
+    else:
+        open_dead_letters(broker, WHERE.topic, source, needed=False, fail=print).close()
+    broker.close()
+
+
+class CreatesNoSubscriptions(MemoryAdmin):
+    """The admin interface of a broker without auto-creation of subscriptions."""
+
+    def creates_subscriptions(self, topic: str) -> bool:  # noqa: ARG002
+        return False
+
+
+def test_a_subscription_that_is_not_created_by_itself_is_named_at_the_start(dlq: NewTopic) -> None:
+    broker, admin = MemoryBroker(dlq.cluster), CreatesNoSubscriptions(dlq.cluster)
+    with pytest.raises(SubscriptionNotFoundError, match="--subscription unit-parked"):
+        open_dead_letters(broker, WHERE.topic, config("orders"), admin=admin, fail=print)
+    assert dlq.topics == set()
+    broker.close()

@@ -111,6 +111,9 @@ class Admin(Protocol):
             Whether the subscription exists.
         """
 
+    def creates_subscriptions(self, topic: str) -> bool:
+        """Whether the broker creates subscriptions of a topic; true if this role may not ask."""
+
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 
     def consumer_limits(self, topic: str) -> tuple[int, int]:

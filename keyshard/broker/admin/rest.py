@@ -20,6 +20,7 @@ from keyshard.core.position.entry import (
     TopicPartition,
     full_topic_name,
     is_system_topic,
+    namespace_of,
 )
 from keyshard.core.position.ledger import (
     Ledger,
@@ -45,6 +46,8 @@ _OFF = "transactionCoordinatorEnabled"
 _RECOVERING = ("None", "Initializing", "Close")
 """States of a topic that is being loaded: the broker does not know its transactions yet."""
 
+_SUBSCRIPTIONS, _CREATES = "autoSubscriptionCreation", "allowAutoSubscriptionCreation"
+"""Policy of a namespace about new subscriptions, and its value; also a setting of the broker."""
 _INTERNAL = "#pulsar.internal."
 """Prefix of properties that the broker sets, keeps by itself, and refuses in a request."""
 
@@ -204,6 +207,17 @@ class PulsarAdmin:
             return False
         self._checked(path, answer)
         return True
+
+    def creates_subscriptions(self, topic: str) -> bool:
+        """Whether the broker creates subscriptions of a topic; true if this role may not ask."""
+        path = f"namespaces/{namespace_of(topic)}/{_SUBSCRIPTIONS}"
+        try:
+            response = self._checked(path, self._request("GET", path))
+        except (AuthorizationError, AdminError):
+            return True
+        if response.content:
+            return self._understood(path, response, lambda found: bool(found[_CREATES]))
+        return self.settings().get(_CREATES) != "false"
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
         """Maximum unacknowledged messages per consumer and per subscription; 0 for no limit.

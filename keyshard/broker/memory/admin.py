@@ -204,6 +204,10 @@ class MemoryAdmin:
             return found[-1] if found else None
         return found[version] if 0 <= version < len(found) else None
 
+    def creates_subscriptions(self, topic: str) -> bool:  # noqa: ARG002
+        """Whether the broker creates subscriptions of a topic."""
+        return True
+
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
         """Maximum unacknowledged messages per consumer and per subscription; 0 for no limit."""
         limits = self._cluster.unacked_limits
