@@ -44,6 +44,8 @@ UNPARKED_AT_ONCE = 2 * THREADS
 keys that are not parked."""
 KEYS_AT_ONCE = 1_000
 """Keys marked for unparking while the lock of the run is held."""
+ENDED_S = 30 * 86_400.0
+"""Time beyond every drain, seconds."""
 NO_KEY = "it has no key, and null_keys is 'reject'"
 
 _log = logging.getLogger(__name__)
@@ -445,7 +447,8 @@ class FailedMessages:
     def _failed(self, work: Work | None, error: KeyShardError) -> None:
         with self._run.changed:
             if work is not None:
-                self._run.lanes.again(work, time.monotonic(), str(error))
+                # The error ends the run, whose drain must not handle the message again.
+                self._run.lanes.again(work, time.monotonic() + ENDED_S, str(error))
             if not self._closed:
                 self._run.fail(error)
 

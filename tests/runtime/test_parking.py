@@ -20,7 +20,12 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.dead_letters.writer import DeadLetterWriter
-from keyshard.errors import BrokerUnavailableError, ConfigError, HandlerFailedError
+from keyshard.errors import (
+    BrokerUnavailableError,
+    ConfigError,
+    HandlerFailedError,
+    TopicNotFoundError,
+)
 from keyshard.handlers.failed_messages import UNPARKED_AT_ONCE
 from tests.helpers import present, wait_until
 from tests.support.deadlines import DeadlineError, deadline
@@ -565,6 +570,25 @@ def test_a_partitioned_dead_letter_topic_is_refused(parking: ParkingTopic) -> No
         run.thread.join(deadline(20))
     assert isinstance(run.error, ConfigError)
     assert "partitioned" in str(run.error)
+
+
+def test_a_message_whose_dead_letter_ends_the_source_runs_once(
+    parking: ParkingTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stop waits for the rest of the entry, but the message is not handled again meanwhile."""
+
+    def refused(_: DeadLetterWriter) -> None:
+        raise TopicNotFoundError("There is none.")
+
+    monkeypatch.setattr(DeadLetterWriter, "_open_producer", refused)
+    parking.rejected = {b"0"}
+    run = parking.run(drain_timeout_s=deadline(5))
+    with run:
+        parking.publish(*(f"key-{number}" for number in range(20)))
+        run.thread.join(deadline(20))
+    assert isinstance(run.error, TopicNotFoundError)
+    assert all(tried == [0] for tried in parking.tried.values())
+    assert parking.backlog() == 20
 
 
 def test_a_pattern_does_not_match_the_dead_letters_of_its_own_source(parking: ParkingTopic) -> None:
