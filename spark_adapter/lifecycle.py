@@ -29,6 +29,8 @@ WATCH_INTERVAL_S = 1.0
 """Time between two checks of the parent process and of the context's directory, seconds."""
 KEEP_CHECKS = 600
 """Checks after which the directory gets a new time, so that nothing deletes it for its age."""
+GONE_CHECKS = 2
+"""Checks in a row that do not find the directory, after which it counts as deleted."""
 STOP_TIMEOUT_S = 4.0
 """Longest time for the stop of the source, seconds."""
 
@@ -62,10 +64,15 @@ def end_with_host(stop: Callable[[], None], context_files: str = "") -> None:
 
     def watch() -> None:
         never, watched = threading.Event(), bool(context_files) and Path(context_files).is_dir()
+        gone = 0
         for check in itertools.count():
             if os.getppid() != parent:
                 leave(why=f"its parent process {parent} has ended")
             if watched and _is_gone(context_files, keep=check % KEEP_CHECKS == 0):
+                gone += 1
+            else:
+                gone = 0
+            if gone >= GONE_CHECKS:
                 leave(why=f"its SparkContext was stopped: {context_files} was deleted")
             never.wait(WATCH_INTERVAL_S)
 

@@ -16,7 +16,8 @@ from keyshard.errors import BrokerUnavailableError, KeyShardError
 from keyshard.threads import Fail, begin
 
 NEXT_S = 1.0
-"""Time without an answer after which the next host is asked too, seconds."""
+"""Longest time without an answer after which the next host is asked too, seconds. Many hosts are
+all asked within half of the time for the answer."""
 ANSWER_MARGIN_S = 1.0
 """Time that questions get beyond their deadline to report why they failed, seconds."""
 
@@ -30,8 +31,10 @@ def ip_addresses(host: str, port: int) -> Sequence[str]:
     Raises:
         OSError: The name is unknown.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    found = [one[4] for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    # The last of the four parts of an IPv6 address is the interface of a link-local one.
+    scopes = [f"%{one[3]}" if len(one) == 4 and one[3] else "" for one in found]
+    return list(dict.fromkeys(f"{one[0]}{scope}" for one, scope in zip(found, scopes, strict=True)))
 
 
 class HostQuestions(Generic[Host, Answer]):
@@ -74,27 +77,40 @@ class HostQuestions(Generic[Host, Answer]):
             Exception: An error of a question that is none of keyshard's.
         """
         end_s = time.monotonic() + timeout_s
+        wait_s = min(NEXT_S, timeout_s / 2 / max(1, len(hosts)))
         try:
             if len(hosts) == 1:
                 self._put(hosts[0])
             for asked, host in enumerate(hosts if len(hosts) > 1 else (), 1):
                 begin(f"keyshard-host-{host}", self._put, host, fail=self._fail)
                 last_s = end_s + ANSWER_MARGIN_S
-                next_s = min(time.monotonic() + NEXT_S, end_s)
+                next_s = time.monotonic() + wait_s
                 if self._is_answered(asked, last_s if asked == len(hosts) else next_s):
                     break
-        finally:
-            with self._changed:
-                self._over = True
+        except BaseException:
+            self._end()
+            raise
+        answer = self._end(keep=self._unexpected is None)
         if self._unexpected is not None:
             raise self._unexpected
-        if self._answers:
-            return self._answers[0]
+        if answer is not None:
+            return answer
         told = [host for host, _ in self.failed]
         silent = BrokerUnavailableError(
             "The broker did not answer in time. Check that it is running."
         )
         self.failed += [(host, silent) for host in hosts if host not in told]
+        return None
+
+    def _end(self, *, keep: bool = False) -> Answer | None:
+        """Wait for no more answers. Return the first, or discard it."""
+        with self._changed:
+            self._over = True
+            answers = list(self._answers)
+        if answers and keep:
+            return answers[0]
+        for answer in answers:
+            self._discard(answer)
         return None
 
     def _is_answered(self, asked: int, until_s: float) -> bool:

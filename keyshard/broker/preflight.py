@@ -21,7 +21,7 @@ from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.auth.errors import lacks, no_host_answers, no_ip_answers, not_accepted
 from keyshard.broker.auth.tls import tls_context, tls_error
 from keyshard.broker.framing import FrameReader, ProtocolError, command_of, framed
-from keyshard.broker.hosts import NEXT_S, HostQuestions, ip_addresses
+from keyshard.broker.hosts import HostQuestions, ip_addresses
 from keyshard.config.connection import Connection
 from keyshard.core.protobuf import Value, fields_of, message
 from keyshard.errors import (
@@ -73,11 +73,11 @@ def missing_topics(
         ConfigError: The issuer of tokens cannot be asked through the proxy of the environment.
         BrokerError: The broker refuses the connection.
     """
-    hosts = list(connection.hosts)
+    hosts = list(dict.fromkeys(connection.hosts))
     failed: dict[str, KeyShardError] = {}
     while left := [host for host in hosts if host not in failed]:
         asking = HostQuestions(partial(_asked, connection, credentials), discard=_Asking.close)
-        asked = asking.first(left, GREETING_S + len(left) * NEXT_S)
+        asked = asking.first(left, GREETING_S)
         failed |= dict(asking.failed)
         if asked is None:
             break
@@ -201,10 +201,10 @@ def _asked(connection: Connection, credentials: Credentials, host: str) -> _Aski
         ips = ip_addresses(name, port)
     except socket.gaierror:
         raise _failed(connection, f"the host name {name!r} is unknown") from None
-    if len(ips) == 1:
-        return connect(name)
+    except OSError as exc:
+        raise _failed(connection, f"{host}: {exc.strerror or exc}") from None
     asking = HostQuestions(connect, discard=_Asking.close)
-    made = asking.first(ips, GREETING_S + len(ips) * NEXT_S)
+    made = asking.first(ips, GREETING_S)
     if made is not None:
         return made
     raise no_ip_answers(host, asking.failed)

@@ -34,10 +34,19 @@ def _is_retriable(exc: BaseException) -> bool:
 class _StaysLimited(tenacity.stop.stop_base):
     """Ends the retries once a limit of the broker has been reached for too long to be passing."""
 
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        """When the limit was met; ``None`` while it is not."""
+
     def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
         error = retry_state.outcome.exception() if retry_state.outcome is not None else None
-        since_s = retry_state.seconds_since_start or 0.0
-        return isinstance(error, LimitReachedError) and since_s >= LIMITED_S
+        now_s = retry_state.seconds_since_start or 0.0
+        if not isinstance(error, LimitReachedError):
+            self._since_s = None
+            return False
+        if self._since_s is None:
+            self._since_s = now_s
+        return now_s - self._since_s >= LIMITED_S
 
 
 def retry_until(

@@ -163,7 +163,7 @@ class GapResolver:
             # Entries outside every checkpoint were acknowledged before the source began.
             doubted = _not_held(acknowledged_unknown(state, broker_state), view.held)
             lasting = self._acknowledged_long(evidence, now_ms, ack_gaps | doubted, broker_state)
-            self._report_lost(topic_partition, evidence, lasting.resolved & doubted)
+            self._report_lost(topic_partition, view, evidence, lasting.resolved & doubted)
             _leave_out(lasting, doubted - evidence.absent - evidence.lost)
             lasting.resolved &= ack_gaps
             proofs.merge(lasting)
@@ -208,12 +208,16 @@ class GapResolver:
         )  # fmt: skip
 
     def _report_lost(
-        self, topic_partition: TopicPartition, evidence: _GapEvidence, acknowledged: EntrySet
+        self,
+        topic_partition: TopicPartition,
+        view: AckGapsView,
+        evidence: _GapEvidence,
+        acknowledged: EntrySet,
     ) -> None:
         """Report, once, stored entries that another consumer acknowledged."""
         lost = acknowledged & (EntrySet.of(evidence.existing) | evidence.unplaced)
         if lost - evidence.lost:
-            self._lose(topic_partition, lost - evidence.lost)
+            self._lose(topic_partition, view, lost - evidence.lost)
         evidence.lost = lost
 
     def _read_over(
@@ -312,7 +316,7 @@ class GapResolver:
             self._shared.window.prove(topic_partition, proofs, owners)
             self._shared.lock.notify_all()
 
-    def _lose(self, topic_partition: TopicPartition, entries: EntrySet) -> None:
+    def _lose(self, topic_partition: TopicPartition, view: AckGapsView, entries: EntrySet) -> None:
         """Report stored entries that another consumer acknowledged and that no batch holds."""
         error = acked_elsewhere(topic_partition, self._config.subscription, entries)
         if self._config.fail_on_data_loss:
@@ -321,8 +325,8 @@ class GapResolver:
         _log.warning("%s Resolved, because fail_on_data_loss is false.", error)
         with self._shared.lock:
             known = self._shared.window.known.get(topic_partition)
-            if known is not None:
-                known.lost |= entries
+            if known is view.window:
+                known.lose(entries)
 
 
 def _not_held(entries: EntrySet, held: Collection[EntryId]) -> EntrySet:

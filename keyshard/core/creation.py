@@ -24,8 +24,9 @@ def create_subscription(topic: str, subscription: str, start: str = "earliest") 
 def dead_letter_topic_missing(topic: str) -> TopicNotFoundError:
     """Create the error for a dead-letter topic that the broker does not create."""
     return TopicNotFoundError(
-        f"The dead-letter topic {topic} does not exist, and auto-creation of topics is off "
-        f"(allowAutoTopicCreation), so the broker does not create it. Run: {create_topic(topic)}",
+        f"The dead-letter topic {topic} does not exist, and the broker does not create it, because "
+        "auto-creation of topics is off (allowAutoTopicCreation), or its namespace does not "
+        f"exist. Run: {create_topic(topic)}",
         topic=topic,
     )
 

@@ -118,6 +118,10 @@ class CheckpointStore:
             if copy is not None and _is_whole(copy):
                 self._only_copy = True
                 text = copy
+                _log.warning(
+                    "%s is missing or cut off, so its copy %s.new is used; to begin anew, delete "
+                    "both", self._url, self._url,
+                )  # fmt: skip
         if text is None:
             return None
         try:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from keyshard.broker.memory import MemoryBroker, Message
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.gap_resolver import GapResolver
 from keyshard.core.position.checkpoint import Checkpoint
-from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.subscription_state import CursorState
@@ -529,6 +531,71 @@ def counting(topic: GapTopic, monkeypatch: pytest.MonkeyPatch) -> CountingAdmin:
     monkeypatch.setattr("keyshard.coordinator.gap_resolver.ROUND_S", 0.02)
     monkeypatch.setattr("keyshard.coordinator.gap_resolver.READ_SHARE", 1.0)
     return CountingAdmin(topic.cluster)
+
+
+class LateAdmin(MemoryAdmin):
+    """An admin interface during whose answer about known losses something happens, once."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        super().__init__(cluster)
+        self.seen: Callable[[TopicPartition], bool] = lambda _: False
+        self.happens: Callable[[], object] | None = None
+
+    def broker_state(self, *asked: Any) -> Any:
+        resolves = threading.current_thread().name == "keyshard-gap-resolver"
+        if resolves and self.happens is not None and self.seen(asked[0]):
+            happens, self.happens = self.happens, None
+            happens()
+        return super().broker_state(*asked)
+
+
+def test_entries_that_are_delivered_during_a_look_are_not_lost(
+    topic: GapTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries that others acknowledged come, and are committed, while the broker is asked."""
+    monkeypatch.setattr("keyshard.coordinator.gap_resolver.ROUND_S", 0.02)
+    monkeypatch.setattr("keyshard.coordinator.gap_resolver.READ_SHARE", 1.0)
+    admin, gate = LateAdmin(topic.cluster), Gate()
+    resolvers: list[GapResolver] = []
+    begin = GapResolver.__init__
+
+    def noted(resolver: GapResolver, *args: Any, **how: Any) -> None:
+        begin(resolver, *args, **how)
+        resolvers.append(resolver)
+
+    def seen(where: TopicPartition) -> bool:
+        evidence = resolvers[0]._evidence.get(where)
+        return evidence is not None and bool(evidence.existing or evidence.unplaced)
+
+    monkeypatch.setattr(GapResolver, "__init__", noted)
+    source = topic.source(fail_on_data_loss=False, settle_after_ms=40)
+    coordinator = Coordinator(source, lambda: GatedBroker(topic.cluster, gate), admin)
+    entries = topic.publish(FAST_KEY, SLOW_KEY, FAST_KEY)
+    coordinator.start()
+    delivered: list[int] = []
+
+    def deliver() -> None:
+        gate.open()
+        received(coordinator, 23)
+        end = cut(coordinator)
+        rows = rows_of(coordinator, end)
+        coordinator.batches.release(end)
+        wait_until(lambda: coordinator.status()["windowRows"] == 0)
+        delivered.append(sum(map(len, rows.values())))
+
+    try:
+        received(coordinator, 2)
+        commit(coordinator)
+        late = [entries[1], *topic.publish(*[SLOW_KEY] * 20)]
+        admin.seen, admin.happens = seen, deliver
+        topic.acknowledge(late)
+        wait_until(lambda: delivered)
+        one_more(topic, coordinator)
+        one_more(topic, coordinator)
+        assert delivered == [21]
+        assert coordinator.status()["entriesLost"] == 0
+    finally:
+        coordinator.stop()
 
 
 def test_entries_that_come_after_all_are_not_counted_as_lost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -272,6 +273,65 @@ def test_a_new_connection_to_a_load_balancer_answers_for_an_unresponsive_one(
     broker.partitions(TOPIC)
     assert len(balancer.sessions) == 2, "the new connection replaces the old one"
     balancer.is_well()
+
+
+def test_a_name_is_resolved_once_for_a_connection(
+    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = cluster.broker()
+    real, asked = socket.getaddrinfo, []
+
+    def found(host: Any, port: Any, *args: Any, **how: Any) -> list[Any]:
+        if host != "one-address":
+            return real(host, port, *args, **how)
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    broker.host = f"one-address:{broker.port}"
+    assert asked_first(broker) == frozenset()
+    assert len(asked) == 1
+    connect(broker, **LONG).partitions(TOPIC)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), socket.gaierror(-2, "?")])
+def test_a_name_that_cannot_be_resolved_is_an_error_of_the_broker(
+    error: OSError, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(*_: Any, **__: Any) -> list[Any]:
+        raise error
+
+    broker = cluster.broker()
+    monkeypatch.setattr(socket, "getaddrinfo", failed)
+    with pytest.raises(BrokerUnavailableError):
+        asked_first(broker)
+
+
+def test_all_of_many_hosts_are_asked_in_half_of_the_time() -> None:
+    asking: hosts.HostQuestions[int, int] = hosts.HostQuestions(lambda _: answers.wait())
+    answers, began_s = threading.Event(), time.monotonic()
+    assert asking.first(range(40), 0.5) is None
+    answers.set()
+    assert time.monotonic() - began_s < DEADLINE_S
+    assert len(asking.failed) == 40
+
+
+def test_an_answer_is_discarded_if_another_host_fails_unexpectedly() -> None:
+    """Both come while the first host is asked, so both are there when the wait ends."""
+    discarded: list[str] = []
+
+    def ask(host: str) -> str:
+        if host == "bad":
+            raise RuntimeError
+        return host
+
+    asking = hosts.HostQuestions(ask, discard=discarded.append)
+    asking._put("good")
+    asking._put("bad")
+    with pytest.raises(RuntimeError):
+        asking.first(["good"], 1.0)
+    assert "good" in discarded
 
 
 def test_a_connection_that_opens_too_late_is_closed(

@@ -213,11 +213,11 @@ class PulsarAdmin:
         path = f"namespaces/{namespace_of(topic)}/{_SUBSCRIPTIONS}"
         try:
             response = self._checked(path, self._request("GET", path))
+            if response.content:
+                return self._understood(path, response, lambda found: bool(found[_CREATES]))
+            return self.settings().get(_CREATES) != "false"
         except (AuthorizationError, AdminError):
             return True
-        if response.content:
-            return self._understood(path, response, lambda found: bool(found[_CREATES]))
-        return self.settings().get(_CREATES) != "false"
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
         """Maximum unacknowledged messages per consumer and per subscription; 0 for no limit.

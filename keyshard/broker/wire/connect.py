@@ -31,7 +31,7 @@ class Address(NamedTuple):
     behind_proxy: str = ""
     """``host:port`` of the broker behind a proxy; empty without a proxy."""
     ip: str = ""
-    """The IP address of several that the host name has; empty for the only one."""
+    """An IP address of the host; empty if its name is not resolved yet."""
 
     @property
     def authority(self) -> str:
@@ -44,14 +44,14 @@ class Address(NamedTuple):
 
 
 def resolved(address: Address, connection: Connection) -> Sequence[Address]:
-    """Return an address once for each IP address, if its host name has several.
+    """Return an address once for each IP address of its host name.
 
     Raises:
         BrokerUnavailableError: The name is unknown (retriable).
     """
     with _explained(address, connection):
         ips = ip_addresses(address.host, address.port)
-    return [address._replace(ip=ip) for ip in ips] if len(ips) > 1 else [address]
+    return [address._replace(ip=ip) for ip in ips]
 
 
 def open_socket(address: Address, connection: Connection, timeout_s: float) -> socket.socket:

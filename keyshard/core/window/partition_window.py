@@ -361,6 +361,12 @@ class PartitionWindow:
         )
         return newly
 
+    def lose(self, entries: EntrySet) -> None:
+        """Take entries that another client acknowledged, but for those that are done meanwhile."""
+        floor = self.state.floor
+        left = entries if floor is None else entries.above(floor)
+        self.lost |= left - self.state.delivered
+
     def newly_lost(self) -> int:
         """Return the number of lost entries that the newest state resolves, each once.
 
