@@ -139,7 +139,8 @@ REFERENCES = (
         "The broker, the namespace or the topic limits the number of consumers, producers, "
         "subscriptions or topics, and `parallelism` or other applications reach the limit. A start "
         "retries for 5 s, because a program that just ended may still count. A running source "
-        "retries until there is room, and its status and log name the limit.",
+        "names the limit in status and log, and retries: until there is room for a lost consumer, "
+        "and for `subscribe_timeout_ms` if it gives a range to a new consumer.",
         "Use fewer of them, or raise the limit with the command that the message names.",
     ),
     Reference(
