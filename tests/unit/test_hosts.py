@@ -12,7 +12,7 @@ import pytest
 
 from keyshard.broker import hosts, preflight
 from keyshard.broker.auth.credentials import Credentials
-from keyshard.broker.wire import connection_pool, keep_alive
+from keyshard.broker.wire import connection_pool, keep_alive, subscription
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
 from keyshard.core.protobuf import message
@@ -188,6 +188,19 @@ def test_brokers_of_earlier_look_ups_answer_for_a_frozen_host(
     frozen.cut_all()
     healthy.cut_all()
     wait_until(lambda: healthy.asked.count("lookup") == 1)
+    wait_until(consumer.is_connected)
+
+
+def test_a_consumer_that_waits_for_the_service_url_says_so(
+    cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscription, "WAITS_S", 0.1)
+    frozen = cluster.broker()
+    consumer = consumer_of(connect(frozen, **LONG))
+    frozen.freeze()
+    frozen.cut_all()
+    wait_until(lambda: "The broker at service_url has not answered" in consumer.problem())
+    frozen.is_well()
     wait_until(consumer.is_connected)
 
 

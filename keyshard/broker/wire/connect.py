@@ -35,7 +35,9 @@ class Address(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """``host:port``, as in a URL."""
+        """``host:port``, as in a URL; without port 0, which stands for no address."""
+        if not self.port:
+            return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
