@@ -422,7 +422,7 @@ OF_BATCHES = (
             Edit(
                 "keyshard/coordinator/gap_resolver.py",
                 "            self._report_lost("
-                "topic_partition, evidence, lasting.resolved & doubted)\n"
+                "topic_partition, view, evidence, lasting.resolved & doubted)\n"
                 "            _leave_out(lasting, doubted - evidence.absent - evidence.lost)\n",
                 "",
             ),
