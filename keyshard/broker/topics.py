@@ -13,6 +13,7 @@ from keyshard.broker.admin.port import Admin
 from keyshard.broker.port import Broker, TopicWatch
 from keyshard.broker.retry import FIRST_TRIES_S, retry_until
 from keyshard.config.source import SourceConfig
+from keyshard.core.creation import create_or_correct
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_pattern import TopicPattern
@@ -212,7 +213,7 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
 
 def _not_found(topic: str) -> TopicNotFoundError:
     return TopicNotFoundError(
-        f"Topic {topic} does not exist. Create the topic, or correct its name.", topic=topic
+        f"Topic {topic} does not exist. {create_or_correct(topic)}", topic=topic
     )
 
 

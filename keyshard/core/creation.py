@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from shlex import quote
 
-from keyshard.errors import SubscriptionNotFoundError, TopicNotFoundError
+from keyshard.errors import ConfigError, SubscriptionNotFoundError, TopicNotFoundError
 
 
 def create_topic(topic: str) -> str:
     """Return the command that creates a topic without partitions."""
     return f"pulsar-admin topics create {quote(topic)}"
+
+
+def create_or_correct(topic: str) -> str:
+    """Return the remedy for a topic, or a partition of a topic, that does not exist."""
+    whole, separator, number = topic.rpartition("-partition-")
+    command = create_topic(topic)
+    if separator and number.isdecimal():
+        command = f"pulsar-admin topics create-missed-partitions {quote(whole)}"
+    return f"Create the topic ({command}), or correct its name."
 
 
 def create_subscription(topic: str, subscription: str, start: str = "earliest") -> str:
@@ -28,6 +37,16 @@ def dead_letter_topic_missing(topic: str) -> TopicNotFoundError:
         "auto-creation of topics is off (allowAutoTopicCreation), or its namespace does not "
         f"exist. Run: {create_topic(topic)}",
         topic=topic,
+    )
+
+
+def dead_letter_topic_partitioned(topic: str) -> ConfigError:
+    """Create the error for a dead-letter topic with partitions."""
+    return ConfigError(
+        f"The dead-letter topic {topic} is partitioned, but dead letters need one order. Set "
+        "dead_letter_topic to a topic without partitions; a missing one is created without. If "
+        "this one is empty, you can also delete it: pulsar-admin topics delete-partitioned-topic "
+        f"{quote(topic)}"
     )
 
 

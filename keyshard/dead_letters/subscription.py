@@ -17,13 +17,16 @@ from keyshard.broker.port import Broker, Consumer, StartPosition, SubscriptionSp
 from keyshard.broker.topics import PARKED
 from keyshard.config.connection import WIRE
 from keyshard.config.source import SourceConfig
-from keyshard.core.creation import dead_letter_subscription_missing, dead_letter_topic_missing
+from keyshard.core.creation import (
+    dead_letter_subscription_missing,
+    dead_letter_topic_missing,
+    dead_letter_topic_partitioned,
+)
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.dead_letters.topic_scan import fold
 from keyshard.dead_letters.topic_state import TopicState
 from keyshard.errors import (
-    ConfigError,
     SubscriptionInUseError,
     SubscriptionNotFoundError,
     TopicNotFoundError,
@@ -127,10 +130,7 @@ class DeadLetterSubscription:
 
     def _subscribe(self) -> Consumer:
         if self._broker.partitions(self._where.topic) != (self._where,):
-            raise ConfigError(
-                f"The dead-letter topic {self._where} is partitioned, but dead letters need one "
-                "order. Set dead_letter_topic to a topic without partitions."
-            )
+            raise dead_letter_topic_partitioned(self._where.topic)
         spec = SubscriptionSpec(
             self._where,
             self._name,

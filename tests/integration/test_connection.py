@@ -210,7 +210,7 @@ def test_a_missing_permission(broker: DevBroker, topic_name: str) -> None:
     create_partitioned_topic(broker.connection, topic_name, 2)
     refused(
         broker, as_role(broker), topic_name, AuthorizationError, f"Role {ROLE!r} lacks",
-        f"{FULL}{topic_name}", "'consume'",
+        f"{FULL}{topic_name}", "permission 'consume",
     )  # fmt: skip
 
 

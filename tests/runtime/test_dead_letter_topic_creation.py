@@ -22,6 +22,7 @@ from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import (
     AuthorizationError,
     BrokerUnavailableError,
+    ConfigError,
     DataLossTrimmedError,
     NotRunningError,
     SubscriptionInUseError,
@@ -300,3 +301,10 @@ def test_a_subscription_that_is_not_created_by_itself_is_named_at_the_start(dlq:
         open_dead_letters(broker, WHERE.topic, config("orders"), admin=admin, fail=print)
     assert dlq.topics == set()
     broker.close()
+
+
+def test_a_partitioned_topic_is_named_with_the_command_that_deletes_it(dlq: NewTopic) -> None:
+    dlq.cluster.create_topic(WHERE.topic, 2)
+    command = f"pulsar-admin topics delete-partitioned-topic {WHERE}"
+    with pytest.raises(ConfigError, match=f"is partitioned.*{command}"):
+        dlq.open()

@@ -522,7 +522,7 @@ def test_a_refused_connection_and_a_refused_range_are_distinguished(
         (4, AuthorizationError, "consume"),
         (7, BrokerError, "ProducerBlockedQuotaExceededError: the backlog quota"),
         (8, BrokerError, "ProducerBlockedQuotaExceededException: the backlog quota"),
-        (11, TopicNotFoundError, "does not exist"),
+        (11, TopicNotFoundError, f"Create the topic (pulsar-admin topics create {TOPIC.topic})"),
         (12, SubscriptionNotFoundError, "SubscriptionNotFound"),
         (14, BrokerUnavailableError, "too many concurrent requests"),
         (15, BrokerError, "TopicTerminatedError"),

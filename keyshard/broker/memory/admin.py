@@ -9,6 +9,7 @@ from typing import Any
 from keyshard.broker.admin.port import BEGINS_PROPERTY
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.dispatch import Subscription
+from keyshard.core.creation import create_or_correct
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
@@ -236,7 +237,7 @@ class MemoryAdmin:
     def _require(self, topic_partition: TopicPartition) -> None:
         if self._topic_of(topic_partition) is None:
             raise AdminError(
-                f"{topic_partition} does not exist. Create the topic, or correct its name."
+                f"{topic_partition} does not exist. {create_or_correct(topic_partition.name)}"
             )
 
 

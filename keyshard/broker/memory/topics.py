@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from keyshard.broker.memory.log import EntryLog, Message
+from keyshard.core.creation import create_or_correct
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.releases import Release
 from keyshard.core.topic_schema import TopicSchema
@@ -131,7 +132,7 @@ class TopicStore:
             return self._logs[topic_partition]
         except KeyError:
             raise TopicNotFoundError(
-                f"{topic_partition} does not exist. Create the topic, or correct its name.",
+                f"{topic_partition} does not exist. {create_or_correct(topic_partition.name)}",
                 topic=topic_partition.topic,
             ) from None
 

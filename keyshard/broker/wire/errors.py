@@ -6,6 +6,7 @@ import re
 
 from keyshard.broker.auth.errors import lacks, not_accepted
 from keyshard.broker.unconfirmed import AcceptedLostError, MaybeStoredError
+from keyshard.core.creation import create_or_correct
 from keyshard.core.limits import limit_of, limit_refused
 from keyshard.core.position.entry import TopicPartition, namespace_of
 from keyshard.core.publishing import ForgottenError, OtherWriterError, UnfitError, UnsureError
@@ -114,8 +115,7 @@ def error_of(
         )
     if code == TOPIC_NOT_FOUND or (code == _NOT_ALLOWED and denies_partition(said)):
         return TopicNotFoundError(
-            f"Could not {action} {what}: the topic does not exist. Create the topic, or correct "
-            "its name."
+            f"Could not {action} {what}: the topic does not exist. {create_or_correct(topic)}"
         )
     if code in (_NOT_AUTHORIZED, NOT_AUTHENTICATED):
         return _denied(code, said, topic, who, permission)
