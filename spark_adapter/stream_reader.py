@@ -55,6 +55,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 FLUSH_S = 1.0
 """Longest time to export spans when the query ends, seconds."""
+COUNTS_LOGGED = (
+    "malformedDropped", "malformedNulls", "unreadable", "corruptSkipped", "encryptedSkipped",
+    "entriesNotDue", "entriesLost",
+)  # fmt: skip
+"""Counts of progress that the end of a query logs: rows that are missing or incomplete."""
 
 
 class KeyShardPartition(InputPartition):
@@ -86,6 +91,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._runtime: _Runtime | None = None
         self._monitor: Monitor | None = None
         self._available_now = False
+        self._counts_logged = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Spark pickles the reader into its Python workers, which only call read().
@@ -95,6 +101,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             "_runtime": None,
             "_monitor": None,
             "_available_now": self._available_now,
+            "_counts_logged": False,
         }
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
@@ -136,16 +143,38 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         runtime = self._runtime or self._start(Checkpoint.from_dict(start))
         rows_max = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        return runtime.latest(start, rows_max) or start
+        end = runtime.latest(start, rows_max)
+        if end is None and self._available_now:
+            self._log_counts()
+        return end or start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """Return the source's entry in ``StreamingQueryProgress``."""
-        if self._runtime is None:
-            return None
-        found, plan = self._runtime.server.malformed, self._rows.plan
+        return None if self._runtime is None else self._progress(self._runtime)
+
+    def _progress(self, runtime: _Runtime) -> dict[str, Any]:
+        found, plan = runtime.server.malformed, self._rows.plan
         drops = plan is not None and plan.mode == DROPMALFORMED
         counts = {"malformedDropped": found * drops, "malformedNulls": found * (not drops)}
-        return {**self._runtime.coordinator.status(), **counts}
+        return {**runtime.coordinator.status(), **counts}
+
+    def _log_counts(self) -> None:
+        """Log which rows are missing or incomplete, once, at the end of the query.
+
+        Spark asks for progress before the tasks of a batch run, so the progress of the last batch
+        lacks what its tasks found.
+        """
+        if self._runtime is None or self._counts_logged:
+            return
+        self._counts_logged = True
+        progress = self._progress(self._runtime)
+        found = [f"{name} {progress[name]}" for name in COUNTS_LOGGED if progress[name]]
+        if found:
+            _log.warning(
+                "The query of subscription %s ends. Rows missing or incomplete since its start: "
+                "%s.",
+                self._source.subscription, ", ".join(found),
+            )  # fmt: skip
 
     @as_spark_error()
     def partitions(
@@ -191,6 +220,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._monitor.close()
         if self._runtime:
             self._runtime.stop()
+            self._log_counts()
 
     def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> _Runtime:
         keep_content_in_workers()

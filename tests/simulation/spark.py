@@ -287,6 +287,8 @@ class _Ticket:
 class _Server:
     """Stands where the Flight server stood."""
 
+    malformed = 0
+
     def __init__(self, batches: Batches, _host: str) -> None:
         self._batches = batches
 

@@ -14,6 +14,7 @@ from keyshard import Checkpoint, KeyShardSource
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.control import running_source, running_sources
+from keyshard.coordinator.batch_server import report_malformed
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.errors import (
     AsyncProgressError,
@@ -355,6 +356,41 @@ def test_a_bounded_query_ends_and_stays_ended(setup: ReaderSetup) -> None:
     output = host.reader.reportLatestOffset()
     assert output is not None
     assert output["malformedDropped"] == output["malformedNulls"] == 0
+
+
+def test_the_end_of_a_query_logs_what_the_tasks_of_its_last_batch_found(
+    setup: ReaderSetup, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Spark asks for progress before the tasks of a batch run, so a query of one batch shows none.
+    host = setup.host()
+    setup.publish(10)
+    host.reader.prepareForTriggerAvailableNow()
+    start = host.reader.initialOffset()
+    end = host.reader.latestOffset(start, LIMIT)
+    first, *_ = host.reader.partitions(start, end)
+    assert present(host.reader.reportLatestOffset())["malformedNulls"] == 0
+    report_malformed(first.ticket, 3)  # type: ignore[attr-defined]
+    found = "Rows missing or incomplete since its start: malformedNulls 3."
+    assert found not in caplog.text
+    for _ in range(2):
+        assert host.reader.latestOffset(end, LIMIT) == end
+    host.reader.stop()
+    assert caplog.text.count(found) == 1
+
+
+def test_a_query_that_is_stopped_logs_what_its_tasks_found(
+    setup: ReaderSetup, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = setup.host()
+    setup.publish(10)
+    start = host.reader.initialOffset()
+    host.reader.latestOffset(start, LIMIT)
+    host.wait(10)
+    end = host.reader.latestOffset(start, LIMIT)
+    first, *_ = host.reader.partitions(start, end)
+    report_malformed(first.ticket, 2)  # type: ignore[attr-defined]
+    host.reader.stop()
+    assert caplog.text.count("since its start: malformedNulls 2.") == 1
 
 
 def test_once_is_refused(setup: ReaderSetup) -> None:
