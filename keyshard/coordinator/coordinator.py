@@ -292,8 +292,9 @@ class Coordinator:
         self.discovery.stop()
 
     def check(self) -> None:
-        """Raise the error that ended the source, if there was one."""
-        self.consumers.shared.check()
+        """Raise the error that ended the started source, if there was one."""
+        if self.started:
+            self.consumers.shared.check()
 
     @property
     def broker(self) -> Broker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.port import Broker
@@ -18,11 +18,18 @@ from keyshard.dead_letters.parking import ParkedKeys
 from keyshard.dead_letters.replay import DeadLetterReader
 from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.dead_letters.subscription import DeadLetterSubscription
-from keyshard.dead_letters.topic_scan import fold, stored_state
+from keyshard.dead_letters.topic_scan import Check, fold, is_needed, stored_state
 from keyshard.dead_letters.topic_state import TopicState
-from keyshard.errors import ConfigError, KeyShardError, RangeConflictError, TopicNotFoundError
+from keyshard.errors import (
+    ConfigError,
+    KeyShardError,
+    RangeConflictError,
+    RuntimeStoppedError,
+    TopicNotFoundError,
+)
 
 _log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 def open_dead_letters(
@@ -35,6 +42,7 @@ def open_dead_letters(
     needed: bool = True,
     admin: Admin | None = None,
     fail: Callable[[KeyShardError], None],
+    check: Callable[[], None] = is_needed,
 ) -> DeadLetterStore:
     """Subscribe the dead-letter topic of a source, and find its parked keys.
 
@@ -52,8 +60,10 @@ def open_dead_letters(
             letter needs it.
         admin: Admin interface; ``None``: none.
         fail: Called with an unexpected error of a thread, which ends the source.
+        check: Called before each request; raises a ``KeyShardError`` if the source has ended.
 
     Raises:
+        RuntimeStoppedError: ``check`` raised.
         ConfigError: The topic is partitioned.
         TopicNotFoundError, SubscriptionNotFoundError: The topic or its subscription is missing, and
             the broker does not create it.
@@ -62,31 +72,38 @@ def open_dead_letters(
         ReplayTimeoutError: The topic could not be read within ``replay_timeout_ms``.
         BrokerError: The broker cannot be reached, or refused.
     """
-    timeout_s = config.operation_timeout_ms / 1000
+    timeout_s, check_source = config.operation_timeout_ms / 1000, _unless_ended(check)
+
+    def retried(request: Callable[[], _Result], longest_s: float = timeout_s) -> _Result:
+        def checked() -> _Result:
+            check_source()
+            return request()
+
+        return retry_until(checked, longest_s)
+
     where = TopicPartition(topic)
     keeper = DeadLetterSubscription(broker, where, config)
     stored = None if parked is None else TopicState.from_dict(parked)
     # If the checkpoint names a resting dead letter, a missing topic means that it was lost.
     rests = stored is not None and stored.claimed is not None
-    if not rests and retry_until(keeper.is_missing, timeout_s):
+    if not rests and retried(keeper.is_missing):
         if needed:
-            retry_until(lambda: keeper.check_creation(admin), timeout_s)
+            retried(lambda: keeper.check_creation(admin))
         return DeadLetterStore(
             broker, where, config, keeper, TopicState(),
             checkpointed=checkpointed, admin=admin, fail=fail,
         )  # fmt: skip
     try:
-        consumer = retry_until(keeper.hold, config.subscribe_timeout_ms / 1000)
+        consumer = retried(keeper.hold, config.subscribe_timeout_ms / 1000)
     except RangeConflictError as exc:
         raise keeper.in_use() from exc
 
     def folded() -> tuple[TopicState, list[EntryId]]:
         state = TopicState() if parked is None else TopicState.from_dict(parked)
-        return state, fold(broker, where, state, consumer, config)
+        return state, fold(broker, where, state, consumer, config, check=check_source)
 
     try:
-        replay_s = config.replay_timeout_ms / 1000
-        state, finished = retry_until(folded, replay_s)
+        state, finished = retried(folded, config.replay_timeout_ms / 1000)
     except BaseException:
         keeper.close()
         raise
@@ -138,6 +155,8 @@ def find_dead_letter_topic(
     config: SourceConfig,
     named: str | None,
     known: Mapping[str, Any] | None,
+    *,
+    check: Callable[[], None] = is_needed,
 ) -> tuple[str, Mapping[str, Any] | None]:
     """Return the dead-letter topic of a source that starts, and the checkpoint's part about it.
 
@@ -147,8 +166,10 @@ def find_dead_letter_topic(
         config: Options of the source.
         named: Topic that the user named.
         known: Part of the checkpoint about parked keys.
+        check: As for :func:`open_dead_letters`.
 
     Raises:
+        RuntimeStoppedError: ``check`` raised.
         ConfigError: Dead letters rest in another topic than the named one, or in several.
         BrokerError: The broker cannot be reached, or refused.
     """
@@ -168,7 +189,11 @@ def find_dead_letter_topic(
     names = config.default_dead_letter_topics
     if len(names) == 1:
         return names[0], known
-    holding = [name for name in names if _holds(broker, admin, config, TopicPartition(name))]
+    holding = [
+        name
+        for name in names
+        if _holds(broker, admin, config, TopicPartition(name), check=_unless_ended(check))
+    ]
     if len(holding) > 1:
         raise ConfigError(
             f"Dead letters of parked keys of {config.subscription!r} are in "
@@ -179,8 +204,27 @@ def find_dead_letter_topic(
     return (holding or names)[0], known
 
 
+def _unless_ended(check: Callable[[], None]) -> Check:
+    """Make the error of an ended source one that is not retried, whatever it is."""
+
+    def checked() -> None:
+        try:
+            check()
+        except KeyShardError as exc:
+            raise RuntimeStoppedError(
+                f"The source ended before its dead letters were read: {exc.message}"
+            ) from exc
+
+    return checked
+
+
 def _holds(
-    broker: Broker, admin: Admin | None, config: SourceConfig, where: TopicPartition
+    broker: Broker,
+    admin: Admin | None,
+    config: SourceConfig,
+    where: TopicPartition,
+    *,
+    check: Check,
 ) -> bool:
     if admin is None:
         timeout_s = config.operation_timeout_ms / 1000
@@ -189,7 +233,7 @@ def _holds(
     elif f"{config.subscription}{PARKED}" not in admin.subscriptions(where):
         return False
     try:
-        return bool(stored_state(broker, where, config).keys)
+        return bool(stored_state(broker, where, config, check=check).keys)
     except TopicNotFoundError:
         return False
 

@@ -26,7 +26,7 @@ from keyshard.core.dead_letter import (
     position_text,
 )
 from keyshard.core.message import Message
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.dead_letters.topic_state import TopicState
 from keyshard.errors import DataLossTrimmedError, ReplayTimeoutError, UnreadableEntryError
 from keyshard.reading.scan import Scan
@@ -39,6 +39,12 @@ MALFORMED_CHARS_MAX = 200
 _RESTS, _PASSES, _NOT_OURS, _BROKEN = "rests", "passes", "not ours", "broken"
 
 _log = logging.getLogger(__name__)
+Check = Callable[[], object]
+"""Raises an error that is not retriable if the source has ended."""
+
+
+def is_needed() -> None:
+    """Raise nothing: no source waits for the messages."""
 
 
 def fold(
@@ -47,6 +53,8 @@ def fold(
     state: TopicState,
     consumer: Consumer,
     config: SourceConfig,
+    *,
+    check: Check = is_needed,
 ) -> list[EntryId]:
     """Fold the stored messages that are not folded yet.
 
@@ -58,6 +66,7 @@ def fold(
         state: State to fold into.
         consumer: Knows the end of the topic.
         config: Options of the source.
+        check: Called before each step; raises if the result is no longer needed.
 
     Returns:
         Entries that nothing needs any more.
@@ -74,7 +83,7 @@ def fold(
     unreadable: dict[EntryId, UnreadableEntryError] = {}
     if last is not None and start <= last:
         with Scan(broker, where, start, last, unreadable=unreadable) as scan:
-            for message in read(scan, where, config.replay_timeout_ms / 1000):
+            for message in read(scan, where, config.replay_timeout_ms / 1000, check=check):
                 position = position_of(message)
                 found.append(position)
                 taken = _take(state, message, config.subscription)
@@ -123,11 +132,13 @@ def _name_malformed(state: TopicState, where: TopicPartition) -> None:
     )  # fmt: skip
 
 
-def stored_state(broker: Broker, where: TopicPartition, config: SourceConfig) -> TopicState:
+def stored_state(
+    broker: Broker, where: TopicPartition, config: SourceConfig, *, check: Check = is_needed
+) -> TopicState:
     """Fold all that is stored in a topic, without a subscription; raises as :func:`fold`."""
     state = TopicState()
     with Scan(broker, where, FIRST, None, unreadable={}) as scan:
-        for message in read(scan, where, config.replay_timeout_ms / 1000):
+        for message in read(scan, where, config.replay_timeout_ms / 1000, check=check):
             _take(state, message, config.subscription)
     state.apply_sweeps()
     return state
@@ -165,6 +176,8 @@ def read(
     where: TopicPartition,
     timeout_s: float,
     enough: Callable[[], bool] = lambda: False,
+    *,
+    check: Check = is_needed,
 ) -> Iterator[Message]:
     """Yield messages of a stretch, and others read with it; a message may come twice.
 
@@ -173,10 +186,16 @@ def read(
         where: The dead-letter topic.
         timeout_s: Longest time without anything read, seconds.
         enough: Called after each read; ends the iteration if it returns true.
+        check: Called before each read; raises if the messages are no longer needed.
 
     Raises:
         ReplayTimeoutError: Nothing came for ``timeout_s``.
     """
+
+    def step() -> list[EntryBlock]:
+        check()
+        return scan.read()
+
     deadline = time.monotonic() + timeout_s
     while not scan.done:
         left_s = deadline - time.monotonic()
@@ -185,7 +204,7 @@ def read(
                 f"Reading dead letters in {where} returned nothing for {timeout_s:g} s before "
                 "its end. Check the load of the broker, or raise replay_timeout_ms."
             )
-        blocks = retry_until(scan.read, left_s)
+        blocks = retry_until(step, left_s)
         if blocks:
             deadline = time.monotonic() + timeout_s
             for messages in messages_of_each([(where, block) for block in blocks]):

@@ -223,6 +223,7 @@ class HandlerRun:
             self._start()
         except KeyShardError as exc:
             if not self._dispatcher.stopping:
+                self.coordinator.check()
                 raise
             _log.info("stopped during the start of the source: %s", exc)
             return False
@@ -330,14 +331,14 @@ class HandlerRun:
         coordinator, known = self.coordinator, None if checkpoint is None else checkpoint.parked
         topic, known = find_dead_letter_topic(
             coordinator.broker, coordinator.admin, self._config,
-            self._handling.dead_letter_topic, known,
+            self._handling.dead_letter_topic, known, check=coordinator.check,
         )  # fmt: skip
         dead_letters = open_dead_letters(
             coordinator.broker, topic, self._config, known,
             checkpointed=self._store is not None,
             needed=self._handling.writes_dead_letters or bool(self._config.parked),
             admin=coordinator.admin,
-            fail=coordinator.consumers.shared.fail,
+            fail=coordinator.consumers.shared.fail, check=coordinator.check,
         )  # fmt: skip
         self._committer = Committer(self.coordinator, self._store, checkpoint, dead_letters)
         self._parked = self._dispatcher.parking = FailedMessages(
