@@ -110,7 +110,7 @@ def telling(broker: Broker, history: HistoryWriter) -> Broker:
 
 
 def dead_letter_events(where: TopicPartition, blocks: Sequence[EntryBlock]) -> Iterator[Event]:
-    """Record each original of stored dead letters as done."""
+    """Record each original of stored dead letters as parked."""
     for block in blocks:
         for found in map(parse, messages_of(where, block)):
             if isinstance(found, DeadLetter):
@@ -118,7 +118,7 @@ def dead_letter_events(where: TopicPartition, blocks: Sequence[EntryBlock]) -> I
                 ledger, entry, index = original.message_id
                 key, seq = message_name(original.value, original.routing_key)
                 yield Event(
-                    time.time(), "completed", topic=original.topic, partition=original.partition,
+                    time.time(), "parked", topic=original.topic, partition=original.partition,
                     ledger=ledger, entry=entry, index=index, key=key, seq=seq, worker=WORKER,
                 )  # fmt: skip
 
@@ -163,7 +163,7 @@ class Handlers:
         self._status = Status()
         self._ended = threading.Event()
         self._handle = Trouble(settings.healed)
-        self._passing = DyingHistory(history, {"completed": Step.PARKED, "acked": Step.DURABLE})
+        self._passing = DyingHistory(history, {"parked": Step.PARKED, "acked": Step.DURABLE})
         self._handling = DyingHistory(
             history,
             {"started": Step.HANDLING, "completed": Step.HANDLED, "failed": Step.FAILED},

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from keyshard.testing.verify.checkers import Verdict, check
 from keyshard.testing.verify.history import Event, Name
 from keyshard.testing.verify.history_view import HistoryView, HostKind
-from tests.chaos.stream import WORKER
 
 BROKER = "broker"
 """Its name in the history."""
@@ -131,17 +130,11 @@ def handled_and_parked(events: Sequence[Event]) -> tuple[set[Name], set[Name]]:
     """Messages whose handler returned, and messages that were stored as dead letters."""
     handled: set[Name] = set()
     parked: set[Name] = set()
-    running: set[Name] = set()
     for event in events:
-        if event.kind == "started" and event.has_message:
-            running.add(event.stored)
-        elif event.kind == "failed":
-            running.discard(event.stored)
-        elif event.kind == "crashed" and event.worker == WORKER:
-            running.clear()
-        elif event.kind == "completed" and event.has_message:
-            (handled if event.stored in running else parked).add(event.stored)
-            running.discard(event.stored)
+        if event.kind == "completed" and event.has_message:
+            handled.add(event.stored)
+        elif event.kind == "parked":
+            parked.add(event.stored)
     return handled, parked
 
 

@@ -48,7 +48,7 @@ class Run(RecordedRun):
 
     def done(self) -> int:
         """Messages that are completed, or stored as dead letters."""
-        return len({event.stored for event in self.events if event.kind == "completed"})
+        return len({event.stored for event in self.events if event.kind in {"completed", "parked"}})
 
 
 class Publisher:

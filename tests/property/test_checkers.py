@@ -150,6 +150,19 @@ def completion_dropped(events: Events, chance: random.Random) -> Events:
     return without(events, chance.choice(places(events, "completed")))
 
 
+def start_dropped(events: Events, chance: random.Random) -> Events:
+    """Drop the last start of a message that a handler completed."""
+    end = chance.choice(places(events, "completed"))
+    starts = [at for at in places(events, "started") if events[at].stored == events[end].stored]
+    return without(events, starts[-1])
+
+
+def delivery_dropped(events: Events, chance: random.Random) -> Events:
+    """Drop all deliveries of a message that a handler started."""
+    name = events[chance.choice(places(events, "started"))].stored
+    return [one for one in events if one.kind != "delivered" or one.stored != name]
+
+
 def message_given_to_two_workers(events: Events, chance: random.Random) -> Events:
     at = chance.choice(places(events, "started"))
     return with_one_more(events, at + 1, replace(events[at], worker="other"))
@@ -215,6 +228,8 @@ MUTATIONS: list[tuple[Callable[[int], Events], Callable[[Events, random.Random],
     (handlers, two_owners, "ring covered without overlap"),
     (handlers, older_epoch, "ring covered without overlap"),
     (handlers, other_range, "routed by key"),
+    (handlers, start_dropped, "each event has its cause"),
+    (handlers, delivery_dropped, "each event has its cause"),
 ]
 
 

@@ -42,7 +42,7 @@ def options_of(mode: str) -> dict[str, Any]:
 
 def done(recorded: RecordedRun) -> int:
     """Messages that are completed, or stored as dead letters."""
-    return len({event.stored for event in recorded.events if event.kind == "completed"})
+    return len({event.stored for event in recorded.events if event.kind in {"completed", "parked"}})
 
 
 def finish(recorded: RecordedHandler) -> None:

@@ -36,7 +36,7 @@ def rests_and_is_forgotten(script: Script, *, is_dead_letter: bool = True) -> No
         script.add("started", message(seq), worker="first")
         script.add("completed" if seq < 2 else "failed", message(seq), worker="first")
     if is_dead_letter:
-        script.add("completed", message(2), worker="first")
+        script.add("parked", message(2), worker="first")
     script.add("crashed", worker="broker")
 
 
@@ -393,6 +393,77 @@ def never_done(script: Script) -> Sequence[Event]:
     return [sent]
 
 
+def completed_and_never_started(script: Script) -> Sequence[Event]:
+    script.add("sent", message(0))
+    script.add("delivered", message(0), worker="w")
+    return [script.add("completed", message(0), worker="w")]
+
+
+def completed_twice(script: Script) -> Sequence[Event]:
+    script.add("started", message(0), worker="w")
+    script.add("completed", message(0), worker="w")
+    return [script.add("completed", message(0), worker="w")]
+
+
+def completed_before_it_started(script: Script) -> Sequence[Event]:
+    early = script.add("completed", message(0), worker="w")
+    script.add("started", message(0), worker="w")
+    return [early]
+
+
+def completed_by_another_worker(script: Script) -> Sequence[Event]:
+    script.add("started", message(0), worker="first")
+    return [script.add("completed", message(0), worker="second")]
+
+
+def completed_by_a_crashed_worker(script: Script) -> Sequence[Event]:
+    script.add("started", message(0), worker="w")
+    script.add("crashed", worker="w")
+    return [script.add("completed", message(0), worker="w")]
+
+
+def completed_after_it_failed(script: Script) -> Sequence[Event]:
+    script.add("started", message(0), worker="w")
+    script.add("failed", message(0), worker="w")
+    return [script.add("completed", message(0), worker="w")]
+
+
+def failed_and_never_started(script: Script) -> Sequence[Event]:
+    return [script.add("failed", message(0), worker="w")]
+
+
+def started_and_never_delivered(script: Script) -> Sequence[Event]:
+    script.add("delivered", message(0), worker="w")
+    script.add("started", message(0), worker="w")
+    return [script.add("started", message(1), worker="w")]
+
+
+def started_before_it_was_delivered(script: Script) -> Sequence[Event]:
+    early = script.add("started", message(0), worker="w")
+    script.add("delivered", message(0), worker="w")
+    return [early]
+
+
+def row_of_a_batch_that_never_started(script: Script) -> Sequence[Event]:
+    commit(script, 0, message(0))
+    return [script.add("delivered", message(1), batch="b1")]
+
+
+def batch_completed_twice(script: Script) -> Sequence[Event]:
+    run(script, 0, [message(0)])
+    script.add("completed", batch="b0")
+    return [script.add("completed", batch="b0")]
+
+
+def checkpoint_of_a_batch_that_never_started(script: Script) -> Sequence[Event]:
+    return [script.add("checkpointed", batch="b0")]
+
+
+def range_lost_and_never_gained(script: Script) -> Sequence[Event]:
+    script.add("range_gained", range="0-65535", worker="first")
+    return [script.add("range_lost", range="0-65535", worker="second")]
+
+
 BROKEN: dict[str, list[Change]] = {
     "no_loss": [
         lost,
@@ -453,4 +524,19 @@ BROKEN: dict[str, list[Change]] = {
         the_same_message_by_two_workers,
     ],
     "liveness": [done_too_late, never_done],
+    "possible_order": [
+        completed_and_never_started,
+        completed_twice,
+        completed_before_it_started,
+        completed_by_another_worker,
+        completed_by_a_crashed_worker,
+        completed_after_it_failed,
+        failed_and_never_started,
+        started_and_never_delivered,
+        started_before_it_was_delivered,
+        row_of_a_batch_that_never_started,
+        batch_completed_twice,
+        checkpoint_of_a_batch_that_never_started,
+        range_lost_and_never_gained,
+    ],
 }

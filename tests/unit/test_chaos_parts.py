@@ -172,8 +172,8 @@ def handling(*numbers: int) -> list[Event]:
 
 
 def test_a_dead_letter_and_a_returned_handler_are_distinguished() -> None:
-    failed = [about("started", 1), about("failed", 1), about("completed", 1)]
-    killed = [about("started", 2), Event(0.0, "crashed", worker=WORKER), about("completed", 2)]
+    failed = [about("started", 1), about("failed", 1), about("parked", 1)]
+    killed = [about("started", 2), Event(0.0, "crashed", worker=WORKER), about("parked", 2)]
     handled, parked = handled_and_parked([*handling(0), *failed, *killed])
     assert handled == {about("started", 0).stored}
     assert parked == {about("started", 1).stored, about("started", 2).stored}
@@ -184,7 +184,7 @@ def wrongs(*events: Event) -> list[str]:
 
 
 def test_checks_that_handlers_do_not_allow_are_named() -> None:
-    failed = [about("started", 1), about("failed", 1), about("completed", 1), about("acked", 1)]
+    failed = [about("started", 1), about("failed", 1), about("parked", 1), about("acked", 1)]
     assert wrongs(*handling(0), about("acked", 0), *failed, *handling(1, 2)) == []
     assert wrongs(*handling(0), *failed) == ["parked or begun, and never handled"]
     again = "handled again though it is in a checkpoint"

@@ -36,7 +36,7 @@ def test_a_program_that_keeps_every_promise_passes(
 ) -> None:
     verdicts = check(make(seed))
     assert [verdict for verdict in verdicts if not verdict.holds] == []
-    assert len({verdict.name for verdict in verdicts}) == 10
+    assert len({verdict.name for verdict in verdicts}) == 11
 
 
 def test_unchecked_promises_are_reported() -> None:
@@ -197,7 +197,7 @@ def again_behind_a_dead_letter_of_a_process_that_was_killed(script: Script) -> s
     rests_and_is_forgotten(script, is_dead_letter=False)
     script.add("started", message(2), worker="second")
     script.add("crashed", worker="second")
-    script.add("completed", message(2), worker="second")
+    script.add("parked", message(2), worker="second")
     script.add("crashed", worker="broker")
     handled_again(script, 0)
     handled_again(script, 2, delivered=False)

@@ -43,7 +43,7 @@ def test_the_example_runs(
     code = TEXT.split("```python\n")[1].split("```")[0]
     exec(compile(code, "docs/history.md", "exec"), {})  # noqa: S102 - it is ours
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 10
+    assert len(printed) == 11
     assert all(line.startswith("ok ") for line in printed)
     assert "ok  re-runs are equal - 1 runs of batches compared." in printed
     by_hand = TEXT.split("```json\n")[1].split("```")[0].splitlines()

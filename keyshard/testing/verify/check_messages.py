@@ -21,7 +21,7 @@ def no_loss(events: Sequence[Event]) -> Verdict:
     for event in view.sent:
         found.checked += 1
         if event.message not in done:
-            found.violation(f"{_text(event)} was sent, but never done", event)
+            found.violation(f"{text_of(event)} was sent, but never done", event)
     return found.verdict()
 
 
@@ -65,7 +65,7 @@ def _order_of_commits(view: HistoryView, found: Findings) -> None:
             if before is None or _order(row) >= _order(before):
                 last[routing_name] = row
             elif row not in stored_twice:
-                found.violation(f"{_text(row)} came after {_text(before)}", before, row)
+                found.violation(f"{text_of(row)} came after {text_of(before)}", before, row)
 
 
 def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
@@ -93,7 +93,7 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
             highest[routing_name] = event
         elif faults_then is None and event not in stored_twice:
             found.violation(
-                f"{_text(event)} came for the first time after {_text(top)}", top, event
+                f"{text_of(event)} came for the first time after {text_of(top)}", top, event
             )
             continue
         if faults_then is None:
@@ -103,7 +103,7 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
         if back and not came_again:
             dead_letters.owe(ahead, event)
             if not ahead:
-                found.violation(f"{_text(event)} came after {_text(before)}", before, event)
+                found.violation(f"{text_of(event)} came after {text_of(before)}", before, event)
         if arrival is not None and event.stored not in view.parked:
             used[routing_name] = max(then, arrival.first)
         elif back:
@@ -111,7 +111,8 @@ def _order_of_deliveries(view: HistoryView, found: Findings) -> None:
     for dead_letter, older in dead_letters.owed.values():
         if dead_letter.stored in view.left_out:
             found.violation(
-                f"{_text(dead_letter)} came before {_text(older)}, and did not run again after it",
+                f"{text_of(dead_letter)} came before {text_of(older)}, and did not run again "
+                "after it",
                 *(dead_letter, older),
             )
 
@@ -135,11 +136,11 @@ def exactly_once(events: Sequence[Event]) -> Verdict:
                 rows[row.stored] = row
             else:
                 found.violation(
-                    f"{_text(row)} is in batch {first.batch} and in batch {row.batch}", first, row
+                    f"{text_of(row)} is in batch {first.batch} and in batch {row.batch}", first, row
                 )
     for event in view.sent:
         if event.message not in view.done:
-            found.violation(f"{_text(event)} is in no committed batch", event)
+            found.violation(f"{text_of(event)} is in no committed batch", event)
     return found.verdict()
 
 
@@ -162,7 +163,7 @@ def bounded_duplicates(events: Sequence[Event], deliveries_max: int | None = Non
         allowed = 1 + faults + failures[name] if deliveries_max is None else deliveries_max
         if times[name] > allowed:
             found.violation(
-                f"{_text(event)} was delivered {times[name]} times, but {allowed} times are "
+                f"{text_of(event)} was delivered {times[name]} times, but {allowed} times are "
                 "allowed",
                 event,
             )
@@ -194,9 +195,9 @@ def liveness(events: Sequence[Event], liveness_s: float = LIVENESS_S) -> Verdict
         end = done.get(event.message)
         since = max(quiet, event.t)
         if end is None:
-            found.violation(f"{_text(event)} was never done", event)
+            found.violation(f"{text_of(event)} was never done", event)
         elif end.t > since + liveness_s:
-            found.violation(f"{_text(event)} was done {end.t - since:.1f} s later", event, end)
+            found.violation(f"{text_of(event)} was done {end.t - since:.1f} s later", event, end)
     return found.verdict()
 
 
@@ -246,7 +247,7 @@ def _check_parts(found: Findings, batch: str, whole: _Parts) -> None:
             first = homes.setdefault(row.stored, row)
             if first.part != row.part:
                 found.violation(
-                    f"batch {batch} has {_text(row)} in part {first.part} in one run and in part "
+                    f"batch {batch} has {text_of(row)} in part {first.part} in one run and in part "
                     f"{row.part} in another",
                     *(first, row),
                 )
@@ -261,15 +262,16 @@ def _compare(found: Findings, batch: str, run: RecordedRun, whole: _Parts) -> No
         for a, b in zip(left, right, strict=False):
             if (a.stored, a.message) != (b.stored, b.message):
                 found.violation(
-                    f"batch {batch} has {_text(a)} in part {part} in one run, and {_text(b)} at "
-                    "its position in another",
+                    f"batch {batch} has {text_of(a)} in part {part} in one run, and {text_of(b)} "
+                    "at its position in another",
                     *(a, b),
                 )
                 return
         if len(left) > len(right) or (run.complete and len(left) < len(right)):
             more = left[len(right) :] or right[len(left) :]
             found.violation(
-                f"batch {batch} has {_text(more[0])} in part {part} in one run, but not in another",
+                f"batch {batch} has {text_of(more[0])} in part {part} in one run, but not in "
+                "another",
                 more[0],
             )
             return
@@ -351,7 +353,8 @@ def _position(event: Event) -> tuple[int, int, int]:
     return (event.ledger or 0, event.entry or 0, event.index or 0)
 
 
-def _text(event: Event) -> str:
+def text_of(event: Event) -> str:
+    """Return the name of the message of an event, for a violation."""
     name = [] if event.key is None else [f"key {event.key!r}"]
     name += [] if event.seq is None else [f"seq {event.seq}"]
     if event.ledger is not None:

@@ -11,17 +11,19 @@ from itertools import islice
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.ring.key_slot import possible_slots
 from keyshard.testing.verify.history import Event, Name, parse_range
-from keyshard.testing.verify.history_view import HistoryView, HostKind, is_row
+from keyshard.testing.verify.history_view import DONE, HistoryView, HostKind, is_row
 from keyshard.testing.verify.verdict import Findings, Verdict
 
-_OF_HANDLERS = frozenset({"started", "completed", "failed"})
+_OF_HANDLERS = frozenset({"started", "completed", "failed", "parked"})
+_CAME = frozenset({"delivered", "started", *DONE})
+"""Kinds that show that a message came."""
 
 
 def mutual_exclusion(events: Sequence[Event]) -> Verdict:
     """Check that one handler at a time works on a key of a topic partition, and on each message.
 
-    A handler runs from ``started`` to ``completed``, ``failed`` or the ``crashed`` of its worker.
-    A worker may work on several rows of one batch at once. It may work on several messages without
+    A handler runs from ``started`` to ``completed``, ``failed``, ``parked`` or the ``crashed`` of
+    its worker. A worker may work on several rows of one batch at once. It may work on several messages without
     a key at once, but on each of them only once.
     """
     found = Findings("one handler per key", "handlers that started", "no handler started")
@@ -120,7 +122,7 @@ def ack_after_checkpoint(events: Sequence[Event]) -> Verdict:
     """Check that an entry is acknowledged only after every delivered message of it is done.
 
     In batches, a message is done when the checkpoint of its batch is durable; with handlers, when
-    it is completed. To acknowledge an entry that was never delivered is a violation too.
+    it is completed or parked. To acknowledge an entry that was never delivered is a violation too.
     """
     view = HistoryView.of(events)
     found = Findings(
@@ -138,11 +140,11 @@ def ack_after_checkpoint(events: Sequence[Event]) -> Verdict:
     commits = {id(commit.event): commit for commit in view.commits}
     for event in view:
         entry = event.entry_name
-        if event.kind in {"delivered", "started", "completed"} and event.ledger is not None:
+        if event.kind in _CAME and event.ledger is not None:
             came[entry].add(event.index)
             if event.stored not in done:
                 undone[entry].setdefault(event.stored, event)
-        if event.kind == "completed" and view.host is HostKind.HANDLERS:
+        if event.kind in DONE and view.host is HostKind.HANDLERS:
             done.add(event.stored)
             undone[entry].pop(event.stored, None)
         elif id(event) in commits:

@@ -14,6 +14,7 @@ from keyshard.testing.verify.check_messages import (
     no_loss,
     rerun_equality,
 )
+from keyshard.testing.verify.check_order import possible_order
 from keyshard.testing.verify.check_workers import (
     ack_after_checkpoint,
     mutual_exclusion,
@@ -35,6 +36,7 @@ __all__ = [
     "liveness",
     "mutual_exclusion",
     "no_loss",
+    "possible_order",
     "rerun_equality",
     "ring_coverage",
     "routing",
@@ -69,6 +71,7 @@ def check(
         routing(view),
         mutual_exclusion(view),
         liveness(view, liveness_s),
+        possible_order(view),
     ]
     if not any(verdict.checked for verdict in verdicts):
         raise HistoryError(

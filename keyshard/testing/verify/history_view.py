@@ -10,12 +10,16 @@ from typing import NamedTuple, overload
 
 from keyshard.testing.verify.history import FAULTS, Event, Name
 
+DONE = frozenset({"completed", "parked"})
+"""Kinds that make a message done, in a program with handlers."""
+_OF_HANDLERS = frozenset({"started", *DONE})
+
 
 class HostKind(Enum):
     """Kind of the consuming program; it defines when a message counts as done."""
 
     BATCHES = "a message is done when a batch with it is checkpointed"
-    HANDLERS = "a message is done when its handler completed"
+    HANDLERS = "a message is done when its handler completed, or when it is a dead letter"
     DELIVERIES = "a message is done when it was delivered"
 
 
@@ -93,7 +97,7 @@ class HistoryView(Sequence[Event]):
         for event in self._events:
             if event.batch is not None:
                 return HostKind.BATCHES
-            handlers = handlers or event.kind in {"started", "completed"}
+            handlers = handlers or event.kind in _OF_HANDLERS
         return HostKind.HANDLERS if handlers else HostKind.DELIVERIES
 
     @cached_property
@@ -183,16 +187,7 @@ class HistoryView(Sequence[Event]):
     @cached_property
     def parked(self) -> set[Name]:
         """Stored messages that may have rested as dead letters, and come again when unparked."""
-        started: set[Name] = set()
-        result: set[Name] = set()
-        for event in self._events:
-            if event.kind == "started" and event.has_message:
-                started.add(event.stored)
-            elif event.kind == "failed" or (
-                event.kind == "completed" and event.has_message and event.stored not in started
-            ):
-                result.add(event.stored)
-        return result
+        return {event.stored for event in self._events if event.kind in {"failed", "parked"}}
 
     @cached_property
     def done(self) -> dict[Name, Event]:
@@ -203,9 +198,9 @@ class HistoryView(Sequence[Event]):
                 for row in commit.rows:
                     result.setdefault(row.message, commit.event)
             return result
-        kind = "completed" if self.host is HostKind.HANDLERS else "delivered"
+        kinds = DONE if self.host is HostKind.HANDLERS else {"delivered"}
         for event in self._events:
-            if event.kind == kind:
+            if event.kind in kinds:
                 result.setdefault(event.message, event)
         return result
 
@@ -235,16 +230,12 @@ class HistoryView(Sequence[Event]):
 class _Resting:
     """Messages that rest as dead letters, event by event.
 
-    A message becomes a dead letter when it is ``completed`` while no handler has it. It stops being
-    one when a handler completes it.
+    A message becomes a dead letter when it is ``parked``. It stops being one when a handler
+    completes it.
     """
 
     def __init__(self) -> None:
         self._resting: set[Name] = set()
-        self._running: dict[Name, str | None] = {}
-        """The worker of each running message."""
-        self._of_worker: dict[str | None, set[Name]] = {}
-        """Running messages by worker."""
 
     def has(self, name: Name) -> bool:
         """Whether a message rests."""
@@ -252,32 +243,10 @@ class _Resting:
 
     def pass_by(self, event: Event) -> None:
         """Take the next event."""
-        if event.kind == "crashed":
-            if event.worker is None:
-                self._running.clear()
-                self._of_worker.clear()
-            for name in self._of_worker.pop(event.worker, ()):
-                del self._running[name]
-        elif not event.has_message:
-            return
-        elif event.kind == "started":
-            self._ends(event.stored)
-            self._running[event.stored] = event.worker
-            self._of_worker.setdefault(event.worker, set()).add(event.stored)
-        elif event.kind == "failed":
-            self._ends(event.stored)
-        elif event.kind == "completed":
-            name = event.stored
-            is_run = name in self._running and self._ends(name) == event.worker
-            (self._resting.discard if is_run else self._resting.add)(name)
-
-    def _ends(self, name: Name) -> str | None:
-        """Note that no handler has a message any more; return the worker whose handler had it."""
-        if name not in self._running:
-            return None
-        worker = self._running.pop(name)
-        self._of_worker[worker].discard(name)
-        return worker
+        if event.kind == "parked":
+            self._resting.add(event.stored)
+        elif event.kind == "completed" and event.has_message:
+            self._resting.discard(event.stored)
 
 
 def is_row(event: Event) -> bool:

@@ -172,14 +172,14 @@ class RecordingBroker:
     def published(
         self, properties: Mapping[str, str], value: bytes | None, key: str | None
     ) -> None:
-        """Record that a message is done, if the stored message is its dead letter."""
+        """Record that a message is parked, if the stored message is its dead letter."""
         if not properties.get(f"{PREFIX}messageId"):
             return
         name, seq = message_name(value, key)
         ledger, entry, index = map(int, properties[f"{PREFIX}messageId"].split(":"))
         self._write([
             Event(
-                self._clock(), "completed", topic=properties[f"{PREFIX}topic"],
+                self._clock(), "parked", topic=properties[f"{PREFIX}topic"],
                 partition=int(properties[f"{PREFIX}partition"]), ledger=ledger, entry=entry,
                 index=index, key=name, seq=seq, worker=self._worker,
             )

@@ -358,7 +358,7 @@ class Program:
         self.record.note(f"letter, {found.kind.value}")
         name = _name(found.message)
         if not self.world.anomalies.is_refused(name):
-            self._write("completed", name, found.key, seq, self._worker)
+            self._write("parked", name, found.key, seq, self._worker)
 
     def save(self, path: str, data: bytes) -> None:
         """Store a checkpoint."""
