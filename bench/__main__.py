@@ -18,6 +18,7 @@ from bench import (
     cold,
     decode,
     growth,
+    history,
     idle,
     index,
     ingest,
@@ -55,6 +56,7 @@ _WITHOUT_OPTIONS = {
     "index": index.run,
     "unpark": unpark.run,
     "watched": watched.run,
+    "check": history.run,
 }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def test_every_verdict_is_printed(capsys: pytest.CaptureFixture[str], good: str)
     assert "60 messages sent." in lines["no loss"]
     assert "not checked" in lines["one handler per key"]
     assert "no handler started" in " ".join(out.split())
-    assert out.count(" holds ") == 9
+    assert out.count(" holds ") == 10
 
 
 def test_a_broken_promise_is_status_1_and_shows_its_events(
@@ -59,7 +59,7 @@ def test_a_broken_promise_is_status_1_and_shows_its_events(
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str], good: str, bad: str) -> None:
     code, out, _ = run(capsys, good, "--json")
     result = json.loads(out)
-    assert (code, result["holds"], len(result["verdicts"])) == (0, True, 10)
+    assert (code, result["holds"], len(result["verdicts"])) == (0, True, 11)
     assert "live" not in result
     code, out, _ = run(capsys, bad, "--json")
     result = json.loads(out)

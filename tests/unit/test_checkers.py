@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import HistoryError

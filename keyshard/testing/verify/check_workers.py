@@ -23,8 +23,8 @@ def mutual_exclusion(events: Sequence[Event]) -> Verdict:
     """Check that one handler at a time works on a key of a topic partition, and on each message.
 
     A handler runs from ``started`` to ``completed``, ``failed``, ``parked`` or the ``crashed`` of
-    its worker. A worker may work on several rows of one batch at once. It may work on several messages without
-    a key at once, but on each of them only once.
+    its worker. A worker may work on several rows of one batch at once. It may work on several
+    messages without a key at once, but on each of them only once.
     """
     found = Findings("one handler per key", "handlers that started", "no handler started")
     running = _Running()

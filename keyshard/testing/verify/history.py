@@ -11,12 +11,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import ConfigError, HistoryError
@@ -50,8 +51,14 @@ Name = tuple[object, ...]
 """Identity of a message, equal in all its events."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+_TIME_MAX = 1e15
+"""Upper bound of all times, seconds: up to it, a float is exact to a tenth."""
+_INTEGER_MAX = 2**63 - 1
+Seconds = Annotated[float, msgspec.Meta(gt=-_TIME_MAX, lt=_TIME_MAX)]
+Integer = Annotated[int, msgspec.Meta(ge=-_INTEGER_MAX, le=_INTEGER_MAX)]
+
+
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One line of a history.
 
     A message is named by its topic, key and ``seq``; without ``seq`` by its position.
@@ -60,31 +67,31 @@ class Event:
         HistoryError: The kind is unknown, or a required field is missing.
     """
 
-    t: float
+    t: Seconds
     """Time of the event, seconds, of any clock that all writers share."""
     kind: str
     """One of :data:`KINDS`."""
     topic: str | None = None
     """Topic without the partition suffix, written the same way everywhere."""
-    partition: int | None = None
+    partition: Integer | None = None
     """Topic partition; -1 when the topic is not partitioned."""
-    ledger: int | None = None
-    entry: int | None = None
-    index: int | None = None
+    ledger: Integer | None = None
+    entry: Integer | None = None
+    index: Integer | None = None
     """Index in the entry; 0 if the entry is no producer batch."""
     key: str | None = None
     """Routing key: ordering key, or else partition key; none if keyless."""
-    seq: int | None = None
+    seq: Integer | None = None
     """Sequence number, ascending in publish order per topic and key."""
     range: str | None = None
     """Hash range ``start-end``, both inclusive."""
-    epoch: int | None = None
+    epoch: Integer | None = None
     """Number of the assignment."""
     worker: str | None = None
     """Name of the process, thread or host of the event."""
     batch: str | None = None
     """Name of the batch; the same if the batch runs again."""
-    part: int | None = None
+    part: Integer | None = None
     """Number of the host's partition that holds the row of a batch."""
 
     def __post_init__(self) -> None:
@@ -109,6 +116,10 @@ class Event:
             raise HistoryError(f"An event of kind {kind!r} needs {missing}.")
         if self.range is not None:
             parse_range(self.range)
+        for name in _TEXTS:
+            text = getattr(self, name)
+            if text is not None:
+                _set(self, name, sys.intern(text))
 
     @property
     def has_message(self) -> bool:
@@ -165,6 +176,14 @@ class Event:
             HistoryError: It is no JSON object, or a field is unknown, missing or of a wrong type.
         """
         try:
+            return _FAST.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            # What it refuses, the slow way names more exactly, or reads.
+            return cls._from_json(line)
+
+    @classmethod
+    def _from_json(cls, line: str | bytes) -> Event:
+        try:
             data = _DECODER.decode(line if isinstance(line, str) else line.decode())
         except (ValueError, RecursionError) as exc:  # Also a broken encoding.
             raise HistoryError(f"The line is not JSON: {exc}.") from exc
@@ -177,17 +196,17 @@ def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not a number of JSON")
 
 
-_TIME_MAX = 1e15
-"""Upper bound of all times, seconds: up to it, a float is exact to a tenth."""
-_INTEGER_MAX = 2**63 - 1
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-_NAMES = tuple(field.name for field in fields(Event))
+_NAMES = Event.__struct_fields__
 _values = attrgetter(*_NAMES)
 _TYPES: dict[str, type] = {
-    field.name: int if "int" in str(field.type) else float if field.name == "t" else str
-    for field in fields(Event)
+    name: int if "Integer" in kind else float if name == "t" else str
+    for name, kind in Event.__annotations__.items()
 }
+_TEXTS = tuple(name for name, kind in _TYPES.items() if kind is str)
+_set = msgspec.structs.force_setattr
+_FAST = msgspec.json.Decoder(Event)
 
 
 def _checked(data: dict[str, Any]) -> dict[str, Any]:
