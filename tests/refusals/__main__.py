@@ -11,19 +11,24 @@ import sys
 import time
 from collections import Counter
 
-from tests.refusals.matrix import CELLS, run_cells
+from tests.refusals.matrix import CELLS, REAL_TIME, run_cells
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.refusals", description=__doc__)
     parser.add_argument("--only", default="", help="cells whose name has this in it")
+    parser.add_argument(
+        "--real-time",
+        action="store_true",
+        help="a share of the cells with the waits of the product",
+    )
     arguments = parser.parse_args()
     logging.getLogger("keyshard").setLevel(logging.CRITICAL)
     began_s, wrong = time.monotonic(), 0
     outcomes: Counter[tuple[str, str]] = Counter()
-    for cell, outcome, error in run_cells(
-        tuple(one for one in CELLS if arguments.only in str(one))
-    ):
+    cells = REAL_TIME if arguments.real_time else CELLS
+    chosen = tuple(one for one in cells if arguments.only in str(one))
+    for cell, outcome, error in run_cells(chosen, real_time=arguments.real_time):
         outcomes[f"{cell.request} at {cell.moment}", outcome or "WRONG"] += 1
         if error:
             wrong += 1

@@ -23,6 +23,8 @@ from tests.support.frame_broker import (
 LEDGER, DEAD_LETTER_LEDGER = 7, 8
 LETTERS = "-DLQ"
 """End of the name of the dead-letter topic; its messages are not delivered."""
+STRING_SCHEMA = 1
+"""Number of the type of a schema."""
 SAID = b"said by the script"
 """Text of each refusal."""
 Script = Callable[["Session", str, Any], bool]
@@ -132,6 +134,10 @@ class Session(SocketSession):
             self.send("ack_response", api.AckResponse(
                 consumer_id=command.consumer_id, request_id=command.request_id, **said
             ))  # fmt: skip
+        elif name == "get_schema":
+            self.send("get_schema_response", api.GetSchemaResponse(
+                request_id=command.request_id, **said
+            ))  # fmt: skip
         else:
             self.refuse(command, code, SAID)
 
@@ -200,6 +206,12 @@ class Session(SocketSession):
         )  # fmt: skip
         count = 0 if of_dead_letters else len(self.cluster.keys)
         self.name_last(asked, LEDGER, count - 1)
+
+    def _get_schema(self, asked: Any) -> None:
+        schema = api.Schema(name=b"t", data=b"", type=STRING_SCHEMA)
+        self.send("get_schema_response", api.GetSchemaResponse(
+            request_id=asked.request_id, schema=schema, version=bytes(8)
+        ))  # fmt: skip
 
     def _producer(self, asked: Any) -> None:
         self.send("producer_success", api.ProducerSuccess(

@@ -14,12 +14,15 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
+from keyshard.broker.schemas import first_tries_s, schema_of
+from keyshard.broker.wire import ack_grouping, keep_alive
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
+from keyshard.core import refusal_timer
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import KeyShardError
 from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
-from tests.refusals.run import GOES_ON_S, TOPIC, LetterRun, Run, hurried, until
+from tests.refusals.run import GOES_ON_S, TOPIC, LetterRun, Run, hurried, unhurried, until
 from tests.support.deadlines import deadline
 
 NAMED_S = deadline(10)
@@ -30,6 +33,7 @@ PASSING = {0, 1, 2, 5, 6, 11, 13, 14, 19}
 """Refusals that pass by themselves, or by an action of another client."""
 UNTOLD = {10, 12, 17, 20, 21, 23, 24}
 """Those that pulsar-client takes for passing when it opens a producer; no broker answers so."""
+AUTHENTICATION, AUTHORIZATION = 3, 4
 TOPIC_NOT_FOUND = 11
 """Named by keyshard's own words."""
 SILENT, FROZEN, HALF, LISTENS, ASTRAY = "silent", "frozen", "half a frame", "listens", "astray"
@@ -77,7 +81,8 @@ def _cells() -> Iterator[Cell]:
         "producer's return": ("connect", "lookup", "producer", "send"),
     }
     handles = {"reader": ("lookup", "subscribe", "get_last_message_id"),
-               "producer": ("producer",)}  # fmt: skip
+               "producer": ("producer",),
+               "first schema": ("connect", "get_schema"), "schema": ("get_schema",)}  # fmt: skip
     for moment, requests in (sources | dead_letters | handles).items():
         yield from (Cell(moment, *one) for one in product(requests, ANSWERS))
     for moment in ("first", "return"):
@@ -87,12 +92,35 @@ def _cells() -> Iterator[Cell]:
 
 
 CELLS = tuple(_cells())
+HANDLES = ("reader", "producer", "first schema", "schema")
 DEAD_LETTER_MOMENTS = ("first dead letter", "next dead letter", "producer's return")
 
 
-def run_cells(cells: tuple[Cell, ...]) -> Iterator[tuple[Cell, str, str]]:
-    """Run cells concurrently; yields each cell, its outcome, and its error."""
-    with hurried(), ThreadPoolExecutor(WORKERS) as pool:
+REAL_TIME = (
+    *(Cell("return", "subscribe", code) for code in (3, 4, 6, 7, 16, 22)),
+    *(Cell("reopen", "subscribe", code) for code in (3, 4)),
+    *(Cell("return", "connect", how) for how in (3, 4, LISTENS, FROZEN)),
+    Cell("return", "lookup", 4), Cell("return", "lookup", ASTRAY),
+    Cell("first", "subscribe", 4), Cell("first", "connect", 3), Cell("first", "lookup", SILENT),
+    Cell("running", "ack", 4), Cell("running", "ack", SILENT), Cell("running", "ping", HALF),
+    Cell("producer's return", "producer", 4), Cell("next dead letter", "send", 2),
+    Cell("first schema", "connect", 3), Cell("first schema", "get_schema", 4),
+    Cell("schema", "get_schema", 6), Cell("schema", "get_schema", SILENT),
+)  # fmt: skip
+"""Cells that also run with the waits of the product, 5 to 60 s each."""
+
+
+def run_cells(
+    cells: tuple[Cell, ...], *, real_time: bool = False
+) -> Iterator[tuple[Cell, str, str]]:
+    """Run cells concurrently; yields each cell, its outcome, and its error.
+
+    Args:
+        cells: The cells.
+        real_time: Whether the waits of the product stay as they are.
+    """
+    waits = unhurried() if real_time else hurried()
+    with waits, ThreadPoolExecutor(WORKERS) as pool:
         yield from pool.map(_outcome, cells)
 
 
@@ -109,7 +137,7 @@ def _outcome(cell: Cell, attempts: int = ATTEMPTS) -> tuple[Cell, str, str]:
     cluster = Cluster()
     broker = cluster.broker()
     try:
-        if cell.moment in ("reader", "producer"):
+        if cell.moment in HANDLES:
             return cell, _of_handle(cell, broker), ""
         of = _of_dead_letters if cell.moment in DEAD_LETTER_MOMENTS else _of_source
         return cell, of(cell, cluster, broker), ""
@@ -167,9 +195,10 @@ def _of_source(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
         _check_started(run)
         _spoil(cell, broker)
         moved = _disturb("ack" if cell.request == "ack" else moment, run, cluster, broker)
-        until(lambda: run.ended or _is_named(cell, run) or moved(), NAMED_S, "not named")
+        within_s = NAMED_S + _silence_s(cell)
+        until(lambda: run.ended or _is_named(cell, run) or moved(), within_s, "not named")
         if _ends(cell):
-            until(lambda: run.ended, NAMED_S, "it does not end")
+            until(lambda: run.ended, NAMED_S + _patience_s(cell), "it does not end")
         return _went_on(cell, run, cluster, broker)
     finally:
         broker.is_well()
@@ -182,6 +211,21 @@ def _is_named(cell: Cell, run: Run) -> bool:
     if not isinstance(cell.answer, int) or cell.answer == TOPIC_NOT_FOUND:
         return bool(trouble)
     return SAID.decode() in trouble
+
+
+def _silence_s(cell: Cell) -> float:
+    """Longest time until a source calls a silent connection dead, seconds."""
+    if cell.request == "ping" or cell.answer == FROZEN:
+        return keep_alive.PING_AFTER_S + keep_alive.UNRESPONSIVE_S
+    return ack_grouping.UNCONFIRMED_S if (cell.request, cell.answer) == ("ack", SILENT) else 0.0
+
+
+def _patience_s(cell: Cell) -> float:
+    """Time for which a running source repeats a refused request, seconds."""
+    # A connection that may not be opened is one with wrong credentials.
+    of_connect = cell.request == "connect" and cell.answer == AUTHORIZATION
+    unauthenticated = of_connect or cell.answer == AUTHENTICATION
+    return refusal_timer.UNAUTHENTICATED_S if unauthenticated else refusal_timer.REFUSED_S
 
 
 def _ends(cell: Cell) -> bool:
@@ -266,7 +310,7 @@ def _of_dead_letters(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> st
         cluster.publish(2)
         until(lambda: run.ended or run.trouble(), NAMED_S, "not named")
         if _ends_dead_letters(cell):
-            until(lambda: run.ended, NAMED_S, "it does not end")
+            until(lambda: run.ended, NAMED_S + _patience_s(cell), "it does not end")
         outcome = _went_on(cell, run, cluster, broker)
         lost = cluster.acked - set(cluster.dead_letters)
         assert not lost, f"acknowledged and no letters: {lost}"
@@ -290,8 +334,9 @@ def _ends_dead_letters(cell: Cell) -> bool:
 
 
 def _of_handle(cell: Cell, broker: ScriptedBroker) -> str:
-    """A Reader or a producer: it answers, or raises by name, in time."""
-    made = WireBroker(Connection(broker.url, operation_timeout_ms=1_000, connection_timeout_ms=500))
+    """A Reader, a producer or a schema: it answers, or raises by name, in time."""
+    connection = Connection(broker.url, operation_timeout_ms=1_000, connection_timeout_ms=500)
+    made = WireBroker(connection)
     where, began_s = TopicPartition(TOPIC), time.monotonic()
     try:
         if cell.moment == "reader":
@@ -302,6 +347,10 @@ def _of_handle(cell: Cell, broker: ScriptedBroker) -> str:
             else:
                 _spoil(cell, broker)
                 made.reader(where, EntryId(7, 0))
+        elif cell.request == "get_schema" or cell.moment == "first schema":
+            _spoil(cell, broker)
+            tries_s = first_tries_s(connection) if cell.moment == "first schema" else None
+            schema_of(connection, TOPIC, tries_s=tries_s)
         else:
             _spoil(cell, broker)
             made.producer(where, send_timeout_ms=1_000)

@@ -32,6 +32,13 @@ TOPIC = "persistent://public/default/t"
 
 
 @contextmanager
+def unhurried() -> Iterator[None]:
+    """Waits of the product, and worker processes that are threads of this one."""
+    with patch.object(backends, "start_of", _in_threads):
+        yield
+
+
+@contextmanager
 def hurried() -> Iterator[None]:
     """Waits that are short, and worker processes that are threads of this one."""
     changes: list[tuple[Any, str, Any]] = [
@@ -41,10 +48,11 @@ def hurried() -> Iterator[None]:
         (reconnector, "LOOK_S", 0.1), (reconnector, "AWAY_S", (0.3, 0.6)),
         (ack_grouping, "UNCONFIRMED_S", 1.0), (connection_pool, "RETIRE_AGE_S", 0.5),
         (preflight, "ANSWER_S", 1.0), (supervisor, "START_AGAIN_S", 0.1),
-        (host, "REOPEN_WAIT_S", 0.2), (backends, "start_of", _in_threads),
+        (host, "REOPEN_WAIT_S", 0.2),
         (range_watchdog, "STALL_S", 1.0),
     ]  # fmt: skip
     with ExitStack() as patches:
+        patches.enter_context(unhurried())
         for change in changes:
             patches.enter_context(patch.object(*change))
         yield

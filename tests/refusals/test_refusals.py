@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.refusals.matrix import CELLS, Cell, run_cells
+from tests.refusals.matrix import CELLS, REAL_TIME, Cell, run_cells
 
 DRAWN = 20
 """Drawn cells, in addition to the fixed ones."""
@@ -23,6 +23,8 @@ ALWAYS = (
     Cell("running in a worker", "ack", 2),
     Cell("producer's return", "producer", 4),
     Cell("next dead letter", "send", 2),
+    Cell("first schema", "get_schema", 4),
+    Cell("schema", "get_schema", "silent"),
 )
 
 
@@ -32,6 +34,11 @@ def test_every_refusal_is_survived_or_ends_by_name_or_is_in_the_status() -> None
     assert not wrong
 
 
+def test_the_waits_of_the_product_keep_their_promises() -> None:
+    wrong = {str(cell): error for cell, _, error in run_cells(REAL_TIME, real_time=True) if error}
+    assert not wrong
+
+
 def test_the_matrix_has_every_refusal() -> None:
-    assert set(ALWAYS) <= set(CELLS)
-    assert len({one for one in CELLS if isinstance(one.answer, int)}) == 26 * 39
+    assert {*ALWAYS, *REAL_TIME} <= set(CELLS)
+    assert len({one for one in CELLS if isinstance(one.answer, int)}) == 26 * 42
