@@ -126,6 +126,9 @@ class Intake:
         self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock], wrong: str
     ) -> None:
         owned_range = range_consumer.owned_range
+        if (one := entries[0].column_bytes) > 2 * range_consumer.queue.bytes_max:
+            held = sum(map(len, self._range_consumers.by_partition.values()))
+            self._anomalies.large(one, held, self._config.window_bytes_max)
         misrouted = keyless = unreadable = 0
         for block in entries:
             outside, without_key = routing_of(block, range_consumer)
@@ -427,7 +430,7 @@ class Anomalies:
     def __init__(self, *, fail_on_misrouted: bool) -> None:
         self._fail_on_misrouted = fail_on_misrouted
         self._warned_s = -WARN_INTERVAL_S
-        self._named_unreadable = False
+        self._named_unreadable = self._named_large = False
         self._named_skipped_s = dict.fromkeys(UNREADABLE, -WARN_INTERVAL_S)
 
     def misrouted(self, owned_range: OwnedRange, rows: int) -> None:
@@ -469,6 +472,17 @@ class Anomalies:
             level, "%s. The entry is acknowledged and skipped, because %s is skip; %d so far.",
             why, option, skipped,
         )  # fmt: skip
+
+    def large(self, entry_bytes: int, consumers: int, window_bytes: int) -> None:
+        """Log, once, that one entry for each consumer takes more memory than the window."""
+        if not self._named_large and entry_bytes * consumers > window_bytes:
+            self._named_large = True
+            _log.warning(
+                "An entry of %d bytes came. Each of %d consumers may hold one beside the window, "
+                "so such entries take up to %d bytes more than window_bytes_max (%d). Lower "
+                "parallelism, or give the process this memory.",
+                entry_bytes, consumers, entry_bytes * consumers, window_bytes,
+            )  # fmt: skip
 
     def unreadable(self, owned_range: OwnedRange, block: EntryBlock) -> None:
         """Log, once, that a message has metadata that is not valid."""
