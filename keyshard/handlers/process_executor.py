@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
 from keyshard.core.lanes.key_queue import Work
 from keyshard.core.message import Message, Produce
+from keyshard.core.process_end import ending, remedy
 from keyshard.errors import ConfigError, HandlerProcessError, UnfitHandlerError
 from keyshard.handlers.executors import ThreadExecutor, WorkSource
 from keyshard.handlers.handler_call import Handle, HandlerCall, Take, unpublished
@@ -211,13 +212,11 @@ class ProcessHandle:
             code = self._left(0.0 if late else 1.0)
             if not began:
                 raise _EndedIdleError(
-                    f"A worker process ended with status {code} while it waited for a message."
+                    f"A worker process {ending(code)} while it waited for a message. {remedy(code)}"
                 ) from exc
-            what = f"was not ready within {timeout_s} s" if late else f"ended with status {code}"
-            raise HandlerProcessError(
-                f"The worker process {what} while {doing}. Look for a crash, or for its memory "
-                "limit."
-            ) from exc
+            what = f"was not ready within {timeout_s} s" if late else ending(code)
+            hint = "Look for what delays it." if late else remedy(code)
+            raise HandlerProcessError(f"The worker process {what} while {doing}. {hint}") from exc
         return reply
 
     def _left(self, wait_s: float) -> int | None:

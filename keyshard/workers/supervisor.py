@@ -13,6 +13,7 @@ from typing import Any
 from keyshard.broker.port import StartPosition, SubscriptionSpec, WorkerFacts
 from keyshard.broker.retry import Retrier, Steps
 from keyshard.core.position.entry import EntryId
+from keyshard.core.process_end import ending, remedy
 from keyshard.core.refusal_timer import RefusalTimer
 from keyshard.errors import (
     BrokerError,
@@ -185,17 +186,19 @@ class WorkerSupervisor:
         if worker is None or self._ending.is_set():
             return
         worker.lost = True
+        status = worker.exit_status()
         worker.end(0.0)
         with self._lock:
             self._set_worker(None)
             lost = list(self._consumers.values())
             self._taken.clear()
+        how, hint = ("has ended", "") if status is None else (ending(status), remedy(status))
         for consumer in lost:
             consumer.lost()
-            consumer.report_problem(f"The {worker.name} has ended, and a replacement is starting.")
+            consumer.report_problem(f"The {worker.name} {how}, and a replacement is starting.")
         _log.warning(
-            "%s has ended (%s): its %d consumers move to a replacement",
-            worker.name, error.message.rstrip("."), len(lost),
+            "%s %s (%s): its %d consumers move to a replacement. %s",
+            worker.name, how, error.message.rstrip("."), len(lost), hint,
         )  # fmt: skip
 
     def _replace(self) -> None:

@@ -18,6 +18,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from keyshard.config.connection import Connection
+from keyshard.core.process_end import ending, remedy
 from keyshard.errors import UnexpectedError, WorkerUnreachableError
 from keyshard.redaction import first_line, shown
 from keyshard.workers.authentication import INTRODUCE, RequestSigner
@@ -38,6 +39,8 @@ TAKE_WAIT_S = 1.0
 START_TIMEOUT_S = 60.0
 """Longest wait until a worker process has started, seconds."""
 
+ENDED_S = 0.2
+"""Longest wait for the exit status of a process that answers no more, seconds."""
 START_LOOK_S = 0.1
 """Time between two checks whether the start was cancelled, seconds."""
 REACH_S = 10.0
@@ -190,6 +193,13 @@ class Worker(AuthenticatedClient):
         with suppress(WorkerUnreachableError):  # It is gone, or ends with its lease.
             self.request("leave", LEAVE_REQUEST_S)
 
+    def exit_status(self) -> int | None:
+        """Return the exit status of its process, or the negative number of a signal.
+
+        ``None``: it runs, or its status is not known here.
+        """
+        return None
+
     def end(self, timeout_s: float) -> None:
         """Let it give its ranges back, then end it. End it at the timeout anyway. Idempotent.
 
@@ -281,14 +291,24 @@ def start_process(
     except OSError as exc:
         broken = exc
     if not hello.endswith(b"\n"):
-        status = process.poll()
+        status = _exit_status(process)
         end_process(process)
         raise WorkerUnreachableError(
-            f"A worker process did not start: it ended with status {status}, or was not ready "
-            f"within {START_TIMEOUT_S:.0f} s. The output above this error shows its cause. "
-            "Otherwise look for its memory limit."
+            f"A worker process was not ready within {START_TIMEOUT_S:.0f} s. Look for what delays "
+            "its start."
+            if status is None
+            else f"A worker process did not start: it {ending(status)}. {remedy(status)} The "
+            "output above this error is its log."
         ) from broken
     return process, hello
+
+
+def _exit_status(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit status of a process that answers no more; ``None`` if it runs."""
+    try:
+        return process.wait(ENDED_S)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
@@ -324,6 +344,9 @@ class WorkerProcess(Worker):
 
     def kill(self) -> None:
         self._process.kill()
+
+    def exit_status(self) -> int | None:
+        return _exit_status(self._process)
 
     def leave(self) -> None:
         assert self._process.stdin is not None

@@ -118,7 +118,25 @@ def test_a_process_that_ends_while_it_is_idle_costs_no_message_an_attempt(
             wait_until(lambda: not alive(int(path.read_text())))  # noqa: B023
         counters = run.source.status()["counters"]
     assert (counters["completed"], counters["failedAttempts"]) == (3, 0)
-    assert caplog.text.count("status -9 while it waited for a message. Another process") == 2
+    ended = "A worker process was killed by SIGKILL (9) while it waited for a message. If nobody"
+    assert caplog.text.count(ended) == 2
+
+
+def kills_itself(_: Message) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_handler_whose_process_is_killed_fails_with_the_signal(
+    orders: HandledTopic, caplog: pytest.LogCaptureFixture
+) -> None:
+    orders.publish(keys=1, per_key=1)
+    with orders.running(
+        orders.source(), kills_itself, executor="processes", workers=1, retry=AT_ONCE
+    ):
+        wait_until(lambda: orders.errors or orders.backlog() == 0)
+    assert not orders.errors, orders.errors
+    assert "The worker process was killed by SIGKILL (9) while it handled" in caplog.text
+    assert "memory limit" in caplog.text
 
 
 def test_a_handler_that_processes_cannot_load_ends_the_source_with_the_import_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from keyshard.errors import ConfigError, WorkerUnreachableError
 from keyshard.workers import authentication as questions
 from keyshard.workers.host import ConsumerHost
 from keyshard.workers.server import LOOPBACK, WorkerServer, WorkerSetup, at, start_server
-from keyshard.workers.worker import AuthenticatedClient, Worker
+from keyshard.workers.worker import AuthenticatedClient, Worker, start_process
 from tests.support.worker_servers import worker_server
 
 
@@ -52,6 +53,20 @@ def test_a_worker_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> N
         worker = Worker(hello_of(server), setup.token, "worker")
         worker.request("ready", 10.0)
         worker.kill()
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [("import os; os._exit(3)", "ended with exit status 3"),
+     ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL (9). If nobody killed it")],
+)  # fmt: skip
+def test_a_process_that_ends_at_its_start_is_explained(
+    code: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error said "ended with status None, or was not ready within 60 s"."""
+    monkeypatch.setattr("keyshard.workers.worker._START", code)
+    with pytest.raises(WorkerUnreachableError, match=re.escape(f"did not start: it {text}")):
+        start_process(("", ""))
 
 
 def hello_of(server: WorkerServer) -> str:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
@@ -49,6 +51,8 @@ class Hosts(Worker):
         self.message_bytes: list[int | None] = []
         """The size of messages that each subscription named."""
         self.away: set[str] = set()
+        self.status: int | None = None
+        """Its exit status."""
 
     def request(self, command: str, timeout_s: float, **arguments: Any) -> Any:  # noqa: ARG002
         if command == "subscribe":
@@ -75,6 +79,9 @@ class Hosts(Worker):
 
     def kill(self) -> None:
         self._told.append(f"kill {self.name}")
+
+    def exit_status(self) -> int | None:
+        return self.status
 
     def leave(self) -> None:
         self._dead.set()
@@ -128,6 +135,27 @@ def test_a_worker_that_is_given_up_is_ended_before_another_one_has_its_ranges() 
         at.workers[0].die()
         at.second(lambda worker: worker.hosted)
         assert at.told.index("end worker 0") < at.told.index("start worker 1")
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "hint"),
+    [(-9, "was killed by SIGKILL (9)", "memory limit"), (None, "has ended", "")],
+)
+def test_the_end_of_a_worker_is_explained(
+    status: int | None, text: str, hint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had ended, whatever had ended it."""
+    with supervised() as at:
+        consumer = at.subscribe()
+        at.next_answers = False
+        at.workers[0].status = status
+        at.workers[0].die()
+        wait_until(consumer.problem)
+        assert consumer.problem() == f"The worker 0 {text}, and a replacement is starting."
+        wait_until(lambda: "consumers move to a replacement" in caplog.text)
+        at.second(lambda _: True).answers.set()
+    assert f"worker 0 {text} (worker 0 has died): its 1 consumers move" in caplog.text
+    assert hint in caplog.text
 
 
 def test_a_replacement_knows_the_size_of_the_messages() -> None:
