@@ -323,6 +323,14 @@ REFERENCES = (
         "connections between the machines. Look for a crash or the memory limit of the worker.",
     ),
     Reference(
+        errors.StreamProcessError,
+        "The process on the driver that reads the stream of a Spark query was killed, crashed, or "
+        "was ended by code that it ran. The message has its exit status and the end of its log.",
+        "After SIGKILL, raise the memory limit of the driver's container or machine, or lower "
+        "`windowMaxBytes`. After a crash, report the stack in the log of the driver. Then start "
+        "the query again from its checkpoint.",
+    ),
+    Reference(
         errors.UnsupportedTriggerError,
         "The query uses `trigger(once=True)`, which never commits its only batch at the source.",
         "Use `trigger(availableNow=True)`.",

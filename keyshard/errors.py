@@ -49,6 +49,7 @@
     ├── BatchMismatchError             KEYSHARD_BATCH_MISMATCH
     ├── StagingError                   KEYSHARD_STAGING
     ├── WorkerUnreachableError         KEYSHARD_WORKER_UNREACHABLE
+    ├── StreamProcessError             KEYSHARD_STREAM_PROCESS
     ├── UnsupportedTriggerError        KEYSHARD_UNSUPPORTED_TRIGGER
     ├── AsyncProgressError             KEYSHARD_ASYNC_PROGRESS
     ├── AvailableNowTimeoutError       KEYSHARD_AVAILABLE_NOW_TIMEOUT
@@ -384,6 +385,12 @@ class WorkerUnreachableError(KeyShardError):
     """A reading process cannot reach the endpoint that serves a batch."""
 
     code = "KEYSHARD_WORKER_UNREACHABLE"
+
+
+class StreamProcessError(KeyShardError):
+    """The stream process of a Spark query ended unexpectedly."""
+
+    code = "KEYSHARD_STREAM_PROCESS"
 
 
 class UnsupportedTriggerError(KeyShardError):

@@ -18,6 +18,7 @@ from spark_adapter.option_parsing import is_of_streams, parse_bounded, parse_opt
 from spark_adapter.preflight import FILTERS, STREAM_WRITES, STREAMS, check_has
 from spark_adapter.table_options import check_takes_no_filters, is_table, options_of
 from spark_adapter.task_rows import Rows, needs_no_schema, plan_of, rows_of, schema_of
+from spark_adapter.watched_process import watch_this_process
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter
@@ -63,10 +64,11 @@ class KeyShardDataSource(DataSource):
         with concise_errors():
             check_has(STREAMS)
             source = parse_options(options_of(schema, self.options, stream=True))
+        ended_at = watch_this_process(source.worker_host)
         from spark_adapter.stream_reader import KeyShardStreamReader  # noqa: PLC0415 - see above
 
         rows = self._rows(source, schema)
-        return KeyShardStreamReader(rows.source_of(source), rows)
+        return KeyShardStreamReader(rows.source_of(source), rows, ended_at)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         """Return the writer of a DataFrame. Its tasks connect."""

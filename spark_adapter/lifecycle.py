@@ -5,10 +5,9 @@ no signal. It gets none either from ``spark.stop()`` without ``query.stop()``: t
 as its Python program, and its query asks for batches for ever if no rows come. But ``spark.stop()``
 deletes the directory of ``SparkContext.addFile``, which Spark makes for each context.
 
-If the process ends for another reason, Spark only says that the connection was reset. So the
-process writes a line to its standard error, which is the JVM's, when it leaves. If a signal such as
-SIGSEGV ends it, it writes Python's stacks. If there is neither, it was killed (SIGKILL): check the
-memory limit.
+If the process ends for another reason, its parent tells Spark how: see
+:mod:`spark_adapter.watched_process`. For that, the process writes a line to its standard error when
+it leaves. If a signal such as SIGSEGV ends it, it writes Python's stacks.
 """
 
 from __future__ import annotations

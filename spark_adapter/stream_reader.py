@@ -33,7 +33,12 @@ from pyspark.sql.streaming.datasource import (
 
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.coordinator.batch_server import BatchServer, BatchTicket, read_batch, report_malformed
-from keyshard.errors import AsyncProgressError, UnsupportedTriggerError
+from keyshard.errors import (
+    AsyncProgressError,
+    KeyShardError,
+    UnsupportedTriggerError,
+    WorkerUnreachableError,
+)
 from keyshard.handlers.range_owners import observe_stream
 from keyshard.reading.decoding_plan import DROPMALFORMED, Ledgers
 from keyshard.threads import owned_by
@@ -42,6 +47,7 @@ from spark_adapter.error_text import as_spark_error
 from spark_adapter.lifecycle import end_with_host
 from spark_adapter.python_worker import exempt_imports
 from spark_adapter.task_rows import Rows
+from spark_adapter.watched_process import EndAddress
 from spark_adapter.workers.launcher import keep_content_in_workers
 
 if TYPE_CHECKING:
@@ -65,8 +71,12 @@ COUNTS_LOGGED = (
 class KeyShardPartition(InputPartition):
     """One hash range of one micro-batch."""
 
-    def __init__(self, ticket: BatchTicket, ledgers: int = 0) -> None:
+    def __init__(
+        self, ticket: BatchTicket, ledgers: int = 0, ended_at: EndAddress | None = None
+    ) -> None:
         super().__init__(ticket)
+        self.ended_at = ended_at
+        """Where a task asks how the stream process ended."""
         self.ledgers = ledgers
         """Number of ledgers that the stream has moved on to; see :meth:`Rows.after`."""
 
@@ -76,6 +86,10 @@ class KeyShardPartition(InputPartition):
         ticket: BatchTicket = self.value
         return ticket
 
+    def why_unreachable(self, error: WorkerUnreachableError) -> KeyShardError:
+        """Return the error of a task that lost the stream process: how that ended, if it did."""
+        return (self.ended_at and self.ended_at.ask()) or error
+
 
 class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads one query. Spark calls it from one thread, one call at a time.
@@ -83,11 +97,15 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     Args:
         source: What to consume.
         rows: Columns of the query, and how to make them.
+        ended_at: Where tasks ask how the stream process ended.
     """
 
-    def __init__(self, source: KeyShardSource, rows: Rows) -> None:
+    def __init__(
+        self, source: KeyShardSource, rows: Rows, ended_at: EndAddress | None = None
+    ) -> None:
         self._source = source
         self._rows = rows
+        self._ended_at = ended_at
         self._runtime: _Runtime | None = None
         self._monitor: Monitor | None = None
         self._available_now = False
@@ -98,6 +116,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {
             "_source": self._source,
             "_rows": self._rows,
+            "_ended_at": None,
             "_runtime": None,
             "_monitor": None,
             "_available_now": self._available_now,
@@ -192,6 +211,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             KeyShardPartition(
                 runtime.server.ticket(batch_id, index, self._rows.columns),
                 runtime.ledgers.followed,
+                self._ended_at,
             )
             for index in indices
         ]
@@ -203,7 +223,10 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         with as_spark_error():
             ticket = partition.ticket
             rows = self._rows.after(partition.ledgers)
-            yield from rows.of(read_batch(ticket), partial(report_malformed, ticket))
+            try:
+                yield from rows.of(read_batch(ticket), partial(report_malformed, ticket))
+            except WorkerUnreachableError as exc:
+                raise partition.why_unreachable(exc) from exc
 
     @as_spark_error()
     def commit(self, end: dict[str, Any]) -> None:

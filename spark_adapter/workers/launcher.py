@@ -8,7 +8,6 @@ and ends with the lease or with the task.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import threading
 import time
@@ -32,6 +31,7 @@ from keyshard.workers.worker import (
     setup_of,
     start_process,
 )
+from spark_adapter.watched_process import spark_pid
 from spark_adapter.workers import registry
 
 CHILDREN_MAX = 64
@@ -125,7 +125,7 @@ class WorkerLaunchers:
     def __init__(self, connection: Connection, workers: WorkersOption) -> None:
         self._connection = connection
         self._workers = workers
-        self._jvm = os.getppid()
+        self._jvm = spark_pid()
         self._lock = threading.Lock()
         self._used: dict[str, int] = {}
         """Requests by launcher; the next worker comes from the launcher with the fewest."""
