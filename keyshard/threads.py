@@ -84,6 +84,43 @@ def unexpected(name: str, exc: BaseException) -> KeyShardError:
     return error
 
 
+def request_error(name: str, exc: Exception) -> KeyShardError:
+    """Return the error that answers a failed request. An unexpected one is also logged.
+
+    Args:
+        name: What the request does, for the error.
+        exc: The error that it raised.
+    """
+    error = unexpected(name, exc)
+    if error is not exc:
+        _log.error("%s failed unexpectedly", name, exc_info=exc)
+    return error
+
+
+def callback(name: str, run: Callable[..., object]) -> Callable[..., None]:
+    """Return a callback for a future. If it raises, the source of the calling thread ends.
+
+    A future only logs errors of its callbacks.
+    """
+
+    def guarded(*args: Any) -> None:
+        with ending_source(name, owner()):
+            run(*args)
+
+    return guarded
+
+
+class FirstError:
+    """An owner that keeps the first error of its threads for a caller that raises it."""
+
+    def __init__(self) -> None:
+        self.error: KeyShardError | None = None
+
+    def __call__(self, error: KeyShardError) -> None:
+        """Keep the error of a thread."""
+        self.error = self.error or error
+
+
 def begin(
     name: str, run: Callable[..., object], *args: Any, fail: Fail | None = None
 ) -> threading.Thread:

@@ -146,7 +146,13 @@ class WorkerActor:
 
 
 def _serve(serve_to_the_end: Any) -> None:
-    if not serve_to_the_end():
+    try:
+        gave_back = serve_to_the_end()
+    except BaseException:  # noqa: BLE001 - it is logged, and ends the process
+        # Without this thread, its consumers would keep their ranges after the lease.
+        _log.exception("a worker ended unexpectedly")
+        gave_back = False
+    if not gave_back:
         os._exit(1)  # end at once, so that nothing more leaves this process
 
 

@@ -13,11 +13,11 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 from pyarrow import flight
@@ -28,6 +28,7 @@ from keyshard.coordinator.batches import Batches, ContentEndpoint, ContentLocati
 from keyshard.coordinator.kept_client import KeptClient
 from keyshard.errors import BY_CODE, ConfigError, KeyShardError, WorkerUnreachableError
 from keyshard.redaction import first_line
+from keyshard.threads import request_error
 from keyshard.workers.authentication import Body, read_with_token, with_token
 from keyshard.workers.flight_client import flight_client
 
@@ -38,6 +39,7 @@ REPORTS_MAX = 10_000
 FETCH_TIMEOUT_S = 10.0
 """Longest wait for a portion of content from a worker, seconds."""
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _source = KeptClient()
 """The connection of this process to the source whose tasks it runs."""
@@ -128,17 +130,30 @@ class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_get(self, _context: Any, ticket: flight.Ticket) -> flight.FlightDataStream:
         request = self._checked(ticket.ticket)
         part, columns = (request["batch"], request["index"]), request["columns"]
-        try:
+        with _named_errors():
             remote = self._batches.direct(*part, columns) if request["direct"] else None
             if remote is None:
                 rows = self._batches.read(*part, columns)
-                return flight.GeneratorStream(select(columns), rows)
-        except KeyShardError as exc:
-            raise flight.FlightServerError(str(exc)) from exc
+                return flight.GeneratorStream(select(columns), _named(rows))
         here = select([name for name in columns if name not in CONTENT_NAMES])
         return flight.GeneratorStream(
-            here, ((others, json.dumps(where).encode()) for others, where in remote)
+            here, _named((others, json.dumps(where).encode()) for others, where in remote)
         )
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Answer a request with the code and the text of an error, also of an unexpected one."""
+    try:
+        yield
+    except Exception as exc:
+        raise flight.FlightServerError(str(request_error("Reading a batch", exc))) from exc
+
+
+def _named(rows: Iterator[T]) -> Iterator[T]:
+    """Yield what an iterator yields. Its errors have their names."""
+    with _named_errors():
+        yield from rows
 
 
 def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:

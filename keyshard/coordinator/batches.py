@@ -32,8 +32,9 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
 from keyshard.core.window.admission import waits_for_more
 from keyshard.core.window.layout import Located
-from keyshard.errors import BatchUnknownError
+from keyshard.errors import BatchUnknownError, KeyShardError
 from keyshard.reading.replay import replay
+from keyshard.threads import unexpected
 
 _log = logging.getLogger(__name__)
 
@@ -164,13 +165,19 @@ class Batches:
         Raises:
             BatchReleasedError: The batch was released.
             DataLossTrimmedError: The broker no longer stores all of it.
+            UnexpectedError: Reading it again failed by a defect.
         """
         batch_id = checkpoint.batch_id
         with self._shared.lock:
             self._shared.check()
             with suppress(BatchUnknownError):
                 return list(self._window.batches[batch_id].layout)
-        entries = self._replayed(checkpoint)
+        try:
+            entries = self._replayed(checkpoint)
+        except KeyShardError:
+            raise
+        except Exception as exc:
+            raise unexpected("Reading a batch again", exc) from exc
         with self._shared.lock:
             self._window.plan(checkpoint, entries)
             return list(self._window.batches[batch_id].layout)

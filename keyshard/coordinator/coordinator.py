@@ -115,10 +115,12 @@ class Coordinator:
         try:
             with owned_by(self.fail):
                 self._start(checkpoint, assignment, planned=planned, available_now=available_now)
-        except KeyShardError:
-            raise
         except Exception as exc:
-            raise unexpected("The start of the source", exc) from exc
+            # The error of a thread is the cause, not what the start made of it.
+            error = self._failure or unexpected("The start of the source", exc)
+            if error is exc:
+                raise
+            raise error from exc
         if self._failure is not None:
             self.consumers.shared.fail(self._failure)
 

@@ -22,7 +22,7 @@ from keyshard.core.message import MessageId, Produce
 from keyshard.errors import BrokerError, KeyShardError
 from keyshard.handlers.output_log import OpenTopics
 from keyshard.publishing.message_writer import MessageWriter
-from keyshard.threads import begin
+from keyshard.threads import begin, callback
 
 
 class Concluding(Protocol):
@@ -158,7 +158,7 @@ class SentOutputs:
                 # The others are not sent: the handler runs again.
                 self._confirmed(sent, len(sent.produced) - number, exc)
                 return
-            future.add_done_callback(partial(self._stored, sent))
+            future.add_done_callback(callback("Confirming an output", partial(self._stored, sent)))
 
     def _stored(self, sent: _Sent, future: Future[MessageId]) -> None:
         self._confirmed(sent, 1, future.exception())

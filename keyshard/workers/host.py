@@ -20,7 +20,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.refusal_timer import RefusalTimer, without_numbers
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError, UnreadableEntryError
-from keyshard.threads import Pool, begin, unexpected
+from keyshard.threads import FirstError, Pool, begin, owned_by, unexpected
 from keyshard.workers.encoding import (
     NOTHING,
     DeliveredTotals,
@@ -99,10 +99,13 @@ class ConsumerHost:
         broker: The connection; it is closed with the host.
         keeps: Whether the content of messages stays here, under the number of its answer, until
             it is released.
+        failed: Owner of the threads of the connection; :meth:`take` raises its error.
     """
 
-    def __init__(self, broker: Broker, *, keeps: bool = False) -> None:
-        self._broker = broker
+    def __init__(
+        self, broker: Broker, *, keeps: bool = False, failed: FirstError | None = None
+    ) -> None:
+        self._broker, self._failed = broker, failed or FirstError()
         self._keeps = keeps
         self._kept: dict[int, pa.RecordBatch] = {}
         self._changed = threading.Condition()
@@ -111,7 +114,8 @@ class ConsumerHost:
         """Locks of the numbers that are subscribed or closed now; a request may arrive twice."""
         self._closed: deque[int] = deque(maxlen=CLOSED_MAX)
         self._ready: deque[_HostedConsumer] = deque()
-        self._retrier = Retrier(REOPEN_WAIT_S, name="keyshard-reopen")
+        with owned_by(self._failed):
+            self._retrier = Retrier(REOPEN_WAIT_S, name="keyshard-reopen")
         self._full: set[int] = set()
         """Consumers that wait until more is taken."""
         self._open: set[int] = set()
@@ -123,14 +127,12 @@ class ConsumerHost:
         self._answered = 0
         self._answer: tuple[dict[str, Any], pa.RecordBatch] = ({}, NOTHING)
         self._ended = False
-        self._error: KeyShardError | None = None
-        """The error that ended one of its threads."""
         self.subscription = ""
         """Subscription of its consumers; empty before the first."""
         self._newest_error: tuple[str, float] | None = None
         """Text and monotonic time of the newest error of a consumer, seconds."""
         self._threads = [
-            begin(f"keyshard-hosted-receive-{i}", self._pump, fail=self._fail)
+            begin(f"keyshard-hosted-receive-{i}", self._pump, fail=self._failed)
             for i in range(RECEIVE_THREADS)
         ]
 
@@ -237,8 +239,8 @@ class ConsumerHost:
             UnexpectedError: One of its threads ended.
         """
         with self._taking:
-            if self._error is not None:
-                raise self._error
+            if self._failed.error is not None:
+                raise self._failed.error
             if seq == self._answered:
                 return self._answer
             if seq != self._answered + 1:
@@ -356,9 +358,6 @@ class ConsumerHost:
         return deliveries
 
     # -- Threads ----------------------------------------------------------------------------------
-
-    def _fail(self, error: KeyShardError) -> None:
-        self._error = error
 
     def _pump(self) -> None:
         while True:

@@ -42,7 +42,7 @@ from keyshard.errors import (
     WorkerEnvironmentError,
 )
 from keyshard.redaction import redacted
-from keyshard.threads import begin
+from keyshard.threads import FirstError, begin, owned_by, request_error
 from keyshard.version import VERSION
 from keyshard.workers.authentication import (
     INTRODUCE,
@@ -198,8 +198,9 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
             answer, content = self._host.take(
                 request["seq"], taken, request["wait_s"], request["released"]
             )
-        except KeyShardError as exc:
-            raise flight.FlightServerError(str(exc)) from exc
+        except Exception as exc:
+            error = request_error("A request for deliveries of a worker", exc)
+            raise flight.FlightServerError(str(error)) from exc
         lines = [self.log.popleft() for _ in range(len(self.log))]
         header = json.dumps(answer | {"log": lines, "proof": proof}).encode()
         return flight.GeneratorStream(content.schema, iter([(content, header)]))
@@ -211,8 +212,8 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         answer: dict[str, Any] = {"proof": proof}
         try:
             answer["result"] = self._commands[action.type](**request["arguments"])
-        except KeyShardError as exc:
-            answer["error"] = encode_error(exc)
+        except Exception as exc:  # noqa: BLE001 - the source raises it
+            answer["error"] = encode_error(request_error(f"A worker's {action.type}", exc))
         return [json.dumps(answer).encode()]
 
     def serve_to_the_end(self) -> bool:
@@ -338,7 +339,9 @@ def start_server(
                 "every machine, then start the source again."
             )
         setup = WorkerSetup.unpacked(packed)
-        host = ConsumerHost(connect(setup.connection), keeps=setup.keeps)
+        failed = FirstError()
+        with owned_by(failed):
+            host = ConsumerHost(connect(setup.connection), keeps=setup.keeps, failed=failed)
         server = WorkerServer(host, setup, address)
     except KeyShardError as exc:
         return None, json.dumps({"error": encode_error(exc)})

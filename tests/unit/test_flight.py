@@ -20,6 +20,7 @@ from keyshard.errors import (
     BatchUnknownError,
     ConfigError,
     KeyShardError,
+    UnexpectedError,
     WorkerUnreachableError,
 )
 from tests.helpers import P0, block, wait_until
@@ -202,14 +203,6 @@ def test_an_error_of_the_server_crosses_with_its_class_and_text(
     assert str(caught.value) == str(error)
 
 
-def test_an_unforeseen_error_of_the_server_is_reported_with_the_endpoint(
-    batches: ServedBatches, ticket: BatchTicket
-) -> None:
-    batches.error = ZeroDivisionError("by zero")
-    with pytest.raises(WorkerUnreachableError, match=ticket.endpoint):
-        list(read_batch(ticket))
-
-
 def test_an_endpoint_that_does_not_answer_is_named_with_the_remedy(
     ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,3 +334,29 @@ def test_an_abandoned_read_leaves_the_server_serving(
     assert next(rows).num_rows == 10
     rows.close()  # type: ignore[attr-defined]
     wait_until(lambda: sum(batch.num_rows for batch in read_batch(ticket)) == 30)
+
+
+def test_an_unexpected_error_of_the_server_is_named_in_the_task(
+    batches: ServedBatches, ticket: BatchTicket, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task said that the endpoint cannot be reached."""
+    batches.error = ZeroDivisionError("in a thread of Flight")
+    with pytest.raises(UnexpectedError, match=r"Reading a batch ended.*in a thread of Flight"):
+        list(read_batch(ticket))
+    assert "Reading a batch failed unexpectedly" in caplog.text
+
+
+def test_an_unexpected_error_in_the_midst_of_rows_is_named_in_the_task(
+    batches: ServedBatches, ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = list(batches.read("b", 3, ALL))
+
+    def breaks(*_: object) -> Iterator[pa.RecordBatch]:
+        yield rows[0]
+        raise ZeroDivisionError("in the midst")
+
+    monkeypatch.setattr(batches, "read", breaks)
+    got = read_batch(ticket)
+    assert next(got).num_rows == rows[0].num_rows
+    with pytest.raises(UnexpectedError, match="in the midst"):
+        list(got)

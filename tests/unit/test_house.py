@@ -24,7 +24,7 @@ LARGE_FILES = {
     "keyshard/control.py": 531,
     "keyshard/core/lanes/lanes.py": 505,
     "keyshard/handlers/run.py": 535,
-    "keyshard/workers/host.py": 530,
+    "keyshard/workers/host.py": 529,
 }
 """Files with more lines, and the most that each may have."""
 

@@ -20,6 +20,7 @@ from keyshard.errors import (
     AsyncProgressError,
     BatchReleasedError,
     CheckpointMismatchError,
+    UnexpectedError,
     UnsupportedTriggerError,
 )
 from spark_adapter import stream_reader
@@ -397,3 +398,27 @@ def test_once_is_refused(setup: ReaderSetup) -> None:
     host = setup.host()
     with pytest.raises(UnsupportedTriggerError, match="availableNow"):
         host.reader.latestOffset(host.reader.initialOffset(), ReadAllAvailable())
+
+
+def test_an_unexpected_error_while_a_batch_is_read_again_is_named(
+    setup: ReaderSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left a thread of the pool as it was, and reached Spark without a code."""
+    setup.publish(30)
+    host = setup.host()
+    initial = host.reader.initialOffset()
+    host.reader.latestOffset(initial, LIMIT)
+    host.wait(30)
+    first = host.reader.latestOffset(initial, LIMIT)
+    host.reader.partitions(initial, first)
+    host = setup.host()
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("in a thread of the replay")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("keyshard.reading.replay._replay_partition", broken)
+        with pytest.raises(UnexpectedError, match=r"Reading a batch again.*ZeroDivisionError"):
+            host.reader.partitions(initial, first)
+    assert setup.backlog == 30, "nothing was acknowledged"
+    assert len(host.values(initial, first)) > 0

@@ -14,7 +14,7 @@ from pyarrow import flight
 import keyshard
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.config.connection import Basic, Connection, OAuth2, Token
-from keyshard.errors import ConfigError, WorkerUnreachableError
+from keyshard.errors import ConfigError, UnexpectedError, WorkerUnreachableError
 from keyshard.workers import authentication as questions
 from keyshard.workers.host import ConsumerHost
 from keyshard.workers.server import LOOPBACK, WorkerServer, WorkerSetup, at, start_server
@@ -262,3 +262,22 @@ def test_a_setup_of_something_else_is_refused(text: str) -> None:
     assert server is None
     with pytest.raises(ConfigError):
         Worker(hello, "token", "worker")
+
+
+def test_an_unexpected_error_of_a_command_reaches_the_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was a worker that does not answer: the source replaced it, and met the error again."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("in a thread of Flight")
+
+    with served() as (server, setup, _):
+        worker = Worker(hello_of(server), setup.token, "worker")
+        server._commands["last_entry"] = broken
+        with pytest.raises(UnexpectedError, match=r"last_entry ended.*in a thread of Flight"):
+            worker.request("last_entry", 10.0, number=1)
+        monkeypatch.setattr(server._host, "take", broken)
+        with pytest.raises(UnexpectedError, match="in a thread of Flight"):
+            worker.take({})
+        worker.kill()

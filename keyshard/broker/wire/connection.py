@@ -32,7 +32,7 @@ from keyshard.broker.wire.keep_alive import Act, KeepAlive
 from keyshard.broker.wire.requests import ANSWERS, PendingRequests, fail, new_id
 from keyshard.config.connection import Connection
 from keyshard.errors import BrokerUnavailableError, KeyShardError
-from keyshard.threads import Fail, begin
+from keyshard.threads import Fail, begin, callback
 
 READ_BYTES = 256 << 10
 """Maximum bytes of one read."""
@@ -222,7 +222,7 @@ class WireConnection:
         """
         answered: Future[Any] = Future()
         number = content.request_id = new_id()
-        answered.add_done_callback(partial(done, number))
+        answered.add_done_callback(callback(f"An answer to {name!r}", partial(done, number)))
         self._requests.add(number, name, answered)
         try:
             self.send(name, content)
