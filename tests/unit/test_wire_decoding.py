@@ -261,9 +261,18 @@ def test_several_entries_are_decoded_together(
     assert [block.rows for block in found.blocks] == [1] * len(messages) + [len(messages)]
     check([m for block in found.blocks for m in messages_of(WHERE, block)], messages * 2)
     assert not found.blocks[0].batched
-    assert found.blocks[0].keys_of_bytes == bool(
-        messages[0]["key_bytes"] is not None and messages[0]["ordering_key"] is None
-    )
+    of_bytes = [one["key_bytes"] is not None and one["ordering_key"] is None for one in messages]
+    assert [block.keys_of_bytes for block in found.blocks] == [*of_bytes, any(of_bytes)]
+
+
+@pytest.mark.parametrize("first", [plain(key="text"), plain(key="a"), plain(key=None)])
+def test_slots_of_a_batch_of_mixed_keys_are_those_of_the_texts(first: dict[str, Any]) -> None:
+    """``__slot`` of a key of bytes is that of its base64 text, wherever its batch has it."""
+    last = plain(key=None) | {"key_bytes": b"a"}
+    (block,) = decoded(batch([first, last])).blocks
+    of_first = None if first["key"] is None else key_slot(first["key"])
+    assert block.slots == [of_first, key_slot(b"a")]
+    assert block.text_slots == [of_first, key_slot("YQ==")]
 
 
 @given(st.integers(1, 140), st.data())

@@ -417,7 +417,7 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
                 content,
                 start,
                 raw.redelivered,
-                into.of_bytes[start],
+                True in into.of_bytes[start:stop],
                 sum(row in unreadable for row in range(start, stop)) if unreadable else 0,
                 schema_version,
                 max(0, stored - payload) + (named(start, stop) if named else 0),

@@ -156,8 +156,8 @@ class EntryBlock:
     """Whether the broker counts an earlier delivery. It does not count one to a consumer that
     closed."""
     keys_of_bytes: bool = False
-    """Whether the keys are known to be set as bytes. The metadata says so or, if the client
-    hides the metadata, the range that received the entry."""
+    """Whether a key is known to be set as bytes. The metadata says so or, if the client hides the
+    metadata, the range that received the entry."""
     unreadable: int = 0
     """Messages with an invalid time, key or property; see :mod:`keyshard.columns.content`."""
     schema_version: int | None = None

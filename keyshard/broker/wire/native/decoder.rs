@@ -682,7 +682,7 @@ impl Columns {
         let slots = &self.slots[first..];
         let mixed = slots.iter().any(|slot| *slot != slots[0]);
         // What compiled.py reads: messages, payload, slot of the first or 0, whether slots differ, and
-        // whether the first key was set as bytes.
+        // whether a key was set as bytes.
         let row = [slots.len() as i64, size as i64, i64::from(slots[0]), i64::from(mixed), i64::from(of_bytes)];
         self.entries.extend_from_slice(&row);
         Ok(())
@@ -695,13 +695,13 @@ impl Columns {
             return Err(NotPlain);
         }
         let (mut at, mut size, mut of_bytes) = (0, 0, false);
-        for index in 0..count {
+        for _ in 0..count {
             let said_size = size_at(payload, at)?;
             let said = said_in_batch::<METADATA>(part(payload, at + 4, said_size)?, table, stated)?;
             at += 4 + said_size;
             let length = said.length.ok_or(NotPlain)?;
             let routed = self.push::<METADATA>(&said, stated, part(payload, at, length)?)?;
-            of_bytes = if index == 0 { routed } else { of_bytes };
+            of_bytes |= routed;
             at += length;
             size += length;
         }
