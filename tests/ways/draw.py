@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from tests.streams.cluster import Broker, entry_of
-from tests.streams.draw import Topic, register
-from tests.streams.values import (
-    BAD,
-    INLINE,
-    KINDS,
-    NONE,
-    RECORDS,
-    SEPARATED,
-    TEXT,
-    Sent,
-    encoded,
-    malformed,
-)
+from tests.streams.cluster import Broker
+from tests.streams.draw import Topic
+from tests.streams.values import AVRO, BAD, INLINE, SEPARATED, TEXT, Sent
+from tests.ways import facts
+from tests.ways.kinds import KINDS, OF_JAVA
+from tests.ways.produce import JAVA, RAW, Draft, Facts, JavaProducers, raw_entries
 
 MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
-ALL, SOME, METADATA = "all", "some", "metadata"
-"""Columns that a reading asks for."""
+ALL, SOME, METADATA, BYTES = "all", "some", "metadata", "bytes"
+"""Columns that a reading asks for; ``bytes`` are the values as they are stored."""
+WIRE, CLIENT = "wire", "client"
 _KEYS: tuple[str | bytes | None, ...] = ("k1", "k2", "ключ", "", b"\x00\xff", b"k1", None)
-_ENCRYPTION_KEYS, _DELIVER_AT_TIME = 13, 19
-"""Fields of ``MessageMetadata``."""
-_ENCRYPTION_KEY = b"\n\x01k\x12\x01v"
-"""``EncryptionKeys`` with a name and a value."""
+_TEXT_KEYS = ("k1", "k2", "ключ")
+_ORDERING_KEYS = (None, None, None, "o1", "é")
 _SOON_S = 3.0
 """Longest delay of a message that a reading sees, seconds."""
 _LATER_S = 3 * 3_600
@@ -43,9 +34,14 @@ class Published:
     topic: Topic
     read_as: str
     """The topic's name, or that of one of its partitions."""
+    producer: str
     sent: list[Sent] = field(default_factory=list)
+    facts: dict[int, Facts] = field(default_factory=dict)
+    """Known columns of messages, by their numbers."""
     encrypted: set[int] = field(default_factory=set)
     """Numbers of messages."""
+    chunked: set[int] = field(default_factory=set)
+    """Messages in several entries."""
     soon: set[int] = field(default_factory=set)
     """Messages that are due while they are read, or before."""
     later: set[int] = field(default_factory=set)
@@ -53,22 +49,22 @@ class Published:
 
     @property
     def kind(self) -> str:
-        """The schema type of its values."""
+        """The name of the kind of its values."""
         return self.topic.kind
 
-    @property
-    def expected(self) -> int:
-        """Number of messages that a consumer can get."""
-        return len({one.number for one in self.sent} - self.encrypted - self.later)
+    def expected(self, how: Reading) -> int:
+        """Number of messages that a consumer gets, or ends at."""
+        skipped = self.encrypted if how.skips_encrypted else set()
+        return len({one.number for one in self.sent} - skipped - self.later)
 
     def text(self) -> str:
         """Facts that a report shows."""
         bad = sorted(one.number for one in self.sent if one.may_be_malformed)
         return (
-            f"{self.read_as}: {self.kind}, {self.topic.partitions} partitions, versions "
-            f"{sorted(self.topic.versions)}, {len(self.sent)} messages, malformed {bad}, "
-            f"encrypted {sorted(self.encrypted)}, due soon {sorted(self.soon)}, later "
-            f"{sorted(self.later)}"
+            f"{self.read_as}: {self.kind} by {self.producer}, {self.topic.partitions} partitions, "
+            f"versions {sorted(self.topic.versions)}, {len(self.sent)} messages, malformed {bad}, "
+            f"encrypted {sorted(self.encrypted)}, chunked {sorted(self.chunked)}, due soon "
+            f"{sorted(self.soon)}, later {sorted(self.later)}"
         )
 
 
@@ -84,135 +80,162 @@ class Reading:
     skips_encrypted: bool
     transport: str
     workers: str
+    ends: bool
+    """Whether a query has ``availableNow``."""
 
-    @property
-    def ends(self) -> bool:
-        """Whether it is a query with ``availableNow``.
 
-        Spark asks for counts before it runs a batch, so no progress has those of the last one.
-        A query that counts rows therefore runs until it has counted them.
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How many messages of a topic are special."""
+
+    corrupt: float
+    encrypted: float
+    chunked: float
+    delayed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """Publishes drawn messages."""
+
+    drawn: random.Random
+    broker: Broker
+    java: JavaProducers
+
+    def published(self, name: str, kind: str | None = None) -> Published:
+        """Make a topic with messages of one kind, in two versions where it has them.
+
+        Args:
+            name: Name of the topic.
+            kind: Kind of its values; ``None``: it is drawn.
+
+        Raises:
+            TimeoutError: The broker refused it.
         """
-        counts = self.skips_encrypted or self.mode == "DROPMALFORMED"
-        return self.way in STREAMS and not counts
+        drawn = self.drawn
+        any_kind = drawn.choice(tuple(KINDS))
+        kind = any_kind if kind is None else kind
+        topic = Topic(name, kind, drawn.choice((0, 0, 1, 2, 3)))
+        self.broker.create(name, topic.partitions)
+        # Java's client has no producer for the schema of a class that it lacks.
+        producer = drawn.choice((RAW, RAW, JAVA)) if kind != OF_JAVA else RAW
+        made = Published(topic, name, producer)
+        shares = Shares(
+            drawn.choice((0.0, 0.0, 0.05)), drawn.choice((0.0, 0.0, 0.15)),
+            drawn.choice((0.0, 0.0, 0.0, 0.0, 0.1)), drawn.choice((0.0, 0.0, 0.3)),
+        )  # fmt: skip
+        if producer == JAVA:  # it makes no such messages
+            shares = replace(shares, corrupt=0.0, encrypted=0.0, chunked=0.0)
+        if topic.partitions and drawn.random() < 0.3:
+            made.read_as = drawn.choice(topic.names())
+        steps = [0, 1] if KINDS[kind].versions and drawn.random() < 0.6 else [0]
+        if kind == AVRO and drawn.random() < 0.2:
+            steps.append(BAD)
+        for version in steps:
+            schema = KINDS[kind].schema(version)
+            if schema is not None:
+                topic.versions[version] = self.broker.register(name, schema)
+            for one in topic.names():
+                if made.read_as in {one, name}:
+                    self._publish(made, one, version, shares)
+        return made
+
+    def _publish(self, made: Published, name: str, version: int, shares: Shares) -> None:
+        """Publish entries in a topic partition."""
+        drawn, number = self.drawn, made.topic.versions.get(version)
+        entries = [_drafts(drawn, made, version, shares) for _ in range(drawn.randint(1, 8))]
+        drafts = [one for entry in entries for one in entry]
+        if made.producer == JAVA:
+            known = self.java.publish(drawn, made.kind, name, drafts, number)
+        else:
+            known = raw_entries(drawn, self.broker, name, entries, number)
+        partition = int(name.rpartition("-")[2]) if made.topic.partitions else -1
+        for one in drafts:
+            of_draft = facts.of_draft(one, made.topic.name, partition)
+            made.facts[one.number] = of_draft | known[one.number]
 
 
-def published(drawn: random.Random, broker: Broker, name: str) -> Published:
-    """Make a topic with messages of one kind, in two versions where it has them.
-
-    Raises:
-        TimeoutError: The broker refused it.
-    """
-    kind = drawn.choice(KINDS)
-    topic = Topic(name, kind, drawn.choice((0, 0, 1, 2, 3)))
-    broker.create(name, topic.partitions)
-    register(broker, topic, 0)
-    made = Published(topic, name)
-    corrupt = drawn.choice((0.0, 0.0, 0.05)) if kind != NONE else 0.0
-    encrypted = drawn.choice((0.0, 0.0, 0.15))
-    if topic.partitions and drawn.random() < 0.3:
-        made.read_as = drawn.choice(topic.names())
-    # An own generator: the other draws of a seed stay.
-    delays = random.Random(f"{name}:delays")
-    delayed = delays.choice((0.0, 0.0, 0.3))
-    steps = [0, 1] if kind in RECORDS and drawn.random() < 0.6 else [0]
-    if kind in RECORDS[:1] and drawn.random() < 0.2:
-        steps.append(BAD)
-    for version in steps:
-        if version not in topic.versions:
-            register(broker, topic, version)
-        for one in topic.names():
-            if made.read_as in {one, name}:
-                _publish(
-                    drawn, broker, made, one, version, corrupt=corrupt, encrypted=encrypted,
-                    delays=delays, delayed=delayed,
-                )  # fmt: skip
-    return made
-
-
-def _publish(
-    drawn: random.Random, broker: Broker, made: Published, name: str, version: int, *,
-    corrupt: float, encrypted: float, delays: random.Random, delayed: float,
-) -> None:  # fmt: skip
-    entries = []
-    for entry in range(drawn.randint(1, 8)):
-        key = drawn.choice(_KEYS)
-        if made.kind in (TEXT, INLINE, SEPARATED) and not isinstance(key, str):
-            key = "k1"
-        locked = drawn.random() < encrypted
-        numbers = range(len(made.sent), len(made.sent) + drawn.choice((1, 1, 3, 10)))
-        values: list[tuple[int, bytes | None]] = []
-        for number in numbers:
-            bad = drawn.random() < corrupt
-            tombstone = not bad and made.kind != INLINE and drawn.random() < 0.1
-            one = Sent(
-                number, made.topic.name, 0, entry, key, None, made.kind, version, tombstone, bad,
-                None, confirmed=True,
-            )  # fmt: skip
-            payload = (
-                None if tombstone
-                else malformed(made.kind, number) if bad
-                else encoded(made.kind, version, number, one.name, key)
-            )  # fmt: skip
-            values.append((number, payload))
-            made.sent.append(
-                Sent(
-                    number, made.topic.name, 0, entry, key, None, made.kind, version, tombstone,
-                    bad, payload, confirmed=True,
-                )
-            )  # fmt: skip
-            if locked:
-                made.encrypted.add(number)
-        number_of_version = made.topic.versions.get(version)
-        metadata, content = entry_of(values, key, None, number_of_version, drawn)
-        if locked:
-            metadata |= {_ENCRYPTION_KEYS: _ENCRYPTION_KEY}
-        if delays.random() < delayed:
-            # A reading without an end does not wait for rows that it leaves out.
-            soon = not locked and delays.random() < 0.6
-            (made.soon if soon else made.later).update(numbers)
-            delay_s = delays.uniform(0.0, _SOON_S) if soon else _LATER_S
-            metadata |= {_DELIVER_AT_TIME: int((time.time() + delay_s) * 1000)}
-        entries.append((metadata, content))
-    done = broker.publish(name, entries)
-    assert done == len(entries), f"{done} of {len(entries)} entries of {name} were confirmed"
+def _drafts(drawn: random.Random, made: Published, version: int, shares: Shares) -> list[Draft]:
+    """Draw the messages of an entry, which have one key."""
+    kind = KINDS[made.kind]
+    keys = _TEXT_KEYS if made.kind in (TEXT, INLINE, SEPARATED) else _KEYS
+    key, ordering_key = drawn.choice(keys), drawn.choice(_ORDERING_KEYS)
+    chunked = drawn.random() < shares.chunked
+    locked = not chunked and drawn.random() < shares.encrypted
+    deliver_ms = None
+    # A reading without an end does not wait for encrypted messages that it leaves out.
+    soon = not locked and drawn.random() < 0.6
+    if not chunked and drawn.random() < shares.delayed:
+        delay_s = drawn.uniform(0.0, _SOON_S) if soon else _LATER_S
+        deliver_ms = int((time.time() + delay_s) * 1_000)
+    found = []
+    for _ in range(1 if chunked else drawn.choice((1, 1, 3, 10))):
+        number = len(made.sent)
+        bad = kind.malformed(number) if drawn.random() < shares.corrupt else None
+        tombstone = bad is None and kind.tombstones and drawn.random() < 0.1
+        value = bad if bad is not None or tombstone else kind.encoded(version, number, key)
+        made.sent.append(
+            Sent(
+                number, made.topic.name, 0, 0, key, ordering_key, made.kind, version, tombstone,
+                bad is not None, value, confirmed=True,
+            )
+        )  # fmt: skip
+        # Java's client stores the key of such a pair as bytes.
+        as_bytes = made.kind == SEPARATED and made.producer == JAVA and key is not None
+        found.append(
+            Draft(
+                number, value, str(key).encode() if as_bytes else key, ordering_key,
+                number + 1,
+                {"n": str(number)}, deliver_ms, locked, chunked,
+            )
+        )  # fmt: skip
+    numbers = {one.number for one in found}
+    made.encrypted |= numbers if locked else set()
+    made.chunked |= numbers if chunked else set()
+    if deliver_ms is not None:
+        (made.soon if soon else made.later).update(numbers)
+    return found
 
 
-def readings(drawn: random.Random, ways: Sequence[str], kind: str, count: int) -> list[Reading]:
+def readings(
+    drawn: random.Random, ways: Sequence[str], made: Published, count: int
+) -> list[Reading]:
     """Some ways in, each with options of its own."""
-    made = []
+    found = []
     for way in drawn.sample(ways, min(count, len(ways))):
         spark = way in SPARK
-        made.append(
-            Reading(
-                way,
-                drawn.choice(MODES) if spark else "",
-                drawn.choice((ALL, ALL, SOME, METADATA)) if spark else ALL,
-                way in NAMED and drawn.random() < 0.4,
-                way in SKIPPING and drawn.random() < 0.5,
-                "wire",
-                drawn.choice(("embedded", "embedded", "processes:1"))
-                if way in LIVE
-                else "embedded",
-            )
+        how = Reading(
+            way,
+            drawn.choice(MODES) if spark else "",
+            drawn.choice((ALL, ALL, SOME, METADATA, BYTES)) if spark else ALL,
+            way in NAMED and drawn.random() < 0.4,
+            way in SKIPPING and drawn.random() < 0.5,
+            drawn.choice((WIRE, WIRE, CLIENT)) if way in BY_CLIENT else WIRE,
+            drawn.choice(("embedded", "embedded", "processes:1")) if way in LIVE else "embedded",
+            way in STREAMS and drawn.random() < 0.7,
         )
-    return made
+        if how.by_pulsar_name or made.kind == SEPARATED or made.chunked or made.encrypted:
+            how = replace(how, transport=WIRE)
+        if how.transport == CLIENT:
+            how = replace(how, skips_encrypted=False)
+        found.append(how)
+    return found
 
 
-SPARK: Mapping[str, str] = {
-    "spark batch": "spark.read",
-    "spark stream": "spark.readStream, availableNow",
-    "table": "a table of the catalog",
-    "table stream": "a stream of a table",
-}
+SPARK = ("spark batch", "spark stream", "table", "table stream")
 """Ways in of Spark."""
 NAMED = ("spark batch", "spark stream")
 """Ways in that name a format."""
 STREAMS = ("spark stream", "table stream")
 """Ways in that are queries."""
-LIVE = ("spark stream", "embedded", "handlers", "batches")
+HANDLERS = ("handlers", "coroutines", "taken", "park", "ray job")
+"""Ways in that give messages, not rows."""
+LIVE = ("spark stream", "embedded", "batches", *HANDLERS)
 """Ways in that consume, and may have workers."""
 SKIPPING = (*LIVE, "table stream")
 """Ways in that have ``onEncrypted``."""
-PLANS = ("spark batch", "table", "ray")
+PLANS = ("spark batch", "table", "read", "ray")
 """Ways in that read storage, without a subscription: messages that are not due as well."""
-WAYS = (*SPARK, "embedded", "handlers", "batches", "ray")
+BY_CLIENT = (*(way for way in LIVE if way != "park"), *PLANS)
+"""Ways in that are read with pulsar-client, too."""
+WAYS = (*SPARK, "embedded", "batches", *HANDLERS, "read", "ray")

@@ -12,8 +12,8 @@ from tests.support.deadlines import deadline
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400
-SEED = 100
-"""Its draws have encrypted and malformed messages, and a partition by its name."""
+SEED = 106
+"""Its draws have both producers, and encrypted, malformed, chunked and delayed messages."""
 
 
 @pytest.mark.broker
