@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -69,25 +70,27 @@ def _decoded(source: KeyShardSource, raw: list[pa.RecordBatch]) -> list[dict[str
 def batches(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     """Read with ``batches``."""
     source = source_of(place, made, how)
-    with _stopped_in_time(source) as over:
+    ended = False
+    with _stopped_in_time(source, out) as over:
         for batch in source.batches(max_wait_s=0.2):
             out.rows += raw_rows([batch.records])
             batch.ack()
-            if len(out.rows) >= made.expected(how):
-                over(out)
+            if not ended and len(out.rows) >= made.expected(how):
+                ended = True
+                over()
 
 
 def handlers(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     """Read with ``run``."""
     source = source_of(place, made, how)
-    with _stopped_in_time(source) as over:
+    with _stopped_in_time(source, out) as over:
         source.run(_handler(made, how, out, over))
 
 
 def coroutines(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     """Read with ``arun`` and a coroutine."""
     source = source_of(place, made, how)
-    with _stopped_in_time(source) as over:
+    with _stopped_in_time(source, out) as over:
         take = _handler(made, how, out, over)
 
         async def handle(message: keyshard.Message) -> None:
@@ -106,7 +109,7 @@ def taken(place: Place, made: Published, how: Reading, out: Outcome) -> None:
             take(message)
             await message.done()
 
-    with _stopped_in_time(source) as over:
+    with _stopped_in_time(source, out) as over:
         take = _handler(made, how, out, over)
         asyncio.run(read())
 
@@ -120,7 +123,7 @@ def parked(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     }
     failing = {key for number, key in keyed.items() if number % 4 == 0 and key is not None}
     healed = threading.Event()
-    take = _handler(made, how, out, lambda _: None)
+    take = _handler(made, how, out, lambda: None)
 
     def handle(message: keyshard.Message) -> None:
         if message.routing_key in failing and not healed.is_set():
@@ -132,7 +135,6 @@ def parked(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     retry = RetryPolicy(stop=tenacity.stop_after_attempt(1))
     with source.running(handle, retry=retry, on_failure="park"), suppress(NotRunningError):
         _polled(source, lambda: len(out.rows) >= len(free))
-        _count(source, out)
         out.problems += [
             f"{row['n']} was handled while its key was parked"
             for row in out.rows
@@ -141,6 +143,8 @@ def parked(place: Place, made: Published, how: Reading, out: Outcome) -> None:
         healed.set()
         # Messages of a key that come late are parked meanwhile.
         _polled(source, lambda: len(out.rows) >= made.expected(how), source.unpark)
+        threading.Event().wait(QUIET_S)
+        _count(source, out)
 
 
 def _polled(
@@ -159,7 +163,7 @@ def _polled(
         never.wait(0.2)
 
 
-Over = Callable[[Outcome], None]
+Over = Callable[[], None]
 
 
 def _handler(
@@ -174,27 +178,23 @@ def _handler(
             out.rows.append(row)
             is_last = len(out.rows) == made.expected(how)
         if is_last:
-            over(out)
+            over()
 
     return handle
 
 
 @contextmanager
-def _stopped_in_time(source: KeyShardSource) -> Iterator[Over]:
+def _stopped_in_time(source: KeyShardSource, out: Outcome) -> Iterator[Over]:
     """Stop a source at the deadline; yields what stops it after its last row."""
     timers: list[threading.Timer] = []
 
     def stop_in(delay_s: float) -> None:
-        timers.append(threading.Timer(delay_s, _stopped, [source]))
+        timers.append(threading.Timer(delay_s, _stop, [source, out]))
         timers[-1].start()
-
-    def over(out: Outcome) -> None:
-        _count(source, out)
-        stop_in(QUIET_S)
 
     stop_in(DEADLINE_S)
     try:
-        yield over
+        yield partial(stop_in, QUIET_S)
     finally:
         for timer in timers:
             timer.cancel()
@@ -205,6 +205,8 @@ def _count(source: KeyShardSource, out: Outcome) -> None:
     out.counts["encryptedSkipped"] = 0 if window is None else window["encryptedSkipped"]
 
 
-def _stopped(source: KeyShardSource) -> None:
+def _stop(source: KeyShardSource, out: Outcome) -> None:
+    """Stop a source, after its counts were taken."""
     with suppress(KeyShardError):
+        _count(source, out)
         source.stop()

@@ -113,10 +113,10 @@ def _run(frame: DataFrame, place: Place, made: Published, how: Reading, out: Out
         while not query.awaitTermination(int(DEADLINE_S) if how.ends else 1):
             rows = sum(part.num_rows for part in parts)
             out.counts = _counts(query)
-            locked = made.encrypted - made.later
-            if rows + out.counts.get("malformedDropped", 0) >= made.expected(how) and (
-                not (locked and how.skips_encrypted) or out.counts.get("encryptedSkipped")
-            ):
+            dropped, skipped = (
+                out.counts.get(name, 0) for name in ("malformedDropped", "encryptedSkipped")
+            )
+            if rows + dropped >= made.expected(how) and skipped >= made.skipped(how):
                 break
             if time.monotonic() >= end:
                 out.error = f"{rows} rows, {out.counts} after {DEADLINE_S:.0f} s"

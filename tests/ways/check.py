@@ -118,10 +118,9 @@ def _absent(
     locked = gone & made.encrypted
     if locked and not how.skips_encrypted:
         problems.append(f"encrypted {sorted(locked)} are left out without an error")
-    if locked and how.skips_encrypted and how.way != "ray job":
-        entries = len({made.facts[number]["id"][:2] for number in locked})
-        if out.counts.get("encryptedSkipped", 0) != entries:
-            problems.append(f"{entries} encrypted entries are left out, counted: {out.counts}")
+    skipped = made.skipped(how)
+    if out.counts.get("encryptedSkipped", 0) != skipped:
+        problems.append(f"{skipped} encrypted entries are left out, counted: {out.counts}")
     left = gone - locked
     dropped = left & hazards(made) if how.mode == "DROPMALFORMED" and _decodes(how) else set()
     left -= dropped

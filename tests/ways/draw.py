@@ -57,6 +57,11 @@ class Published:
         skipped = self.encrypted if how.skips_encrypted else set()
         return len({one.number for one in self.sent} - skipped - self.later)
 
+    def skipped(self, how: Reading) -> int:
+        """Number of entries that a consumer leaves out, and counts, because they are encrypted."""
+        locked = self.encrypted - self.later if how.skips_encrypted else set()
+        return len({self.facts[number]["id"][:2] for number in locked})
+
     def text(self) -> str:
         """Facts that a report shows."""
         bad = sorted(one.number for one in self.sent if one.may_be_malformed)
