@@ -85,7 +85,7 @@ OF_HANDLERS = (
         edits=(
             Edit(
                 "keyshard/dead_letters/startup.py",
-                "return state, fold(broker, where, state, consumer, config)",
+                "return state, fold(broker, where, state, consumer, config, check=check_source)",
                 "return state, []",
             ),
         ),

@@ -79,6 +79,7 @@ class SinkCheck:
         """Add the files of the next batch, in the order of its Spark partitions."""
         batch = str(self._batches)
         self._batches += 1
+        self._events.append(Event(0.0, "started", batch=batch))
         for path in files:
             for row in _rows(path, batch):
                 self.rows += 1
