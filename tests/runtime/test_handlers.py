@@ -72,6 +72,8 @@ def test_coroutines_run_in_one_loop_with_at_most_the_lanes_and_one_per_key(
 
 def to_file(message: Message) -> None:
     folder, number = present(message.value).decode().split("|")
+    Path(folder, f"process-{os.getpid()}").touch()
+    wait_until(lambda: len(list(Path(folder).glob("process-*"))) == 2)  # both have begun
     with Path(folder, message.key or "").open("a") as file:
         file.write(f"{number} {os.getpid()}\n")
 

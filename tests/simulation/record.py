@@ -149,13 +149,19 @@ class Record:
         crashed = any(event.kind == "crashed" and event.worker == "broker" for event in self.events)
         late = crashed or debts.unsubscribed
         skipped = debts.skipped_entries if late else set()
+        gained: set[tuple[object, ...]] = set()
 
         def counts(at: int, event: Event) -> bool:
             where = (event.topic, event.partition)
             if (*where, event.ledger, event.entry) in skipped:
                 return False
             if event.kind in ("range_gained", "range_lost"):
-                return where in names and at >= self._ends.get(where, 0)
+                if where not in names or at < self._ends.get(where, 0):
+                    return False
+                owner = (where, event.range, event.worker)
+                if event.kind == "range_gained":
+                    gained.add(owner)
+                return owner in gained  # An owner from before the deletion may end after it.
             if event.kind == "acked":
                 place = Place(event.topic, event.partition, event.ledger, event.entry, 0)
                 return not debts.is_given_up(place)

@@ -19,7 +19,7 @@ def possible_order(events: Sequence[Event]) -> Verdict:
       by the broker.
     - A batch has ``started`` before its rows and its ``checkpointed``. Each ``completed`` of it
       ends a run of its own.
-    - A worker holds the range that is ``range_lost``.
+    - A worker has ``range_gained`` before it is ``range_lost``; it may give it up twice.
     """
     view = HistoryView.of(events)
     found = Findings("each event has its cause", "events with a cause", "no event needs another")
@@ -28,7 +28,6 @@ def possible_order(events: Sequence[Event]) -> Verdict:
     for event in view:
         if event.kind == "crashed":
             handlers.crash(event.worker)
-            ranges.crash(event.worker)
         elif event.kind in _OF_RANGES:
             _judge(found, event, ranges.follow(event), needs=event.kind == "range_lost")
         elif event.batch is not None and (is_row(event) or not event.has_message):
@@ -113,23 +112,15 @@ class _Batches:
 
 
 class _Ranges:
-    """Ranges that workers hold."""
+    """Ranges that workers have gained."""
 
     def __init__(self) -> None:
-        self._held: defaultdict[str | None, set[Name]] = defaultdict(set)
-
-    def crash(self, worker: str | None) -> None:
-        if worker is None:
-            self._held.clear()
-        self._held.pop(worker, None)
+        self._gained: set[tuple[str | None, Name]] = set()
 
     def follow(self, event: Event) -> str | None:
         """Take the next gain or loss; return why it is impossible."""
-        held, name = self._held[event.worker], (event.topic, event.partition, event.range)
+        name = event.worker, (event.topic, event.partition, event.range)
         if event.kind == "range_gained":
-            held.add(name)
+            self._gained.add(name)
             return None
-        if name in held:
-            held.discard(name)
-            return None
-        return f"{event.worker} lost {event.range}, which it did not hold"
+        return None if name in self._gained else f"{event.worker} lost {event.range} without a gain"
