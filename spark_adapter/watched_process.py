@@ -21,6 +21,7 @@ import secrets
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -131,7 +132,10 @@ def _spark_connection() -> socket.socket | None:
     path, port = (os.environ.get(f"PYTHON_WORKER_FACTORY_{name}") for name in ("SOCK_PATH", "PORT"))
     for entry in Path("/dev/fd").iterdir():
         with suppress(OSError):
-            copy = socket.socket(fileno=os.dup(int(entry.name)))
+            number = int(entry.name)
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            copy = socket.socket(fileno=os.dup(number))
             with suppress(OSError):
                 peer = copy.getpeername()
                 if peer == path or (isinstance(peer, tuple) and str(peer[1]) == port):

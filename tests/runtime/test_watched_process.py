@@ -216,6 +216,14 @@ def test_both_end_with_spark(tmp_path: Path) -> None:
         wait_until(lambda: not any(map(_lives, pids)), deadline(15))
 
 
+def test_both_processes_keep_no_copies_of_the_standard_streams(spark: Spark) -> None:
+    for pid in (spark.pid, spark.parent):
+        files = {int(one.name): one.readlink() for one in Path(f"/proc/{pid}/fd").iterdir()}
+        standard = [files.pop(number) for number in (0, 1, 2)]
+        copies = [one for one in files.values() if one in standard]
+        assert not copies
+
+
 def test_a_program_that_is_no_stream_process_is_not_forked() -> None:
     from spark_adapter.watched_process import spark_pid, watch_this_process  # noqa: PLC0415
 
