@@ -33,6 +33,7 @@ from typing import NoReturn
 
 from keyshard.core.process_end import ending, last_lines, remedy
 from keyshard.errors import KeyShardError, StreamProcessError
+from keyshard.redaction import redacted
 from spark_adapter.error_text import as_spark_error
 
 RUNNER = "pyspark.sql.streaming.python_streaming_source_runner"
@@ -152,7 +153,8 @@ def explanation(pid: int, status: int | None, log: str) -> KeyShardError:
         status: Its exit status; negative: the number of a signal.
         log: The end of its log.
     """
-    lines = last_lines(log)
+    # Before it cuts lines: a part of a secret is not recognized.
+    lines = last_lines(redacted(log))
     shown = f" Its last lines:\n{lines}" if lines else ""
     limit = " Option window_bytes_max limits it." if status == -signal.SIGKILL else ""
     return as_spark_error().translate(

@@ -75,3 +75,10 @@ def test_the_error_of_a_query_says_how_where_and_what_to_do_without_secrets() ->
     assert "pass@" not in error.message
     assert password.reveal() not in error.message
     assert "Its last lines" not in explanation(12, 3, "").message
+
+
+def test_a_secret_that_a_shown_line_cuts_in_two_is_not_shown() -> None:
+    password = Secret("correct-horse-battery")
+    error = explanation(12, 1, "x" * (LINE_CHARS_MAX - 10) + f" {password.reveal()}\n")
+    assert "xx ***" in error.message
+    assert "correct" not in error.message
