@@ -250,6 +250,7 @@ class _Watch:
             stream.settimeout(ASK_TIMEOUT_S)
         with suppress(OSError):
             self._spark.sendall(answer)
+        with suppress(OSError):
             # If the child had sent a part of an answer, Spark takes this for the rest of it.
             self._spark.shutdown(socket.SHUT_WR)
         end_s = time.monotonic() + TELL_S

@@ -133,6 +133,16 @@ def test_a_call_after_the_end_gets_it_too(spark: Spark) -> None:
     assert "was killed by SIGKILL (9)" in spark.error()
 
 
+def test_a_part_of_an_answer_ends_also_if_spark_does_not_read(spark: Spark) -> None:
+    """Spark waited a minute for the rest of the answer."""
+    spark.call("spark.sendall(b'x' * 50_000_000)")
+    assert spark._answers.read(1) == b"x"
+    os.kill(spark.pid, signal.SIGKILL)
+    wait_until(lambda: spark.ended_at.ask() is not None, deadline(15))
+    spark._stream.settimeout(deadline(10))
+    assert len(spark._answers.read()) < 50_000_000
+
+
 def test_a_task_learns_how_the_process_ended_and_nobody_else_does(spark: Spark) -> None:
     os.kill(spark.pid, signal.SIGKILL)
     error = spark.ended_at.ask()
