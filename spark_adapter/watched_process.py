@@ -89,7 +89,7 @@ def spark_pid() -> int:
 def watch_this_process(host: str) -> EndAddress | None:
     """Fork, and return in the child, whose end the parent then explains.
 
-    Call it from the main thread before other threads begin.
+    Call it from the main thread before other threads of Python begin.
 
     Args:
         host: Address to listen on for tasks, which they connect to.
