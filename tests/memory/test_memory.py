@@ -24,6 +24,7 @@ def shape(way: str, **changes: int) -> Shape:
     "once_too_large",
     [
         shape("embedded", value_bytes=4 * MIB - 4_000, ranges=16),
+        shape("embedded", value_bytes=4 * MIB - 4_000, ranges=64, window_bytes=8 * MIB),
         shape("embedded", value_bytes=4 * MIB - 4_000, small_first=300),
         shape("embedded", properties=1, property_bytes=100_000),
         shape("hosted", value_bytes=4 * MIB - 4_000),
