@@ -84,16 +84,16 @@ def unexpected(name: str, exc: BaseException) -> KeyShardError:
     return error
 
 
-def request_error(name: str, exc: Exception) -> KeyShardError:
-    """Return the error that answers a failed request. An unexpected one is also logged.
+def logged_error(name: str, exc: BaseException) -> KeyShardError:
+    """Return the error that answers a failed request, or ends a job. An unexpected one is logged.
 
     Args:
-        name: What the request does, for the error.
+        name: Name of the request or the job, for the error.
         exc: The error that it raised.
     """
     error = unexpected(name, exc)
     if error is not exc:
-        _log.error("%s failed unexpectedly", name, exc_info=exc)
+        _log.error("%s ended unexpectedly", name, exc_info=exc)
     return error
 
 

@@ -18,8 +18,9 @@ import ray
 from ray._common.utils import get_ray_address_file
 from ray._private.worker import _connect_or_shutdown_lock
 
-from keyshard.core.lanes.failure import Failure, text_of
+from keyshard.core.lanes.failure import text_of
 from keyshard.errors import ClusterError, KeyShardError
+from keyshard.threads import logged_error
 
 CONNECT_TIMEOUT_S = 5.0
 """Longest wait for a connection to the cluster's port, seconds."""
@@ -199,13 +200,9 @@ class Session:
             return error
         if isinstance(error, SystemExit) or self.lost:
             named: KeyShardError = ClusterError(self._gone)
-        else:
-            named = KeyShardError(
-                f"The job ended unexpectedly: {Failure.of(error).reason}. Unacknowledged "
-                "messages are delivered again. Start the job again."
-            )
-        named.__cause__ = error
-        return named
+            named.__cause__ = error
+            return named
+        return logged_error("The job", error)
 
 
 class Actor:

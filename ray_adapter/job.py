@@ -345,7 +345,7 @@ class Job:
                     if self._run.stopping:  # by source.stop()
                         self.drain()
             except BaseException as exc:  # noqa: BLE001 - raised where the caller waits
-                exchange.fail(exc)
+                exchange.fail(self._actor_pool.session.named(exc))
             # Results taken so far are committed before the source ends.
             self._committed.wait()
 

@@ -28,7 +28,7 @@ from keyshard.coordinator.batches import Batches, ContentEndpoint, ContentLocati
 from keyshard.coordinator.kept_client import KeptClient
 from keyshard.errors import BY_CODE, ConfigError, KeyShardError, WorkerUnreachableError
 from keyshard.redaction import first_line
-from keyshard.threads import request_error
+from keyshard.threads import logged_error
 from keyshard.workers.authentication import Body, read_with_token, with_token
 from keyshard.workers.flight_client import flight_client
 
@@ -147,7 +147,7 @@ def _named_errors() -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        raise flight.FlightServerError(str(request_error("Reading a batch", exc))) from exc
+        raise flight.FlightServerError(str(logged_error("Reading a batch", exc))) from exc
 
 
 def _named(rows: Iterator[T]) -> Iterator[T]:

@@ -42,7 +42,7 @@ from keyshard.errors import (
     WorkerEnvironmentError,
 )
 from keyshard.redaction import redacted
-from keyshard.threads import FirstError, begin, owned_by, request_error
+from keyshard.threads import FirstError, begin, logged_error, owned_by
 from keyshard.version import VERSION
 from keyshard.workers.authentication import (
     INTRODUCE,
@@ -199,7 +199,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
                 request["seq"], taken, request["wait_s"], request["released"]
             )
         except Exception as exc:
-            error = request_error("A request for deliveries of a worker", exc)
+            error = logged_error("A request for deliveries of a worker", exc)
             raise flight.FlightServerError(str(error)) from exc
         lines = [self.log.popleft() for _ in range(len(self.log))]
         header = json.dumps(answer | {"log": lines, "proof": proof}).encode()
@@ -213,7 +213,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         try:
             answer["result"] = self._commands[action.type](**request["arguments"])
         except Exception as exc:  # noqa: BLE001 - the source raises it
-            answer["error"] = encode_error(request_error(f"A worker's {action.type}", exc))
+            answer["error"] = encode_error(logged_error(f"A worker's {action.type}", exc))
         return [json.dumps(answer).encode()]
 
     def serve_to_the_end(self) -> bool:

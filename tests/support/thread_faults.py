@@ -51,7 +51,7 @@ class Calls:
         if event != "call" or frame.f_back is None:
             return
         module = frame.f_globals.get("__name__", "")
-        if not module.startswith("keyshard.") or module == "keyshard.threads":
+        if not module.startswith(("keyshard.", "ray_adapter.")) or module == "keyshard.threads":
             return
         if not 1 <= self._depth_of(frame) <= self._depth:
             return

@@ -343,7 +343,7 @@ def test_an_unexpected_error_of_the_server_is_named_in_the_task(
     batches.error = ZeroDivisionError("in a thread of Flight")
     with pytest.raises(UnexpectedError, match=r"Reading a batch ended.*in a thread of Flight"):
         list(read_batch(ticket))
-    assert "Reading a batch failed unexpectedly" in caplog.text
+    assert "Reading a batch ended unexpectedly" in caplog.text
 
 
 def test_an_unexpected_error_in_the_midst_of_rows_is_named_in_the_task(
