@@ -168,7 +168,7 @@ def explanation(pid: int, status: int | None, log: str) -> KeyShardError:
 
 
 class _Watch:
-    """What the watching process does. It never returns to the code that forked it."""
+    """The work of the watching process, which never returns to the code that forked it."""
 
     def __init__(
         self, child: int, pipes: tuple[int, int], spark: socket.socket, listener: socket.socket,

@@ -127,8 +127,7 @@ class Intake:
     ) -> None:
         owned_range = range_consumer.owned_range
         if (one := entries[0].column_bytes) > 2 * range_consumer.queue.bytes_max:
-            held = sum(map(len, self._range_consumers.by_partition.values()))
-            self._anomalies.large(one, held, self._config.window_bytes_max)
+            self._anomalies.large(one, self._range_consumers.count, self._config.window_bytes_max)
         misrouted = keyless = unreadable = 0
         for block in entries:
             outside, without_key = routing_of(block, range_consumer)

@@ -118,6 +118,11 @@ class RangeConsumers:
         return [where for where in list(self.by_partition) if where not in self._only_held]
 
     @property
+    def count(self) -> int:
+        """Number of consumers to receive from. May be called from any thread."""
+        return len(self._owned_ranges)
+
+    @property
     def owned(self) -> list[OwnedRange]:
         """Owned ranges that have a consumer to receive from."""
         return [

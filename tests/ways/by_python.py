@@ -22,6 +22,7 @@ from tests.ways.outcome import (
     QUIET_S,
     Outcome,
     Place,
+    columns_of,
     raw_rows,
     row_of,
     row_of_message,
@@ -51,8 +52,7 @@ def opened(place: Place, made: Published, how: Reading, out: Outcome) -> None:
 def bounded(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     """Read what is stored with ``read``, and decode it."""
     source = source_of(place, made, how)
-    columns = [*keyshard.columns.record_batches.SCHEMA.names, *source.metadata_columns]
-    with source.read(columns=columns) as rows:
+    with source.read(columns=columns_of(source)) as rows:
         raw = list(rows)
     out.rows += raw_rows(raw)
     out.rows[:] = _decoded(source, raw)
@@ -144,7 +144,7 @@ def parked(place: Place, made: Published, how: Reading, out: Outcome) -> None:
         # Messages of a key that come late are parked meanwhile.
         _polled(source, lambda: len(out.rows) >= made.expected(how), source.unpark)
         threading.Event().wait(QUIET_S)
-        _count(source, out)
+        out.count(source.status())
 
 
 def _polled(
@@ -200,13 +200,8 @@ def _stopped_in_time(source: KeyShardSource, out: Outcome) -> Iterator[Over]:
             timer.cancel()
 
 
-def _count(source: KeyShardSource, out: Outcome) -> None:
-    window = source.status()["window"]
-    out.counts["encryptedSkipped"] = 0 if window is None else window["encryptedSkipped"]
-
-
 def _stop(source: KeyShardSource, out: Outcome) -> None:
     """Stop a source, after its counts were taken."""
     with suppress(KeyShardError):
-        _count(source, out)
+        out.count(source.status())
         source.stop()

@@ -14,6 +14,7 @@ from tests.ways.outcome import (
     QUIET_S,
     Outcome,
     Place,
+    columns_of,
     row_of,
     row_of_message,
     source_of,
@@ -23,8 +24,7 @@ from tests.ways.outcome import (
 def dataset(place: Place, made: Published, how: Reading, out: Outcome) -> None:
     """Read with ``ray_adapter.read``."""
     source = source_of(place, made, how)
-    columns = [*keyshard.columns.record_batches.SCHEMA.names, *source.metadata_columns]
-    found = ray_adapter.read(source, columns=columns, override_num_blocks=2)
+    found = ray_adapter.read(source, columns=columns_of(source), override_num_blocks=2)
     out.rows += [row_of(row) | {"raw": row["value"]} for row in found.take_all()]
 
 
@@ -49,8 +49,7 @@ def job(place: Place, made: Published, how: Reading, out: Outcome) -> None:
 
 def _stop(running: ray_adapter.Job, out: Outcome) -> None:
     """Stop a job, after its counts were taken."""
-    window = running.status()["source"]["window"]
-    out.counts["encryptedSkipped"] = 0 if window is None else window["encryptedSkipped"]
+    out.count(running.status()["source"])
     running.stop()
 
 

@@ -97,8 +97,8 @@ def differing(wanted: Facts, found: Facts, *, by_client: bool) -> dict[str, tupl
     """Return the columns that differ, with both values.
 
     Args:
-        wanted: What was published, or what another way read.
-        found: What was read.
+        wanted: Metadata that was published, or that another way read.
+        found: Metadata that was read.
         by_client: Whether pulsar-client read it, for which an empty key is a missing one.
     """
     pairs = {name: (wanted[name], found[name]) for name in wanted.keys() & found.keys()}

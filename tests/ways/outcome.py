@@ -39,6 +39,11 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     """Defects that the way found by itself."""
 
+    def count(self, status: Mapping[str, Any]) -> None:
+        """Take the counts of a source's status."""
+        window = status["window"]
+        self.counts["encryptedSkipped"] = 0 if window is None else window["encryptedSkipped"]
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -70,6 +75,11 @@ def source_of(place: Place, made: Published, how: Reading) -> KeyShardSource:
         workers=how.workers,
         metadata_columns=list(wanted),
     )
+
+
+def columns_of(source: KeyShardSource) -> list[str]:
+    """Return all columns that a bounded read of a source can have."""
+    return [*keyshard.columns.record_batches.SCHEMA.names, *source.metadata_columns]
 
 
 def raw_rows(batches: Iterable[pa.RecordBatch]) -> list[dict[str, Any]]:

@@ -178,7 +178,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         try:
             return _FAST.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            # What it refuses, the slow way names more exactly, or reads.
+            # The slow way names more exactly the lines that this one refuses, or reads them.
             return cls._from_json(line)
 
     @classmethod
