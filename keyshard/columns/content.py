@@ -6,14 +6,16 @@ and the garbage collector does not scan them.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
+from operator import add, attrgetter, ne
 from typing import Any
 
 import pyarrow as pa
 
+from keyshard.columns.buffers import Groups, numbers
 from keyshard.core.metadata_columns import STORED, Kind
 from keyshard.core.position.entry import EntryBlock, EntryId, Part
 from keyshard.core.ring.hash_range import HashRange
@@ -268,59 +270,69 @@ def names_in(blocks: Sequence[EntryBlock]) -> list[str]:
 
 def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.Array]:
     """Return content columns by name, for all messages of some blocks in their order."""
-    runs = runs_of(blocks) if names else []
-    if any(run.remote is not None for run in runs):
+    if not names:
+        return {}
+    spans, rows = _interleaved(blocks) or (runs_of(blocks), None)
+    if any(span.remote is not None for span in spans):
         raise ValueError("the content is remote")
-    order = _interleaved(runs, blocks)
-    spans, rows = (runs, None) if order is None else order
     arrays = {
         name: pa.concat_arrays(
             [part.content.column(position).slice(part.start, part.rows) for part in spans]
         )
-        for name, position in zip(names, _positions(runs, names), strict=True)
+        for name, position in zip(names, _positions(spans, names), strict=True)
     }
     return arrays if rows is None else {name: one.take(rows) for name, one in arrays.items()}
 
 
-def _interleaved(
-    runs: Sequence[Part], blocks: Sequence[EntryBlock]
-) -> tuple[list[Part], pa.Array] | None:
-    """Return the deliveries of many small runs, and the order of their rows.
+def _interleaved(blocks: Sequence[EntryBlock]) -> tuple[list[Part], pa.Array] | None:
+    """Return the deliveries of entries in many small runs, and the order of their rows.
 
     Entries of several consumers alternate in the order of positions. To slice a column for each of
     them costs more than to copy it once more. ``None``: slicing costs less, or a delivery has rows
     that are not wanted.
     """
-    if len(runs) < INTERLEAVED_MIN:
+    if len(blocks) < INTERLEAVED_MIN:
         return None
-    if sum(block.column_bytes for block in blocks) > RUN_BYTES_MAX * len(runs):
+    starts, sizes = list(map(_start, blocks)), list(map(len, map(_indices, blocks)))
+    ends = list(map(add, starts, sizes))
+    runs = 1 + sum(map(ne, starts[1:], ends))
+    if sum(map(_payload, blocks)) + sum(map(_other, blocks)) > RUN_BYTES_MAX * runs:
         return None
-    found: dict[int, list[Any]] = {}
-    for content, start, rows, _ in runs:
-        span = found.get(id(content))
-        if span is None:
-            found[id(content)] = [content, start, start + rows, rows]
-            continue
-        span[1] = min(span[1], start)
-        span[2] = max(span[2], start + rows)
-        span[3] += rows
-    if 2 * len(found) > len(runs):
+    if runs < INTERLEAVED_MIN or any(map(_later, blocks)) or any(map(_remote, blocks)):
         return None
-    spans: list[Part] = []
-    shift: dict[int, int] = {}
-    """Row of the columns that is row 0 of a delivery."""
-    total = 0
-    for content, start, end, rows in found.values():
-        if end - start != rows:
-            return None
-        spans.append(Part(content, start, rows))
-        shift[id(content)] = total - start
-        total += rows
-    order = array("i")
-    for content, start, rows, _ in runs:
-        first = shift[id(content)] + start
-        order.extend(range(first, first + rows))
-    return spans, pa.Array.from_buffers(pa.int32(), total, [None, pa.py_buffer(order)], 0)
+    contents = list(map(_content, blocks))
+    keys = list(map(id, contents))
+    found: dict[int, list[int]] = {}
+    """First row, end and number of the rows of each delivery."""
+    for key, start, end in zip(keys, starts, ends, strict=True):
+        if key in found:
+            span = found[key]
+            # A call of min or max takes as long as all of the rest.
+            if start < span[0]:
+                span[0] = start
+            if end > span[1]:
+                span[1] = end
+            span[2] += end - start
+        else:
+            found[key] = [start, end, end - start]
+    if 2 * len(found) > runs or any(end - start != rows for start, end, rows in found.values()):
+        return None
+    by_key = dict(zip(keys, contents, strict=True))
+    spans = [Part(by_key[key], start, rows) for key, (start, _, rows) in found.items()]
+    total = accumulate((rows for _, _, rows in found.values()), initial=0)
+    # Row of the columns that is row 0 of a delivery.
+    shift = {key: before - found[key][0] for key, before in zip(found, total, strict=False)}
+    first = list(map(add, map(shift.__getitem__, keys), starts))
+    return spans, Groups(sizes).counted(numbers(first, pa.int32()))
+
+
+_content = attrgetter("content")
+_start = attrgetter("start")
+_indices = attrgetter("indices")
+_payload = attrgetter("payload_bytes")
+_other = attrgetter("other_bytes")
+_remote = attrgetter("remote")
+_later = attrgetter("later_parts")
 
 
 def _positions(runs: Sequence[Part], names: Sequence[str]) -> Sequence[int]:

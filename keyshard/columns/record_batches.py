@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import chain
+from operator import attrgetter, itemgetter
 
 import pyarrow as pa
 from pyarrow import compute
 
+from keyshard.columns.buffers import Groups, numbers, texts
 from keyshard.columns.content import (
     CONTENT_NAMES,
     PROPERTIES,
@@ -19,7 +20,7 @@ from keyshard.columns.content import (
 )
 from keyshard.core import metadata_columns
 from keyshard.core.metadata_columns import MESSAGE_ID_BYTES
-from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
+from keyshard.core.position.entry import ROW_BYTES, Part, TopicPartition
 from keyshard.core.position.serialized_id import batch_index_bytes, batch_size_bytes, entry_bytes
 from keyshard.core.window.layout import Located
 
@@ -60,108 +61,111 @@ COLUMNS = pa.schema([
 """The default columns, and those on request: :mod:`keyshard.core.metadata_columns`."""
 
 
-_INDICES = array("i", range(1_000))
-"""The first batch indices. Most entries have all of their messages."""
-
-
 def columns_of(metadata: Sequence[str]) -> list[str]:
     """Return the default columns and the requested ones."""
     return [*SCHEMA.names, *metadata]
 
 
-def _repeated(values: pa.Array, rows: Iterable[int]) -> pa.Array:
-    """Repeat each value by its number of rows."""
-    ends = list(accumulate(rows))
-    # From buffers: for arrays, Arrow imports pandas to convert the number of rows to a scalar.
-    encoded = pa.RunEndEncodedArray.from_buffers(
-        pa.run_end_encoded(pa.int32(), values.type), ends[-1], [None],
-        children=[numbers(ends, pa.int32()), values],
-    )  # fmt: skip
-    return compute.run_end_decode(encoded)
+class _Entries:
+    """The entries of one record batch, and which rows are theirs."""
+
+    def __init__(self, located: Sequence[Located]) -> None:
+        self.wheres, self.blocks = zip(*located, strict=True)
+        self.indices: list[Sequence[int]] = list(map(_indices, self.blocks))
+        self.sizes = list(map(len, self.indices))
+        self.groups = Groups(self.sizes)
+
+    def each(self, values: Sequence[int | None], kind: pa.DataType) -> pa.Array:
+        """Return the number of each entry for all of its rows."""
+        return self.groups.each(numbers(values, kind))
 
 
-def _of_entries(values: pa.Array, blocks: Sequence[Located]) -> pa.Array:
-    """Repeat the value of each entry for all of its rows."""
-    return _repeated(values, [len(block.indices) for _, block in blocks])
-
-
-def _runs(blocks: Sequence[Located]) -> tuple[list[TopicPartition], list[int]]:
+def _runs(entries: _Entries) -> tuple[list[TopicPartition], Groups]:
     """Return the topic partitions of adjacent entries, and the rows of each run."""
+    first = entries.wheres[0]
+    if entries.wheres.count(first) == len(entries.wheres):
+        return [first], Groups([entries.groups.rows])
     found: list[TopicPartition] = []
     rows: list[int] = []
-    for where, block in blocks:
+    for where, size in zip(entries.wheres, entries.sizes, strict=True):
         if not found or where is not found[-1]:
             found.append(where)
             rows.append(0)
-        rows[-1] += len(block.indices)
-    return found, rows
+        rows[-1] += size
+    return found, Groups(rows)
 
 
-def _topics(blocks: Sequence[Located]) -> pa.Array:
-    found, rows = _runs(blocks)
-    return _repeated(texts([where.topic for where in found]), rows)
+def _topics(entries: _Entries) -> pa.Array:
+    found, groups = _runs(entries)
+    return groups.each(texts([where.topic for where in found]))
 
 
-def _partitions(blocks: Sequence[Located]) -> pa.Array:
-    found, rows = _runs(blocks)
-    return _repeated(numbers([where.partition for where in found], pa.int32()), rows)
+def _partitions(entries: _Entries) -> pa.Array:
+    found, groups = _runs(entries)
+    return groups.each(numbers([where.partition for where in found], pa.int32()))
 
 
-def _message_ids(blocks: Sequence[Located]) -> pa.Array:
-    entries = texts([f"{block.id.ledger}:{block.id.entry}" for _, block in blocks])
+def _message_ids(entries: _Entries) -> pa.Array:
+    ledgers, numbered = zip(*map(_id, entries.blocks), strict=True)
+    colon = texts([":"])[0]
+    ids = compute.binary_join_element_wise(
+        numbers(ledgers, pa.int64()).cast(pa.string()),
+        numbers(numbered, pa.int64()).cast(pa.string()), colon,
+    )  # fmt: skip
     return compute.binary_join_element_wise(
-        _of_entries(entries, blocks), _indices(blocks).cast(pa.string()), texts([":"])[0]
+        entries.groups.each(ids), _batch_indices(entries).cast(pa.string()), colon
     )
 
 
-def _indices(blocks: Sequence[Located]) -> pa.Array:
+def _batch_indices(entries: _Entries) -> pa.Array:
     """Return the batch indices of all rows."""
-    found = array("i")
-    for _, block in blocks:
-        indices = block.indices
-        rows = len(indices)
-        if rows == 1:
-            found.append(indices[0])
-        elif rows <= len(_INDICES) and indices == range(rows):
-            found += _INDICES[:rows]  # copied at once
-        else:
-            found.extend(indices)
-    return pa.Array.from_buffers(pa.int32(), len(found), [None, pa.py_buffer(found)], 0)
+    # Indices ascend, so an entry has all of its first ones if the last one says so.
+    if sum(map(_last, entries.indices)) == entries.groups.rows - len(entries.indices):
+        first = numbers([0], pa.int32())
+        return entries.groups.counted(Groups([len(entries.indices)]).each(first))
+    return numbers(list(chain.from_iterable(entries.indices)), pa.int32())
 
 
-def _message_id_bytes(blocks: Sequence[Located]) -> pa.Array:
-    entries = [
-        entry_bytes(block.id.ledger, block.id.entry, where.partition) for where, block in blocks
-    ]
-    sizes = [batch_size_bytes(block.batch_size if block.batched else 0) for _, block in blocks]
+def _message_id_bytes(entries: _Entries) -> pa.Array:
+    located = zip(entries.wheres, entries.blocks, strict=True)
+    ids = [entry_bytes(*block.id, where.partition) for where, block in located]
+    sizes = [batch_size_bytes(one.batch_size if one.batched else 0) for one in entries.blocks]
     # An entry that is no producer batch has no index.
-    rows = [index if block.batched else None for _, block in blocks for index in block.indices]
+    rows = [index if one.batched else None for one in entries.blocks for index in one.indices]
     last = max((index for index in rows if index is not None), default=-1)
     known = pa.array(map(batch_index_bytes, range(last + 1)), pa.binary())
     indices = known.take(numbers(rows, pa.int32())).fill_null(b"")
     return compute.binary_join_element_wise(
-        _of_entries(pa.array(entries, pa.binary()), blocks), indices,
-        _of_entries(pa.array(sizes, pa.binary()), blocks), pa.array([b""], pa.binary())[0],
+        entries.groups.each(pa.array(ids, pa.binary())), indices,
+        entries.groups.each(pa.array(sizes, pa.binary())), pa.array([b""], pa.binary())[0],
     )  # fmt: skip
 
 
-def _publish_times(blocks: Sequence[Located]) -> pa.Array:
-    times = [block.publish_ms or None for _, block in blocks]
-    return _of_entries(numbers(times, pa.timestamp("ms", tz="UTC")), blocks).cast(TIME)
+def _publish_times(entries: _Entries) -> pa.Array:
+    times: list[int | None] = list(map(_publish_ms, entries.blocks))
+    if 0 in times:
+        times = [time or None for time in times]
+    return entries.groups.each(numbers(times, pa.timestamp("ms", tz="UTC")).cast(TIME))
 
 
-def _slots(blocks: Sequence[Located]) -> pa.Array:
-    if not any(block.mixed_slots or block.keys_of_bytes for _, block in blocks):
-        return _of_entries(numbers([block.slot for _, block in blocks], pa.int32()), blocks)
-    return numbers([slot for _, block in blocks for slot in block.text_slots], pa.int32())
+def _slots(entries: _Entries) -> pa.Array:
+    if not any(block.mixed_slots or block.keys_of_bytes for block in entries.blocks):
+        return entries.each(list(map(_slot, entries.blocks)), pa.int32())
+    return numbers([slot for block in entries.blocks for slot in block.text_slots], pa.int32())
 
 
-def _schema_versions(blocks: Sequence[Located]) -> pa.Array:
-    versions = [block.schema_version for _, block in blocks]
-    return _of_entries(numbers(versions, pa.int64()), blocks)
+def _schema_versions(entries: _Entries) -> pa.Array:
+    return entries.each(list(map(_version, entries.blocks)), pa.int64())
 
 
-_BUILDERS: dict[str, Callable[[Sequence[Located]], pa.Array]] = {
+_id = attrgetter("id")
+_indices = attrgetter("indices")
+_publish_ms = attrgetter("publish_ms")
+_slot = attrgetter("slot")
+_version = attrgetter("schema_version")
+_last = itemgetter(-1)
+
+_BUILDERS: dict[str, Callable[[_Entries], pa.Array]] = {
     "__topic": _topics,
     "__partition": _partitions,
     "__messageId": _message_ids,
@@ -193,8 +197,9 @@ def record_batches(
     schema = select(names)
     content = [name for name in names if name in CONTENT_NAMES]
     for part in _portions(blocks):
-        arrays = gather([block for _, block in part], content)
-        arrays |= {name: _BUILDERS[name](part) for name in names if name in _BUILDERS}
+        entries = _Entries(part)
+        arrays = gather(entries.blocks, content)
+        arrays |= {name: _BUILDERS[name](entries) for name in names if name in _BUILDERS}
         yield pa.RecordBatch.from_arrays([arrays[name] for name in names], schema=schema)
 
 
@@ -208,11 +213,9 @@ def described(
     """
     schema = select([name for name in names if name not in CONTENT_NAMES])
     for part in _portions(blocks):
-        arrays = [_BUILDERS[name](part) for name in schema.names]
-        yield (
-            pa.RecordBatch.from_arrays(arrays, schema=schema),
-            runs_of([block for _, block in part]),
-        )
+        entries = _Entries(part)
+        arrays = [_BUILDERS[name](entries) for name in schema.names]
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema), runs_of(entries.blocks)
 
 
 def put_together(
@@ -236,8 +239,10 @@ def _portions(blocks: Iterable[Located]) -> Iterator[list[Located]]:
     part: list[Located] = []
     rows = size = 0
     for located in blocks:
-        block: EntryBlock = located[1]
-        more_rows, more_size = len(block.indices), block.column_bytes
+        block = located[1]
+        more_rows = len(block.indices)
+        # Its memory as columns. The property takes as long as all of the rest.
+        more_size = block.payload_bytes + block.other_bytes + more_rows * ROW_BYTES
         rows += more_rows
         size += more_size
         if part and (rows > ROWS_PER_BATCH_MAX or size > BYTES_PER_BATCH_MAX):
@@ -246,27 +251,3 @@ def _portions(blocks: Iterable[Located]) -> Iterator[list[Located]]:
         part.append(located)
     if part:
         yield part
-
-
-# -- Arrow arrays from buffers --------------------------------------------------------------------
-# ``pa.array`` and ``pa.scalar`` import pandas where it is installed, which costs half a second in a
-# process that does not need it.
-
-
-def numbers(values: Sequence[int | None], kind: pa.DataType) -> pa.Array:
-    """Make an array of integers, or of times as integers, with 32 or 64 bits; ``None`` is null."""
-    nulls = values.count(None)
-    validity: pa.Buffer | None = None
-    if nulls:
-        bits = "".join("0" if value is None else "1" for value in reversed(values))
-        validity = pa.py_buffer(int(bits, 2).to_bytes((len(values) + 7) // 8, "little"))
-    data = array("i" if kind.bit_width == 32 else "q", [value or 0 for value in values])
-    return pa.Array.from_buffers(kind, len(values), [validity, pa.py_buffer(data)], nulls)
-
-
-def texts(values: Sequence[str]) -> pa.Array:
-    """Make an array of strings."""
-    data = [value.encode() for value in values]
-    offsets = array("i", accumulate(map(len, data), initial=0))
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(data))]
-    return pa.Array.from_buffers(pa.string(), len(values), buffers, 0)
