@@ -74,7 +74,7 @@ def _filled(entries: int) -> Window:
     window = _window(where)
     for number in range(entries):
         at, entry = number % PARTITIONS, number // PARTITIONS
-        window.receive(where[at], number % RANGES, _block(entry))
+        window.receive(where[at], number % RANGES, [_block(entry)])
     return window
 
 
@@ -167,7 +167,7 @@ def commit(size: int) -> Measured:
 def _beside(window: Window, where: TopicPartition, commits: int, *, text: bool) -> None:
     """Make ``commits`` commits of one entry in one topic partition."""
     for entry in range(10, 10 + commits):
-        window.receive(where, 0, _block(entry))
+        window.receive(where, 0, [_block(entry)])
         window.plan_completed({where: [block.id for _, _, block in window.take()]})
         if text:
             window.newest.to_json()
@@ -178,10 +178,10 @@ def _many(size: int) -> tuple[Window, TopicPartition]:
     partitions = _partitions(size)
     window = _window(partitions)
     for where in partitions:
-        window.receive(where, 0, _block(0))
+        window.receive(where, 0, [_block(0)])
     window.plan_completed({where: [EntryId(1, 0)] for where, _, _ in window.take()})
     window.release_completed()
-    window.receive(partitions[0], 0, _block(1))
+    window.receive(partitions[0], 0, [_block(1)])
     window.plan_completed({where: [block.id] for where, _, block in window.take()})
     window.release_completed()
     return window, partitions[0]

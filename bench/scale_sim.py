@@ -119,7 +119,7 @@ class Topic:
 
         def receive() -> None:
             for one, index, block in came:
-                self.window.receive(one, index, block)
+                self.window.receive(one, index, [block])
 
         return _timed(receive)[0]
 

@@ -22,7 +22,7 @@ def numbers(values: Sequence[int | None], kind: pa.DataType) -> pa.Array:
     code = "i" if kind.bit_width == 32 else "q"
     nulls = values.count(None)
     if not nulls:
-        return _array(kind, array(code, values))
+        return _array(kind, array(code, values))  # type: ignore[arg-type]
     if nulls == len(values):
         return pa.nulls(nulls, kind)
     bits = "".join("0" if value is None else "1" for value in reversed(values))

@@ -307,10 +307,10 @@ def _interleaved(blocks: Sequence[EntryBlock]) -> tuple[list[Part], pa.Array] | 
     for key, start, end in zip(keys, starts, ends, strict=True):
         if key in found:
             span = found[key]
-            # A call of min or max takes as long as all of the rest.
-            if start < span[0]:
+            # Calls of min and max take as long as all of the rest.
+            if start < span[0]:  # noqa: PLR1730
                 span[0] = start
-            if end > span[1]:
+            if end > span[1]:  # noqa: PLR1730
                 span[1] = end
             span[2] += end - start
         else:

@@ -128,7 +128,7 @@ def _batch_indices(entries: _Entries) -> pa.Array:
 
 def _message_id_bytes(entries: _Entries) -> pa.Array:
     located = zip(entries.wheres, entries.blocks, strict=True)
-    ids = [entry_bytes(*block.id, where.partition) for where, block in located]
+    ids = [entry_bytes(one.id.ledger, one.id.entry, where.partition) for where, one in located]
     sizes = [batch_size_bytes(one.batch_size if one.batched else 0) for one in entries.blocks]
     # An entry that is no producer batch has no index.
     rows = [index if one.batched else None for one in entries.blocks for index in one.indices]

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -128,14 +129,11 @@ class Intake:
         owned_range = range_consumer.owned_range
         if (one := entries[0].column_bytes) > 2 * range_consumer.queue.bytes_max:
             self._anomalies.large(one, self._range_consumers.count, self._config.window_bytes_max)
-        misrouted = keyless = unreadable = 0
-        for block in entries:
-            outside, without_key = routing_of(block, range_consumer)
-            misrouted += outside
-            keyless += without_key
-            if block.unreadable:
-                unreadable += block.unreadable
-                self._anomalies.unreadable(owned_range, block)
+        misrouted, keyless = routing_of(entries, owned_range.hash_range)
+        unreadable = 0
+        for block in filter(_unreadable, entries):
+            unreadable += block.unreadable
+            self._anomalies.unreadable(owned_range, block)
         if misrouted:
             self._anomalies.misrouted(owned_range, misrouted)
         with self._shared.lock:
@@ -252,18 +250,17 @@ class Intake:
     ) -> list[EntryId]:
         """Put entries into the window; return those that are committed already."""
         window, where = self._shared.window, owned_range.topic_partition
-        accepted: list[EntryBlock] = []
-        committed: list[EntryId] = []
-        for block in entries:
-            receipt = window.receive(where, owned_range.range_index, block)
-            if receipt is ReceiveResult.COMMITTED:
-                committed.append(block.id)
-            elif receipt is ReceiveResult.ACCEPTED:
-                accepted.append(block)
-                if wrong and self._unreadable is not None:
-                    # Another delivery may be readable. If it comes first, it is handled instead.
-                    self._unreadable(where, block.id, wrong)
-                    window.known[where].date(block, time.time_ns() // 1_000_000)
+        accepted, committed = entries, list[EntryId]()
+        outcomes = window.receive(where, owned_range.range_index, entries)
+        if outcomes.count(ReceiveResult.ACCEPTED) < len(entries):
+            each = list(zip(outcomes, entries, strict=True))
+            accepted = [block for outcome, block in each if outcome is ReceiveResult.ACCEPTED]
+            committed = [block.id for outcome, block in each if outcome is ReceiveResult.COMMITTED]
+        if wrong and self._unreadable is not None:
+            for block in accepted:
+                # Another delivery may be readable. If it comes first, it is handled instead.
+                self._unreadable(where, block.id, wrong)
+                window.known[where].date(block, time.time_ns() // 1_000_000)
         self.load_meter.add(accepted)
         was_full = window.pauses.any_full
         window.pauses.received(where, owned_range.range_index)
@@ -273,6 +270,9 @@ class Intake:
 
     def fail(self, error: KeyShardError) -> None:
         self._shared.fail(error)
+
+
+_unreadable = attrgetter("unreadable")
 
 
 def _of_stored(entry_id: EntryId, stored: bytes) -> EntryBlock:

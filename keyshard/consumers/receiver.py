@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Protocol
 
 from keyshard.broker.port import Consumer
@@ -423,12 +424,17 @@ class Receiver:
                 self._make_ready(range_consumer)
 
 
-def routing_of(block: EntryBlock, range_consumer: RangeConsumer) -> tuple[int, int]:
-    """Return the number of messages outside the range, and the number without a key."""
-    hash_range, slots = range_consumer.owned_range.hash_range, block.mixed_slots
-    if slots is not None:
-        known = [slot for slot in slots if slot is not None]
-        return sum(slot not in hash_range for slot in known), len(slots) - len(known)
-    if block.slot is None:
-        return 0, block.rows
-    return (0 if block.slot in hash_range else block.rows), 0
+def routing_of(blocks: Sequence[EntryBlock], hash_range: HashRange) -> tuple[int, int]:
+    """Return the number of messages outside a range, and the number without a key."""
+    first = list(map(_slot, blocks))
+    if None not in first and not any(map(_mixed_slots, blocks)):
+        low, high = min(first), max(first)
+        if low in hash_range and high in hash_range:
+            return 0, 0
+    slots = [slot for block in blocks for slot in block.slots]
+    known = [slot for slot in slots if slot is not None]
+    return sum(slot not in hash_range for slot in known), len(slots) - len(known)
+
+
+_slot = attrgetter("slot")
+_mixed_slots = attrgetter("mixed_slots")

@@ -295,4 +295,7 @@ class Batches:
 
 def _keeps_any(located: Sequence[Located]) -> bool:
     """Whether a worker keeps content of some of the entries."""
-    return any(run.remote is not None for run in runs_of([block for _, block in located]))
+    return any(
+        block.remote is not None or any(part.remote is not None for part in block.later_parts)
+        for _, block in located
+    )

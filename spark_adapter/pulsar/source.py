@@ -23,7 +23,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from keyshard.columns.record_batches import numbers, texts
+from keyshard.columns.buffers import numbers, texts
 from keyshard.core.metadata_columns import KEY_BYTES, MESSAGE_ID_BYTES
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.reading.decoding_plan import CORRUPT

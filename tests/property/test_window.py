@@ -163,7 +163,7 @@ class WindowMachine(RuleBasedStateMachine):
             self.deliver_again(tp, index)
             return False
         for entry in entries:
-            if self.window.receive(tp, index, entry) is ReceiveResult.COMMITTED:
+            if self.window.receive(tp, index, [entry]) == [ReceiveResult.COMMITTED]:
                 stored = next(stored for stored in self.logs[tp] if stored.id == entry.id)
                 assert len(stored.foreign) == stored.size or any(
                     entry.id in done.end.partitions[tp].batch

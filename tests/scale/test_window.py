@@ -46,7 +46,7 @@ def window_of(where: Iterable[TopicPartition], budget: Budget = DEFAULTS) -> Win
 
 def give(window: Window, where: TopicPartition, *entries: int) -> None:
     for entry in entries:
-        window.receive(where, 0, block(1, entry))
+        window.receive(where, 0, [block(1, entry)])
 
 
 def taken(window: Window) -> dict[TopicPartition, list[EntryId]]:
@@ -91,7 +91,7 @@ def test_a_ledger_that_follows_is_no_reason_to_stop() -> None:
     window = window_of(where)
     for ledger in (1, 5, 9):
         for one in where:
-            window.receive(one, 0, block(ledger, 0))
+            window.receive(one, 0, [block(ledger, 0)])
         assert window.plan_completed(taken(window)) == {}
 
 

@@ -25,7 +25,7 @@ class Followed:
 
     def give(self, where: TopicPartition, *entries: int, index: int = 0) -> None:
         for entry in entries:
-            self.window.receive(where, index, block(1, entry))
+            self.window.receive(where, index, [block(1, entry)])
             self.pauses.received(where, index)
 
     def cut(self) -> Checkpoint | None:

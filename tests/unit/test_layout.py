@@ -44,7 +44,7 @@ def test_the_order_of_arrival_does_not_matter(seed: int) -> None:
     for topic_partition in dict(arriving):
         window.add_partition(topic_partition)
     for topic_partition, entry in arriving:
-        window.receive(topic_partition, 0, entry)
+        window.receive(topic_partition, 0, [entry])
     end = window.cut()
     assert end is not None
     assert window.batches[end.batch_id].layout == lay_out(entries(), 10, end.merged)
@@ -55,7 +55,7 @@ def test_the_range_that_received_an_entry_does_not_matter() -> None:
         window = Window(Checkpoint("", "s", 10), 10, Budget(1_000, 10**9))
         window.add_partition(P0)
         for entry in entries()[P0]:
-            window.receive(P0, receiving_range, entry)
+            window.receive(P0, receiving_range, [entry])
         end = window.cut()
         assert end is not None
         return lay_out(window.batches[end.batch_id].entries, end.ranges)

@@ -87,7 +87,7 @@ def test_the_age_of_the_oldest_row_is_looked_up_once_a_second(clock: Clock) -> N
     window = Window(Checkpoint("c", "s", 4), 4, Budget(100, 10**6))
     window.add_partition(P0)
     assert seen.oldest_ms(window) == {}
-    window.receive(P0, 0, block(1, 0))
+    window.receive(P0, 0, [block(1, 0)])
     assert seen.oldest_ms(window) == {}, "not looked up again yet"
     clock.now_s += 2
     assert seen.oldest_ms(window) == {P0: int(clock.now_s * 1_000) - 1_000}

@@ -36,7 +36,7 @@ def window_of(
 
 def give(window: Window, *entries: int, where: TopicPartition = P0, index: int = 0) -> None:
     for entry in entries:
-        assert window.receive(where, index, block(1, entry)) is ReceiveResult.ACCEPTED
+        assert window.receive(where, index, [block(1, entry)]) == [ReceiveResult.ACCEPTED]
     window.validate()
 
 
@@ -87,17 +87,17 @@ def test_delivered_grows_and_batch_is_of_this_cut_only() -> None:
 
 def test_the_checkpoint_keeps_the_highest_publish_time_of_each_partition() -> None:
     window = window_of()
-    window.receive(P0, 0, block(1, 0, publish_ms=50))
-    window.receive(P0, 0, block(1, 1, publish_ms=40))
+    window.receive(P0, 0, [block(1, 0, publish_ms=50)])
+    window.receive(P0, 0, [block(1, 1, publish_ms=40)])
     assert cut(window).partitions[P0].published_ms == 50
-    window.receive(P0, 0, block(1, 2, publish_ms=45))
+    window.receive(P0, 0, [block(1, 2, publish_ms=45)])
     assert cut(window).partitions[P0].published_ms == 50
 
 
 def test_the_checkpoint_names_the_indices_of_partial_entries() -> None:
     window = window_of()
-    window.receive(P0, 0, block(1, 0, "a", "b", of=4, indices=[0, 2]))
-    window.receive(P0, 0, block(1, 1, "a", "b"))
+    window.receive(P0, 0, [block(1, 0, "a", "b", of=4, indices=[0, 2])])
+    window.receive(P0, 0, [block(1, 1, "a", "b")])
     assert cut(window).partitions[P0].partial == {EntryId(1, 0): frozenset({0, 2})}
 
 
@@ -130,7 +130,7 @@ def test_a_cut_takes_at_most_half_of_the_bytes() -> None:
 
 def test_an_entry_larger_than_the_limit_makes_a_batch_of_its_own() -> None:
     window = window_of(rows_max=4)
-    window.receive(P0, 0, block(1, 0, *("k" for _ in range(9))))
+    window.receive(P0, 0, [block(1, 0, *("k" for _ in range(9)))])
     give(window, 1)
     assert taken(window, cut(window, 1)) == {P0: [(1, 0)]}
     assert taken(window, cut(window, 1)) == {P0: [(1, 1)]}
@@ -168,9 +168,9 @@ def test_no_range_of_a_partition_that_was_left_out_is_left_out_again() -> None:
 def test_a_redelivery_of_a_held_entry_is_dropped_and_not_acknowledged() -> None:
     window = window_of()
     give(window, 0)
-    assert window.receive(P0, 1, block(1, 0)) is ReceiveResult.HELD
+    assert window.receive(P0, 1, [block(1, 0)]) == [ReceiveResult.HELD]
     end = cut(window)
-    assert window.receive(P0, 0, block(1, 0)) is ReceiveResult.HELD
+    assert window.receive(P0, 0, [block(1, 0)]) == [ReceiveResult.HELD]
     assert window.counters.duplicates_dropped == 2
     assert window.counters.rows_received == 1
     assert taken(window, end) == {P0: [(1, 0)]}
@@ -182,7 +182,7 @@ def test_a_redelivery_of_a_committed_entry_is_dropped_and_acknowledged_again() -
     window = window_of()
     give(window, 0)
     window.release(cut(window))
-    assert window.receive(P0, 0, block(1, 0)) is ReceiveResult.COMMITTED
+    assert window.receive(P0, 0, [block(1, 0)]) == [ReceiveResult.COMMITTED]
     assert window.counters.duplicates_dropped == 1
     assert window.cut() is None
     window.validate()
@@ -191,9 +191,9 @@ def test_a_redelivery_of_a_committed_entry_is_dropped_and_acknowledged_again() -
 def test_resolved_entries_of_a_checkpoint_are_dropped_after_a_restart() -> None:
     state = PartitionCheckpoint(EntryId(1, 4), EntrySet.parse("1:6"), published_ms=1_000)
     window = window_of(checkpoint=Checkpoint("c", "s", 4, {P0: state}))
-    pending_acks = {e: window.receive(P0, 0, block(1, e)) for e in (0, 4, 5, 6, 7)}
-    assert [e for e, receipt in pending_acks.items() if receipt is ReceiveResult.ACCEPTED] == [5, 7]
-    assert pending_acks[4] is pending_acks[6] is ReceiveResult.COMMITTED
+    receipts = window.receive(P0, 0, [block(1, entry) for entry in (0, 4, 5, 6, 7)])
+    new, resolved = ReceiveResult.ACCEPTED, ReceiveResult.COMMITTED
+    assert receipts == [resolved, resolved, new, resolved, new]
     end = cut(window)
     assert end.partitions[P0].floor == EntryId(1, 4)
     assert str(end.partitions[P0].delivered) == "1:5-7"
@@ -210,16 +210,16 @@ def test_a_redelivery_of_an_expected_batch_is_held_before_and_after_it_was_read_
     window = window_of(checkpoint=planned)
     window.expect(planned)
     window.validate()
-    assert window.receive(P0, 0, block(1, 2)) is ReceiveResult.HELD
-    assert window.receive(P0, 0, block(1, 0)) is ReceiveResult.COMMITTED
+    assert window.receive(P0, 0, [block(1, 2)]) == [ReceiveResult.HELD]
+    assert window.receive(P0, 0, [block(1, 0)]) == [ReceiveResult.COMMITTED]
     window.validate()
     assert window.cut() is None
     window.plan(planned, {P0: [block(1, 2), block(1, 3)]})
     window.validate()
-    assert window.receive(P0, 0, block(1, 3)) is ReceiveResult.HELD
+    assert window.receive(P0, 0, [block(1, 3)]) == [ReceiveResult.HELD]
     assert window.rows == 2
     assert window.release(planned) == {P0: [(1, 2), (1, 3)]}
-    assert window.receive(P0, 0, block(1, 3)) is ReceiveResult.COMMITTED
+    assert window.receive(P0, 0, [block(1, 3)]) == [ReceiveResult.COMMITTED]
     assert window.rows == 0
     window.validate()
 
@@ -242,9 +242,9 @@ def test_an_id_that_is_handed_out_a_second_time_stops_the_source() -> None:
     give(window, 0)
     window.release(cut(window))
     with pytest.raises(TopicRecreatedError, match="published 1 ms after") as caught:
-        window.receive(P0, 0, block(1, 0, "a", publish_ms=1_001))
+        window.receive(P0, 0, [block(1, 0, "a", publish_ms=1_001)])
     assert caught.value.facts == {"topic_partition": P0.name}
-    assert window.receive(P0, 0, block(1, 0, "a", publish_ms=1_000)) is ReceiveResult.COMMITTED
+    assert window.receive(P0, 0, [block(1, 0, "a", publish_ms=1_000)]) == [ReceiveResult.COMMITTED]
 
 
 def test_release_returns_the_entries_once() -> None:
@@ -316,10 +316,10 @@ def test_a_partition_is_full_at_its_share_of_the_bytes() -> None:
 )
 def test_everything_that_a_message_has_counts_and_is_given_back(large: dict[str, Any]) -> None:
     window = window_of(P0, bytes_max=300_000)
-    window.receive(P0, 0, block(1, 0, **large))
-    window.receive(P0, 0, block(1, 1, "k" * 100_000, ordering_key="o"))
+    window.receive(P0, 0, [block(1, 0, **large)])
+    window.receive(P0, 0, [block(1, 1, "k" * 100_000, ordering_key="o")])
     assert not window.pauses.is_full(P0)
-    window.receive(P0, 0, block(1, 2, **large))
+    window.receive(P0, 0, [block(1, 2, **large)])
     assert window.pauses.is_full(P0)
     assert window.known[P0].bytes >= 300_000
     window.release(cut(window))
@@ -343,9 +343,9 @@ def test_memory_accounting_is_back_at_zero_after_release() -> None:
     window = window_of(P0, P1)
     for entry in range(10):
         keys = ["k"] * (entry % 3 + 1)
-        window.receive(P0, 0, block(1, entry, *keys))
-        window.receive(P1, 0, block(2, entry, *keys))
-        window.receive(P1, 0, block(2, entry, *keys))
+        window.receive(P0, 0, [block(1, entry, *keys)])
+        window.receive(P1, 0, [block(2, entry, *keys)])
+        window.receive(P1, 0, [block(2, entry, *keys)])
     while (end := window.cut(4)) is not None:
         window.validate()
         window.release(end)
@@ -379,7 +379,7 @@ def test_validate_notices_an_entry_that_is_received_twice() -> None:
 def test_blocks_of_a_batch_are_the_received_ones() -> None:
     window = window_of()
     entry: EntryBlock = block(1, 0, "a", "b")
-    window.receive(P0, 0, entry)
+    window.receive(P0, 0, [entry])
     assert window.batches[cut(window).batch_id].entries == {P0: [entry]}
 
 
@@ -438,8 +438,8 @@ def test_a_dropped_partition_that_is_added_again_knows_its_delivered_set() -> No
     planned = cut(window)
     window.drop_partition(P0, gone=True)
     window.add_partition(P0)
-    assert window.receive(P0, 0, block(1, 0)) is ReceiveResult.COMMITTED
-    assert window.receive(P0, 0, block(1, 1)) is ReceiveResult.HELD
+    assert window.receive(P0, 0, [block(1, 0)]) == [ReceiveResult.COMMITTED]
+    assert window.receive(P0, 0, [block(1, 1)]) == [ReceiveResult.HELD]
     give(window, 2)
     window.release(planned)
     window.validate()
@@ -491,7 +491,7 @@ def test_the_new_owner_of_an_entry_is_left_out_instead_of_the_old_one() -> None:
     window = window_of()
     low, high = (key_in(part) for part in split_ring(2))
     for entry, key in enumerate([low, low, high]):
-        window.receive(P0, 3 if key == high else 0, block(1, entry, key))
+        window.receive(P0, 3 if key == high else 0, [block(1, entry, key)])
     assert taken(window, cut(window, 1)) == {P0: [(1, 0)]}
     # Number 3 has no owner any more; range 1 has its slots, and its part in the next cut.
     window.reassign(slot_owners(assign(2)), Budget(1_000, 10**9))
@@ -500,7 +500,7 @@ def test_the_new_owner_of_an_entry_is_left_out_instead_of_the_old_one() -> None:
 
 def test_keyless_entries_stay_in_a_range_that_is_there() -> None:
     window = window_of()
-    window.receive(P0, 3, block(1, 0, None))
+    window.receive(P0, 3, [block(1, 0, None)])
     window.reassign(slot_owners(assign(2)), Budget(1_000, 10**9))
     window.validate()
     assert [index for _, index, _ in window.take()] == [1]
@@ -510,7 +510,7 @@ def test_handlers_take_the_oldest_entries_of_every_topic_partition() -> None:
     window = window_of(P0, P1)
     give(window, *range(10))
     for entry in range(10):
-        window.receive(P1, 0, block(1, entry, "a", "b", "c"))
+        window.receive(P1, 0, [block(1, entry, "a", "b", "c")])
     left = {P0: list(range(10)), P1: list(range(10))}
     while window.received_rows:
         of_each = {P0: 4, P1: 2}  # Of 8 rows, 4 are of each: the second entry crosses the limit.

@@ -24,9 +24,9 @@ def test_a_batch_names_its_own_entries_and_no_ack_gap_resolved_with_it(
     window = Window(Checkpoint("c", "s", 4), 4, Budget(1_000, 10**9))
     window.add_partition(P0)
     for entry in (0, 2):
-        window.receive(P0, 0, block(1, entry))
+        window.receive(P0, 0, [block(1, entry)])
     assert window.cut() is not None
-    window.receive(P0, 0, block(1, 3))
+    window.receive(P0, 0, [block(1, 3)])
     window.prove(P0, GapEvidence(base=base, resolved=EntrySet.parse("1:1")))
     end = window.cut()
     window.validate()
@@ -60,18 +60,18 @@ def test_evidence_during_doubt_resolves_nothing_until_the_doubt_ends() -> None:
     """It would also apply to new entries of the same age: those of a wiped cluster."""
     window = Window(Checkpoint("c", "s", 4), 4, Budget(1_000, 10**9))
     window.add_partition(P0)
-    window.receive(P0, 0, block(4, 0, publish_ms=1_000))
+    window.receive(P0, 0, [block(4, 0, publish_ms=1_000)])
     assert window.cut() is not None
     known = window.known[P0]
     known.doubt()
     window.prove(P0, GapEvidence(resolved=EntrySet.parse("5:1-2"), published_ms=50_000))
-    window.receive(P0, 0, block(4, 1, publish_ms=1_001))
+    window.receive(P0, 0, [block(4, 1, publish_ms=1_001)])
     end = window.cut()
     assert end is not None
     assert str(end.partitions[P0].delivered) == "4:0-1"
     assert end.partitions[P0].published_ms == 1_001
     assert known.compare(P0, block(4, 0, publish_ms=1_000))
-    window.receive(P0, 0, block(4, 2, publish_ms=1_002))
+    window.receive(P0, 0, [block(4, 2, publish_ms=1_002)])
     end = window.cut()
     window.validate()
     assert end is not None
@@ -85,7 +85,7 @@ def test_evidence_from_before_an_absence_resolves_nothing_after_it() -> None:
     window.add_partition(P0)
     window.prove(P0, GapEvidence(base=EntryId(17, 0)))
     window.known[P0].doubt()
-    window.receive(P0, 0, block(13, 6))
+    window.receive(P0, 0, [block(13, 6)])
     end = window.cut()
     window.validate()
     assert end is not None
@@ -100,7 +100,7 @@ def test_rows_without_room_are_tried_again_once_another_topic_partition_has_made
     for where, ledgers in (P1, range(1, 801)), (P0, range(1, 201)):
         for ledger in ledgers:
             for entry in 0, 2:
-                window.receive(where, 0, block(ledger, entry))
+                window.receive(where, 0, [block(ledger, entry)])
         while end := window.cut():
             window.release(end)
     waiting = window.known[P0].waiting_rows

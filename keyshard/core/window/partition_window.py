@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from keyshard.core.ack_gaps import GapEvidence, Resolution, resolve, resolves_more
 from keyshard.core.position.checkpoint import PartitionCheckpoint
-from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition, memory_of
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_identity import (
     KnownEntries,
@@ -115,17 +115,45 @@ class PartitionWindow:
             return self.ack_gaps > 0
         return self.ack_gaps > 0 or first != (floor.ledger, floor.entry + 1)
 
-    def receive(self, block: EntryBlock, range_index: int) -> None:
-        """Take a new entry that a range received."""
-        block.received_by = range_index
-        rows, memory = self.hold(block)
-        if self.is_late(block.id):
-            self.late.add(block.id)
-        self.received.append(block)
-        self.waiting_rows = 0
-        self.received_rows += rows
-        self.received_bytes += memory
-        self.received_payload += block.payload_bytes
+    def receive(
+        self, topic_partition: TopicPartition, range_index: int, blocks: Sequence[EntryBlock]
+    ) -> list[ReceiveResult]:
+        """Take those entries of a delivery to a range that are new.
+
+        Raises:
+            TopicRecreatedError: As :meth:`Window.receive
+                <keyshard.core.window.window.Window.receive>` says.
+        """
+        held, state, lowest_ledger = self.held, self.state, self.lowest_ledger
+        newest, floor = state.delivered.last, state.floor
+        # Every resolved entry is at or below one of them.
+        resolved_to = max((one for one in (newest, floor) if one is not None), default=None)
+        outcomes: list[ReceiveResult] = []
+        new: list[EntryBlock] = []
+        for block in blocks:
+            entry_id = block.id
+            below = resolved_to is not None and entry_id <= resolved_to
+            if entry_id in held or (below and state.covers(entry_id)):
+                outcomes.append(self.check_known(topic_partition, block))
+                continue
+            if entry_id.ledger < lowest_ledger:
+                check_unknown(topic_partition, state.published_ms, lowest_ledger, block)
+            if below and self.is_late(entry_id):
+                self.late.add(entry_id)
+            held[entry_id] = block.publish_ms
+            block.received_by = range_index
+            new.append(block)
+            outcomes.append(ReceiveResult.ACCEPTED)
+        if new:
+            rows, memory = rows_of(new), memory_of(new)
+            self._count(rows, memory)
+            self.range_rows[range_index] += rows
+            self.received += new
+            self.waiting_rows = 0
+            self.received_rows += rows
+            self.received_bytes += memory
+            self.received_payload += payload_of(new)
+        return outcomes
 
     def is_late(self, entry_id: EntryId) -> bool:
         """Return whether an entry that is not delivered is below the newest delivered one."""
@@ -173,7 +201,7 @@ class PartitionWindow:
                 count += 1
         taken, self.received = self.received[:count], self.received[count:]
         self.received_rows -= rows
-        self.received_bytes -= sum(map(_memory, taken))
+        self.received_bytes -= memory_of(taken)
         self.received_payload -= payload_of(taken)
         self.waiting_rows = 0
         self.taken.update((block.id, block) for block in taken)
@@ -259,15 +287,17 @@ class PartitionWindow:
             self.doubted = None
         return self.doubted is None
 
-    def hold(self, block: EntryBlock) -> tuple[int, int]:
-        """Count an entry as held, with its rows and memory."""
-        self.held[block.id] = block.publish_ms
-        rows = block.rows
-        memory = block.memory_bytes
+    def hold(self, blocks: Sequence[EntryBlock]) -> None:
+        """Count entries as held that no range received."""
+        self.held.update(zip(map(_id, blocks), map(_publish_ms, blocks), strict=True))
+        rows = rows_of(blocks)
+        self._count(rows, memory_of(blocks))
+        self.range_rows[-1] += rows
+
+    def _count(self, rows: int, memory: int) -> None:
+        """Count rows and memory of entries that are held from now on; negative: no longer."""
         self.rows += rows
-        self.range_rows[block.received_by] += rows
         self.bytes += memory
-        return rows, memory
 
     def date(self, block: EntryBlock, published_ms: int) -> None:
         """Set an upper bound for the publish time of a held entry that has none."""
@@ -275,14 +305,13 @@ class PartitionWindow:
 
     def let_go(self, blocks: Sequence[EntryBlock]) -> None:
         """Stop counting entries as held."""
-        held, range_rows, rows = self.held, self.range_rows, 0
-        for block in blocks:
-            held.pop(block.id, None)
-            count = len(block.indices)
-            range_rows[block.received_by] -= count
-            rows += count
-        self.rows -= rows
-        self.bytes -= sum(map(_memory, blocks))
+        held, range_rows = self.held, self.range_rows
+        for entry_id in map(_id, blocks):
+            held.pop(entry_id, None)
+        sizes = list(map(len, map(_indices, blocks)))
+        for range_index, count in zip(map(_received_by, blocks), sizes, strict=True):
+            range_rows[range_index] -= count
+        self._count(-sum(sizes), -memory_of(blocks))
 
     def take(self, limits: Sizes, checkpoint_bytes_max: int) -> list[EntryBlock]:
         """Take the entries of the next batch out of the received ones. They stay held.
@@ -311,7 +340,7 @@ class PartitionWindow:
         self.left_out = {block.received_by for block in self.received}
         self.left_out -= {block.received_by for block in taken}
         self.received_rows -= rows_of(taken)
-        self.received_bytes -= sum(map(_memory, taken))
+        self.received_bytes -= memory_of(taken)
         self.received_payload -= payload_of(taken)
         return taken
 
@@ -428,10 +457,10 @@ class PartitionWindow:
 
 
 _id = attrgetter("id")
-_memory = attrgetter("memory_bytes")
 _indices = attrgetter("indices")
 _payload = attrgetter("payload_bytes")
 _publish_ms = attrgetter("publish_ms")
+_received_by = attrgetter("received_by")
 
 
 def rows_of(blocks: Iterable[EntryBlock]) -> int:

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import attrgetter
 
 from keyshard.core.ack_gaps import GapEvidence
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint, SubscriptionId
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.topic_identity import check_unknown, lowest_known_ledger
+from keyshard.core.topic_identity import lowest_known_ledger
 from keyshard.core.window.admission import Budget, split_limits
 from keyshard.core.window.backpressure import Backpressure
 from keyshard.core.window.partition_window import (
@@ -126,9 +127,12 @@ class Window:
         self.pauses.shared_anew()
 
     def receive(
-        self, topic_partition: TopicPartition, range_index: int, block: EntryBlock
-    ) -> ReceiveResult:
-        """Take a delivered entry.
+        self, topic_partition: TopicPartition, range_index: int, blocks: Sequence[EntryBlock]
+    ) -> list[ReceiveResult]:
+        """Take delivered entries of a range.
+
+        Returns:
+            The outcome of each entry.
 
         Raises:
             TopicRecreatedError: The broker assigned the ids a second time. Either the entry is
@@ -136,19 +140,18 @@ class Window:
                 ledger is below all known ones. Or the entry is newer than the one held under its
                 id.
         """
-        window = self.known[topic_partition]
-        rows = block.rows
-        if block.id in window.held or window.state.covers(block.id):
-            self.counters.duplicates_dropped += rows
-            return window.check_known(topic_partition, block)
-        check_unknown(topic_partition, window.state.published_ms, window.lowest_ledger, block)
-        self.received_rows += rows + window.waiting_rows
-        if not window.received:
-            self._filled[topic_partition] = None
-        window.receive(block, range_index)
-        self.counters.rows_received += rows
-        self.counters.entries_received += 1
-        return ReceiveResult.ACCEPTED
+        window, counters = self.known[topic_partition], self.counters
+        ready, received = window.ready_rows, window.received_rows
+        outcomes = window.receive(topic_partition, range_index, blocks)
+        new, rows = outcomes.count(ReceiveResult.ACCEPTED), window.received_rows - received
+        if new:
+            self.received_rows += window.ready_rows - ready
+            self._filled.setdefault(topic_partition)
+            counters.rows_received += rows
+            counters.entries_received += new
+        if new < len(blocks):
+            counters.duplicates_dropped += rows_of(blocks) - rows
+        return outcomes
 
     def cut(self, rows_max: int | None = None, payload_max: int | None = None) -> Checkpoint | None:
         """Plan the next batch of received entries; ``None`` without rows.
@@ -279,8 +282,7 @@ class Window:
         for topic_partition, blocks in entries.items():
             window = self.known[topic_partition]
             window.expected -= EntrySet.of(block.id for block in blocks)
-            for block in blocks:
-                window.hold(block)
+            window.hold(blocks)
         for topic_partition, state in checkpoint.partitions.items():
             window = self.known[topic_partition]
             gone = window.expected & state.batch
@@ -438,7 +440,7 @@ class Window:
             window = self.known[topic_partition]
             window.let_go(blocks)
             self._forget(topic_partition)
-        return {where: [block.id for block in blocks] for where, blocks in entries.items()}
+        return {where: list(map(_id, blocks)) for where, blocks in entries.items()}
 
     def _forget(self, topic_partition: TopicPartition) -> None:
         """Forget a deleted topic partition once none of its entries is held or checkpointed."""
@@ -448,6 +450,9 @@ class Window:
             del self.known[topic_partition]
             self._changing.pop(topic_partition, None)
             self.tight.discard(topic_partition)
+
+
+_id = attrgetter("id")
 
 
 # -- Counts of a window ----------------------------------------------------------------------------
