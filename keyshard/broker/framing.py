@@ -94,7 +94,9 @@ class FrameReader:
                 stop = position + 4 + kept
                 if stop > end:
                     break
-                frames.append(bytes(view[position + 4 : stop]))
+                # Of bytes, a slice is a copy already.
+                part = data if source is data else view
+                frames.append(bytes(part[position + 4 : stop]))
                 position = stop
                 if kept < size:
                     frames[-1] = _cut(frames[-1], size)

@@ -8,6 +8,7 @@ reference; both produce the same rows.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -46,6 +47,8 @@ REASON = BUILT.with_name("_not_compiled.txt")
 """File of an install without the library; it says why."""
 VERSION = 9
 """Interface version of the library; a library with another version is not used."""
+COPIED_BYTES_MAX = 4096
+"""Mean size of frames up to which they are copied into one buffer for a call, bytes."""
 FRAMES_MIN = 4
 """Minimum number of frames for which a call is faster."""
 _CAME, _OPENED, _DECODED = 5, 7, 5
@@ -99,14 +102,11 @@ def parse_frames(frames: Sequence[bytes]) -> list[tuple[int, RawEntry] | None]:
     if _library is None or len(frames) < FRAMES_MIN:
         return [None] * len(frames)
     count = len(frames)
+    sizes = list(map(len, frames))
+    addresses, _copy = _addresses(frames, sizes)
     output = (ctypes.c_uint64 * (_CAME * count))()
-    _library.calls(0).keyshard_came(
-        ctypes.c_size_t(count),
-        (ctypes.c_char_p * count)(*frames),
-        (ctypes.c_uint64 * count)(*map(len, frames)),
-        output,
-    )
-    numbers = output[:]
+    _library.calls(0).keyshard_came(ctypes.c_size_t(count), addresses, _numbers(sizes), output)
+    numbers = _listed(output)
     consumers, ledgers, ids, redelivered, positions = (numbers[at::_CAME] for at in range(_CAME))
     entry_ids = map(_entry_id, zip(ledgers, ids, strict=True))
     entries = map(_raw_entry, zip(entry_ids, map(bool, redelivered), repeat(()), frames, positions))
@@ -128,17 +128,14 @@ def decode(
     if _library is None or any(ack_sets) or CutFrame in map(type, frames):
         return None
     count = len(entries)
-    numbers = ctypes.c_uint64 * count
-    pointers = ctypes.c_char_p * count
     sizes = list(map(len, frames))
-    where = (
-        ctypes.c_size_t(count), pointers(*frames), numbers(*sizes), numbers(*positions),
-    )  # fmt: skip
+    addresses, _copy = _addresses(frames, sizes)
+    where = ctypes.c_size_t(count), addresses, _numbers(sizes), _numbers(positions)
     calls = _library.calls(sum(sizes))
     output = (ctypes.c_uint64 * (_OPENED * count))()
     if not calls.keyshard_open(*where, output):
         return None
-    opened = output[:]
+    opened = _listed(output)
     enough = _enough(sizes, opened, at_once_bytes)
     if enough < count:
         return decode(
@@ -147,21 +144,21 @@ def decode(
             metadata=metadata,
             at_once_bytes=at_once_bytes,
         )
-    payloads: list[bytes | None] = [None] * count
+    unpacked_to, unpacked_sizes = (ctypes.c_char_p * count)(), (ctypes.c_uint64 * count)()
     if any(opened[3::_OPENED]):
         try:
-            payloads = [
-                _payload(entry, opened[at : at + _OPENED])
-                for entry, at in zip(entries, range(0, len(opened), _OPENED), strict=True)
-            ]
+            for at, entry in enumerate(entries):
+                payload = _payload(entry, opened[at * _OPENED : (at + 1) * _OPENED])
+                if payload is not None:
+                    unpacked_to[at], unpacked_sizes[at] = payload, len(payload)
         except UnreadableError:
             return None
     slots, rows = ctypes.POINTER(ctypes.c_int32)(), ctypes.POINTER(ctypes.c_int64)()
     array = _ARROW_ARRAY()
     if not calls.keyshard_decode(
         *where,
-        pointers(*payloads),
-        numbers(*[0 if payload is None else len(payload) for payload in payloads]),
+        unpacked_to,
+        unpacked_sizes,
         ctypes.c_bool(keeps_values),
         ctypes.c_size_t(len(STORED)),
         _stored(metadata),
@@ -187,12 +184,32 @@ def _stored(metadata: tuple[str, ...]) -> Any:
     )
 
 
+def _numbers(values: Sequence[int]) -> Any:
+    """Return numbers as the library takes them."""
+    # An array of ctypes takes ten times as long to convert them.
+    return (ctypes.c_uint64 * len(values)).from_buffer(array("Q", values))
+
+
+def _listed(numbers: Any) -> list[int]:
+    return memoryview(numbers).cast("B").cast("Q").tolist()
+
+
+def _addresses(frames: Sequence[bytes], sizes: Sequence[int]) -> tuple[Any, Any]:
+    """Return the address of each frame, and an object that must live as long as they are used."""
+    if sum(sizes) > COPIED_BYTES_MAX * len(frames):
+        return (ctypes.c_char_p * len(frames))(*frames), frames
+    # One copy of small frames costs less than the address of each of them.
+    copy = bytearray().join(frames)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(copy)) if copy else 0
+    return _numbers(list(accumulate(sizes[:-1], initial=begin))), copy
+
+
 def _enough(sizes: Sequence[int], opened: Sequence[int], at_once_bytes: int) -> int:
     """Return the number of leading entries that fill one decoding step."""
-    payloads = list(map(max, sizes, opened[4::_OPENED]))
-    messages = opened[2::_OPENED]
-    if sum(payloads) + MESSAGE_BYTES * sum(messages) < at_once_bytes:
+    unpacked_sizes, messages = opened[4::_OPENED], opened[2::_OPENED]
+    if sum(sizes) + sum(unpacked_sizes) + MESSAGE_BYTES * sum(messages) < at_once_bytes:
         return len(sizes)
+    payloads = list(map(max, sizes, unpacked_sizes))
     rows = [MESSAGE_BYTES * count for count in messages]
     ends = accumulate(map(add, payloads, rows))
     return next((i for i, size in enumerate(ends, 1) if size >= at_once_bytes), len(sizes))
