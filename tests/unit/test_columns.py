@@ -68,6 +68,15 @@ def test_message_ids_have_the_indices_of_each_entry() -> None:
     assert found.to_pylist() == wanted
 
 
+def test_message_ids_count_up_to_the_last_row_of_a_large_entry() -> None:
+    located: list[Located] = [
+        (P0, block(7, entry, *["k"] * rows)) for entry, rows in enumerate((3, 12_000, 2))
+    ]
+    found = pa.Table.from_batches(record_batches(located, ["__messageId"]))["__messageId"]
+    wanted = [f"7:{entry}:{at}" for entry, rows in enumerate((3, 12_000, 2)) for at in range(rows)]
+    assert found.to_pylist() == wanted
+
+
 @pytest.mark.parametrize("name", SCHEMA.names)
 def test_a_column_holds_the_expected_values(name: str) -> None:
     assert table()[name].to_pylist() == EXPECTED[name]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from dataclasses import replace
 
 import pytest
 
-from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
+from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name, memory_of
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ConfigError, NonPersistentTopicError
 from tests.helpers import block
@@ -100,3 +101,12 @@ def test_a_reader_knows_every_slot_that_may_have_routed_an_entry() -> None:
     assert block(1, 0, text).possible_slots == (key_slot(text), key_slot(b"customer"))
     assert block(1, 0, text, ordering_key="o").possible_slots == (key_slot("o"),)
     assert block(1, 0, None).possible_slots == ()
+
+
+def test_the_memory_of_blocks_is_the_sum_of_theirs() -> None:
+    mixed = block(1, 1, "a", "b", "c", properties={"name": "value"})
+    later = replace(block(1, 2, "a", "b", of=4), start=3).joined(block(1, 2, "a", of=4, first=2))
+    plain = [block(1, 3, "a", "a"), replace(block(1, 4, ordering_key="k"), start=2)]
+    assert mixed.mixed_slots is not None
+    for blocks in ([], plain, [mixed, *plain], [later, *plain], [mixed, later]):
+        assert memory_of(blocks) == sum(one.memory_bytes for one in blocks)

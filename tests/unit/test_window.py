@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -197,6 +200,45 @@ def test_resolved_entries_of_a_checkpoint_are_dropped_after_a_restart() -> None:
     end = cut(window)
     assert end.partitions[P0].floor == EntryId(1, 4)
     assert str(end.partitions[P0].delivered) == "1:5-7"
+
+
+@given(st.lists(st.integers(0, 12), max_size=20), st.integers(0, 12), st.data())
+@settings(deadline=None, max_examples=200)
+def test_a_delivery_leaves_what_its_entries_leave_one_by_one(
+    committed: list[int], floor: int, data: st.DataObject
+) -> None:
+    """Entries come again, late, resolved, and more than once in one delivery."""
+    delivered = PartitionCheckpoint(
+        floor=EntryId(1, floor) if floor % 2 else None,
+        delivered=EntrySet.of(EntryId(1, entry) for entry in committed if entry > floor),
+        published_ms=1_000,
+    )
+    start = replace(START, partitions={P0: delivered})
+    whole, single = window_of(checkpoint=start), window_of(checkpoint=start)
+    for index in range(data.draw(st.integers(1, 3))):
+        numbers = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=12))
+        keys = ["a", "b"] if index else ["a"]
+        found = whole.receive(P0, index, [block(1, entry, *keys) for entry in numbers])
+        one_by_one = [single.receive(P0, index, [block(1, entry, *keys)]) for entry in numbers]
+        assert found == [outcome for (outcome,) in one_by_one]
+        assert state_of(whole) == state_of(single)
+        whole.validate()
+        if data.draw(st.booleans()):
+            ends = [window.cut() for window in (whole, single)]
+            assert ends[0] is ends[1] is None or states(ends[0]) == states(ends[1])
+
+
+def states(end: Checkpoint | None) -> object:
+    assert end is not None
+    return end.partitions
+
+
+def state_of(window: Window) -> object:
+    known = window.known[P0]
+    return (
+        ids(known.received), known.held, known.late, known.range_rows, known.rows, known.bytes,
+        known.received_sizes, known.waiting_rows, window.counters, window.received_rows,
+    )  # fmt: skip
 
 
 def test_a_redelivery_of_an_expected_batch_is_held_before_and_after_it_was_read_again() -> None:

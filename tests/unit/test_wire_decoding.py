@@ -59,14 +59,17 @@ from tests.stored_entries import (
 from tests.support.deadlines import deadline
 
 
-@pytest.fixture(scope="module", params=["compiled", "reference"], autouse=True)
+@pytest.fixture(scope="module", params=["compiled", "not_copied", "reference"], autouse=True)
 def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The decoder."""
+    """The decoder; the compiled one gets small frames as one copy, and others where they are."""
     if request.param == "reference":
         with reference_only():
             yield
     elif native_decoder.is_available():
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            if request.param == "not_copied":
+                patch.setattr(native_decoder, "COPIED_BYTES_MAX", -1)
+            yield
     else:
         pytest.skip("the install built no decoder")
 
