@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keyshard.columns import content
 from keyshard.columns import record_batches as columns
 from keyshard.columns.content import CONTENT, gather, pack
 from keyshard.columns.record_batches import SCHEMA, record_batches, select
@@ -199,7 +200,7 @@ def interleaved(draw: st.DrawFn) -> list[EntryBlock]:
         keys = draw(st.lists(st.sampled_from([None, "", "a", "é"]), min_size=1, max_size=3))
         rows = sum(sizes)
         partition_keys = [keys[row % len(keys)] for row in range(rows)]
-        content = pack(
+        packed = pack(
             [None if row % 7 == 3 else b"%d:%d" % (delivery, row) for row in range(rows)],
             partition_keys,
             [key if row % 2 else None for row, key in enumerate(partition_keys)],
@@ -209,8 +210,8 @@ def interleaved(draw: st.DrawFn) -> list[EntryBlock]:
         start = 0
         for number, size in enumerate(sizes):
             entry = block(delivery, number, *["k"] * size)
-            parts = (Part(content, 0, 1),) if size > 1 and joined else ()
-            blocks.append(replace(entry, content=content, start=start, later_parts=parts))
+            parts = (Part(packed, 0, 1),) if size > 1 and joined else ()
+            blocks.append(replace(entry, content=packed, start=start, later_parts=parts))
             start += size
     mixed = draw(st.randoms(use_true_random=False))
     mixed.shuffle(blocks)
@@ -229,3 +230,16 @@ def test_interleaved_entries_are_gathered_as_slices_of_their_content(
         array.validate(full=True)
         assert array.type == CONTENT.field(name).type
         assert array.equals(pa.concat_arrays(slices))
+
+
+def test_entries_of_deliveries_that_alternate_are_not_sliced_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contents = [block(1, 0, *["k"] * 60, values=[b"%d" % n] * 60).content for n in range(3)]
+    blocks = [
+        replace(block(1, entry, "a", "b"), content=contents[entry % 3], start=entry // 3 * 2)
+        for entry in range(90)
+    ]
+    monkeypatch.delattr(content, "runs_of")
+    values = gather(blocks, ["value"])["value"].to_pylist()
+    assert values == [b"%d" % (entry % 3) for entry in range(90) for _ in range(2)]
