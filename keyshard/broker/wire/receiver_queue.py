@@ -88,8 +88,8 @@ class ReceiverQueue:
     def take(self) -> list[RawEntry]:
         """Take the oldest entries."""
         found: list[RawEntry] = []
-        size = 0
-        while self._entries and size < min(TAKEN_BYTES_MAX, self.bytes_max):
+        size, size_max = 0, min(TAKEN_BYTES_MAX, self.bytes_max)
+        while self._entries and size < size_max:
             one = self._entries.popleft()
             size += len(one.data)
             found.append(one)
