@@ -31,7 +31,7 @@ def entries_of(count: int, messages: int) -> list[RawEntry]:
     for number in range(count):
         rows = [OutgoingMessage(b"v" * 100, f"k{number}", None, None, None)] * messages
         data = encoded(rows, head, number * messages)
-        found.append(RawEntry(EntryId(1, number), False, (), data, 0))  # noqa: FBT003
+        found.append(RawEntry(EntryId(1, number), data, 0))
     return found
 
 

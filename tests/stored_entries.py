@@ -13,13 +13,13 @@ import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import google_crc32c
 import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from keyshard.broker.wire import decoding, native_decoder
 from keyshard.broker.wire.decoding import decode
@@ -172,7 +172,7 @@ def single(
 
 
 def raw(data: bytes, ack_set: tuple[int, ...] = (), *, redelivered: bool = False) -> RawEntry:
-    return RawEntry(ID, redelivered, ack_set, b"head" + data, 4)
+    return RawEntry(ID, b"head" + data, 4, redelivered, ack_set)
 
 
 def decoded(*data: bytes, **how: Any) -> Decoded:

@@ -40,7 +40,6 @@ STEP_BYTES = 1024 * 1024
 while these are decoded."""
 
 _entry_id = partial(tuple.__new__, EntryId)
-_raw_entry = partial(tuple.__new__, RawEntry)
 _log = logging.getLogger(__name__)
 
 
@@ -240,9 +239,7 @@ class LedgerReader:
                 owed.remove(entry)
                 del waiting[entry]
                 self._arrived_bytes += len(frame)
-                arrived[entry] = _raw_entry(
-                    (_entry_id((ledger, entry)), False, (), frame, position)
-                )
+                arrived[entry] = RawEntry(_entry_id((ledger, entry)), frame, position)
                 continue
             try:
                 entry, code = answer_of(frame, ledger)
@@ -274,6 +271,6 @@ class LedgerReader:
                 continue
             del waiting[entry]
             self._arrived_bytes += len(frame)
-            arrived[entry] = _raw_entry((_entry_id((ledger, entry)), False, (), frame, position))
+            arrived[entry] = RawEntry(_entry_id((ledger, entry)), frame, position)
         if len(arrived) > before:
             self._arrival_s, self._pause_s = time.monotonic(), PAUSE_MIN_S

@@ -17,6 +17,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 
 from google.protobuf.message import DecodeError
+from msgspec.structs import replace
 
 from keyshard.bookkeeper.bookies import Bookies
 from keyshard.bookkeeper.failures import Failures
@@ -331,7 +332,7 @@ def _plain(entries: Sequence[RawEntry]) -> tuple[list[RawEntry], str]:
     """
     found: list[RawEntry] = []
     for raw in entries:
-        _, _, _, data, position = raw
+        data, position = raw.data, raw.position
         if data[position : position + 2] == CHECKED:
             start = position + 10
             end = start + SIZE.unpack_from(data, position + 6)[0] if start <= len(data) else start
@@ -344,7 +345,7 @@ def _plain(entries: Sequence[RawEntry]) -> tuple[list[RawEntry], str]:
             return found, "its entries have an unknown form"
         if _MAY_BELONG.search(metadata) and _belongs_to_broker(metadata):
             return found, "it has entries of transactions or markers"
-        found.append(raw if position == raw.position else raw._replace(position=position))
+        found.append(raw if position == raw.position else replace(raw, position=position))
     return found, ""
 
 

@@ -7,13 +7,13 @@ and the garbage collector does not scan them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from operator import add, attrgetter, ne
 from typing import Any
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from keyshard.columns.buffers import Groups, numbers
 from keyshard.core.metadata_columns import STORED, Kind

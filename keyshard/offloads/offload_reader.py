@@ -23,7 +23,6 @@ TEXT_MAX = 500
 """Longest text of an error of a store, characters."""
 
 _entry_id = partial(tuple.__new__, EntryId)
-_raw_entry = partial(tuple.__new__, RawEntry)
 
 
 class OffloadNotReadError(Exception):
@@ -207,7 +206,7 @@ class OffloadReader:
             self._expected = entry + 1
             if entry == self._next:
                 at = _entry_id((self._ledger.ledger, entry))
-                found.append(_raw_entry((at, False, (), content, 0)))
+                found.append(RawEntry(at, content, 0))
                 self._next = entry + 1
         return found
 

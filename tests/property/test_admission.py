@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from keyshard.core.position.entry import EntryBlock
 from keyshard.core.window.admission import share_out, take_aligned

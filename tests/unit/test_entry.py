@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name, memory_of
 from keyshard.core.ring.key_slot import key_slot

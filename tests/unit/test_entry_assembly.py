@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from keyshard.columns.content import gather
 from keyshard.core.position import entry_assembly

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from keyshard.consumers import receiver
 from keyshard.consumers.receive_state import ReceiveState, Rest

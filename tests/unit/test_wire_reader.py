@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from keyshard.broker.port import ReadOptions
 from keyshard.broker.retry import Retrier
@@ -47,7 +48,7 @@ class At:
         begins = request.consumer_id not in self._begun
         self._begun.add(request.consumer_id)
         if self.first is not None and begins:
-            arrived = [raw(DATA)._replace(id=self.first)]
+            arrived = [replace(raw(DATA), id=self.first)]
             self._handles[request.consumer_id].arrived(request.consumer_id, arrived)
 
     def begin(self, *_: object) -> int:
@@ -97,7 +98,7 @@ class Readers:
 
     def give(self, reader: WireReader, *ids: EntryId) -> list[EntryId]:
         """Let entries arrive, and read."""
-        reader.arrived(reader.standing()[1], [raw(DATA)._replace(id=one) for one in ids])
+        reader.arrived(reader.standing()[1], [replace(raw(DATA), id=one) for one in ids])
         return [block.id for block in reader.read(0)]
 
 

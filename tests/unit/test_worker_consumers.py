@@ -105,7 +105,7 @@ def test_delivered_entries_equal_received_ones(seed: int) -> None:
         assert len(delivery.blocks) == len(entries)
         for after, before in zip(delivery.blocks, entries, strict=True):
             assert list(after.indices) == list(before.indices)
-            for name in EntryBlock.__slots__:
+            for name in EntryBlock.__struct_fields__:
                 if name not in ("content", "start", "indices"):
                     assert getattr(after, name) == getattr(before, name), name
             assert content_of(after) == content_of(before)

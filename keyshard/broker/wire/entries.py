@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.errors import KeyShardError
 
@@ -22,17 +24,20 @@ PROPERTY_BYTES = 192
 """Memory of a property in addition to its name and value, bytes."""
 
 
-class RawEntry(NamedTuple):
-    """An entry as received; its stored bytes are not parsed yet."""
+class RawEntry(Struct, frozen=True, gc=False):
+    """An entry as received; its stored bytes are not parsed yet.
+
+    The garbage collector does not look into entries, which are in no cycle.
+    """
 
     id: EntryId
-    redelivered: bool
-    ack_set: Sequence[int]
-    """64-bit words with one bit per message that is still to be delivered; empty: all of them."""
     data: bytes
     """The frame of the entry."""
     position: int
     """Offset of the stored bytes in the frame."""
+    redelivered: bool = False
+    ack_set: Sequence[int] = ()
+    """64-bit words with one bit per message that is still to be delivered; empty: all of them."""
 
 
 class Decoded(NamedTuple):

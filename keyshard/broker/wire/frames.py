@@ -78,5 +78,5 @@ def _read_frame(data: bytes) -> Came | Frame:
         return Frame(name, content)
     where, ack_set = content.message_id, tuple(content.ack_set)
     entry_id = EntryId(where.ledger, where.entry)
-    entry = RawEntry(entry_id, content.redelivery_count > 0, ack_set, data, 4 + len(written))
+    entry = RawEntry(entry_id, data, 4 + len(written), content.redelivery_count > 0, ack_set)
     return content.consumer_id, entry

@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
-from itertools import accumulate, repeat
-from operator import add
+from itertools import accumulate
+from operator import add, attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,9 @@ _LIMITS = (ENTRY_MESSAGES_MAX, ENTRY_MEMORY_MAX, MESSAGE_BYTES, PROPERTY_BYTES)
 _INDICES = [range(count) for count in range(1_001)]
 """Message indices by batch size, shared by all entries."""
 _entry_id = partial(tuple.__new__, EntryId)
-_raw_entry = partial(tuple.__new__, RawEntry)
+_ack_set = attrgetter("ack_set")
+_data = attrgetter("data")
+_position = attrgetter("position")
 _ARROW_ARRAY = ctypes.c_uint64 * 10
 """Memory of an ``ArrowArray`` of Arrow's C data interface."""
 
@@ -109,7 +111,7 @@ def parse_frames(frames: Sequence[bytes]) -> list[tuple[int, RawEntry] | None]:
     numbers = _listed(output)
     consumers, ledgers, ids, redelivered, positions = (numbers[at::_CAME] for at in range(_CAME))
     entry_ids = map(_entry_id, zip(ledgers, ids, strict=True))
-    entries = map(_raw_entry, zip(entry_ids, map(bool, redelivered), repeat(()), frames, positions))
+    entries = map(RawEntry, entry_ids, frames, positions, map(bool, redelivered))
     return [
         (consumer, entry) if entry.position else None
         for consumer, entry in zip(consumers, entries, strict=True)
@@ -124,8 +126,8 @@ def decode(
     at_once_bytes: int = PAYLOAD_AT_ONCE,
 ) -> Decoded | None:
     """Decode plain entries as :func:`keyshard.broker.wire.decoding.decode`; else ``None``."""
-    _, _, ack_sets, frames, positions = zip(*entries, strict=True)
-    if _library is None or any(ack_sets) or CutFrame in map(type, frames):
+    frames, positions = list(map(_data, entries)), list(map(_position, entries))
+    if _library is None or any(map(_ack_set, entries)) or CutFrame in map(type, frames):
         return None
     count = len(entries)
     sizes = list(map(len, frames))

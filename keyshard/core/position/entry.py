@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from keyshard.core.ring.key_slot import key_slot, possible_slots, routing_key
 from keyshard.errors import ConfigError, NonPersistentTopicError
@@ -123,9 +125,11 @@ class Part(NamedTuple):
     this process may have only the keys."""
 
 
-@dataclass(slots=True)
-class EntryBlock:
+class EntryBlock(Struct, gc=False):
     """Messages of one entry, from one delivery.
+
+    The garbage collector does not look into blocks: a window holds hundreds of thousands, and none
+    is part of a cycle.
 
     A block may hold only a part of its entry; an assembly joins parts. Only the window changes a
     block that it holds: ``received_by``, and a missing ``publish_ms``.
@@ -175,7 +179,7 @@ class EntryBlock:
     later_parts: tuple[Part, ...] = ()
     """Content of joined blocks, in the order of ``indices``. Empty for an entry that came whole,
     because each object per entry costs the garbage collector as much as decoding a message."""
-    received_by: int = field(default=-1, compare=False)
+    received_by: int = -1
     """Index of the range that received the entry; set in a window."""
 
     @property
