@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 from bench.spark_run import processor_s
 from examples.parquet_query import session
 from keyshard.columns.record_batches import ROWS_PER_BATCH_MAX, SCHEMA
-from spark_adapter.task_rows import schema_of
+from spark_adapter.query_columns import schema_of
 
 NEW_MESSAGES = 100
 """Messages after the others, one per key, so that each topic partition has some."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 # Packages that a run loads import this module. It cannot be imported after the main thread ended.
-import concurrent.futures.thread  # noqa: F401
+import concurrent.futures.thread
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +32,7 @@ from keyshard.source_stream import SourceStream
 from keyshard.threads import owned_by
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    import asyncio
 
     from typing_extensions import Unpack  # known to type checkers; nothing imports it at run time
 
@@ -152,6 +150,8 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
             ConfigError: As for :meth:`run`.
             KeyShardError: The error that ended the source.
         """
+        import asyncio  # noqa: PLC0415 - a program with coroutines has it
+
         from keyshard.handlers.background import in_background, until_end  # noqa: PLC0415
 
         loop = asyncio.get_running_loop()
@@ -247,7 +247,7 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
             run.outcome.add_done_callback(lambda _: run.taken.awake())
             return run
 
-        def ending() -> Future[None] | None:
+        def ending() -> concurrent.futures.Future[None] | None:
             run = self.__dict__.get("_running")
             return run.outcome if isinstance(run, TakenRun) and run.abandoned else None
 

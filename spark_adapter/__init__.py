@@ -24,9 +24,6 @@ from spark_adapter import preflight
 
 preflight.check_pyspark()  # before PySpark fails less clearly
 
-from spark_adapter.data_source import KeyShardDataSource  # noqa: E402
-from spark_adapter.option_parsing import to_options  # noqa: E402
-from spark_adapter.positions import positions  # noqa: E402
 from spark_adapter.preflight import STREAMS, check_has, check_workers  # noqa: E402
 
 if TYPE_CHECKING:
@@ -34,6 +31,8 @@ if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSource
 
     from keyshard import KeyShardSource
+    from spark_adapter.data_source import KeyShardDataSource
+    from spark_adapter.positions import positions
     from spark_adapter.pulsar.source import PulsarDataSource
     from spark_adapter.reports import ReadReports, WriteReports, read_plan
     from spark_adapter.workers.executors import ExecutorWorkers, start_workers
@@ -47,14 +46,16 @@ __all__ = [
 ]  # fmt: skip
 _LATER = {
     "ExecutorWorkers": "spark_adapter.workers.executors",
+    "KeyShardDataSource": "spark_adapter.data_source",
     "PulsarDataSource": "spark_adapter.pulsar.source",
     "ReadReports": "spark_adapter.reports",
     "WriteReports": "spark_adapter.reports",
+    "positions": "spark_adapter.positions",
     "read_plan": "spark_adapter.reports",
     "start_workers": "spark_adapter.workers.executors",
     "write_batch": "spark_adapter.writing",
 }
-"""Modules of names that no reading task needs. Their first use imports them."""
+"""Modules of names. Their first use imports them, because a task needs few of them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -78,7 +79,8 @@ def register(spark: SparkSession) -> None:
     Raises:
         WorkerEnvironmentError: The interpreter of Spark's Python workers lacks keyshard or pyarrow.
     """
-    from spark_adapter.pulsar.source import (  # noqa: PLC0415 - see _LATER
+    from spark_adapter.data_source import KeyShardDataSource  # noqa: PLC0415 - see _LATER
+    from spark_adapter.pulsar.source import (  # noqa: PLC0415
         PulsarDataSource,
         register_pulsar,
     )
@@ -117,6 +119,8 @@ def read_stream(spark: SparkSession, source: KeyShardSource) -> DataFrame:
         WorkerEnvironmentError: As in :func:`register`, which this function calls.
         ConfigError: The source has a setting that has no Spark option, or PySpark has no streams.
     """
+    from spark_adapter.option_parsing import to_options  # noqa: PLC0415 - see _LATER
+
     check_has(STREAMS)
     register(spark)
     return spark.readStream.format("keyshard").options(**to_options(source)).load()

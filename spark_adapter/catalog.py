@@ -32,6 +32,7 @@ from keyshard.errors import ConfigError, SchemaError
 from keyshard.redaction import Secret, shown
 from spark_adapter.error_text import as_spark_error
 from spark_adapter.option_parsing import parse_bounded, parse_options
+from spark_adapter.query_columns import plan_of, schema_of
 from spark_adapter.session_catalog import SessionCatalog, TableName, columns_alike, named, steps
 from spark_adapter.table_options import (
     check_takes_no_filters,
@@ -39,7 +40,6 @@ from spark_adapter.table_options import (
     of_streams,
     with_options,
 )
-from spark_adapter.task_rows import plan_of, schema_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

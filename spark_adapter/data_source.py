@@ -1,4 +1,7 @@
-"""``format("keyshard")``: the data source that Spark finds by its name."""
+"""``format("keyshard")``: the data source that Spark finds by its name.
+
+Spark pickles it into every task, which only asks for its name. So a method imports what it needs.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,18 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter
 from pyspark.sql.types import StructType
 
-from keyshard import KeyShardSource
 from keyshard.errors import ConfigError
-from keyshard.reading.decoding_plan import Decoding
-from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader
 from spark_adapter.error_text import as_spark_error, concise_errors
-from spark_adapter.option_parsing import is_of_streams, parse_bounded, parse_options
 from spark_adapter.preflight import FILTERS, STREAM_WRITES, STREAMS, check_has
-from spark_adapter.table_options import check_takes_no_filters, is_table, options_of
-from spark_adapter.task_rows import Rows, needs_no_schema, plan_of, rows_of, schema_of
-from spark_adapter.watched_process import watch_this_process
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter
 
+    from keyshard import KeyShardSource
+    from keyshard.reading.decoding_plan import Decoding
+    from spark_adapter.batch_reader import KeyShardBatchReader
     from spark_adapter.stream_reader import KeyShardStreamReader
+    from spark_adapter.task_rows import Rows
     from spark_adapter.topic_writer import TopicWrite
 
 
@@ -42,6 +42,8 @@ class KeyShardDataSource(DataSource):
 
     def schema(self) -> StructType:
         """Return the columns of a query that names none, and refuse wrong options at once."""
+        from spark_adapter.query_columns import schema_of  # noqa: PLC0415 - see above
+
         with concise_errors():
             source = _source_of(self.options)
         with as_spark_error():
@@ -49,6 +51,14 @@ class KeyShardDataSource(DataSource):
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
         """Return the reader of a batch. It plans when Spark asks for partitions."""
+        from spark_adapter import batch_reader  # noqa: PLC0415 - see above
+        from spark_adapter.option_parsing import parse_bounded  # noqa: PLC0415
+        from spark_adapter.table_options import (  # noqa: PLC0415
+            check_takes_no_filters,
+            is_table,
+            options_of,
+        )
+
         with concise_errors():
             read = parse_bounded(options_of(schema, self.options))
             if read.pushes_filters:
@@ -56,11 +66,16 @@ class KeyShardDataSource(DataSource):
             if is_table(schema, self.options):
                 check_takes_no_filters(read)
         rows = self._rows(read.source, schema)
-        kind = FilteringBatchReader if read.pushes_filters else KeyShardBatchReader
+        filtering = read.pushes_filters
+        kind = batch_reader.FilteringBatchReader if filtering else batch_reader.KeyShardBatchReader
         return kind(replace(read, source=rows.source_of(read.source)), rows)
 
     def streamReader(self, schema: StructType) -> KeyShardStreamReader:  # noqa: N802 - Spark's name
         """Return the reader of a stream. It connects when Spark asks for the first offset."""
+        from spark_adapter.option_parsing import parse_options  # noqa: PLC0415 - see above
+        from spark_adapter.table_options import options_of  # noqa: PLC0415
+        from spark_adapter.watched_process import watch_this_process  # noqa: PLC0415
+
         with concise_errors():
             check_has(STREAMS)
             source = parse_options(options_of(schema, self.options, stream=True))
@@ -108,6 +123,8 @@ class KeyShardDataSource(DataSource):
 
     def _rows(self, source: KeyShardSource, schema: StructType) -> Rows:
         """Return the conversion of rows to the columns of a query."""
+        from spark_adapter.query_columns import needs_no_schema, rows_of  # noqa: PLC0415 - see above
+
         with as_spark_error():
             if needs_no_schema(schema, source.malformed):
                 return rows_of(schema, None)
@@ -116,6 +133,8 @@ class KeyShardDataSource(DataSource):
     def _planned_for(self, source: KeyShardSource) -> Decoding | None:
         """Return the decoding plan for the declared schemas; the first call asks the broker."""
         if not self._planned:
+            from spark_adapter.query_columns import plan_of  # noqa: PLC0415 - see above
+
             self._plan, self._planned = plan_of(source), True
         return self._plan
 
@@ -125,6 +144,12 @@ def _source_of(options: Mapping[str, str]) -> KeyShardSource:
 
     Options that only a stream has mark a stream.
     """
+    from spark_adapter.option_parsing import (  # noqa: PLC0415 - see above
+        is_of_streams,
+        parse_bounded,
+        parse_options,
+    )
+
     if {"owner", "provider"} <= {name.lower() for name in options}:
         raise ConfigError(
             "CREATE TABLE ... USING keyshard is not supported, because Spark hides the options "

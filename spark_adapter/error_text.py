@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import ContextDecorator
+from functools import cache
 from types import TracebackType
 
 from keyshard.errors import KeyShardError
-from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, OPTIONS
 
-_NAMES = {option.field: option.name for option in reversed(OPTIONS) if "_" in option.field} | {
-    option.field: CLIENT + option.name for option in CONNECTION_OPTIONS if "_" in option.field
-}
-_FIELD = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+
+@cache
+def _names() -> tuple[Mapping[str, str], re.Pattern[str]]:
+    """Return option names by field, and a pattern that finds the fields; only errors need them."""
+    from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, OPTIONS  # noqa: PLC0415
+
+    names = {option.field: option.name for option in reversed(OPTIONS) if "_" in option.field} | {
+        option.field: CLIENT + option.name for option in CONNECTION_OPTIONS if "_" in option.field
+    }
+    return names, re.compile(rf"\b({'|'.join(names)})\b")
 
 
 class concise_errors(ContextDecorator):  # noqa: N801 - used as a function is
@@ -51,7 +58,8 @@ class as_spark_error(concise_errors):  # noqa: N801
         self._first = first
 
     def translate(self, error: KeyShardError) -> KeyShardError:
-        text = _FIELD.sub(lambda found: _NAMES[found[1]], error.message)
+        names, field = _names()
+        text = field.sub(lambda found: names[found[1]], error.message)
         word, space, rest = text.partition(" ")
         text = self._first.get(word, word) + space + rest
         return type(error)(text, **error.facts)

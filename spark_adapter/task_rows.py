@@ -1,70 +1,31 @@
-"""The columns of a query, and the conversion of rows to them in tasks.
+"""The conversion of rows to the columns of a query, in tasks.
 
-The decoding plan is made with the query. :class:`Rows` carries it to the tasks.
+The decoding plan is made with the query, by :mod:`spark_adapter.query_columns`. :class:`Rows`
+carries it to the tasks. Rows without a plan need none of the modules that decode.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql.types import (
-    BinaryType,
-    DataType,
-    IntegerType,
-    LongType,
-    MapType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
 
-from keyshard.broker.schemas import first_tries_s, topics_of
-from keyshard.columns.projection import cast_values, null_in, without_time_of_day
-from keyshard.core import metadata_columns
-from keyshard.core.metadata_columns import METADATA_COLUMNS, Kind, check_known
-from keyshard.errors import ConfigError, SchemaError
-from keyshard.reading.decoder import RowDecoder
-from keyshard.reading.decoding_plan import (
-    CORRUPT,
-    DROPMALFORMED,
-    WITHOUT_SCHEMA,
-    Decoding,
-    check_same,
-    plan_decoding,
-)
-from spark_adapter.preflight import is_before
+from keyshard.core.metadata_columns import METADATA_COLUMNS
+from keyshard.errors import SchemaError
 
 if TYPE_CHECKING:
     from keyshard import KeyShardSource
+    from keyshard.core.position.entry import TopicPartition
+    from keyshard.core.position.entry_set import EntrySet
+    from keyshard.reading.decoding_plan import Decoding
 
 _log = logging.getLogger(__name__)
-
-COLUMNS: dict[str, DataType] = {
-    "value": BinaryType(),
-    "__key": StringType(),
-    "__topic": StringType(),
-    "__partition": IntegerType(),
-    "__messageId": StringType(),
-    "__publishTime": TimestampType(),
-    "__eventTime": TimestampType(),
-    "__properties": MapType(StringType(), StringType()),
-    "__slot": IntegerType(),
-    "__schemaVersion": LongType(),
-}
-"""Names and Spark types of the columns; see :mod:`keyshard.columns.record_batches`."""
-_TYPES: dict[Kind, DataType] = {
-    Kind.BYTES: BinaryType(), Kind.TEXT: StringType(), Kind.NUMBER: LongType(),
-    Kind.TIME: TimestampType(),
-}  # fmt: skip
-SELECTABLE = {**COLUMNS, **{one.name: _TYPES[one.kind] for one in metadata_columns.COLUMNS}}
-"""Also the columns that exist only if a schema or ``metadataColumns`` names them."""
+SEEN_MAX = 100
+"""Ledgers of a topic partition that are remembered; the newest ones."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +59,8 @@ class Rows:
             SchemaError: A topic was created again with another schema.
         """
         if self.plan is not None:
+            from keyshard.reading.decoding_plan import check_same  # noqa: PLC0415 - few rows
+
             check_same(self.plan, topics)
 
     def after(self, ledgers: int) -> Rows:
@@ -131,6 +94,8 @@ class Rows:
         if self.plan is None:
             yield from raw
             return
+        from keyshard.reading.decoder import RowDecoder  # noqa: PLC0415 - see above
+
         decoder = RowDecoder(self.plan, self.output)
         yield from decoder.decoded(raw)
         if decoder.malformed:
@@ -138,99 +103,10 @@ class Rows:
 
 
 def _log_malformed(mode: str, rows: int) -> None:
+    from keyshard.config.source import DROPMALFORMED  # noqa: PLC0415 - few rows
+
     so = "were left out" if mode == DROPMALFORMED else "have nulls"
     _log.warning("%d rows do not fit the schema of the query, and %s", rows, so)
-
-
-def plan_of(source: KeyShardSource) -> Decoding | None:
-    """Plan how to decode the values of a source; ``None`` if they stay bytes.
-
-    Raises:
-        KeyShardError: The schemas cannot be read from the broker.
-    """
-    if source.value_format == "raw":
-        return None
-    connection = source.how_to_connect()
-    metadata = source.metadata_columns
-    tries_s = first_tries_s(connection)
-    plan = plan_decoding(connection, topics_of(source), source.malformed, metadata, tries_s=tries_s)
-    if all(schema.type in WITHOUT_SCHEMA for schema in plan.schemas.values()):
-        return None
-    return plan
-
-
-def schema_of(plan: Decoding | None, metadata: Sequence[str]) -> StructType:
-    """Return the columns of a query that names none.
-
-    Args:
-        plan: How to decode values; ``None`` for bytes.
-        metadata: Metadata columns to add to the default ones.
-    """
-    if plan is None:
-        return StructType([StructField(name, SELECTABLE[name]) for name in (*COLUMNS, *metadata)])
-    return StructType([StructField(one.name, _spark_type(one)) for one in plan.columns])
-
-
-def _spark_type(column: pa.Field) -> DataType:
-    if column.name != "value" and column.name in SELECTABLE:
-        return SELECTABLE[column.name]
-    from pyspark.sql.pandas.types import from_arrow_type  # noqa: PLC0415 - it loads pandas
-
-    kind: DataType = from_arrow_type(without_time_of_day(column.type), prefer_timestamp_ntz=True)
-    return kind
-
-
-def needs_no_schema(columns: StructType, mode: str) -> bool:
-    """Whether rows of these columns do not depend on the schemas of the topics."""
-    return mode != DROPMALFORMED and all(
-        field.name != "value" and SELECTABLE.get(field.name) == field.dataType
-        for field in columns.toNullable().fields
-    )
-
-
-def rows_of(schema: StructType, plan: Decoding | None) -> Rows:
-    """Return the conversion of rows to the columns of a schema.
-
-    Raises:
-        ConfigError: A column does not exist, or has another type.
-        SchemaError: A cast to a column would lose data.
-    """
-    _check_names(schema.names)
-    strict = strict_of(schema)
-    schema = schema.toNullable()
-    kinds = SELECTABLE if plan is None else {**SELECTABLE, CORRUPT: BinaryType()}
-    for field in schema.fields:
-        check_known(field.name)
-        own = plan is None or (field.name in kinds and field.name != "value")
-        if own and kinds.get(field.name) != field.dataType:
-            known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in kinds.items())
-            why = "" if plan else " (no topic has a schema, or valueFormat is raw)"
-            raise ConfigError(
-                f"Column {field.name!r} of type {field.dataType.simpleString()} does not "
-                f"exist{why}. The columns are: {known}."
-            )
-    if plan is None:
-        return Rows(schema.names, strict=strict)
-    output = arrow_schema_of(schema)
-    decoder = RowDecoder(plan, output)
-    if not decoder.decodes and CORRUPT not in schema.names:
-        return Rows(schema.names, strict=strict)
-    return Rows(decoder.raw_columns, output, plan, strict)
-
-
-def strict_of(schema: StructType) -> pa.Schema | None:
-    """Return the columns of a schema if some of them are never null, else ``None``."""
-    if schema == schema.toNullable():
-        return None
-    return arrow_schema_of(schema)
-
-
-def arrow_schema_of(schema: StructType) -> pa.Schema:
-    """Return the Arrow schema of a schema of Spark, with timestamps in UTC."""
-    from pyspark.sql.pandas.types import to_arrow_schema  # noqa: PLC0415 - it loads pandas
-
-    # Before 4.2, UTC has another name, and is the default.
-    return to_arrow_schema(schema) if is_before(4, 2) else to_arrow_schema(schema, timezone="UTC")
 
 
 def never_null(batch: pa.RecordBatch, strict: pa.Schema) -> pa.RecordBatch:
@@ -239,6 +115,8 @@ def never_null(batch: pa.RecordBatch, strict: pa.Schema) -> pa.RecordBatch:
     Raises:
         SchemaError: A value is null.
     """
+    from keyshard.columns.projection import cast_values, null_in  # noqa: PLC0415 - few rows
+
     for field, values in zip(strict, batch.columns, strict=True):
         missing = null_in(field, values)
         if missing:
@@ -250,16 +128,31 @@ def never_null(batch: pa.RecordBatch, strict: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=strict)
 
 
-def _check_names(names: Sequence[str]) -> None:
-    """Refuse empty and duplicate column names, which Spark accepts.
+class Ledgers:
+    """The ledgers of the entries of a stream.
 
-    Raises:
-        ConfigError: There is no column, or one twice.
+    A topic that is deleted and created again has other ledgers. Consumers may receive from it
+    before discovery finds it. Those entries must not be decoded with the old schemas.
     """
-    if not names:
-        raise ConfigError(
-            "schema(...) has no columns. Name some, or leave schema(...) out to get all."
-        )
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ConfigError(f"schema(...) has column {twice[0]!r} twice. Name each column once.")
+
+    def __init__(self) -> None:
+        self._seen: dict[TopicPartition, set[int]] = {}
+        self.followed = 0
+        """Ledgers that were not the first of their topic partition."""
+
+    def new(self, batch: Mapping[TopicPartition, EntrySet]) -> set[str]:
+        """Return the topics that have an entry of a batch in a new ledger.
+
+        Args:
+            batch: Entries of the batch.
+        """
+        found: set[str] = set()
+        for where, entries in batch.items():
+            seen = self._seen.setdefault(where, set())
+            came = entries.last_entries.keys() - seen
+            if came:
+                found.add(where.topic)
+                self.followed += bool(seen)
+                seen |= came
+                seen.difference_update(sorted(seen)[:-SEEN_MAX])
+        return found

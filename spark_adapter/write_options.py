@@ -33,7 +33,7 @@ from keyshard.publishing.values import Values, check_names
 from keyshard.redaction import shown
 from spark_adapter.option_parsing import accumulator_id, integer, parts_of, truth
 from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, SINK_OPTIONS
-from spark_adapter.task_rows import arrow_schema_of
+from spark_adapter.query_columns import arrow_schema_of
 
 SINK_ID = "spark"
 """Default of ``sinkId``. Several queries may have it: the id of each is in the names, too."""

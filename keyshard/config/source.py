@@ -33,6 +33,8 @@ from keyshard.notebook import table
 from keyshard.redaction import shown
 
 MIB = 1024 * 1024
+FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
+"""Values of ``malformed``."""
 
 
 @suggesting_options
@@ -188,7 +190,7 @@ class SourceConfig:
             )
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
         check_choice("value_format", self.value_format, "auto", "raw")
-        check_choice("malformed", self.malformed, "FAILFAST", "PERMISSIVE", "DROPMALFORMED")
+        check_choice("malformed", self.malformed, *MODES)
         metadata = check_metadata_columns(
             "metadata_columns", self.metadata_columns, by_client=self.how_to_connect().by_client
         )

@@ -17,15 +17,13 @@ from keyshard.columns.codec import Codec, decode_rows
 from keyshard.columns.codecs import KEY_VALUE, codec_of, keys_apart
 from keyshard.columns.projection import cast, check, columns_of
 from keyshard.config.connection import Connection
+from keyshard.config.source import DROPMALFORMED, FAILFAST, PERMISSIVE
 from keyshard.core.metadata_columns import KEY_BYTES, NAME_KEY_BYTES
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import MalformedMessageError, SchemaError
 from keyshard.reading.decoding_plan import (
     CORRUPT,
-    DROPMALFORMED,
-    FAILFAST,
     METADATA,
-    PERMISSIVE,
     RAW,
     WITHOUT_SCHEMA,
     Decoding,

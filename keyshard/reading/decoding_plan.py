@@ -1,7 +1,6 @@
 """The plan of decoding: the schema of each topic, the columns, and the mode of a query.
 
-A plan is fixed when a query is built. :func:`check_same` and :class:`Ledgers` detect a topic that
-was created again since.
+A plan is fixed when a query is built. :func:`check_same` detects a topic that was created again.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from keyshard.columns.codecs import codec_of, same
 from keyshard.columns.projection import check_described, columns_of
 from keyshard.columns.record_batches import COLUMNS, SCHEMA
 from keyshard.config.connection import Connection
-from keyshard.core.position.entry import TopicPartition
-from keyshard.core.position.entry_set import EntrySet
+from keyshard.config.source import FAILFAST, PERMISSIVE
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.redaction import shown
 
-FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
 """The result of a value that cannot be decoded: an error, nulls beside its bytes, or no row."""
 CORRUPT = "_corrupt_record"
 """Column with the bytes that could not be decoded; null in other rows."""
@@ -34,8 +31,6 @@ WITHOUT_SCHEMA = (RAW.type, "NONE")
 
 METADATA = frozenset(COLUMNS.names) - {"value"}
 """keyshard's own columns."""
-SEEN_MAX = 100
-"""Ledgers of a topic partition that are remembered; the newest ones."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ def plan_decoding(
     Args:
         connection: The cluster.
         topics: Full names of topics, as in rows.
-        mode: One of :data:`MODES`.
+        mode: One of :data:`keyshard.config.source.MODES`.
         metadata: Columns in addition to the default ones.
         tries_s: As in :func:`keyshard.broker.schemas.schema_of`.
 
@@ -168,33 +163,3 @@ def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
                 f"{schema.version} of its schema has changed. Build the query again.",
                 topic=topic,
             )
-
-
-class Ledgers:
-    """The ledgers of the entries of a stream.
-
-    A topic that is deleted and created again has other ledgers. Consumers may receive from it
-    before discovery finds it. Those entries must not be decoded with the old schemas.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[TopicPartition, set[int]] = {}
-        self.followed = 0
-        """Ledgers that were not the first of their topic partition."""
-
-    def new(self, batch: Mapping[TopicPartition, EntrySet]) -> set[str]:
-        """Return the topics that have an entry of a batch in a new ledger.
-
-        Args:
-            batch: Entries of the batch.
-        """
-        found: set[str] = set()
-        for where, entries in batch.items():
-            seen = self._seen.setdefault(where, set())
-            came = entries.last_entries.keys() - seen
-            if came:
-                found.add(where.topic)
-                self.followed += bool(seen)
-                seen |= came
-                seen.difference_update(sorted(seen)[:-SEEN_MAX])
-        return found

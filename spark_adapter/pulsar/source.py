@@ -33,7 +33,8 @@ from spark_adapter.error_text import as_spark_error, concise_errors
 from spark_adapter.option_parsing import parse_bounded, parse_options
 from spark_adapter.preflight import STREAMS, check_has
 from spark_adapter.pulsar.options import seems_stream, translated
-from spark_adapter.task_rows import COLUMNS, SELECTABLE, Rows, schema_of, strict_of
+from spark_adapter.query_columns import COLUMNS, SELECTABLE, schema_of, strict_of
+from spark_adapter.task_rows import Rows
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -53,6 +53,10 @@ class PulsarStreamReader(KeyShardStreamReader):
         super().__init__(source, rows)
         self._made_up = made_up
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Tasks read a batch of the JVM connector from the source itself.
+        return {**super().__getstate__(), "_source": self._source}
+
     _jvm_start: tuple[Mapping[str, Any], dict[str, Any]] | None = None
     """The JVM connector's offsets with which the query started, and their keyshard checkpoint."""
 

@@ -14,7 +14,7 @@ from keyshard.broker.admin.port import Admin
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.config.connection import Connection
-from keyshard.coordinator.batch_server import read_batch
+from keyshard.coordinator.batch_reading import read_batch
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import Span, Split

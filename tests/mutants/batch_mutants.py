@@ -6,7 +6,7 @@ from tests.mutants.mutant import Edit, Mutant, killer
 
 PARTITION_WINDOW = "keyshard/core/window/partition_window.py"
 RESCALE = "keyshard/coordinator/rescale.py"
-STREAM_READER = "spark_adapter/stream_reader.py"
+STREAM_RUNTIME = "spark_adapter/stream_runtime.py"
 ANY_ORDER = killer("property/test_window")
 ASYNC_PROGRESS = killer(
     "unit/test_stream_reader", "test_async_progress_is_refused_with_nothing_acknowledged"
@@ -34,7 +34,7 @@ OF_BATCHES = (
         promise="No loss: under async progress tracking nothing says what is durable.",
         edits=(
             Edit(
-                STREAM_READER,
+                STREAM_RUNTIME,
                 "        self._commits_in_time = available_now\n",
                 "        self._commits_in_time = True\n",
             ),

@@ -11,7 +11,8 @@ from pyarrow import flight
 
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.columns.record_batches import COLUMNS
-from keyshard.coordinator.batch_server import BatchServer, read_batch
+from keyshard.coordinator.batch_reading import read_batch
+from keyshard.coordinator.batch_server import BatchServer
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.metadata_columns import METADATA_COLUMNS
 from keyshard.core.position.checkpoint import Checkpoint

@@ -23,10 +23,12 @@ from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, parse
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
-from keyshard.reading import decoder, decoding_plan, message_decoder
+from keyshard.reading import decoder, message_decoder
 from keyshard.reading.decoder import RowDecoder, writer_of
-from keyshard.reading.decoding_plan import CORRUPT, Decoding, Ledgers, check_same, plan_decoding
+from keyshard.reading.decoding_plan import CORRUPT, Decoding, check_same, plan_decoding
 from keyshard.reading.message_decoder import MessageDecoder
+from spark_adapter import task_rows
+from spark_adapter.task_rows import Ledgers
 from tests.helpers import P0, P1
 from tests.support.deadlines import deadline
 
@@ -576,7 +578,7 @@ def test_a_new_ledger_lets_the_schema_of_a_topic_be_checked_again() -> None:
 def test_facts_about_ledgers_have_a_limit(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query or handler that runs for months meets a new ledger every few minutes."""
     for module, name in (
-        (decoding_plan, "SEEN_MAX"), (decoder, "VERSIONS_MAX"), (message_decoder, "LEDGERS_MAX"),
+        (task_rows, "SEEN_MAX"), (decoder, "VERSIONS_MAX"), (message_decoder, "LEDGERS_MAX"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, 4)
     monkeypatch.setattr(decoder, "_other_versions", {})

@@ -19,12 +19,12 @@ import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 
 from keyshard import KeyShardSource
-from keyshard.coordinator.batch_server import BatchTicket, Chunk, rows_of
+from keyshard.coordinator.batch_reading import BatchTicket, Chunk, rows_of
 from keyshard.coordinator.batches import Batches, Run
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.window import layout, task_costs
-from spark_adapter import stream_reader, task_rows
+from spark_adapter import stream_reader, stream_runtime, task_rows
 from spark_adapter.stream_reader import KeyShardPartition
 from tests.simulation.primitives import Pool
 from tests.simulation.record import Record
@@ -331,17 +331,17 @@ def without_processes(*, rows_per_partition_min: int) -> Iterator[None]:
     Args:
         rows_per_partition_min: Rows that are worth a partition; few, so that batches have several.
     """
-    stand_ins = {
-        "BatchServer": _Server,
-        "read_batch": _read,
-        "end_with_host": lambda *_: None,
-        "observe_stream": lambda *_: NoMonitor(),
-    }
-    before = {name: getattr(stream_reader, name) for name in stand_ins}
+    stand_ins = (
+        (stream_runtime, "BatchServer", _Server),
+        (stream_runtime, "end_with_host", lambda *_: None),
+        (stream_runtime, "observe_stream", lambda *_: NoMonitor()),
+        (stream_reader, "read_batch", _read),
+    )
+    before = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
     rows_before = layout.ROWS_PER_PARTITION_MIN
     costs_before = task_costs.TASK_COST_S, task_costs.BATCH_COST_S
-    for name, value in stand_ins.items():
-        setattr(stream_reader, name, value)
+    for module, name, value in stand_ins:
+        setattr(module, name, value)
     layout.ROWS_PER_PARTITION_MIN = rows_per_partition_min
     # Batches of simulated hosts are short. So many have several tasks, and their number changes.
     task_costs.TASK_COST_S, task_costs.BATCH_COST_S = rows_per_partition_min * 1e-4, 0.0
@@ -350,8 +350,8 @@ def without_processes(*, rows_per_partition_min: int) -> Iterator[None]:
     finally:
         layout.ROWS_PER_PARTITION_MIN = rows_before
         task_costs.TASK_COST_S, task_costs.BATCH_COST_S = costs_before
-        for name, value in before.items():
-            setattr(stream_reader, name, value)
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def _text(offset: dict[str, Any]) -> str:

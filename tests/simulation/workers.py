@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from keyshard.broker.port import Broker, StartPosition, SubscriptionSpec
-from keyshard.coordinator.batch_server import FETCH_TIMEOUT_S
+from keyshard.coordinator.batch_reading import FETCH_TIMEOUT_S
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerUnavailableError, KeyShardError, WorkerUnreachableError

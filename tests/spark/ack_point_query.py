@@ -36,8 +36,8 @@ def uncommitted(directory: Path, topic_partition: TopicPartition, entries: Entry
 class WatchedReader(KeyShardStreamReader):
     """Notes what is on disk before entries are handed over to be acknowledged."""
 
-    def _start(self, checkpoint: Checkpoint, *, planned: bool = False) -> Any:
-        runtime = super()._start(checkpoint, planned=planned)
+    def _start(self, offset: dict[str, Any], *, planned: bool = False) -> Any:
+        runtime = super()._start(offset, planned=planned)
         notes = Path(os.environ["KEYSHARD_TEST_NOTES"])
         acknowledger = runtime.coordinator.consumers.acknowledger
         submit = acknowledger.submit

@@ -36,7 +36,7 @@ def note(**counted: Any) -> None:
 class CountingReader(KeyShardStreamReader):
     """Notes bytes of what comes from workers, of what it serves, and of what tasks have."""
 
-    def _start(self, checkpoint: Any, *, planned: bool = False) -> Any:
+    def _start(self, offset: Any, *, planned: bool = False) -> Any:
         def counted(
             listed: Sequence[Any], content: pa.RecordBatch, remote: RemoteContent | None = None
         ) -> list[WorkerDelivery]:
@@ -48,7 +48,7 @@ class CountingReader(KeyShardStreamReader):
             return decoded
 
         worker.decode_deliveries = counted  # type: ignore[attr-defined]
-        runtime = super()._start(checkpoint, planned=planned)
+        runtime = super()._start(offset, planned=planned)
         batches = runtime.coordinator.batches
         read = batches.read
 

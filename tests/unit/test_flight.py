@@ -11,8 +11,9 @@ import pytest
 from pyarrow import flight
 
 from keyshard.columns.record_batches import SCHEMA, record_batches
-from keyshard.coordinator import batch_server
-from keyshard.coordinator.batch_server import BatchServer, BatchTicket, read_batch, report_malformed
+from keyshard.coordinator import batch_reading, batch_server
+from keyshard.coordinator.batch_reading import BatchTicket, read_batch, report_malformed
+from keyshard.coordinator.batch_server import BatchServer
 from keyshard.coordinator.batches import Batches
 from keyshard.coordinator.kept_client import KeptClient
 from keyshard.errors import (
@@ -206,7 +207,7 @@ def test_an_error_of_the_server_crosses_with_its_class_and_text(
 def test_an_endpoint_that_does_not_answer_is_named_with_the_remedy(
     ticket: BatchTicket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_server, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(batch_reading, "CONNECT_TIMEOUT_S", 0.1)
     away = dataclasses.replace(ticket, endpoint="grpc://127.0.0.1:1")
     with pytest.raises(WorkerUnreachableError, match="set worker_host") as caught:
         list(read_batch(away))
@@ -214,7 +215,7 @@ def test_an_endpoint_that_does_not_answer_is_named_with_the_remedy(
 
 
 def test_a_server_that_has_ended_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_server, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(batch_reading, "CONNECT_TIMEOUT_S", 0.1)
     server = BatchServer(ServedBatches(), "127.0.0.1")
     ticket = server.ticket("b", 0, ALL)
     assert list(read_batch(ticket))
@@ -316,7 +317,7 @@ def opened_by(monkeypatch: pytest.MonkeyPatch) -> tuple[KeptClient, list[str]]:
         opened.append(endpoint)
         return connect(endpoint, **options)
 
-    monkeypatch.setattr(batch_server, "_source", kept)
+    monkeypatch.setattr(batch_reading, "_source", kept)
     monkeypatch.setattr("keyshard.coordinator.kept_client.flight.connect", connecting)
     return kept, opened
 

@@ -16,7 +16,7 @@ from keyshard import HandlerConfig, KeyShardSource
 from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.config.connection import Connection
 from keyshard.config.source import SourceConfig
-from keyshard.coordinator.batch_server import BatchTicket
+from keyshard.coordinator.batch_reading import BatchTicket
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, ConfigError, KeyShardError, NotRunningError
 from keyshard.handlers.checkpoint_store import CheckpointStore

@@ -18,7 +18,7 @@ from keyshard.core.metadata_columns import METADATA_COLUMNS
 from keyshard.errors import ConfigError
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.pulsar.source import PulsarDataSource
-from spark_adapter.task_rows import COLUMNS, SELECTABLE
+from spark_adapter.query_columns import COLUMNS, SELECTABLE
 
 STREAM, BATCH = {"topic": "t", "subscription": "s"}, {"topic": "t", "admin.url": "http://a:1"}
 TYPES = (

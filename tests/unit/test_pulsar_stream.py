@@ -20,7 +20,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.serialized_id import SerializedId
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import CheckpointError, ConfigError, DataLossAckedElsewhereError
-from spark_adapter import stream_reader
+from spark_adapter import stream_runtime
 from spark_adapter.pulsar.stream import PulsarStreamReader
 from spark_adapter.task_rows import Rows
 from tests.helpers import wait_until
@@ -123,7 +123,7 @@ def all_behind(reader: PulsarStreamReader, start: Offset, count: int) -> tuple[l
 
 @pytest.fixture(autouse=True)
 def _own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_reader, "end_with_host", lambda *_: None)
+    monkeypatch.setattr(stream_runtime, "end_with_host", lambda *_: None)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from keyshard import Checkpoint, KeyShardSource
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.control import running_source, running_sources
-from keyshard.coordinator.batch_server import report_malformed
+from keyshard.coordinator.batch_reading import report_malformed
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.errors import (
     AsyncProgressError,
@@ -23,7 +23,7 @@ from keyshard.errors import (
     UnexpectedError,
     UnsupportedTriggerError,
 )
-from spark_adapter import stream_reader
+from spark_adapter import stream_runtime
 from spark_adapter.stream_reader import KeyShardStreamReader
 from spark_adapter.task_rows import Rows
 from tests.helpers import config, present, wait_until
@@ -84,7 +84,7 @@ def test_a_query_serves_metrics_until_it_stops() -> None:
     cluster.publish(topic, *(Message(b"row", key=f"k{n}") for n in range(10)))
     host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
     host.wait(10)
-    port = present(present(host.reader._monitor).metrics_port)
+    port = present(present(host.reader._runtime).monitor.metrics_port)
     url = f"http://127.0.0.1:{port}/"
     try:
         text = httpx.get(f"{url}metrics", trust_env=False).text
@@ -108,7 +108,7 @@ def test_a_query_serves_its_page_until_it_stops() -> None:
     host = Host(cluster, topic, ui_port=0)
     host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
     try:
-        port = host.reader._monitor.page_port  # type: ignore[union-attr]
+        port = host.reader._runtime.monitor.page_port  # type: ignore[union-attr]
         (told,) = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=deadline(20)).json()[
             "sources"
         ]
@@ -231,7 +231,7 @@ class ReaderSetup:
 
 @pytest.fixture
 def setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReaderSetup]:
-    monkeypatch.setattr(stream_reader, "end_with_host", lambda *_: None)
+    monkeypatch.setattr(stream_runtime, "end_with_host", lambda *_: None)
     setup = ReaderSetup()
     yield setup
     for host in setup.hosts:
