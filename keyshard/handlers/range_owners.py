@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
@@ -13,10 +14,12 @@ from keyshard.core.message import MessageId
 from keyshard.core.range_watchdog import Pause, RangeFacts
 from keyshard.core.ring.assignment import Assignment, assign, slot_owners
 from keyshard.core.ring.hash_range import HashRange, overlap
-from keyshard.handlers.output_log import OutputLog
 from keyshard.observe.handler_view import KeyState, Ownership, Totals
 from keyshard.observe.monitor import Monitor
 from keyshard.observe.observed_run import ObservedRun
+
+if TYPE_CHECKING:
+    from keyshard.handlers.output_log import OutputLog
 
 
 class RangeOwners:

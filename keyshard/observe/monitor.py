@@ -15,14 +15,13 @@ from keyshard.core.ring.assignment import RescaleDryRun
 from keyshard.core.ring.key_slot import broker_text
 from keyshard.errors import ConfigError, ControlError, NotRunningError
 from keyshard.observe.broker_poll import BrokerPoll, name_stalls
-from keyshard.observe.dead_letter_requests import DeadLetterRequests, message_of
-from keyshard.observe.metrics_server import MetricsServer
 from keyshard.observe.observed_run import ObservedRun
-from keyshard.observe.page.options import PageOptions, serve_page
 from keyshard.observe.status import StatusView
 from keyshard.threads import begin
 
 if TYPE_CHECKING:
+    from keyshard.observe.metrics_server import MetricsServer
+    from keyshard.observe.page.options import PageOptions
     from keyshard.observe.page.server import PageServer
 
 LOOK_S = 1.0
@@ -71,6 +70,8 @@ class Monitor:
         if metrics is None and config.metrics_port is not None:
             metrics = config.metrics_host, config.metrics_port
         if page is None and config.ui_port is not None:
+            from keyshard.observe.page.options import PageOptions  # noqa: PLC0415 - few runs have one
+
             page = PageOptions(config.ui_host, config.ui_port, config.ui_token)
         try:
             self._start(metrics, page)
@@ -81,6 +82,8 @@ class Monitor:
     def _start(self, metrics: tuple[str, int] | None, page: PageOptions | None) -> None:
         subject, config = self._subject, self._subject.config
         if metrics is not None:
+            from keyshard.observe.metrics_server import MetricsServer  # noqa: PLC0415 - few runs
+
             self._metrics = MetricsServer(
                 *metrics, self.view.status, self.view.not_live, self.view.not_ready
             )
@@ -95,6 +98,8 @@ class Monitor:
             "resume": self._resume,
         }
         if subject.dead_letters is not None:
+            from keyshard.observe.dead_letter_requests import DeadLetterRequests  # noqa: PLC0415
+
             handlers |= DeadLetterRequests(subject.dead_letters, config.how_to_connect()).handlers()
         topics = config.topics_pattern or ", ".join(config.topics)
         try:
@@ -120,6 +125,8 @@ class Monitor:
                 "The page needs the control socket, which could not be created. The log has the "
                 "reason. Correct it, or leave ui_port out."
             )
+        from keyshard.observe.page.options import serve_page  # noqa: PLC0415 - few runs have one
+
         own = self._control.own
         served = serve_page(page, lambda: ([own], []))
         _log.info("the page of this source is at %s", served.url)
@@ -156,6 +163,8 @@ class Monitor:
         return {"runs": handling.runs(time.monotonic(), RUNS_MAX)}
 
     def _stack(self, request: Mapping[str, Any]) -> Any:
+        from keyshard.observe.dead_letter_requests import message_of  # noqa: PLC0415 - asked rarely
+
         topic, partition, message_id = message_of(request)
         found = self._subject.handling.stack(topic, partition, message_id)
         if found is None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.rescale import Rescaler
-from keyshard.dead_letters.parking import ParkedKeys
-from keyshard.observe.dead_letter_requests import RunningDeadLetters
 from keyshard.observe.handler_view import HandlerView
+
+if TYPE_CHECKING:
+    from keyshard.dead_letters.parking import ParkedKeys
+    from keyshard.observe.dead_letter_requests import RunningDeadLetters
 
 
 @dataclass(frozen=True, slots=True)

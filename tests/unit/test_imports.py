@@ -158,6 +158,16 @@ assert KeyShardDataSource(options).schema().names
     }  # fmt: skip
 
 
+def test_a_stream_process_loads_no_part_that_only_handlers_or_servers_need() -> None:
+    pytest.importorskip("pyspark")
+    loaded = of_keyshard("import spark_adapter.stream_runtime")
+    assert not loaded & {
+        "asyncio", "prometheus_client", "keyshard.dead_letters", "keyshard.handlers.output_log",
+        "keyshard.observe.metrics_server", "keyshard.observe.page", "keyshard.publishing",
+        "keyshard.reading.decoding_plan", "keyshard.sink",
+    }  # fmt: skip
+
+
 def test_rows_are_made_without_pandas() -> None:
     code = """
 import pyarrow as pa
