@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from keyshard import KeyShardSource
     from spark_adapter.data_source import KeyShardDataSource
-    from spark_adapter.positions import positions
+    from spark_adapter.end_positions import positions
     from spark_adapter.pulsar.source import PulsarDataSource
     from spark_adapter.reports import ReadReports, WriteReports, read_plan
     from spark_adapter.workers.executors import ExecutorWorkers, start_workers
@@ -50,7 +50,7 @@ _LATER = {
     "PulsarDataSource": "spark_adapter.pulsar.source",
     "ReadReports": "spark_adapter.reports",
     "WriteReports": "spark_adapter.reports",
-    "positions": "spark_adapter.positions",
+    "positions": "spark_adapter.end_positions",
     "read_plan": "spark_adapter.reports",
     "start_workers": "spark_adapter.workers.executors",
     "write_batch": "spark_adapter.writing",

@@ -23,8 +23,8 @@ from keyshard.reading.read_report import ReadReport, SpansByStart, planned
 from keyshard.redaction import shown
 from spark_adapter.batch_reader import KeyShardSplits
 from spark_adapter.data_source import KeyShardDataSource
+from spark_adapter.end_positions import tables
 from spark_adapter.error_text import as_spark_error
-from spark_adapter.positions import tables
 from spark_adapter.preflight import REPORTS, check_has, is_remote
 from spark_adapter.pulsar.source import register_pulsar
 from spark_adapter.topic_writer import WrittenBatch

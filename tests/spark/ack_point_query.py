@@ -18,6 +18,7 @@ from examples import parquet_query
 from keyshard import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from spark_adapter import data_source
 from spark_adapter.option_parsing import parse_options
 from spark_adapter.stream_reader import KeyShardStreamReader
 from spark_adapter.task_rows import Rows
@@ -60,7 +61,7 @@ class WatchedSource(spark_adapter.KeyShardDataSource):
 
 
 if __name__ == "__main__":
-    spark_adapter.KeyShardDataSource = WatchedSource  # type: ignore[misc]
+    data_source.KeyShardDataSource = WatchedSource  # type: ignore[misc]
     # Spark knows the format without it, and the session would keep the source of the package.
     spark_adapter._is_known = lambda *_: False
     parquet_query.main()

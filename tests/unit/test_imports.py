@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,14 @@ print(*(ours | set({HEAVY + SLOW!r}) & sys.modules.keys() - before))
 
 def test_importing_keyshard_loads_no_other_module_of_it() -> None:
     assert of_keyshard("import keyshard") == {"keyshard", "keyshard.version"}
+
+
+@pytest.mark.parametrize("name", ["keyshard", "spark_adapter"])
+def test_no_module_takes_the_place_of_a_public_name(name: str) -> None:
+    """The import of a module sets its name in the package."""
+    package = pytest.importorskip(name)
+    for found in pkgutil.iter_modules(package.__path__):
+        assert found.name not in package.__all__
 
 
 def test_a_task_of_a_stream_loads_only_what_reads_its_rows(tmp_path: Path) -> None:
