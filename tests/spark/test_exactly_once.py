@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,6 +171,29 @@ def test_exactly_once_in_order_over_a_kill_of_the_broker_and_a_restart_from_the_
         dev_broker.restart()
         run.wait_committed(run.committed() + 1)
         kill_and_compare_later(runs, run, "driver", {})
+        drain(runs, 10)
+    finally:
+        runs.stop()
+    judge(runs, sent, {})
+
+
+def test_exactly_once_in_order_with_the_checkpoint_files_that_docs_tuning_recommends(
+    dev_broker: DevBroker, topic_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = re.search(
+        r"spark\.sql\.streaming\.checkpointFileManagerClass=(\S+)",
+        Path("docs/tuning.md").read_text(),
+    )
+    assert setting is not None
+    monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", f"--conf {setting[0]} pyspark-shell")
+    sent = sent_to(dev_broker, topic_name, SMALL_LOAD)
+    runs = Runs(dev_broker, topic_name, tmp_path)
+    try:
+        for victim in ("driver", "jvm"):
+            run = runs.start(10)
+            run.wait_committed(run.committed() + 1)
+            assert setting[0] in run.jvm().cmdline()
+            kill_and_compare_later(runs, run, victim, {})
         drain(runs, 10)
     finally:
         runs.stop()
