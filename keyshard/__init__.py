@@ -65,7 +65,9 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use."""
+    """Import a public name, or the module of errors, at its first use."""
+    if name == "errors":
+        return import_module("keyshard.errors")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_LATER[name]), name)
