@@ -83,6 +83,10 @@ def test_importing_keyshard_loads_no_other_module_of_it() -> None:
     assert of_keyshard("import keyshard") == {"keyshard", "keyshard.version"}
 
 
+def test_the_errors_are_there_with_the_package() -> None:
+    assert "keyshard.errors" in of_keyshard("import keyshard; keyshard.errors.KeyShardError")
+
+
 @pytest.mark.parametrize("name", ["keyshard", "spark_adapter"])
 def test_no_module_takes_the_place_of_a_public_name(name: str) -> None:
     """The import of a module sets its name in the package."""
