@@ -35,6 +35,15 @@ def test_a_new_entry_below_all_known_ledgers_is_of_another_topic() -> None:
         window().receive(P0, 0, [block(6, 0, publish_ms=NOW + CLOCK_SKEW_MS + 1)])
 
 
+def test_entries_before_one_of_another_topic_are_received() -> None:
+    known = window()
+    delivery = [block(8, 3), block(6, 0, publish_ms=NOW + CLOCK_SKEW_MS + 1), block(8, 4)]
+    with pytest.raises(TopicRecreatedError, match="is below ledger 7"):
+        known.receive(P0, 0, delivery)
+    known.validate()
+    assert known.counters.entries_received == known.received_rows == known.rows == 1
+
+
 def test_a_new_entry_in_or_above_a_known_ledger_is_new() -> None:
     new = window()
     for ledger, entry in ((7, 10), (8, 0), (9, 0)):

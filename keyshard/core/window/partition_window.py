@@ -130,30 +130,37 @@ class PartitionWindow:
         resolved_to = max((one for one in (newest, floor) if one is not None), default=None)
         outcomes: list[ReceiveResult] = []
         new: list[EntryBlock] = []
-        for block in blocks:
-            entry_id = block.id
-            below = resolved_to is not None and entry_id <= resolved_to
-            if entry_id in held or (below and state.covers(entry_id)):
-                outcomes.append(self.check_known(topic_partition, block))
-                continue
-            if entry_id.ledger < lowest_ledger:
-                check_unknown(topic_partition, state.published_ms, lowest_ledger, block)
-            if below and self.is_late(entry_id):
-                self.late.add(entry_id)
-            held[entry_id] = block.publish_ms
-            block.received_by = range_index
-            new.append(block)
-            outcomes.append(ReceiveResult.ACCEPTED)
-        if new:
-            rows, memory = rows_of(new), memory_of(new)
-            self._count(rows, memory)
-            self.range_rows[range_index] += rows
-            self.received += new
-            self.waiting_rows = 0
-            self.received_rows += rows
-            self.received_bytes += memory
-            self.received_payload += payload_of(new)
+        try:
+            for block in blocks:
+                entry_id = block.id
+                below = resolved_to is not None and entry_id <= resolved_to
+                if entry_id in held or (below and state.covers(entry_id)):
+                    outcomes.append(self.check_known(topic_partition, block))
+                    continue
+                if entry_id.ledger < lowest_ledger:
+                    check_unknown(topic_partition, state.published_ms, lowest_ledger, block)
+                if below and self.is_late(entry_id):
+                    self.late.add(entry_id)
+                held[entry_id] = block.publish_ms
+                block.received_by = range_index
+                new.append(block)
+                outcomes.append(ReceiveResult.ACCEPTED)
+        finally:
+            self._add(new, range_index)
         return outcomes
+
+    def _add(self, new: Sequence[EntryBlock], range_index: int) -> None:
+        """Add new entries that a range received, after they became held."""
+        if not new:
+            return
+        rows, memory = rows_of(new), memory_of(new)
+        self._count(rows, memory)
+        self.range_rows[range_index] += rows
+        self.received += new
+        self.waiting_rows = 0
+        self.received_rows += rows
+        self.received_bytes += memory
+        self.received_payload += payload_of(new)
 
     def is_late(self, entry_id: EntryId) -> bool:
         """Return whether an entry that is not delivered is below the newest delivered one."""

@@ -141,16 +141,18 @@ class Window:
                 id.
         """
         window, counters = self.known[topic_partition], self.counters
-        ready, received = window.ready_rows, window.received_rows
-        outcomes = window.receive(topic_partition, range_index, blocks)
-        new, rows = outcomes.count(ReceiveResult.ACCEPTED), window.received_rows - received
-        if new:
-            self.received_rows += window.ready_rows - ready
-            self._filled.setdefault(topic_partition)
-            counters.rows_received += rows
-            counters.entries_received += new
+        entries, ready, rows = len(window.received), window.ready_rows, window.received_rows
+        try:
+            outcomes = window.receive(topic_partition, range_index, blocks)
+        finally:
+            # An error ends the source, but the entries before it were received.
+            if new := len(window.received) - entries:
+                self.received_rows += window.ready_rows - ready
+                self._filled.setdefault(topic_partition)
+                counters.rows_received += window.received_rows - rows
+                counters.entries_received += new
         if new < len(blocks):
-            counters.duplicates_dropped += rows_of(blocks) - rows
+            counters.duplicates_dropped += rows_of(blocks) - (window.received_rows - rows)
         return outcomes
 
     def cut(self, rows_max: int | None = None, payload_max: int | None = None) -> Checkpoint | None:
