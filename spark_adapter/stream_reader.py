@@ -73,7 +73,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads one query. Spark calls it from one thread, one call at a time.
 
     Args:
-        source: What to consume.
+        source: The source to consume.
         rows: Columns of the query, and how to make them.
         ended_at: Where tasks ask how the stream process ended.
     """

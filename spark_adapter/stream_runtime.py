@@ -88,7 +88,7 @@ class StreamRuntime:
         """Connect, and begin to receive.
 
         Args:
-            source: What to consume.
+            source: The source to consume.
             rows: Columns of the query.
             offset: Where the query continues.
             planned: Whether the batch that ends there is planned, but not committed.

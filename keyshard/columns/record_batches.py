@@ -121,8 +121,7 @@ def _batch_indices(entries: _Entries) -> pa.Array:
     """Return the batch indices of all rows."""
     # Indices ascend, so an entry has all of its first ones if the last one says so.
     if sum(map(_last, entries.indices)) == entries.groups.rows - len(entries.indices):
-        first = numbers([0], pa.int32())
-        return entries.groups.counted(Groups([len(entries.indices)]).each(first))
+        return entries.groups.counted(numbers([0] * len(entries.indices), pa.int32()))
     return numbers(list(chain.from_iterable(entries.indices)), pa.int32())
 
 

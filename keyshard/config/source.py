@@ -34,7 +34,8 @@ from keyshard.redaction import shown
 
 MIB = 1024 * 1024
 FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
-"""Values of ``malformed``."""
+"""Values of ``malformed``: a value that cannot be decoded is an error, becomes nulls beside its
+bytes, or is left out with its row."""
 
 
 @suggesting_options

@@ -21,7 +21,6 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.redaction import shown
 
-"""The result of a value that cannot be decoded: an error, nulls beside its bytes, or no row."""
 CORRUPT = "_corrupt_record"
 """Column with the bytes that could not be decoded; null in other rows."""
 RAW = TopicSchema("BYTES")

@@ -43,7 +43,7 @@ class PulsarStreamReader(KeyShardStreamReader):
     """Reads one query; see :class:`KeyShardStreamReader`.
 
     Args:
-        source: What to consume.
+        source: The source to consume.
         rows: Columns of the query, and how to make them.
         made_up: Whether the query names no subscription. It then uses the one of its checkpoint,
             and at its first start the generated one of ``source`` (``docs/adr/0031``).

@@ -27,7 +27,11 @@ SLOW = ("asyncio", "prometheus_client", "pyarrow.compute")
 
 def loaded_by(statement: str) -> set[str]:
     """Return the heavy modules that a fresh interpreter has after a statement."""
-    program = f"{statement}\nimport sys\nprint(*(set({HEAVY!r}) & set(sys.modules)))"
+    return printed_by(f"{statement}\nimport sys\nprint(*(set({HEAVY!r}) & set(sys.modules)))")
+
+
+def printed_by(program: str) -> set[str]:
+    """Return the words that a program prints in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -61,22 +65,14 @@ def of_keyshard(statement: str) -> set[str]:
 
     Besides those of keyshard, these are the ones of :data:`HEAVY` and :data:`SLOW`.
     """
-    program = f"""
+    return printed_by(f"""
 import sys
 import pyspark.worker, pyspark.sql.streaming.python_streaming_source_runner
 before = set(sys.modules)
 {statement}
 ours = {{n for n in sys.modules if n.partition(".")[0] in ("keyshard", "spark_adapter")}}
 print(*(ours | set({HEAVY + SLOW!r}) & sys.modules.keys() - before))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=deadline(60),
-        check=True,
-    )
-    return set(done.stdout.split())
+""")
 
 
 def test_importing_keyshard_loads_no_other_module_of_it() -> None:

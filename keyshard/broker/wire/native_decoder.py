@@ -156,7 +156,7 @@ def decode(
         except UnreadableError:
             return None
     slots, rows = ctypes.POINTER(ctypes.c_int32)(), ctypes.POINTER(ctypes.c_int64)()
-    array = _ARROW_ARRAY()
+    made = _ARROW_ARRAY()
     if not calls.keyshard_decode(
         *where,
         unpacked_to,
@@ -167,11 +167,11 @@ def decode(
         (ctypes.c_uint64 * len(_LIMITS))(*_LIMITS),
         ctypes.byref(slots),
         ctypes.byref(rows),
-        array,
+        made,
     ):
         return None
     # The library's memory lives as long as the columns.
-    content = pa.RecordBatch._import_from_c(ctypes.addressof(array), content_with(metadata))
+    content = pa.RecordBatch._import_from_c(ctypes.addressof(made), content_with(metadata))
     return _blocks(entries, opened, rows[: _DECODED * count], slots, content)
 
 
