@@ -6,7 +6,6 @@ wire transport, in its own process and in a worker, from brokers whose connectio
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 import time
@@ -21,6 +20,7 @@ import pytest
 
 from keyshard import KeyShardSource
 from keyshard.broker import retry
+from keyshard.broker.wire import connection
 from keyshard.broker.wire.frames import api
 from keyshard.config.connection import Connection
 from keyshard.consumers import reconnector
@@ -34,9 +34,6 @@ from tests.runtime.test_threads import STEPS as STEPS_IN_MEMORY
 from tests.support.deadlines import deadline
 from tests.support.frame_broker import NOT_READY
 from tests.support.thread_faults import Calls, Step
-
-# If the end of a connection is broken, its socket is left to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 NAMED_S = deadline(30)
 """Longest time until an error ends the source, seconds."""
@@ -148,7 +145,6 @@ class ConnectedSource:
                 thread.join(0.1)
         assert not thread.is_alive(), "it does not end"
         self.cluster.close()
-        gc.collect()  # of connections that could not be closed
         return self.error if ended else None
 
     def _consume(self) -> None:
@@ -191,6 +187,7 @@ def test_an_unexpected_error_ends_the_source_by_name(workers: str, step: Step) -
     source = ConnectedSource(calls, workers)
     error = source.run(lambda: False)
     assert calls.raised.is_set(), "the thread does not come by there"
+    assert not _left_open(), "the garbage collector would close a socket"
     assert isinstance(error, UnexpectedError), repr(error)
     assert f"InjectedError('{step.function}')" in error.message
     assert len(source.cluster.acked) <= source.acknowledged
@@ -208,3 +205,9 @@ def test_every_thread_of_such_a_source_is_in_a_table(workers: str, steps: list[S
 
 def _threads(calls: Calls) -> set[str]:
     return {step.thread for step in list(calls.steps)}
+
+
+def _left_open() -> int:
+    """Return the number of connections without a thread whose socket is open."""
+    known = list(connection._connections)
+    return sum(one._socket.fileno() >= 0 and not one._thread.is_alive() for one in known)

@@ -99,8 +99,7 @@ class WireConnection:
         """Whether it ends with its last handle."""
         self._keep_alive = KeepAlive(time.monotonic())
         self._frames = FrameReader(FRAME_BYTES_MAX + FRAME_PADDING)
-        timeout_s = min(timeout_s, connection.connection_timeout_ms / 1000)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + min(timeout_s, connection.connection_timeout_ms / 1000)
         shown = credentials.show()
         self._woken_end = self._wake_end = -1
         self._socket = open_socket(address, connection, timeout_s)
@@ -282,8 +281,7 @@ class WireConnection:
     def close(self, why: str = "it was closed") -> None:
         """End the connection; return at once. Idempotent."""
         with self._lock:
-            self._ours = True
-            self._why = self._why or why
+            self._ours, self._why = True, self._why or why
             self._wake()
 
     def join(self, timeout_s: float) -> None:
@@ -297,16 +295,15 @@ class WireConnection:
         lock is taken: another thread of the parent may have held it during the fork.
         """
         self._why, self._ours = "the process was forked", True
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        """Close socket and pipe once: the numbers of closed descriptors are reused."""
         with suppress(OSError):
             self._socket.close()
-        self._close_pipe()
-
-    def _close_pipe(self) -> None:
-        """Close both ends once: the numbers of closed descriptors are reused."""
         self._wake_end, self._woken_end, *ends = -1, -1, self._wake_end, self._woken_end
-        for end in ends:
-            if end >= 0:
-                os.close(end)
+        for end in [one for one in ends if one >= 0]:
+            os.close(end)
 
     def _lost(self) -> BrokerUnavailableError:
         return BrokerUnavailableError(
@@ -331,7 +328,13 @@ class WireConnection:
         except BrokerUnavailableError:
             pass  # The connection was ended before the broker answered.
         finally:
-            self._end(why)
+            try:
+                self._end(why)
+            finally:  # After an unexpected error, nothing would end it.
+                with self._lock:
+                    self._why = self._why or why
+                    self._close_descriptors()
+                self._requests.fail_all(self._lost())
 
     def _read_on(self) -> None:
         poll = select.poll()
@@ -483,18 +486,15 @@ class WireConnection:
     def _end(self, why: str) -> None:
         with self._lock:
             self._why = self._why or why
-            handles = self._handles.clear()
             with suppress(OSError):
                 # ``shutdown`` reaches the broker even if a forked child holds a copy of the socket.
                 self._socket.shutdown(socket.SHUT_RDWR)
-            self._socket.close()
-            self._close_pipe()
+            self._close_descriptors()
+            handles = self._handles.clear()
         _connections.discard(self)
         if handles and not self._ours:
-            _log.warning(
-                "the connection to the broker at %s is lost (%s); keyshard connects again",
-                self.address, self._why,
-            )  # fmt: skip
+            lost = "the connection to the broker at %s is lost (%s); keyshard connects again"
+            _log.warning(lost, self.address, self._why)
         fail((self._connected,), self._lost())
         self._requests.fail_all(self._lost())
         for handle_id, handle in handles:
