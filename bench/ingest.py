@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
 
 from rich.console import Console
@@ -22,7 +20,6 @@ PARTITIONS = 5
 RUNS = 3
 WARM_ROWS = 200_000
 """Rows that a Spark session reads before the measurement, to warm up the JVM."""
-TRIGGER_ROWS, TRIGGER_RATE = 1_000, 50.0
 
 _console = Console(stderr=True)
 
@@ -55,26 +52,6 @@ def throughput(broker: DevBroker, topic: str, messages: int) -> dict[str, float]
     return {name: statistics.median(rates) for name, rates in found.items()}
 
 
-def tiny_triggers(broker: DevBroker, topic: str, workload: Workload) -> dict[str, float]:
-    """Return median times per micro-batch during slow publishing, milliseconds."""
-    create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
-    arguments = {
-        "service_url": broker.service_url, "topic": topic, "rows": workload.messages,
-        "rate_per_s": int(TRIGGER_RATE),
-    }  # fmt: skip
-    with subprocess.Popen(
-        [sys.executable, "-m", "bench.spark_run", "trigger", json.dumps(arguments)],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as query:
-        assert query.stdout is not None
-        query.stdout.readline()
-        produce(workload, broker.service_url, topic)
-        answer, _ = query.communicate(timeout=180)
-    measured: dict[str, float] = json.loads(answer.splitlines()[-1])
-    return measured
-
-
 def shape(broker: DevBroker, workload: Workload, suffix: str) -> dict[str, float]:
     """Return all figures of one shape of entries."""
     topic = f"ingest{suffix}"
@@ -105,13 +82,6 @@ def run(messages: int) -> dict[str, float]:
         load(broker, "warm", replace(small, messages=WARM_ROWS))
         figures |= shape(broker, small, "")
         figures |= shape(broker, replace(small, entry_messages=1_000), "_large")
-        tiny = Workload(TRIGGER_ROWS, 100, rate_per_s=TRIGGER_RATE, batching="none")
-        times = tiny_triggers(broker, "tiny", tiny)
-        figures["trigger_ms"] = times["keyshard_ms"]
-        figures["trigger_over_rate_ms"] = times["keyshard_ms"] - times["rate_ms"]
-        # Entries as large as a producer makes them at this rate in one second.
-        large = replace(tiny, batching="keyed", entry_messages=int(TRIGGER_RATE))
-        figures["trigger_ms_large"] = tiny_triggers(broker, "tiny_large", large)["keyshard_ms"]
         load(broker, "heavy", Workload(20_000, keys=1_000, size_bytes=100_000, batching="none"))
         heavy = {"service_url": broker.service_url, "topic": "heavy", "messages": 20_000}
         figures["stalled_sink_peak_mb_100kb"] = child(

@@ -1,4 +1,4 @@
-"""Loads of the handler benchmarks: keys, their order, and the time of each handler."""
+"""Loads of benchmarks: keys, their order, the time of each handler, and a low rate."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from keyshard.core.ring.key_slot import key_slot
 
 SKEW = ((10, 1_000), (100, 100), (5_890, 9))
 """(keys, messages of each): the distribution of a public report about Key_Shared."""
+TRIGGER_RATE = 50.0
+"""Messages a second of the benchmarks of tiny triggers."""
 SEED = 6
 _DRAWS = 1 << 32
 

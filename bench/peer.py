@@ -17,7 +17,8 @@ import httpx
 from rich.console import Console
 
 from bench.child import child
-from bench.ingest import PARTITIONS, TRIGGER_RATE, load
+from bench.ingest import PARTITIONS, load
+from bench.loads import TRIGGER_RATE
 from bench.peer_spark import START_ROWS
 from bench.release import PULSAR
 from keyshard.errors import ConfigError

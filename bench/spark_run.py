@@ -1,4 +1,4 @@
-"""Spark through keyshard, in a separate process: into a noop sink, or tiny triggers."""
+"""Spark through keyshard into a noop sink, in a separate process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 import psutil
+from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
 from examples.parquet_query import session
@@ -21,9 +22,9 @@ LOOK_S = 0.1
 """Polling interval of a query's progress, seconds. Each poll takes CPU from the measurement."""
 
 
-def start(service_url: str, topic: str, offsets: str, **options: str) -> StreamingQuery:
-    """Start a query into the noop sink."""
-    rows = (
+def load_stream(service_url: str, topic: str, offsets: str, **options: str) -> DataFrame:
+    """Return the rows of a topic as a stream."""
+    return (
         session()
         .readStream.format("keyshard")
         .option("service.url", service_url)
@@ -34,7 +35,11 @@ def start(service_url: str, topic: str, offsets: str, **options: str) -> Streami
         .options(**options)
         .load()
     )
-    return rows.writeStream.format("noop").start()
+
+
+def start(service_url: str, topic: str, offsets: str, **options: str) -> StreamingQuery:
+    """Start a query into the noop sink."""
+    return load_stream(service_url, topic, offsets, **options).writeStream.format("noop").start()
 
 
 def wait_rows(query: StreamingQuery, rows: int, timeout_s: float) -> list[dict[str, Any]]:
@@ -101,22 +106,6 @@ def processor_s(service_url: str) -> dict[str, float]:
     return found
 
 
-def trigger(service_url: str, topic: str, rows: int, rate_per_s: int) -> dict[str, float]:
-    """Return the median time of a micro-batch at a low publish rate, milliseconds.
-
-    Also the time of Spark's own rate source, in the same session: the cost of any batch.
-    """
-    query = start(service_url, topic, "earliest")
-    print("ready", flush=True)
-    ours = wait_rows(query, rows, 120)
-    query.stop()
-    rate = session().readStream.format("rate").option("rowsPerSecond", str(rate_per_s)).load()
-    query = rate.writeStream.format("noop").start()
-    theirs = wait_rows(query, rows, 120)
-    query.stop()
-    return {"keyshard_ms": typical_ms(ours), "rate_ms": typical_ms(theirs)}
-
-
 def typical_ms(progress: list[dict[str, Any]]) -> float:
     """Return the median time of micro-batches with rows, milliseconds, without the first two."""
     times = [one["durationMs"]["triggerExecution"] for one in progress if one["numInputRows"]]
@@ -124,5 +113,5 @@ def typical_ms(progress: list[dict[str, Any]]) -> float:
 
 
 if __name__ == "__main__":
-    tasks: dict[str, Callable[..., Any]] = {"ingest": ingest, "trigger": trigger, "cpu": cpu}
+    tasks: dict[str, Callable[..., Any]] = {"ingest": ingest, "cpu": cpu}
     print(json.dumps(tasks[sys.argv[1]](**json.loads(sys.argv[2]))))
