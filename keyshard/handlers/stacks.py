@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 from collections import deque
@@ -34,7 +35,7 @@ def of_thread(ident: int | None, until: str) -> list[Call]:
         ident: The thread.
         until: File of the function that called the handler. Only later calls are returned.
     """
-    frame = None if ident is None else sys._current_frames().get(ident)
+    frame = None if ident is None else _frames().get(ident)
     return [] if frame is None else _later((Call(*one) for one in walk_stack(frame)), until)
 
 
@@ -58,6 +59,21 @@ def lines_of(calls: Sequence[Call]) -> list[str]:
         if source:
             lines.append(f"  {source}")
     return [one if len(one) <= CHARACTERS_MAX else f"{one[:CHARACTERS_MAX]}..." for one in lines]
+
+
+def _frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, by its ident.
+
+    The interpreter holds its list of threads meanwhile. A garbage collection in this call, which
+    makes frames, would wait for ever for that list if another thread starts or ends.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _awaited(coroutine: Any) -> Iterator[Call]:
