@@ -142,6 +142,13 @@ class Dispatcher:
         self._count(bulk)
         return None
 
+    def part(self, bulk: Bulk) -> Work:
+        if not bulk.apart:
+            self._pace.hung(time.monotonic())
+            self.distribute()
+        assert bulk.work is not None, "its message waits"
+        return bulk.work
+
     def _next_waiting(self, now_s: float) -> Work | None:
         work = self._next_on_trial(now_s)
         return work or self.lanes.next(now_s, untried_first=self.pauses)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from keyshard.core.lanes.bulk import Bulk
@@ -30,8 +32,8 @@ class WorkSource(Protocol):
     """Hands out messages and takes results; see :mod:`keyshard.handlers.dispatcher`."""
 
     changed: threading.Condition
-    """Held by callers of :meth:`next`, :meth:`next_bulk`, :meth:`end_bulk` and :meth:`finish`;
-    notified when there is work."""
+    """Held by callers of :meth:`next`, :meth:`next_bulk`, :meth:`end_bulk`, :meth:`part` and
+    :meth:`finish`; notified when there is work."""
 
     def next(self) -> Work | None:
         """Return the message to handle now; ``None`` if there is none."""
@@ -45,6 +47,9 @@ class WorkSource(Protocol):
         Returns:
             The message to finish by itself: it failed, or the bulk was taken apart meanwhile.
         """
+
+    def part(self, bulk: Bulk) -> Work:
+        """Take a bulk apart whose handler waits; return the message of that handler."""
 
     def judge(self, work: Work, error: BaseException) -> FailedAttempt:
         """Decide on a handler's exception; called without the lock, because it runs user code."""
@@ -224,6 +229,10 @@ class ThreadExecutor:
 class AsyncExecutor:
     """Runs handlers in one event loop; at most one task for each lane.
 
+    Each message has a context of its own. It also has a task of its own, unless it is in a bulk:
+    one task handles the messages of a bulk until one of them waits. Then the task goes on with that
+    message alone, because a timeout of its handler may refer to the task.
+
     Args:
         dispatcher: Source of work.
         handle: A coroutine function.
@@ -231,12 +240,12 @@ class AsyncExecutor:
         loop: The event loop of a caller; ``None``: one in a daemon thread.
     """
 
-    takes_bulks = False
+    takes_bulks = True
 
     def __init__(
         self,
         dispatcher: WorkSource,
-        handle: Callable[[Message], Awaitable[Any]],
+        handle: Callable[[Message], Coroutine[Any, Any, Any]],
         running_max: int | None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -245,8 +254,13 @@ class AsyncExecutor:
         self._handle = handle
         self._running_max = math.inf if running_max is None else running_max
         self._running = 0
-        """Coroutines that handle messages; guarded by the dispatcher's lock."""
+        """Tasks; guarded by the dispatcher's lock."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Tasks by the id of their message or bulk."""
+        self._waiting: dict[int, Coroutine[Any, Any, Any]] = {}
+        """Coroutines that began in a bulk and wait, by the id of their message."""
+        self._bulk: Bulk | None = None
+        """The newest bulk."""
         self._ident: int | None = None
         """The thread of the event loop."""
         self._context = contextvars.copy_context()
@@ -260,8 +274,9 @@ class AsyncExecutor:
 
     def calls(self, work: Work) -> list[stacks.Call]:
         task = self._tasks.get(id(work))
-        coroutine: Any = None if task is None else task.get_coro()
-        if coroutine is not None and coroutine.cr_running:
+        coroutine: Any = self._waiting.get(id(work)) or (task and task.get_coro())
+        in_bulk = coroutine is None and self._bulk is not None and self._bulk.work is work
+        if in_bulk or (coroutine is not None and coroutine.cr_running):
             # It does not wait: the event loop executes it now.
             return stacks.of_thread(self._ident, __file__)
         return stacks.of_coroutine(coroutine, __file__)
@@ -295,41 +310,166 @@ class AsyncExecutor:
     def _start(self) -> None:
         with ending_source(ASYNC_NAME, self._dispatcher.fail), self._dispatcher.changed:
             self._awake, self._ident = False, threading.get_ident()
-            while self._running < self._running_max and (work := self._dispatcher.next()):
-                self._running += 1
-                self._spawn(work)
+            self._fill()
 
-    def _spawn(self, work: Work) -> None:
-        """Handle a message in its own task and context."""
-        task = self._context.run(self._loop.loop.create_task, self._serve(work))
+    def _fill(self) -> None:
+        """Start tasks until all lanes are busy or nothing waits. The lock is held."""
+        while self._running < self._running_max and self._spawn_next():
+            self._running += 1
+
+    def _spawn_next(self) -> bool:
+        """Start a task for the next message or bulk; whether there is one. The lock is held."""
+        if (work := self._dispatcher.next()) is not None:
+            self._spawn(self._serve(work), work)
+        elif (bulk := self._dispatcher.next_bulk()) is not None:
+            self._bulk = bulk
+            self._spawn(self._serve_bulk(bulk), bulk)
+        else:
+            return False
+        return True
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], of: Work | Bulk) -> None:
+        """Run a coroutine in its own task and context."""
+        task = self._context.run(self._loop.loop.create_task, coroutine)
         # An event loop keeps only weak references to its tasks.
-        self._tasks[id(work)] = task
+        self._tasks[id(of)] = task
 
     async def _serve(self, work: Work) -> None:
-        dispatcher = self._dispatcher
-        setback: FailedAttempt | None = None
-        produced: Sequence[Produce] = ()
+        # It may have waited for the event loop, and that says nothing about the handler.
+        work.started_s = time.monotonic()
+        task = asyncio.current_task()
         try:
-            try:
-                produced = await self._handle(work.message) or ()
-            except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
-                if self._closing:
-                    return
-                setback = dispatcher.judge(work, exc)
-            with dispatcher.changed:
-                dispatcher.finish(work, setback, produced)
-                following = dispatcher.next()
-                if following is None:
-                    self._running -= 1
-                else:
-                    self._spawn(following)
+            await self._attempt(work, self._handle(work.message))
+        except GeneratorExit:  # the loop was closed, and the task is deleted
+            raise
         except BaseException:
             # Entered only after an exception, because entering it takes time for each message.
             with ending_source(ASYNC_NAME, self._unless_closing):
                 raise
         finally:
-            del self._tasks[id(work)]
+            # If it failed, the next attempt may have a task already.
+            if self._tasks[id(work)] is task:
+                del self._tasks[id(work)]
+
+    async def _attempt(self, work: Work, handling: Awaitable[Any]) -> None:
+        setback: FailedAttempt | None = None
+        produced: Sequence[Produce] = ()
+        try:
+            produced = await handling or ()
+        except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
+            if self._closing:
+                return
+            setback = self._dispatcher.judge(work, exc)
+        self._finish(work, setback, produced)
+
+    def _finish(
+        self, work: Work, setback: FailedAttempt | None, produced: Sequence[Produce] = ()
+    ) -> None:
+        """Report the end of an attempt, and start what follows."""
+        with self._dispatcher.changed:
+            self._dispatcher.finish(work, setback, produced)
+            self._running -= not self._spawn_next()
 
     def _unless_closing(self, error: KeyShardError) -> None:
         if not self._closing:
             self._dispatcher.fail(error)
+
+    # -- bulks -------------------------------------------------------------------------------------
+
+    async def _serve_bulk(self, bulk: Bulk) -> None:
+        dispatcher = self._dispatcher
+        work: Work | None = None
+        try:
+            waits, error = self._handle_bulk(bulk)
+            if self._closing and waits is None:
+                return
+            with dispatcher.changed:
+                if waits is not None:
+                    work = dispatcher.part(bulk)
+                    self._waiting[id(work)] = waits.coroutine
+                    self._fill()
+                elif error is None and bulk.todo:
+                    work = dispatcher.part(bulk)
+                else:
+                    work = dispatcher.end_bulk(bulk, failed=error is not None)
+                if work is None:
+                    self._running -= not self._spawn_next()
+                    return
+            if waits is not None:
+                await self._attempt(work, waits)
+                return
+            self._finish(work, None if error is None else dispatcher.judge(work, error))
+            with dispatcher.changed:
+                self._fill()
+        except GeneratorExit:
+            raise
+        except BaseException:
+            with ending_source(ASYNC_NAME, self._unless_closing):
+                raise
+        finally:
+            del self._tasks[id(bulk)]
+            self._waiting.pop(id(work), None)
+            if self._bulk is bulk:
+                self._bulk = None
+
+    def _handle_bulk(self, bulk: Bulk) -> tuple[_Waits | None, BaseException | None]:
+        """Handle messages until none is left, or a handler waits, fails, or uses the task."""
+        todo, ends, now = bulk.todo, bulk.ends, time.monotonic
+        task = asyncio.current_task()
+        assert task is not None, "it runs in one"
+        unused = _use_of(task)
+        bulk.began_s = now()
+        while todo and _use_of(task) == unused:
+            try:
+                message = todo.popleft()
+            except IndexError:  # it was taken apart between the two lines
+                break
+            coroutine, context = self._handle(message), self._context.copy()
+            try:
+                waits_for = context.run(coroutine.send, None)
+            except StopIteration:
+                ends.append(now())
+            except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
+                return None, exc
+            else:
+                return _Waits(coroutine, context, waits_for), None
+        return None, None
+
+
+def _use_of(task: asyncio.Task[Any]) -> tuple[object, int, int]:
+    """Return facts of a task that change if a handler cancels it, keeps it, or waits for its end.
+
+    Then no further message may have the task: it could be cancelled for the previous one.
+    """
+    callbacks = getattr(task, "_callbacks", None)
+    return getattr(task, "_must_cancel", False), len(callbacks or ()), sys.getrefcount(task)
+
+
+class _Waits:
+    """Awaits a coroutine that has begun in a context of its own, and waits.
+
+    Args:
+        coroutine: The coroutine.
+        context: Its context.
+        waits_for: What it yielded to the event loop.
+    """
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context, waits_for: Any
+    ) -> None:
+        self.coroutine = coroutine
+        self._context = context
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        waits_for, go_on = self._waits_for, self._context.run
+        while True:
+            resume: Callable[[], Any]
+            try:
+                resume = partial(self.coroutine.send, (yield waits_for))
+            except BaseException as exc:  # noqa: BLE001 - such as a cancellation of the task
+                resume = partial(self.coroutine.throw, exc)
+            try:
+                waits_for = go_on(resume)
+            except StopIteration as end:
+                return end.value

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -165,7 +165,7 @@ class HandlerCall:
 
 def calling_async(
     handle: Handle, read_data: Handle | None = None, take: Take = as_returned
-) -> Callable[[Message], Awaitable[Any]]:
+) -> Callable[[Message], Coroutine[Any, Any, Any]]:
     """Wrap a coroutine function as :class:`HandlerCall` does, for the event loop of the caller."""
 
     async def call(message: Message) -> Any:

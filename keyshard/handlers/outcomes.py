@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from keyshard.core.lanes.failure import Reject, RetryLater, name_of, text_of, times
@@ -66,8 +66,8 @@ class Observers:
         return observed
 
     def observed_async(
-        self, handle: Callable[[Message], Awaitable[Any]]
-    ) -> Callable[[Message], Awaitable[Any]]:
+        self, handle: Callable[[Message], Coroutine[Any, Any, Any]]
+    ) -> Callable[[Message], Coroutine[Any, Any, Any]]:
         """Do the same as :meth:`observed` for a coroutine function."""
         if not self._observers:
             return handle

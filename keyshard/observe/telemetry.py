@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -106,8 +106,11 @@ class Telemetry:
         return call
 
     def processed_async(
-        self, handle: Callable[[Message], Awaitable[Any]], subscription: str, outputs: str | None
-    ) -> Callable[[Message], Awaitable[Any]]:
+        self,
+        handle: Callable[[Message], Coroutine[Any, Any, Any]],
+        subscription: str,
+        outputs: str | None,
+    ) -> Callable[[Message], Coroutine[Any, Any, Any]]:
         """Do the same as :meth:`processed` for a coroutine function."""
 
         async def call(message: Message) -> Any:

@@ -1,14 +1,14 @@
-"""Bulks: if handlers return at once, one thread handles the messages of several entries in turn.
+"""Bulks: if handlers return at once, one thread or task handles the messages of several entries.
 
 To queue a message by its key, hand it to a thread and take its result costs several times what a
 handler costs that does nothing. While nothing is in a lane and no handler takes long, received
-entries are not queued. One thread gets the messages of several as a *bulk*, handles them in the
-order of receipt, and completes the entries together. So the order of every key is kept.
+entries are not queued. One thread or task gets the messages of several as a *bulk*, handles them in
+the order of receipt, and completes the entries together. So the order of every key is kept.
 
 A bulk can be taken apart between any two of its messages: those that have not started, and the one
 that runs, go to the lanes, as do all entries behind them. The thread takes messages from the left
 of a deque, and whoever takes the bulk apart takes them from the right. Both are atomic, so the
-thread needs no lock between two messages.
+thread needs no lock between two messages. A coroutine that waits takes its bulk apart.
 
 Arrivals are not thread-safe otherwise: their owner calls them under the lock of the lanes. Time is
 an argument, in seconds of any clock.
@@ -46,7 +46,7 @@ REST_MAX_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Bulk:
-    """Messages of some entries, which one thread handles one after the other."""
+    """Messages of some entries, which one thread or task handles one after the other."""
 
     entries: list[Arrival]
     todo: deque[Message]
