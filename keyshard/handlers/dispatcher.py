@@ -146,7 +146,7 @@ class Dispatcher:
         if not bulk.apart:
             self._pace.hung(time.monotonic())
             self.distribute()
-        assert bulk.work is not None, "its message waits"
+        assert bulk.work is not None, "its last message has started"
         return bulk.work
 
     def _next_waiting(self, now_s: float) -> Work | None:

@@ -49,7 +49,10 @@ class WorkSource(Protocol):
         """
 
     def part(self, bulk: Bulk) -> Work:
-        """Take a bulk apart whose handler waits; return the message of that handler."""
+        """Take a bulk apart whose last handler waits or uses its task; return its message.
+
+        There are no bulks for a time.
+        """
 
     def judge(self, work: Work, error: BaseException) -> FailedAttempt:
         """Decide on a handler's exception; called without the lock, because it runs user code."""
@@ -451,7 +454,7 @@ class _Waits:
     Args:
         coroutine: The coroutine.
         context: Its context.
-        waits_for: What it yielded to the event loop.
+        waits_for: The future that it yielded to the event loop; ``None``: its next turn.
     """
 
     def __init__(
