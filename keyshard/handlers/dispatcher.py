@@ -197,9 +197,12 @@ class Dispatcher:
         return FailedAttempt(failure, decision)
 
     def finish(
-        self, work: Work, setback: FailedAttempt | None, produced: Sequence[Produce] = ()
+        self,
+        work: Work,
+        seconds: float,
+        setback: FailedAttempt | None,
+        produced: Sequence[Produce] = (),
     ) -> None:
-        seconds = time.monotonic() - work.started_s
         self.tally.attempt(seconds, failed=setback is not None)
         if setback is not None:
             self._erred(setback)

@@ -42,10 +42,11 @@ from keyshard.errors import (
     RuntimeStoppedError,
     ThreadStartError,
 )
+from keyshard.handlers.async_executor import AsyncExecutor
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.dispatcher import Dispatcher, LanePause
 from keyshard.handlers.entry_run import Committer
-from keyshard.handlers.executors import AsyncExecutor, Executor, ThreadExecutor
+from keyshard.handlers.executors import Executor, ThreadExecutor
 from keyshard.handlers.failed_messages import FailedMessages
 from keyshard.handlers.handler_call import (
     Handle,

@@ -124,7 +124,7 @@ class TakenMessages:
         with self._dispatcher.changed:
             self._check_open(work)
             self._running -= 1
-            self._dispatcher.finish(work, setback)
+            self._dispatcher.finish(work, seconds, setback)
             self._dispatcher.wake()
 
     def _check_open(self, work: Work) -> None:
@@ -162,9 +162,10 @@ class TakenMessages:
                 "delivered again. Await message.done() or message.failed(error) for each message."
             )
             setback = self._dispatcher.judge(work, error)
+            seconds = time.monotonic() - work.started_s
             with self._dispatcher.changed:
                 self._running -= 1
-                self._dispatcher.finish(work, setback)
+                self._dispatcher.finish(work, seconds, setback)
         return not self.loop.is_closed()
 
     def calls(self, work: Work) -> list[Call]:  # noqa: ARG002

@@ -39,6 +39,8 @@ class BulkMachine(RuleBasedStateMachine):
         self.bulk: Bulk | None = None
         self.current: Message | None = None
         """The message that the thread with the bulk handles."""
+        self.rests = False
+        """Whether that message has ended, and the next one starts later."""
         self.running: list[Work] = []
         self.counted = 0
         self.handled = 0
@@ -69,10 +71,15 @@ class BulkMachine(RuleBasedStateMachine):
         """The thread goes on with its bulk, as the executor does."""
         bulk = self.bulk
         assert bulk is not None
+        failed = failed and not self.rests
         if self.current is not None and not failed:
-            bulk.ends.append(self.now_s)
+            if self.rests:
+                bulk.go_on(self.now_s)
+            else:
+                bulk.ends.append(self.now_s)
             if not bulk.apart:
                 self._handled(self.current)
+        self.rests = False
         if self.current is None or not failed:
             self.current = bulk.todo.popleft() if bulk.todo else None
             if self.current is not None:
@@ -85,6 +92,16 @@ class BulkMachine(RuleBasedStateMachine):
         self.distribute()
         if bulk.work is not None:
             self.running.append(bulk.work)
+
+    @precondition(lambda self: self.current is not None and not self.rests)
+    @rule()
+    def rest(self) -> None:
+        """The task lets other tasks run after a message."""
+        assert self.bulk is not None
+        self.bulk.ends.append(self.now_s)
+        self.bulk.rest()
+        self.rests = True
+        assert self.bulk.running_since_s() > self.now_s, "no message runs"
 
     @rule()
     def distribute(self) -> None:
@@ -163,6 +180,24 @@ class BulkMachine(RuleBasedStateMachine):
 
 BulkMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestBulk = BulkMachine.TestCase
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_a_rest_is_no_time_of_a_message(done: int) -> None:
+    _, arrivals = with_entries(2)
+    bulk = arrivals.start(0.0)
+    assert bulk is not None
+    for number in range(done):
+        bulk.todo.popleft()
+        bulk.ends.append(10.0 * number + 1)
+        bulk.rest()
+        bulk.go_on(10.0 * (number + 1))
+    bulk.todo.popleft()
+    assert bulk.running_since_s() == 10.0 * done
+    assert arrivals.distribute() is bulk
+    assert bulk.durations() == [1.0] * done
+    assert bulk.work is not None
+    assert bulk.work.started_s == 10.0 * done
 
 
 def with_entries(count: int) -> tuple[Lanes, Arrivals]:

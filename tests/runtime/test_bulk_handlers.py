@@ -20,7 +20,7 @@ from keyshard.core.lanes import bulk
 from keyshard.core.lanes.bulk import Arrivals, Bulk
 from keyshard.core.message import MessageId
 from keyshard.errors import HandlerFailedError
-from keyshard.handlers import dispatcher
+from keyshard.handlers import async_executor, dispatcher
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
@@ -284,6 +284,43 @@ def test_the_end_of_a_task_is_reported_soon_after_its_message(
     assert bulks
     assert most <= 2 * KEYS
     assert in_order(orders)
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_other_tasks_run_between_messages_of_a_bulk_that_takes_long(
+    orders: HandledTopic, bulks: list[Bulk], monkeypatch: pytest.MonkeyPatch, cancels: bool
+) -> None:
+    monkeypatch.setattr(async_executor, "TURN_S", 0.0)
+    count = publish(orders)
+    turns = 0
+    others: list[asyncio.Task[None]] = []
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+            for task in asyncio.all_tasks() if cancels and turns % 50 == 0 else ():
+                if "_serve_bulk" in str(task.get_coro()):
+                    task.cancel()
+
+    seen: list[int] = []
+
+    async def handle(message: Message) -> None:
+        if not others:
+            others.append(asyncio.create_task(count_turns()))
+        if orders.count == count - 1:
+            others[0].cancel()
+        seen.append(turns)
+        orders.note(message)
+
+    source = orders.source()
+    with orders.running(source, handle):
+        wait_until(lambda: orders.count == count and orders.backlog() == 0)
+        assert source.status()["counters"]["failedAttempts"] == 0
+        wait_until(lambda: any(len(one.late) > 5 and (cancels or not one.apart) for one in bulks))
+    assert in_order(orders)
+    assert len(set(seen)) > sum(len(one.late) for one in bulks)
 
 
 def test_a_failure_in_a_bulk_that_ends_the_source_lets_no_message_start(

@@ -16,6 +16,7 @@ an argument, in seconds of any clock.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,20 +57,39 @@ class Bulk:
     messages: list[Message] = field(default_factory=list)
     """All of them; once it is taken apart, those that are done."""
     ends: list[float] = field(default_factory=list)
-    """Times at which handlers returned; the next message starts at the same time."""
+    """Times at which handlers returned."""
+    late: dict[int, float] = field(default_factory=dict)
+    """Starts of messages that did not start when the handler of the previous one returned."""
     apart: bool = False
     """Whether it was taken apart: the rest of its messages is in lanes."""
     work: Work | None = None
     """The message that ran when it was taken apart; ``None`` if none did."""
 
+    def rest(self) -> None:
+        """Start the next message later than the previous one ends."""
+        self.late[len(self.ends)] = math.inf
+
+    def go_on(self, now_s: float) -> None:
+        """End the time in which no message runs."""
+        self.late[len(self.ends)] = now_s
+
+    def start_of(self, number: int) -> float:
+        """Return the start of a message; infinity if it is the next one during a rest."""
+        before_s = self.ends[number - 1] if number else self.began_s
+        return self.late.get(number, before_s)
+
     def running_since_s(self) -> float:
         """Return the start of the message that runs."""
-        return self.ends[-1] if self.ends else self.began_s
+        return self.start_of(len(self.ends))
 
     def durations(self) -> list[float]:
         """Return the durations of the messages that are done, seconds."""
         ends = self.ends[: len(self.messages)]
-        return list(map(sub, ends, [self.began_s, *ends]))
+        durations = list(map(sub, ends, [self.began_s, *ends]))
+        for number, start_s in self.late.items():
+            if number < len(ends):
+                durations[number] = ends[number] - start_s
+        return durations
 
 
 class Arrivals:
@@ -144,7 +164,7 @@ class Arrivals:
         # A message starts after the one before it ended, so only the last one may run.
         done = max(0, begun - 1)
         del bulk.messages[done:]
-        since_s = bulk.ends[done - 1] if done else bulk.began_s
+        since_s = bulk.start_of(done)
         for arrival in bulk.entries:
             rows = len(arrival.messages)
             if done >= rows:
