@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import uuid
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,8 @@ class Meter:
     def __init__(self, messages: int, low_ms: float, high_ms: float) -> None:
         self._messages = messages
         self._low_ms, self._high_ms = low_ms, high_ms
-        self.starts: list[float] = []
-        self.ends: list[float] = []
+        # The collector would look at each number of a list again and again.
+        self.starts, self.ends = array("d"), array("d")
         self.done = threading.Event()
 
     def threads(self, message: Any) -> None:

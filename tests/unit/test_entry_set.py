@@ -74,6 +74,10 @@ FORMS = {
     "runs, if they are few": (range(0, 128, 2), r"7:0,2,4,.*,126"),
     "runs, if they are far apart": (range(0, 10**8, 10**6), r"7:0,1000000,.*,99000000"),
     "bits, if the ledger is short": (range(1_000, 7_000, 2), r"7:1000~V{999}V"),
+    "bits, beyond one container": (range(40_000, 100_000, 2), r"7:40000~V+"),
+    "bits, of any pattern": (
+        sorted({n * n % 65_521 + 3 for n in range(40_000)}), r"7:3~[A-Za-z0-9+/=]+"
+    ),
     "a roaring bitmap, if it is long": (range(0, 200_000, 2), r"7:~OjAAAA[A-Za-z0-9+/=]+"),
     "a roaring bitmap, if gaps are rare": (
         sorted(set(range(60_000)) - set(range(0, 60_000, 800))), r"7:~OzA[A-Za-z0-9+/=]+"

@@ -43,7 +43,12 @@ _ARRAY_MAX = 4_096
 _MARK = "~"
 _BITS_MAX = _CONTAINER
 """Most bits in the second text; beyond it, it saves little and costs more time."""
-_ONE = ord("1")
+_PIECE = 49_152
+"""Bits that are taken from one container."""
+_FILL = BitMap(range(_PIECE, _CONTAINER, 2))
+"""Numbers that make a container a plain bitset, because they are many and form no runs."""
+_BITSET_START = 16
+"""Position of the only container in a serialization without runs."""
 
 LedgerEntries = Runs | BitMap
 """Entries of one ledger; the bitmap is never changed once it is in use."""
@@ -175,11 +180,16 @@ def text_of(entries: LedgerEntries) -> str:
     span = entries.max() - first + 1
     if span > _BITS_MAX or span // 8 >= len(serialized):
         return _MARK + b64encode(serialized).decode()
-    digits = bytearray(b"0" * span)
-    for entry in entries:
-        digits[first - entry - 1] = _ONE
-    bits = int(digits, 2).to_bytes((span + 7) // 8, "little")
-    return f"{first}{_MARK}{b64encode(bits).decode()}"
+    return f"{first}{_MARK}{b64encode(_bits(entries, first, span)).decode()}"
+
+
+def _bits(entries: BitMap, first: int, span: int) -> bytes:
+    """Return one bit for each of ``span`` entries from ``first`` on, lowest bit first."""
+    found = bytearray()
+    for start in range(first, first + span, _PIECE):
+        piece = (entries & BitMap(range(start, start + _PIECE))).shift(-start)
+        found += (piece | _FILL).serialize()[_BITSET_START : _BITSET_START + _PIECE // 8]
+    return bytes(found[: (span + 7) // 8])
 
 
 def _serialized(entries: BitMap) -> bytes:
