@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -295,7 +297,10 @@ class Batches:
 
 def _keeps_any(located: Sequence[Located]) -> bool:
     """Whether a worker keeps content of some of the entries."""
-    return any(
-        block.remote is not None or any(part.remote is not None for part in block.later_parts)
-        for _, block in located
-    )
+    blocks = [block for _, block in located]
+    later = chain.from_iterable(map(_later_parts, blocks))
+    return any(map(_remote, blocks)) or any(map(_remote, later))
+
+
+_later_parts = attrgetter("later_parts")
+_remote = attrgetter("remote")
