@@ -260,8 +260,8 @@ OF_BATCHES = (
         edits=(
             Edit(
                 "keyshard/core/position/entry_set.py",
-                "self.run_end(EntryId(ledger, entry + 1)) or entry_id",
-                "self.run_end(EntryId(ledger, entry + 2)) or entry_id",
+                "end_of_run(self._ledgers.get(ledger, ()), entry + 1)",
+                "end_of_run(self._ledgers.get(ledger, ()), entry + 2)",
             ),
         ),
         killers=(

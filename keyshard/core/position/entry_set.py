@@ -15,12 +15,12 @@ from keyshard.core.position.entry_runs import Run, runs_of
 from keyshard.core.position.ledger_entries import (
     LedgerEntries,
     above,
+    any_compact,
     count,
     end_of_run,
     highest,
     holds,
     intersect,
-    is_compact,
     lowest,
     parse_entries,
     run_count,
@@ -41,13 +41,15 @@ class EntrySet:
     of entries does not matter.
     """
 
-    __slots__ = ("_ledgers", "_texts")
+    __slots__ = ("_ledgers", "_text_bytes", "_texts")
 
     def __init__(self) -> None:
         self._ledgers: dict[int, LedgerEntries] = {}
         """Entries of each ledger that has any, ascending."""
         self._texts: dict[int, str] = {}
         """Cached texts of ledgers. Another thread may add one, so it is copied before a loop."""
+        self._text_bytes = -1
+        """Cached length of the text; -1 while it is unknown."""
 
     @classmethod
     def _of(
@@ -60,8 +62,8 @@ class EntrySet:
             texts: Known texts, also of other ledgers.
         """
         result = cls()
-        ascending = sorted(ledgers) if len(ledgers) > 1 else ledgers
-        result._ledgers = {ledger: ledgers[ledger] for ledger in ascending if ledgers[ledger]}
+        ascending = sorted(ledgers.items()) if len(ledgers) > 1 else ledgers.items()
+        result._ledgers = {ledger: entries for ledger, entries in ascending if entries}
         if texts:
             result._texts = {one: texts[one] for one in texts if one in result._ledgers}
         return result
@@ -76,7 +78,10 @@ class EntrySet:
                 by_ledger[ledger] = [entry]
             else:
                 own.append(entry)
-        return cls._of({ledger: settled(runs_of(own)) for ledger, own in by_ledger.items()})
+        ascending = sorted(by_ledger) if len(by_ledger) > 1 else by_ledger
+        result = cls()
+        result._ledgers = {ledger: settled(runs_of(by_ledger[ledger])) for ledger in ascending}
+        return result
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, int, int]]) -> EntrySet:
@@ -139,12 +144,15 @@ class EntrySet:
     @property
     def is_compact(self) -> bool:
         """Whether the text has a form that releases without the compact one cannot read."""
-        return any(map(is_compact, self._ledgers.values()))
+        return any_compact(self._ledgers.values())
 
     @property
     def text_bytes(self) -> int:
         """Length of the text form."""
-        return max(0, sum([len(self._text_of(ledger)) + 1 for ledger in self._ledgers]) - 1)
+        if self._text_bytes < 0:
+            lengths = [len(self._text_of(ledger)) + 1 for ledger in self._ledgers]
+            self._text_bytes = max(0, sum(lengths) - 1)
+        return self._text_bytes
 
     def _text_of(self, ledger: int) -> str:
         text = self._texts.get(ledger)
@@ -175,7 +183,12 @@ class EntrySet:
 
     def above(self, entry_id: EntryId) -> EntrySet:
         """Return the entries after ``entry_id``."""
-        first, (ledger, entry) = self.first, entry_id
+        ledgers, (ledger, entry) = self._ledgers, entry_id
+        if not ledgers:
+            return self
+        if len(ledgers) == 1 and ledger in ledgers and highest(ledgers[ledger]) <= entry:
+            return EMPTY
+        first = self.first
         if first is None or first > entry_id:
             return self
         own = self._ledgers.get(ledger)
@@ -191,7 +204,9 @@ class EntrySet:
         Without such a run, the end is ``entry_id`` itself.
         """
         ledger, entry = entry_id
-        entry_id = self.run_end(EntryId(ledger, entry + 1)) or entry_id
+        end = end_of_run(self._ledgers.get(ledger, ()), entry + 1)
+        if end is not None:
+            entry_id = EntryId(ledger, end)
         return entry_id, self.above(entry_id)
 
     def __contains__(self, entry_id: EntryId) -> bool:

@@ -15,7 +15,7 @@ The set alone decides form and text, so equal sets have equal texts.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import and_, or_, sub
 
 from pyroaring import BitMap
@@ -54,13 +54,15 @@ LedgerEntries = Runs | BitMap
 """Entries of one ledger; the bitmap is never changed once it is in use."""
 
 
-def is_compact(entries: LedgerEntries) -> bool:
-    """Return whether the entries are a bitmap, whose text older releases cannot read."""
-    return isinstance(entries, BitMap)
+def any_compact(ledgers: Iterable[LedgerEntries]) -> bool:
+    """Return whether one of some ledgers is a bitmap, whose text older releases cannot read."""
+    return BitMap in map(type, ledgers)
 
 
 def settled(entries: LedgerEntries) -> LedgerEntries:
     """Return the entries in the form that the set decides. A given bitmap must be new."""
+    if not isinstance(entries, BitMap) and len(entries) <= RUNS_MAX:
+        return entries
     if isinstance(entries, BitMap):
         if entries and _suits_bitmap(run_count(entries), entries.min(), entries.max()):
             entries.run_optimize()
