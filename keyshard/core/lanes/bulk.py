@@ -86,7 +86,8 @@ class Bulk:
         """Return the durations of the messages that are done, seconds."""
         ends = self.ends[: len(self.messages)]
         durations = list(map(sub, ends, [self.began_s, *ends]))
-        for number, start_s in self.late.items():
+        # The task may add one meanwhile, if the bulk was just taken apart.
+        for number, start_s in list(self.late.items()):
             if number < len(ends):
                 durations[number] = ends[number] - start_s
         return durations
