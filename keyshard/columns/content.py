@@ -288,8 +288,7 @@ def _interleaved(blocks: Sequence[EntryBlock]) -> tuple[list[Part], pa.Array] | 
     """Return the deliveries of entries in many small runs, and the order of their rows.
 
     Entries of several consumers alternate in the order of positions. To slice a column for each of
-    them costs more than to copy it once more. ``None``: slicing costs less, or a delivery has rows
-    that are not wanted.
+    them costs more than to copy it once more. ``None``: slicing costs less.
     """
     if len(blocks) < INTERLEAVED_MIN:
         return None
@@ -315,9 +314,23 @@ def _interleaved(blocks: Sequence[EntryBlock]) -> tuple[list[Part], pa.Array] | 
             span[2] += end - start
         else:
             found[key] = [start, end, end - start]
-    if 2 * len(found) > runs or any(end - start != rows for start, end, rows in found.values()):
+    if 2 * len(found) > runs:
         return None
     by_key = dict(zip(keys, contents, strict=True))
+    # A worker answers with entries of many ranges at once. Only the wanted ones are copied.
+    mixed: dict[int, tuple[list[int], list[int]]] = {
+        key: ([], []) for key, (start, end, rows) in found.items() if end - start != rows
+    }
+    found |= {key: [0, 0, 0] for key in mixed}
+    for at, key in enumerate(keys) if mixed else ():
+        if key in mixed:
+            firsts, counts = mixed[key]
+            firsts.append(starts[at])
+            counts.append(sizes[at])
+            starts[at] = found[key][2]
+            found[key][2] += sizes[at]
+    for key, (firsts, counts) in mixed.items():
+        by_key[key] = by_key[key].take(Groups(counts).counted(numbers(firsts, pa.int32())))
     spans = [Part(by_key[key], start, rows) for key, (start, _, rows) in found.items()]
     total = accumulate((rows for _, _, rows in found.values()), initial=0)
     # Row of the columns that is row 0 of a delivery.

@@ -215,7 +215,9 @@ def interleaved(draw: st.DrawFn) -> list[EntryBlock]:
             start += size
     mixed = draw(st.randoms(use_true_random=False))
     mixed.shuffle(blocks)
-    return blocks[: draw(st.sampled_from([len(blocks), max(1, len(blocks) - 2)]))]
+    return blocks[
+        : draw(st.sampled_from([len(blocks), max(1, len(blocks) - 2), -(-len(blocks) // 4)]))
+    ]
 
 
 @settings(max_examples=200, deadline=None)
@@ -243,3 +245,6 @@ def test_entries_of_deliveries_that_alternate_are_not_sliced_one_by_one(
     monkeypatch.delattr(content, "runs_of")
     values = gather(blocks, ["value"])["value"].to_pylist()
     assert values == [b"%d" % (entry % 3) for entry in range(90) for _ in range(2)]
+    of_a_range = blocks[::2]  # a worker answers with entries of several ranges
+    values = gather(of_a_range, ["value"])["value"].to_pylist()
+    assert values == [b"%d" % (entry % 3) for entry in range(0, 90, 2) for _ in range(2)]
