@@ -6,14 +6,14 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
 from keyshard.broker.unreadable_entries import entry_of
-from keyshard.columns.content import entry_block, gather, only
+from keyshard.columns.content import entry_block, gather, metadata_in, only
 from keyshard.config.source import UNREADABLE, SourceConfig
 from keyshard.consumers.acknowledger import Acknowledger
 from keyshard.consumers.identity_check import IdentityCheck
@@ -150,7 +150,8 @@ class Intake:
 
     def refused(self, range_consumer: RangeConsumer, error: UnreadableEntryError) -> Rest | None:
         owned_range, entry_id = range_consumer.owned_range, entry_of(error)
-        where, stored = owned_range.topic_partition, _of_stored(entry_id, error.stored)
+        where = owned_range.topic_partition
+        stored = _of_stored(entry_id, error.stored, self._config.metadata_columns)
         if isinstance(error, self._config.parked) and self._unreadable is not None:
             return self.deliver(range_consumer, [stored], error.message)
         if self._admit is not None:
@@ -275,8 +276,8 @@ class Intake:
 _unreadable = attrgetter("unreadable")
 
 
-def _of_stored(entry_id: EntryId, stored: bytes) -> EntryBlock:
-    """Return an unreadable entry as one message whose value is the stored bytes."""
+def _of_stored(entry_id: EntryId, stored: bytes, columns: Collection[str]) -> EntryBlock:
+    """Return an unreadable entry as one message of the stored bytes, with null metadata."""
     return entry_block(
         entry_id,
         batch_size=1,
@@ -288,6 +289,7 @@ def _of_stored(entry_id: EntryId, stored: bytes) -> EntryBlock:
         publish_ms=0,
         event_ms=[0],
         properties=[{}],
+        metadata={name: [None] for name in metadata_in(columns)},
     )
 
 

@@ -236,6 +236,17 @@ def test_an_unreadable_entry_at_the_start_of_a_stream_becomes_a_dead_letter(
     assert len(parking.dead_letters()) == 1
 
 
+def test_unreadable_entries_have_the_metadata_columns_of_the_source(parking: ParkingTopic) -> None:
+    parking.publish(*"abc" * 50)
+    wrong = stored(parking)[::7]
+    for where, entry in wrong:
+        parking.cluster.corrupt(where, entry.id)
+    with parking.run(on_corrupt="park", metadata_columns=["__keyBytes"]) as run:
+        wait_until(lambda: run.error is not None or parking.backlog() == 0)
+        assert run.error is None
+    assert len(parking.dead_letters()) == len(wrong)
+
+
 def test_a_failed_dead_letter_leaves_the_unreadable_entry_unacknowledged(
     parking: ParkingTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
