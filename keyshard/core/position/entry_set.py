@@ -184,8 +184,6 @@ class EntrySet:
     def above(self, entry_id: EntryId) -> EntrySet:
         """Return the entries after ``entry_id``."""
         ledgers, (ledger, entry) = self._ledgers, entry_id
-        if not ledgers:
-            return self
         if len(ledgers) == 1 and ledger in ledgers and highest(ledgers[ledger]) <= entry:
             return EMPTY
         first = self.first

@@ -61,14 +61,12 @@ def any_compact(ledgers: Iterable[LedgerEntries]) -> bool:
 
 def settled(entries: LedgerEntries) -> LedgerEntries:
     """Return the entries in the form that the set decides. A given bitmap must be new."""
-    if not isinstance(entries, BitMap) and len(entries) <= RUNS_MAX:
-        return entries
     if isinstance(entries, BitMap):
         if entries and _suits_bitmap(run_count(entries), entries.min(), entries.max()):
             entries.run_optimize()
             return entries
         return tuple(runs_in(entries))
-    if entries and _suits_bitmap(len(entries), entries[0][0], entries[-1][1]):
+    if len(entries) > RUNS_MAX and _suits_bitmap(len(entries), entries[0][0], entries[-1][1]):
         found = _bitmap(entries)
         found.run_optimize()
         return found
