@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from keyshard.bookkeeper.bookies import Bookies
 from keyshard.bookkeeper.protocol import (
@@ -19,7 +18,7 @@ from keyshard.bookkeeper.protocol import (
 )
 from keyshard.broker.framing import ProtocolError
 from keyshard.broker.wire.entries import RawEntry
-from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry import entry_id_of
 from keyshard.core.position.replicas import LedgerReplicas
 
 AHEAD_MIN, AHEAD_MAX = 10, 500
@@ -39,7 +38,6 @@ STEP_BYTES = 1024 * 1024
 """Size of the next entries from which on more are not waited for, bytes. Bookies return others
 while these are decoded."""
 
-_entry_id = partial(tuple.__new__, EntryId)
 _log = logging.getLogger(__name__)
 
 
@@ -239,7 +237,7 @@ class LedgerReader:
                 owed.remove(entry)
                 del waiting[entry]
                 self._arrived_bytes += len(frame)
-                arrived[entry] = RawEntry(_entry_id((ledger, entry)), frame, position)
+                arrived[entry] = RawEntry(entry_id_of((ledger, entry)), frame, position)
                 continue
             try:
                 entry, code = answer_of(frame, ledger)
@@ -271,6 +269,6 @@ class LedgerReader:
                 continue
             del waiting[entry]
             self._arrived_bytes += len(frame)
-            arrived[entry] = RawEntry(_entry_id((ledger, entry)), frame, position)
+            arrived[entry] = RawEntry(entry_id_of((ledger, entry)), frame, position)
         if len(arrived) > before:
             self._arrival_s, self._pause_s = time.monotonic(), PAUSE_MIN_S

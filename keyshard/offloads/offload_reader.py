@@ -7,7 +7,7 @@ from typing import Any
 
 from keyshard.broker.wire.entries import RawEntry
 from keyshard.core.option_checks import check_folder
-from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.position.entry import TopicPartition, entry_id_of
 from keyshard.core.position.replicas import OffloadedLedger
 from keyshard.locations import location
 from keyshard.offloads.blocks import Blocks, data_path
@@ -21,8 +21,6 @@ INDEX_BYTES_MAX = 16 * 1024 * 1024
 """Largest index of a ledger, bytes."""
 TEXT_MAX = 500
 """Longest text of an error of a store, characters."""
-
-_entry_id = partial(tuple.__new__, EntryId)
 
 
 class OffloadNotReadError(Exception):
@@ -205,7 +203,7 @@ class OffloadReader:
                 raise LayoutError(f"entry {entry} stands where another one belongs")
             self._expected = entry + 1
             if entry == self._next:
-                at = _entry_id((self._ledger.ledger, entry))
+                at = entry_id_of((self._ledger.ledger, entry))
                 found.append(RawEntry(at, content, 0))
                 self._next = entry + 1
         return found

@@ -10,19 +10,16 @@ import json
 from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
 from keyshard.columns.content import CONTENT
-from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.entry import EntryBlock, entry_id_of
 from keyshard.errors import BY_CODE, BrokerError, KeyShardError, UnreadableEntryError
 
 NOTHING = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in CONTENT], schema=CONTENT)
 """The content of zero messages."""
-_entry_id = partial(tuple.__new__, EntryId)
-"""Makes an id of a pair in a third of the time."""
 
 
 class WorkerDelivery(NamedTuple):
@@ -177,7 +174,7 @@ def _blocks(
     """
     return [
         EntryBlock(
-            _entry_id((ledger, number)), batch_size, batched,
+            entry_id_of((ledger, number)), batch_size, batched,
             # A list of indices would take as much memory as the columns of a message.
             range(batch_size) if indices is None else indices,
             slot, mixed_slots, publish_ms, payload, content, start, redelivered, keys_of_bytes,

@@ -11,7 +11,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from operator import add, attrgetter
 from pathlib import Path
@@ -39,7 +39,7 @@ from keyshard.columns.content import (
     other_bytes,
 )
 from keyshard.core.metadata_columns import STORED
-from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.entry import EntryBlock, entry_id_of
 
 BUILT = Path(__file__).parent / "native" / "_decoder.so"
 """The library that the install builds."""
@@ -56,7 +56,6 @@ _CAME, _OPENED, _DECODED = 5, 7, 5
 _LIMITS = (ENTRY_MESSAGES_MAX, ENTRY_MEMORY_MAX, MESSAGE_BYTES, PROPERTY_BYTES)
 _INDICES = [range(count) for count in range(1_001)]
 """Message indices by batch size, shared by all entries."""
-_entry_id = partial(tuple.__new__, EntryId)
 _ack_set = attrgetter("ack_set")
 _data = attrgetter("data")
 _position = attrgetter("position")
@@ -110,7 +109,7 @@ def parse_frames(frames: Sequence[bytes]) -> list[tuple[int, RawEntry] | None]:
     _library.calls(0).keyshard_came(ctypes.c_size_t(count), addresses, _numbers(sizes), output)
     numbers = _listed(output)
     consumers, ledgers, ids, redelivered, positions = (numbers[at::_CAME] for at in range(_CAME))
-    entry_ids = map(_entry_id, zip(ledgers, ids, strict=True))
+    entry_ids = map(entry_id_of, zip(ledgers, ids, strict=True))
     entries = map(RawEntry, entry_ids, frames, positions, map(bool, redelivered))
     return [
         (consumer, entry) if entry.position else None

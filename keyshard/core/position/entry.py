@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -110,6 +111,10 @@ class EntryId(NamedTuple):
         if min(result) < 0 or text != f"{result.ledger}:{result.entry}":
             raise ValueError(f"{text!r} is not an entry id")
         return result
+
+
+entry_id_of: Callable[[tuple[int, int]], EntryId] = partial(tuple.__new__, EntryId)
+"""Makes the id of a pair of ledger and entry. The call of the class takes three times as long."""
 
 
 class Part(NamedTuple):
