@@ -98,7 +98,8 @@ format: $(INSTALLED) ## format the code
 	@$(BIN)/ruff check --fix .
 
 docs: $(INSTALLED) ## build the documentation site in build/site; a warning is an error (make test builds it too)
-	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/doctrees . build/site
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -b html -c docs -d build/doctrees . build/site
+	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b markdown -c docs -d build/doctrees . build/site
 	@echo "Open build/site/docs/index.html"
 
 bench: $(INSTALLED) ## BENCH=ingest (rows per second against a bare client), idle, lanes, skew or rescale

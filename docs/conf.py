@@ -2,6 +2,9 @@
 
 The source folder is the root of the project. So README, ARCHITECTURE and CHANGELOG are pages, and
 links between files are the same on the site and in the repository.
+
+The builder ``html`` writes the site. The builder ``markdown`` then writes each page again as
+Markdown beside it, and ``llms.txt`` as their index (https://llmstxt.org).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
@@ -22,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 project = "keyshard"
 release = version = VERSION
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_markdown_builder"]
 root_doc = "docs/index"
 include_patterns = ["*.md", "bench/*.md", "docs/**"]
 exclude_patterns = [".*", "build"]
@@ -76,7 +80,41 @@ def _sections(
     lines[:] = GoogleDocstring(lines, Config(napoleon_use_rtype=False)).lines()
 
 
+def _link_markdown(
+    _app: Sphinx,
+    page: str,
+    _template: str,
+    context: dict[str, Any],
+    _doctree: nodes.document | None,
+) -> None:
+    """Name the Markdown of a page in its head."""
+    own = page.rpartition("/")[2]
+    if context.get("sourcename"):
+        context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{own}.md">'
+
+
+def _plain_signatures(app: Sphinx, doctree: nodes.document, _page: str) -> None:
+    """Keep the ``*`` of a signature, which the builder ``markdown`` does not know as a node."""
+    if app.builder.name == "markdown":
+        for one in list(doctree.findall(nodes.abbreviation)):
+            one.replace_self(nodes.Text(one.astext()))
+
+
+def _index_markdown(app: Sphinx, failed: Exception | None) -> None:
+    """Write ``llms.txt``: the start page of the documentation, with links to Markdown."""
+    if app.builder.name != "markdown" or failed is not None:
+        return
+    title, _, text = (ROOT / "docs/index.md").read_text().partition("\n\n")
+    about, _, sections = text.partition("\n\n")
+    about = " ".join(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", about).split())
+    sections = sections.replace("](../", "](/").replace("](", "](docs/").replace("](docs//", "](")
+    Path(app.outdir, "llms.txt").write_text(f"{title}\n\n> {about}\n\n{sections}")
+
+
 def setup(app: Sphinx) -> None:
     """Connect the steps of this file to the build."""
+    app.connect("html-page-context", _link_markdown)
+    app.connect("doctree-resolved", _plain_signatures)
+    app.connect("build-finished", _index_markdown)
     app.connect("source-read", _contents)
     app.connect("autodoc-process-docstring", _sections)

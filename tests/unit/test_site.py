@@ -14,18 +14,30 @@ ROOT = Path(__file__).parents[2]
 FETCHED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=\"(?:https?:)?//", re.ASCII)
 
 
+PAGES_OF_SPHINX = {"genindex", "search", "py-modindex"}
+
+
 def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
-    """A broken link, a page outside the contents, or a malformed docstring is a warning."""
+    """A broken link, a page outside the contents, or a malformed docstring is a warning.
+
+    Each page is there as Markdown, too, and ``llms.txt`` lists pages that exist.
+    """
     site = tmp_path / "site"
-    made = subprocess.run(
-        [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going",
-         "-c", "docs", "-d", tmp_path / "doctrees", ".", site],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    for builder in ("html", "markdown"):
+        made = subprocess.run(
+            [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going",
+             "-b", builder, "-c", "docs", "-d", tmp_path / "doctrees", ".", site],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert made.returncode == 0, made.stderr
     pages = sorted(site.rglob("*.html"))
     assert site / "docs/tutorials/spark.html" in pages
     assert [page for page in pages if FETCHED.search(page.read_text())] == []
+    written = [page for page in pages if page.stem not in PAGES_OF_SPHINX]
+    assert [page for page in written if not page.with_suffix(".md").is_file()] == []
+    links = re.findall(r"\]\(([^)]*)\)", (site / "llms.txt").read_text())
+    assert {"docs/tutorials/spark.md", "README.md", "bench/README.md"} <= set(links)
+    assert [link for link in links if not (site / link).is_file()] == []
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
