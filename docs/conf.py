@@ -81,15 +81,11 @@ def _sections(
 
 
 def _link_markdown(
-    _app: Sphinx,
-    page: str,
-    _template: str,
-    context: dict[str, Any],
-    _doctree: nodes.document | None,
+    app: Sphinx, page: str, _template: str, context: dict[str, Any], _doctree: object
 ) -> None:
     """Name the Markdown of a page in its head."""
     own = page.rpartition("/")[2]
-    if context.get("sourcename"):
+    if page in app.env.found_docs:
         context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{own}.md">'
 
 

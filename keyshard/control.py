@@ -11,7 +11,7 @@ One connection carries one request and one answer, each one line of JSON::
 
     {"do": "explain", "key": "order-17"}
     {"ok": true, "result": {...}}
-    {"ok": false, "code": "KEYSHARD_BAD_OPTION", "error": "..."}
+    {"ok": false, "code": "KEYSHARD_BAD_OPTION", "error": "...", "remedy": "..."}
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class ControlServer:
             begin("keyshard-control-answer", self._serve if serves else self._refuse, connection)
         except ThreadStartError as exc:
             # A request must not end the source.
-            _log.warning("a request got no answer: %s", exc)
+            _log.warning("a request got no answer: %s", exc.summary)
             connection.close()
             if serves:
                 self._free.release()
@@ -170,7 +170,7 @@ class ControlServer:
             _send(
                 connection,
                 _failed(
-                    ControlError("The source has too many concurrent requests. Try again later.")
+                    ControlError("The source has too many concurrent requests.", "Try again later.")
                 ),
             )
 
@@ -189,21 +189,20 @@ class ControlServer:
             if handler is None:
                 known = ", ".join(sorted(self._handlers))
                 raise ControlError(
-                    f"The request has an unknown command. The commands are: {known}."
+                    "The request has an unknown command.", f"The commands are: {known}."
                 )
             return json.dumps({"ok": True, "result": handler(request)}).encode() + b"\n"
         except KeyShardError as exc:
             return _failed(exc)
         except (*_UNEXPECTED, OSError) as exc:
             return _failed(
-                ControlError(f"The request cannot be answered: {exc!r}. Check its fields.")
+                ControlError(f"The request cannot be answered: {exc!r}.", "Check its fields.")
             )
         except Exception as exc:  # noqa: BLE001 - the client gets the error, and the source goes on
             _log.exception("a request failed unexpectedly")
             return _failed(
                 ControlError(
-                    f"The request failed unexpectedly: {exc!r}. The log of the source has its "
-                    "traceback."
+                    f"The request failed unexpectedly: {exc!r}.", "See the log of the source."
                 )
             )
 
@@ -243,8 +242,8 @@ class RunningSource:
             return _ask(self.path, {"do": do, **fields}, timeout_s)
         except OSError as exc:
             raise ControlError(
-                f"The {self.title} with pid {self.pid} does not answer: {exc}. Check that the "
-                "process is running."
+                f"The {self.title} with pid {self.pid} does not answer: {exc}.",
+                "Check that the process is running.",
             ) from exc
 
     @contextmanager
@@ -255,7 +254,8 @@ class RunningSource:
         except _UNEXPECTED as exc:
             raise ControlError(
                 f"The answer of the {self.title} with pid {self.pid} cannot be understood: "
-                f"{shown(exc)}. Use the same release of keyshard as the {self.kind_word}."
+                f"{shown(exc)}.",
+                f"Use the same release of keyshard as the {self.kind_word}.",
             ) from exc
 
 
@@ -336,8 +336,8 @@ def _found_at(path: Path, timeout_s: float) -> tuple[RunningSource | None, Contr
     except OSError as exc:
         pid = path.name.split("-")[2]
         error = ControlError(
-            f"Process {pid} has a control socket, but does not answer: {exc or 'late'}. "
-            "The process is suspended or hangs. Resume or end it."
+            f"Process {pid} has a control socket, but does not answer: {exc or 'late'}.",
+            "It is suspended or hangs. Resume or end it.",
         )
         error.__cause__ = exc
         return None, error
@@ -355,8 +355,8 @@ def _source_of(answer: Any, path: Path) -> RunningSource:
         }:
             return RunningSource(subscription, service_url, topics, pid, path, kind, name)
     raise ControlError(
-        f"The process that listens at {path} is not a keyshard source: its answer is "
-        f"{shown(answer)}. End the process, or remove the file."
+        f"The process at {path} is not a keyshard source: its answer is {shown(answer)}.",
+        "End the process, or remove the file.",
     )
 
 
@@ -376,12 +376,12 @@ def running_source(
     if not matching:
         where = ", ".join(map(str, _candidates()))
         raise ControlError(
-            f"No running {name} of this user was found on this machine (in {where}). "
-            f"{_others(running_sources())}Only a source that is running has a control socket."
+            f"No running {name} of this user was found on this machine (in {where}).",
+            f"{_others(running_sources())}Only a source that is running has a control socket.",
         )
     raise ControlError(
-        f"{len(matching)} running sources match: {_list_of(matching)}. Select one by its "
-        "subscription, --service-url or --pid."
+        f"{len(matching)} running sources match: {_list_of(matching)}.",
+        "Select one by its subscription, --service-url or --pid.",
     )
 
 
@@ -428,12 +428,12 @@ def _own_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as exc:
         raise ControlError(
-            f"The folder {folder} cannot be created: {exc}. Set XDG_RUNTIME_DIR."
+            f"The folder {folder} cannot be created: {exc}.", "Set XDG_RUNTIME_DIR."
         ) from exc
     if not is_own_folder(folder):
         raise ControlError(
-            f"{folder} is not a private folder of this user (mode 0700). Remove it, or set "
-            "XDG_RUNTIME_DIR."
+            f"{folder} is not a private folder of this user (mode 0700).",
+            "Remove it, or set XDG_RUNTIME_DIR.",
         )
     return folder
 
@@ -464,8 +464,8 @@ def _listen(path: Path) -> socket.socket:
         made.close()
         fresh.unlink(missing_ok=True)
         raise ControlError(
-            f"The control socket {path} cannot be created: {exc}. Set XDG_RUNTIME_DIR to a "
-            "folder with a short path."
+            f"The control socket {path} cannot be created: {exc}.",
+            "Set XDG_RUNTIME_DIR to a folder with a short path.",
         ) from exc
     return made
 
@@ -487,12 +487,12 @@ def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> Any:
         answer = json.loads(line)
         if answer["ok"]:
             return answer["result"]
-        code, text = answer["code"], answer["error"]
-        refusal = BY_CODE.get(code, ControlError)(text if isinstance(text, str) else shown(text))
+        said = str(answer["error"]), str(answer.get("remedy") or "")
+        refusal = BY_CODE.get(answer["code"], ControlError)(*said)
     except _UNEXPECTED as exc:
         raise ControlError(
-            f"The answer of {path} cannot be understood: {line[:200]!r}. Check that the process "
-            "is a keyshard source."
+            f"The answer of {path} cannot be understood: {line[:200]!r}.",
+            "Check that the process is a keyshard source.",
         ) from exc
     raise refusal
 
@@ -515,8 +515,8 @@ def _receive(connection: socket.socket, bytes_max: int, deadline_s: float) -> by
         size += len(part)
         if size > bytes_max:
             raise ControlError(
-                f"A line on the control socket exceeds {bytes_max} bytes. Use the same release "
-                "of keyshard on both sides."
+                f"A line on the control socket exceeds {bytes_max} bytes.",
+                "Use the same release of keyshard on both sides.",
             )
     return b"".join(parts)[:-1]
 
@@ -527,5 +527,5 @@ def _send(connection: socket.socket, answer: bytes) -> None:
 
 
 def _failed(error: KeyShardError) -> bytes:
-    answer = {"ok": False, "code": error.code, "error": error.message}
+    answer = {"ok": False, "code": error.code, "error": error.problem, "remedy": error.remedy}
     return json.dumps(answer).encode() + b"\n"

@@ -35,7 +35,7 @@ REFERENCES = (
         errors.ConfigError,
         "A constructor, a function, an option of Spark or an option of a command has a wrong "
         "value. keyshard checks most options before it connects.",
-        "Correct the option that the message names. Misspelt names get a suggestion.",
+        "Correct the value that the error names.",
     ),
     Reference(
         errors.UnfitHandlerError,
@@ -55,7 +55,7 @@ REFERENCES = (
         errors.BrokerError,
         "The broker answers a request with an error that no other class covers. The message "
         "contains the text of the broker.",
-        "Correct what the broker reports. Its log has the details.",
+        "If the broker reports a reason, correct it. Its log has the details.",
     ),
     Reference(
         errors.MessageTooLargeError,
@@ -273,7 +273,7 @@ REFERENCES = (
         "The broker was unavailable for longer than `acknowledge_timeout_ms`, or too many entries "
         "wait for their acknowledgement.",
         "Check that the broker answers, then start again. Nothing is lost: the entries are "
-        "delivered again, and dropped.",
+        "delivered again. A source with a checkpoint drops them.",
     ),
     Reference(
         errors.RuntimeStoppedError,
@@ -317,10 +317,10 @@ REFERENCES = (
     ),
     Reference(
         errors.WorkerUnreachableError,
-        "A task cannot connect to the driver, or the driver cannot connect to a worker. Or a "
-        "worker ended, or a firewall blocks the port.",
+        "A task cannot connect to the driver, the driver cannot connect to a worker, a worker "
+        "ended, or a firewall blocks the port.",
         "Set `worker_host` to an address of the driver that executors can reach. Allow "
-        "connections between the machines. Look for a crash or the memory limit of the worker.",
+        "connections between all machines. Look for a crash or the memory limit of the worker.",
     ),
     Reference(
         errors.StreamProcessError,
@@ -357,7 +357,7 @@ REFERENCES = (
         errors.ClusterError,
         "The Ray cluster cannot be reached, has too few resources, or was shut down. Or Spark has "
         "too few free slots for its workers.",
-        "Start the cluster, request fewer resources, or add nodes or executors.",
+        "Start the cluster. If resources are missing, request fewer, or add nodes or executors.",
     ),
     Reference(
         errors.ControlError,
@@ -369,7 +369,7 @@ REFERENCES = (
     Reference(
         errors.HistoryError,
         "A history file for `keyshard check` does not follow its format, or contains no events.",
-        "Correct the file. [Histories](history.md) describes the format.",
+        "Correct the file. The page docs/history.md describes the format.",
     ),
     Reference(
         errors.HandlerFailedError,
@@ -415,9 +415,15 @@ REFERENCES = (
 """In the order of the document, which is that of the hierarchy in :mod:`keyshard.errors`."""
 
 
+def remedy_of(error: type[KeyShardError]) -> str:
+    """Return the remedy of a class, or of its nearest base, without marks of Markdown."""
+    remedies = {one.error: one.remedy for one in REFERENCES}
+    return next(remedies[one] for one in error.__mro__ if one in remedies).replace("`", "")
+
+
 def document() -> str:
     """Return the text of ``docs/errors.md``."""
-    return _HEAD + "\n".join(map(_section, REFERENCES))
+    return _HEAD + "\n".join(map(section, REFERENCES))
 
 
 def meaning(error: type[KeyShardError]) -> str:
@@ -425,7 +431,8 @@ def meaning(error: type[KeyShardError]) -> str:
     return " ".join(inspect.getdoc(error).partition("\n\n")[0].split())  # type: ignore[union-attr]
 
 
-def _section(one: Reference) -> str:
+def section(one: Reference) -> str:
+    """Return the section of the document about an error, in Markdown."""
     error = one.error
     parents = ", ".join(f"`{base.__name__}`" for base in error.__bases__)
     return (
@@ -440,19 +447,30 @@ def _section(one: Reference) -> str:
 
 _HEAD = """# Errors
 
-Every error of keyshard is a subclass of `keyshard.errors.KeyShardError`, and has a code. Its
-message begins with the code in brackets. Then it says what is wrong, where, and what to do:
+Every error of keyshard is a subclass of `keyshard.errors.KeyShardError`, and has a code. Its text
+has a line for the problem, one for the place if it is known, one for the remedy, and one for the
+section of this page:
 
 ```text
-[KEYSHARD_TOPIC_NOT_FOUND] Topic persistent://public/default/orders does not exist. Create the \
-topic, or correct its name.
+[KEYSHARD_TOPIC_NOT_FOUND] Topic persistent://public/default/orders does not exist.
+Place: source of persistent://public/default/orders, subscription 'billing'
+Remedy: Create the topic, or correct its name.
+More: docs/errors.md#keyshard_topic_not_found, or run: keyshard error KEYSHARD_TOPIC_NOT_FOUND
 ```
 
-`error.code` is the code, `error.message` the text, and `error.facts` has values for programs, such
-as the topic. Messages contain no secrets. All errors can be pickled.
+Logs and the status have the code, the problem and the remedy in one line.
 
-A retriable error may disappear without a change. A running source retries it until a timeout. After
-that, start the source again.
+| attribute | value |
+|---|---|
+| `code` | the code |
+| `problem`, `place`, `remedy` | the text of the lines; empty if there is none |
+| `message`, `summary` | problem and remedy in one line, without and with the code |
+| `facts` | values for programs, such as the topic |
+| `retriable` | true if the error may disappear without a change |
+
+Texts contain no secrets. All errors can be pickled.
+
+A running source retries a retriable error until a timeout. After that, start the source again.
 
 ## Errors in Spark
 
@@ -468,7 +486,7 @@ Messages use the names of Spark options instead of Python fields, such as `admin
 
 ## Errors of commands
 
-A command prints an error to standard error. Its exit status is 2 for `KEYSHARD_BAD_OPTION` and its
+A command prints an error to standard error. Its exit status is 2 for `ConfigError` and its
 subclasses, 1 for every other error, and 130 after Ctrl-C. `keyshard check` has its own statuses;
 see `keyshard check --help`.
 

@@ -65,42 +65,12 @@
     ├── UnexpectedError                KEYSHARD_UNEXPECTED
     └── DevBrokerError                 KEYSHARD_DEVBROKER
 
-Each message starts with its code in brackets, says what happened and where, and what to do.
-All are picklable, so they cross process borders unchanged.
+All have the form of :class:`~keyshard.base_error.KeyShardError`, and can be pickled.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from keyshard.redaction import redacted, sentence
-
-
-class KeyShardError(Exception):
-    """Root of every keyshard error.
-
-    Args:
-        message: What happened, where, and what to do, without the code. Secrets are redacted, and
-            the middle of a very long text is left out.
-        **facts: Values for programs, stored as :attr:`facts`. Secrets are redacted.
-    """
-
-    code: ClassVar[str] = "KEYSHARD_ERROR"
-    retriable: ClassVar[bool] = False
-
-    def __init__(self, message: str, **facts: object) -> None:
-        self.message = sentence(message)
-        super().__init__(f"[{self.code}] {self.message}")
-        self.facts = {
-            name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()
-        }
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.message, self.facts)
-
-
-def _rebuild(cls: type[KeyShardError], message: str, facts: dict[str, object]) -> KeyShardError:
-    return cls(message, **facts)
+from keyshard.base_error import KeyShardError as KeyShardError  # noqa: PLC0414 - its public home
 
 
 class ConfigError(KeyShardError, ValueError):
@@ -400,7 +370,7 @@ class UnsupportedTriggerError(KeyShardError):
 
 
 class AsyncProgressError(KeyShardError):
-    """The host planned a batch before it reported the commit of the previous one."""
+    """Spark planned a batch before it reported the commit of the previous one."""
 
     code = "KEYSHARD_ASYNC_PROGRESS"
 
@@ -448,7 +418,7 @@ class HandlerFailedError(KeyShardError):
 
 
 class HandlerProcessError(KeyShardError):
-    """A worker process ended while it handled a message."""
+    """A process or an actor ended while it handled a message."""
 
     code = "KEYSHARD_HANDLER_PROCESS"
 

@@ -44,6 +44,6 @@ def location(option: str, url: str, advice: str) -> Location:
         files, path = fsspec.core.url_to_fs(url)
     except Exception as exc:  # noqa: BLE001 - whatever a file system raises
         raise ConfigError(
-            f"{option} is {shown(url)}: {scrubbed(exc)}. Write an fsspec URL of {advice}."
+            f"{option} is {shown(url)}: {scrubbed(exc)}.", f"Write an fsspec URL of {advice}."
         ) from None
     return Location(files, path, redacted(url), secrets)

@@ -142,8 +142,12 @@ def redacted(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text. gRPC adds a long debug context."""
-    return str(error).split("\n", 1)[0].split(". gRPC client debug context:", 1)[0]
+    """Return the first line of an error's text, or all of an error of keyshard in one line.
+
+    gRPC adds a long debug context, which is left out.
+    """
+    text = getattr(error, "summary", None) or str(error)
+    return str(text).split("\n", 1)[0].split(". gRPC client debug context:", 1)[0]
 
 
 def scrubbed(error: _Error) -> _Error:

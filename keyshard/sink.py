@@ -14,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
+from keyshard.base_error import placed
 from keyshard.config.sink import EXACTLY_ONCE, SinkConfig
 from keyshard.core.message import Produce
 from keyshard.core.option_checks import check_integer
@@ -84,7 +85,7 @@ class KeyShardSink(SinkConfig):
             ordering_key: Ordering key; ``None`` for none.
             properties: Properties; default none.
             event_time: Event time with a time zone.
-            deliver_at: Time with a time zone before which no shared subscription gets the message.
+            deliver_at: Delivery time with a time zone, for shared subscriptions.
 
         Returns:
             A future of the message id. It fails with ``BrokerUnavailableError`` if the message is
@@ -135,8 +136,8 @@ class KeyShardSink(SinkConfig):
             if time.monotonic() > end_s:
                 raise BrokerUnavailableError(
                     f"A message to {self.topic} waited for earlier ones for more than "
-                    f"{self.send_timeout_ms / 1000:g} s, and is not sent. Check the health of the "
-                    "broker."
+                    f"{self.send_timeout_ms / 1000:g} s, and is not sent.",
+                    "Check the health of the broker.",
                 )
             return self.send(
                 value, key=key, ordering_key=ordering_key, properties=properties,
@@ -211,8 +212,8 @@ class KeyShardSink(SinkConfig):
 
         if self.sink_id is None and self.delivery_guarantee == EXACTLY_ONCE:
             raise ConfigError(
-                "write_batch() needs a sink_id, by which the broker recognises duplicates. Set "
-                "it, such as KeyShardSink(..., sink_id='billing')."
+                "write_batch() needs a sink_id, by which the broker recognises duplicates.",
+                "Set it, such as KeyShardSink(..., sink_id='billing').",
             )
         check_integer("batch_id", batch_id, 0, BATCH_ID_MAX)
         check_integer("partition", partition, 0, BATCH_ID_MAX)
@@ -222,7 +223,7 @@ class KeyShardSink(SinkConfig):
         name = f"{self.sink_id}-{partition}"
         broker, telemetry = self._state.broker(self), self._state.telemetry
         counts = self._state.counts
-        with ExitStack() as spans:
+        with placed(self.place), ExitStack() as spans:
             if telemetry is not None:
                 for topic, rows in topics.items():
                     spans.enter_context(telemetry.sending(topic, len(rows)))
@@ -403,11 +404,11 @@ class _Open:
         # Without the lock, which is held while the sink connects.
         monitor = self._monitor
         if monitor is None:
+            if self._closed:
+                raise NotRunningError(f"The sink of {config.topic} is closed.", "Make a new one.")
             raise NotRunningError(
-                f"The sink of {config.topic} is closed."
-                if self._closed
-                else f"The sink of {config.topic} is not connected: it connects with its first "
-                "message. Ask again after that."
+                f"The sink of {config.topic} is not connected: it connects with its first message.",
+                "Ask again after that.",
             )
         return monitor.status()
 
@@ -454,7 +455,7 @@ class _Open:
 
 
 def _closed(config: SinkConfig) -> BrokerError:
-    return BrokerError(f"The sink of {config.topic} is closed. Make a new one to publish more.")
+    return BrokerError(f"The sink of {config.topic} is closed.", "Make a new one to publish more.")
 
 
 def _nothing() -> None:

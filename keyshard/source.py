@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, cast
 
+from keyshard.base_error import placed
 from keyshard.config.handlers import HandlerConfig
 from keyshard.config.sink import SinkConfig, check_sink_of
 from keyshard.config.source import SourceConfig
@@ -55,7 +56,7 @@ def _handling(options: HandlerOptions) -> HandlerConfig:
 
 def _checked(observers: Sequence[Observer]) -> Sequence[Observer]:
     if not isinstance(observers, Sequence):
-        raise ConfigError(f"observers is {shown(observers)}; write a list of observers.")
+        raise ConfigError(f"observers is {shown(observers)}.", "Write a list of observers.")
     return observers
 
 
@@ -231,13 +232,13 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
         handling, observing = _handling(options), _checked(observers)
         if handling.executor != "auto":
             raise ConfigError(
-                f"executor is {handling.executor!r}, but the body of an async for is the handler. "
-                "Leave executor out, or use run()."
+                f"executor is {handling.executor!r}, but the body of an async for is the handler.",
+                "Leave executor out, or use run().",
             )
         if handling.telemetry or self.telemetry:
             raise ConfigError(
-                "telemetry makes a span of each call of a handler, and an async for calls none. "
-                "Leave telemetry out, or use arun()."
+                "telemetry makes a span of each call of a handler, and an async for calls none.",
+                "Leave telemetry out, or use arun().",
             )
         self.check_subscribed()
 
@@ -342,11 +343,11 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
             check_integer("ranges", ranges, 1, RING_SIZE)
         if (ranges is None) != balance:
             raise ConfigError(
-                "rescale() needs either a number of ranges or balance=True. Give one of them."
+                "rescale() needs either a number of ranges or balance=True.", "Give one of them."
             )
         rescaler: Rescaler | None = self._active().rescaler
         if rescaler is None:
-            raise NotRunningError("The source is still starting. Try again later.")
+            raise NotRunningError("The source is still starting.", "Try again later.")
         return rescaler.balance() if ranges is None else rescaler.rescale(ranges)
 
     def pause(self) -> None:
@@ -412,19 +413,18 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
             ConfigError: The source runs already.
         """
         if self.__dict__.get("_running") is not None:
-            raise ConfigError(
-                "This source already runs. To run twice, create another KeyShardSource."
-            )
+            raise ConfigError("This source already runs.", "To run twice, create another one.")
         object.__setattr__(self, "_running", run)
         try:
-            yield
+            with placed(self.place):
+                yield
         finally:
             object.__setattr__(self, "_running", None)
 
     def _active(self) -> Any:
         run = self.__dict__.get("_running")
         if run is None:
-            raise NotRunningError("The source is not running. Call run() or batches() first.")
+            raise NotRunningError("The source is not running.", "Call run() or batches() first.")
         return run
 
     def __getstate__(self) -> dict[str, Any]:
@@ -469,8 +469,8 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
         apart = any(map(keys_apart, plan.schemas.values()))
         if apart and set(made.raw_columns) - set(columns_of(self.metadata_columns)):
             raise ConfigError(
-                "A topic of this source stores keys separately, and a decoder needs their "
-                f"bytes: {NAME_KEY_BYTES}"
+                "A topic of this source stores keys separately, and a decoder needs their bytes.",
+                NAME_KEY_BYTES,
             )
         return made
 

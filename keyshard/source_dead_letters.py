@@ -163,9 +163,9 @@ class SourceDeadLetters:
     def _running_dead_letters(self) -> Any:
         run = self.__dict__.get("_running")
         if run is None:
-            raise NotRunningError("The source is not running. Call run() first.")
+            raise NotRunningError("The source is not running.", "Call run() first.")
         if not hasattr(run, "dead_letters"):
             raise NotRunningError(
-                "Parked keys exist only with run(), not with batches() or a Ray job. Call run()."
+                "Parked keys exist only with run(), not with batches() or a Ray job.", "Call run()."
             )
         return run.dead_letters()

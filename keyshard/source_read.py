@@ -8,11 +8,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from keyshard.base_error import placed
 from keyshard.config.connection import CLIENT, Connection
 from keyshard.config.segments import BYTES_IN_FLIGHT, Segments, check_bytes_in_flight
 from keyshard.config.source import SourceConfig
 from keyshard.core.metadata_columns import check_known, check_transport
-from keyshard.core.option_checks import check_integer, is_key, suggesting
+from keyshard.core.option_checks import as_sentence, check_integer, is_key, suggesting
 from keyshard.core.position.read_bounds import bound_text
 from keyshard.core.position.split import Split, cut, divided
 from keyshard.core.position.zones import Wanted
@@ -108,10 +109,11 @@ class SourceReads:
         check_bytes_in_flight(bytes_in_flight_max)
         names = wanted_columns(columns, self)
         wanted = wanted_keys(keys)
-        splits = plan_read(
-            self, start, end, disorder_max_s=disorder_max_s, segments=segments,
-            ledger_index=ledger_index, wanted=Wanted(keys=wanted),
-        )  # fmt: skip
+        with placed(self.place):
+            splits = plan_read(
+                self, start, end, disorder_max_s=disorder_max_s, segments=segments,
+                ledger_index=ledger_index, wanted=Wanted(keys=wanted),
+            )  # fmt: skip
         return SourceRead(
             self.how_to_connect(), splits, names or SCHEMA.names, keys=wanted,
             fail_on_data_loss=self.fail_on_data_loss, segments=segments, ledger_index=ledger_index,
@@ -198,8 +200,8 @@ class SourceRead:
             if isinstance(one.end, int):
                 raise ConfigError(
                     f"The read of {one.topic_partition} ends at {bound_text(one.end)}, a publish "
-                    "time, which is not a position: earlier messages may be stored after it. Use "
-                    "a position or 'latest' as end."
+                    "time, which is not a position: earlier messages may be stored after it.",
+                    "Use a position or 'latest' as end.",
                 )
             if one.end is not None:
                 found[one.topic_partition.name] = bound_text(one.end)
@@ -253,8 +255,8 @@ class SourceRead:
 
         if self._connection.in_memory and self._pid != os.getpid():
             raise ConfigError(
-                f"{self._connection.service_url} is an in-memory cluster of another process. Read "
-                "it there, or use the URL of a broker."
+                f"{self._connection.service_url} is an in-memory cluster of another process.",
+                "Read it there, or use the URL of a broker.",
             )
         size_bytes = sum(one.size_bytes for one in self._splits)
         splits = cut(self._splits, -(-size_bytes // SPLIT_BYTES))
@@ -311,7 +313,7 @@ def wanted_keys(given: object) -> frozenset[str] | None:
     if isinstance(given, str) or not isinstance(given, Collection) or not given or not all(
         map(is_key, given)
     ):  # fmt: skip
-        raise ConfigError(f"keys is {shown(given)}; write a list of keys, such as ['k1', 'k2'].")
+        raise ConfigError(f"keys is {shown(given)}.", "Write a list of keys, such as ['k1', 'k2'].")
     return frozenset(given)
 
 
@@ -327,12 +329,12 @@ def wanted_columns(given: object, source: SourceConfig) -> list[str] | None:
         return columns_of(source.metadata_columns) if source.metadata_columns else None
     wanted = f"name some of {', '.join(COLUMNS.names)}"
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise ConfigError(f"columns is {shown(given)}; {wanted}.")
+        raise ConfigError(f"columns is {shown(given)}.", as_sentence(wanted))
     for name in given:
         check_known(name)
     unknown = [name for name in given if name not in COLUMNS.names]
     if unknown or len(set(given)) < len(given):
         what = f"has no column {shown(unknown[0])}" if unknown else "has a column twice"
-        raise ConfigError(f"columns is {shown(given)}, which {what}; {wanted}.")
+        raise ConfigError(f"columns is {shown(given)}, which {what}.", as_sentence(wanted))
     check_transport(given, by_client=source.transport == CLIENT)
     return list(given)

@@ -101,8 +101,8 @@ class SourceStream:
         """
         if not isinstance(batch, SourceBatch) or not batch.is_of(self):
             raise ConfigError(
-                f"commit got {shown(batch)}, which is no batch of this stream. Commit a batch at "
-                "the stream whose next_batch returned it."
+                f"commit got {shown(batch)}, which is no batch of this stream.",
+                "Commit a batch at the stream whose next_batch returned it.",
             )
         self._coordinator.batches.release(batch.end)
         if self._spans is not None:
@@ -132,7 +132,7 @@ class SourceStream:
 
     def _open(self) -> Coordinator:
         if self._closed:
-            raise NotRunningError("The stream is closed. Open the source again.")
+            raise NotRunningError("The stream is closed.", "Open the source again.")
         return self._coordinator
 
     def close(self) -> None:

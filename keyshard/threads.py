@@ -76,9 +76,9 @@ def unexpected(name: str, exc: BaseException) -> KeyShardError:
     if isinstance(exc, KeyShardError):
         return exc
     error = UnexpectedError(
-        f"{name} ended unexpectedly: {exc!r}. This is a defect of keyshard: report the traceback "
-        "in the log. Messages that were not completed are not acknowledged, and are delivered "
-        "again. Start the source again."
+        f"{name} ended unexpectedly: {exc!r}. This is a defect of keyshard. Messages that were "
+        "not completed are not acknowledged, and are delivered again.",
+        "Start the source again, and report the traceback in the log.",
     )
     error.__cause__ = exc
     return error
@@ -147,9 +147,9 @@ def begin(
         thread.start()
     except RuntimeError as exc:
         raise ThreadStartError(
-            f"Thread {name} cannot be started: {exc}. If the main thread has ended, keep it "
-            "alive while the source runs, for example by joining the thread of the source. "
-            "Otherwise raise the thread limit of this process."
+            f"Thread {name} cannot be started: {exc}.",
+            "If the main thread has ended, keep it alive while the source runs, for example by "
+            "joining the thread of the source. Otherwise raise the thread limit of this process.",
         ) from exc
     return thread
 

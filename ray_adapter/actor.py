@@ -210,8 +210,8 @@ def check_handler(handler: object, take: Take = as_returned) -> None:
     call = next((vars(kind)["__call__"] for kind in made.__mro__ if "__call__" in vars(kind)), None)
     if call is None:
         raise ConfigError(
-            f"The handler {made.__qualname__} is a class whose objects cannot be called. Add a "
-            "method __call__(self, message)."
+            f"The handler {made.__qualname__} is a class whose objects cannot be called.",
+            "Add a method __call__(self, message).",
         )
     check_fits(partial(call, None), take)
     given = handler if isinstance(handler, partial) else partial(made)
@@ -219,8 +219,8 @@ def check_handler(handler: object, take: Take = as_returned) -> None:
         inspect.signature(made).bind(*given.args, **given.keywords)
     except TypeError as exc:
         raise ConfigError(
-            f"The handler {made.__qualname__} cannot be created: {exc}. Pass its arguments with "
-            f"functools.partial({made.__qualname__}, ...)."
+            f"The handler {made.__qualname__} cannot be created: {exc}.",
+            f"Pass its arguments with functools.partial({made.__qualname__}, ...).",
         ) from exc
     except ValueError:
         return  # some classes have no signature

@@ -183,8 +183,8 @@ class ActorPool:
         except DEATHS as exc:
             self.session.check()
             raise HandlerProcessError(
-                f"The actor ended while it handled rows: {_first_line(exc)}. Look for a crash, "
-                "or for its memory limit."
+                f"The actor ended while it handled rows: {_first_line(exc)}.",
+                "Look for a crash, or for its memory limit.",
             ) from exc
         except exceptions.RayError as exc:
             self.session.check()
@@ -216,8 +216,8 @@ class ActorPool:
 
     def _died_early(self, error: BaseException) -> HandlerProcessError:
         return HandlerProcessError(
-            f"An actor ended while it loaded the handler {self.handler_name}: {text_of(error)}. "
-            "Look for a crash, or for its memory limit."
+            f"An actor ended while it loaded the handler {self.handler_name}: {text_of(error)}.",
+            "Look for a crash, or for its memory limit.",
         )
 
     def _unanswered(self, actor: Actor, start: int, error: exceptions.RayError) -> Exception:
@@ -227,8 +227,8 @@ class ActorPool:
         if unsendable is not None:
             return UnserializableResult(start + unsendable[0], unsendable[1])
         return KeyShardError(
-            f"The result of the handler {self.handler_name} cannot be read: {text_of(error)}. "
-            "Return plain values or Arrow tables."
+            f"The result of the handler {self.handler_name} cannot be read: {text_of(error)}.",
+            "Return plain values or Arrow tables.",
         )
 
     def _placed(self, actors: Sequence[Actor], deadline_s: float, *, soon: bool) -> None:
@@ -242,19 +242,20 @@ class ActorPool:
                     raise
                 except exceptions.ActorUnschedulableError as exc:
                     raise ClusterError(
-                        f"An actor cannot be placed: {text_of(exc)}. Add nodes, or request fewer "
-                        "resources."
+                        f"An actor cannot be placed: {text_of(exc)}.",
+                        "Add nodes, or request fewer resources.",
                     ) from exc
                 except exceptions.RayError as exc:
                     raise WorkerEnvironmentError(
-                        f"An actor cannot start: {text_of(exc)}. Install keyshard[ray] "
-                        f"{keyshard.__version__} on every node, in its environment or by "
-                        "runtime_env."
+                        f"An actor cannot start: {text_of(exc)}.",
+                        f"Install keyshard[ray] {keyshard.__version__} on every node, in its "
+                        "environment or by runtime_env.",
                     ) from exc
                 if version != keyshard.__version__:
                     raise WorkerEnvironmentError(
-                        f"keyshard is {keyshard.__version__} in this process, but {version} in "
-                        "an actor. Install the same version on every node."
+                        f"keyshard is {keyshard.__version__} in this process, but {version} in an "
+                        "actor.",
+                        "Install the same version on every node.",
                     )
             if len(ready) < len(answers):
                 raise self._shortage(len(ready), len(answers))
@@ -287,19 +288,22 @@ class ActorPool:
                 if loaded.missing is not None:
                     raise UnfitHandlerError(
                         f"An actor cannot load the handler {self.handler_name}: "
-                        f"{loaded.missing.reason}. Install that module on every node, or send it "
-                        "with runtime_env={'working_dir': '.'}."
+                        f"{loaded.missing.reason}.",
+                        "Install that module on every node, or send it with "
+                        "runtime_env={'working_dir': '.'}.",
                     ) from loaded.missing.to_error()
                 if loaded.broken is not None:
                     raise UnfitHandlerError(
                         f"The handler {self.handler_name} failed to start in its actor: "
-                        f"{loaded.broken.reason}. Correct the code that runs at its start."
+                        f"{loaded.broken.reason}.",
+                        "Correct the code that runs at its start.",
                     ) from loaded.broken.to_error()
             if len(ready) < len(answers):
                 raise UnfitHandlerError(
                     f"The handler {self.handler_name} was not loaded within "
-                    f"{self._options.start_timeout_s:g} s. Check the code that its class and "
-                    "module run at the start, or raise start_timeout_s."
+                    f"{self._options.start_timeout_s:g} s.",
+                    "Check the code that its class and module run at the start, or raise "
+                    "start_timeout_s.",
                 )
 
     @contextmanager
@@ -349,14 +353,16 @@ def _pickled(handler: object, name: str) -> bytes:
     except Exception as exc:
         raise ConfigError(
             f"The handler {name} cannot be sent to an actor: {text_of(exc)}. The objects that it "
-            "captures must be picklable. Create other objects in the __init__ of a class, which "
-            "runs in the actor."
+            "captures must be picklable.",
+            "Create other objects in the __init__ of a class, which runs in the actor.",
         ) from exc
     return data
 
 
 def _refused(error: Exception) -> ConfigError:
-    return ConfigError(f"Ray rejects the resources of the actors: {text_of(error)}. Correct them.")
+    return ConfigError(
+        f"Ray rejects the resources of the actors: {text_of(error)}.", "Correct them."
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -77,9 +77,9 @@ def _answers(address: str, by: str) -> None:
 
 def _unreachable(where: str, why: str) -> ClusterError:
     return ClusterError(
-        f"The Ray cluster {where} cannot be reached: {why}. Start a cluster with ray start "
-        "--head, or set RAY_ADDRESS to a running cluster. For a cluster in this process, set "
-        "RAY_ADDRESS to local."
+        f"The Ray cluster {where} cannot be reached: {why}.",
+        "Start a cluster with ray start --head, or set RAY_ADDRESS to a running cluster. For a "
+        "cluster in this process, set RAY_ADDRESS to local.",
     )
 
 
@@ -96,14 +96,15 @@ def shortage(ready: int, wanted: int, each: Mapping[str, Any], within_s: float) 
     asked = resources_text(each) if each else "no named resources"
     if fits_nowhere(each):
         return ClusterError(
-            f"No node of the cluster has {asked}, which each actor needs. {capacity()} Request "
-            "less, or add such a node. If an autoscaler adds it, set start_timeout_s above "
-            f"{START_TIMEOUT_S:g} s."
+            f"No node of the cluster has {asked}, which each actor needs. {capacity()}",
+            "Request less, or add such a node. If an autoscaler adds it, set start_timeout_s above "
+            f"{START_TIMEOUT_S:g} s.",
         )
     return ClusterError(
         f"Only {ready} of {wanted} actors were placed within {within_s:g} s. Each needs {asked}. "
-        f"{capacity()} Request fewer actors (parallelism) or fewer resources, add nodes, or "
-        "raise start_timeout_s."
+        f"{capacity()}",
+        "Request fewer actors (parallelism) or fewer resources, add nodes, or raise "
+        "start_timeout_s.",
     )
 
 
@@ -133,9 +134,10 @@ def resources_text(resources: Mapping[str, Any]) -> str:
 # is still the same. They wait for answers outside of Ray, and hold no references of Ray.
 
 GONE = (
-    "Ray was shut down during the job. Unacknowledged messages are delivered again. End a job "
-    "before ray.shutdown()."
+    "Ray was shut down during the job. Unacknowledged messages are delivered again.",
+    "End a job before ray.shutdown().",
 )
+"""Problem and remedy."""
 
 
 class JobCancelled(Exception):  # noqa: N818 - ends a wait, is no error
@@ -146,17 +148,17 @@ class Session:
     """The connection to Ray with which a job or a worker started.
 
     Args:
-        gone: Text of the error after a shutdown of Ray.
+        gone: Problem and remedy of the error after a shutdown of Ray.
 
     Raises:
         ClusterError: The program is not connected to Ray.
     """
 
-    def __init__(self, gone: str = GONE) -> None:
+    def __init__(self, gone: tuple[str, str] = GONE) -> None:
         self._gone = gone
         with _connect_or_shutdown_lock:
             if not ray.is_initialized():
-                raise ClusterError(gone)
+                raise ClusterError(*gone)
             # With Ray Client, each check would be a request to the server.
             asks = not ray.util.client.ray.is_connected()
             self._id = ray.get_runtime_context().get_worker_id() if asks else None
@@ -176,7 +178,7 @@ class Session:
             ClusterError: Ray was shut down.
         """
         if self.lost:
-            raise ClusterError(self._gone)
+            raise ClusterError(*self._gone)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -199,7 +201,7 @@ class Session:
         if isinstance(error, KeyShardError):
             return error
         if isinstance(error, SystemExit) or self.lost:
-            named: KeyShardError = ClusterError(self._gone)
+            named: KeyShardError = ClusterError(*self._gone)
             named.__cause__ = error
             return named
         return logged_error("The job", error)

@@ -137,7 +137,7 @@ class KeyShardDatasink(Datasink[DatasetReport]):  # type: ignore[misc]  # Ray is
             except KeyShardError as exc:  # noqa: PERF203 - each attempt may fail
                 if not exc.retriable or attempt == ATTEMPTS - 1:
                     raise
-                _log.warning("a write task tries again: %s", exc)
+                _log.warning("a write task tries again: %s", exc.summary)
                 time.sleep(PAUSE_S * 2**attempt)
             else:
                 found = DatasetReport(
@@ -162,14 +162,12 @@ class KeyShardDatasink(Datasink[DatasetReport]):  # type: ignore[misc]  # Ray is
             for name in self._order_by:
                 if name not in rows.schema.names:
                     hint = did_you_mean(name, rows.schema.names)
-                    raise ConfigError(
-                        f"order_by names {name}, which the rows do not have. {hint}".rstrip()
-                    )
+                    raise ConfigError(f"order_by names {name}, which the rows do not have.", hint)
                 kind = rows.schema.field(name).type
                 if pa.types.is_nested(kind):
                     raise ConfigError(
-                        f"order_by names {name}, whose type {kind} has no order. Name a column of "
-                        "numbers, times, text or bytes."
+                        f"order_by names {name}, whose type {kind} has no order.",
+                        "Name a column of numbers, times, text or bytes.",
                     )
             rows = rows.sort_by([(name, "ascending") for name in self._order_by])
             only_order = set(self._order_by) - set(COLUMNS)
@@ -193,8 +191,8 @@ def _joined(tables: Sequence[pa.Table]) -> pa.Table:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as exc:
         raise ConfigError(
-            f"The blocks of the dataset do not have the same types: {exc}. Cast the column to one "
-            "type before the write."
+            f"The blocks of the dataset do not have the same types: {exc}.",
+            "Cast the column to one type before the write.",
         ) from None
 
 

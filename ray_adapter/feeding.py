@@ -19,6 +19,9 @@ from ray_adapter.job_state import ActorSlot, Done, JobState
 from ray_adapter.options import JobOptions
 from ray_adapter.row_slices import RowSlice, rows_of, whole_pieces
 
+_AFTER = "Unacknowledged messages are delivered again."
+_REMEDY = "Correct the handler, or return a result for such a message."
+
 
 class ActorFeeder:
     """The thread of one actor.
@@ -133,17 +136,14 @@ class ActorFeeder:
         self, pieces: Sequence[RowSlice], done: int, attempts: int, failure: Failure, lost: bool
     ) -> HandlerFailedError:
         """Return the error that ends the job."""
-        after = (
-            "Unacknowledged messages are delivered again. Correct the handler, or return a result "
-            "for such a message."
-        )
         if not lost and self._options.takes == "messages":
             message = _message(pieces, done)
             key = message.routing_key
             return HandlerFailedError(
                 f"The handler {self._actor_pool.handler_name} failed {times(attempts)} with "
                 f"message {message.message_id} of {message.topic}, partition {message.partition}, "
-                f"key {key!r}: {failure.reason}. {after}",
+                f"key {key!r}: {failure.reason}. {_AFTER}",
+                _REMEDY,
                 topic=message.topic, key=key, message_id=str(message.message_id),
             )  # fmt: skip
         first, last = _message(pieces, done), _message(pieces, rows_of(pieces) - 1)
@@ -152,7 +152,8 @@ class ActorFeeder:
             f"{rows_of(pieces) - done} rows, from message {first.message_id} of {first.topic}, "
             f"partition {first.partition}, key {first.routing_key!r}, to {last.message_id} of "
             f"{last.topic}, partition {last.partition}, key {last.routing_key!r}: "
-            f"{failure.reason}. {after}",
+            f"{failure.reason}. {_AFTER}",
+            _REMEDY,
             topic=first.topic, key=first.routing_key, message_id=str(first.message_id),
         )  # fmt: skip
 

@@ -108,8 +108,9 @@ class Job:
         with self._exchange.changed:
             if self._iterated or self._ended:
                 raise NotRunningError(
-                    "The results of a job can be read once, and this job was already iterated "
-                    "or has ended. Keep its iterator, or run another job."
+                    "The results of a job can be read once, and this job was already iterated or "
+                    "has ended.",
+                    "Keep its iterator, or run another job.",
                 )
             self._iterated = True
         return self._results()
@@ -161,11 +162,13 @@ class Job:
         """
         check_integer("actors", actors, 1, ACTORS_MAX)
         if not self._rescaling.acquire(blocking=False):
-            raise NotRunningError("Another thread already rescales this job. Try again later.")
+            raise NotRunningError("Another thread already rescales this job.", "Try again later.")
         try:
             self._rescale(actors)
         except JobCancelled:
-            raise NotRunningError("The job ends, so it cannot be rescaled.") from None
+            raise NotRunningError(
+                "The job ends, so it cannot be rescaled.", "Run another job."
+            ) from None
         finally:
             self._rescaling.release()
 

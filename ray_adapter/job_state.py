@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keyshard.base_error import one_line
 from keyshard.core.lanes.rate_limit import RateLimit, RateLimitStatus
 from keyshard.core.window.layout import Located
 from keyshard.errors import DrainTimeoutError, NotRunningError
@@ -124,7 +125,7 @@ class JobState:
             if self.error is None:
                 self.error = error
             else:
-                _log.error("another error after the job had failed: %s", error)
+                _log.error("another error after the job had failed: %s", one_line(error))
             self.changed.notify_all()
 
     def raise_error(self) -> None:
@@ -281,10 +282,11 @@ class JobState:
             self._held = False
             self.changed.notify_all()
             if self.ending:
-                raise NotRunningError("The job ends, so it cannot be rescaled.")
+                raise NotRunningError("The job ends, so it cannot be rescaled.", "Run another job.")
             raise DrainTimeoutError(
                 f"{self.working} actors did not finish their rows within {timeout_s:g} s, so "
-                "nothing has changed. Raise drain_timeout_s, or make the handler faster."
+                "nothing has changed.",
+                "Raise drain_timeout_s, or make the handler faster.",
             )
 
     def go_on(self, actor_slots: Sequence[ActorSlot]) -> None:
@@ -322,7 +324,8 @@ class JobState:
                     if time.monotonic() > self.drain_until_s:
                         raise DrainTimeoutError(
                             f"{self.working} actors did not finish their rows within the drain "
-                            "timeout. Their rows are not acknowledged, and are delivered again."
+                            "timeout. Their rows are not acknowledged, and are delivered again.",
+                            "Raise drain_timeout_s, or make the handler faster.",
                         )
                 self.changed.wait(LOOK_S)
             return None

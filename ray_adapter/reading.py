@@ -112,15 +112,18 @@ def read(
     from ray_adapter.datasource import KeyShardDatasource  # noqa: PLC0415 - imports ray.data
 
     if not isinstance(source, SourceConfig):
-        raise ConfigError(f"read() got {shown(source)}. Pass a KeyShardSource.")
+        raise ConfigError(f"read() got {shown(source)}.", "Pass a KeyShardSource.")
     if source.in_memory:
         raise ConfigError(
             f"{source.service_url} is an in-memory cluster of this process, which Ray's workers "
-            "cannot reach. Use the URL of a broker."
+            "cannot reach.",
+            "Use the URL of a broker.",
         )
     _check_options(options, read_datasource)
     if not isinstance(reports, ReadReports | None):
-        raise ConfigError(f"reports is {shown(reports)}; give a ray_adapter.ReadReports or None.")
+        raise ConfigError(
+            f"reports is {shown(reports)}.", "Give a ray_adapter.ReadReports or None."
+        )
     check_bytes_in_flight(bytes_in_flight_max)
     names = wanted_columns(columns, source)
     wanted = wanted_keys(keys)
@@ -152,8 +155,9 @@ def _check_options(given: Mapping[str, Any], read_datasource: Callable[..., Any]
             hint = did_you_mean(name, [*_OWN, *sorted(passed_on)])
             hint = f"{hint} " if hint else ""
             raise ConfigError(
-                f"read() has no option {shown(name)}. {hint}Its own options are "
-                f"{', '.join(_OWN)}. It also passes the options of ray.data.read_datasource."
+                f"read() has no option {shown(name)}.",
+                f"{hint}Its own options are {', '.join(_OWN)}. It also passes the options of "
+                "ray.data.read_datasource.",
             )
     for name in _COUNTS:
         value = given.get(name)

@@ -84,7 +84,8 @@ class Results:
                 if time.monotonic() > end_s:
                     raise BrokerUnavailableError(
                         f"Results were not confirmed within {timeout_s:g} s. Their messages are "
-                        "not acknowledged. Check the health of the broker."
+                        "not acknowledged.",
+                        "Check the health of the broker.",
                     )
                 exchange.changed.wait(LOOK_S)
 
@@ -124,11 +125,11 @@ class Results:
                 run.commit(entries, rows, handled)
             except KeyShardError as exc:  # noqa: PERF203 - an attempt takes much longer
                 if self._exchange.stopping:
-                    _log.warning("the last results are not confirmed: %s", exc)
+                    _log.warning("the last results are not confirmed: %s", exc.summary)
                     return
                 if not exc.retriable:
                     raise
-                _log.warning("results are not confirmed, and published again: %s", exc)
+                _log.warning("results are not confirmed, and published again: %s", exc.summary)
                 time.sleep(AGAIN_S)
             else:
                 break

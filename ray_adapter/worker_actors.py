@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 import ray
 from ray import exceptions
 
+from keyshard.base_error import IGNORE
 from keyshard.config.connection import Connection
 from keyshard.config.workers import WorkersOption
 from keyshard.core.lanes.failure import text_of
@@ -51,7 +52,10 @@ LOOK_S = 0.1
 RESOURCE = "resources."
 """Prefix of the options that ask for a custom resource."""
 
-GONE = "Ray was shut down while a source had workers there. Close the source before ray.shutdown()."
+GONE = (
+    "Ray was shut down while a source had workers there.",
+    "Close the source before ray.shutdown().",
+)
 NONE: Mapping[str, float] = {}
 _log = logging.getLogger(__name__)
 
@@ -183,7 +187,7 @@ class RayWorker(Worker):
             )
         except (TypeError, ValueError) as exc:
             raise ConfigError(
-                f"Ray rejects the resources of workers: {text_of(exc)}. Correct them."
+                f"Ray rejects the resources of workers: {text_of(exc)}.", "Correct them."
             ) from exc
         try:
             hello = self._start(setup.packed(), placement, stop)
@@ -205,19 +209,21 @@ class RayWorker(Worker):
                     if nowhere or waited_s > START_TIMEOUT_S:
                         raise _no_place(placement)
                 if stop.is_set():
-                    raise WorkerUnreachableError("The start of the Ray worker was cancelled.")
+                    raise WorkerUnreachableError(
+                        "The source ends, so its Ray worker is not started.", IGNORE
+                    )
             hello: str = answer.result()
         except exceptions.ActorUnschedulableError as exc:
             raise ClusterError(
-                f"A Ray worker cannot be placed: {text_of(exc)}. Add nodes, or request fewer "
-                "resources."
+                f"A Ray worker cannot be placed: {text_of(exc)}.",
+                "Add nodes, or request fewer resources.",
             ) from exc
         except exceptions.RayError as exc:
             self._session.check()
             raise WorkerEnvironmentError(
-                f"A Ray worker cannot start: {text_of(exc)}. Install keyshard[ray] {VERSION} on "
-                "every node, in its environment or by runtime_env. Otherwise look for a crash, "
-                "or for its memory limit."
+                f"A Ray worker cannot start: {text_of(exc)}.",
+                f"Install keyshard[ray] {VERSION} on every node, in its environment or by "
+                "runtime_env. Otherwise look for a crash, or for its memory limit.",
             ) from exc
         finally:
             forget(answer)
@@ -251,10 +257,10 @@ def _no_place(placement: Mapping[str, Any]) -> ClusterError:
     asked = resources_text(_amounts(placement))
     if fits_nowhere(_amounts(placement)):
         return ClusterError(
-            f"No node of the Ray cluster has {asked}, which each worker needs. {capacity()} "
-            "Request fewer resources, or add such a node."
+            f"No node of the Ray cluster has {asked}, which each worker needs. {capacity()}",
+            "Request fewer resources, or add such a node.",
         )
     return ClusterError(
-        f"A Ray worker was not placed within {START_TIMEOUT_S:g} s. It needs {asked}. "
-        f"{capacity()} Request fewer workers or fewer resources, or add nodes."
+        f"A Ray worker was not placed within {START_TIMEOUT_S:g} s. It needs {asked}. {capacity()}",
+        "Request fewer workers or fewer resources, or add nodes.",
     )

@@ -99,11 +99,12 @@ def write(
     if not isinstance(dataset, Dataset):
         raise ConfigError(f"dataset is {shown(dataset)}; it must be a ray.data.Dataset.")
     if not isinstance(sink, KeyShardSink):
-        raise ConfigError(f"sink is {shown(sink)}; give a keyshard.KeyShardSink.")
+        raise ConfigError(f"sink is {shown(sink)}.", "Give a keyshard.KeyShardSink.")
     if sink.how_to_connect().in_memory:
         raise ConfigError(
             f"{sink.service_url} is an in-memory cluster of this process, which Ray's workers "
-            "cannot reach. Use the URL of a broker."
+            "cannot reach.",
+            "Use the URL of a broker.",
         )
     if len(sink.sink_id or "") > SINK_ID_MAX - _NAME_LENGTH:
         raise ConfigError(
@@ -116,17 +117,18 @@ def write(
     if not isinstance(columns, Sequence) or not all(
         isinstance(name, str) and name for name in columns
     ):
-        raise ConfigError(f"order_by is {shown(order_by)}; give names of columns.")
+        raise ConfigError(f"order_by is {shown(order_by)}.", "Give names of columns.")
     if not isinstance(ray_remote_args, Mapping | None):
         raise ConfigError(
-            f"ray_remote_args is {shown(ray_remote_args)}; give a dict of options of Ray."
+            f"ray_remote_args is {shown(ray_remote_args)}.", "Give a dict of options of Ray."
         )
     if on_progress is not None and not callable(on_progress):
-        raise ConfigError(f"on_progress is {shown(on_progress)}; give a function.")
+        raise ConfigError(f"on_progress is {shown(on_progress)}.", "Give a function.")
     if not hasattr(Datasink, "min_bytes_per_write"):
         raise ConfigError(
             f"Ray {ray.__version__} may make rows again when it repeats their write task, so that "
-            "other rows could be lost or stored twice. Install Ray 2.60 or newer to write."
+            "other rows could be lost or stored twice.",
+            "Install Ray 2.60 or newer to write.",
         )
     try:
         with _reporting(on_progress) as progress:
@@ -161,7 +163,9 @@ def _reporting(on_progress: Callable[[DatasetReport], None] | None) -> Iterator[
                 return
 
     thread = begin(
-        "keyshard-ray-progress", report, fail=lambda exc: _log.warning("no more progress: %s", exc)
+        "keyshard-ray-progress",
+        report,
+        fail=lambda exc: _log.warning("no more progress: %s", exc.summary),
     )
     try:
         yield actor

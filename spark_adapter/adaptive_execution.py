@@ -37,8 +37,8 @@ def check_task(context: TaskContext) -> None:
     """
     if _is_on(context.getLocalProperty(ADAPTIVE_STREAMS)):
         raise ConfigError(
-            f"Adaptive execution {_DANGER} Set {ADAPTIVE_STREAMS}=false in the session before the "
-            "query starts."
+            f"Adaptive execution {_DANGER}",
+            f"Set {ADAPTIVE_STREAMS}=false in the session before the query starts.",
         )
 
 
@@ -58,14 +58,15 @@ def check_rows(rows: DataFrame, *, in_stream: bool) -> None:
     off = f"set {ADAPTIVE}=false in the session, before a query starts."
     if is_remote(rows):
         if adaptive:
-            raise ConfigError(f"Adaptive execution {_DANGER} With Spark Connect, {off}")
+            raise ConfigError(f"Adaptive execution {_DANGER}", f"With Spark Connect, {off}")
         return
     is_fixed = not adaptive or (in_stream and not _is_on(settings.get(ADAPTIVE_STREAMS, "true")))
     if may_change(rows._jdf.queryExecution().executedPlan(), is_fixed=is_fixed):
         last = "the function of foreachBatch" if in_stream else "the query"
         raise ConfigError(
-            f"Spark {_DANGER} Make rows.repartition(8, '__key') the last step of {last}, with a "
-            f"number of your choice{f'. Or {off}' if adaptive else '.'}"
+            f"Spark {_DANGER}",
+            f"Make rows.repartition(8, '__key') the last step of {last}, with a number of your "
+            f"choice{f'. Or {off}' if adaptive else '.'}",
         )
 
 

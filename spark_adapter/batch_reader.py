@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
+from keyshard.base_error import placed
 from keyshard.core.position.read_bounds import bound_text
 from keyshard.core.position.split import Split, cut, grouped
 from keyshard.core.position.zones import NO_LIMITS, Limits, Wanted
@@ -73,7 +74,7 @@ class KeyShardBatchReader(DataSourceReader):
     def partitions(self) -> list[KeyShardSplits]:
         """Plan one partition for each task, and at least one, because the first holds the ends."""
         read, pushed = self._read, self._pushed
-        with as_spark_error(**dict(read.names)):
+        with as_spark_error(**dict(read.names)), placed(read.source.place):
             self._rows.check()
             stretches = plan_read(
                 read.source,
@@ -103,7 +104,7 @@ class KeyShardBatchReader(DataSourceReader):
         assert isinstance(partition, KeyShardSplits)
         exempt_imports()
         if partition.splits:
-            with as_spark_error():
+            with as_spark_error(), placed(self._read.source.place):
                 yield from self._record_batches(partition.splits)
 
     def _record_batches(self, splits: Sequence[Split]) -> Iterator[pa.RecordBatch]:

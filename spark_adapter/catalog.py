@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from pyspark.errors import PySparkTypeError
 
 from keyshard import KeyShardSource
+from keyshard.base_error import one_line
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.schemas import asked_first
 from keyshard.config.connection import Connection
@@ -94,7 +95,8 @@ def sync(
         if getattr(spark, "_jvm", None) is None:
             raise ConfigError(
                 "catalog.sync() needs the process of the SparkContext, but this session uses "
-                "Spark Connect. Run it on the server, or read topics with format('keyshard')."
+                "Spark Connect.",
+                "Run it on the server, or read topics with format('keyshard').",
             )
         given = {str(name): str(text) for name, text in (options or {}).items()}
         source = _checked(given)
@@ -118,12 +120,12 @@ class _Namespaces:
         for tenant in scope.tenants:
             if not tenant or "/" in tenant:
                 raise ConfigError(
-                    f"tenants contains {shown(tenant)}, which is not the name of a tenant. "
-                    "Correct it."
+                    f"tenants contains {shown(tenant)}, which is not the name of a tenant.",
+                    "Correct it.",
                 )
         for one in scope.namespaces or ():
             if one.count("/") != 1 or not all(one.split("/")):
-                raise ConfigError(f"namespaces contains {shown(one)}. Write 'tenant/namespace'.")
+                raise ConfigError(f"namespaces contains {shown(one)}.", "Write 'tenant/namespace'.")
         return scope
 
     def has(self, namespace: str | None) -> bool:
@@ -145,7 +147,8 @@ def _checked(options: Mapping[str, str]) -> KeyShardSource:
         if name.lower() in _TOPICS:
             raise ConfigError(
                 f"Option {name!r} cannot be set for all tables, because each table has its own "
-                "topic. Remove it."
+                "topic.",
+                "Remove it.",
             )
     check_takes_no_filters(
         parse_bounded({"topic": "any"} | {n: text for n, text in options.items() if of_batches(n)})
@@ -157,16 +160,17 @@ def _checked(options: Mapping[str, str]) -> KeyShardSource:
     connection = source.how_to_connect()
     if connection.admin_url is None:
         raise ConfigError(
-            "catalog.sync() needs the admin interface, which lists the topics. Set admin_url in "
-            "options."
+            "catalog.sync() needs the admin interface, which lists the topics.",
+            "Set admin_url in options.",
         )
     said = connection.authentication
     values = [getattr(said, one.name) for one in dataclasses.fields(said)] if said else []
     if any(isinstance(value, Secret) for value in values) or "@" in connection.admin_url:
         raise ConfigError(
             "options contains a secret, which would be visible in the tables and in files that "
-            "are written from them. Use a file or an environment variable instead: authParams "
-            "'file:///path', 'env:NAME', or oauth2 with privateKey."
+            "are written from them.",
+            "Use a file or an environment variable instead: authParams 'file:///path', "
+            "'env:NAME', or oauth2 with privateKey.",
         )
     return source
 
@@ -281,7 +285,7 @@ class _Sync:
         try:
             columns = schema_of(plan_of(source), source.metadata_columns)
         except (SchemaError, PySparkTypeError) as exc:
-            return schema_of(None, source.metadata_columns), str(exc)
+            return schema_of(None, source.metadata_columns), one_line(exc)
         twice = columns_alike(columns.names, case_sensitive=self._catalog.case_sensitive)
         if twice is not None:
             raw = schema_of(None, source.metadata_columns)

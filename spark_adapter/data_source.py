@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource, DataSourceArrowWriter
 from pyspark.sql.types import StructType
 
+from keyshard.base_error import placed
 from keyshard.errors import ConfigError
 from spark_adapter.error_text import as_spark_error, concise_errors
 from spark_adapter.preflight import FILTERS, STREAM_WRITES, STREAMS, check_has
@@ -46,7 +47,7 @@ class KeyShardDataSource(DataSource):
 
         with concise_errors():
             source = _source_of(self.options)
-        with as_spark_error():
+        with as_spark_error(), placed(source.place):
             return schema_of(self._planned_for(source), source.metadata_columns)
 
     def reader(self, schema: StructType) -> KeyShardBatchReader:
@@ -92,8 +93,9 @@ class KeyShardDataSource(DataSource):
         with as_spark_error():
             if overwrite:
                 raise ConfigError(
-                    "keyshard cannot write with mode('overwrite'), because it does not "
-                    "delete messages of a topic. Use mode('append')."
+                    "keyshard cannot write with mode('overwrite'), because it does not delete "
+                    "messages of a topic.",
+                    "Use mode('append').",
                 )
             write = self._write(schema)
             write.check_reading()
@@ -109,8 +111,9 @@ class KeyShardDataSource(DataSource):
 
             if overwrite:
                 raise ConfigError(
-                    "keyshard cannot write with outputMode('complete'), because it does "
-                    "not delete messages of a topic. Use outputMode('append') or 'update'."
+                    "keyshard cannot write with outputMode('complete'), because it does not "
+                    "delete messages of a topic.",
+                    "Use outputMode('append') or 'update'.",
                 )
             return KeyShardStreamWriter(self._write(schema))
 
@@ -125,7 +128,7 @@ class KeyShardDataSource(DataSource):
         """Return the conversion of rows to the columns of a query."""
         from spark_adapter.query_columns import needs_no_schema, rows_of  # noqa: PLC0415 - see above
 
-        with as_spark_error():
+        with as_spark_error(), placed(source.place):
             if needs_no_schema(schema, source.malformed):
                 return rows_of(schema, None)
             return rows_of(schema, self._planned_for(source))
@@ -153,15 +156,16 @@ def _source_of(options: Mapping[str, str]) -> KeyShardSource:
     if {"owner", "provider"} <= {name.lower() for name in options}:
         raise ConfigError(
             "CREATE TABLE ... USING keyshard is not supported, because Spark hides the options "
-            "of a table from its data source. Create tables with spark_adapter.catalog.sync."
+            "of a table from its data source.",
+            "Create tables with spark_adapter.catalog.sync.",
         )
     of_streams = [name for name in options if is_of_streams(name)]
     if of_streams and "subscription" not in {name.lower() for name in options}:
         raise ConfigError(
             f"Option 'subscription' is missing, but option {of_streams[0]!r} belongs to streams "
-            "(spark.readStream). A stream needs the subscription that holds its backlog; a "
-            "batch read has neither option. Set 'subscription', or remove the options of "
-            "streams."
+            "(spark.readStream). A stream needs the subscription that holds its backlog; a batch "
+            "read has neither option.",
+            "Set 'subscription', or remove the options of streams.",
         )
     if of_streams:
         check_has(STREAMS)

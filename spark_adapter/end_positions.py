@@ -59,8 +59,9 @@ def positions(of: DataFrame | StreamingQuery) -> str:
             return _text(_of_query(given))
         if remote or getattr(given, "_jdf", None) is None or given.isStreaming:
             raise ConfigError(
-                f"positions() got {shown(of)}. Pass the DataFrame of a batch read or a streaming "
-                "query, from a session without Spark Connect."
+                f"positions() got {shown(of)}.",
+                "Pass the DataFrame of a batch read or a streaming query, from a session without "
+                "Spark Connect.",
             )
         return _text(_of_batch(given))
 
@@ -89,8 +90,9 @@ def _of_batch(rows: DataFrame) -> dict[str, str]:
         pushes = rows.sparkSession.conf.get(PUSHDOWN, "false") == "true"
         if pushes and "latest" in (relation.options().get("endingOffsets") or "latest"):
             raise ConfigError(
-                f"{PUSHDOWN} is true, so Spark plans each query with a filter again, and "
-                "'latest' changes. Set it to false, or set endingOffsets."
+                f"{PUSHDOWN} is true, so Spark plans each query with a filter again, and 'latest' "
+                "changes.",
+                "Set it to false, or set endingOffsets.",
             )
         # Spark keeps this plan with the loaded table, for every DataFrame made from it.
         scan = relation.table().newScanBuilder(relation.options()).build()
@@ -100,18 +102,19 @@ def _of_batch(rows: DataFrame) -> dict[str, str]:
         for name, end in part.ends.items():
             if ends.setdefault(name, end) != end:
                 raise ConfigError(
-                    f"The DataFrame has two reads of {name}, with the ends {ends[name]} and "
-                    f"{end}. Get the positions of each read separately."
+                    f"The DataFrame has two reads of {name}, with the ends {ends[name]} and {end}.",
+                    "Get the positions of each read separately.",
                 )
     if not ends:
         raise ConfigError(
-            "The DataFrame has no batch read of format('keyshard'). Pass one that has."
+            "The DataFrame has no batch read of format('keyshard').", "Pass one that has."
         )
     for name, end in ends.items():
         if isinstance(parse_bound(f"The end of {name}", end), int):
             raise ConfigError(
                 f"The end of {name} is {end!r}, a publish time, which is not a position: earlier "
-                "messages may be stored after it. Use endingOffsets instead of endingTime."
+                "messages may be stored after it.",
+                "Use endingOffsets instead of endingTime.",
             )
     return ends
 
@@ -121,7 +124,8 @@ def _of_query(query: Any) -> dict[str, str]:
     if len(relations) != 1:
         raise ConfigError(
             f"The query has {len(relations)} sources of format('keyshard'), but positions() "
-            "supports exactly one. Use a query with one source."
+            "supports exactly one.",
+            "Use a query with one source.",
         )
     (relation,) = relations
     given, made_up = dict(relation.options().asCaseSensitiveMap()), False
@@ -139,4 +143,4 @@ def _of_query(query: Any) -> dict[str, str]:
             continue
         if (made_up or checkpoint.subscription == source.subscription) and checkpoint.partitions:
             return {name: str(at) for name, at in positions_of(source, checkpoint).items()}
-    raise NotRunningError("The query has no batch yet. Try again later.")
+    raise NotRunningError("The query has no batch yet.", "Try again later.")

@@ -58,8 +58,10 @@ class as_spark_error(concise_errors):  # noqa: N801
         self._first = first
 
     def translate(self, error: KeyShardError) -> KeyShardError:
+        from keyshard.error_reference import remedy_of  # noqa: PLC0415 - only errors need it
+
         names, field = _names()
-        text = field.sub(lambda found: names[found[1]], error.message)
-        word, space, rest = text.partition(" ")
-        text = self._first.get(word, word) + space + rest
-        return type(error)(text, **error.facts)
+        texts = error.problem, error.remedy or remedy_of(type(error))
+        problem, remedy = (field.sub(lambda found: names[found[1]], text) for text in texts)
+        word, space, rest = problem.partition(" ")
+        return error.with_text(self._first.get(word, word) + space + rest, remedy)

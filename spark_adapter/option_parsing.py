@@ -62,24 +62,24 @@ def parse_options(options: Mapping[str, str], *, stream: bool = True) -> KeyShar
             continue
         option = _BY_NAME.get(name.lower())
         if option is None:
-            raise ConfigError(unknown(name))
+            raise unknown(name)
         if option.field in given:
             raise ConfigError(
-                f"{given[option.field]!r} and {option.name!r} are both given. Give only one of "
-                "them."
+                f"{given[option.field]!r} and {option.name!r} are both given.",
+                "Give only one of them.",
             )
         given[option.field] = option.name
         fields[option.field] = _parse(option, text)
     if "topics" in given and "topics_pattern" in given:
         raise ConfigError(
-            f"{given['topics']!r} and 'topicsPattern' are both given. Give only one of them."
+            f"{given['topics']!r} and 'topicsPattern' are both given.", "Give only one of them."
         )
     if not given.keys() & {"topics", "topics_pattern"}:
-        raise ConfigError("No topic is given. Set option 'topic', 'topics' or 'topicsPattern'.")
+        raise ConfigError("No topic is given.", "Set option 'topic', 'topics' or 'topicsPattern'.")
     if stream and "subscription" not in fields:
         raise ConfigError(
-            "Option 'subscription' is missing. Set it to the Pulsar subscription that holds the "
-            "backlog of this query."
+            "Option 'subscription' is missing.",
+            "Set it to the Pulsar subscription that holds the backlog of this query.",
         )
     try:
         source = KeyShardSource(**_connected(fields, client))
@@ -87,14 +87,14 @@ def parse_options(options: Mapping[str, str], *, stream: bool = True) -> KeyShar
         # Translate only the field's name at the start: the rest may be text of the user.
         # Without the cause: Spark prints causes first, and this one has names of fields, not of
         # options.
-        field, space, rest = exc.message.partition(" ")
+        field, space, rest = exc.problem.partition(" ")
         given |= {one.field: CLIENT + one.name for one in CONNECTION_OPTIONS}
-        raise ConfigError(given.get(field, field) + space + rest) from None
+        raise exc.with_text(given.get(field, field) + space + rest, exc.remedy) from None
     if source.in_memory:
         raise ConfigError(
             f"service.url is {shown(source.service_url)}, an in-memory cluster that only one "
-            "process can reach, but Spark reads in several. Use the URL of a broker: 'keyshard "
-            "broker start' starts one."
+            "process can reach, but Spark reads in several.",
+            "Use the URL of a broker: 'keyshard broker start' starts one.",
         )
     return source
 
@@ -107,7 +107,8 @@ def _connected(fields: dict[str, Any], client: Mapping[str, str]) -> dict[str, A
     for name in said.keys() & SHORTHANDS:
         if fields.get(name, said[name]) != said[name]:
             raise ConfigError(
-                f"{name} is given together with another option of {CLIENT}*. Give only one of them."
+                f"{name} is given together with another option of {CLIENT}*.",
+                "Give only one of them.",
             )
     kept = {name: value for name, value in fields.items() if name not in SHORTHANDS}
     shorthands = {name: value for name, value in fields.items() if name in SHORTHANDS}
@@ -132,8 +133,8 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
         options = {"topic": source.topics[0]}
     elif any("," in topic for topic in source.topics):
         raise ConfigError(
-            "The name of a topic contains a comma, so several topics cannot be passed to Spark. "
-            "Read this topic alone."
+            "The name of a topic contains a comma, so several topics cannot be passed to Spark.",
+            "Read this topic alone.",
         )
     else:
         options = {"topics": ",".join(source.topics)}
@@ -152,7 +153,7 @@ def to_options(source: KeyShardSource) -> dict[str, str]:
         if name in ("topics", "connection") or value == field.default:
             continue
         if name not in known:
-            raise ConfigError(f"{name} cannot be set for Spark. Leave it at {field.default!r}.")
+            raise ConfigError(f"{name} cannot be set for Spark.", f"Leave it at {field.default!r}.")
         options[known[name]] = _text(name, value)
     return options
 
@@ -247,21 +248,23 @@ def milliseconds(name: str, text: str) -> int:
     found = duration_ms(text.strip().lower(), unit="ms")
     if found is None:
         raise ConfigError(
-            f"Option {name!r} is {shown(text)}; write a time with a unit, such as '30s' or '15m'."
+            f"Option {name!r} is {shown(text)}.",
+            "Write a time with a unit, such as '30s' or '15m'.",
         )
     return found
 
 
-def unknown(name: str) -> str:
-    """Return the error text for an option that a stream does not have."""
+def unknown(name: str) -> ConfigError:
+    """Return the error for an option that a stream does not have."""
     batch = _OF_BATCHES.get(name.lower())
     if batch is not None:
-        return (
-            f"Option {batch.name!r} belongs to batch reads (spark.read), not to streams. Remove it."
+        return ConfigError(
+            f"Option {batch.name!r} belongs to batch reads (spark.read), not to streams.",
+            "Remove it.",
         )
     hint = did_you_mean(name, [option.name for option in (*OPTIONS, *BATCH_OPTIONS)])
     hint = f"{hint} " if hint else ""
-    return f"Option {shown(name)} is unknown. {hint}docs/options.md lists all options."
+    return ConfigError(f"Option {shown(name)} is unknown.", f"{hint}See docs/options.md.")
 
 
 # -- Options of a batch read -----------------------------------------------------------------------
@@ -321,15 +324,16 @@ def parse_bounded(options: Mapping[str, str]) -> BoundedRead:
         if option is not None:
             if option.field in names:
                 raise ConfigError(
-                    f"{names[option.field]!r} and {option.name!r} are both given. Give only one "
-                    "of them."
+                    f"{names[option.field]!r} and {option.name!r} are both given.",
+                    "Give only one of them.",
                 )
             names[option.field] = option.name
             found[option.field] = _PARSED[option.name](option.name, text)
         elif is_of_streams(name):
             raise ConfigError(
-                f"Option {_OF_STREAMS[name.lower()]!r} belongs to streams (spark.readStream), "
-                "not to batch reads. Remove it."
+                f"Option {_OF_STREAMS[name.lower()]!r} belongs to streams (spark.readStream), not "
+                "to batch reads.",
+                "Remove it.",
             )
         else:
             others[name] = text
@@ -380,7 +384,7 @@ def accumulator_id(name: str, text: str) -> int:
         return int(text)
     kind = name[:1].upper() + name[1:]
     raise ConfigError(
-        f"{name} is {shown(text)}; give the id of a spark_adapter.{kind}, or remove it."
+        f"{name} is {shown(text)}.", f"Give the id of a spark_adapter.{kind}, or remove it."
     )
 
 
@@ -391,7 +395,7 @@ def _keys(name: str, text: str) -> frozenset[str]:
         given = None
     if not isinstance(given, list) or not given or not all(map(is_key, given)):
         raise ConfigError(
-            f'{name} is {shown(text)}; write a JSON list of keys, such as ["k1", "k2"].'
+            f"{name} is {shown(text)}.", 'Write a JSON list of keys, such as ["k1", "k2"].'
         )
     return frozenset(given)
 
@@ -407,8 +411,9 @@ def _addresses(name: str, text: str) -> dict[str, str]:
         given = None
     if not isinstance(given, dict):
         raise ConfigError(
-            f"{name} is {shown(text)}; write a JSON object with an address for each bookie, such "
-            'as {"bookie-0:3181": "10.0.0.1:3181"}.'
+            f"{name} is {shown(text)}.",
+            "Write a JSON object with an address for each bookie, such as "
+            '{"bookie-0:3181": "10.0.0.1:3181"}.',
         )
     return given
 

@@ -57,12 +57,12 @@ def check_interpreter(python: str) -> None:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError) as exc:
         raise WorkerEnvironmentError(
-            f"PYSPARK_PYTHON is {python!r}, which does not run: {exc}. {remedy}", python=python
+            f"PYSPARK_PYTHON is {python!r}, which does not run: {exc}.", remedy, python=python
         ) from exc
     if answer:
         raise WorkerEnvironmentError(
-            f"PYSPARK_PYTHON is {python!r}, which lacks {answer}. Install keyshard[spark] "
-            f"there, or use another interpreter. {remedy}",
+            f"PYSPARK_PYTHON is {python!r}, which lacks {answer}.",
+            f"Install keyshard[spark] there, or use another interpreter. {remedy}",
             python=python,
             missing=answer,
         )
@@ -112,8 +112,8 @@ def check_has(feature: Feature) -> None:
     """
     if is_before(*feature.since):
         raise ConfigError(
-            f"PySpark {_installed()} cannot have {feature.name}. Install PySpark "
-            f"{_text(feature.since)} or newer. {feature.instead}"
+            f"PySpark {_installed()} cannot have {feature.name}.",
+            f"Install PySpark {_text(feature.since)} or newer. {feature.instead}",
         )
 
 

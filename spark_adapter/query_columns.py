@@ -141,7 +141,8 @@ def _check_kinds(schema: StructType, kinds: Mapping[str, DataType], why: str = "
             known = ", ".join(f"{name} {kind.simpleString()}" for name, kind in kinds.items())
             raise ConfigError(
                 f"Column {field.name!r} of type {field.dataType.simpleString()} does not "
-                f"exist{why}. The columns are: {known}."
+                f"exist{why}.",
+                f"The columns are: {known}.",
             )
 
 
@@ -168,8 +169,8 @@ def _check_names(names: Sequence[str]) -> None:
     """
     if not names:
         raise ConfigError(
-            "schema(...) has no columns. Name some, or leave schema(...) out to get all."
+            "schema(...) has no columns.", "Name some, or leave schema(...) out to get all."
         )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ConfigError(f"schema(...) has column {twice[0]!r} twice. Name each column once.")
+        raise ConfigError(f"schema(...) has column {twice[0]!r} twice.", "Name each column once.")

@@ -54,13 +54,13 @@ def read_plan(rows: DataFrame) -> ReadReport:
         remote = is_remote(given)
         if remote or getattr(given, "_jdf", None) is None or given.isStreaming:
             raise ConfigError(
-                f"read_plan() got {shown(rows)}. Pass the DataFrame of a batch read, from a "
-                "session without Spark Connect."
+                f"read_plan() got {shown(rows)}.",
+                "Pass the DataFrame of a batch read, from a session without Spark Connect.",
             )
         relations = list(tables(given._jdf.queryExecution().analyzed()))
         if not relations:
             raise ConfigError(
-                "The DataFrame has no batch read of format('keyshard'). Pass one that has."
+                "The DataFrame has no batch read of format('keyshard').", "Pass one that has."
             )
         return planned(chain.from_iterable(map(_splits_of, relations)))
 

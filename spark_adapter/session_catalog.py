@@ -46,8 +46,8 @@ class SessionCatalog:
         if spark.conf.get("spark.sql.catalogImplementation", "in-memory") == "hive":
             raise ConfigError(
                 "This session has a Hive catalog, whose names contain only letters, digits and "
-                "_, so the database `tenant/namespace` cannot exist. Create tables in a session "
-                "without Hive, or read topics with format('keyshard')."
+                "_, so the database `tenant/namespace` cannot exist.",
+                "Create tables in a session without Hive, or read topics with format('keyshard').",
             )
         spark_of: Any = spark
         self._jvm = spark_of._jvm

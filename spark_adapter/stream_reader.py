@@ -128,7 +128,8 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if isinstance(limit, ReadAllAvailable):
             raise UnsupportedTriggerError(
                 "Trigger.Once is not supported, because it never commits its only batch at the "
-                "source. Use trigger(availableNow=True)."
+                "source.",
+                "Use trigger(availableNow=True).",
             )
         runtime = self._runtime or self._start(start)
         rows_max = limit.max_rows if isinstance(limit, ReadMaxRows) else None

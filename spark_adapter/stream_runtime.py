@@ -183,7 +183,8 @@ class StreamRuntime:
             raise AsyncProgressError(
                 "Async progress tracking is on: Spark plans a batch before it commits the "
                 "previous one. It does not report durable batches, so keyshard could not "
-                "acknowledge safely. Remove option 'asyncProgressTrackingEnabled'."
+                "acknowledge safely.",
+                "Remove option 'asyncProgressTrackingEnabled'.",
             )
         self._planned = end
 

@@ -55,7 +55,8 @@ def _property(context: TaskContext, name: str) -> str:
     found = context.getLocalProperty(name)
     if found is None:
         raise ConfigError(
-            f"Spark does not tell {name} to the tasks of this query, which identifies rows after a "
-            "failure. Write with spark_adapter.write_batch in foreachBatch."
+            f"Spark does not tell {name} to the tasks of this query, which identifies rows after "
+            "a failure.",
+            "Write with spark_adapter.write_batch in foreachBatch.",
         )
     return found

@@ -71,9 +71,9 @@ def check_takes_no_filters(read: BoundedRead) -> None:
     if read.pushes_filters:
         raise ConfigError(
             "Option 'pushFilters' is not supported for tables. A statement that uses a table "
-            "twice, such as a union or a self-join, would lose rows. Remove it, and limit the "
-            "read by topic, positions, times or keys. Or use "
-            "spark.read.format('keyshard').load() once for each query."
+            "twice, such as a union or a self-join, would lose rows.",
+            "Remove it, and limit the read by topic, positions, times or keys. Or use "
+            "spark.read.format('keyshard').load() once for each query.",
         )
 
 

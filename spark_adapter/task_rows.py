@@ -122,7 +122,8 @@ def never_null(batch: pa.RecordBatch, strict: pa.Schema) -> pa.RecordBatch:
         if missing:
             raise SchemaError(
                 f"Column {missing!r} is NOT NULL in schema(...), but a message has no value for "
-                "it. Remove NOT NULL (nullable=True)."
+                "it.",
+                "Remove NOT NULL (nullable=True).",
             )
     columns = [cast_values(*pair) for pair in zip(batch.columns, strict.types, strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=strict)

@@ -74,7 +74,7 @@ class EndAddress:
                     said = answer.read(LOG_BYTES_MAX)
         except OSError:
             return None
-        return StreamProcessError(said.decode(errors="replace")) if said else None
+        return StreamProcessError(*said.decode(errors="replace").split("\0", 1)) if said else None
 
 
 _spark_pid: list[int] = []
@@ -160,9 +160,9 @@ def explanation(pid: int, status: int | None, log: str) -> KeyShardError:
     return as_spark_error().translate(
         StreamProcessError(
             f"Stream process {pid} on the driver, which reads the stream of this query, "
-            f"{ending(status)}. {remedy(status)}{limit} Then start the query again from its "
-            "checkpoint: it reads again what Spark has not committed. The log of the process is "
-            f"part of the standard error of the driver.{shown}"
+            f"{ending(status)}. Its log is part of the standard error of the driver.{shown}",
+            f"{remedy(status)}{limit} Then start the query again from its checkpoint: it reads "
+            "again the rows that Spark has not committed.",
         )
     )
 
@@ -258,7 +258,7 @@ class _Watch:
             ready = select.select([self._listener, self._spark], [], [], LOOK_S)[0]
             if self._listener in ready:
                 with suppress(OSError):
-                    self._answer(error.message)
+                    self._answer(f"{error.problem}\0{error.remedy}")
             try:
                 if self._spark in ready and not self._spark.recv(65_536):
                     return

@@ -84,9 +84,10 @@ def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
     names = {name.lower() for name in options}
     if {*schema.names} >= _OF_TABLES and "topic" not in names:
         raise ConfigError(
-            "INSERT INTO a table of keyshard is not supported: Spark does not pass the options of "
-            "the table to the writer. Write the rows with df.write.format('keyshard'), without the "
-            f"columns {', '.join(sorted(_OF_TABLES))}."
+            "INSERT INTO a table of keyshard is not supported: Spark does not pass the options "
+            "of the table to the writer.",
+            "Write the rows with df.write.format('keyshard'), without the columns "
+            f"{', '.join(sorted(_OF_TABLES))}.",
         )
     fields: dict[str, Any] = {}
     client: dict[str, str] = {}
@@ -101,15 +102,15 @@ def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
             hint = did_you_mean(name, [one.name for one in SINK_OPTIONS])
             hint = f"{hint} " if hint else ""
             raise ConfigError(
-                f"Option {shown(name)} is not an option of a write. {hint}docs/publishing.md "
-                "lists all options."
+                f"Option {shown(name)} is not an option of a write.",
+                f"{hint}See docs/publishing.md.",
             )
         fields[option.field] = _parse(option.name, option.field, text)
     if (TOPIC in schema.names) == ("topic" in fields):
         both = "are both given" if "topic" in fields else "are both missing"
         raise ConfigError(
-            f"Option 'topic' and column {TOPIC} {both}. Set the option, or name the topic of each "
-            "row in the column."
+            f"Option 'topic' and column {TOPIC} {both}.",
+            "Set the option, or name the topic of each row in the column.",
         )
     fields.setdefault("topic", TOPIC)  # nothing is written to a topic of this name
     order, staging = fields.pop("order_by", ()), fields.pop("staging", None)
@@ -141,8 +142,8 @@ def check_length(name: str, sink_id: str) -> None:
 def _check_staging(url: str) -> None:
     if url.startswith("memory:") or not url:
         raise ConfigError(
-            f"staging is {shown(url)}, but the driver and all tasks must reach it. Write an fsspec "
-            "URL of a folder, such as s3://bucket/staging."
+            f"staging is {shown(url)}, but the driver and all tasks must reach it.",
+            "Write an fsspec URL of a folder, such as s3://bucket/staging.",
         )
     Staging(url).check()
 
@@ -158,12 +159,13 @@ def _sink(fields: dict[str, Any], client: Mapping[str, str]) -> KeyShardSink:
         # The error begins with the name of a field; the user knows the option.
         names = {option.field: option.name for option in SINK_OPTIONS}
         names |= {option.field: CLIENT + option.name for option in CONNECTION_OPTIONS}
-        field, space, rest = exc.message.partition(" ")
-        raise ConfigError(names.get(field, field) + space + rest) from None
+        field, space, rest = exc.problem.partition(" ")
+        raise exc.with_text(names.get(field, field) + space + rest, exc.remedy) from None
     if sink.service_url.startswith("memory://"):
         raise ConfigError(
             f"service.url is {shown(sink.service_url)}, an in-memory cluster that only one "
-            "process can reach, but Spark writes from several. Use the URL of a broker."
+            "process can reach, but Spark writes from several.",
+            "Use the URL of a broker.",
         )
     return sink
 
@@ -182,12 +184,13 @@ def _check_order(schema: StructType, order_by: tuple[str, ...]) -> None:
     for name in order_by:
         if name not in schema.names:
             hint = did_you_mean(name, schema.names, f"It has: {', '.join(schema.names)}.")
-            raise ConfigError(f"orderBy names {name}, which the rows do not have. {hint}")
+            raise ConfigError(f"orderBy names {name}, which the rows do not have.", hint)
         kind = schema[name].dataType
         if isinstance(kind, ArrayType | MapType | StructType | VariantType):
             raise ConfigError(
                 f"orderBy names {name}, but values of type {kind.simpleString()} have no order "
-                "here. Name columns of numbers, texts or times."
+                "here.",
+                "Name columns of numbers, texts or times.",
             )
 
 
@@ -203,19 +206,20 @@ def _arrow_columns(schema: StructType) -> pa.Schema:
         if _has_variant(kind):
             raise ConfigError(
                 f"Column {name!r} has the type {kind.simpleString()}, whose values only Spark "
-                f"understands. Write to_json({name}), or cast it."
+                "understands.",
+                f"Write to_json({name}), or cast it.",
             )
         try:
             found += arrow_schema_of(StructType([field]))
         except (PySparkException, ValueError, TypeError) as exc:
             raise ConfigError(
-                f"Column {name!r} has the type {kind.simpleString()}, which cannot be written. "
-                "Cast it, or leave it out."
+                f"Column {name!r} has the type {kind.simpleString()}, which cannot be written.",
+                "Cast it, or leave it out.",
             ) from exc
         if name in _TIMES and isinstance(kind, TimestampNTZType):
             raise ConfigError(
-                f"Column {name} has the type timestamp_ntz, which has no time zone. Cast it to "
-                "timestamp."
+                f"Column {name} has the type timestamp_ntz, which has no time zone.",
+                "Cast it to timestamp.",
             )
     return pa.schema(found)
 

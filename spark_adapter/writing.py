@@ -87,7 +87,7 @@ def write_batch(
     for name in order:
         if name not in df.columns:
             hint = did_you_mean(name, df.columns, f"It has: {', '.join(df.columns)}.")
-            raise ConfigError(f"order_by names {name}, which the rows do not have. {hint}")
+            raise ConfigError(f"order_by names {name}, which the rows do not have.", hint)
     write, query = _fitted(sink, df, order), _query_of(df)
     rows = df.sortWithinPartitions(*order) if order else df
     task = partial(

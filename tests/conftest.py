@@ -20,6 +20,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from keyshard.testing.devbroker import DevBroker, DevCluster
 from tests.spark_classes import QUICK, java_options, submit_arguments
+from tests.support import one_line_logs
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import FACTOR, deadline
 from tests.support.kinds import KINDS, kind_of_item, real
@@ -40,6 +41,8 @@ for number in (signal.SIGINT, signal.SIGQUIT):
 settings.register_profile("keyshard", deadline=None, derandomize=True)
 settings.register_profile("fresh", deadline=None, derandomize=False)
 settings.load_profile("keyshard")
+
+one_line_logs.install()
 
 ORDER = (
     *("tests/unit", "tests/property"),

@@ -298,18 +298,20 @@ class SegmentReader:
         ledger, entry = self._next
         named = f"entry {ledger}:{entry} of {self._topic_partition}: {why}"
         if isinstance(self._segment, OffloadReader):
-            text = (
-                f"The store of offloads did not return {named}. Check offloads, and the "
-                "permissions there. If the ledger was deleted since the read was planned, plan it "
-                "again."
+            text = f"The store of offloads did not return {named}."
+            remedy = (
+                "Check offloads, and the permissions there. If the ledger was deleted since the "
+                "read was planned, plan it again."
             )
         else:
-            text = (
-                f"No bookie returned {named}. Check that the bookies can be reached. If bookies "
-                "were replaced since the read was planned, plan it again."
+            text = f"No bookie returned {named}."
+            remedy = (
+                "Check that the bookies can be reached. If bookies were replaced since the read "
+                "was planned, plan it again."
             )
         where = self._topic_partition.name
-        return BookieReadError(f"{text} Or set segments to auto.", topic_partition=where)
+        remedy = f"{remedy} Or set segments to auto."
+        return BookieReadError(text, remedy, topic_partition=where)
 
     def _close_segment(self) -> None:
         if self._segment is not None:

@@ -97,7 +97,7 @@ class HostQuestions(Generic[Host, Answer]):
             return answer
         told = [host for host, _ in self.failed]
         silent = BrokerUnavailableError(
-            "The broker did not answer in time. Check that it is running."
+            "The broker did not answer in time.", "Check that it is running."
         )
         self.failed += [(host, silent) for host in hosts if host not in told]
         return None

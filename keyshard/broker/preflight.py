@@ -152,7 +152,7 @@ class _Asking:
             return not_accepted(self.host, self._credentials.who(), str(said))
         error = BrokerUnavailableError if response.get(2, 0) in _PASSING else BrokerError
         return error(
-            f"The broker at {self.host} refuses the connection: {said}. See the broker's log."
+            f"The broker at {self.host} refuses the connection: {said}.", "See the broker's log."
         )
 
     def _send(self, kind: int, fields: dict[int, Value]) -> None:
@@ -243,4 +243,6 @@ def _explained(host: str, connection: Connection) -> Iterator[None]:
 
 
 def _failed(connection: Connection, why: str, hint: str = _HINT) -> BrokerUnavailableError:
-    return BrokerUnavailableError(f"No broker answers at {connection.service_url}: {why}. {hint}.")
+    return BrokerUnavailableError(
+        f"No broker answers at {connection.service_url}: {why}.", f"{hint}."
+    )

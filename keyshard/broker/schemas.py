@@ -55,7 +55,8 @@ def schema_of(
                 if connection.in_memory or version is None:
                     raise
                 _log.debug(
-                    "the admin interface fails, so the broker is asked for a schema: %s", exc
+                    "the admin interface fails, so the broker is asked for a schema: %s",
+                    exc.summary,
                 )
         from keyshard.broker.wire.schema import ask_schema  # noqa: PLC0415
 
@@ -117,5 +118,7 @@ def _answering(connection: Connection) -> Iterator[Admin]:
         except BrokerError as exc:
             if exc.retriable:
                 raise
-            _log.debug("the admin interface answers, but does not list the clusters: %s", exc)
+            _log.debug(
+                "the admin interface answers, but does not list the clusters: %s", exc.summary
+            )
         yield admin

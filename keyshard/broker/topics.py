@@ -213,7 +213,7 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
 
 def _not_found(topic: str) -> TopicNotFoundError:
     return TopicNotFoundError(
-        f"Topic {topic} does not exist. {create_or_correct(topic)}", topic=topic
+        f"Topic {topic} does not exist.", create_or_correct(topic), topic=topic
     )
 
 
@@ -226,7 +226,7 @@ def warn_of_existing(
         try:
             return admin.subscription(topic_partition, subscription)
         except BrokerError as exc:
-            _log.debug("no statistics of %s: %s", topic_partition, exc)
+            _log.debug("no statistics of %s: %s", topic_partition, exc.summary)
             return None
 
     found = tuple(found)

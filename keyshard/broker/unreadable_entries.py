@@ -19,9 +19,12 @@ nothing."""
 Refused = TypeVar("Refused", bound=KeyShardError)
 
 
-def of_entry(kind: type[Refused], text: str, where: TopicPartition, entry_id: EntryId) -> Refused:
+def of_entry(
+    kind: type[Refused], where: TopicPartition, entry_id: EntryId, problem: str, remedy: str
+) -> Refused:
     """Create an error that carries the position of its entry."""
-    return kind(text, topic_partition=where.name, ledger=entry_id.ledger, entry=entry_id.entry)
+    facts = {"topic_partition": where.name, "ledger": entry_id.ledger, "entry": entry_id.entry}
+    return kind(problem, remedy, **facts)
 
 
 def corrupt_entry(
@@ -37,11 +40,12 @@ def corrupt_entry(
     """
     error = of_entry(
         CorruptEntryError,
-        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of "
-        "it was acknowledged. Correct the producer that wrote it. To acknowledge, count and "
-        f"skip such entries of a subscription, set on_corrupt to skip. {AROUND}",
         where,
         entry_id,
+        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} cannot be read: {why}. Nothing of "
+        "it was acknowledged.",
+        "Correct the producer that wrote it. To acknowledge, count and skip such entries of a "
+        f"subscription, set on_corrupt to skip. {AROUND}",
     )
     error.stored = stored
     return error
@@ -57,13 +61,13 @@ def kafka_entry(where: TopicPartition, entry_id: EntryId, stored: bytes = b"") -
     """
     error = of_entry(
         CorruptEntryError,
-        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} has the format of Kafka, as KoP "
-        "writes it with entryFormat=kafka. Nothing of it was acknowledged. Set entryFormat=pulsar "
-        "in KoP, so that clients of Pulsar can read new entries, and read this one with a client "
-        "of Kafka. To acknowledge, count and skip such entries of a subscription, set on_corrupt "
-        f"to skip. {AROUND}",
         where,
         entry_id,
+        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} has the format of Kafka, as KoP "
+        "writes it with entryFormat=kafka. Nothing of it was acknowledged.",
+        "Set entryFormat=pulsar in KoP, so that clients of Pulsar can read new entries, and read "
+        "this one with a client of Kafka. To acknowledge, count and skip such entries of a "
+        f"subscription, set on_corrupt to skip. {AROUND}",
     )
     error.stored = stored
     return error
@@ -89,12 +93,12 @@ def encrypted_entry(
     """
     error = of_entry(
         EncryptedMessageError,
-        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has "
-        "no keys. Nothing of it was acknowledged. Consume the topic with a client that has the "
-        "keys. To acknowledge, count and skip encrypted messages of a subscription, set "
-        f"on_encrypted to skip. {AROUND}",
         where,
         entry_id,
+        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is encrypted, and keyshard has "
+        "no keys. Nothing of it was acknowledged.",
+        "Consume the topic with a client that has the keys. To acknowledge, count and skip "
+        f"encrypted messages of a subscription, set on_encrypted to skip. {AROUND}",
     )
     error.stored = stored
     return error

@@ -18,7 +18,7 @@ from keyshard.cli.check import check
 from keyshard.cli.config import config_app
 from keyshard.cli.dead_letters import dead_letters_app
 from keyshard.cli.doctor import doctor
-from keyshard.cli.explain import explain
+from keyshard.cli.explain import error, explain
 from keyshard.cli.pause import pause, resume
 from keyshard.cli.produce import produce
 from keyshard.cli.rescale import rescale
@@ -31,7 +31,7 @@ _BAD_INPUT, _FAILED, _INTERRUPTED = 2, 1, 130
 
 
 class _App(typer.Typer):
-    """A command line whose errors are one sentence on stderr, without a traceback."""
+    """A command line whose errors are a few lines on stderr, without a traceback."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
@@ -61,6 +61,7 @@ app.command("check")(check)
 app.command("ps")(ps)
 app.command("status")(status)
 app.command("explain")(explain)
+app.command("error")(error)
 app.command("stacks")(stacks)
 app.add_typer(dead_letters_app, name="dead-letters")
 app.command("rescale")(rescale)

@@ -84,9 +84,9 @@ def start(  # noqa: PLR0917 - one argument per option
     running = registry.find(folder)
     if running is not None:
         if foreground:
-            raise DevBrokerError(f"A broker already runs on {folder}. Stop it first.")
+            raise DevBrokerError(f"A broker already runs on {folder}.", "Stop it first.")
         if version not in {None, running.version}:
-            raise DevBrokerError(f"Pulsar {running.version} runs on {folder}. Stop it first.")
+            raise DevBrokerError(f"Pulsar {running.version} runs on {folder}.", "Stop it first.")
         typer.echo(f"Already running. {_describe(running)}")
         return
     version = version or DEFAULT_VERSION
@@ -107,7 +107,9 @@ def start(  # noqa: PLR0917 - one argument per option
         try:
             _wait_until_interrupted(broker.is_running)
             if not broker.is_running():
-                raise DevBrokerError(f"The broker ended by itself. See its log {broker.log_path}.")
+                raise DevBrokerError(
+                    "The broker ended by itself.", f"See its log {broker.log_path}."
+                )
         finally:
             broker.stop()
             registry.forget(folder)
@@ -130,7 +132,8 @@ def stop(data: DataOption = None) -> None:
             )
             raise DevBrokerError(
                 f"No broker runs on {registry.data_dir(None)}, but brokers run on other data "
-                f"directories. To stop one of them, name its directory: {ways}."
+                "directories.",
+                f"To stop one of them, name its directory: {ways}.",
             )
         typer.echo(f"No broker runs on {registry.data_dir(data)}.")
         return
@@ -170,12 +173,12 @@ def logs(
         opened = path.open(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         raise DevBrokerError(
-            f"The log {path} does not exist, because no broker was started there. Start one, or "
-            "correct --data."
+            f"The log {path} does not exist, because no broker was started there.",
+            "Start one, or correct --data.",
         ) from None
     except OSError as exc:
         raise DevBrokerError(
-            f"The log {path} cannot be read: {exc.strerror}. Check its permissions."
+            f"The log {path} cannot be read: {exc.strerror}.", "Check its permissions."
         ) from None
     with opened as log:
         for line in deque(log, maxlen=lines):

@@ -109,11 +109,14 @@ def check(  # noqa: PLR0917 - one argument per option
     Exit status 0: every promise holds; 1: a promise is broken; 2: there is no verdict.
     """
     if live == (history is not None):
-        raise ConfigError("Name a history file, or record one with --live and --topic.")
+        raise ConfigError(
+            "A check needs a history file or --live.",
+            "Name a history file, or record one with --live and --topic.",
+        )
     if not live and out is not None:
         raise ConfigError(
-            "--history needs --live, which records a history. To check a file, name it without "
-            "--history."
+            "--history needs --live, which records a history.",
+            "To check a file, name it without --history.",
         )
     try:
         with _history_file(history or out) as path:
@@ -170,15 +173,17 @@ def _run_live(
 
     if topic is None:
         raise ConfigError(
-            "--live needs a topic to publish to. Add --topic, preferably with a new topic."
+            "--live needs a topic to publish to.", "Add --topic, preferably with a new topic."
         )
     try:
         exists = path.exists()
     except OSError as exc:
-        raise ConfigError(f"{path} cannot be written: {exc.strerror}. Name a new file.") from None
+        raise ConfigError(
+            f"{path} cannot be written: {exc.strerror}.", "Name a new file."
+        ) from None
     if exists:
         raise ConfigError(
-            f"{path} already exists. Name a new file. To check this file, leave out --live."
+            f"{path} already exists.", "Name a new file. To check this file, leave out --live."
         )
     plan = LiveCheck(
         topic=topic,

@@ -145,7 +145,6 @@ def connection_of(
     Raises:
         ConfigError: A value is wrong; names the option.
     """
-    from keyshard.config.connection_names import NAMES
     from keyshard.config.settings import read_settings
 
     names = {
@@ -158,14 +157,19 @@ def connection_of(
         if made.service_url == SERVICE_URL and made.admin_url is None:
             return replace(made, admin_url=ADMIN_URL)
     except ConfigError as exc:
-        text = exc.message
-        for option, (name, _) in _OPTIONS.items():
-            shown = f"--{option.replace('_', '-')}"
-            own = {name} if name == "authParams" else {name, NAMES[name]}
-            for word in own:
-                text = text.replace(word, shown)
-        raise ConfigError(text) from exc
+        raise exc.with_text(_as_options(exc.problem), _as_options(exc.remedy)) from exc
     return made
+
+
+def _as_options(text: str) -> str:
+    """Replace the names of fields in a text with those of options."""
+    from keyshard.config.connection_names import NAMES
+
+    for option, (name, _) in _OPTIONS.items():
+        own = {name} if name == "authParams" else {name, NAMES[name]}
+        for word in own:
+            text = text.replace(word, f"--{option.replace('_', '-')}")
+    return text
 
 
 def source_of(

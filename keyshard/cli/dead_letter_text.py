@@ -104,7 +104,7 @@ def _as_json(value: bytes) -> str:
         return json.dumps(json.loads(value), indent=2, ensure_ascii=False)
     except (ValueError, RecursionError) as exc:
         raise ConfigError(
-            f"The value is not JSON: {plain(str(exc))}. Use --format text or hex."
+            f"The value is not JSON: {plain(str(exc))}.", "Use --format text or hex."
         ) from exc
 
 

@@ -341,7 +341,7 @@ def _seconds(option: str, text: str | None) -> float | None:
     found = duration_ms(text)
     if found is None:
         raise ConfigError(
-            f"{option} is {shown(text)}. Write a number with s, m, h or d, such as 15m."
+            f"{option} is {shown(text)}.", "Write a number with s, m, h or d, such as 15m."
         )
     return found / 1000
 
@@ -421,8 +421,8 @@ def _stored(named: _Named, topic: str) -> Iterator[DeadLetterBrowser]:
 
     if named.subscription is None:
         raise ConfigError(
-            "--dead-letter-topic needs the subscription of the source that wrote it. Add "
-            "--subscription."
+            "--dead-letter-topic needs the subscription of the source that wrote it.",
+            "Add --subscription.",
         )
     connection = named.connection()
     name = full_topic_name(topic)
@@ -443,6 +443,6 @@ def _confirm(question: str, done: str, warning: str = "") -> None:
     """
     if not sys.stdin.isatty():
         raise ConfigError(
-            f"There is no terminal to confirm: {question}? Nothing was {done}. Add --yes."
+            f"There is no terminal to confirm: {question}? Nothing was {done}.", "Add --yes."
         )
     typer.confirm(" ".join(filter(None, [f"{question}?", warning])), abort=True, err=True)

@@ -62,14 +62,14 @@ def doctor(  # noqa: PLR0917 - one argument per option
     from keyshard.observe.doctor import Expected, examine, examine_sink
 
     if connection.admin_url is None:
-        raise ConfigError("doctor needs the admin interface of this broker. Add --admin-url.")
+        raise ConfigError("doctor needs the admin interface of this broker.", "Add --admin-url.")
     if sink is not None and (topic, subscription, rate, message_bytes) != (None,) * 4:
-        raise ConfigError("--sink checks only a sink. Remove the other options of a check.")
+        raise ConfigError("--sink checks only a sink.", "Remove the other options of a check.")
     if sink is None and (topic is None or subscription is None):
-        raise ConfigError("Name what to check: --topic and --subscription, or --sink.")
+        raise ConfigError("No topic is given.", "Add --topic and --subscription, or --sink.")
     if rate is None and message_bytes is not None:
         raise ConfigError(
-            "--message-bytes needs --rate, the number of messages per second. Add --rate."
+            "--message-bytes needs --rate, the number of messages per second.", "Add --rate."
         )
     admin = connect_admin(connection)
     try:

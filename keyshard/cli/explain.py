@@ -1,4 +1,4 @@
-"""``keyshard explain``: the range of a key, and its state in a running source."""
+"""``keyshard explain`` and ``keyshard error``: a key of a running source, a code of an error."""
 
 # ruff: noqa: PLC0415 - each command imports its modules when it runs, so that --help is fast.
 from __future__ import annotations
@@ -16,6 +16,7 @@ from keyshard.cli.output import (
     ServiceUrlOption,
     SubscriptionOption,
     age,
+    console,
     plain,
     plural,
 )
@@ -49,6 +50,37 @@ def explain(  # noqa: PLR0917 - one argument per option
     with source.read():
         text = f"{_where(explained)}\n{_what(explained)}"
         typer.echo(json.dumps(explained, indent=2) if as_json else text)
+
+
+def error(
+    code: Annotated[
+        str | None,
+        typer.Argument(
+            help="Code of the error, such as KEYSHARD_TOPIC_NOT_FOUND or topic-not-found.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Explain the code of an error: its cause and its remedy. Without a code, list all codes."""
+    from keyshard.core.option_checks import did_you_mean
+    from keyshard.error_reference import REFERENCES, meaning, section
+    from keyshard.errors import BY_CODE, ConfigError
+
+    if code is None:
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table("code", "meaning", box=None, pad_edge=False)
+        for one in REFERENCES:
+            table.add_row(one.error.code, escape(meaning(one.error)))
+        console().print(table)
+        return
+    name = code.strip("[]").upper().replace("-", "_")
+    found = BY_CODE.get(name) or BY_CODE.get(f"KEYSHARD_{name}")
+    if found is None:
+        hint = did_you_mean(name, BY_CODE, "To list all codes, run: keyshard error.")
+        raise ConfigError(f"{code} is not the code of an error.", hint)
+    typer.echo(section(next(one for one in REFERENCES if one.error is found)), nl=False)
 
 
 def _offline(key: str, parallelism: int) -> KeyAssignment:

@@ -25,5 +25,5 @@ def read_token(file: Path) -> str:
         return file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeError) as exc:
         raise ConfigError(
-            f"The token cannot be read from {file}: {exc}. Correct --token-file."
+            f"The token cannot be read from {file}: {exc}.", "Correct --token-file."
         ) from exc

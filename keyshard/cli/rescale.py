@@ -94,7 +94,7 @@ def rescale(  # noqa: PLR0917 - one argument per option
     from keyshard.core.ring.assignment import assign
 
     if (ranges is None) != balance:
-        raise ConfigError("Name the new number of ranges, or keep it with --balance.")
+        raise ConfigError("A rescale needs a number of ranges or --balance.", "Give one of them.")
     of_dry_run = {
         "--from": start,
         "--handler-ms": handler_ms,
@@ -105,14 +105,15 @@ def rescale(  # noqa: PLR0917 - one argument per option
     if not dry_run:
         if useless := [name for name, value in of_dry_run.items() if value is not None]:
             raise ConfigError(
-                f"{useless[0]} needs --dry-run. Add --dry-run, or leave out {useless[0]}."
+                f"{useless[0]} needs --dry-run.", f"Add --dry-run, or leave out {useless[0]}."
             )
         _rescale(source(), ranges, balance=balance, as_json=as_json)
         return
     if ranges is None:
         raise ConfigError(
             "--dry-run needs a number of ranges. The moves of --balance depend on the load at "
-            "that moment, so they cannot be shown before."
+            "that moment, so they cannot be shown before.",
+            "Give the number.",
         )
     show = partial(
         _show, ranges=ranges, handler_ms=handler_ms, lanes=lanes, workers=workers,

@@ -66,8 +66,8 @@ def status(  # noqa: PLR0917 - one argument per option
     if url is not None or token_file is not None:
         if watch or service_url or client_conf or url is None:
             raise ConfigError(
-                "--url shows the status once, for sources of its page. Leave out --watch, "
-                "--service-url and --client-conf; --token-file needs --url."
+                "--url shows the status once, for sources of its page.",
+                "Leave out --watch, --service-url and --client-conf; --token-file needs --url.",
             )
         _show_remote(url, token_file, subscription, pid, as_json=as_json, all_ranges=all_ranges)
         return
@@ -134,8 +134,8 @@ def _show_other(found: list[RunningSource], *, watch: bool, as_json: bool) -> No
     if len(found) > 1:
         names = "; ".join(f"pid {one.pid}: {one.title}" for one in found)
         raise ControlError(
-            f"{len(found)} {found[0].kind_word}s match: {names}. Select one by its name, "
-            "--service-url or --pid."
+            f"{len(found)} {found[0].kind_word}s match: {names}.",
+            "Select one by its name, --service-url or --pid.",
         )
     (one,) = found
     view: Callable[[Any], RenderableType] = sink_view if one.kind == "sink" else worker_view
@@ -174,7 +174,7 @@ def _show_remote(
         if name in (None, one["name"], one["subscription"]) and pid in (None, one["pid"])
     ]
     if not found:
-        raise ControlError(f"The page at {url} shows no such source. Leave the name out.")
+        raise ControlError(f"The page at {url} shows no such source.", "Leave the name out.")
     if as_json:
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
     elif len(found) == 1:
@@ -305,7 +305,8 @@ def _looks(source: RunningSource) -> Iterator[tuple[Status, Rates]]:
                 return
             if isinstance(exc.__cause__, ConnectionRefusedError):
                 raise ControlError(
-                    f"The {source.title}, pid {source.pid}, crashed or was killed. Start it again."
+                    f"The {source.title}, pid {source.pid}, crashed or was killed.",
+                    "Start it again.",
                 ) from exc
             raise
         with source.read():

@@ -98,8 +98,8 @@ class AvroCodec(Indivisible):
         except Exception as exc:
             # Any exception: a package that refuses the schema refuses each of its values.
             raise SchemaError(
-                f"The Avro schema of {self._topic} cannot be used ({first_line(exc)}). Set "
-                "valueFormat=raw to get the bytes.",
+                f"The Avro schema of {self._topic} cannot be used ({first_line(exc)}).",
+                "Set valueFormat=raw to get the bytes.",
                 topic=self._topic,
             ) from exc
 

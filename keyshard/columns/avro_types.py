@@ -119,8 +119,8 @@ def parse(definition: bytes, topic: str, *, unions: bool = True, forms: bool = F
         found = parser.type_of(json.loads(definition), "", "")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise SchemaError(
-            f"The schema of {topic} is not an Avro schema ({exc!r}). Set valueFormat=raw to get "
-            "the bytes."
+            f"The schema of {topic} is not an Avro schema ({exc!r}).",
+            "Set valueFormat=raw to get the bytes.",
         ) from exc
     for sentence in parser.warnings:
         _warn_once(sentence)
@@ -200,8 +200,8 @@ class _Parser:
         self, path: str, why: str, so: str = "which no column can represent"
     ) -> SchemaError:
         return SchemaError(
-            f"Field {path.lstrip('.') or 'value'!r} of the schema of {self._topic} {why}, {so}. "
-            "Set valueFormat=raw to get the bytes."
+            f"Field {path.lstrip('.') or 'value'!r} of the schema of {self._topic} {why}, {so}.",
+            "Set valueFormat=raw to get the bytes.",
         )
 
     def _union(self, branches: list[Any], namespace: str, path: str) -> AvroType:

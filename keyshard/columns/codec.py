@@ -117,8 +117,9 @@ def library(name: str, purpose: str) -> Any:
     except ImportError as exc:
         package = name.partition(".")[0]
         raise ConfigError(
-            f"{purpose} needs the package {package}, which is not installed. Install it here and "
-            f"on the executors: {INSTALL}. Or set valueFormat=raw to get the bytes.",
+            f"{purpose} needs the package {package}, which is not installed.",
+            f"Install it here and on the executors: {INSTALL}. Or set valueFormat=raw to get the "
+            "bytes.",
         ) from exc
 
 

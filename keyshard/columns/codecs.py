@@ -52,8 +52,8 @@ def codec_of(schema: TopicSchema, topic: str) -> Codec:
     if schema.type == KEY_VALUE:
         return KeyValueCodec(schema, topic)
     raise SchemaError(
-        f"The schema of {topic} has the unknown type {schema.type}. Set valueFormat=raw to get "
-        "the bytes."
+        f"The schema of {topic} has the unknown type {schema.type}.",
+        "Set valueFormat=raw to get the bytes.",
     )
 
 
@@ -174,8 +174,8 @@ def parts_of(schema: TopicSchema, topic: str) -> list[TopicSchema]:
         ]
     except (ValueError, KeyError, TypeError, UndecodableError) as exc:
         raise SchemaError(
-            f"The KEY_VALUE schema of {topic} cannot be read ({exc!r}). Set valueFormat=raw to get "
-            "the bytes."
+            f"The KEY_VALUE schema of {topic} cannot be read ({exc!r}).",
+            "Set valueFormat=raw to get the bytes.",
         ) from exc
 
 

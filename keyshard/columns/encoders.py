@@ -73,7 +73,7 @@ def encoder_of(schema: TopicSchema, topic: str) -> Encoder:
     if schema.type == "PROTOBUF_NATIVE":
         return _ProtobufEncoder(schema, topic)
     raise SchemaError(
-        f"keyshard does not encode values by a schema of type {schema.type}, which {topic} has. "
+        f"keyshard does not encode values by a schema of type {schema.type}, which {topic} has.",
         "Encode the bytes yourself, and set valueFormat=raw.",
         topic=topic,
     )
@@ -96,8 +96,8 @@ def encoded(values: pa.Array, encoder: Encoder, topic: str) -> pa.Array:
             return encoder.encode(found)
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as exc:
         raise SchemaError(
-            f"A value cannot be encoded by the schema of {topic} ({first_line(exc)}). Correct the "
-            "rows, or encode the bytes yourself, and set valueFormat=raw.",
+            f"A value cannot be encoded by the schema of {topic} ({first_line(exc)}).",
+            "Correct the rows, or encode the bytes yourself, and set valueFormat=raw.",
             topic=topic,
         ) from exc
 
@@ -121,7 +121,9 @@ class _AvroEncoder:
         except Exception as exc:
             # Any exception: a package that refuses the schema refuses each of its values.
             raise SchemaError(
-                f"The Avro schema of {topic} cannot be used ({first_line(exc)}).", topic=topic
+                f"The Avro schema of {topic} cannot be used ({first_line(exc)}).",
+                "Encode the bytes yourself, and set valueFormat=raw.",
+                topic=topic,
             ) from exc
         plain = bool(self.slot.fields) and not self._type.kinds & {*COMPILED_LACKS, UNION}
         self._is_compiled = plain and self._compiles()
@@ -158,8 +160,8 @@ class _JsonEncoder:
         self.slot = _AvroSlots().of(self._type)
         if not self.slot.fields:
             raise SchemaError(
-                f"The JSON schema of {topic} is not a record with fields. Encode the bytes "
-                "yourself, and set valueFormat=raw.",
+                f"The JSON schema of {topic} is not a record with fields.",
+                "Encode the bytes yourself, and set valueFormat=raw.",
                 topic=topic,
             )
 

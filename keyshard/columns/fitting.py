@@ -81,7 +81,8 @@ def fitted(values: pa.Array, slot: Slot, topic: str) -> pa.Array:
     if path:
         raise SchemaError(
             f"Column {path.lstrip('.') or 'value'!r} has a null, which the schema of {topic} does "
-            "not allow there. Replace the nulls, or make the field nullable in the schema.",
+            "not allow there.",
+            "Replace the nulls, or make the field nullable in the schema.",
             topic=topic,
         )
     return found
@@ -193,7 +194,8 @@ class _Fitting:
 
     def _unfit(self, path: str, why: str, what_to_do: str) -> SchemaError:
         return SchemaError(
-            f"Column {path.lstrip('.') or 'value'!r} {why} (schema of {self._topic}). {what_to_do}",
+            f"Column {path.lstrip('.') or 'value'!r} {why} (schema of {self._topic}).",
+            what_to_do,
             topic=self._topic,
         )
 

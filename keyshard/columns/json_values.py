@@ -54,7 +54,8 @@ class JsonCodec:
         self.type = self._wanted.column
         if not pa.types.is_struct(self.type):
             raise SchemaError(
-                f"The JSON schema of {topic} is not a record. Set valueFormat=raw to get the bytes."
+                f"The JSON schema of {topic} is not a record.",
+                "Set valueFormat=raw to get the bytes.",
             )
         self._form = self._wanted.form or Form()
         plain = str(self.type).isascii()
@@ -63,8 +64,8 @@ class JsonCodec:
             self._read, self._read_quoted = self._decoder(types), self._decoder(quoted)
         except (ValueError, TypeError, RecursionError) as exc:
             raise SchemaError(
-                f"The JSON schema of {topic} cannot be used ({first_line(exc)}). Set "
-                "valueFormat=raw to get the bytes.",
+                f"The JSON schema of {topic} cannot be used ({first_line(exc)}).",
+                "Set valueFormat=raw to get the bytes.",
                 topic=topic,
             ) from exc
         forms = self._form.fields

@@ -157,8 +157,8 @@ class Outgoing:
             return parts[0]
         if len({part.keys_of_bytes for part in parts}) > 1:
             raise ConfigError(
-                f"Rows with column {KEY} and rows with column {KEY_BYTES} are in one batch. Use "
-                "the same column for all rows of a topic."
+                f"Rows with column {KEY} and rows with column {KEY_BYTES} are in one batch.",
+                "Use the same column for all rows of a topic.",
             )
         tables = [
             pa.table({name: column for name, column in part._columns() if column is not None})
@@ -330,17 +330,21 @@ def outgoing_of(batch: pa.RecordBatch | pa.Table) -> Outgoing:
     for name in names:
         if name not in COLUMNS:
             near = difflib.get_close_matches(name, COLUMNS, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = f"Did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"Column {name} is not a column of a message.{hint} The columns are "
-                f"{', '.join(COLUMNS)}."
+                f"Column {name} is not a column of a message.",
+                f"{hint}The columns are {', '.join(COLUMNS)}.",
             )
         if names.count(name) > 1:
-            raise ConfigError(f"Column {name} appears twice. Name each column once.")
+            raise ConfigError(f"Column {name} appears twice.", "Name each column once.")
     if VALUE not in names:
-        raise ConfigError(f"Column {VALUE} is missing. The columns are {', '.join(names)}. Add it.")
+        raise ConfigError(
+            f"Column {VALUE} is missing. The columns are {', '.join(names)}.", "Add it."
+        )
     if KEY in names and KEY_BYTES in names:
-        raise ConfigError(f"Columns {KEY} and {KEY_BYTES} are both given. Give only one of them.")
+        raise ConfigError(
+            f"Columns {KEY} and {KEY_BYTES} are both given.", "Give only one of them."
+        )
     check_types(batch.schema)
     batch = one_batch(batch)
     of_bytes = KEY_BYTES in names
@@ -368,8 +372,9 @@ def one_batch(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch:
     if len(whole) > 1:
         # A column of more than 2 GiB stays in several chunks.
         raise ConfigError(
-            f"The {rows.num_rows} rows have {rows.nbytes:,} bytes, and a column of more than 2 GiB "
-            "cannot be written at once. Write fewer rows at a time."
+            f"The {rows.num_rows} rows have {rows.nbytes:,} bytes, and a column of more than 2 "
+            "GiB cannot be written at once.",
+            "Write fewer rows at a time.",
         )
     return whole[0] if whole else pa.RecordBatch.from_pylist([], schema=rows.schema)
 
@@ -391,7 +396,7 @@ def check_types(columns: pa.Schema) -> None:
         wanted = _TYPES.get(field.name)
         if wanted is not None and not _fits(field.type, wanted):
             raise ConfigError(
-                f"Column {field.name} has the type {field.type}; it must be {wanted}. Cast it."
+                f"Column {field.name} has the type {field.type}; it must be {wanted}.", "Cast it."
             )
 
 
@@ -423,8 +428,8 @@ def _check_text(name: str, column: pa.Array) -> None:
         column.validate(full=True)
     except pa.ArrowInvalid as exc:
         raise ConfigError(
-            f"Column {name} has text that is not UTF-8: {exc}. Encode it again, or use "
-            f"{KEY_BYTES} for keys of bytes."
+            f"Column {name} has text that is not UTF-8: {exc}.",
+            f"Encode it again, or use {KEY_BYTES} for keys of bytes.",
         ) from None
 
 
@@ -438,14 +443,15 @@ def _times(batch: pa.RecordBatch, name: str) -> pa.Array | None:
         found = column.cast(pa.timestamp("ms", tz=column.type.tz), safe=exact).cast(pa.int64())
     except pa.ArrowInvalid as exc:
         raise ConfigError(
-            f"Column {name} has a time that is too late to be stored: {exc}. Correct the time."
+            f"Column {name} has a time that is too late to be stored: {exc}.", "Correct the time."
         ) from None
     least = compute.min(found).as_py()
     if least is not None and least <= 0:
         row = _row(batch, found.index(least).as_py())
         raise ConfigError(
             f"Column {name} has a time at or before 1970-01-01 in {row}, which Pulsar cannot "
-            "store. Correct the time."
+            "store.",
+            "Correct the time.",
         )
     return found
 
@@ -462,7 +468,8 @@ def _properties(batch: pa.RecordBatch) -> pa.Array | None:
                 if text is None:
                     raise ConfigError(
                         f"Column {PROPERTIES_COLUMN} has no text for {shown(name)} in "
-                        f"{_row(batch, row)}. Remove the pair."
+                        f"{_row(batch, row)}.",
+                        "Remove the pair.",
                     )
     return found
 

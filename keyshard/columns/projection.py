@@ -79,14 +79,15 @@ def check(kind: pa.DataType, undescribed: Mapping[str, str], wanted: pa.Schema, 
         if field.name not in there:
             raise SchemaError(
                 f"The schema of {topic} has no field {field.name!r}. Its fields: "
-                f"{', '.join(there) or 'none'}. Remove the column, or set valueFormat=raw.",
+                f"{', '.join(there) or 'none'}.",
+                "Remove the column, or set valueFormat=raw.",
                 topic=topic,
             )
         problem = lossy(there[field.name], field.type, field.name)
         if problem:
             raise SchemaError(
-                f"{problem} (schema of {topic}). Change the type in schema(...), or set "
-                "valueFormat=raw.",
+                f"{problem} (schema of {topic}).",
+                "Change the type in schema(...), or set valueFormat=raw.",
                 topic=topic,
             )
 
@@ -101,9 +102,9 @@ def cast(values: pa.Array, wanted: pa.Schema) -> dict[str, pa.Array]:
 
 def _undescribed(path: str, why: str, topic: str) -> SchemaError:
     return SchemaError(
-        f"Field {path!r} of the schema of {topic} {why}. Leave the field out of schema(...) (in "
-        "Python: decoder(...)). Or set valueFormat=raw to get the bytes (in a handler: "
-        "message.value).",
+        f"Field {path!r} of the schema of {topic} {why}.",
+        "Leave the field out of schema(...) (in Python: decoder(...)). Or set valueFormat=raw to "
+        "get the bytes (in a handler: message.value).",
         topic=topic,
     )
 

@@ -76,8 +76,8 @@ class ProtobufCodec(Indivisible):
             if isinstance(exc, SchemaError):
                 raise
             raise SchemaError(
-                f"The protobuf descriptor of {topic} cannot be used ({first_line(exc)}). Set "
-                "valueFormat=raw to get the bytes."
+                f"The protobuf descriptor of {topic} cannot be used ({first_line(exc)}).",
+                "Set valueFormat=raw to get the bytes.",
             ) from exc
 
     def decode(
@@ -148,9 +148,9 @@ class ProtobufCodec(Indivisible):
 
 def _without_descriptor(topic: str) -> SchemaError:
     return SchemaError(
-        f"The PROTOBUF schema of {topic} has neither a descriptor nor the property "
-        f"{PARSING_INFO} of Pulsar's Java client. Use Schema.PROTOBUF_NATIVE in its producers, "
-        "or set valueFormat=raw to get the bytes.",
+        f"The PROTOBUF schema of {topic} has neither a descriptor nor the property {PARSING_INFO} "
+        "of Pulsar's Java client.",
+        "Use Schema.PROTOBUF_NATIVE in its producers, or set valueFormat=raw to get the bytes.",
         topic=topic,
     )
 
@@ -198,14 +198,16 @@ def _count_fields(
     if descriptor.full_name in within:
         raise SchemaError(
             f"Message {descriptor.full_name} of the schema of {topic} contains its own type, "
-            "which no column can represent. Set valueFormat=raw to get the bytes."
+            "which no column can represent.",
+            "Set valueFormat=raw to get the bytes.",
         )
     for one in descriptor.fields:
         if one.type == one.TYPE_GROUP:
             # ptars ignores groups.
             raise SchemaError(
                 f"Field {one.full_name} of the schema of {topic} is a group, which keyshard does "
-                "not support. Change it to a message, or set valueFormat=raw to get the bytes."
+                "not support.",
+                "Change it to a message, or set valueFormat=raw to get the bytes.",
             )
     if descriptor.full_name not in known:
         inside = [one.message_type for one in descriptor.fields if one.message_type is not None]
@@ -215,7 +217,8 @@ def _count_fields(
     if known[descriptor.full_name] > FIELDS_MAX:
         raise SchemaError(
             f"Message {descriptor.full_name} of the schema of {topic} exceeds the limit of "
-            f"{FIELDS_MAX} fields, counted over all levels. Set valueFormat=raw to get the bytes."
+            f"{FIELDS_MAX} fields, counted over all levels.",
+            "Set valueFormat=raw to get the bytes.",
         )
     return known[descriptor.full_name]
 

@@ -31,8 +31,8 @@ def by_topic(
     """
     if not isinstance(batch, pa.RecordBatch | pa.Table):
         raise ConfigError(
-            f"The rows are a {type(batch).__name__}; give a pyarrow.Table or RecordBatch, such as "
-            "pyarrow.Table.from_pandas(rows)."
+            f"The rows are a {type(batch).__name__}.",
+            "Give a pyarrow.Table or RecordBatch, such as pyarrow.Table.from_pandas(rows).",
         )
     if TOPIC not in batch.schema.names:
         return {default: batch}
@@ -46,7 +46,8 @@ def by_topic(
         row = compute.index(compute.is_null(column), value=True).as_py()
         raise ConfigError(
             f"Column {TOPIC} is null in {column.null_count} of {len(column)} rows, first in row "
-            f"{row}. Give each row a topic, or remove such rows."
+            f"{row}.",
+            "Give each row a topic, or remove such rows.",
         )
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
@@ -56,7 +57,8 @@ def by_topic(
     if len(topics) > TOPICS_MAX:
         raise ConfigError(
             f"Column {TOPIC} has {len(topics)} topics, more than the limit of {TOPICS_MAX} in a "
-            "batch. Write fewer rows at a time."
+            "batch.",
+            "Write fewer rows at a time.",
         )
     if len(topics) == 1:
         return {topics[0]: rest}

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from keyshard.config.field_types import short_repr
 from keyshard.core.option_checks import (
+    as_sentence,
     check_bool,
     check_choice,
     check_integer,
@@ -34,7 +35,7 @@ _SERVICE = re.compile(r"pulsar(\+ssl)?://[^/\s,]+(,[^/\s,]+)*/?")
 _MEMORY = re.compile(r"memory://[^/\s,]+")
 _HTTP = re.compile(r"https?://[^/\s]+/?")
 _LOOPBACK = re.compile(r"(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?/?")
-_SERVICE_WANTED = "write pulsar://host:port or pulsar+ssl://host:port"
+_SERVICE_WANTED = "Write pulsar://host:port or pulsar+ssl://host:port."
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Token:
     def __post_init__(self) -> None:
         if [self.value, self.file, self.environment].count(None) != 2:
             raise ConfigError(
-                "A token has one source. Give a value, a file or an environment variable."
+                "A token has one source.", "Give a value, a file or an environment variable."
             )
         if self.value is not None:
             object.__setattr__(self, "value", check_secret("token", self.value))
@@ -67,8 +68,8 @@ class Token:
             )
             if not os.environ.get(name):
                 raise ConfigError(
-                    f"The environment variable {shown(name)} of the token is not set. Set it, or "
-                    "name another one."
+                    f"The environment variable {shown(name)} of the token is not set.",
+                    "Set it, or name another one.",
                 )
 
 
@@ -95,15 +96,15 @@ class OAuth2:
         wanted = "write https://host/path"
         url = check_text("issuer_url", self.issuer_url, wanted)
         if url.partition("://")[0] not in ("http", "https") or not _host(url):
-            raise ConfigError(f"issuer_url is {shown(url)}; {wanted}.")
+            raise ConfigError(f"issuer_url is {shown(url)}.", as_sentence(wanted))
         for name in ("audience", "scope", "client_id"):
             if getattr(self, name) is not None:
                 check_text(name, getattr(self, name), "write the text that the issuer expects")
         own = (self.client_id is not None, self.client_secret is not None)
         if (own != (True, True)) if self.credentials_file is None else any(own):
             raise ConfigError(
-                "OAuth 2.0 needs one source of credentials. Give credentials_file, or client_id "
-                "and client_secret."
+                "OAuth 2.0 needs one source of credentials.",
+                "Give credentials_file, or client_id and client_secret.",
             )
         if self.credentials_file is None:
             secret = check_secret("client_secret", self.client_secret)
@@ -180,7 +181,7 @@ class Connection:
         self._check_urls()
         if not isinstance(self.authentication, (Token, OAuth2, Basic, type(None))):
             raise ConfigError(
-                f"authentication is {shown(self.authentication)}; give a Token, OAuth2 or Basic."
+                f"authentication is {shown(self.authentication)}.", "Give a Token, OAuth2 or Basic."
             )
         for name in _FILES:
             if getattr(self, name) is not None:
@@ -202,21 +203,23 @@ class Connection:
             if admin not in (None, url):
                 raise ConfigError(
                     f"admin_url is {shown(admin)}, but the admin interface of the in-memory "
-                    f"cluster {shown(url)} has the same URL. Leave admin_url out."
+                    f"cluster {shown(url)} has the same URL.",
+                    "Leave admin_url out.",
                 )
             return
         if not _SERVICE.fullmatch(url) or not _ports_fit(url):
-            raise ConfigError(f"service_url is {shown(url)}; {_SERVICE_WANTED}.")
+            raise ConfigError(f"service_url is {shown(url)}.", _SERVICE_WANTED)
         _check_hosts("service_url", url, self.hosts)
         if "@" in url:
             raise ConfigError(
                 f"service_url is {shown(url)}, but a service URL cannot contain a user or a "
-                f"password; {_SERVICE_WANTED}."
+                "password.",
+                _SERVICE_WANTED,
             )
         if admin is not None and not (
             _HTTP.fullmatch(admin) and _ports_fit(admin) and _host(admin)
         ):
-            raise ConfigError(f"admin_url is {shown(admin)}; write http://host:port.")
+            raise ConfigError(f"admin_url is {shown(admin)}.", "Write http://host:port.")
         if admin is not None:
             _check_hosts("admin_url", admin, [admin.partition("://")[2].rstrip("/")])
 
@@ -226,12 +229,12 @@ class Connection:
         }
         if len(missing) == 1:
             (name,) = missing
-            raise ConfigError(f"{name} is missing. A certificate needs its key. Give both.")
+            raise ConfigError(f"{name} is missing. A certificate needs its key.", "Give both.")
         given = [name for name in _FILES if getattr(self, name) is not None]
         if given and not self.tls and not (self.admin_url or "").startswith("https://"):
             raise ConfigError(
-                f"{given[0]} is given, but service_url is {shown(self.service_url)}, without "
-                f"TLS. Write pulsar+ssl://host:port (default port 6651), or leave {given[0]} out."
+                f"{given[0]} is given, but service_url is {shown(self.service_url)}, without TLS.",
+                f"Write pulsar+ssl://host:port (default port 6651), or leave {given[0]} out.",
             )
         if self.in_memory and (
             self.authentication is not None
@@ -240,12 +243,13 @@ class Connection:
         ):
             raise ConfigError(
                 f"service_url is {shown(self.service_url)}, and an in-memory cluster supports "
-                "neither authentication nor listener_name nor transport. Leave them out."
+                "neither authentication nor listener_name nor transport.",
+                "Leave them out.",
             )
         if self.authentication is not None and "@" in (self.admin_url or ""):
             raise ConfigError(
-                "admin_url contains a user, and authentication is given as well. Give only one "
-                "of them."
+                "admin_url contains a user, and authentication is given as well.",
+                "Give only one of them.",
             )
 
     @property
@@ -286,15 +290,15 @@ _FILES = ("tls_trust_certs_file_path", "tls_certificate_file_path", "tls_key_fil
 def check_file(name: str, path: object) -> str:
     """Check that a file can be read, and return its path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ConfigError(f"{name} is {shown(path)}; name a file.")
+        raise ConfigError(f"{name} is {shown(path)}.", "Name a file.")
     text = check_text(name, os.fspath(path), "name a file")
     try:
         with Path(text).open("rb"):
             return text
     except OSError as exc:
         raise ConfigError(
-            f"{name} is {shown(text)}, which cannot be read: {exc.strerror}. Correct the path or "
-            "its permissions."
+            f"{name} is {shown(text)}, which cannot be read: {exc.strerror}.",
+            "Correct the path or its permissions.",
         ) from exc
 
 
@@ -321,8 +325,9 @@ def _check_hosts(option: str, url: str, hosts: Sequence[str]) -> None:
         if not _is_host(host, in_brackets=text.rpartition("@")[2].startswith("[")):
             named = shown(host or text.rpartition("@")[2])
             raise ConfigError(
-                f"{option} is {shown(url)}, and {named} is not a valid host. Each label of a "
-                "name has 1 to 63 characters, and an IPv6 address has brackets. Correct the URL."
+                f"{option} is {shown(url)}, and {named} is not a valid host. Each label of a name "
+                "has 1 to 63 characters, and an IPv6 address has brackets.",
+                "Correct the URL.",
             )
 
 

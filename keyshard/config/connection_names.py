@@ -94,7 +94,7 @@ def canonical_names(given: Mapping[str, str]) -> dict[str, str]:
         known = _BY_NAME.get(name.lower())
         if known is None:
             hint = did_you_mean(name, _BY_NAME.values(), f"The options are: {', '.join(NAMES)}.")
-            raise ConfigError(f"{shown(name)} is not an option of a connection. {hint}")
+            raise ConfigError(f"{shown(name)} is not an option of a connection.", hint)
         if not text or known in _NOTHING:
             continue
         if known in _CANNOT:
@@ -104,7 +104,7 @@ def canonical_names(given: Mapping[str, str]) -> dict[str, str]:
         canonical = _ALIASES.get(known, known)
         if values.setdefault(canonical, text) != text:
             raise ConfigError(
-                f"{canonical} is given twice, also as {name!r}. Give only one of them."
+                f"{canonical} is given twice, also as {name!r}.", "Give only one of them."
             )
     return values
 
@@ -119,7 +119,7 @@ def read_client_conf(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         return fields_of(names)
     except ConfigError as exc:
-        raise ConfigError(f"{os.fspath(path)}: {exc.message}") from exc
+        raise exc.with_text(f"{os.fspath(path)}: {exc.problem}", exc.remedy) from exc
 
 
 def client_conf_names(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -134,8 +134,8 @@ def client_conf_names(path: str | os.PathLike[str]) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as exc:
         why = exc.strerror if isinstance(exc, OSError) else "it is not a text file"
         raise ConfigError(
-            f"client_conf is {shown(os.fspath(path))}, which cannot be read: {why}. Name a "
-            "client.conf of Pulsar."
+            f"client_conf is {shown(os.fspath(path))}, which cannot be read: {why}.",
+            "Name a client.conf of Pulsar.",
         ) from exc
     given: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -143,12 +143,14 @@ def client_conf_names(path: str | os.PathLike[str]) -> dict[str, str]:
         if not name or name.startswith(("#", "!")):
             continue
         if not equals:
-            raise ConfigError(f"Line {number} of {os.fspath(path)} has no '='. Write name=value.")
+            raise ConfigError(
+                f"Line {number} of {os.fspath(path)} has no '='.", "Write name=value."
+            )
         given[name.strip()] = value.strip()
     try:
         return canonical_names(given)
     except ConfigError as exc:
-        raise ConfigError(f"{os.fspath(path)}: {exc.message}") from exc
+        raise exc.with_text(f"{os.fspath(path)}: {exc.problem}", exc.remedy) from exc
 
 
 def names_of(connection: Connection) -> dict[str, str]:
@@ -186,8 +188,9 @@ def _authentication(
     if plugin is None:
         if params is not None:
             raise ConfigError(
-                "authParams is given without authPluginClassName. Set authPluginClassName to "
-                "token, tls, oauth2 or basic, or to the class of the Java client."
+                "authParams is given without authPluginClassName.",
+                "Set authPluginClassName to token, tls, oauth2 or basic, or to the class of the "
+                "Java client.",
             )
         return {}
     last = plugin.rpartition(".")[2].lower()
@@ -196,11 +199,11 @@ def _authentication(
         return _certificate(params or "", fields)
     if kind not in _PLUGINS.values():
         raise ConfigError(
-            f"authPluginClassName is {shown(plugin)}; write token, tls, oauth2 or basic."
+            f"authPluginClassName is {shown(plugin)}.", "Write token, tls, oauth2 or basic."
         )
     if params is None:
         raise ConfigError(
-            f"authParams is missing, which authPluginClassName {kind} needs. Set both."
+            f"authParams is missing, which authPluginClassName {kind} needs.", "Set both."
         )
     if kind == "token":
         return {"authentication": _token(params)}
@@ -223,14 +226,14 @@ def _certificate(params: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     names = {"tlsCertFile": "tls_certificate_file_path", "tlsKeyFile": "tls_key_file_path"}
     if unknown := parameters.keys() - names.keys():
         raise ConfigError(
-            f"authParams of tls has no parameter {shown(min(unknown))}. Its parameters: "
-            f"{_CERTIFICATE}."
+            f"authParams of tls has no parameter {shown(min(unknown))}.",
+            f"Its parameters: {_CERTIFICATE}.",
         )
     found = {names[name]: _path(value) for name, value in parameters.items()}
     for field, value in found.items():
         if fields.get(field, value) != value:
             raise ConfigError(
-                f"{field} is given, but authParams names another file. Give only one of them."
+                f"{field} is given, but authParams names another file.", "Give only one of them."
             )
     if not {**fields, **found}.keys() >= set(names.values()):
         raise ConfigError(f"authPluginClassName tls needs authParams: {_CERTIFICATE}.")
@@ -250,7 +253,7 @@ def _basic(parameters: Mapping[str, str]) -> Basic:
     password = parameters.get("password")
     if not user or not password:
         raise ConfigError(
-            "authParams of basic cannot be read. Write JSON with userId and password."
+            "authParams of basic cannot be read.", "Write JSON with userId and password."
         )
     return Basic(user, password)
 
@@ -262,8 +265,8 @@ def _oauth2(parameters: Mapping[str, str]) -> OAuth2:
     issuer, key = one("issuerUrl", "issuer_url"), one("privateKey", "private_key")
     if issuer is None:
         raise ConfigError(
-            "authParams of oauth2 cannot be read. Write JSON with issuerUrl, privateKey and "
-            "audience."
+            "authParams of oauth2 cannot be read.",
+            "Write JSON with issuerUrl, privateKey and audience.",
         )
     more: dict[str, Any] = {
         "client_id": one("clientId", "client_id"),
@@ -275,8 +278,8 @@ def _oauth2(parameters: Mapping[str, str]) -> OAuth2:
             more = {name: str(held[name]) for name in more}
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                "privateKey of oauth2 cannot be read. Write base64 of JSON with client_id and "
-                "client_secret."
+                "privateKey of oauth2 cannot be read.",
+                "Write base64 of JSON with client_id and client_secret.",
             ) from None
     elif key is not None:
         more["credentials_file"] = _path(key)
@@ -293,7 +296,7 @@ def _json(kind: str, params: str) -> dict[str, str]:
     except (ValueError, RecursionError):
         pass
     raise ConfigError(
-        f"authParams of {kind} cannot be read. Write a JSON object whose values are texts."
+        f"authParams of {kind} cannot be read.", "Write a JSON object whose values are texts."
     )
 
 

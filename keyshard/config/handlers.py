@@ -96,8 +96,8 @@ class HandlerConfig:
         if isinstance(self.workers, str):
             raise ConfigError(
                 f"workers is {shown(self.workers)}; it must be an integer from 1 to 10000, the "
-                "number of concurrent handlers. The option workers of KeyShardSource is the "
-                "place of the consumers."
+                "number of concurrent handlers.",
+                "The option workers of KeyShardSource is the place of the consumers.",
             )
         if self.workers is not None:
             check_integer("workers", self.workers, 1, 10_000)
@@ -162,7 +162,7 @@ def check_rate(rate: float | None, burst: int | None) -> None:
         check_integer("rate_burst", burst, 1, 1_000_000)
     if rate is None:
         if burst is not None:
-            raise ConfigError("rate_burst is given without rate_limit. Set both.")
+            raise ConfigError("rate_burst is given without rate_limit.", "Set both.")
     elif type(rate) not in (int, float) or not low <= rate <= high:
         raise ConfigError(
             f"rate_limit is {shown(rate)}; it must be a number of messages per second from "

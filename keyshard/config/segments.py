@@ -54,12 +54,13 @@ class Segments:
             for name, address in given.items()
         ):  # fmt: skip
             raise ConfigError(
-                f"bookies_map is {shown(given)}; write an address host:port for each bookie by "
-                "its name, such as {'bookie-0:3181': '10.0.0.1:3181'}."
+                f"bookies_map is {shown(given)}.",
+                "Write an address host:port for each bookie by its name, such as "
+                "{'bookie-0:3181': '10.0.0.1:3181'}.",
             )
         if given and self.source == BROKER:
             raise ConfigError(
-                "bookies_map is given, but segments is 'broker'. Set segments to 'auto'."
+                "bookies_map is given, but segments is 'broker'.", "Set segments to 'auto'."
             )
         if self.offloads is not None:
             check_folder("offloads", self.offloads)
@@ -83,21 +84,23 @@ class Segments:
             object.__setattr__(self, name, check_file(name, getattr(self, name)))
         if not (given or self.bookies_hostname_verification):
             raise ConfigError(
-                "bookies_hostname_verification is given, but bookies_trust_certs_file_path is not. "
-                "Name the PEM file of the authorities of bookies, so that they are read over TLS."
+                "bookies_hostname_verification is given, but bookies_trust_certs_file_path is not.",
+                "Name the PEM file of the authorities of bookies, so that they are read over TLS.",
             )
         trusted, *pair = _FILES
         missing = [name for name in pair if name not in given]
         if len(missing) == 1:
-            raise ConfigError(f"{missing[0]} is missing. A certificate needs its key. Give both.")
+            raise ConfigError(
+                f"{missing[0]} is missing. A certificate needs its key.", "Give both."
+            )
         if given and trusted not in given:
             raise ConfigError(
-                f"{given[0]} is given, but {trusted} is not. Name the PEM file of the authorities "
-                "of bookies, so that they are read over TLS."
+                f"{given[0]} is given, but {trusted} is not.",
+                "Name the PEM file of the authorities of bookies, so that they are read over TLS.",
             )
         if given and self.source == BROKER:
             raise ConfigError(
-                f"{given[0]} is given, but segments is 'broker'. Set segments to 'auto'."
+                f"{given[0]} is given, but segments is 'broker'.", "Set segments to 'auto'."
             )
 
 
@@ -124,4 +127,4 @@ def check_segments(given: object) -> None:
         ConfigError: It is neither :class:`Segments` nor ``None``.
     """
     if not isinstance(given, Segments | None):
-        raise ConfigError(f"segments is {shown(given)}; give Segments('auto') or None.")
+        raise ConfigError(f"segments is {shown(given)}.", "Give Segments('auto') or None.")

@@ -230,7 +230,7 @@ def _connect(
             and said[name][1] != OPTION
             and (own in exc.message or name in exc.message)
         ]
-        raise ConfigError(exc.message + "".join(told)) from None
+        raise exc.with_text(exc.problem + "".join(told), exc.remedy) from None
     origins = {NAMES[name]: origin for name, (_, origin) in said.items() if NAMES[name] in made}
     # A certificate may stand in the parameters.
     _, by_params = said.get(AUTH["auth_params"], ("", DEFAULT))
@@ -245,19 +245,19 @@ def _read_toml(path: Path) -> dict[str, dict[str, Any]]:
             text = file.read(FILE_BYTES_MAX + 1)
     except OSError as exc:
         raise ConfigError(
-            f"The configuration {shown(str(path))} cannot be read: {exc.strerror}. Correct the "
-            f"path in {CONFIG} or --config."
+            f"The configuration {shown(str(path))} cannot be read: {exc.strerror}.",
+            f"Correct the path in {CONFIG} or --config.",
         ) from exc
     if len(text) > FILE_BYTES_MAX:
         raise ConfigError(
-            f"The configuration {shown(str(path))} has more than {FILE_BYTES_MAX:,} bytes. Name a "
-            "TOML file with settings."
+            f"The configuration {shown(str(path))} has more than {FILE_BYTES_MAX:,} bytes.",
+            "Name a TOML file with settings.",
         )
     try:
         toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ImportError:
         raise ConfigError(
-            "Python 3.10 reads no TOML. Install the package tomli, or use Python 3.11 or newer."
+            "Python 3.10 reads no TOML.", "Install the package tomli, or use Python 3.11 or newer."
         ) from None
     try:
         tables = toml.loads(text.decode())
@@ -265,12 +265,12 @@ def _read_toml(path: Path) -> dict[str, dict[str, Any]]:
         # The text of a decoding error may contain values.
         why = f": {exc}" if type(exc) is toml.TOMLDecodeError else ""
         raise ConfigError(
-            f"The configuration {shown(str(path))} is not valid TOML{why}. Correct it."
+            f"The configuration {shown(str(path))} is not valid TOML{why}.", "Correct it."
         ) from None
     check_names(f"The configuration {path}", tables, _TABLES)
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise ConfigError(f"{name} of {path} is no table. Write [{name}].")
+            raise ConfigError(f"{name} of {path} is no table.", f"Write [{name}].")
         check_names(f"[{name}] of {path}", table, _TABLES[name])
     found: dict[str, dict[str, Any]] = tables
     return found
@@ -298,7 +298,9 @@ def _text_of(table: str, name: str, value: Any) -> str:
         return str(value)
     if not isinstance(value, str) or not value:
         hidden = shown(value) if name not in AUTH else "no text"
-        raise ConfigError(f"{name} of [{table}] is {hidden}; write a text, a number or a boolean.")
+        raise ConfigError(
+            f"{name} of [{table}] is {hidden}.", "Write a text, a number or a boolean."
+        )
     return value
 
 
@@ -348,6 +350,6 @@ def _parsed(variable: str, text: str, kind: Any) -> Any:
                 return parse(text)
             except (ValueError, KeyError):
                 raise ConfigError(
-                    f"{variable} is {shown(text)}; it must be {wanted}. Correct the environment."
+                    f"{variable} is {shown(text)}; it must be {wanted}.", "Correct the environment."
                 ) from None
     return text

@@ -98,7 +98,7 @@ class SinkConfig:
         if self.connection is not None:
             if not isinstance(self.connection, Connection):
                 raise ConfigError(
-                    f"connection is {shown(self.connection)}; give a keyshard.Connection."
+                    f"connection is {shown(self.connection)}.", "Give a keyshard.Connection."
                 )
             self._set_from(self.connection)
         self.how_to_connect()
@@ -107,11 +107,12 @@ class SinkConfig:
         check_choice("delivery_guarantee", self.delivery_guarantee, EXACTLY_ONCE, "at-least-once")
         check_choice("value_format", self.value_format, *VALUE_FORMATS)
         if not isinstance(self.register_schema, bool):
-            raise ConfigError(f"register_schema is {shown(self.register_schema)}; give a bool.")
+            raise ConfigError(f"register_schema is {shown(self.register_schema)}.", "Give a bool.")
         if self.register_schema and self.value_format not in ("auto", "avro", "json"):
             raise ConfigError(
                 "register_schema needs the value_format 'auto', 'avro' or 'json': keyshard makes "
-                "no other schemas of columns. Set one, or register the schema yourself."
+                "no other schemas of columns.",
+                "Set one, or register the schema yourself.",
             )
         check_bool("telemetry", self.telemetry)
         if self.metrics_port is not None:
@@ -124,6 +125,12 @@ class SinkConfig:
         """Return the connection, or one made of the URLs."""
         return self.connection or Connection(self.service_url, self.admin_url)
 
+    @property
+    def place(self) -> str:
+        """The sink, as errors name it."""
+        name = "" if self.sink_id is None else f" {self.sink_id!r}"
+        return f"sink{name} of {self.topic}"
+
     def _set_from(self, connection: Connection) -> None:
         """Set the URLs of a connection; raise if others are given."""
         for name in ("service_url", "admin_url"):
@@ -133,8 +140,8 @@ class SinkConfig:
             )
             if getattr(self, name) not in (default, value):
                 raise ConfigError(
-                    f"{name} is given, but the connection has another value. Set it in the "
-                    "connection only."
+                    f"{name} is given, but the connection has another value.",
+                    "Set it in the connection only.",
                 )
             object.__setattr__(self, name, value)
 
@@ -151,16 +158,18 @@ def check_sink_of(run: str, sink: object, checkpoint: object) -> None:
         ConfigError: The sink is no sink, or lacks the ``sink_id`` that a checkpoint needs.
     """
     if not isinstance(sink, SinkConfig | None):
-        raise ConfigError(f"sink is {shown(sink)}; give a keyshard.KeyShardSink.")
+        raise ConfigError(f"sink is {shown(sink)}.", "Give a keyshard.KeyShardSink.")
     if sink is not None and sink.metrics_port is not None:
         raise ConfigError(
             f"The sink of a {run} has a metrics_port, but its outputs are in the metrics of the "
-            "source. Set metrics_port of the source instead."
+            "source.",
+            "Set metrics_port of the source instead.",
         )
     if sink is not None and checkpoint is not None and sink.sink_id is None:
         raise ConfigError(
             f"A {run} with a checkpoint publishes exactly once, and needs a sink_id, by which the "
-            "broker recognises duplicates. Set it, such as KeyShardSink(..., sink_id='bills')."
+            "broker recognises duplicates.",
+            "Set it, such as KeyShardSink(..., sink_id='bills').",
         )
 
 

@@ -12,6 +12,7 @@ from keyshard.config.field_types import given_fields, in_both, short_repr
 from keyshard.config.workers import EMBEDDED, WorkersOption
 from keyshard.core.metadata_columns import check_metadata_columns
 from keyshard.core.option_checks import (
+    as_sentence,
     check_bool,
     check_choice,
     check_integer,
@@ -187,7 +188,8 @@ class SourceConfig:
         if not isinstance(start, Edge) and self.admin_url is None:
             raise ConfigError(
                 f"starting_position is {shown(self.starting_position)}, which needs the admin "
-                "interface. Set admin_url, or begin at 'earliest'."
+                "interface.",
+                "Set admin_url, or begin at 'earliest'.",
             )
         check_choice("on_misrouted", self.on_misrouted, "warn", "fail")
         check_choice("value_format", self.value_format, "auto", "raw")
@@ -215,7 +217,8 @@ class SourceConfig:
         ):
             raise ConfigError(
                 f"batch_rows_min is {self.batch_rows_min}, more than the limit of a batch, "
-                f"{self.batch_rows_max}. Lower batch_rows_min."
+                f"{self.batch_rows_max}.",
+                "Lower batch_rows_min.",
             )
 
     def _connect(self, before: Connection | None) -> None:
@@ -231,7 +234,7 @@ class SourceConfig:
             self.how_to_connect()
             return
         if not isinstance(made, Connection):
-            raise ConfigError(f"connection is {shown(made)}; give a keyshard.Connection.")
+            raise ConfigError(f"connection is {shown(made)}.", "Give a keyshard.Connection.")
         for name in SHORTHANDS:
             own, said = getattr(self, name), getattr(made, name)
             unsaid = [type(self).__dataclass_fields__[name].default]
@@ -239,8 +242,8 @@ class SourceConfig:
                 unsaid.append(getattr(before, name))
             if own not in (said, *unsaid):
                 raise ConfigError(
-                    f"{name} is given, but the connection has another value. Set it in the "
-                    "connection only."
+                    f"{name} is given, but the connection has another value.",
+                    "Set it in the connection only.",
                 )
             object.__setattr__(self, name, said)
 
@@ -249,7 +252,7 @@ class SourceConfig:
         if self.subscription is not None:
             name = check_text("subscription", self.subscription, _SUBSCRIPTION)
             if name.strip() != name:
-                raise ConfigError(f"subscription is {shown(name)}; {_SUBSCRIPTION}.")
+                raise ConfigError(f"subscription is {shown(name)}.", as_sentence(_SUBSCRIPTION))
 
     def check_subscribed(self) -> None:
         """Check that a subscription is named.
@@ -259,10 +262,10 @@ class SourceConfig:
         """
         if self.subscription is None:
             raise ConfigError(
-                "subscription is missing. It holds the backlog, and messages are acknowledged "
-                "on it. Name a subscription that no other application uses, such as "
-                "KeyShardSource(..., subscription='billing'). Only bounded reads need no "
-                "subscription."
+                "subscription is missing. It holds the backlog, and messages are acknowledged on "
+                "it.",
+                "Name a subscription that no other application uses, such as KeyShardSource(..., "
+                "subscription='billing'). Only bounded reads need no subscription.",
             )
 
     def how_to_connect(self) -> Connection:
@@ -290,6 +293,14 @@ class SourceConfig:
         return (f"persistent://{pattern.tenant}/{pattern.namespace}/{own}{DEAD_LETTERS}",)
 
     @property
+    def place(self) -> str:
+        """The source, as errors name it."""
+        shown_topics = [self.topics_pattern] if self.topics_pattern else list(self.topics)
+        more = f" and {len(shown_topics) - 3} more" if len(shown_topics) > 3 else ""
+        of = f", subscription {self.subscription!r}" if self.subscription else ""
+        return f"source of {', '.join(shown_topics[:3])}{more}{of}"
+
+    @property
     def in_memory(self) -> bool:
         """Whether the broker is an in-memory cluster of this process."""
         return self.how_to_connect().in_memory
@@ -298,16 +309,16 @@ class SourceConfig:
         """Check that either topics or a pattern is given, and complete the pattern."""
         if self.topics_pattern is None:
             if not self.topics:
-                raise ConfigError("No topic is given. Set topic, topics or topics_pattern.")
+                raise ConfigError("No topic is given.", "Set topic, topics or topics_pattern.")
             return
         if self.topics:
-            raise ConfigError("topics_pattern and topics are both given. Give only one of them.")
+            raise ConfigError("topics_pattern and topics are both given.", "Give only one of them.")
         pattern = check_text("topics_pattern", self.topics_pattern, "write tenant/namespace/regex")
         object.__setattr__(self, "topics_pattern", TopicPattern.parse(pattern).text)
         if self.admin_url is None:
             raise ConfigError(
-                "topics_pattern needs the admin interface, which lists topics. Set admin_url, "
-                "or name the topics."
+                "topics_pattern needs the admin interface, which lists topics.",
+                "Set admin_url, or name the topics.",
             )
 
     @property
@@ -329,16 +340,17 @@ class SourceConfig:
             check_choice(name, choice, "fail", "skip", "park")
             if choice != "fail" and self.how_to_connect().by_client:
                 raise ConfigError(
-                    f"{name} is {choice!r}, but transport is 'client': {_BY_CLIENT[name]}. Set "
-                    f"transport to {WIRE!r}, or leave {name} out."
+                    f"{name} is {choice!r}, but transport is 'client': {_BY_CLIENT[name]}.",
+                    f"Set transport to {WIRE!r}, or leave {name} out.",
                 )
 
     def _check_workers(self) -> None:
         """Check that the kind of workers exists, and that they can reach the broker."""
         if self.parsed_workers() is not None and self.in_memory:
             raise ConfigError(
-                f"workers is {shown(self.workers)}, but only this process can reach the "
-                f"in-memory cluster. Set workers to {EMBEDDED!r}."
+                f"workers is {shown(self.workers)}, but only this process can reach the in-memory "
+                "cluster.",
+                f"Set workers to {EMBEDDED!r}.",
             )
 
     def parsed_workers(self) -> WorkersOption | None:
@@ -359,7 +371,7 @@ def _topic_names(topics: object) -> tuple[str, ...]:
         topics = [topics]
     if isinstance(topics, (bytes, bytearray, Mapping)) or not isinstance(topics, Iterable):
         raise ConfigError(
-            f"topics is {shown(topics)}; write the name of a topic, or a list of names."
+            f"topics is {shown(topics)}.", "Write the name of a topic, or a list of names."
         )
     names = [check_text("topics", name, "write names of topics") for name in topics]
     return tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))

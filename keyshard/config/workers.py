@@ -52,30 +52,33 @@ class WorkersOption:
         """
         if isinstance(text, int):
             raise ConfigError(
-                f"workers is {shown(text)}; write 'embedded' or 'processes:4', the place of the "
-                "consumers. The number of concurrent handlers is the argument workers of run()."
+                f"workers is {shown(text)}.",
+                "Write 'embedded' or 'processes:4', the place of the consumers. The number of "
+                "concurrent handlers is the argument workers of run().",
             )
         given = check_text("workers", text, "write 'embedded' or 'processes:4'")
         if given == EMBEDDED:
             return None
         found = _FORM.fullmatch(given)
         if found is None or (found[1] != PROCESSES and found[1] not in backends()):
-            raise ConfigError(f"workers is {shown(text)}; {_forms()}.")
+            raise ConfigError(f"workers is {shown(text)}.", _forms())
         check_integer("workers", int(found[2]), 1, WORKERS_MAX)
         try:
             pairs = parse_qsl(found[3] or "", keep_blank_values=True, strict_parsing=bool(found[3]))
         except ValueError as exc:
             raise ConfigError(
-                f"workers is {shown(text)}; write its options as 'name=value&name=value' after "
-                "the '?'."
+                f"workers is {shown(text)}.",
+                "Write its options as 'name=value&name=value' after the '?'.",
             ) from exc
         options = dict(pairs)
         if len(options) < len(pairs):
             raise ConfigError(
-                f"workers is {shown(text)}, which has an option twice. Give each option once."
+                f"workers is {shown(text)}, which has an option twice.", "Give each option once."
             )
         if options and found[1] == PROCESSES:
-            raise ConfigError(f"workers is {shown(text)}; {PROCESSES!r} takes no options.")
+            raise ConfigError(
+                f"workers is {shown(text)}, but {PROCESSES!r} takes no options.", "Remove them."
+            )
         return cls(given, found[1], int(found[2]), options)
 
 
@@ -88,4 +91,4 @@ def backends() -> dict[str, EntryPoint]:
 
 def _forms() -> str:
     forms = ", ".join(repr(f"{name}:4") for name in (PROCESSES, *sorted(backends())))
-    return f"write 'embedded', or a backend and a number: {forms}"
+    return f"Write 'embedded', or a backend and a number: {forms}."

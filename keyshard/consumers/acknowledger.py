@@ -79,9 +79,8 @@ class Acknowledger:
         with self._changed:
             if self._waiting + len(entries) > ENTRIES_WAITING_MAX:
                 raise AcknowledgeError(
-                    f"{self._waiting} entries wait for their acknowledgement in "
-                    f"{topic_partition} and other topic partitions. Check that the broker "
-                    "answers. Nothing is lost: the entries are delivered again, and dropped.",
+                    f"{self._waiting} entries wait for their acknowledgement in {topic_partition} "
+                    "and other topic partitions.",
                     waiting=self._waiting,
                 )
             self._queue.setdefault(topic_partition, []).extend(entries)
@@ -168,7 +167,6 @@ class Acknowledger:
             return
         raise AcknowledgeError(
             f"Could not acknowledge {len(entries)} entries of {topic_partition} for "
-            f"{self._timeout_s:.0f} s: {error}. Check that the broker answers. Nothing is lost: "
-            "the entries are delivered again, and dropped.",
+            f"{self._timeout_s:.0f} s: {error.summary}.",
             topic_partition=topic_partition.name,
         ) from error

@@ -95,7 +95,7 @@ class IdentityCheck:
                 Comparison.OTHERS,
             )
         except BrokerError as exc:
-            _log.debug("%s cannot be compared: %s", topic_partition, exc)
+            _log.debug("%s cannot be compared: %s", topic_partition, exc.summary)
             return False
 
     def acknowledgeable(
@@ -141,7 +141,8 @@ class IdentityCheck:
                 if time.monotonic() > deadline:
                     raise BrokerUnavailableError(
                         f"The entries of {topic_partition} could not be compared with those "
-                        "received before the connection was lost. Check the load of the broker."
+                        "received before the connection was lost.",
+                        "Check the load of the broker.",
                     )
                 blocks = scan.read()
                 with self._lock:

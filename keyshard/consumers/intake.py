@@ -418,6 +418,7 @@ def _first_keys(blocks: Sequence[EntryBlock]) -> Iterator[str | None]:
 WARN_INTERVAL_S = 60.0
 """Shortest time between two warnings of the same anomaly, seconds."""
 
+_BATCHING = "Enable batching by key at the producer (BatchingType.KeyBased), or disable it."
 _log = logging.getLogger(__name__)
 
 
@@ -444,18 +445,18 @@ class Anomalies:
             f"Range {owned_range.hash_range} of {owned_range.topic_partition} received {rows} "
             "messages with keys of other ranges. A producer uses default batching, so the "
             "broker routes its batches by the first key, and the order of the other keys is "
-            "lost. Enable batching by key at the producer (BatchingType.KeyBased), or disable "
-            "batching."
+            "lost."
         )
         if self._fail_on_misrouted:
             raise MisroutedError(
-                f"{text} To receive such messages anyway, set on_misrouted to warn.",
+                text,
+                f"{_BATCHING} To receive such messages anyway, set on_misrouted to warn.",
                 topic_partition=owned_range.topic_partition.name,
             )
         now_s = time.monotonic()
         if now_s - self._warned_s >= WARN_INTERVAL_S:
             self._warned_s = now_s
-            _log.warning("%s", text)
+            _log.warning("%s %s", text, _BATCHING)
 
     def skipped(self, error: UnreadableEntryError, skipped: int) -> None:
         """Log that an unreadable entry is skipped, and why.

@@ -31,7 +31,7 @@ def with_connected(
         where: The topic partition. The own consumers there are closed already.
         opens: Number of consumers that keyshard opens there.
     """
-    text, counts = f"{error.message} keyshard opens {opens} consumers of {where}", {}
+    text, counts = f"{error.problem} keyshard opens {opens} consumers of {where}", {}
     if admin is None:
         text += "; with admin_url, this error names the others."
     else:
@@ -39,7 +39,7 @@ def with_connected(
             stats = admin.subscriptions(where)
             counts = _counts(stats)
             text += f"; {_named(stats)}."
-    return LimitReachedError(text, **error.facts, opens=opens, connected=counts)
+    return LimitReachedError(text, error.remedy, **error.facts, opens=opens, connected=counts)
 
 
 def limit_behind(

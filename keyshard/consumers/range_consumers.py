@@ -214,7 +214,8 @@ class RangeConsumers:
             names = sorted({owned_range.topic_partition.name for owned_range in owned_ranges})
             raise BrokerUnavailableError(
                 f"Consumers of {', '.join(names)[:200]} were not closed within "
-                f"{DROP_TIMEOUT_S:.0f} s. Check the broker. keyshard tries again."
+                f"{DROP_TIMEOUT_S:.0f} s.",
+                "Check the broker. keyshard tries again.",
             )
 
     def _is_done(self, receiver: Receiver, drop: Drop, deadline_s: float) -> bool:
@@ -244,7 +245,9 @@ class RangeConsumers:
         try:
             return open_range_consumer(self._broker, self._config, topic_partition, ring)
         except KeyShardError as exc:
-            _log.warning("the last batch of %s is not acknowledged: %s", topic_partition, exc)
+            _log.warning(
+                "the last batch of %s is not acknowledged: %s", topic_partition, exc.summary
+            )
             return None
 
     def let_go(self, held: Collection[TopicPartition]) -> None:
@@ -302,7 +305,7 @@ class RangeConsumers:
             if range_consumer.consumer.is_connected():
                 return range_consumer.consumer
         raise BrokerUnavailableError(
-            f"No consumer of {topic_partition} is connected. Check that the broker is running."
+            f"No consumer of {topic_partition} is connected.", "Check that the broker is running."
         )
 
     def stop(self) -> None:

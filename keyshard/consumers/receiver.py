@@ -137,7 +137,7 @@ def close_quietly(consumer: Consumer, *, for_another: bool = False) -> None:
     try:
         consumer.close(for_another=for_another)
     except BrokerError as exc:
-        _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc)
+        _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc.summary)
 
 
 class Receiver:

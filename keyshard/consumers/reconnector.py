@@ -128,7 +128,7 @@ class Reconnector:
         try:
             made = subscribe_once(self._broker, self._config, one.owned_range, one.queue)
         except KeyShardError as exc:
-            _log.debug("%s is not subscribed again yet: %s", one.owned_range, exc)
+            _log.debug("%s is not subscribed again yet: %s", one.owned_range, exc.summary)
             waited_s = time.monotonic() - began_s
             taken = isinstance(exc, RangeConflictError | LimitReachedError) and (
                 waited_s > self._config.subscribe_timeout_ms / 1000
@@ -179,7 +179,7 @@ class Reconnector:
         try:
             self._replace(long_away)
         except BrokerError as exc:
-            _log.debug("no consumer was replaced: %s", exc)
+            _log.debug("no consumer was replaced: %s", exc.summary)
             now_s = time.monotonic()
             ends = [one.refusals.failed(exc, now_s) for one in long_away if not one.lacking]
             if any(ends):

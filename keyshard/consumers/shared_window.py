@@ -18,10 +18,11 @@ class SharedWindow:
         window: The window.
         stopping: Set when the source stops.
         on_failure: Called after the error that ends the source was stored.
+        place: The source, as errors name it.
     """
 
     def __init__(
-        self, window: Window, stopping: threading.Event, on_failure: Callable[[], None]
+        self, window: Window, stopping: threading.Event, on_failure: Callable[[], None], place: str
     ) -> None:
         self.lock = threading.Condition()
         """Notified when rows or evidence arrive, and at the end."""
@@ -36,6 +37,7 @@ class SharedWindow:
         self.stopping = stopping
         """Set when the source stops."""
         self._on_failure = on_failure
+        self._place = place
         self._error: KeyShardError | None = None
 
     def check(self) -> None:
@@ -60,6 +62,7 @@ class SharedWindow:
 
     def fail(self, error: KeyShardError) -> None:
         """End the source with an error. The first error stays."""
+        error.place = error.place or self._place
         with self.lock:
             if self._error is None and not self.stopping.is_set():
                 self._error = error

@@ -204,8 +204,8 @@ class _Types:
         who = f" by {', '.join(addresses[:HOLDERS_NAMED])}" if addresses else ""
         raise SubscriptionInUseError(
             f"Subscription {self._subscription!r} is of {what} on {where}, and is in use{who}. "
-            f"The broker rejects keyshard, whose type is {KEY_SHARED} with sticky ranges. Stop "
-            "those consumers, or give keyshard its own subscription.",
+            f"The broker rejects keyshard, whose type is {KEY_SHARED} with sticky ranges.",
+            "Stop those consumers, or give keyshard its own subscription.",
             holders=addresses,
         ) from None  # the conflict's message has less detail
 
@@ -295,8 +295,9 @@ def _in_use(
         hint += ", or a limit of consumers is reached, which transport wire tells apart"
     return SubscriptionInUseError(
         f"Subscription {config.subscription!r} is in use{who}: its ranges were not free within "
-        f"{config.subscribe_timeout_ms} ms{hint}. Stop the other query, wait until a crashed "
-        "query ends, or give this query its own subscription.",
+        f"{config.subscribe_timeout_ms} ms{hint}.",
+        "Stop the other query, wait until a crashed query ends, or give this query its own "
+        "subscription.",
         holders=holders,
     )
 

@@ -269,14 +269,16 @@ class AvailableNow:
         try:
             broker_state = self._broker_state(where)
         except BrokerError as exc:
-            _log.warning("the cursor of %s is unknown: %s", where, exc)
-            return f"the cursor of {where} is unknown: {exc.message}"
+            _log.warning("the cursor of %s is unknown: %s", where, exc.summary)
+            return f"the cursor of {where} is unknown: {exc.problem}"
         for gaps in _stretches(target.open_gaps(state.delivered, state.floor, broker_state)):
             try:
                 found = _search(self._broker, where, gaps, self._config.skipped)
             except (BrokerError, ReplayTimeoutError) as exc:
-                _log.debug("gaps from %s of %s could not be read: %s", gaps[0].start, where, exc)
-                return f"{where} cannot be read: {exc.message}"
+                _log.debug(
+                    "gaps from %s of %s could not be read: %s", gaps[0].start, where, exc.summary
+                )
+                return f"{where} cannot be read: {exc.problem}"
             for gap in gaps[: found.passed]:
                 target.nothing_in(gap)
             self._leave(where, found.not_due)
@@ -322,7 +324,7 @@ class AvailableNow:
         try:
             stats = self._admin.subscription(where, self._config.subscription) or {}
         except BrokerError as exc:
-            _log.warning("the delayed messages of %s are unknown: %s", where, exc)
+            _log.warning("the delayed messages of %s are unknown: %s", where, exc.summary)
             return 0
         return int(stats.get("msgDelayed", 0))
 
@@ -347,7 +349,7 @@ class AvailableNow:
             try:
                 broker_state = self._broker_state(where)
             except BrokerError as exc:
-                _log.warning("the cursor of %s is unknown: %s", where, exc)
+                _log.warning("the cursor of %s is unknown: %s", where, exc.summary)
                 return False
             if broker_state is None:
                 continue
@@ -361,9 +363,10 @@ class AvailableNow:
         if now - began > self._config.available_now_timeout_ms / 1000:
             raise AvailableNowTimeoutError(
                 "The run is not complete, and planned no batch for "
-                f"{self._config.available_now_timeout_ms} ms: {missing}. Check the broker, or "
-                "raise availableNowTimeoutMillis. Committed rows are acknowledged. A restart "
-                "continues after them.",
+                f"{self._config.available_now_timeout_ms} ms: {missing}. "
+                "Committed rows are acknowledged.",
+                "Check the broker, or raise availableNowTimeoutMillis. A restart continues after "
+                "the committed rows.",
                 missing=missing,
             )
         if now - max(began, self._logged_s) >= LOG_EVERY_S:
@@ -432,8 +435,8 @@ def _search(
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise ReplayTimeoutError(
-                    f"A reader of {where} received nothing from {scan.position} on. Check the load "
-                    "of the broker."
+                    f"A reader of {where} received nothing from {scan.position} on.",
+                    "Check the load of the broker.",
                 )
             blocks = retry_until(scan.read, left_s)
             for error in unreadable.values():

@@ -35,7 +35,8 @@ FETCH_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 _source = KeptClient()
 """The connection of this process to the source whose tasks it runs."""
-_CODE = re.compile(r"\[(KEYSHARD_[A-Z_]+)\] ([^\n]*?)(?:\. gRPC client debug context|\. Detail:|$)")
+_ERROR = re.compile(r'\["KEYSHARD_')
+"""Begin of an error of the source, in the text of an error of Flight."""
 
 
 @dataclass(frozen=True)
@@ -110,18 +111,20 @@ def _request_rows(ticket: BatchTicket, *, direct: bool) -> Iterator[Chunk]:
                 yield chunk.data, None if where is None else _location(where.to_pybytes())
     except (flight.FlightUnavailableError, flight.FlightTimedOutError) as exc:
         raise WorkerUnreachableError(
-            f"Cannot read batch {ticket.batch_id} from {ticket.endpoint}: {first_line(exc)}. If "
-            "this task runs on another machine than the driver, set worker_host to an address "
+            f"Cannot read batch {ticket.batch_id} from {ticket.endpoint}: {first_line(exc)}.",
+            "If this task runs on another machine than the driver, set worker_host to an address "
             "of the driver that it can reach. If the driver has just ended, ignore this error.",
             endpoint=ticket.endpoint,
         ) from exc
     except pa.ArrowException as exc:
-        match = _CODE.search(str(exc))
+        text = str(exc)
+        match = _ERROR.search(text)
         if match is None:
             raise WorkerUnreachableError(
-                f"Reading batch {ticket.batch_id} from {ticket.endpoint} failed: {first_line(exc)}"
+                f"Reading batch {ticket.batch_id} from {ticket.endpoint} failed: {first_line(exc)}."
             ) from exc
-        raise BY_CODE.get(match[1], KeyShardError)(match[2]) from exc
+        code, problem, remedy = json.JSONDecoder().raw_decode(text, match.start())[0]
+        raise BY_CODE.get(code, KeyShardError)(problem, remedy) from exc
 
 
 def _location(text: bytes) -> ContentLocation:
@@ -155,8 +158,8 @@ def _fetch(
         )
     except (pa.ArrowException, OSError, ValueError) as exc:
         raise WorkerUnreachableError(
-            f"The worker at {endpoint} does not send the content of messages: {first_line(exc)}. "
-            "Check that it is running."
+            f"The worker at {endpoint} does not send the content of messages: {first_line(exc)}.",
+            "Check that it is running.",
         ) from exc
     return chunk.data
 

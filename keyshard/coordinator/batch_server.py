@@ -21,7 +21,7 @@ from keyshard.columns.content import CONTENT_NAMES
 from keyshard.columns.record_batches import select
 from keyshard.coordinator.batch_reading import BatchTicket
 from keyshard.coordinator.batches import Batches
-from keyshard.errors import ConfigError
+from keyshard.errors import BatchUnknownError, ConfigError, KeyShardError
 from keyshard.threads import logged_error
 from keyshard.workers.authentication import Body, read_with_token
 
@@ -51,8 +51,9 @@ class BatchServer:
             self._server = _FlightServer(batches, self._token, f"grpc://{_bracketed(host)}:0")
         except (pa.ArrowException, OSError) as exc:
             raise ConfigError(
-                f"Cannot listen on {host!r}: {exc}. Set worker_host to an address of the "
-                "driver's machine that the executors can reach."
+                f"Cannot listen on {host!r}: {exc}.",
+                "Set worker_host to an address of the driver's machine that the executors can "
+                "reach.",
             ) from exc
         self._endpoint = f"grpc://{_bracketed(host)}:{self._server.port}"
 
@@ -81,10 +82,8 @@ class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]
         try:
             return read_with_token(body, self._token)
         except flight.FlightUnauthenticatedError as exc:
-            raise flight.FlightUnauthenticatedError(
-                "[KEYSHARD_BATCH_UNKNOWN] The ticket belongs to another run. The batch is "
-                "planned again."
-            ) from exc
+            unknown = BatchUnknownError("The ticket belongs to another run.")
+            raise flight.FlightUnauthenticatedError(_answer(unknown)) from exc
 
     def do_action(self, _context: Any, action: flight.Action) -> list[bytes]:
         """Take the number of malformed rows of a task; another attempt of it sends the same."""
@@ -117,7 +116,12 @@ def _named_errors() -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        raise flight.FlightServerError(str(logged_error("Reading a batch", exc))) from exc
+        raise flight.FlightServerError(_answer(logged_error("Reading a batch", exc))) from exc
+
+
+def _answer(error: KeyShardError) -> str:
+    """Return an error as :func:`keyshard.coordinator.batch_reading.read_batch` reads it."""
+    return json.dumps([error.code, error.problem, error.remedy])
 
 
 def _named(rows: Iterator[T]) -> Iterator[T]:

@@ -43,7 +43,7 @@ def check_consumer_limits(
         try:
             limits = retry_until(partial(admin.consumer_limits, topic), timeout_s)
         except (AdminError, AuthorizationError) as exc:
-            _log.info("the limits of consumers are unknown: %s", exc)
+            _log.info("the limits of consumers are unknown: %s", exc.summary)
             return
         found = ConsumerLimits(*limits).exceeded(consumers)
         if found is not None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
+from keyshard.base_error import placed
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.port import Broker, WorkerFacts
 from keyshard.broker.retry import FIRST_TRIES_S
@@ -113,7 +114,7 @@ class Coordinator:
         """
         assert not self.started, "a coordinator is started once"
         try:
-            with owned_by(self.fail):
+            with owned_by(self.fail), placed(self._config.place):
                 self._start(checkpoint, assignment, planned=planned, available_now=available_now)
         except Exception as exc:
             # The error of a thread is the cause, not what the start made of it.
@@ -132,7 +133,7 @@ class Coordinator:
         if config.parked and self.unreadable is None:
             name = next(name for name, kind in UNREADABLE.items() if kind in config.parked)
             raise ConfigError(
-                f"{name} is 'park', which only source.run() supports. Write 'fail' or 'skip'."
+                f"{name} is 'park', which only source.run() supports.", "Write 'fail' or 'skip'."
             )
         assignment = assignment or assign(config.parallelism)
         with ExitStack() as on_failure:
@@ -154,7 +155,7 @@ class Coordinator:
                     # A topic that matches a pattern may be deleted while the others are subscribed.
                     if not catalog.by_pattern or attempt == ATTEMPTS:
                         raise
-                    _log.info("looking up the topics again: %s", exc)
+                    _log.info("looking up the topics again: %s", exc.summary)
             bounded: AvailableNow | None = None
             if available_now:
                 bounded = AvailableNow(
@@ -213,7 +214,7 @@ class Coordinator:
             cluster=cluster, planned=planned, assignment=assignment, first_messages=first_messages,
             same=self._ids.same,
         )  # fmt: skip
-        shared = SharedWindow(window, self._stopping, self._failed)
+        shared = SharedWindow(window, self._stopping, self._failed, config.place)
         ending = _batch_of(checkpoint) if checkpoint and planned else frozenset()
         self.consumers = Consumers(
             self._broker, self._admin, config, shared, assignment, first_messages=first_messages
@@ -258,7 +259,7 @@ class Coordinator:
             self._broker.close()
         except BrokerError as exc:
             # All acknowledgements are handed over, so an outage now is no error of this run.
-            _log.warning("the source did not end cleanly: %s", exc)
+            _log.warning("the source did not end cleanly: %s", exc.summary)
         # Closing the client ends calls that still waited in it.
         self._join(time.monotonic() + LET_GO_S)
         if self._admin:
@@ -284,6 +285,7 @@ class Coordinator:
 
     def fail(self, error: KeyShardError) -> None:
         """End the source with an error. A start that still runs raises it."""
+        error.place = error.place or self._config.place
         self._failure = self._failure or error
         if self.started:
             self.consumers.shared.fail(error)
@@ -364,11 +366,11 @@ class Coordinator:
 
     def _set_paused(self, *, paused: bool) -> None:
         if not self.started:
-            raise NotRunningError("The source is still starting. Try again later.")
+            raise NotRunningError("The source is still starting.", "Try again later.")
         if paused and self._bounded:
             raise ConfigError(
-                "A bounded run (availableNow) ends by itself, so it cannot be paused. Stop it; the "
-                "next run continues after its last checkpoint."
+                "A bounded run (availableNow) ends by itself, so it cannot be paused.",
+                "Stop it; the next run continues after its last checkpoint.",
             )
         if paused != self.paused:
             self.consumers.intake.paused = paused

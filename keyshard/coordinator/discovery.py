@@ -27,6 +27,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from keyshard.base_error import one_line
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.port import Consumer, StartPosition
 from keyshard.broker.topics import Catalog
@@ -324,7 +325,8 @@ class Discovery:
         except ValueError as exc:
             raise AdminError(
                 f"The cursor of the subscription in {topic_partition} cannot be understood: "
-                f"{exc}. Check admin_url."
+                f"{one_line(exc)}.",
+                "Check admin_url.",
             ) from exc
 
     def _run(self) -> None:
@@ -361,9 +363,9 @@ class Discovery:
             self.error = ""
 
     def _report(self, error: KeyShardError) -> None:
-        if str(error) != self.error:
-            _log.warning("could not look for topics, trying again: %s", error)
-        self.error = str(error)
+        if error.summary != self.error:
+            _log.warning("could not look for topics, trying again: %s", error.summary)
+        self.error = error.summary
 
     def _partitions(self, topic: str) -> tuple[TopicPartition, ...]:
         found = self._catalog.partitions(topic, was_partitioned=topic in self._partitioned)
@@ -404,7 +406,7 @@ class Discovery:
             return self._admin.created(topic_partition)
         except BrokerError as exc:
             # Deleted just now, or the interface does not answer: the next round shows which.
-            _log.debug("the creation time of %s is unknown: %s", topic_partition, exc)
+            _log.debug("the creation time of %s is unknown: %s", topic_partition, exc.summary)
             return ""
 
     def _clean(self, *, counts: bool) -> set[TopicPartition]:

@@ -138,8 +138,10 @@ class GapResolver:
                 try:
                     self._look_at(topic_partition, view)
                 except KeyShardError as exc:
-                    error = str(exc)
-                    _log.info("resolving gaps in %s is tried again: %s", topic_partition, exc)
+                    error = exc.summary
+                    _log.info(
+                        "resolving gaps in %s is tried again: %s", topic_partition, exc.summary
+                    )
             self.error = error
             self._look_for_room()
             wait_s = max(self._round_s, (time.monotonic() - began) / READ_SHARE)
@@ -322,7 +324,7 @@ class GapResolver:
         if self._config.fail_on_data_loss:
             self._shared.fail(error)
             return
-        _log.warning("%s Resolved, because fail_on_data_loss is false.", error)
+        _log.warning("%s Resolved, because fail_on_data_loss is false.", error.summary)
         with self._shared.lock:
             known = self._shared.window.known.get(topic_partition)
             if known is view.window:

@@ -333,8 +333,8 @@ class Rescaler:
                 raise DrainTimeoutError(
                     f"No range moved: the handler of key {blocking.key!r} has worked on message "
                     f"{blocking.message_id} for {blocking.running_s:.1f} s, and did not return "
-                    f"within {self._drain_timeout_s:g} s. The source continues as before. Raise "
-                    "drain_timeout_s, or make the handler faster.",
+                    f"within {self._drain_timeout_s:g} s. The source continues as before.",
+                    "Raise drain_timeout_s, or make the handler faster.",
                     key=blocking.key,
                     message_id=blocking.message_id,
                     running_s=blocking.running_s,
@@ -364,7 +364,7 @@ class Rescaler:
                     f"subscribe again: {_text(newest)}. Parts of the ring have no consumer"
                 )
             error = RescaleError(
-                f"{what}, so the source ends. Nothing is lost. Start the source again."
+                f"{what}, so the source ends. Nothing is lost.", "Start the source again."
             )
             if not isinstance(newest, KeyShardError):
                 _log.error("a rescale failed unexpectedly", exc_info=newest)
@@ -373,8 +373,8 @@ class Rescaler:
         if Step.DRAIN in errors or not isinstance(why, KeyShardError):
             raise why
         raise RescaleError(
-            f"The ranges did not move: {why.message} Their previous owners hold them again. "
-            "Check the broker, then rescale again."
+            f"The ranges did not move: {why.problem} Their previous owners hold them again.",
+            "Check the broker, then rescale again.",
         ) from why
 
     def _missing(self, assignment: Assignment) -> list[OwnedRange]:
@@ -391,7 +391,7 @@ class Rescaler:
 def _text(error: BaseException) -> str:
     """Format an error as a part of a sentence."""
     if isinstance(error, KeyShardError):
-        return error.message.rstrip(".")
+        return error.problem.rstrip(".")
     return f"unexpectedly, {error!r}"
 
 

@@ -123,8 +123,9 @@ class _SubscriptionCreator:
             raise AdminError(
                 f"Subscription {self._subscription!r} of {where} should begin at "
                 f"{position.ledger}:{position.entry}, but begins at {behind}, {passed.entries} "
-                f"entries later{'' if made else '; another client created it meanwhile'}. "
-                "Nothing was consumed. Delete the subscription, and start again."
+                f"entries later{'' if made else '; another client created it meanwhile'}. Nothing "
+                "was consumed.",
+                "Delete the subscription, and start again.",
             )
 
 
@@ -211,8 +212,8 @@ def positions_of(source: SourceConfig, checkpoint: Checkpoint) -> dict[str, Mess
     """
     if source.admin_url is None:
         raise ConfigError(
-            "The positions of a stream need the admin interface, which lists the stored "
-            "entries. Set admin_url."
+            "The positions of a stream need the admin interface, which lists the stored entries.",
+            "Set admin_url.",
         )
     timeout_s = source.operation_timeout_ms / 1000
     connection = source.how_to_connect()
@@ -253,7 +254,7 @@ def _position_after(
         raise NotRunningError(
             f"{sum(one.entries for one in missing)} entries of {where} before "
             f"{last.ledger}:{last.entry} are in no batch yet, the first is "
-            f"{first.ledger}:{first.entry}. A slow range has not delivered them. Try again when "
-            "progress shows no ackGaps."
+            f"{first.ledger}:{first.entry}. A slow range has not delivered them.",
+            "Try again when progress shows no ackGaps.",
         )
     return MessageId(last.ledger, last.entry + 1, 0)

@@ -182,15 +182,15 @@ def _check_belongs(checkpoint: Checkpoint, subscription: str, cluster: str) -> N
     """
     if checkpoint.subscription != subscription:
         raise CheckpointMismatchError(
-            f"The checkpoint belongs to subscription {checkpoint.subscription!r}, but this "
-            f"source uses {subscription!r}. Use that subscription, or start with a new "
-            "checkpoint."
+            f"The checkpoint belongs to subscription {checkpoint.subscription!r}, but this source "
+            f"uses {subscription!r}.",
+            "Use that subscription, or start with a new checkpoint.",
         )
     if cluster and checkpoint.cluster and checkpoint.cluster != cluster:
         raise CheckpointMismatchError(
-            f"The checkpoint belongs to cluster {checkpoint.cluster!r}, but the broker belongs "
-            f"to cluster {cluster!r}. Check service_url and admin_url, or start with a new "
-            "checkpoint."
+            f"The checkpoint belongs to cluster {checkpoint.cluster!r}, but the broker belongs to "
+            f"cluster {cluster!r}.",
+            "Check service_url and admin_url, or start with a new checkpoint.",
         )
 
 
@@ -300,7 +300,7 @@ def audit(
         for loss, count in losses:
             if config.fail_on_data_loss:
                 raise loss
-            _log.warning("%s Resolved, because fail_on_data_loss is false.", loss)
+            _log.warning("%s Resolved, because fail_on_data_loss is false.", loss.summary)
             result.entries_lost += count
     return result
 
@@ -403,8 +403,8 @@ def _read_one(
 
 def _unread(topic_partition: TopicPartition) -> BrokerUnavailableError:
     return BrokerUnavailableError(
-        f"The entries of {topic_partition} could not be compared with the checkpoint in time. "
-        "Check the load of the broker, or raise operation_timeout_ms."
+        f"The entries of {topic_partition} could not be compared with the checkpoint in time.",
+        "Check the load of the broker, or raise operation_timeout_ms.",
     )
 
 
@@ -435,7 +435,7 @@ def unacknowledged_limits(
             for topic in sorted(topics)
         ]
     except (AdminError, AuthorizationError) as exc:
-        _log.warning("the limits of the broker are unknown, so its defaults apply: %s", exc)
+        _log.warning("the limits of the broker are unknown, so its defaults apply: %s", exc.summary)
         return UnacknowledgedLimits()
     per_consumer, per_subscription = zip(*limits, strict=True)
     return UnacknowledgedLimits(
@@ -473,11 +473,12 @@ def window_budget(
     )
     if held.rows < 1:
         raise ConfigError(
-            f"{consumers} consumers in each topic partition exceed the limits of the broker. "
-            "Each consumer needs a permit for at least one message. The broker allows "
+            f"{consumers} consumers in each topic partition exceed the limits of the broker. Each "
+            "consumer needs a permit for at least one message. The broker allows "
             f"{limits.per_consumer} unacknowledged messages per consumer and "
-            f"{limits.per_subscription} per subscription. Lower parallelism, or raise "
-            "maxUnackedMessagesPerConsumer and maxUnackedMessagesPerSubscription at the broker."
+            f"{limits.per_subscription} per subscription.",
+            "Lower parallelism, or raise maxUnackedMessagesPerConsumer and "
+            "maxUnackedMessagesPerSubscription at the broker.",
         )
     if held.queue < config.receiver_queue_size:
         _log.info(

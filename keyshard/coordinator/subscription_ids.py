@@ -74,7 +74,7 @@ def properties_of(where: TopicPartition, stats: Mapping[str, Any]) -> Mapping[st
     if isinstance(found, Mapping) and all(type(each) is str for each in found.values()):
         return found
     raise AdminError(
-        f"The properties of the subscription in {where} cannot be understood. Check admin_url."
+        f"The properties of the subscription in {where} cannot be understood.", "Check admin_url."
     )
 
 
@@ -209,7 +209,7 @@ class SubscriptionIds:
         self._other.discard(gone)
         self._refused.pop(gone, None)
 
-    def _warn(self, problem: str, error: BrokerError | str = "") -> None:
+    def _warn(self, problem: str, error: BrokerError | None = None) -> None:
         """Warn of a kind of problem, once until all is well."""
         kind = type(error).__name__
         if kind in self._warned:
@@ -218,5 +218,5 @@ class SubscriptionIds:
         _log.warning(
             "Property %s of subscription %r %s. So if the subscription is deleted and created "
             "again while this source is down, the next start may not notice it. %s",
-            ID_PROPERTY, self._subscription, problem, error,
+            ID_PROPERTY, self._subscription, problem, "" if error is None else error.summary,
         )  # fmt: skip

@@ -50,7 +50,7 @@ class TopicWatches:
             try:
                 watch = self._catalog.watch(prefix, self._changed)
             except KeyShardError as exc:
-                _log.debug("the broker does not report topics of %s: %s", prefix, exc)
+                _log.debug("the broker does not report topics of %s: %s", prefix, exc.summary)
                 continue
             if watch is not None:
                 self._open[prefix], opened = watch, True

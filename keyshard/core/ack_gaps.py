@@ -332,9 +332,9 @@ def without_subscription(
     return DataLossTrimmedError(
         f"No subscription {subscription!r} of {topic_partition} has retained entries since the "
         "checkpoint. It expired or was deleted, perhaps with its topic, even if one of this name "
-        f"exists now. The broker no longer stores {', nor '.join(lost)}. Nothing was "
-        "acknowledged. To accept the loss, set fail_on_data_loss to false. Check when the "
-        "namespace lets subscriptions expire.",
+        f"exists now. The broker no longer stores {', nor '.join(lost)}. Nothing was acknowledged.",
+        "To accept the loss, set fail_on_data_loss to false. Check when the namespace lets "
+        "subscriptions expire.",
         topic_partition=topic_partition.name,
         count=trimmed.least,
     )
@@ -345,11 +345,10 @@ def acked_elsewhere(
 ) -> DataLossAckedElsewhereError:
     """Return the error that names entries acknowledged by another application."""
     return DataLossAckedElsewhereError(
-        f"{len(lost)} entries of {topic_partition} are acknowledged for {subscription!r}, but "
-        f"are in no batch of this checkpoint, first {str(lost)[:IDS_SHOWN_MAX]}. Either the "
-        "checkpoint is an older copy, or another client acknowledged, skipped or expired the "
-        "entries. Restore the newest checkpoint. To accept the loss, set fail_on_data_loss to "
-        "false.",
+        f"{len(lost)} entries of {topic_partition} are acknowledged for {subscription!r}, but are "
+        f"in no batch of this checkpoint, first {str(lost)[:IDS_SHOWN_MAX]}. The checkpoint is "
+        "an older copy, or another client acknowledged, skipped or expired the entries.",
+        "Restore the newest checkpoint. To accept the loss, set fail_on_data_loss to false.",
         topic_partition=topic_partition.name,
         count=len(lost),
         first=str(lost)[:IDS_SHOWN_MAX],

@@ -33,9 +33,10 @@ def create_subscription(topic: str, subscription: str, start: str = "earliest") 
 def dead_letter_topic_missing(topic: str) -> TopicNotFoundError:
     """Create the error for a dead-letter topic that the broker does not create."""
     return TopicNotFoundError(
-        f"The dead-letter topic {topic} does not exist, and the broker does not create it, because "
-        "auto-creation of topics is off (allowAutoTopicCreation), or its namespace does not "
-        f"exist. Run: {create_topic(topic)}",
+        f"The dead-letter topic {topic} does not exist, and the broker does not create it, "
+        "because auto-creation of topics is off (allowAutoTopicCreation), or its namespace does "
+        "not exist.",
+        f"Run: {create_topic(topic)}",
         topic=topic,
     )
 
@@ -43,10 +44,10 @@ def dead_letter_topic_missing(topic: str) -> TopicNotFoundError:
 def dead_letter_topic_partitioned(topic: str) -> ConfigError:
     """Create the error for a dead-letter topic with partitions."""
     return ConfigError(
-        f"The dead-letter topic {topic} is partitioned, but dead letters need one order. Set "
-        "dead_letter_topic to a topic without partitions; a missing one is created without. If "
-        "this one is empty, you can also delete it: pulsar-admin topics delete-partitioned-topic "
-        f"{quote(topic)}"
+        f"The dead-letter topic {topic} is partitioned, but dead letters need one order.",
+        "Set dead_letter_topic to a topic without partitions; a missing one is created without. "
+        "If this one is empty, you can also delete it: pulsar-admin topics "
+        f"delete-partitioned-topic {quote(topic)}",
     )
 
 
@@ -63,9 +64,10 @@ def subscriptions_missing(
     names = sorted(set(topics))
     commands = "; ".join(create_subscription(name, subscription, start) for name in names)
     return SubscriptionNotFoundError(
-        f"Subscription {subscription!r} of {' and '.join(names)} does not exist, and auto-creation "
-        "of subscriptions is off (allowAutoSubscriptionCreation), so the broker does not create "
-        f"it. Run: {commands}",
+        f"Subscription {subscription!r} of {' and '.join(names)} does not exist, and "
+        "auto-creation of subscriptions is off (allowAutoSubscriptionCreation), so the broker "
+        "does not create it.",
+        f"Run: {commands}",
         topics=names,
         subscription=subscription,
     )
@@ -80,8 +82,9 @@ def dead_letter_subscription_missing(
         commands = f"{create_topic(topic)}; {commands}"
     return SubscriptionNotFoundError(
         f"Subscription {subscription!r} of the dead-letter topic {topic} does not exist, and "
-        "auto-creation of subscriptions is off (allowAutoSubscriptionCreation), so the broker does "
-        f"not create it. Run: {commands}",
+        "auto-creation of subscriptions is off (allowAutoSubscriptionCreation), so the broker "
+        "does not create it.",
+        f"Run: {commands}",
         topics=[topic],
         subscription=subscription,
     )

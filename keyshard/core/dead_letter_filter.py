@@ -51,11 +51,13 @@ class DeadLetterFilter:
         ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise ConfigError(f"{name} is {shown(value)}; write {wanted}, a text.")
+                raise ConfigError(f"{name} is {shown(value)}.", f"Write {wanted}, a text.")
         for name in ("older_than_s", "newer_than_s"):
             age = getattr(self, name)
             if age is not None and (type(age) not in (int, float) or not 0 <= age < math.inf):
-                raise ConfigError(f"{name} is {shown(age)}; write a number of seconds, 0 or more.")
+                raise ConfigError(
+                    f"{name} is {shown(age)}.", "Write a number of seconds, 0 or more."
+                )
         if type(self.rejected) is not bool:
             raise ConfigError(f"rejected is {shown(self.rejected)}; it must be true or false.")
         if self.topic is not None:
@@ -75,13 +77,13 @@ class DeadLetterFilter:
         given = list(self.given())
         if all and given not in ([], ["rejected"]):
             raise ConfigError(
-                f"all selects every dead letter, and there are conditions: {', '.join(given)}. "
-                "Remove all, or the conditions."
+                f"all selects every dead letter, and there are conditions: {', '.join(given)}.",
+                "Remove all, or the conditions.",
             )
         if not all and not given:
             raise ConfigError(
-                "Nothing selects dead letters. Select them by key, topic, error or age; or "
-                "select all."
+                "Nothing selects dead letters.",
+                "Select them by key, topic, error or age; or select all.",
             )
         return self
 

@@ -137,7 +137,8 @@ def limit_reached(limit: Limit, failed: str, topic: str, why: str) -> LimitReach
     """
     return LimitReachedError(
         f"{failed}: the limit {limit.setting} of the broker is reached ({why}). It counts "
-        f"{limit.counted}. {limit.fewer}, or {limit.remedy(namespace_of(topic))}.",
+        f"{limit.counted}.",
+        f"{limit.fewer}, or {limit.remedy(namespace_of(topic))}.",
         limit=limit.setting,
         topic=topic,
     )

@@ -85,7 +85,8 @@ class Message(NamedTuple):
         if read is None:
             raise ConfigError(
                 "message.data exists only in handlers of a source, in the thread or task of the "
-                "call. Use message.value, or read message.data earlier."
+                "call.",
+                "Use message.value, or read message.data earlier.",
             )
         return read(self)
 
@@ -166,7 +167,7 @@ class TakenMessage(Message):
             RuntimeStoppedError: As for :meth:`done`.
         """
         if not isinstance(error, BaseException):
-            raise ConfigError(f"error is {shown(error)}; give an exception.")
+            raise ConfigError(f"error is {shown(error)}.", "Give an exception.")
         self._own().end(error)
 
     @property
@@ -184,7 +185,7 @@ class TakenMessage(Message):
     def _own(self) -> Attempt:
         if self.attempt is None:
             raise ConfigError(
-                "This message is a copy. Call done() on the message that the iteration gave out."
+                "This message is a copy.", "Call done() on the message that the iteration gave out."
             )
         return self.attempt
 
@@ -208,17 +209,17 @@ class Produce:
     event_time: datetime | None = field(default=None, kw_only=True)
     """Event time with a time zone."""
     deliver_at: datetime | None = field(default=None, kw_only=True)
-    """Time with a time zone before which no shared subscription gets the message."""
+    """Delivery time with a time zone, for shared subscriptions."""
     topic: str | None = field(default=None, kw_only=True)
     """Name of the topic; ``None`` for the topic of the sink."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, bytes | None):
-            raise ConfigError(f"value is {shown(self.value)}; give bytes or None.")
+            raise ConfigError(f"value is {shown(self.value)}.", "Give bytes or None.")
         for name in ("key", "ordering_key", "topic"):
             text = getattr(self, name)
             if text is not None and not _is_text(text):
-                raise ConfigError(f"{name} is {shown(text)}; give a text or None.")
+                raise ConfigError(f"{name} is {shown(text)}.", "Give a text or None.")
         if self.properties is not None:
             object.__setattr__(self, "properties", _texts(self.properties))
         for name in ("event_time", "deliver_at"):
@@ -237,7 +238,7 @@ def _texts(properties: object) -> dict[str, str]:
     if not isinstance(properties, Mapping) or not all(
         _is_text(text) for pair in properties.items() for text in pair
     ):
-        raise ConfigError(f"properties is {shown(properties)}; give texts.")
+        raise ConfigError(f"properties is {shown(properties)}.", "Give texts.")
     return dict(properties)
 
 

@@ -77,14 +77,14 @@ COLUMNS = (
     MetadataColumn("__brokerPublishTime", Kind.TIME, Origin.BROKER, field=1),
     # The cluster that the message was replicated from. Null if it was not replicated.
     MetadataColumn("__replicatedFrom", Kind.TEXT, Origin.ENTRY, field=5),
-    # Time before which no shared subscription gets the message. Null if it is not delayed.
+    # Delivery time, for shared subscriptions. Null if the message is not delayed.
     MetadataColumn(DELIVER_AT, Kind.TIME, Origin.ENTRY, field=19),
 )
 """All metadata columns, in their order in the rows of a source."""
 STORED = tuple(one for one in COLUMNS if one.origin is not Origin.ROW)
 """Columns that are decoded from stored entries."""
 METADATA_COLUMNS = tuple(one.name for one in COLUMNS)
-NAME_KEY_BYTES = f"set metadata_columns=['{KEY_BYTES}'] at the source."
+NAME_KEY_BYTES = f"Set metadata_columns=['{KEY_BYTES}'] at the source."
 """Advice for errors about keys stored apart from values."""
 NOT_BY_CLIENT = frozenset(one.name for one in COLUMNS if not one.by_client)
 """Columns that pulsar-client cannot provide: it does not expose the values."""
@@ -111,18 +111,18 @@ def check_metadata_columns(name: str, given: object, *, by_client: bool) -> tupl
     names = (given,) if isinstance(given, str) else given
     if not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
         raise ConfigError(
-            f"{name} is {shown(given)}; write a list of {', '.join(METADATA_COLUMNS)}."
+            f"{name} is {shown(given)}.", f"Write a list of {', '.join(METADATA_COLUMNS)}."
         )
     for one in names:
         check_known(one)
         if one not in METADATA_COLUMNS:
             raise ConfigError(
-                f"{name} contains {shown(one, 60)}, which is not a metadata column. Choose from "
-                f"{', '.join(METADATA_COLUMNS)}. The default columns need no option."
+                f"{name} contains {shown(one, 60)}, which is not a metadata column.",
+                f"Choose from {', '.join(METADATA_COLUMNS)}. The default columns need no option.",
             )
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"{name} is {shown(given)}, which has a column twice. Name each column once."
+            f"{name} is {shown(given)}, which has a column twice.", "Name each column once."
         )
     check_transport(names, by_client=by_client)
     return tuple(names)
@@ -150,7 +150,8 @@ def check_transport(names: Collection[str], *, by_client: bool) -> None:
     if missing:
         raise ConfigError(
             f"Column {missing[0]} does not exist with transport 'client', because pulsar-client "
-            "does not provide it. Leave transport out, or set it to 'wire'."
+            "does not provide it.",
+            "Leave transport out, or set it to 'wire'.",
         )
 
 
@@ -163,6 +164,6 @@ def refuse_for_handlers(names: Collection[str]) -> None:
     if set(names) - {KEY_BYTES}:
         raise ConfigError(
             f"metadata_columns is {shown(list(names))}, but handlers receive messages. A message "
-            f"has ordering_key, and with {KEY_BYTES} also key_bytes. Leave the other columns "
-            "out, or read rows with batches() or open()."
+            f"has ordering_key, and with {KEY_BYTES} also key_bytes.",
+            "Leave the other columns out, or read rows with batches() or open().",
         )

@@ -40,7 +40,7 @@ def check_names(what: str, given: Iterable[str], known: Collection[str]) -> None
     for name in given:
         if name not in known:
             hint = did_you_mean(name, known, f"The options are: {', '.join(sorted(known))}.")
-            raise ConfigError(f"{what} has no option {shown(name)}. {hint}")
+            raise ConfigError(f"{what} has no option {shown(name)}.", hint)
 
 
 def suggesting(function: Callable[P, R]) -> Callable[P, R]:
@@ -116,7 +116,12 @@ def check_choice(name: str, value: object, *choices: str) -> None:
     """Check for one of several words."""
     if not isinstance(value, str) or value not in choices:
         wanted = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-        raise ConfigError(f"{name} is {shown(value)}; write {wanted}.")
+        raise ConfigError(f"{name} is {shown(value)}.", f"Write {wanted}.")
+
+
+def as_sentence(advice: str) -> str:
+    """Return an imperative without a full stop as a sentence."""
+    return f"{advice[0].upper()}{advice[1:]}."
 
 
 def check_text(name: str, value: object, wanted: str) -> str:
@@ -128,7 +133,7 @@ def check_text(name: str, value: object, wanted: str) -> str:
         wanted: Advice for the error: an imperative without a full stop.
     """
     if not isinstance(value, str) or not value or not _is_plain(value):
-        raise ConfigError(f"{name} is {shown(value)}; {wanted}.")
+        raise ConfigError(f"{name} is {shown(value)}.", as_sentence(wanted))
     return value
 
 
@@ -142,7 +147,8 @@ def check_folder(name: str, value: object) -> str:
     text = check_text(name, value, wanted)
     if len(text) > FOLDER_CHARS_MAX:
         raise ConfigError(
-            f"{name} has {len(text):,} characters; {wanted} with at most {FOLDER_CHARS_MAX:,}."
+            f"{name} has {len(text):,} characters.",
+            as_sentence(f"{wanted} with at most {FOLDER_CHARS_MAX:,}"),
         )
     return text
 
@@ -169,8 +175,8 @@ def check_token(name: str, value: object) -> str:
         or not (value.isascii() and value.isprintable())
     ):
         raise ConfigError(
-            f"{name} must be a text of at least {TOKEN_CHARS_MIN} printable ASCII characters. Make "
-            "one: python -c 'import secrets; print(secrets.token_urlsafe())'."
+            f"{name} must be a text of at least {TOKEN_CHARS_MIN} printable ASCII characters.",
+            "Make one: python -c 'import secrets; print(secrets.token_urlsafe())'.",
         )
     return value
 

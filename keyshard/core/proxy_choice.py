@@ -139,8 +139,8 @@ def _checked(given: Variable, otherwise: str) -> Variable:
     wanted = ", ".join(f"{scheme}://" for scheme in SCHEMES)
     raise ConfigError(
         f"The environment variable {given.name} is {given.shown()!r}, which is not the URL of a "
-        f"proxy that keyshard can use. Write http://host:port (possible are {wanted}), or "
-        f"{otherwise}."
+        "proxy that keyshard can use.",
+        f"Write http://host:port (possible are {wanted}), or {otherwise}.",
     )
 
 

@@ -178,6 +178,7 @@ def check_ledgers(
 def _recreated(topic_partition: TopicPartition, what: str) -> TopicRecreatedError:
     return TopicRecreatedError(
         f"{what}. The topic or the cluster was created again, and reuses the same ids. Nothing "
-        "was acknowledged. Start with a new checkpoint.",
+        "was acknowledged.",
+        "Start with a new checkpoint.",
         topic_partition=topic_partition.name,
     )

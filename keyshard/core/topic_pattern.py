@@ -41,7 +41,8 @@ class TopicPattern:
         except (re.error, FutureWarning, OverflowError, RecursionError) as exc:
             raise ConfigError(
                 f"topics_pattern contains {shown(self.regex)}, which is not a regular "
-                f"expression: {exc}. Escape literal characters, such as \\[."
+                f"expression: {exc}.",
+                "Escape literal characters, such as \\[.",
             ) from None
         object.__setattr__(self, "_compiled", compiled)
 
@@ -58,9 +59,9 @@ class TopicPattern:
             domain, rest = "persistent", text.strip()
         if domain == "non-persistent":
             raise NonPersistentTopicError(
-                f"Pattern {text!r} matches non-persistent topics. Their messages have no "
-                "position of their own, so they cannot be acknowledged after a checkpoint. Use "
-                "persistent topics.",
+                f"Pattern {text!r} matches non-persistent topics. Their messages have no position "
+                "of their own, so they cannot be acknowledged after a checkpoint.",
+                "Use persistent topics.",
                 topic=text,
             )
         if not scheme and "/" not in rest:
@@ -73,9 +74,9 @@ class TopicPattern:
             or not all(map(_NAME.fullmatch, parts[:2]))
         ):
             raise ConfigError(
-                f"topics_pattern is {shown(text)}; write 'regex', 'tenant/namespace/regex' or "
-                "'persistent://tenant/namespace/regex', with plain names of tenant and "
-                "namespace."
+                f"topics_pattern is {shown(text)}.",
+                "Write 'regex', 'tenant/namespace/regex' or "
+                "'persistent://tenant/namespace/regex', with plain names of tenant and namespace.",
             )
         return cls(*parts)
 

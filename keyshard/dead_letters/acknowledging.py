@@ -116,7 +116,7 @@ class AckTracker:
             consumer.acknowledge(entries)
         except BrokerError as exc:
             # The next start reads them once more, and acknowledges them.
-            _log.debug("%d dead letters stay unacknowledged: %s", len(entries), exc)
+            _log.debug("%d dead letters stay unacknowledged: %s", len(entries), exc.summary)
 
     def _redelivered(self, message: Message) -> None:
         """Acknowledge a received message of the topic, if nothing needs it."""
@@ -179,7 +179,7 @@ class DeadLetterRedelivery:
                 _log.warning(
                     "redeliveries of %s are not received any more, and stay unacknowledged "
                     "until the next start: %s",
-                    self._consumer.topic_partition, exc,
+                    self._consumer.topic_partition, exc.summary,
                 )  # fmt: skip
 
     def _unless_closed(self, error: KeyShardError) -> None:

@@ -152,14 +152,14 @@ class DeadLetterBrowser:
         if len({one.dead_letter.topic_partition for one in found}) > 1:
             places = ", ".join(str(one.dead_letter.topic_partition) for one in found)
             raise ConfigError(
-                f"Messages of several topic partitions have the id {message_id}: {places}. Name "
-                "the topic and the partition."
+                f"Messages of several topic partitions have the id {message_id}: {places}.",
+                "Name the topic and the partition.",
             )
         whole = self._whole(found[-1]) if found else None
         if whole is None:
             raise ConfigError(
-                f"No dead letter of a message with the id {message_id} is stored. List the dead "
-                "letters to see their ids."
+                f"No dead letter of a message with the id {message_id} is stored.",
+                "List the dead letters to see their ids.",
             )
         return whole
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice, takewhile
 
+from keyshard.base_error import one_line
 from keyshard.broker.port import Broker
 from keyshard.broker.retry import retry_until
 from keyshard.core.dead_letter import DeadLetter, StoredDeadLetter, parts_of, unpacked
@@ -79,8 +80,8 @@ class DeadLetterReader:
             return unpacked(dead_letter, message, b"".join(found[one] for one in parts))
         except (ValueError, AttributeError, RecursionError) as exc:
             raise MalformedMessageError(
-                f"The dead letter {message.message_id} of key {dead_letter.key!r} in "
-                f"{self.where} cannot be assembled from its parts: {exc}. The key stays parked. "
+                f"The dead letter {message.message_id} of key {dead_letter.key!r} in {self.where} "
+                f"cannot be assembled from its parts: {one_line(exc)}. The key stays parked.",
                 "Restore the parts, or discard the dead letters of the key with keyshard "
                 "dead-letters discard.",
                 key=dead_letter.key,

@@ -144,8 +144,9 @@ def check_dead_letter_topic(config: SourceConfig, named: str | None) -> None:
     topic = named or config.default_dead_letter_topics[0]
     if topic in config.topics or (pattern is not None and pattern.matches(topic)):
         raise ConfigError(
-            f"dead_letter_topic is {topic}, which this source consumes, so its dead letters "
-            "would become dead letters again. Name another topic."
+            f"dead_letter_topic is {topic}, which this source consumes, so its dead letters would "
+            "become dead letters again.",
+            "Name another topic.",
         )
 
 
@@ -180,8 +181,8 @@ def find_dead_letter_topic(
         if known is not None and known.get("oldest") is not None:
             raise ConfigError(
                 f"dead_letter_topic is {named}, but the checkpoint has dead letters of parked "
-                f"keys in {saved}. Use that topic, or first unpark its keys (keyshard "
-                "dead-letters replay --all)."
+                f"keys in {saved}.",
+                "Use that topic, or first unpark its keys (keyshard dead-letters replay --all).",
             )
         return named, None
     if saved is not None:
@@ -197,9 +198,9 @@ def find_dead_letter_topic(
     if len(holding) > 1:
         raise ConfigError(
             f"Dead letters of parked keys of {config.subscription!r} are in "
-            f"{' and '.join(holding)}, but a source has one dead-letter topic. Run the source "
-            "once with each of them as dead_letter_topic, and unpark its keys (keyshard "
-            "dead-letters replay --all)."
+            f"{' and '.join(holding)}, but a source has one dead-letter topic.",
+            "Run the source once with each of them as dead_letter_topic, and unpark its keys "
+            "(keyshard dead-letters replay --all).",
         )
     return (holding or names)[0], known
 
@@ -212,7 +213,7 @@ def _unless_ended(check: Callable[[], None]) -> Check:
             check()
         except KeyShardError as exc:
             raise RuntimeStoppedError(
-                f"The source ended before its dead letters were read: {exc.message}"
+                f"The source ended before its dead letters were read: {exc.problem}", exc.remedy
             ) from exc
 
     return checked

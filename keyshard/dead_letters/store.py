@@ -353,14 +353,14 @@ class DeadLetterStore:
         error = DataLossTrimmedError(
             f"{len(missing)} dead letters of key {key!r} are no longer stored in "
             f"{self.topic_partition}, first {position_text(missing[0])}. Retention, TTL or "
-            "another client removed them before their replay. Restore the topic. To accept the "
-            "loss, set fail_on_data_loss to false.",
+            "another client removed them before their replay.",
+            "Restore the topic. To accept the loss, set fail_on_data_loss to false.",
             topic_partition=self.topic_partition.name,
             missing=str(EntrySet.of(missing)),
         )
         if self._config.fail_on_data_loss:
             raise error
-        _log.warning("%s They are left out, because fail_on_data_loss is false.", error)
+        _log.warning("%s They are left out, because fail_on_data_loss is false.", error.summary)
         with self.keys.lock:
             parked, gone = self.keys.parking.parked.keys.get(key), set(missing)
             dead_letters = (
@@ -390,7 +390,8 @@ class DeadLetterStore:
             ):
                 raise BrokerUnavailableError(
                     f"A message to {self.topic_partition} was not confirmed within "
-                    f"{self._writer.timeout_s:g} s. Check the load of the broker."
+                    f"{self._writer.timeout_s:g} s.",
+                    "Check the load of the broker.",
                 )
             oldest = parked.sending(what)
         position = send({} if oldest is None else {OLDEST: position_text(oldest)})

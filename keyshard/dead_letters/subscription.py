@@ -102,8 +102,8 @@ class DeadLetterSubscription:
                 if found.keys:
                     raise SubscriptionInUseError(
                         f"Another process has parked keys of {self._config.subscription!r} in "
-                        f"{self._where} since this source started. Stop that process, and start "
-                        "this source again to read those keys.",
+                        f"{self._where} since this source started.",
+                        "Stop that process, and start this source again to read those keys.",
                         holders=[],
                     )
                 if finished:
@@ -122,9 +122,9 @@ class DeadLetterSubscription:
     def in_use(self) -> SubscriptionInUseError:
         """Make the error of a conflict over the subscription."""
         return SubscriptionInUseError(
-            f"Subscription {self._name!r} of {self._where} is in use: "
-            "another source with the same subscription parks keys there. Stop that source, or "
-            "name another dead_letter_topic.",
+            f"Subscription {self._name!r} of {self._where} is in use: another source with the "
+            "same subscription parks keys there.",
+            "Stop that source, or name another dead_letter_topic.",
             holders=[],
         )
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+from keyshard.base_error import one_line
 from keyshard.broker.port import Broker, Consumer
 from keyshard.broker.retry import retry_until
 from keyshard.columns.messages import messages_of_each
@@ -156,14 +157,14 @@ def lost_dead_letters(
     error = DataLossTrimmedError(
         f"Dead letters of parked keys are no longer stored in {where}: the oldest was at "
         f"{position_text(claimed)}, and {begins}. Retention, TTL or another client removed them "
-        "before their replay. Newer messages of their keys would overtake them. Restore the "
-        "topic. To accept the loss, set fail_on_data_loss to false.",
+        "before their replay. Newer messages of their keys would overtake them.",
+        "Restore the topic. To accept the loss, set fail_on_data_loss to false.",
         topic_partition=where.name,
         missing=position_text(claimed),
     )
     if config.fail_on_data_loss:
         raise error
-    _log.warning("%s They are left out, because fail_on_data_loss is false.", error)
+    _log.warning("%s They are left out, because fail_on_data_loss is false.", error.summary)
 
 
 def position_of(message: Message) -> EntryId:
@@ -201,8 +202,9 @@ def read(
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise ReplayTimeoutError(
-                f"Reading dead letters in {where} returned nothing for {timeout_s:g} s before "
-                "its end. Check the load of the broker, or raise replay_timeout_ms."
+                f"Reading dead letters in {where} returned nothing for {timeout_s:g} s before its "
+                "end.",
+                "Check the load of the broker, or raise replay_timeout_ms.",
             )
         blocks = retry_until(step, left_s)
         if blocks:
@@ -255,7 +257,7 @@ def _take(state: TopicState, message: Message, subscription: str) -> str:
     except ValueError as exc:
         state.passed(position)
         if own:
-            _malformed(state, position, str(exc))
+            _malformed(state, position, one_line(exc))
         return _BROKEN if own else _NOT_OURS
     if found is None or found.subscription != subscription:
         state.passed(position)

@@ -238,8 +238,8 @@ class TopicState:
             return cls(None if None in folds else min(one for one in folds if one is not None))
         except (KeyError, ValueError, TypeError, AttributeError) as exc:
             raise CheckpointError(
-                f"The parked keys of the checkpoint cannot be read: {exc!r}. Restore the "
-                "checkpoint, or start with a new one."
+                f"The parked keys of the checkpoint cannot be read: {exc!r}.",
+                "Restore the checkpoint, or start with a new one.",
             ) from exc
 
     def _apply_sweep(self, key: str) -> None:

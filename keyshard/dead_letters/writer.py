@@ -156,7 +156,7 @@ class DeadLetterWriter:
                     self._drop(producer)
                 elif producer is not self._producer:
                     # Another thread has closed it meanwhile.
-                    raise BrokerUnavailableError(exc.message) from exc
+                    raise BrokerUnavailableError(exc.problem, exc.remedy) from exc
                 raise
 
         try:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Protocol
 
+from keyshard.base_error import one_line
 from keyshard.errors import DrainTimeoutError, NotRunningError
 from keyshard.handlers.run import START_S, STOP_S, HandlerRun
 from keyshard.threads import begin
@@ -52,7 +53,7 @@ def in_background(run: HandlerRun, held: AbstractContextManager[None]) -> Future
                 context.run(run.run)
         except BaseException as exc:  # noqa: BLE001 - it belongs to the owner of the outcome
             if run.abandoned:
-                _log.warning("an abandoned source ended with an error: %s", exc)
+                _log.warning("an abandoned source ended with an error: %s", one_line(exc))
             outcome.set_exception(exc)
         else:
             outcome.set_result(None)
@@ -93,7 +94,7 @@ def until_left(run: HandlerRun, outcome: Future[None], ready_s: float) -> Iterat
     def running() -> HandlerRun:
         if outcome.done():
             outcome.result()
-            raise NotRunningError("The source was stopped before it was ready. Run it again.")
+            raise NotRunningError("The source was stopped before it was ready.", "Run it again.")
         return run
 
     try:
@@ -105,7 +106,7 @@ def until_left(run: HandlerRun, outcome: Future[None], ready_s: float) -> Iterat
             raise
         if isinstance(exc, NotRunningError):
             raise failed from exc
-        _log.warning("the source ended with an error: %s", failed)
+        _log.warning("the source ended with an error: %s", one_line(failed))
         raise
     if (failed := _stopped(run, outcome)) is not None:
         raise failed
@@ -125,8 +126,8 @@ def wait_ready(running: Callable[[], Readying | None], timeout_s: float) -> None
             return
         if time.monotonic() >= deadline_s:
             raise NotRunningError(
-                f"The source was not ready within {timeout_s:g} s. {why} Correct that, or give "
-                "it more time."
+                f"The source was not ready within {timeout_s:g} s. {why}",
+                "Correct that, or give it more time.",
             )
         time.sleep(LOOK_S)
 
@@ -140,7 +141,8 @@ def _stopped(run: HandlerRun, outcome: Future[None]) -> BaseException | None:
     except FutureTimeoutError:
         return DrainTimeoutError(
             f"The source did not end within {timeout_s:g} s after its stop. Its thread continues "
-            "to end it."
+            "to end it.",
+            "Lower drain_timeout_s, or make the handlers faster.",
         )
 
 

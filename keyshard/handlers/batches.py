@@ -76,18 +76,18 @@ class Batch:
         sink = self._run.sink
         if sink is None:
             raise ConfigError(
-                "batches() has no sink to publish to. Give one, such as "
-                "source.batches(sink=KeyShardSink(...))."
+                "batches() has no sink to publish to.",
+                "Give one, such as source.batches(sink=KeyShardSink(...)).",
             )
         if not self._entries:
-            raise ConfigError("The batch is acknowledged. Call write() before ack().")
+            raise ConfigError("The batch is acknowledged.", "Call write() before ack().")
         found = {topic: outgoing_of(part) for topic, part in by_topic(rows, sink.topic).items()}
         size = self._bytes + rows.nbytes
         if size > WRITTEN_BYTES_MAX:
             raise ConfigError(
                 f"The rows that are written for this batch have {size:,} bytes, more than the "
-                f"{WRITTEN_BYTES_MAX:,} that a checkpoint may hold. Make the batches smaller with "
-                "max_rows."
+                f"{WRITTEN_BYTES_MAX:,} that a checkpoint may hold.",
+                "Make the batches smaller with max_rows.",
             )
         for topic, columns in found.items():
             self._run.checked(topic, columns)
@@ -200,8 +200,8 @@ class BatchRun(EntryRun):
             elif now - full_since_s > self._full_timeout_s:
                 raise WindowFullError(
                     "The window has been full of unacknowledged batches for "
-                    f"{self._full_timeout_s:.0f} s, so nothing can be received. Call ack() on "
-                    "each batch, or raise window_rows_max."
+                    f"{self._full_timeout_s:.0f} s, so nothing can be received.",
+                    "Call ack() on each batch, or raise window_rows_max.",
                 )
         return None
 
@@ -250,7 +250,7 @@ def one_record_batch(
         where, first = blocks[0]
         raise KeyShardError(
             f"The {rows} rows from entry {first.id.ledger}:{first.id.entry} of {where} on do not "
-            f"fit into one record batch: {table.nbytes} bytes. None of them is acknowledged. "
-            "Publish smaller producer batches, or consume this topic with a handler."
+            f"fit into one record batch: {table.nbytes} bytes. None of them is acknowledged.",
+            "Publish smaller producer batches, or consume this topic with a handler.",
         )
     return parts[0]

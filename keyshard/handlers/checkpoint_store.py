@@ -51,9 +51,9 @@ class CheckpointStore:
         if isinstance(self._files, LocalFileSystem):
             if _USER_OF_LOCAL.search(url):
                 raise ConfigError(
-                    f"checkpoint is {shown(url)}: a local file has no host and no user. Write "
-                    "its path, such as file:///var/lib/app/orders.json, or the scheme of the "
-                    "store, such as s3."
+                    f"checkpoint is {shown(url)}: a local file has no host and no user.",
+                    "Write its path, such as file:///var/lib/app/orders.json, or the scheme of "
+                    "the store, such as s3.",
                 )
             # A rename onto a symbolic link would replace the link by a file on another volume.
             self._path = os.path.realpath(self._path)
@@ -98,8 +98,8 @@ class CheckpointStore:
         except Exception as exc:
             scrubbed(exc)
             raise CheckpointError(
-                f"The checkpoint {self._url} cannot be written: {exc}. Use a location that this "
-                "process may write to."
+                f"The checkpoint {self._url} cannot be written: {exc}.",
+                "Use a location that this process may write to.",
             ) from exc
         try:
             self._files.rm_file(path)
@@ -128,8 +128,8 @@ class CheckpointStore:
             return Checkpoint.from_json(text)
         except CheckpointError as exc:
             raise CheckpointError(
-                f"The checkpoint {self._url} cannot be read: {exc.message} To begin at the "
-                "cursor of the subscription, use another file."
+                f"The checkpoint {self._url} cannot be read: {exc.problem}",
+                f"{exc.remedy} To begin at the cursor of the subscription, use another file.",
             ) from exc
 
     def _read(self, path: str) -> str | None:
@@ -140,8 +140,8 @@ class CheckpointStore:
         except Exception as exc:
             scrubbed(exc)
             raise CheckpointError(
-                f"The checkpoint {self._url} cannot be read: {exc}. Check the location and its "
-                "permissions."
+                f"The checkpoint {self._url} cannot be read: {exc}.",
+                "Check the location and its permissions.",
             ) from exc
         return content.decode(errors="replace")
 
@@ -163,7 +163,8 @@ class CheckpointStore:
             scrubbed(exc)
             raise CheckpointError(
                 f"The checkpoint {self._url} cannot be stored: {exc}. Nothing of it was "
-                "acknowledged, so it is delivered again. Check the location and its permissions."
+                "acknowledged, so it is delivered again.",
+                "Check the location and its permissions.",
             ) from exc
         return len(text)
 
@@ -262,17 +263,18 @@ class CheckpointLock:
             if not path.parent.exists():
                 raise CheckpointError(
                     f"The checkpoint {path} cannot be written: the folder {path.parent} does not "
-                    "exist. Create the folder. If it is on a volume, mount the volume first."
+                    "exist.",
+                    "Create the folder. If it is on a volume, mount the volume first.",
                 )
             if path.exists() and not path.is_file():
                 raise CheckpointError(
-                    f"The checkpoint {path} cannot be written: it is not a file. Name a file."
+                    f"The checkpoint {path} cannot be written: it is not a file.", "Name a file."
                 )
             file = self._path.open("a+", encoding="utf-8", errors="replace")
         except OSError as exc:
             raise CheckpointError(
-                f"The checkpoint {path} cannot be written: {exc}. Use a file in a folder that "
-                "this process may write to."
+                f"The checkpoint {path} cannot be written: {exc}.",
+                "Use a file in a folder that this process may write to.",
             ) from exc
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -287,14 +289,14 @@ class CheckpointLock:
         except OSError as exc:
             file.close()
             raise CheckpointError(
-                f"The checkpoint {path} cannot be locked or written: {exc}. Use a file on a disk "
-                "with free space and file locks."
+                f"The checkpoint {path} cannot be locked or written: {exc}.",
+                "Use a file on a disk with free space and file locks.",
             ) from exc
         return file
 
     def _in_use(self, holder: str) -> CheckpointInUseError:
         return CheckpointInUseError(
-            f"The checkpoint of {self._path.name.removesuffix('.lock')} in {self._path.parent} "
-            f"is in use by {holder}. Two sources would overwrite each other's checkpoint. Stop "
-            "the other source, or give this one its own checkpoint."
+            f"The checkpoint of {self._path.name.removesuffix('.lock')} in {self._path.parent} is "
+            f"in use by {holder}. Two sources would overwrite each other's checkpoint.",
+            "Stop the other source, or give this one its own checkpoint.",
         )

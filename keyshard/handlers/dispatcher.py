@@ -271,8 +271,8 @@ class Dispatcher:
             HandlerFailedError(
                 f"Message {work.message.message_id} of {work.message.topic}, key "
                 f"{work.queue.key!r}, failed {times(work.queue.attempts)}: {work.queue.reason}. "
-                "It is not acknowledged, and is delivered again. Correct the handler, and start "
-                "the source again.",
+                "It is not acknowledged, and is delivered again.",
+                "Correct the handler, and start the source again.",
                 message_id=str(work.message.message_id),
                 key=work.queue.key,
             )

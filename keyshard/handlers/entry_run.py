@@ -80,7 +80,8 @@ class EntryRun:
             if sink.value_format != "raw":
                 raise ConfigError(
                     f"The sink has value_format {sink.value_format!r}, but rows of a source are "
-                    "published as they are. Encode the values, and leave value_format out."
+                    "published as they are.",
+                    "Encode the values, and leave value_format out.",
                 )
             self._log = OutputLog(sink, checkpointed=self._store is not None)
         self._handled: Handled = {}
@@ -308,14 +309,14 @@ class EntryRun:
                 self._publish(self._log)
             self._commit({}, last=True)
         except KeyShardError as exc:
-            _logger.warning("completed messages are delivered again: %s", exc)
+            _logger.warning("completed messages are delivered again: %s", exc.summary)
 
     def _end_log(self, log: OutputLog, *, alone: bool) -> None:
         try:
             if alone and self._has_committer and log.unsaved:
                 self._save_behind()
         except KeyShardError as exc:
-            _logger.warning("the checkpoint keeps rows that are confirmed: %s", exc)
+            _logger.warning("the checkpoint keeps rows that are confirmed: %s", exc.summary)
         log.close()
 
     def _let_checkpoint_go(self) -> None:

@@ -206,8 +206,8 @@ class FailedMessages:
         """
         if wanted.rejected:
             raise ConfigError(
-                "Rejected dead letters are not replayed: their keys went on without them. Publish "
-                "the messages again, or discard their dead letters."
+                "Rejected dead letters are not replayed: their keys went on without them.",
+                "Publish the messages again, or discard their dead letters.",
             )
         key = wanted.key
         matching = self.dead_letters.browser.matching(wanted)
@@ -269,8 +269,8 @@ class FailedMessages:
         """
         if not self._discarding.acquire(timeout=DISCARD_S):
             raise BrokerUnavailableError(
-                f"Dead letters are still being discarded after {DISCARD_S:g} s. Check the health "
-                "of the broker, and try again."
+                f"Dead letters are still being discarded after {DISCARD_S:g} s.",
+                "Check the health of the broker, and try again.",
             )
         try:
             yield
@@ -448,7 +448,7 @@ class FailedMessages:
         with self._run.changed:
             if work is not None:
                 # The error ends the run, whose drain must not handle the message again.
-                self._run.lanes.again(work, time.monotonic() + ENDED_S, str(error))
+                self._run.lanes.again(work, time.monotonic() + ENDED_S, error.summary)
             if not self._closed:
                 self._run.fail(error)
 

@@ -41,8 +41,8 @@ def unpublished(handle: object, result: Any) -> None:
     first = result[0] if _is_list(result) and result else result
     if type(first) is Produce:
         raise UnfitHandlerError(
-            f"The handler {text_of(handle)} returns messages to publish, but the run has no sink. "
-            "Give one, such as source.run(handle, sink=KeyShardSink(...))."
+            f"The handler {text_of(handle)} returns messages to publish, but the run has no sink.",
+            "Give one, such as source.run(handle, sink=KeyShardSink(...)).",
         )
     as_returned(handle, result)
 
@@ -87,8 +87,8 @@ def check_fits(handle: object, take: Take = as_returned) -> None:
         signature.bind(object())
     except TypeError as exc:
         raise ConfigError(
-            f"The handler {text_of(handle)} cannot be called with a message: {exc}. Use a "
-            "function with one argument, the message."
+            f"The handler {text_of(handle)} cannot be called with a message: {exc}.",
+            "Use a function with one argument, the message.",
         ) from exc
 
 
@@ -112,8 +112,8 @@ def executor_of(handle: Handle, executor: str, take: Take) -> str:
     if coroutines != (executor == "async"):
         kind = "an async function" if coroutines else "a plain function"
         raise ConfigError(
-            f"The handler {text_of(handle)} is {kind}, but executor is {executor!r}. Leave "
-            "executor out, or use a matching handler."
+            f"The handler {text_of(handle)} is {kind}, but executor is {executor!r}.",
+            "Leave executor out, or use a matching handler.",
         )
     return executor
 
@@ -204,8 +204,8 @@ def _raise_exception(result: Any) -> None:
 
 def _makes_generators(handle: object) -> UnfitHandlerError:
     return UnfitHandlerError(
-        f"The handler {text_of(handle)} returns a generator, whose code never runs. Remove the "
-        "yield, or consume the generator in the handler."
+        f"The handler {text_of(handle)} returns a generator, whose code never runs.",
+        "Remove the yield, or consume the generator in the handler.",
     )
 
 
@@ -215,8 +215,8 @@ def _is_list(result: object) -> bool:
 
 def _returns_others(handle: object, result: object) -> UnfitHandlerError:
     return UnfitHandlerError(
-        f"The handler {text_of(handle)} returns {shown(result)}. With a sink, it returns None, a "
-        "keyshard.Produce or a list of them, or yields them."
+        f"The handler {text_of(handle)} returns {shown(result)}, which is no message to publish.",
+        "With a sink, return None, a keyshard.Produce or a list of them, or yield them.",
     )
 
 

@@ -199,7 +199,7 @@ class LoggedOutputs:
                 if not exc.retriable:
                     raise
                 if not self._error:
-                    _log.warning("outputs are not confirmed, and published again: %s", exc)
+                    _log.warning("outputs are not confirmed, and published again: %s", exc.summary)
                 self._error = exc.message
                 self._closed.wait(AGAIN_S)
             else:

@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 
 import pyarrow as pa
 
+from keyshard.base_error import one_line
 from keyshard.broker.connect import connect
 from keyshard.broker.port import Broker, EntryProducer
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
@@ -79,7 +80,8 @@ class OpenTopics(Generic[T]):
                 if len(self._opened) >= TOPICS_MAX:
                     raise ConfigError(
                         f"Outputs go to {TOPICS_MAX:,} topics already, which is the most, and "
-                        f"{name} is not opened. Use keys or properties instead of so many topics."
+                        f"{name} is not opened.",
+                        "Use keys or properties instead of so many topics.",
                     )
                 found = self._opened[sink.topic] = self._open(sink)
             self._named[name] = found
@@ -284,15 +286,15 @@ class OutputLog:
         if len(topic.partitions) < stored.partitions:
             raise BatchMismatchError(
                 f"Topic {name} has {len(topic.partitions)} topic partitions, but the outputs of "
-                f"the checkpoint were distributed over {stored.partitions}. If the topic was "
-                "created again, use another checkpoint."
+                f"the checkpoint were distributed over {stored.partitions}.",
+                "If the topic was created again, use another checkpoint.",
             )
         try:
             rows = Outgoing.from_bytes(b64decode(stored.rows, validate=True))
         except (ValueError, TypeError, OSError, pa.ArrowException) as exc:
             raise CheckpointError(
-                f"The outputs of the checkpoint for {name} cannot be read: {exc}. Restore the "
-                "checkpoint, or start with a new one."
+                f"The outputs of the checkpoint for {name} cannot be read: {one_line(exc)}.",
+                "Restore the checkpoint, or start with a new one.",
             ) from exc
         return _TopicBatch(topic, stored.partitions, rows, stored.scheme)
 

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from keyshard.base_error import IGNORE
 from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
 from keyshard.core.lanes.key_queue import Work
 from keyshard.core.message import Message, Produce
@@ -153,8 +154,8 @@ class ProcessHandle:
                 break
             except _EndedIdleError as exc:
                 if last:
-                    raise HandlerProcessError(exc.args[0]) from exc
-                _log.warning("%s Another process replaces it.", exc)
+                    raise HandlerProcessError(*exc.args) from exc
+                _log.warning("%s %s Another process replaces it.", *exc.args)
         if isinstance(reply, Reply):
             raise reply.to_error()
         return reply
@@ -173,7 +174,9 @@ class ProcessHandle:
         )
         with self._lock:
             if self._ended:
-                raise HandlerProcessError("No worker process is started, because the source ends.")
+                raise HandlerProcessError(
+                    "The source ends, so no worker process is started.", IGNORE
+                )
             with _signals_held_back():
                 process.start()
             self._process, self._connection = process, near
@@ -182,9 +185,9 @@ class ProcessHandle:
         if isinstance(reply, Reply):
             self.end()
             raise UnfitHandlerError(
-                f"A worker process cannot load the handler: {reply.reason}. Define the handler "
-                "at the top level of a module that the process can import, or set executor to "
-                "'threads'."
+                f"A worker process cannot load the handler: {reply.reason}.",
+                "Define the handler at the top level of a module that the process can import, or "
+                "set executor to 'threads'.",
             )
 
     def end(self) -> None:
@@ -212,11 +215,11 @@ class ProcessHandle:
             code = self._left(0.0 if late else 1.0)
             if not began:
                 raise _EndedIdleError(
-                    f"A worker process {ending(code)} while it waited for a message. {remedy(code)}"
+                    f"A worker process {ending(code)} while it waited for a message.", remedy(code)
                 ) from exc
             what = f"was not ready within {timeout_s} s" if late else ending(code)
             hint = "Look for what delays it." if late else remedy(code)
-            raise HandlerProcessError(f"The worker process {what} while {doing}. {hint}") from exc
+            raise HandlerProcessError(f"The worker process {what} while {doing}.", hint) from exc
         return reply
 
     def _left(self, wait_s: float) -> int | None:
@@ -268,8 +271,8 @@ class ProcessExecutor(ThreadExecutor):
             pickled = pickle.dumps((handle, read_data, take))
         except Exception as exc:
             raise ConfigError(
-                f"The handler {text_of(handle)} cannot be sent to a process: {text_of(exc)}. "
-                "Define it at the top level of a module, or set executor to 'threads'."
+                f"The handler {text_of(handle)} cannot be sent to a process: {text_of(exc)}.",
+                "Define it at the top level of a module, or set executor to 'threads'.",
             ) from exc
         self._processes: list[ProcessHandle] = []
         # When the interpreter ends, multiprocessing sends SIGTERM to children and waits for them.
@@ -291,8 +294,8 @@ class ProcessExecutor(ThreadExecutor):
 
     def calls(self, work: Work) -> list[Call]:  # noqa: ARG002
         raise ConfigError(
-            "Handlers of this source run in processes, whose stacks the source cannot see. Set "
-            f"executor to 'threads', or attach a profiler to a child of process {os.getpid()}."
+            "Handlers of this source run in processes, whose stacks the source cannot see.",
+            f"Set executor to 'threads', or attach a profiler to a child of process {os.getpid()}.",
         )
 
     def close(self, timeout_s: float) -> bool:
@@ -312,8 +315,9 @@ def _first(pickled: bytes, started: Callable[[ProcessHandle], None]) -> ProcessH
         process.start()
     except HandlerProcessError as exc:
         raise UnfitHandlerError(
-            f"{exc.message} The output above this error shows its cause. If a script runs a "
-            "source in processes, the script needs `if __name__ == '__main__':`."
+            f"{exc.problem} The output above this error shows its cause.",
+            f"{exc.remedy} If a script runs a source in processes, the script needs "
+            "`if __name__ == '__main__':`.",
         ) from exc
     return process
 

@@ -226,7 +226,7 @@ class HandlerRun:
             if not self._dispatcher.stopping:
                 self.coordinator.check()
                 raise
-            _log.info("stopped during the start of the source: %s", exc)
+            _log.info("stopped during the start of the source: %s", exc.summary)
             return False
         finally:
             self._start_ended.set()
@@ -273,7 +273,7 @@ class HandlerRun:
         """
         if self._parked is None:
             raise NotRunningError(
-                "The source is starting, and its parked keys are not known yet. Try again later."
+                "The source is starting, and its parked keys are not known yet.", "Try again later."
             )
         return self._parked
 
@@ -407,8 +407,8 @@ class HandlerRun:
         if not self._started_executor.look():
             raise RuntimeStoppedError(
                 "The event loop that runs the handlers was closed, so the source stops. Messages "
-                "that were not done are delivered again. Let the coroutine that consumes the "
-                "source end before the event loop."
+                "that were not done are delivered again.",
+                "Let the coroutine that consumes the source end before the event loop.",
             )
         is_full = self._feeder.turn()
         with self.changed:

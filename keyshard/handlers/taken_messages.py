@@ -159,7 +159,8 @@ class TakenMessages:
             error = UnfitHandlerError(
                 f"Message {work.message.message_id} of {work.message.topic}, key "
                 f"{work.queue.key!r}, was dropped without done(). It is not acknowledged, and is "
-                "delivered again. Await message.done() or message.failed(error) for each message."
+                "delivered again.",
+                "Await message.done() or message.failed(error) for each message.",
             )
             setback = self._dispatcher.judge(work, error)
             seconds = time.monotonic() - work.started_s
@@ -171,7 +172,8 @@ class TakenMessages:
     def calls(self, work: Work) -> list[Call]:  # noqa: ARG002
         raise ConfigError(
             "The body of an async for is the handler of this source. It runs in a task of the "
-            "program, whose stack the source does not know."
+            "program, whose stack the source does not know.",
+            "Print the stacks of the tasks in the program.",
         )
 
     def grow(self, count: int) -> None:
@@ -276,8 +278,8 @@ class TakenIterator:
             assert outcome is not None, "the run was begun"
             if taken.loop is not asyncio.get_running_loop():
                 raise ConfigError(
-                    "This iteration belongs to another event loop. Iterate over the source in one "
-                    "event loop."
+                    "This iteration belongs to another event loop.",
+                    "Iterate over the source in one event loop.",
                 )
             while not outcome.done() and run.error is None:
                 if (message := taken.take()) is not None:

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from keyshard.base_error import one_line
 from keyshard.broker.admin.port import Admin
 from keyshard.core.partition_watchdog import PartitionStall, PartitionWatchdog
 from keyshard.core.position.entry import TopicPartition
@@ -108,9 +109,9 @@ class BrokerPoll:
                     failed_s = self._round(admin, limits, failed)
                 except (KeyShardError, ValueError) as exc:
                     failed.append(exc)
-                self.error = str(failed[0]) if failed else ""
+                self.error = one_line(failed[0]) if failed else ""
                 if failed:
-                    _log.info("broker facts are unknown, asking again: %s", failed[0])
+                    _log.info("broker facts are unknown, asking again: %s", one_line(failed[0]))
                 took_s = time.monotonic() - began_s - failed_s
                 self._stopping.wait(max(FACTS_ROUND_S, REST_TIMES * took_s))
         finally:

@@ -195,8 +195,8 @@ def message_id_of(text: object) -> MessageId:
         ledger, entry, *index = (int(one[:20]) for one in parts)
         return MessageId(ledger, entry, index[0] if index else 0)
     raise ConfigError(
-        f"The message id is {shown(text)}; write ledger:entry:index as a list has it, such as "
-        "12:7:0."
+        f"The message id is {shown(text)}.",
+        "Write ledger:entry:index as a list has it, such as 12:7:0.",
     )
 
 
@@ -208,7 +208,7 @@ def message_of(request: Mapping[str, Any]) -> tuple[str | None, int | None, Mess
     """
     topic, partition = request.get("topic"), request.get("partition")
     if topic is not None and not isinstance(topic, str):
-        raise ConfigError(f"topic is {shown(topic)}; write the name of a topic.")
+        raise ConfigError(f"topic is {shown(topic)}.", "Write the name of a topic.")
     if partition is not None:
         check_integer("partition", partition, -1, 2**31 - 1)
     full_name = None if topic is None else full_topic_name(topic)
@@ -240,7 +240,7 @@ class DeadLetterRequests:
         try:
             position = None if start is None else position_of_text(str(start))
         except ValueError as exc:
-            raise ConfigError(f"from is {shown(start)}; give next of the page before.") from exc
+            raise ConfigError(f"from is {shown(start)}.", "Give next of the page before.") from exc
         wanted = _filter_of(request)
         return listed_page(self._running().dead_letters.browser.page(wanted, position, limit))
 

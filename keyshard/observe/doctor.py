@@ -154,7 +154,7 @@ def examine_sink(topic: str, connect: Callable[[], Broker], admin: Admin) -> lis
         broker = connect()
         try:
             if broker.missing([topic]):
-                raise TopicNotFoundError(f"{topic} does not exist. {create_or_correct(topic)}")
+                raise TopicNotFoundError(f"{topic} does not exist.", create_or_correct(topic))
             partitions = broker.partitions(topic)
             findings.append(
                 Finding(Level.OK, "topic", f"{topic} has {len(partitions)} topic partition(s).")
@@ -185,7 +185,7 @@ def _limits(admin: Admin, topic: str, version: str) -> BrokerLimits:
 def _partitions(admin: Admin, topic: str) -> list[TopicPartition]:
     count = admin.partition_count(topic)
     if count is None:
-        raise TopicNotFoundError(f"{topic} does not exist. {create_or_correct(topic)}")
+        raise TopicNotFoundError(f"{topic} does not exist.", create_or_correct(topic))
     return [TopicPartition(topic, i) for i in range(count)] or [TopicPartition(topic)]
 
 

@@ -93,8 +93,8 @@ class MetricsServer:
             self._server = _server(host, port, handler)
         except (OSError, OverflowError, UnicodeError) as exc:
             raise ConfigError(
-                f"Metrics cannot be served on {host}, port {port}: {exc}. Set another "
-                "metrics_port or metrics_host."
+                f"Metrics cannot be served on {host}, port {port}: {exc}.",
+                "Set another metrics_port or metrics_host.",
             ) from exc
         self.port: int = self._server.server_address[1]
         self._pid = os.getpid()

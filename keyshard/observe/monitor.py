@@ -109,7 +109,7 @@ class Monitor:
             )  # fmt: skip
         except ControlError as exc:
             # Handlers run without a control socket too.
-            _log.warning("the keyshard commands cannot reach this source: %s", exc)
+            _log.warning("the keyshard commands cannot reach this source: %s", exc.summary)
         if page is not None:
             self._page = self._serve(page)
         begin("keyshard-watchdog", self._watch)
@@ -123,7 +123,8 @@ class Monitor:
         if self._control is None:
             raise ConfigError(
                 "The page needs the control socket, which could not be created. The log has the "
-                "reason. Correct it, or leave ui_port out."
+                "reason.",
+                "Correct it, or leave ui_port out.",
             )
         from keyshard.observe.page.options import serve_page  # noqa: PLC0415 - few runs have one
 
@@ -169,8 +170,8 @@ class Monitor:
         found = self._subject.handling.stack(topic, partition, message_id)
         if found is None:
             raise ConfigError(
-                f"No handler runs message {message_id} now: it has returned or not begun. The "
-                "request runs lists those that run."
+                f"No handler runs message {message_id} now: it has returned or not begun.",
+                "The request runs lists those that run.",
             )
         return found
 
@@ -178,17 +179,19 @@ class Monitor:
         rescaler, ranges = self._subject.rescaler(), request.get("ranges")
         if self._subject.fixed:
             raise ConfigError(
-                "The ranges of this source are fixed while it runs. Stop it, and start it again "
-                "with another parallelism."
+                "The ranges of this source are fixed while it runs.",
+                "Stop it, and start it again with another parallelism.",
             )
         if rescaler is None:
-            raise NotRunningError("The source is still starting. Try again later.")
+            raise NotRunningError("The source is still starting.", "Try again later.")
         if request.get("dry_run") is True:
             return self._plan(ranges)
         if request.get("balance") is True and ranges is None:
             return rescaler.balance().to_dict()
         if type(ranges) is not int or request.get("balance"):
-            raise ConfigError("Give either the number of ranges or balance.")
+            raise ConfigError(
+                "A rescale needs the number of ranges or balance.", "Give one of them."
+            )
         return rescaler.rescale(ranges).to_dict()
 
     def _pause(self, _request: Mapping[str, Any]) -> Any:
@@ -204,7 +207,8 @@ class Monitor:
         if type(ranges) is not int:
             raise ConfigError(
                 "dry_run needs the number of ranges. The moves of a balance depend on the load at "
-                "that moment, so they cannot be shown before."
+                "that moment, so they cannot be shown before.",
+                "Give the number.",
             )
         assignment = self._subject.coordinator.consumers.range_consumers.assignment
         plan = RescaleDryRun.make(assignment, ranges)

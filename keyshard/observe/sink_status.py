@@ -131,7 +131,7 @@ class SinkMonitor:
             )  # fmt: skip
         except ControlError as exc:
             # A sink publishes without a control socket too.
-            _log.warning("the keyshard commands cannot reach this sink: %s", exc)
+            _log.warning("the keyshard commands cannot reach this sink: %s", exc.summary)
         begin("keyshard-sink-watch", self._watch)
 
     @property

@@ -230,7 +230,7 @@ class StatusView:
             NotRunningError: The source is starting.
         """
         if not self._subject.coordinator.started:
-            raise NotRunningError("The source is still starting. Try again later.")
+            raise NotRunningError("The source is still starting.", "Try again later.")
         slot, *others = possible_slots(key)
         parked = self._subject.parked()
         key_state = self._subject.handling.key_state(key, [slot, *others], time.monotonic())

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from keyshard.base_error import one_line
 from keyshard.core.message import Message, MessageId, Produce
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import ConfigError, ThreadStartError
@@ -62,8 +63,8 @@ class Telemetry:
             from opentelemetry import metrics, propagate, trace  # noqa: PLC0415
         except ImportError as exc:
             raise ConfigError(
-                "telemetry is on, but the package opentelemetry-api is not installed. Install "
-                "keyshard[otel], or leave telemetry out."
+                "telemetry is on, but the package opentelemetry-api is not installed.",
+                "Install keyshard[otel], or leave telemetry out.",
             ) from exc
         self._trace, self._propagate, self._metrics = trace, propagate, metrics
         self._recorded = False
@@ -266,8 +267,10 @@ class Telemetry:
         """Note on a span what went wrong."""
         span.set_attribute(ERROR, name)
         if isinstance(error, BaseException):
-            span.record_exception(error)
-        span.set_status(self._trace.StatusCode.ERROR, str(error))
+            text = one_line(error)
+            span.record_exception(error, {"exception.message": text})
+            error = text
+        span.set_status(self._trace.StatusCode.ERROR, error)
 
     def flush(self, timeout_s: float) -> None:
         """Let the providers export what they hold, before this process is ended. Never raises.
@@ -278,7 +281,7 @@ class Telemetry:
         try:
             flushing = begin("keyshard-telemetry-flush", _flush, providers, timeout_s)
         except ThreadStartError as exc:
-            _log.warning("the newest spans and metrics are not exported: %s", exc)
+            _log.warning("the newest spans and metrics are not exported: %s", exc.summary)
             return
         flushing.join(timeout_s)
         if flushing.is_alive():

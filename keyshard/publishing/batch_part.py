@@ -98,16 +98,17 @@ def set_first(part: Part, first_id: int, name: str | None, last: int, *, stored:
     except LaterBatchError:
         raise ProducerFencedError(
             f"Batch {batch_id} of {name!r} is older than the newest batch of this name in "
-            f"{part.where}. Another program uses the sink id, or an older attempt still runs. "
-            "Give each sink and each new query its own sink id."
+            f"{part.where}. Another program uses the sink id, or an older attempt still runs.",
+            "Give each sink and each new query its own sink id.",
         ) from None
     except BatchChangedError:
         raise BatchMismatchError(
             f"Batch {batch_id} of {name!r} is distributed otherwise than in an earlier attempt, "
             f"which stored rows in {part.where}. Each attempt must have the same rows, number of "
-            "topic partitions and hashing scheme. If the query is not deterministic, store the "
-            "batch before you write it. If topic partitions were added since, another sink id "
-            "goes on; rows of this batch that are stored are then stored again."
+            "topic partitions and hashing scheme.",
+            "If the query is not deterministic, store the batch before you write it. If topic "
+            "partitions were added since, another sink id goes on; rows of this batch that are "
+            "stored are then stored again.",
         ) from None
 
 

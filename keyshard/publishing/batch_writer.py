@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from pyarrow import compute
 
+from keyshard.base_error import one_line
 from keyshard.broker.port import Broker, EntryProducer, PublishOptions
 from keyshard.broker.unconfirmed import BeginAgainError, MaybeStoredError
 from keyshard.columns.canonical import PartitionRows, canonical
@@ -170,7 +171,8 @@ def place(
         if len(plan) > ROWS_MAX:
             raise ConfigError(
                 f"The batch has {len(plan):,} rows for {partitions[plan.partition]}; the most is "
-                f"{ROWS_MAX:,}. Write it in several batches, or in parts with other numbers."
+                f"{ROWS_MAX:,}.",
+                "Write it in several batches, or in parts with other numbers.",
             )
     return [(partitions[plan.partition], plan) for plan in plans]
 
@@ -224,7 +226,7 @@ class BatchWriter:
                     part.attempt.repeated = begins
                 if not begins:
                     raise
-                _log.info("batch %d of %s begins again: %s", batch_id, self._name, exc)
+                _log.info("batch %d of %s begins again: %s", batch_id, self._name, one_line(exc))
             self.leave()
             new = False
         raise AssertionError("the last attempt returns or raises")
@@ -328,7 +330,8 @@ class BatchWriter:
         if part.cuts == CUTS_MAX:
             raise BrokerUnavailableError(
                 f"The connection to {part.where} was lost {CUTS_MAX} times while rows were "
-                "unconfirmed. Repeat the call when the broker is healthy."
+                "unconfirmed.",
+                "Repeat the call when the broker is healthy.",
             )
         part.attempt.repeated, part.attempt = True, Attempt()
         ends, part.ends, part.sent = part.ends, [], []
@@ -470,4 +473,4 @@ def _leave(producer: EntryProducer, end_s: float) -> None:
     try:
         producer.close(max(0.001, end_s - time.monotonic()))
     except KeyShardError as exc:
-        _log.debug("closing a producer: %s", exc)
+        _log.debug("closing a producer: %s", exc.summary)

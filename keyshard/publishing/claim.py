@@ -62,8 +62,9 @@ class Claim:
                 if found:
                     raise SinkIdInUseError(
                         f"Query {self.query} cannot write to {topic}: sink id {self.sink_id!r} "
-                        f"belongs to query {min(found)}, which stored rows there. Give this query "
-                        "another sink id, or start it from the checkpoint of that query."
+                        f"belongs to query {min(found)}, which stored rows there.",
+                        "Give this query another sink id, or start it from the checkpoint of "
+                        "that query.",
                     )
                 yield
                 return

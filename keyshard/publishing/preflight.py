@@ -116,7 +116,7 @@ def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:
 def deduplication_off(topic: str) -> DeduplicationError:
     """Return the error about a topic that the broker does not deduplicate."""
     return DeduplicationError(
-        f"Deduplication is disabled for {topic}, so a repeated write would store its rows twice. "
-        f"Enable it: pulsar-admin namespaces set-deduplication {namespace_of(topic)} --enable. "
-        "Or write with the guarantee at-least-once."
+        f"Deduplication is disabled for {topic}, so a repeated write would store its rows twice.",
+        f"Enable it: pulsar-admin namespaces set-deduplication {namespace_of(topic)} --enable. Or "
+        "write with the guarantee at-least-once.",
     )

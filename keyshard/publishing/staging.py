@@ -66,8 +66,8 @@ class Staging:
         local = isinstance(self.files, LocalFileSystem)
         if local and not Path(self.root).is_dir():
             raise StagingError(
-                f"The staging folder {self.url} does not exist. Create it. If it is on a volume, "
-                "mount the volume first."
+                f"The staging folder {self.url} does not exist.",
+                "Create it. If it is on a volume, mount the volume first.",
             )
         path = f"{self.root}/{uuid.uuid4()}.check"
         with self.named("be written"):
@@ -77,8 +77,8 @@ class Staging:
         except Exception as exc:
             scrubbed(exc)
             raise StagingError(
-                f"Files at {self.url} cannot be removed: {exc}. Allow it: keyshard removes the "
-                "rows of each batch after it has published them."
+                f"Files at {self.url} cannot be removed: {exc}.",
+                "Allow it: keyshard removes the rows of each batch after it has published them.",
             ) from exc
 
     @contextmanager
@@ -91,8 +91,8 @@ class Staging:
         except Exception as exc:
             scrubbed(exc)
             raise StagingError(
-                f"The staging folder {self.url} cannot {what}: {exc}. Check the location and its "
-                "permissions."
+                f"The staging folder {self.url} cannot {what}: {exc}.",
+                "Check the location and its permissions.",
             ) from exc
 
 
@@ -145,8 +145,8 @@ class StagedBatch:
         if later > self._id:
             raise ProducerFencedError(
                 f"{self._what} is older than batch {later}, which is staged. Another program uses "
-                "the sink id, or the checkpoint was changed by hand. Give each new query its own "
-                "checkpoint."
+                "the sink id, or the checkpoint was changed by hand.",
+                "Give each new query its own checkpoint.",
             )
         ordered = sorted(files, key=lambda one: one.partition)
         text = json.dumps({"version": _VERSION, "files": [asdict(one) for one in ordered]})
@@ -160,7 +160,8 @@ class StagedBatch:
             if found["version"] != _VERSION:
                 raise StagingError(
                     f"The manifest of {self._what} has version {found['version']}; this keyshard "
-                    f"reads version {_VERSION}. Use the version that wrote it."
+                    f"reads version {_VERSION}.",
+                    "Use the version that wrote it.",
                 )
             return [StagedFile(**one) for one in found["files"]]
 
@@ -194,13 +195,14 @@ class StagedBatch:
         except Exception as exc:
             scrubbed(exc)
             raise StagingError(
-                f"File {file.name} of {self._what} cannot be read at {self._staging.url}: {exc}. "
-                "Restore it: the rows of the batch are published from it."
+                f"File {file.name} of {self._what} cannot be read at {self._staging.url}: {exc}.",
+                "Restore it: the rows of the batch are published from it.",
             ) from exc
         if rows.num_rows != file.rows:
             raise StagingError(
                 f"File {file.name} of {self._what} has {rows.num_rows} rows, but its manifest has "
-                f"{file.rows}. Restore it: the rows of the batch are published from it."
+                f"{file.rows}.",
+                "Restore it: the rows of the batch are published from it.",
             )
         return rows
 

@@ -287,7 +287,8 @@ class _Tail:
         if time.monotonic() >= self._end_s:
             raise BrokerUnavailableError(
                 f"Could not read the end of {self._where} in time, to see what an earlier attempt "
-                "stored. Repeat the call, or raise the timeout of a message."
+                "stored.",
+                "Repeat the call, or raise the timeout of a message.",
             )
         try:
             blocks = reader.read(READ_WAIT_MS)
@@ -295,7 +296,7 @@ class _Tail:
         except (ChunkedMessageError, UnreadableEntryError) as exc:
             return (), True, [entry_of(exc)]
         except BrokerUnavailableError as exc:  # it has no connection, and connects again
-            _log.debug("reading the end of %s: %s", self._where, exc)
+            _log.debug("reading the end of %s: %s", self._where, exc.summary)
             return (), True, []
 
 

@@ -59,7 +59,7 @@ class Values:
             if of_value != [VALUE]:
                 raise SchemaError(
                     f"{topic} has no schema, so the rows need the column {VALUE} and no others "
-                    f"beside those of a message; they have {', '.join(of_value) or 'none'}. "
+                    f"beside those of a message; they have {', '.join(of_value) or 'none'}.",
                     "Register a schema for the topic, or set registerSchema=true.",
                     topic=topic,
                 )
@@ -74,11 +74,12 @@ class Values:
                 if name != VALUE:
                     raise SchemaError(
                         f"Column {name!r} is not a field of the schema of {topic}, which has type "
-                        f"{schema.type}. Name the column {VALUE}.",
+                        f"{schema.type}.",
+                        f"Name the column {VALUE}.",
                         topic=topic,
                     )
             if not of_value:
-                raise SchemaError(f"Column {VALUE} is missing. Add it.", topic=topic)
+                raise SchemaError(f"Column {VALUE} is missing.", "Add it.", topic=topic)
             values = payload.column(VALUE)
         made = encoded(values, encoder, topic)
         kept = [name for name in batch.schema.names if name in COLUMNS and name != VALUE]
@@ -121,13 +122,13 @@ class Values:
             return None if kind in _WITHOUT_SCHEMA else schema
         if kind in _WITHOUT_SCHEMA:
             raise SchemaError(
-                f"{topic} has no schema, which valueFormat={wanted} needs. Register one, or set "
-                "registerSchema=true (avro, json).",
+                f"{topic} has no schema, which valueFormat={wanted} needs.",
+                "Register one, or set registerSchema=true (avro, json).",
                 topic=topic,
             )
         if kind != FORMATS[wanted]:
             raise SchemaError(
-                f"The schema of {topic} has type {kind}, so valueFormat={wanted} does not fit. "
+                f"The schema of {topic} has type {kind}, so valueFormat={wanted} does not fit.",
                 "Set valueFormat=auto to encode by this schema.",
                 topic=topic,
             )
@@ -143,9 +144,9 @@ def check_names(names: list[str]) -> None:
     for name in names:
         if name.startswith("__") and name not in COLUMNS:
             hint = did_you_mean(name, COLUMNS, f"The columns are {', '.join(COLUMNS)}.")
-            raise ConfigError(f"Column {name} is not a column of a message. {hint}")
+            raise ConfigError(f"Column {name} is not a column of a message.", hint)
         if names.count(name) > 1:
-            raise ConfigError(f"Column {name} appears twice. Name each column once.")
+            raise ConfigError(f"Column {name} appears twice.", "Name each column once.")
 
 
 def _of_value(names: list[str]) -> list[str]:
@@ -204,8 +205,8 @@ class _Definition:
             if _NAME.fullmatch(one.name) is None:
                 raise SchemaError(
                     f"Column {at!r} has a name that Avro does not allow, so no schema can be "
-                    f"registered at {self._topic}. Rename it: letters, digits and _, without a "
-                    "digit first.",
+                    f"registered at {self._topic}.",
+                    "Rename it: letters, digits and _, without a digit first.",
                     topic=self._topic,
                 )
             kind = self._type(one.type, f"{name}_{one.name}", at)
@@ -234,6 +235,7 @@ class _Definition:
             }
         raise SchemaError(
             f"Column {path!r} has the type {kind}, for which no schema can be registered at "
-            f"{self._topic}. Cast the column.",
+            f"{self._topic}.",
+            "Cast the column.",
             topic=self._topic,
         )

@@ -156,8 +156,9 @@ class RowDecoder:
             raise SchemaError(
                 f"The schema of {topic} stores keys separately, but the bytes of the keys were "
                 "not read. pulsar-client does not provide them, and no topic had such a schema "
-                "at the start. Start again without transport='client'. In Python, "
-                f"{NAME_KEY_BYTES} Or set valueFormat=raw.",
+                "at the start.",
+                f"Start again without transport='client'. In Python: {NAME_KEY_BYTES} Or set "
+                "valueFormat=raw.",
                 topic=topic,
             )
         in_parts = self._plan.mode == PERMISSIVE
@@ -182,10 +183,10 @@ class RowDecoder:
         except SchemaError as exc:
             if self._plan.mode == FAILFAST:
                 raise SchemaError(
-                    f"A topic that was discovered later does not fit the query: {exc.message} "
-                    f"Exclude the topic from the query. In a planned batch, mode={DROPMALFORMED} "
-                    f"(malformed in Python) leaves its rows out, and mode={PERMISSIVE} puts "
-                    f"their bytes into {CORRUPT}.",
+                    f"A topic that was discovered later does not fit the query: {exc.problem}",
+                    f"{exc.remedy} Or exclude the topic from the query. In a planned batch, "
+                    f"mode={DROPMALFORMED} (malformed in Python) leaves its rows out, and "
+                    f"mode={PERMISSIVE} puts their bytes into {CORRUPT}.",
                     topic=topic,
                 ) from exc
             self._unfit[topic] = exc.message
@@ -222,8 +223,8 @@ class RowDecoder:
         written = "" if version is None else f", written with version {version}"
         return MalformedMessageError(
             f"Message {message_id} of {topic}, partition {partition}, cannot be decoded by its "
-            f"{schema.type} schema (version {schema.version}{written}): {why}. Set "
-            f"mode={PERMISSIVE} (malformed in Python) to get its bytes in {CORRUPT}, "
+            f"{schema.type} schema (version {schema.version}{written}): {why}.",
+            f"Set mode={PERMISSIVE} (malformed in Python) to get its bytes in {CORRUPT}, "
             f"mode={DROPMALFORMED} to leave it out, or valueFormat=raw.",
             topic=topic,
             message_id=message_id,
@@ -233,9 +234,9 @@ class RowDecoder:
 def _check_transport(connection: Connection, topic: str) -> None:
     if connection.by_client:
         raise SchemaError(
-            f"The schema of {topic} stores keys separately, but pulsar-client cannot tell keys "
-            "of bytes from keys of text. Set transport='wire', or valueFormat=raw to get the "
-            "bytes.",
+            f"The schema of {topic} stores keys separately, but pulsar-client cannot tell keys of "
+            "bytes from keys of text.",
+            "Set transport='wire', or valueFormat=raw to get the bytes.",
             topic=topic,
         )
 
@@ -268,7 +269,8 @@ def writer_of(
         if found is None:
             raise SchemaError(
                 f"Version {version} of the schema of {topic} no longer exists, but messages were "
-                "written with it. Register it again, or set valueFormat=raw to get the bytes.",
+                "written with it.",
+                "Register it again, or set valueFormat=raw to get the bytes.",
                 topic=topic,
             )
         _other_versions[key] = found

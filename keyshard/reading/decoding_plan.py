@@ -67,7 +67,8 @@ class Decoding:
             if taken:
                 raise SchemaError(
                     f"The schema of {topic} has a field {taken[0]!r}, which is the name of a "
-                    "metadata column. Set valueFormat=raw to get the bytes.",
+                    "metadata column.",
+                    "Set valueFormat=raw to get the bytes.",
                     topic=topic,
                 )
             if found is None:
@@ -75,8 +76,9 @@ class Decoding:
             elif found != columns:
                 raise SchemaError(
                     f"Topics {first} and {topic} have different schemas: {_listed(found)}; "
-                    f"{_listed(columns)}. Select the common columns with schema(...), or set "
-                    "valueFormat=raw to get the bytes.",
+                    f"{_listed(columns)}.",
+                    "Select the common columns with schema(...), or set valueFormat=raw to get "
+                    "the bytes.",
                     topic=topic,
                 )
         decoded = {"value": pa.binary()} if found is None else found
@@ -95,8 +97,8 @@ class Decoding:
         for name in names:
             if name not in columns.names:
                 raise ConfigError(
-                    f"Column {shown(name)} does not exist. The columns are: "
-                    f"{', '.join(columns.names)}."
+                    f"Column {shown(name)} does not exist.",
+                    f"The columns are: {', '.join(columns.names)}.",
                 )
         return pa.schema([columns.field(name) for name in names])
 
@@ -159,6 +161,7 @@ def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
         if other:
             raise SchemaError(
                 f"{topic} was created again after the query was built, and version "
-                f"{schema.version} of its schema has changed. Build the query again.",
+                f"{schema.version} of its schema has changed.",
+                "Build the query again.",
                 topic=topic,
             )

@@ -62,8 +62,8 @@ class MessageDecoder:
         if self._connection.in_memory and os.getpid() != self._pid:
             raise UnfitHandlerError(
                 f"message.data cannot read the schemas of {shown(self._connection.service_url)}, "
-                "an in-memory cluster of another process. Handle messages in that process, or "
-                "use message.value."
+                "an in-memory cluster of another process.",
+                "Handle messages in that process, or use message.value.",
             )
         topic = message.topic
         where = topic, message.partition, message.message_id.ledger
@@ -72,8 +72,8 @@ class MessageDecoder:
         if version is not None and plan.schemas[topic].type in WITHOUT_SCHEMA:
             raise SchemaError(
                 f"Message {message.message_id} of {topic} was written with version {version} of "
-                f"the schema of {topic}, which no longer exists. Register it again, and start "
-                "again. Its bytes are message.value.",
+                f"the schema of {topic}, which no longer exists.",
+                "Register it again, and start again. Its bytes are message.value.",
                 topic=topic,
             )
         writer = writer_of(plan, topic, plan.schemas[topic], version)
@@ -81,8 +81,8 @@ class MessageDecoder:
         # A value of another schema type is malformed, wherever its keys are.
         if codec.kind == KEY_VALUE and keys_apart(written) and not self._key_bytes:
             raise UnfitHandlerError(
-                f"The schema of {topic} stores keys separately, so message.data needs their "
-                f"bytes: {NAME_KEY_BYTES}"
+                f"The schema of {topic} stores keys separately, so message.data needs their bytes.",
+                NAME_KEY_BYTES,
             )
         try:
             return _decoded(message, codec, writer, written)
@@ -123,8 +123,9 @@ def data_by_version(connection: Connection, message: Message) -> tuple[TopicSche
         raise SchemaError(f"Topic {topic} has no schema.", topic=topic)
     if schema is None or schema.type in WITHOUT_SCHEMA:
         raise SchemaError(
-            f"Version {version} of the schema of {topic}, which the message was written with, does "
-            "not exist any more. Register it again.",
+            f"Version {version} of the schema of {topic}, which the message was written with, "
+            "does not exist any more.",
+            "Register it again.",
             topic=topic,
         )
     codec = codec_of(schema, topic)
@@ -172,8 +173,8 @@ def _still_is(plan: Decoding, topic: str) -> bool:
 def _malformed(message: Message, plan: Decoding, why: str) -> MalformedMessageError:
     return MalformedMessageError(
         f"Message {message.message_id} of {message.topic}, partition {message.partition}, cannot "
-        f"be decoded by its {plan.schemas[message.topic].type} schema: {why}. Its bytes are "
-        "message.value. Its key is the text message.key.",
+        f"be decoded by its {plan.schemas[message.topic].type} schema: {why}.",
+        "Its bytes are message.value. Its key is the text message.key.",
         topic=message.topic,
         message_id=str(message.message_id),
     )

@@ -100,7 +100,7 @@ def replay(
             loss: KeyShardError = next(unread, None) or _trimmed(tp, missing)
             if fail_on_data_loss:
                 raise loss
-            _log.warning("%s They are left out, because fail_on_data_loss is false.", loss)
+            _log.warning("%s They are left out, because fail_on_data_loss is false.", loss.summary)
     return found
 
 
@@ -135,8 +135,8 @@ def _trimmed(topic_partition: TopicPartition, missing: EntrySet) -> DataLossTrim
     return DataLossTrimmedError(
         f"{len(missing)} entries of a planned batch are no longer stored in {topic_partition}, "
         f"first {str(missing)[:80]}. Retention, TTL or a deleted topic removed them before the "
-        "batch was committed. Restore the topic. To accept the loss, set fail_on_data_loss to "
-        "false.",
+        "batch was committed.",
+        "Restore the topic. To accept the loss, set fail_on_data_loss to false.",
         topic_partition=topic_partition.name,
         missing=str(missing),
     )
@@ -172,7 +172,8 @@ def _read_stretch(
         first = min(cut_off)
         raise BrokerUnavailableError(
             f"A reader of {topic_partition} lost its connection inside entry "
-            f"{first.ledger}:{first.entry}. Check that the broker is running."
+            f"{first.ledger}:{first.entry}.",
+            "Check that the broker is running.",
         )
     return list(found.values())
 
@@ -203,8 +204,8 @@ def _entries(
         if left_s <= 0:
             raise ReplayTimeoutError(
                 f"Reading a planned batch of {topic_partition} again took too long (at "
-                f"{scan.position.ledger}:{scan.position.entry}). Check the load of the broker, "
-                "or raise replay_timeout_ms."
+                f"{scan.position.ledger}:{scan.position.entry}).",
+                "Check the load of the broker, or raise replay_timeout_ms.",
             )
         for block in retry_until(scan.read, left_s):
             yield from _completed_by(assembly, block, cut_off)

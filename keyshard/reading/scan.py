@@ -136,7 +136,8 @@ class Scan:
             ledger, entry = self.position
             raise BrokerUnavailableError(
                 f"A reader of {self._topic_partition} lost its connection at {ledger}:{entry}. "
-                "The entries from there on are unknown. Check that the broker is running."
+                "The entries from there on are unknown.",
+                "Check that the broker is running.",
             )
         if refused is not None:
             raise refused
@@ -158,4 +159,4 @@ class Scan:
                 reader.close()
             except BrokerError as exc:
                 # Its results are known, and a lost connection needs no close.
-                _log.debug("a reader of %s: %s", self._topic_partition, exc)
+                _log.debug("a reader of %s: %s", self._topic_partition, exc.summary)

@@ -245,7 +245,7 @@ def created(admin: Admin, topic_partition: TopicPartition) -> str:
     try:
         return admin.created(topic_partition)
     except BrokerError as exc:
-        _log.debug("the creation time of %s is unknown: %s", topic_partition, exc)
+        _log.debug("the creation time of %s is unknown: %s", topic_partition, exc.summary)
         return ""
 
 
@@ -278,7 +278,9 @@ def check_stored(
     if loss and fail_on_data_loss:
         raise loss
     if loss:
-        _log.warning("%s The stored entries are read, because fail_on_data_loss is false.", loss)
+        _log.warning(
+            "%s The stored entries are read, because fail_on_data_loss is false.", loss.summary
+        )
 
 
 def _loss(
@@ -297,14 +299,15 @@ def _loss(
         return PositionAheadError(
             f"{says}this is after all stored entries: the newest ledger {newest} has "
             f"{sizes.get(newest, 0)} entries, without those of open transactions. The position "
-            "belongs to another topic, or to a topic that was deleted and created again. "
+            "belongs to another topic, or to a topic that was deleted and created again.",
             f"Correct the position. {wayout}",
             **facts,
         )
     if ledger < oldest:
         return DataLossTrimmedError(
             f"{says}the first stored ledger is {oldest}. Retention or TTL removed the earlier "
-            f"ledgers, or the topic was deleted and created again. Begin at 'earliest'. {wayout}",
+            "ledgers, or the topic was deleted and created again.",
+            f"Begin at 'earliest'. {wayout}",
             **facts,
         )
     # An empty ledger is removed when it closes; its position is that of the next ledger.
@@ -312,7 +315,8 @@ def _loss(
         has = f"has {sizes[ledger]} entries" if ledger in sizes else "does not exist"
         return TopicRecreatedError(
             f"{says}ledger {ledger} {has}. The position belongs to another topic, or to a topic "
-            f"that was deleted and created again. Correct the position. {wayout}",
+            "that was deleted and created again.",
+            f"Correct the position. {wayout}",
             **facts,
         )
     return None
@@ -321,10 +325,10 @@ def _loss(
 def gone(topic_partition: TopicPartition) -> TopicNotFoundError:
     """Return the error for a topic partition that disappeared after it was looked up."""
     return TopicNotFoundError(
-        f"Topic partition {topic_partition} does not exist any more. Either the topic is being "
-        "deleted, or the broker deleted an inactive partition. In the second case, create the "
-        "partition again (pulsar-admin topics create-missed-partitions), and set a retention "
-        "for topics without a subscription.",
+        f"Topic partition {topic_partition} does not exist any more. The topic is being deleted, "
+        "or the broker deleted an inactive partition.",
+        "In the second case, create the partition again (pulsar-admin topics "
+        "create-missed-partitions), and set a retention for topics without a subscription.",
         topic=topic_partition.topic,
     )
 
@@ -381,8 +385,8 @@ def plan_read(
         context_of(tls)  # a task would find out later
     if source.admin_url is None:
         raise ConfigError(
-            "A bounded read needs the admin interface, which lists the stored entries. Set "
-            "admin_url."
+            "A bounded read needs the admin interface, which lists the stored entries.",
+            "Set admin_url.",
         )
     index = None if ledger_index is None else open_index(ledger_index)
     timeout_s = source.operation_timeout_ms / 1000

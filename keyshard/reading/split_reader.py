@@ -281,14 +281,14 @@ def _check_stored(
         loss = kind(
             f"{sum(span.entries for span in gone)} entries of {split.topic_partition}, from "
             f"{first.ledger}:{first.first} to {last.ledger}:{last.end - 1}, are no longer "
-            f"stored: {why} the read was planned. Plan the read again. To accept the loss, set "
-            "fail_on_data_loss to false.",
+            f"stored: {why} the read was planned.",
+            "Plan the read again. To accept the loss, set fail_on_data_loss to false.",
             topic_partition=split.topic_partition.name,
             missing=f"{first.ledger}:{first.first}-{last.ledger}:{last.end - 1}",
         )
         if fail_on_data_loss:
             raise loss
-        _log.warning("%s They are left out, because fail_on_data_loss is false.", loss)
+        _log.warning("%s They are left out, because fail_on_data_loss is false.", loss.summary)
     return sizes.keys()
 
 
@@ -343,8 +343,8 @@ def _entries(
             if cut_off > CUT_OFF_MAX:
                 raise BrokerUnavailableError(
                     f"Readers of {split.topic_partition} repeatedly lose their connection inside "
-                    f"entry {need.entry_id.ledger}:{need.entry_id.entry}. Check the load of the "
-                    "broker, and the network."
+                    f"entry {need.entry_id.ledger}:{need.entry_id.entry}.",
+                    "Check the load of the broker, and the network.",
                 ) from need
             start = need.entry_id
 
@@ -366,8 +366,8 @@ def _until_cut_off(
                 raise ReplayTimeoutError(
                     f"Reading {split.topic_partition} from "
                     f"{scan.position.ledger}:{scan.position.entry} on returned nothing for "
-                    f"{timeout_s:g} s before its end. Check the load of the broker, or raise "
-                    "operation_timeout_ms."
+                    f"{timeout_s:g} s before its end.",
+                    "Check the load of the broker, or raise operation_timeout_ms.",
                 )
             blocks = retry_until(scan.read, left_s)
             whole, need = _joined(assembly, blocks)

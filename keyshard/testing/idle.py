@@ -58,8 +58,8 @@ def run_until_idle(
         connection = replace(connection, admin_url=connection.service_url)
     elif connection.admin_url is None:
         raise ConfigError(
-            "run_until_idle() asks the admin interface for the backlog. Set admin_url of the "
-            "source."
+            "run_until_idle() asks the admin interface for the backlog.",
+            "Set admin_url of the source.",
         )
     admin = connect_admin(connection, ANSWER_S)
     try:
@@ -73,7 +73,8 @@ def run_until_idle(
                 if time.monotonic() >= deadline_s:
                     raise AvailableNowTimeoutError(
                         f"{left:,} messages are not acknowledged after {timeout_s:g} s. "
-                        f"{_blocked(status)} Correct the handler, or raise timeout_s."
+                        f"{_blocked(status)}",
+                        "Correct the handler, or raise timeout_s.",
                     )
                 time.sleep(LOOK_S)
     finally:

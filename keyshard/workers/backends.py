@@ -66,6 +66,7 @@ def start_of(connection: Connection, workers: WorkersOption) -> StartWorker:
     except (ImportError, AttributeError) as exc:
         raise ConfigError(
             f"workers is {workers.text!r}, but the package that starts them cannot be loaded: "
-            f"{first_line(exc).rstrip('.')}. Install it, or use another backend."
+            f"{first_line(exc).rstrip('.')}.",
+            "Install it, or use another backend.",
         ) from exc
     return backend(connection, workers)

@@ -191,13 +191,13 @@ def encode_error(error: KeyShardError) -> list[Any]:
     """Encode an error as plain JSON values; facts that JSON cannot hold become text."""
     facts = json.loads(json.dumps(error.facts, default=str))
     stored = error.stored if isinstance(error, UnreadableEntryError) else b""
-    return [error.code, error.message, facts, b64encode(stored).decode()]
+    return [error.code, error.problem, error.remedy, facts, b64encode(stored).decode()]
 
 
 def decode_error(error: Sequence[Any]) -> KeyShardError:
     """Decode the result of :func:`encode_error`."""
-    code, message, facts, stored = error
-    result = BY_CODE.get(code, BrokerError)(message, **facts)
+    code, cause, remedy, facts, stored = error
+    result = BY_CODE.get(code, BrokerError)(cause, remedy, **facts)
     if isinstance(result, UnreadableEntryError):
         result.stored = b64decode(stored)
     return result

@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from keyshard.base_error import AGAIN
 from keyshard.broker.port import Broker, Consumer, StartPosition, SubscriptionSpec
 from keyshard.broker.retry import Retrier, Steps
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -212,11 +213,9 @@ class ConsumerHost:
         hosted = self._hosted.get(number)
         if hosted is None and number in self._closed:
             raise BrokerError(f"The worker has no consumer {number}, because it is closed.")
-        if hosted is None:
+        if hosted is None or hosted.lacking:
             # Another worker had it under that number, or it is being subscribed.
-            raise BrokerUnavailableError(f"The worker has no consumer {number} yet.")
-        if hosted.lacking:
-            raise BrokerUnavailableError(f"The worker subscribes consumer {number} again.")
+            raise BrokerUnavailableError(f"The worker subscribes consumer {number}.", AGAIN)
         return hosted
 
     # -- Deliveries -------------------------------------------------------------------------------
@@ -416,7 +415,7 @@ class ConsumerHost:
         try:
             another = hosted.another()
         except KeyShardError as exc:
-            _log.debug("consumer %d is not subscribed again yet: %s", hosted.number, exc)
+            _log.debug("consumer %d is not subscribed again yet: %s", hosted.number, exc.summary)
             if not hosted.refusals.failed(exc, time.monotonic()):
                 return False
             self._queue(hosted, WorkerDelivery(hosted.number, (), exc))
@@ -526,4 +525,4 @@ def _close(consumer: Consumer, *, for_another: bool = False) -> None:
     try:
         consumer.close(for_another=for_another)
     except BrokerError as exc:
-        _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc)
+        _log.debug("closing a consumer of %s failed: %s", consumer.topic_partition, exc.summary)

@@ -122,7 +122,7 @@ class WorkerSetup:
         except (ValueError, RecursionError):
             pass
         raise ConfigError(
-            "The setup of a worker is malformed. Check that it comes from a source of keyshard."
+            "The setup of a worker is malformed.", "Check that it comes from a source of keyshard."
         )
 
 
@@ -200,7 +200,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
             )
         except Exception as exc:
             error = logged_error("A request for deliveries of a worker", exc)
-            raise flight.FlightServerError(str(error)) from exc
+            raise flight.FlightServerError(error.summary) from exc
         lines = [self.log.popleft() for _ in range(len(self.log))]
         header = json.dumps(answer | {"log": lines, "proof": proof}).encode()
         return flight.GeneratorStream(content.schema, iter([(content, header)]))
@@ -238,7 +238,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
             try:
                 self._host.close()
             except BrokerError as exc:
-                _log.debug("the connection ended: %s", exc)
+                _log.debug("the connection ended: %s", exc.summary)
         finally:
             if control is not None:
                 # Without a lease, nothing may hold up the end of this process.
@@ -259,7 +259,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
             # Consumers run without a control socket too.
             if not self._unlisted:
                 self._unlisted = True
-                _log.warning("keyshard status cannot list a worker: %s", exc)
+                _log.warning("keyshard status cannot list a worker: %s", exc.summary)
             return None
 
     def status(self) -> WorkerStatus:
@@ -287,7 +287,7 @@ class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
         try:
             content = self._host.content(request["runs"], request["columns"])
         except KeyShardError as exc:
-            raise flight.FlightServerError(str(exc)) from exc
+            raise flight.FlightServerError(exc.summary) from exc
         return flight.GeneratorStream(content.schema, iter([content]))
 
     def _read(self, body: Any, command: str) -> tuple[dict[str, Any], str]:
@@ -335,8 +335,8 @@ def start_server(
         if version != VERSION:
             raise WorkerEnvironmentError(
                 f"keyshard is {version} in the process of the source, but {VERSION} in a worker "
-                f"on {socket.gethostname()} ({sys.executable}). Install the same version on "
-                "every machine, then start the source again."
+                f"on {socket.gethostname()} ({sys.executable}).",
+                "Install the same version on every machine, then start the source again.",
             )
         setup = WorkerSetup.unpacked(packed)
         failed = FirstError()

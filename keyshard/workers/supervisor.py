@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from keyshard.base_error import AGAIN
 from keyshard.broker.port import StartPosition, SubscriptionSpec, WorkerFacts
 from keyshard.broker.retry import Retrier, Steps
 from keyshard.core.position.entry import EntryId
@@ -149,7 +150,7 @@ class WorkerSupervisor:
             raise BrokerError("The connection and its workers are closed.")
         if worker is None:
             raise BrokerUnavailableError(
-                "A worker has ended, and its replacement is not ready yet."
+                "A worker has ended, and its replacement is not ready yet.", AGAIN
             )
         return worker
 
@@ -159,7 +160,7 @@ class WorkerSupervisor:
         except WorkerUnreachableError as exc:
             # Whether the command ran is unknown, so the worker must lose its ranges.
             worker.kill()
-            raise BrokerUnavailableError(exc.message) from exc
+            raise BrokerUnavailableError(exc.problem, exc.remedy) from exc
 
     # -- The supervisor thread -------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class WorkerSupervisor:
         except KeyShardError as exc:
             if self._ending.is_set():
                 return
-            again, self._why_none = str(exc) == self._why_none, str(exc)
+            again, self._why_none = exc.summary == self._why_none, exc.summary
             with self._lock:
                 lost = list(self._consumers.values())
             refused = isinstance(exc, BrokerError)
@@ -218,7 +219,7 @@ class WorkerSupervisor:
                 if ends:
                     consumer.arrived(WorkerDelivery(consumer.number, (), exc))
             level = logging.DEBUG if again else logging.WARNING
-            _log.log(level, "the replacement of a worker is not ready yet: %s", exc)
+            _log.log(level, "the replacement of a worker is not ready yet: %s", exc.summary)
             self._ending.wait(START_AGAIN_S)
             return
         with self._lock:
@@ -247,7 +248,9 @@ class WorkerSupervisor:
             try:
                 self._subscribe(worker, consumer, StartPosition.EARLIEST)
             except KeyShardError as exc:
-                _log.debug("%s is not subscribed again yet: %s", consumer.topic_partition, exc)
+                _log.debug(
+                    "%s is not subscribed again yet: %s", consumer.topic_partition, exc.summary
+                )
                 consumer.report_problem(exc.message)
                 ends = refusals.failed(exc, time.monotonic())
                 if ends:
@@ -263,7 +266,7 @@ class WorkerSupervisor:
         try:
             self._request(worker, "close_consumer", number=number, for_another=False)
         except BrokerError as exc:
-            _log.debug("closing consumer %d of a worker failed: %s", number, exc)
+            _log.debug("closing consumer %d of a worker failed: %s", number, exc.summary)
 
     def leave(self) -> None:
         """End all its consumers, and tell the worker to give its ranges back. Idempotent."""

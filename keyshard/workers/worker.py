@@ -102,8 +102,8 @@ class AuthenticatedClient:
             )
         except (pa.ArrowException, OSError, ValueError) as exc:
             raise WorkerUnreachableError(
-                f"The {self.name} did not answer: {first_line(exc)}. Check that it is running, "
-                "and that the network allows connections to it."
+                f"The {self.name} did not answer: {first_line(exc)}.",
+                "Check that it is running, and that the network allows connections to it.",
             ) from exc
         answer: bytes = result.body.to_pybytes()
         return answer
@@ -131,9 +131,9 @@ class AuthenticatedClient:
 
     def _unauthenticated(self) -> WorkerUnreachableError:
         return WorkerUnreachableError(
-            f"The program at {self._endpoint} does not know the token of the {self.name}, and "
-            "got no request. It is another program, or belongs to another run or release of "
-            "keyshard. Install the same release everywhere, and start the source again."
+            f"The program at {self._endpoint} does not know the token of the {self.name}, and got "
+            "no request. It is another program, or belongs to another run or release of keyshard.",
+            "Install the same release everywhere, and start the source again.",
         )
 
 
@@ -158,7 +158,8 @@ class Worker(AuthenticatedClient):
         if not isinstance(facts, dict) or not facts.keys() & {"error", "endpoint"}:
             raise WorkerUnreachableError(
                 f"A {kind} printed {shown(hello)} at its start, which is not the output of a "
-                "worker. Check the code that its interpreter runs before keyshard."
+                "worker.",
+                "Check the code that its interpreter runs before keyshard.",
             )
         if "error" in facts:
             raise decode_error(facts["error"])
@@ -177,8 +178,9 @@ class Worker(AuthenticatedClient):
             raise WorkerUnreachableError(
                 f"The {self.name} cannot be reached at {facts['endpoint']} within {REACH_S:.0f} "
                 f"s: {first_line(exc.__cause__ or exc)}. The process of the source connects to "
-                "every worker, on a port that the system chooses. Allow these connections in "
-                "the firewall, or run the source in the network of the workers."
+                "every worker, on a port that the system chooses.",
+                "Allow these connections in the firewall, or run the source in the network of "
+                "the workers.",
             ) from exc
 
     def kill(self) -> None:
@@ -234,7 +236,7 @@ class Worker(AuthenticatedClient):
             if f"[{UnexpectedError.code}]" in str(exc):
                 raise UnexpectedError(f"The {self.name} failed: {first_line(exc)}.") from exc
             raise WorkerUnreachableError(
-                f"The {self.name} does not answer: {first_line(exc)}. Check that it is running."
+                f"The {self.name} does not answer: {first_line(exc)}.", "Check that it is running."
             ) from exc
         metadata = chunk.app_metadata
         header = self._read(b"" if metadata is None else metadata.to_pybytes(), number)
@@ -293,12 +295,15 @@ def start_process(
     if not hello.endswith(b"\n"):
         status = _exit_status(process)
         end_process(process)
+        if status is None:
+            raise WorkerUnreachableError(
+                f"A worker process was not ready within {START_TIMEOUT_S:.0f} s.",
+                "Look for the step that delays its start.",
+            ) from broken
         raise WorkerUnreachableError(
-            f"A worker process was not ready within {START_TIMEOUT_S:.0f} s. Look for what delays "
-            "its start."
-            if status is None
-            else f"A worker process did not start: it {ending(status)}. {remedy(status)} The "
-            "output above this error is its log."
+            f"A worker process did not start: it {ending(status)}. The output above this error is "
+            "its log.",
+            remedy(status),
         ) from broken
     return process, hello
 

@@ -65,7 +65,8 @@ def translated(options: Mapping[str, str], *, stream: bool) -> Translated:
             new, value = convert(called, text) if convert else (called, text)
             if value is not None:
                 if new.lower() in taken:
-                    raise ConfigError(f"Give only one of {taken[new.lower()]!r} and {called!r}.")
+                    both = f"{taken[new.lower()]!r} and {called!r}"
+                    raise ConfigError(f"Options {both} are both given.", "Give only one of them.")
                 taken[new.lower()] = names[new] = called
                 found[new] = value
     if stream:
@@ -86,9 +87,9 @@ def passes_on(name: str, text: str, *, stream: bool) -> bool:
             hint = did_you_mean(
                 name,
                 [one.name for one in JVM_OPTIONS],
-                "docs/migrating.md lists all options of the JVM connector.",
+                "See docs/migrating.md for the options of the JVM connector.",
             )
-            raise ConfigError(f"Option {shown(name)} is unknown. {hint}")
+            raise ConfigError(f"Option {shown(name)} is unknown.", hint)
         return True
     check_refused(option.name, option, text)
     if option.name in _SUBSCRIPTIONS or (option.of_streams and not stream):
@@ -99,8 +100,8 @@ def passes_on(name: str, text: str, *, stream: bool) -> bool:
 def check_refused(name: str, option: JvmOption, text: str) -> None:
     if option.treatment is Treatment.REFUSED and not _says_nothing(option, text):
         raise ConfigError(
-            f"Option {name!r} is not supported. {option.meaning} docs/migrating.md lists all "
-            "options of the JVM connector."
+            f"Option {name!r} is not supported.",
+            f"{option.meaning} See docs/migrating.md for the options of the JVM connector.",
         )
 
 
@@ -125,8 +126,8 @@ def check_admin(name: str, text: str, given: Mapping[str, str]) -> None:
     if given.get(same.lower()) != text:
         raise ConfigError(
             f"Option {name!r} is given, and {same!r} is not, or has another value. keyshard has "
-            "one connection for the broker and its admin interface: give both the same value, of "
-            "who may use both."
+            "one connection for the broker and its admin interface.",
+            "Give both options the same value, of a role that may use both.",
         )
 
 
@@ -141,10 +142,12 @@ def _subscription(given: Mapping[str, str], names: dict[str, str]) -> dict[str, 
         for name in _SUBSCRIPTIONS:
             if name.lower() in given:
                 raise ConfigError(
-                    f"Option {name!r} is empty. Give the subscription a name, or remove the option."
+                    f"Option {name!r} is empty.",
+                    "Give the subscription a name, or remove the option.",
                 )
         return {"subscription": f"{MADE_UP}{uuid.uuid4()}"}
     if said[0] == "subscription" and len(said) > 1:
-        raise ConfigError(f"Give only one of {said[0]!r} and {said[1]!r}.")
+        both = f"{said[0]!r} and {said[1]!r}"
+        raise ConfigError(f"Options {both} are both given.", "Give only one of them.")
     names["subscription"] = said[0]
     return {"subscription": given[said[0].lower()]}

@@ -184,8 +184,8 @@ def _renamed(own: StructType) -> StructType:
         if one.name in METADATA:
             raise SchemaError(
                 f"The schema of the topic has a field {one.name!r}, which is the name of a "
-                "metadata column of format('pulsar'). Use format('keyshard'), or set "
-                "valueFormat=raw."
+                "metadata column of format('pulsar').",
+                "Use format('keyshard'), or set valueFormat=raw.",
             )
     metadata = [StructField(name, made.kind) for name, made in METADATA.items()]
     return StructType([*values, *metadata, *last])
@@ -206,8 +206,8 @@ def _own(schema: StructType) -> StructType:
         if one.dataType != made.kind:
             raise ConfigError(
                 f"Column {one.name!r} has type {one.dataType.simpleString()}, but "
-                f"format('pulsar') has it as {made.kind.simpleString()}. Correct the type in "
-                "schema(...)."
+                f"format('pulsar') has it as {made.kind.simpleString()}.",
+                "Correct the type in schema(...).",
             )
         found |= {name: StructField(name, SELECTABLE[name]) for name in made.of}
     return StructType(list(found.values()))

@@ -78,8 +78,8 @@ class PulsarStreamReader(KeyShardStreamReader):
         if not _is_jvm(start):
             raise CheckpointError(
                 "The JVM connector planned the first batch of this checkpoint, but never "
-                "committed it, and keyshard cannot find its start. Start the query with a new "
-                "checkpoint."
+                "committed it, and keyshard cannot find its start.",
+                "Start the query with a new checkpoint.",
             )
         positions = {name: _behind(name, last) for name, last in end.items()}
         starts = {
@@ -132,7 +132,8 @@ class PulsarStreamReader(KeyShardStreamReader):
                 # Each start of the JVM connector moves its cursor, perhaps ahead of the checkpoint.
                 raise ConfigError(
                     "The query continues a checkpoint of the JVM connector, and the admin "
-                    "interface is needed to compare the subscription with it. Set admin_url."
+                    "interface is needed to compare the subscription with it.",
+                    "Set admin_url.",
                 )
             # The offset has no publish time, so take now plus the largest difference of clocks.
             floor_ms = time.time_ns() // 1_000_000 + CLOCK_SKEW_MS
@@ -158,11 +159,11 @@ def _behind(name: str, last: list[Any]) -> str:
     try:
         found = position_of(f"The JVM connector's offset of {name}", name, last, behind=True)
     except ConfigError as exc:
-        raise CheckpointError(exc.message) from None
+        raise CheckpointError(exc.problem, exc.remedy) from None
     if found == Edge.LATEST.value or found.endswith(":0"):
         raise CheckpointError(
-            f"The JVM connector's offset of {name} is {shown(last)}, which is not a message. "
-            "Start the query with a new checkpoint."
+            f"The JVM connector's offset of {name} is {shown(last)}, which is not a message.",
+            "Start the query with a new checkpoint.",
         )
     return found
 

@@ -9,6 +9,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from keyshard.base_error import one_line
+from keyshard.core.option_checks import as_sentence
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.read_bounds import Edge
 from keyshard.core.position.serialized_id import BYTES_MAX, SerializedId
@@ -98,11 +100,13 @@ def position_of(name: str, topic_partition: str, given: list[Any], *, behind: bo
     )
     bytes_only = all(type(one) is int and -128 <= one < 256 for one in given)
     if not given or not bytes_only or len(given) > BYTES_MAX:
-        raise ConfigError(f"{name} is {shown(given)}, no message id; {wanted}.")
+        raise ConfigError(f"{name} is {shown(given)}, no message id.", as_sentence(wanted))
     try:
         found = SerializedId.from_bytes(bytes(one % 256 for one in given))
     except ValueError as exc:
-        raise ConfigError(f"{name} is {shown(given)}, and {exc}; {wanted}.") from None
+        raise ConfigError(
+            f"{name} is {shown(given)}, and {one_line(exc)}.", as_sentence(wanted)
+        ) from None
     if found.earliest:
         return Edge.EARLIEST.value
     if found.latest:
@@ -110,11 +114,11 @@ def position_of(name: str, topic_partition: str, given: list[Any], *, behind: bo
     partition = TopicPartition.parse(topic_partition).partition
     if found.partition not in (-1, partition):
         raise ConfigError(
-            f"{name} is the id of a message in partition {found.partition}. Give each topic "
-            "partition a position of its own."
+            f"{name} is the id of a message in partition {found.partition}.",
+            "Give each topic partition a position of its own.",
         )
     if found.ledger < 0 or found.entry < -1:
-        raise ConfigError(f"{name} is {shown(given)}, which no message has; {wanted}.")
+        raise ConfigError(f"{name} is {shown(given)}, which no message has.", as_sentence(wanted))
     return f"{found.ledger}:{found.entry + 1 if behind else max(found.entry, 0)}"
 
 
@@ -127,8 +131,8 @@ def time(name: str, text: str) -> tuple[str, str | None]:
     if text.lstrip().startswith("{"):
         own = "startingOffsets" if name == "startingTime" else "endingOffsets"
         raise ConfigError(
-            f"{name} is {shown(text)}; write one time for all topics, or give a position for each "
-            f"topic partition in {own}."
+            f"{name} is {shown(text)}.",
+            f"Write one time for all topics, or give a position for each topic partition in {own}.",
         )
     return name, text
 

@@ -100,7 +100,7 @@ def translated_write(options: Mapping[str, str]) -> dict[str, str]:
             if pair is not None:
                 found[pair[0]] = pair[1]
         elif low.startswith(READER):
-            raise ConfigError(f"Option {shown(name)} belongs to reads. Remove it.")
+            raise ConfigError(f"Option {shown(name)} belongs to reads.", "Remove it.")
         elif passes_on(name, text, stream=False):
             found[name] = text
     return found
@@ -112,9 +112,9 @@ def _of_producer(name: str, text: str) -> tuple[str, str] | None:
         hint = did_you_mean(
             name,
             [one.name for one in PRODUCER_OPTIONS],
-            "docs/migrating.md lists all options of the JVM connector.",
+            "See docs/migrating.md for the options of the JVM connector.",
         )
-        raise ConfigError(f"Option {shown(name)} is unknown. {hint}")
+        raise ConfigError(f"Option {shown(name)} is unknown.", hint)
     check_refused(option.name, option, text)
     if option.treatment in (Treatment.REFUSED, Treatment.NOT_NEEDED) or option.convert is None:
         return None
@@ -145,7 +145,7 @@ def columns_of(schema: StructType, *, routed: bool) -> list[_Column]:
         elif name not in _IGNORED:
             values.append(one)
     if not values:
-        raise ConfigError("The rows have no column of a value. Add one.")
+        raise ConfigError("The rows have no column of a value.", "Add one.")
     if len(values) > 1:
         return found + [_Column(one.name, one.name, one.dataType) for one in values]
     (single,) = values
@@ -161,5 +161,5 @@ def _check(name: str, kind: DataType, *wanted: type[DataType]) -> None:
     if not isinstance(kind, wanted):
         names = " or ".join(one().simpleString() for one in wanted)
         raise ConfigError(
-            f"Column {name} has the type {kind.simpleString()}; it must be {names}. Cast it."
+            f"Column {name} has the type {kind.simpleString()}; it must be {names}.", "Cast it."
         )

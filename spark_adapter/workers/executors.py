@@ -24,7 +24,7 @@ from pyspark import BarrierTaskContext, InheritableThread
 from pyspark.accumulators import AccumulatorParam
 
 from keyshard.core.option_checks import check_integer
-from keyshard.errors import ClusterError, ConfigError
+from keyshard.errors import ClusterError, ConfigError, KeyShardError
 from keyshard.redaction import first_line
 from keyshard.threads import begin
 from spark_adapter.preflight import check_workers
@@ -81,7 +81,8 @@ class Slots(NamedTuple):
             raise ConfigError(
                 f"start_workers({count}) leaves an executor without a free slot: Spark has "
                 f"{self.executors} executors with {self.tasks} slots in all, and each worker "
-                f"occupies one. Start {most}, or give the application more executors or cores."
+                "occupies one.",
+                f"Start {most}, or give the application more executors or cores.",
             )
 
 
@@ -140,9 +141,9 @@ class ExecutorWorkers:
             if self._error or time.monotonic() > end_s:
                 raise ClusterError(
                     f"Spark did not run all tasks of start_workers({self._count}) at once within "
-                    f"{timeout_s:.0f} s{self._error and f': {self._error}'}. Start workers "
-                    "before queries occupy the slots, and install this release of "
-                    "keyshard[spark] on every executor."
+                    f"{timeout_s:.0f} s{self._error and f': {self._error}'}.",
+                    "Start workers before queries occupy the slots, and install this release of "
+                    "keyshard[spark] on every executor.",
                 )
             self._stopping.wait(LOOK_S)
 
@@ -204,6 +205,8 @@ class ExecutorWorkers:
 
 def why(error: Exception) -> str:
     """Return the line of a Spark error that names the cause."""
+    if isinstance(error, KeyShardError):
+        return error.summary
     lines = [line.strip().removeprefix(": ") for line in str(error).splitlines()]
     for pattern in (r"\w*Error: .", r"ExecutorLostFailure", r"[\w.]*Exception: "):
         for line in reversed(lines):
@@ -272,23 +275,24 @@ def start_workers(spark: SparkSession, count: int) -> ExecutorWorkers:
     if context is None:
         raise ConfigError(
             "start_workers() needs the process of the SparkContext, but this session uses Spark "
-            "Connect. Set option 'workers' to 'processes:2' instead."
+            "Connect.",
+            "Set option 'workers' to 'processes:2' instead.",
         )
     scala = context._jsc.sc()
     if scala.isLocal():
         raise ConfigError(
-            f"Spark is {context.master!r}, which has no executors beside the driver. Set option "
-            f"'workers' to 'processes:{count}' instead."
+            f"Spark is {context.master!r}, which has no executors beside the driver.",
+            f"Set option 'workers' to 'processes:{count}' instead.",
         )
     if context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
         raise ConfigError(
-            "spark.dynamicAllocation.enabled is true, and then Spark runs no barrier stage. Set "
-            f"it to false, or set option 'workers' to 'processes:{count}'."
+            "spark.dynamicAllocation.enabled is true, and then Spark runs no barrier stage.",
+            f"Set it to false, or set option 'workers' to 'processes:{count}'.",
         )
     if not all(one.ended() for one in _started):
         raise ConfigError(
-            "start_workers() already hosts workers of this application, and queries share them. "
-            "To change their number, first call stop() on the returned object."
+            "start_workers() already hosts workers of this application, and queries share them.",
+            "To change their number, first call stop() on the returned object.",
         )
     check_workers(spark)
     _stable_slots(context).check(count)

@@ -74,7 +74,8 @@ class WorkerLauncher(flight.FlightServerBase):  # type: ignore[misc]
                 end_process(child)
             if len(self._children) + self._starting >= CHILDREN_MAX:
                 raise BrokerError(
-                    f"The task already has {CHILDREN_MAX} worker processes. Close unused sources."
+                    f"The task already has {CHILDREN_MAX} worker processes.",
+                    "Close unused sources.",
                 )
             self._starting += 1
         try:
@@ -135,15 +136,15 @@ class WorkerLaunchers:
         hosted = registry.read(self._jvm)
         if hosted is None:
             raise ConfigError(
-                f"workers is {self._workers.text!r}, but this Spark application has no workers. "
-                f"Call spark_adapter.start_workers(spark, {self._workers.count}) before the "
-                "query starts, and keep its session."
+                f"workers is {self._workers.text!r}, but this Spark application has no workers.",
+                f"Call spark_adapter.start_workers(spark, {self._workers.count}) before the query "
+                "starts, and keep its session.",
             )
         if self._workers.count > len(hosted.launchers):
             raise ConfigError(
                 f"workers is {self._workers.text!r}, but this Spark application has "
-                f"{len(hosted.launchers)} workers. Lower the number in workers, or start more "
-                "workers."
+                f"{len(hosted.launchers)} workers.",
+                "Lower the number in workers, or start more workers.",
             )
         return hosted
 

@@ -43,8 +43,9 @@ def path_of(jvm: int) -> Path:
     if not is_own_folder(directory):
         raise ConfigError(
             f"{directory} is not a private directory of this user, but the token of workers must "
-            "be stored there. Remove it, or set TMPDIR to another directory, for the driver's "
-            "Python and for its JVM."
+            "be stored there.",
+            "Remove it, or set TMPDIR to another directory, for the driver's Python and for its "
+            "JVM.",
         )
     return directory / f"{jvm}.json"
 

@@ -23,6 +23,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.devbroker.process import LOOPBACK, free_port
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.support.deadlines import deadline
+from tests.support.error_text import has_error_form
 
 pytestmark = pytest.mark.broker
 
@@ -111,7 +112,7 @@ def refusal(connection: Connection, topic: str, kind: type[BrokerError]) -> str:
         text = str(caught.value)
         assert type(caught.value) is kind, text
         assert PASSWORD not in text
-        assert "\n" not in text
+        assert has_error_form(text), text
     return text
 
 

@@ -43,6 +43,7 @@ from keyshard.testing.devbroker.security import Authority
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.error_text import has_error_form
 from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
@@ -120,7 +121,7 @@ def refused(
         text = str(caught.value)
         assert type(caught.value) is kind, text
         assert text.startswith(f"[{kind.code}] ")
-        assert "\n" not in text
+        assert has_error_form(text), text
         assert all(part in text for part in output), text
         if isinstance(way.authentication, Token) and way.authentication.value is not None:
             assert way.authentication.value.reveal() not in text  # type: ignore[union-attr]

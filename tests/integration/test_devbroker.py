@@ -167,7 +167,7 @@ def test_settings_that_forbid_a_topic_keep_no_broker_from_being_ready(
 
 def test_a_broker_that_refuses_its_own_clients_is_named_at_once(tmp_path: Path) -> None:
     broker = DevBroker(PULSAR, data_dir=tmp_path, settings=_TOKENS_OF_THE_SETTINGS)
-    with pytest.raises(DevBrokerError, match=r"refuses the credentials.*tokens=True") as caught:
+    with pytest.raises(DevBrokerError, match=r"(?s)refuses the credentials.*tokens=True") as caught:
         broker.start(timeout_s=deadline(120))
     assert caught.value.facts["outcome"] == "REFUSED"
     assert not broker.is_running()

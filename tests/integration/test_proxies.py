@@ -146,6 +146,6 @@ def test_a_proxy_that_cannot_be_used_is_one_sentence(
     monkeypatch.setattr("keyshard.broker.auth.http_client.find_spec", lambda _: None)
     for value in ("ftp://{}p:1", "socks5://{}127.0.0.1:1", "http://{}p:port"):
         monkeypatch.setenv("ALL_PROXY", value.format(f"ann:{SECRET}@"))
-        with pytest.raises(ConfigError, match=r"variable ALL_PROXY is .* to NO_PROXY\.") as caught:
+        with pytest.raises(ConfigError, match=r"(?s)ALL_PROXY is .* to NO_PROXY\.") as caught:
             use(dev_broker, topic_name, capsys)
         assert SECRET not in repr(caught.value)

@@ -1,4 +1,4 @@
-"""A broker that is not there, or a wrong URL: one sentence within 5 s at the first start."""
+"""A broker that is not there, or a wrong URL: one error within 5 s at the first start."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from keyshard.broker.schemas import asked_first
 from keyshard.errors import BrokerError, TopicNotFoundError
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter.data_source import KeyShardDataSource
+from tests.support.error_text import has_error_form
 
 FIRST_S = 5.0
 """Longest time that a mistake at the first start may take, seconds."""
@@ -41,7 +42,7 @@ def silent() -> Iterator[int]:
 
 
 def refused(why: str, **urls: str) -> None:
-    """A first start is refused soon, by one line that names the option and the URL."""
+    """A first start is refused soon, by an error that names the option and the URL."""
     source = KeyShardSource("orders", subscription="billing", **urls)  # type: ignore[arg-type]
     check_named(source.open, why, **urls)
     check_named(source.decoder, why, **urls)
@@ -63,7 +64,7 @@ def check_named(start: Callable[[], object], why: str, **urls: str) -> None:
         start()
     took = time.monotonic() - began
     text = str(caught.value)
-    assert "\n" not in text
+    assert has_error_form(text), text
     assert all(host in text for host in urls[field].partition("://")[2].split(",")[-1:])
     assert field in text or KEYS[field] in text
     assert re.search(why, text)

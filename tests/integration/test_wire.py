@@ -236,7 +236,9 @@ def test_a_source_names_or_counts_encrypted_messages(
     rows = 0
     with source.open() as stream:
         if choice == "fail":
-            with pytest.raises(EncryptedMessageError, match=r":1 of .*set on_encrypted to skip"):
+            with pytest.raises(
+                EncryptedMessageError, match=r"(?s):1 of .*set on_encrypted to skip"
+            ):
                 wait_until(lambda: not stream.next_batch(timeout_s=deadline(30)))
             assert harness.backlog(where, "encrypted") == 6
             return

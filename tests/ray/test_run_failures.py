@@ -384,7 +384,7 @@ def test_an_actor_that_dies_while_it_loads_is_an_error(orders: RayTopic) -> None
         (lambda: None, {}, "cannot be called with a message"),
         (ray_topic.NoCall, {}, "NoCall is a class whose objects cannot be called"),
         (ray_topic.CountsFrom, {}, "missing a required argument: 'first'"),
-        (key_and_seq, {"takes": "rows"}, "takes is 'rows'; write 'messages' or 'arrow'"),
+        (key_and_seq, {"takes": "rows"}, "takes is 'rows'.\nRemedy: Write 'messages' or 'arrow'"),
         (key_and_seq, {"parallelism": 0}, "parallelism is 0"),
         (key_and_seq, {"max_rows": True}, "max_rows is True"),
         (key_and_seq, {"max_wait_s": -1}, "max_wait_s is -1"),

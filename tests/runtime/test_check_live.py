@@ -168,5 +168,5 @@ def test_a_producer_is_not_waited_for_longer_than_the_deadline(topic: CheckedTop
 def test_a_topic_that_holds_data_is_refused(topic: CheckedTopic) -> None:
     require_empty(topic.connect(), topic.topic)
     topic.cluster.publish(topic.topic, Message(b"x", key="k"))
-    with pytest.raises(ConfigError, match=f"Topic {topic.topic} contains messages.*--append"):
+    with pytest.raises(ConfigError, match=f"(?s)Topic {topic.topic} contains messages.*--append"):
         require_empty(topic.connect(), topic.topic)

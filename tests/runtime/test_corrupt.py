@@ -89,7 +89,7 @@ def test_a_corrupt_entry_ends_the_source_by_default_and_is_not_acknowledged() ->
             assert not coordinator.status()["corruptSkipped"]
             return False
 
-        with pytest.raises(CorruptEntryError, match=r"Entry \d+:3 .*set on_corrupt to skip"):
+        with pytest.raises(CorruptEntryError, match=r"(?s)Entry \d+:3 .*set on_corrupt to skip"):
             wait_until(ended)
         assert topic.backlog == 4
 

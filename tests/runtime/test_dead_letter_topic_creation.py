@@ -306,5 +306,5 @@ def test_a_subscription_that_is_not_created_by_itself_is_named_at_the_start(dlq:
 def test_a_partitioned_topic_is_named_with_the_command_that_deletes_it(dlq: NewTopic) -> None:
     dlq.cluster.create_topic(WHERE.topic, 2)
     command = f"pulsar-admin topics delete-partitioned-topic {WHERE}"
-    with pytest.raises(ConfigError, match=f"is partitioned.*{command}"):
+    with pytest.raises(ConfigError, match=f"(?s)is partitioned.*{command}"):
         dlq.open()

@@ -57,7 +57,7 @@ def test_an_encrypted_entry_ends_the_source_by_default_and_is_not_acknowledged(
             coordinator.batches.cut()
             return False
 
-        with pytest.raises(EncryptedMessageError, match=r"\d+:3 of .*set on_encrypted to skip"):
+        with pytest.raises(EncryptedMessageError, match=r"(?s)\d+:3 of .*set on_encrypted to skip"):
             wait_until(ended)
         assert topic.backlog == 7
 

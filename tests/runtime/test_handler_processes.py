@@ -304,4 +304,4 @@ def test_a_script_without_a_main_guard_is_named(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert "KEYSHARD_HANDLER_UNFIT" in done.stderr.splitlines()[-1]
-    assert "__name__" in done.stderr.splitlines()[-1]
+    assert "__name__" in done.stderr.splitlines()[-2]

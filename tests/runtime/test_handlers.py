@@ -328,7 +328,7 @@ def test_a_window_full_of_unacknowledged_batches_is_named(orders: HandledTopic) 
     [
         ({"lanes": 0}, "lanes is 0; it must be an integer from 1 to 10000"),
         ({"lane": 1}, "run\\(\\) has no option 'lane'"),
-        ({"on_failure": "drop"}, "write 'park', 'dead_letter' or 'stop'"),
+        ({"on_failure": "drop"}, "Write 'park', 'dead_letter' or 'stop'"),
         ({"executor": "async"}, "plain function"),
         ({"checkpoint": "file:///tmp/"}, "not a folder"),
         ({"checkpoint": "nosuch://x/y"}, "fsspec URL"),

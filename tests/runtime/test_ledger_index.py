@@ -352,7 +352,7 @@ def test_without_access_to_the_index_everything_is_read_with_a_warning(
 
 def test_a_url_of_no_file_system_is_refused(topic: Topic) -> None:
     for given in ("nofs://bucket/index", "", 5):
-        with pytest.raises(ConfigError, match=r"ledger_index is .*fsspec URL of a folder"):
+        with pytest.raises(ConfigError, match=r"(?s)ledger_index is .*fsspec URL of a folder"):
             plan_read(topic.source, ledger_index=given)  # type: ignore[arg-type]
 
 

@@ -348,7 +348,7 @@ def test_topics_that_differ_are_one_error_and_can_be_projected(shop: Shop) -> No
     first, second = shop.topic("a", FIRST), shop.topic("b", SECOND)
     plain = shop.topic("c")
     plan = shop.plan(first, second)
-    with pytest.raises(SchemaError, match=rf"{first} and {second} .*valueFormat=raw"):
+    with pytest.raises(SchemaError, match=rf"(?s){first} and {second} .*valueFormat=raw"):
         _ = plan.columns
     with pytest.raises(SchemaError, match=rf"{first} and {plain}"):
         _ = shop.plan(first, plain).columns
@@ -377,7 +377,7 @@ def test_a_topic_that_is_found_later_is_decoded_by_its_own_schema(shop: Shop) ->
 
 def test_a_field_that_is_called_like_a_column_of_keyshard_is_refused(shop: Shop) -> None:
     schema = FIRST | {"fields": [{"name": "__key", "type": "int"}]}
-    with pytest.raises(SchemaError, match=r"'__key'.*valueFormat=raw"):
+    with pytest.raises(SchemaError, match=r"(?s)'__key'.*valueFormat=raw"):
         _ = shop.plan(shop.topic("orders", schema)).columns
 
 
@@ -475,7 +475,7 @@ def of_java(shop: Shop) -> str:
 
 def test_data_with_an_undescribed_field_is_refused(shop: Shop) -> None:
     message = keyshard.Message.for_test(b"\x08\x01")._replace(topic=of_java(shop))
-    with pytest.raises(SchemaError, match=r"'state' .*is an enumeration.*message\.value"):
+    with pytest.raises(SchemaError, match=r"(?s)'state' .*is an enumeration.*message\.value"):
         MessageDecoder(shop.connection)(message)
 
 
@@ -483,7 +483,7 @@ def test_columns_without_such_a_field_are_read_of_any_version(shop: Shop) -> Non
     topic = of_java(shop)
     plan = shop.plan(topic)
     for ask in (lambda: plan.columns, lambda: plan.only(["id", "state"])):
-        with pytest.raises(SchemaError, match=r"'state' .*is an enumeration.*valueFormat=raw"):
+        with pytest.raises(SchemaError, match=r"(?s)'state' .*is an enumeration.*valueFormat=raw"):
             ask()
     # Fields are known by their numbers, also where the version of a message is gone.
     batch = raw(topic, (b"\x08\x01\x10\x05", 0), (b"\x10\x06", 3))
@@ -513,7 +513,7 @@ def test_a_decoder_makes_columns_of_the_rows_of_a_stream(shop: Shop) -> None:
         {"__key": "k2", "name": None, "added": None},
     ]
     assert decoder.malformed <= 1
-    with pytest.raises(ConfigError, match=r"'nobody' does not exist.*added"):
+    with pytest.raises(ConfigError, match=r"(?s)'nobody' does not exist.*added"):
         source.decoder(["nobody"])
 
 
@@ -553,7 +553,9 @@ def test_data_of_a_schema_that_is_gone_is_an_error_and_not_its_bytes(shop: Shop)
     # The process remembers; another one asks.
     assert read(one) == {"id": 1, "name": "a"}
     other = pickle.loads(pickle.dumps(read))
-    with pytest.raises(SchemaError, match=rf"version 0 of the schema of {topic}.*message.value"):
+    with pytest.raises(
+        SchemaError, match=rf"(?s)version 0 of the schema of {topic}.*message.value"
+    ):
         other(one)
     assert other(one._replace(schema_version=None)) == one.value
 
@@ -622,7 +624,7 @@ def test_a_topic_that_is_found_later_and_does_not_fit_is_malformed(shop: Shop) -
     ]
     for wanted in (None, only("__topic", id=pa.int32())):
         with pytest.raises(
-            SchemaError, match=r"discovered later .*text has no field 'id'.*mode=DROP"
+            SchemaError, match=r"(?s)discovered later .*text has no field 'id'.*mode=DROP"
         ):
             rows_of(shop.plan(topic), batches, wanted)
     rows = rows_of(shop.plan(topic, mode="PERMISSIVE"), batches)

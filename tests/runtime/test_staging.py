@@ -106,7 +106,7 @@ def test_rows_that_are_missing_or_damaged_are_named(staging: Staging) -> None:
 def test_a_folder_that_cannot_be_written_is_named(staging: Staging, tmp_path: Path) -> None:
     staging.check()
     assert staging.files.find(staging.root) == []
-    with pytest.raises(StagingError, match=r"does not exist\. Create it"):
+    with pytest.raises(StagingError, match=r"does not exist\.\nRemedy: Create it"):
         Staging(str(tmp_path / "missing")).check()
     with pytest.raises(ConfigError, match="staging is 'nothing://x'"):
         Staging("nothing://x")

@@ -413,10 +413,13 @@ def test_a_stream_without_rows_stays_where_it_began(seed: int) -> None:
 @pytest.mark.parametrize(
     ("start", "sentence"),
     [
-        ('{"orders": "soon"}', "starting_position of 'orders' is 'soon'; write 'earliest'"),
+        (
+            '{"orders": "soon"}',
+            "starting_position of 'orders' is 'soon'. Write 'earliest'",
+        ),
         ("2026-11-21", "which has no time zone"),
-        ("7:120", "write 'earliest' or 'latest', a position for each topic partition as JSON"),
-        (None, "starting_position is None; write 'earliest' or 'latest'"),
+        ("7:120", "Write 'earliest' or 'latest', a position for each topic partition as JSON"),
+        (None, "starting_position is None. Write 'earliest' or 'latest'"),
     ],
 )
 def test_an_invalid_start_is_refused_at_once(start: Any, sentence: str) -> None:

@@ -281,7 +281,7 @@ def test_a_failed_message_follows_the_retry_policy(orders: HandledTopic) -> None
             elif message.key == "key-2" and tries["key-2"] == 1:
                 await message.failed(RetryLater(0.05))
             else:
-                with pytest.raises(ConfigError, match="give an exception"):
+                with pytest.raises(ConfigError, match="Give an exception"):
                     await message.failed("text")  # type: ignore[arg-type]
                 await message.done()
             if tries.total() == 7:

@@ -147,7 +147,7 @@ def test_a_task_learns_how_the_process_ended_and_nobody_else_does(spark: Spark) 
     os.kill(spark.pid, signal.SIGKILL)
     error = spark.ended_at.ask()
     assert error is not None
-    assert error.message in spark.error()
+    assert f"{error.problem}\nRemedy: {error.remedy}\n" in spark.error()
     at = spark.ended_at
     assert EndAddress(at.host, at.port, "another token").ask() is None
     spark.close()
@@ -166,7 +166,7 @@ def test_the_log_goes_on_to_the_driver_and_its_end_into_the_error(spark: Spark) 
     spark.call("os.write(2, b'one\\ntwo\\n')")
     wait_until(lambda: spark.log == "one\ntwo\n", DEADLINE_S)
     os.kill(spark.pid, signal.SIGKILL)
-    assert spark.error().endswith("Its last lines:\none\ntwo")
+    assert "Its last lines:\none\ntwo\nRemedy: " in spark.error()
 
 
 def test_the_process_knows_the_host_that_started_its_parent(spark: Spark) -> None:

@@ -57,7 +57,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     ],
 )  # fmt: skip
 def test_an_unknown_worker_backend_is_refused_with_the_valid_forms(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"workers is .*'embedded'.*'processes:4'"):
+    with pytest.raises(ConfigError, match=r"(?s)workers is .*'embedded'.*'processes:4'"):
         KeyShardSource("t", workers=text)
 
 
@@ -68,15 +68,17 @@ def test_a_number_of_workers_has_bounds(count: str) -> None:
 
 
 def test_workers_of_a_source_and_of_its_handlers_are_reported_apart() -> None:
-    with pytest.raises(ConfigError, match=r"workers is 4; write 'embedded'.* of run"):
+    with pytest.raises(ConfigError, match=r"(?s)workers is 4.\nRemedy: Write 'embedded'.* of run"):
         KeyShardSource("t", workers=4)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"workers is 'ray:4'; .*handlers.* of KeyShardSource"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)workers is 'ray:4'; .*handlers.* of KeyShardSource"
+    ):
         HandlerConfig(workers="ray:4")  # type: ignore[arg-type]
 
 
 def test_an_unknown_backend_is_refused_with_the_installed_ones(install: Install) -> None:
     install(elsewhere="elsewhere:place", broken="nowhere_at_all:place")
-    with pytest.raises(ConfigError, match=r"'kubernetes:2'.*'broken:4'.*'elsewhere:4'"):
+    with pytest.raises(ConfigError, match=r"(?s)'kubernetes:2'.*'broken:4'.*'elsewhere:4'"):
         KeyShardSource("t", workers="kubernetes:2")
     assert KeyShardSource("t", workers="elsewhere:2").workers == "elsewhere:2"
 

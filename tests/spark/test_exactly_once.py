@@ -177,22 +177,22 @@ def test_exactly_once_in_order_over_a_kill_of_the_broker_and_a_restart_from_the_
     judge(runs, sent, {})
 
 
-def test_exactly_once_in_order_with_the_checkpoint_files_that_docs_tuning_recommends(
+def test_exactly_once_in_order_with_the_checkpoint_files_that_the_guide_recommends(
     dev_broker: DevBroker, topic_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = re.search(
-        r"spark\.sql\.streaming\.checkpointFileManagerClass=(\S+)",
-        Path("docs/tuning.md").read_text(),
+        r"(spark\.sql\.streaming\.checkpointFileManagerClass) (org\.\S+)",
+        Path("docs/how-to/short-triggers.md").read_text(),
     )
     assert setting is not None
-    monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", f"--conf {setting[0]} pyspark-shell")
+    monkeypatch.setenv("PYSPARK_SUBMIT_ARGS", f"--conf {setting[1]}={setting[2]} pyspark-shell")
     sent = sent_to(dev_broker, topic_name, SMALL_LOAD)
     runs = Runs(dev_broker, topic_name, tmp_path)
     try:
         for victim in ("driver", "jvm"):
             run = runs.start(10)
             run.wait_committed(run.committed() + 1)
-            assert setting[0] in run.jvm().cmdline()
+            assert f"{setting[1]}={setting[2]}" in run.jvm().cmdline()
             kill_and_compare_later(runs, run, victim, {})
         drain(runs, 10)
     finally:

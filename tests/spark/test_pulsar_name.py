@@ -196,7 +196,10 @@ def test_offsets_of_the_jvm_connector_begin_and_end_where_they_did_there(
     )
 
     query, _ = stream(spark, tmp_path / "none", {**given, "predefinedSubscription": ""})
-    assert "Option 'predefinedSubscription' is empty. Give the subscription a name" in failed(query)
+    assert (
+        "Option 'predefinedSubscription' is empty.\nRemedy: Give the subscription a name"
+        in failed(query)
+    )
     sure = reader.schema("value binary NOT NULL, __topic string NOT NULL").load()
     assert sure.count() == len(between)
     everything = spark.read.format("pulsar").options(**given)  # one has no key

@@ -107,7 +107,7 @@ def test_rows_that_do_not_fit_the_schema_are_refused_before_the_first(
         (none.selectExpr("* except(parts)", "array(named_struct('price', 'x')) as parts"),
          r"'parts\[\].price' has the type string"),
     ]:  # fmt: skip
-        with pytest.raises(AnalysisException, match=text):
+        with pytest.raises(AnalysisException, match=f"(?s){text}"):
             write(frame, dev_broker, target)
     with pytest.raises(AnalysisException, match="has type AVRO, so valueFormat=json does not fit"):
         write(none, dev_broker, target, valueFormat="json")

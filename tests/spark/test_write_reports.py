@@ -65,6 +65,6 @@ def test_a_batch_write_is_reported_and_a_wrong_id_is_refused(
     writer.option("writeReports", reports.id).save()
     (one,) = reports.batches
     assert (one.batch_id, one.guarantee, one.rows, one.entries) == (None, "at-least-once", 1, 1)
-    text = re.escape("writeReports is 'all'; give the id of a spark_adapter.WriteReports")
+    text = re.escape("writeReports is 'all'.\nRemedy: Give the id of a spark_adapter.WriteReports")
     with pytest.raises(AnalysisException, match=text):
         writer.option("writeReports", "all").save()

@@ -158,7 +158,7 @@ def test_times_before_the_epoch_and_nulls_in_maps_are_refused_with_their_row() -
         outgoing_of(pa.record_batch(columns))
     pairs = pa.array([[], [("a", "b")], [("a", None)]], pa.map_(pa.string(), pa.string()))
     columns = {"value": [b""] * 3, "__properties": pairs}
-    with pytest.raises(ConfigError, match=r"no text for 'a' in row 2\. Remove"):
+    with pytest.raises(ConfigError, match=r"no text for 'a' in row 2\.\nRemedy: Remove"):
         outgoing_of(pa.record_batch(columns))
 
 
@@ -176,5 +176,5 @@ def test_text_that_is_no_text_and_times_that_no_broker_stores_are_refused() -> N
 
 def test_rows_that_are_not_arrow_rows_are_refused() -> None:
     rows: Any = [{"value": b""}]
-    with pytest.raises(ConfigError, match=r"a list; give a pyarrow\.Table"):
+    with pytest.raises(ConfigError, match=r"a list.\nRemedy: Give a pyarrow\.Table"):
         by_topic(rows, "t")

@@ -330,7 +330,7 @@ def test_an_unreadable_value_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_holds_something_else_is_named(tmp_path: Path) -> None:
     (tmp_path / "orders.json").write_text("a shopping list")
-    with pytest.raises(CheckpointError, match=r"orders\.json.*not JSON.*another file"):
+    with pytest.raises(CheckpointError, match=r"(?s)orders\.json.*not JSON.*another file"):
         CheckpointStore(f"file://{tmp_path}/orders.json").load()
 
 

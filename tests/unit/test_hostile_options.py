@@ -128,7 +128,9 @@ def test_no_text_is_a_checkpoint_by_accident(text: str) -> None:
 
 @pytest.mark.parametrize("value", [b"{}", 5, Path("x"), Hostile()])
 def test_a_checkpoint_is_a_text(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"The checkpoint is .*; use the stored text"):
+    with pytest.raises(
+        CheckpointError, match=r"The checkpoint is .*.\nRemedy: Use the stored text"
+    ):
         KeyShardSource("t", subscription="keyshard", service_url="memory://no-text").open(value)
 
 
@@ -183,7 +185,7 @@ def refusal(call: Callable[[], object]) -> str:
     try:
         return repr(call())
     except KeyShardError as error:
-        return f"{error} {error.__cause__!r}"
+        return f"{error.summary} {error.__cause__!r}"
 
 
 def assert_sentence(error: ConfigError, name: str) -> None:

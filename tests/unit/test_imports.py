@@ -119,8 +119,9 @@ assert sum(rows.num_rows for rows in reader.read(partition)) == 30
     finally:
         server._server.shutdown()
     assert loaded == {
-        "keyshard", "keyshard.coordinator", "keyshard.coordinator.batch_reading",
-        "keyshard.coordinator.kept_client", "keyshard.core", "keyshard.core.metadata_columns",
+        "keyshard", "keyshard.base_error", "keyshard.coordinator",
+        "keyshard.coordinator.batch_reading", "keyshard.coordinator.kept_client", "keyshard.core",
+        "keyshard.core.metadata_columns",
         "keyshard.core.process_end", "keyshard.errors", "keyshard.redaction", "keyshard.version",
         "keyshard.workers", "keyshard.workers.authentication", "keyshard.workers.flight_client",
         "pyarrow.flight", "spark_adapter", "spark_adapter.data_source", "spark_adapter.error_text",

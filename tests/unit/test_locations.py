@@ -25,7 +25,7 @@ def test_an_error_of_a_file_system_does_not_show_the_password(
 
     monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
     with pytest.raises(
-        ConfigError, match=f"{option} is .*no bucket .* Write an fsspec URL"
+        ConfigError, match=f"{option} is .*no bucket .*\nRemedy: Write an fsspec URL"
     ) as error:
         opens(f"github://ann:{secret}@bucket/x.json")
     assert secret not in str(error.value)

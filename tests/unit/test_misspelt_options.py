@@ -36,7 +36,9 @@ CALLS: list[tuple[Callable[..., Any], str, str]] = [
 
 @pytest.mark.parametrize(("call", "wrong", "meant"), CALLS)
 def test_the_nearest_option_is_named(call: Callable[..., Any], wrong: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf"has no option {wrong!r}\. Did you mean {meant!r}\?"):
+    with pytest.raises(
+        ConfigError, match=rf"has no option {wrong!r}\.\nRemedy: Did you mean {meant!r}\?"
+    ):
         call(**{wrong: 2})
 
 
@@ -47,7 +49,7 @@ def test_the_class_that_a_program_names_is_in_the_error() -> None:
 
 def test_a_name_that_is_near_to_none_is_answered_with_all() -> None:
     with pytest.raises(
-        ConfigError, match=r"has no option 'zzz'\. The options are: .*lanes, metrics_host"
+        ConfigError, match=r"has no option 'zzz'\.\nRemedy: The options are: .*lanes, metrics_host"
     ):
         SOURCE.run(print, zzz=1)  # type: ignore[call-arg]
 

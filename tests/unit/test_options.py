@@ -175,9 +175,7 @@ def test_an_unknown_option_names_the_nearest(wrong: str, meant: str) -> None:
 
 def test_an_option_like_no_other_is_refused_too() -> None:
     assert "is unknown" in refused({**MINIMAL, "": "1"})
-    assert refused({**MINIMAL, "path": "x"}) == (
-        "Option 'path' is unknown. docs/options.md lists all options."
-    )
+    assert refused({**MINIMAL, "path": "x"}) == ("Option 'path' is unknown. See docs/options.md.")
 
 
 @pytest.mark.parametrize("first", ["topic", "topics"])
@@ -217,11 +215,11 @@ def test_a_wrong_integer_is_refused_by_name(name: str, text: str) -> None:
         ("windowMaxRows", "1", "windowMaxRows is 1; it must be"),
         ("windowMaxBytes", "-1", "windowMaxBytes is -1; it must be"),
         ("subscribeTimeoutMillis", "0", "subscribeTimeoutMillis is 0; it must be"),
-        ("service.url", "broker:6650", "service.url is 'broker:6650'; write pulsar://host:port"),
+        ("service.url", "broker:6650", "service.url is 'broker:6650'. Write pulsar://host:port"),
         ("service.url", "memory://a", "service.url is 'memory://a', an in-memory cluster"),
-        ("admin.url", "broker:8080", "admin.url is 'broker:8080'; write http://host:port."),
-        ("startingOffsets", "first", "startingOffsets is 'first'; write"),
-        ("workerHost", "", "workerHost is '';"),
+        ("admin.url", "broker:8080", "admin.url is 'broker:8080'. Write http://host:port."),
+        ("startingOffsets", "first", "startingOffsets is 'first'. Write"),
+        ("workerHost", "", "workerHost is ''."),
     ],
 )
 def test_a_refusal_calls_the_option_by_the_name_the_user_wrote(
@@ -271,10 +269,10 @@ def test_a_start_at_a_time_and_at_positions_goes_both_ways(name: str, start: str
     ("options", "sentence"),
     [
         ({"startingTime": "soon"}, "startingTime is 'soon', which is not a time"),
-        ({"startingOffsets": "2026-11-21T08:00Z"}, "startingOffsets is '2026-11-21T08:00Z'; write"),
+        ({"startingOffsets": "2026-11-21T08:00Z"}, "startingOffsets is '2026-11-21T08:00Z'. Write"),
         (
             {"startingOffsets": '{"orders": "7:1:-2"}'},
-            "startingOffsets of 'orders' is '7:1:-2'; write",
+            "startingOffsets of 'orders' is '7:1:-2'. Write",
         ),
         (
             {"startingTime": "0", "startingOffsets": "latest"},

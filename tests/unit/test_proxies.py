@@ -163,7 +163,7 @@ def test_socks_without_its_package_is_an_error_only_of_requests_that_need_it(
     monkeypatch.setenv("NO_PROXY", "a.com,fe80::/10,[::1],*.corp")
     AdminHttp(Connection(admin_url="http://pulsar.corp:8080")).close()
     AdminHttp(Connection(admin_url="http://[fe80::1]:8080")).close()
-    with pytest.raises(ConfigError, match=r"ALL_PROXY is .*socksio.*pulsar.test to NO_PROXY"):
+    with pytest.raises(ConfigError, match=r"(?s)ALL_PROXY is .*socksio.*pulsar.test to NO_PROXY"):
         AdminHttp(Connection(admin_url=URL))
 
 
@@ -248,18 +248,23 @@ def test_each_redirect_has_a_proxy_of_its_own(
     monkeypatch.setenv("HTTPS_PROXY", "ftp://p")
     proxy, _ = start(307, location="https://other.test/")
     monkeypatch.setenv("HTTP_PROXY", f"http://{proxy}")
-    with pytest.raises(ConfigError, match=r"HTTPS_PROXY is .* add other.test to NO_PROXY"):
+    with pytest.raises(ConfigError, match=r"(?s)HTTPS_PROXY is .* add other.test to NO_PROXY"):
         version_of(URL)
 
 
 @pytest.mark.parametrize(
     "refusal",
     [
-        (URL, 407, ConfigError, r"The proxy .* 407 .* before the host in ALL_PROXY"),
+        (URL, 407, ConfigError, r"(?s)The proxy .* 407 .* before the host in ALL_PROXY"),
         (URL, 403, AuthenticationError, "through the proxy .* of ALL_PROXY rejects"),
         (URL, 502, BrokerUnavailableError, "through the proxy .* of ALL_PROXY failed: status 502"),
         ("https://pulsar.test", 407, ConfigError, r"before the host in ALL_PROXY, or add"),
-        ("https://pulsar.test", 403, ConfigError, r"status 403 Forbidden\. Allow pulsar.test"),
+        (
+            "https://pulsar.test",
+            403,
+            ConfigError,
+            r"403 Forbidden\.\nRemedy: Allow pulsar.test",
+        ),
         ("https://pulsar.test", 405, ConfigError, "refuses the connection to pulsar.test"),
         ("https://pulsar.test", 429, BrokerUnavailableError, "429 .* of ALL_PROXY"),
         ("https://pulsar.test", 502, BrokerUnavailableError, "502 Bad Gateway, through the proxy"),

@@ -180,7 +180,7 @@ def test_the_subscription_is_named_by_its_user() -> None:
     one, other = (translated(BASE, stream=True) for _ in range(2))
     assert one.made_up
     assert one.options["subscription"] != other.options["subscription"]
-    with pytest.raises(ConfigError, match="only one of 'subscription' and 'subscriptionPrefix'"):
+    with pytest.raises(ConfigError, match="'subscription' and 'subscriptionPrefix' are both given"):
         name(subscription="own", subscriptionPrefix="p")
 
 
@@ -223,7 +223,7 @@ def test_an_invalid_message_id_is_refused_by_name(name: str, bytes_of_id: object
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"startingTime": '{"t": 1709254800000}'}, "write one time for all topics"),
+        ({"startingTime": '{"t": 1709254800000}'}, "Write one time for all topics"),
         ({"startingOffsets": "7:120"}, "a position belongs to one topic partition"),
         ({"startingOffsets": '{"t": [8, 1, 16'}, "which is not JSON"),
         ({"startingOffsets": f'{{"t": {java(7, 1)}, "t": {java(7, 2)}}}'}, "names 't' twice"),

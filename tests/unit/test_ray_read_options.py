@@ -57,5 +57,5 @@ def test_the_tasks_of_a_write_share_no_port_for_metrics() -> None:
 
 @pytest.mark.parametrize("keys", ["k1", 5, ["k1", 5], [b"k1"], ["\ud800"], []])
 def test_keys_are_a_list_of_texts(keys: Any) -> None:
-    with pytest.raises(ConfigError, match="write a list of keys"):
+    with pytest.raises(ConfigError, match="Write a list of keys"):
         ray_adapter.read(NOWHERE, keys=keys)

@@ -70,11 +70,11 @@ def test_a_written_checkpoint_is_read_back(event: Event) -> None:
         (b'{"t": 1, "kind": "crashed", "worker": 3}', "worker is 3; it must be of type str"),
         (
             b'{"t": 1, "kind": "exploded"}',
-            "'exploded' is not a kind of event. The kinds are: sent, ",
+            "'exploded' is not a kind of event.\nRemedy: The kinds are: sent, ",
         ),
         (
             b'{"t": 1, "kind": "crashed", "who": "x"}',
-            "'who' is not a field. The fields are: t, kind, ",
+            "'who' is not a field.\nRemedy: The fields are: t, kind, ",
         ),
         (b'{"t": 1, "kind": "sent", "topic": "t"}', "'sent' needs topic and seq, or topic and pos"),
         (b'{"t": 1, "kind": "delivered", "seq": 1}', "'delivered' needs topic and seq"),

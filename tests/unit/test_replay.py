@@ -227,7 +227,7 @@ def test_half_an_entry_is_not_taken_for_all_of_it() -> None:
 
 def test_a_reader_that_delivers_nothing_ends_at_the_deadline() -> None:
     reader = ScriptedReader(at_end=lambda: False)
-    with pytest.raises(ReplayTimeoutError, match=r"at 1:5.*raise replay_timeout_ms"):
+    with pytest.raises(ReplayTimeoutError, match=r"(?s)at 1:5.*raise replay_timeout_ms"):
         replay(ScriptedBroker(reader), end_of({P0: EntrySet.parse("1:5")}), deadline(0.3))
     assert reader.closed
 

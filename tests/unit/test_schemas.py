@@ -230,7 +230,7 @@ def test_named_types_are_found_again_in_their_namespace() -> None:
 def test_a_schema_that_no_column_can_hold_is_refused_with_the_way_out(
     schema: Any, why: str
 ) -> None:
-    with pytest.raises(SchemaError, match=rf"{why}.*valueFormat=raw"):
+    with pytest.raises(SchemaError, match=rf"(?s){why}.*valueFormat=raw"):
         codec_of(avro(schema), TOPIC)
 
 
@@ -613,7 +613,7 @@ def test_protobuf_messages_become_columns() -> None:
 
 
 def test_protobuf_without_a_descriptor_is_refused_with_the_way_out() -> None:
-    output = r"neither a descriptor nor.*__PARSING_INFO__.*PROTOBUF_NATIVE.*valueFormat=raw"
+    output = r"(?s)neither a descriptor nor.*__PARSING_INFO__.*PROTOBUF_NATIVE.*valueFormat=raw"
     with pytest.raises(SchemaError, match=output):
         codec_of(TopicSchema("PROTOBUF", json.dumps(TWO).encode()), TOPIC)
     with pytest.raises(SchemaError, match=r"descriptor of .* cannot be used"):
@@ -712,11 +712,11 @@ def test_a_package_that_is_missing_is_named_with_the_command(
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"pyruhvro.*pip install 'keyshard\[schemas\]'"):
+    with pytest.raises(ConfigError, match=r"(?s)pyruhvro.*pip install 'keyshard\[schemas\]'"):
         codec_of(avro(TWO), TOPIC)
-    with pytest.raises(ConfigError, match=r"ptars.*pip install 'keyshard\[schemas\]'"):
+    with pytest.raises(ConfigError, match=r"(?s)ptars.*pip install 'keyshard\[schemas\]'"):
         codec_of(native()[0], TOPIC)
-    with pytest.raises(ConfigError, match=r"msgspec.*pip install"):
+    with pytest.raises(ConfigError, match=r"(?s)msgspec.*pip install"):
         codec_of(jsons(TWO), TOPIC)
     assert decoded(TopicSchema("INT8"), b"\1") == [1]
 

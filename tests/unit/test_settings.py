@@ -131,7 +131,7 @@ def test_another_authentication_replaces_the_whole(toml: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[sources]\n", r"keyshard.toml has no option 'sources'. Did you mean 'source'"),
+        ("[sources]\n", r"keyshard.toml has no option 'sources'.\nRemedy: Did you mean 'source'"),
         ("[source]\nparalelism = 3\n", "Did you mean 'parallelism'"),
         ("[run]\nretry = 3\n", r"\[run\] of .* has no option 'retry'"),
         ("[connection]\nauthentication = 'x'\n", "no option 'authentication'"),

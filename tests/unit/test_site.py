@@ -35,6 +35,10 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -
     assert [page for page in pages if FETCHED.search(page.read_text())] == []
     written = [page for page in pages if page.stem not in PAGES_OF_SPHINX]
     assert [page for page in written if not page.with_suffix(".md").is_file()] == []
+    assert (
+        '<link rel="alternate" type="text/markdown" href="spark.md">'
+        in (site / "docs/tutorials/spark.html").read_text()
+    )
     links = re.findall(r"\]\(([^)]*)\)", (site / "llms.txt").read_text())
     assert {"docs/tutorials/spark.md", "README.md", "bench/README.md"} <= set(links)
     assert [link for link in links if not (site / link).is_file()] == []

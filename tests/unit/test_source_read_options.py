@@ -22,18 +22,18 @@ NO_BOUNDS: list[Any] = ["x", None, True, 1.5, ""]
 NO_COLUMNS: list[Any] = ["value", 5, [], ["v"], [[]]]
 WRONG: dict[str, list[tuple[Any, str]]] = {
     "start": [
-        *((one, "start is .*; write 'earliest'") for one in NO_BOUNDS),
+        *((one, "(?s)start is .*Remedy: Write 'earliest'") for one in NO_BOUNDS),
         (1_700_000_000, "If it is in seconds, multiply it by 1000"),
     ],
-    "end": [("1:2:3:4", "end is '1:2:3:4'; write 'earliest'")],
+    "end": [("1:2:3:4", "(?s)end is '1:2:3:4'.*Remedy: Write 'earliest'")],
     "keys": [(one, "a list of keys") for one in ("k1", 5, ["k1", 5], [b"k1"], [HALF], [])],
     "columns": [
-        *((one, "name some of value, __key") for one in NO_COLUMNS),
+        *((one, "Name some of value, __key") for one in NO_COLUMNS),
         (["value", "value"], "has a column twice"),
         (["__range"], "Column __range does not exist"),
     ],
     "disorder_max_s": [(one, "number of seconds") for one in (-1, "1", float("nan"), 10**12)],
-    "segments": [(one, r"give Segments\('auto'\) or None") for one in ("auto", True, 1)],
+    "segments": [(one, r"Give Segments\('auto'\) or None") for one in ("auto", True, 1)],
     "bytes_in_flight_max": [
         (one, "an integer from 1048576 to") for one in (0, 2**20 - 1, 1e7, "32m")
     ],

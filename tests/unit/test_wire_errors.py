@@ -46,7 +46,10 @@ def test_a_partition_that_newer_brokers_deny_is_missing_and_ends_no_source(
             f"{JAVA}Producers cannot connect or send message without a schema to topics",
             "set-schema-validation-enforce --disable public/default.",
         ),
-        (f"{JAVA}Field b is missing. caused by {JAVA}", "not compatible (Field b is missing.)."),
+        (
+            f"{JAVA}Field b is missing. caused by {JAVA}",
+            "or change the compatibility strategy of the namespace.",
+        ),
     ],
 )
 def test_a_refused_schema_names_the_policy_and_no_class_of_the_broker(

@@ -308,7 +308,7 @@ def test_a_request_for_a_missing_consumer_may_be_repeated() -> None:
     """Found by the simulation, seed 888100440 of workers: another worker is about to have it."""
     with hosted() as at:
         for _ in range(2):
-            with pytest.raises(BrokerUnavailableError, match="has no consumer 2 yet") as early:
+            with pytest.raises(BrokerUnavailableError, match="subscribes consumer 2") as early:
                 at.host.last_entry(number=2)
             assert early.value.retriable
         at.host.close_consumer(number=1, for_another=False)

@@ -58,7 +58,7 @@ def test_a_worker_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("code", "text"),
     [("import os; os._exit(3)", "ended with exit status 3"),
-     ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL (9). If nobody killed it")],
+     ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL (9). The output above")],
 )  # fmt: skip
 def test_a_process_that_ends_at_its_start_is_explained(
     code: str, text: str, monkeypatch: pytest.MonkeyPatch

@@ -117,14 +117,14 @@ class AdminHttp:
 
     def __init__(self, connection: Connection, first_s: float = TIMEOUT_S) -> None:
         if connection.admin_url is None:
-            raise ConfigError("This request needs the admin interface. Set admin_url.")
+            raise ConfigError("This request needs the admin interface.", "Set admin_url.")
         # Outside the URL, because every error and log line of the client shows the URL.
         try:
             url = httpx.URL(connection.admin_url)
         except httpx.InvalidURL as exc:
             given = shown(connection.admin_url)
             raise ConfigError(
-                f"admin_url is {given}, which is not a URL: {exc}. Write http://host:port."
+                f"admin_url is {given}, which is not a URL: {exc}.", "Write http://host:port."
             ) from None
         self.url = str(url.copy_with(userinfo=b"")).rstrip("/")
         proxies = Proxies()
@@ -173,11 +173,11 @@ class AdminHttp:
             raise self._unreachable(exc) from None
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise AdminError(
-                f"{method} {path} at {self.where} failed: {exc}. Check admin_url."
+                f"{method} {path} at {self.where} failed: {exc}.", "Check admin_url."
             ) from None
         raise AdminError(
-            f"{method} {path} at {self.where} was redirected too often. Check the advertised "
-            "addresses of the brokers."
+            f"{method} {path} at {self.where} was redirected too often.",
+            "Check the advertised addresses of the brokers.",
         )
 
     def close(self) -> None:
@@ -188,8 +188,8 @@ class AdminHttp:
         """Return the URL of a redirect. It gets the credentials too, so TLS must not be dropped."""
         if self.url.startswith("https://") and url.scheme != "https":
             raise TlsError(
-                f"{self.url} redirects to {url.host} without TLS. Configure the brokers to "
-                "advertise their TLS port."
+                f"{self.url} redirects to {url.host} without TLS.",
+                "Configure the brokers to advertise their TLS port.",
             )
         return str(url)
 
@@ -215,10 +215,10 @@ class AdminHttp:
         where = f"The admin interface at {self.where}"
         if error := tls_error(exc, where, self._connection):
             return error
-        hint = "Check admin_url, and check that the broker is running"
+        hint = "Check admin_url, and check that the broker is running."
         if isinstance(exc, httpx.RemoteProtocolError) and urlsplit(self.url).scheme == "http":
-            hint = "Check admin_url: with TLS, it begins with https://"
+            hint = "Check admin_url: with TLS, it begins with https://."
         return BrokerUnavailableError(
-            f"{self.url} does not answer: {exc}. {hint}. Without admin_url, keyshard leaves out "
-            "the checks that need it."
+            f"{self.url} does not answer: {exc}.",
+            f"{hint} Without admin_url, keyshard leaves out the checks that need it.",
         )

@@ -114,8 +114,8 @@ class PulsarAdmin:
             return False
         kind = f"with {existing} partitions" if existing else "without partitions"
         raise AdminError(
-            f"Topic {topic} exists {kind}, but {partitions} partitions were requested. Request "
-            "the existing number, or choose another topic.",
+            f"Topic {topic} exists {kind}, but {partitions} partitions were requested.",
+            "Request the existing number, or choose another topic.",
             topic=topic,
         )
 
@@ -337,7 +337,8 @@ class PulsarAdmin:
     def _recovering(self, topic_partition: TopicPartition, why: str) -> BrokerUnavailableError:
         return BrokerUnavailableError(
             f"The broker at {self._http.url} does not know yet whether an open transaction holds "
-            f"back entries of {topic_partition}, because the topic {why}. Try again later."
+            f"back entries of {topic_partition}, because the topic {why}.",
+            "Try again later.",
         )
 
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
@@ -383,9 +384,8 @@ class PulsarAdmin:
             return read(response.json())
         except UNEXPECTED as exc:
             raise AdminError(
-                f"The answer to GET {path} at {self._http.where} cannot be understood: {exc!r}. "
-                "Check admin_url. Without admin_url, keyshard leaves out the checks that need "
-                "it."
+                f"The answer to GET {path} at {self._http.where} cannot be understood: {exc!r}.",
+                "Check admin_url. Without admin_url, keyshard leaves out the checks that need it.",
             ) from None
 
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
@@ -406,8 +406,8 @@ class PulsarAdmin:
 
     def _failed(self, path: str, exc: object, error: type[BrokerError] = AdminError) -> BrokerError:
         return error(
-            f"Request {path.partition('?')[0]} at {self._http.where} failed: {exc}. Check "
-            "admin_url. Without admin_url, keyshard leaves out the checks that need it."
+            f"Request {path.partition('?')[0]} at {self._http.where} failed: {exc}.",
+            "Check admin_url. Without admin_url, keyshard leaves out the checks that need it.",
         )
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:

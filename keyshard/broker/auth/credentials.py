@@ -130,13 +130,15 @@ def _token(token: Token) -> Secret:
                 text = file.read(TOKEN_BYTES_MAX).decode(errors="replace")
         except OSError as exc:
             raise AuthenticationError(
-                f"The token file {token.file} cannot be read: {exc.strerror}. Write the token to "
-                "this file."
+                f"The token file {token.file} cannot be read: {exc.strerror}.",
+                "Write the token to this file.",
             ) from exc
     try:
         return check_secret("token", text.strip())
     except ConfigError as exc:
-        raise AuthenticationError(f"The {where} contains no token. Write a token there.") from exc
+        raise AuthenticationError(
+            f"The {where} contains no token.", "Write a token there."
+        ) from exc
 
 
 def _claims(token: str) -> dict[str, Any]:

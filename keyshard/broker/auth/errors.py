@@ -28,8 +28,9 @@ also read."""
 def not_accepted(where: str, who: str, said: str) -> AuthenticationError:
     """Create the error for a broker that rejects the credentials."""
     return AuthenticationError(
-        f"{where} rejects {who}: {said.rstrip('.')}. Check the authentication of this "
-        "connection. A token must be signed for this cluster, and must not be expired."
+        f"{where} rejects {who}: {said.rstrip('.')}.",
+        "Check the authentication of this connection. A token must be signed for this cluster, "
+        "and must not be expired.",
     )
 
 
@@ -40,12 +41,12 @@ def lacks(who: str, permission: str, what: str, said: str = "") -> Authorization
     if permission in _ACTIONS:
         role = _ROLE.match(who)
         granting = (
-            f" Grant it: pulsar-admin topics grant-permission {what} --role "
+            f"Grant it: pulsar-admin topics grant-permission {what} --role "
             f"{role[1] if role else 'ROLE'} --actions {_ACTIONS[permission]}"
         )
     return AuthorizationError(
-        f"{who[0].upper()}{who[1:]} lacks the permission {permission!r} on {what}{words}."
-        f"{granting}",
+        f"{who[0].upper()}{who[1:]} lacks the permission {permission!r} on {what}{words}.",
+        granting,
         permission=permission,
     )
 
@@ -78,7 +79,8 @@ def _none_answers(kind: str, of: str, failed: Sequence[tuple[str, KeyShardError]
     for _, error in failed:
         if not error.retriable:
             return error
-    reasons = " ".join(f"{one}: {error.message}" for one, error in failed)
+    reasons = " ".join(f"{one}: {error.problem}" for one, error in failed)
+    remedies = " ".join(dict.fromkeys(error.remedy for _, error in failed))
     return BrokerUnavailableError(
-        f"None of the {len(failed)} {kind} of {of} accepts the connection. {reasons}"
+        f"None of the {len(failed)} {kind} of {of} accepts the connection. {reasons}", remedies
     )

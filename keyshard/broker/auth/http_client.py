@@ -56,8 +56,8 @@ class Proxies:
         if proxy and proxy.value.lower().startswith("socks") and find_spec("socksio") is None:
             raise ConfigError(
                 f"The environment variable {proxy.name} is {proxy.shown()!r}, and SOCKS needs the "
-                "package socksio, which is missing. Install httpx[socks], or add "
-                f"{urlsplit(url).hostname} to {self.no_proxy}."
+                "package socksio, which is missing.",
+                f"Install httpx[socks], or add {urlsplit(url).hostname} to {self.no_proxy}.",
             )
         return proxy
 
@@ -143,5 +143,6 @@ def _refused(proxy: Variable, host: str, no_proxy: str, status: str) -> ConfigEr
     named = _named(proxy)
     return ConfigError(
         f"{named[0].upper()}{named[1:]} refuses the connection to {host}: status "
-        f"{status.strip().rstrip('.')}. {todo}, or add {host} to {no_proxy}."
+        f"{status.strip().rstrip('.')}.",
+        f"{todo}, or add {host} to {no_proxy}.",
     )

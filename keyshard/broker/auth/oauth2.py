@@ -107,7 +107,7 @@ class AccessTokens:
                 why = fields.get("error_description") or fields.get("error") or answer.status_code
         except httpx.TransportError as exc:
             raise BrokerUnavailableError(
-                f"The issuer {issuer} does not answer: {exc}. Check issuer_url."
+                f"The issuer {issuer} does not answer: {exc}.", "Check issuer_url."
             ) from scrubbed(exc)
         except ConfigError:
             # A proxy cannot be used. It is a ValueError as well.
@@ -121,11 +121,12 @@ class AccessTokens:
             AttributeError,
         ) as exc:
             raise AuthenticationError(
-                f"{where} does not answer as an OAuth 2.0 issuer does: {exc!r}. Check issuer_url."
+                f"{where} does not answer as an OAuth 2.0 issuer does: {exc!r}.",
+                "Check issuer_url.",
             ) from scrubbed(exc)
         raise AuthenticationError(
-            f"The issuer {issuer} rejects client {client_id!r}: {why}. Check client_id, "
-            "client_secret and audience."
+            f"The issuer {issuer} rejects client {client_id!r}: {why}.",
+            "Check client_id, client_secret and audience.",
         )
 
     def _client(self) -> tuple[str, Secret]:
@@ -141,6 +142,7 @@ class AccessTokens:
             return str(found["client_id"]), self._secret
         except (OSError, ValueError, KeyError, TypeError) as exc:
             raise AuthenticationError(
-                f"The file {own.credentials_file} does not contain client_id and client_secret "
-                f"as JSON ({type(exc).__name__}). Write both to this file."
+                f"The file {own.credentials_file} does not contain client_id and client_secret as "
+                f"JSON ({type(exc).__name__}).",
+                "Write both to this file.",
             ) from None

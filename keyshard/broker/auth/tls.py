@@ -112,8 +112,8 @@ def context_of(asked: TlsOptions) -> ssl.SSLContext:
         except OSError as exc:
             raise ConfigError(
                 f"{prefix}certificate_file_path {certificate} and {prefix}key_file_path {key} are "
-                f"not a matching pair of PEM files without a passphrase ({_reason(exc)}). Correct "
-                "one of them."
+                f"not a matching pair of PEM files without a passphrase ({_reason(exc)}).",
+                "Correct one of them.",
             ) from exc
     return context
 
@@ -128,8 +128,8 @@ def client_context(ca: _Path, prefix: str = "tls_") -> ssl.SSLContext:
         return ssl.create_default_context(cafile=certifi.where() if ca is None else ca)
     except OSError as exc:
         raise ConfigError(
-            f"{prefix}trust_certs_file_path {ca} contains no PEM certificates ({_reason(exc)}). "
-            "Name a PEM file of trusted authorities."
+            f"{prefix}trust_certs_file_path {ca} contains no PEM certificates ({_reason(exc)}).",
+            "Name a PEM file of trusted authorities.",
         ) from exc
 
 
@@ -148,33 +148,33 @@ def explained(exc: BaseException, where: str, asked: TlsOptions) -> TlsError | N
         reason = found.verify_message.rstrip(".") or _reason(found)
         if "mismatch" in reason or "is not valid for" in reason:
             return TlsError(
-                f"{where} presents a certificate of another host: {reason}. Use the host name of "
-                f"the certificate in {asked.named_in}, or set {prefix}hostname_verification to "
-                "false."
+                f"{where} presents a certificate of another host: {reason}.",
+                f"Use the host name of the certificate in {asked.named_in}, or set "
+                f"{prefix}hostname_verification to false.",
             )
         if "expired" in reason or "not yet valid" in reason:
             return TlsError(
-                f"{where} presents a certificate that is not valid now: {reason}. Renew the "
-                "certificate of the broker, or correct the clock of this machine."
+                f"{where} presents a certificate that is not valid now: {reason}.",
+                "Renew the certificate of the broker, or correct the clock of this machine.",
             )
         ca = asked.trusted
         trusted = "the package certifi" if ca is None else f"the file {ca}"
         return TlsError(
             f"{where} presents a certificate that is not trusted: {reason}. The trusted "
-            f"authorities are those of {trusted}. Set {prefix}trust_certs_file_path to the file "
-            "of the right authority."
+            f"authorities are those of {trusted}.",
+            f"Set {prefix}trust_certs_file_path to the file of the right authority.",
         )
     if isinstance(found, ssl.SSLError) and "ALERT" in (getattr(found, "reason", None) or ""):
         if "PROTOCOL_VERSION" in (found.reason or ""):
             return TlsError(
-                f"{where} and this client have no version of TLS in common ({_reason(found)}). "
-                "Enable TLS 1.2 or 1.3 at the broker."
+                f"{where} and this client have no version of TLS in common ({_reason(found)}).",
+                "Enable TLS 1.2 or 1.3 at the broker.",
             )
         own = asked.certificate
         shown = "This connection has no certificate" if own is None else f"The certificate is {own}"
         return TlsError(
-            f"{where} rejects the TLS handshake of this client ({_reason(found)}). {shown}. "
-            f"Check {prefix}certificate_file_path."
+            f"{where} rejects the TLS handshake of this client ({_reason(found)}). {shown}.",
+            f"Check {prefix}certificate_file_path.",
         )
     return None
 

@@ -149,8 +149,8 @@ class ClientBroker:
     ) -> EntryProducer:
         raise ConfigError(
             f"Entries cannot be published to {topic_partition} with transport 'client': "
-            "pulsar-client sends no highest sequence id, so the broker cannot find duplicates. "
-            "Leave transport out, or use 'wire'."
+            "pulsar-client sends no highest sequence id, so the broker cannot find duplicates.",
+            "Leave transport out, or use 'wire'.",
         )
 
     @contextmanager
@@ -167,11 +167,11 @@ class ClientBroker:
                     self.missing(())
                 except BrokerError as why:
                     # Retriable, because a token may be renewed. The caller limits the wait.
-                    raise BrokerUnavailableError(why.message) from exc
+                    raise BrokerUnavailableError(why.problem, why.remedy) from exc
             if listener:
                 raise BrokerUnavailableError(
-                    f"The broker answers, but {topic} cannot be reached: {exc}. Check that "
-                    f"listener_name {listener!r} is one of its advertisedListeners."
+                    f"The broker answers, but {topic} cannot be reached: {exc}.",
+                    f"Check that listener_name {listener!r} is one of its advertisedListeners.",
                 ) from exc
             raise
 

@@ -71,5 +71,5 @@ def _token(credentials: Credentials) -> str:
     try:
         return credentials.show().data
     except KeyShardError as exc:
-        _log.warning("the client has no token: %s", exc)
+        _log.warning("the client has no token: %s", exc.summary)
         return ""

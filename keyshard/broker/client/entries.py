@@ -312,9 +312,9 @@ def _indices(
 def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:
     return of_entry(
         ChunkedMessageError,
-        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is chunked. A chunked message "
-        "has several entries, which keyshard does not support. Nothing of it was acknowledged. "
-        "Disable chunking at the producer, or raise the broker's maxMessageSize.",
         where,
         entry_id,
+        f"Message {entry_id.ledger}:{entry_id.entry} of {where} is chunked. A chunked message "
+        "has several entries, which keyshard does not support. Nothing of it was acknowledged.",
+        "Disable chunking at the producer, or raise the broker's maxMessageSize.",
     )

@@ -39,8 +39,9 @@ def translated(action: str, what: object) -> Iterator[None]:
         or_limit = isinstance(exc, pulsar.ConsumerBusy)
         other = ", or a limit of consumers is reached" if or_limit else ""
         raise RangeConflictError(
-            f"Could not {action} {what}: another consumer holds the range or the subscription"
-            f"{other} ({exc}). Stop that consumer, or use another subscription.",
+            f"Could not {action} {what}: another consumer holds the range or the "
+            f"subscription{other} ({exc}).",
+            "Stop that consumer, or use another subscription.",
             or_limit=or_limit,
         ) from exc
     except (pulsar.NotAllowedError, pulsar.ProducerBusy) as exc:
@@ -51,18 +52,18 @@ def translated(action: str, what: object) -> Iterator[None]:
         ) from exc
     except pulsar.TopicNotFound as exc:
         raise TopicNotFoundError(
-            f"Could not {action} {what}: the topic does not exist. Create the topic, or correct "
-            "its name."
+            f"Could not {action} {what}: the topic does not exist.",
+            "Create the topic, or correct its name.",
         ) from exc
     except pulsar.MessageTooBig as exc:
         raise MessageTooLargeError(
-            f"Could not {action} {what}: the message exceeds the broker's size limit. Raise the "
-            "broker's maxMessageSize."
+            f"Could not {action} {what}: the message exceeds the broker's size limit.",
+            "Raise the broker's maxMessageSize.",
         ) from exc
     except UNAVAILABLE as exc:
         raise BrokerUnavailableError(
-            f"Could not {action} {what}: {exc}. Check service_url, and check that the broker is "
-            "running."
+            f"Could not {action} {what}: {exc}.",
+            "Check service_url, and check that the broker is running.",
         ) from exc
     except pulsar.PulsarException as exc:
-        raise BrokerError(f"Could not {action} {what}: {exc}. See the broker's log.") from exc
+        raise BrokerError(f"Could not {action} {what}: {exc}.", "See the broker's log.") from exc

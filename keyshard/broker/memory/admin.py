@@ -45,7 +45,7 @@ class MemoryAdmin:
         names = [name.removeprefix("persistent://").split("/") for name in self._cluster.topics()]
         found = {namespace for owner, namespace, _ in names if owner == tenant}
         if not found:
-            raise AdminError(f"Tenant {tenant} does not exist. Use an existing tenant.")
+            raise AdminError(f"Tenant {tenant} does not exist.", "Use an existing tenant.")
         return found
 
     def topics(self, tenant: str, namespace: str) -> set[str]:
@@ -237,7 +237,7 @@ class MemoryAdmin:
     def _require(self, topic_partition: TopicPartition) -> None:
         if self._topic_of(topic_partition) is None:
             raise AdminError(
-                f"{topic_partition} does not exist. {create_or_correct(topic_partition.name)}"
+                f"{topic_partition} does not exist.", create_or_correct(topic_partition.name)
             )
 
 

@@ -433,8 +433,9 @@ def refused(entry: StoredEntry, where: TopicPartition) -> ChunkedMessageError:
     """Create the error for the last entry of a chunked message."""
     return of_entry(
         ChunkedMessageError,
-        f"Message {entry.id.ledger}:{entry.id.entry} of {where} is chunked. Nothing of it was "
-        "acknowledged. Disable chunking at the producer.",
         where,
         entry.id,
+        f"Message {entry.id.ledger}:{entry.id.entry} of {where} is chunked. Nothing of it was "
+        "acknowledged.",
+        "Disable chunking at the producer.",
     )

@@ -421,7 +421,7 @@ class MemoryCluster:
         """
         found = self._subscriptions.get((topic_partition, name))
         if found is None:
-            raise BrokerError(f"{topic_partition} has no subscription {name!r}. Subscribe first.")
+            raise BrokerError(f"{topic_partition} has no subscription {name!r}.")
         return found
 
     def reset_cursor(self, topic_partition: TopicPartition, name: str, first: EntryId) -> None:

@@ -181,8 +181,8 @@ class Subscription:
             overlaps = held.start <= wanted.end and wanted.start <= held.end
             if overlaps and other in self._members and other.answers():
                 raise RangeConflictError(
-                    f"Range {wanted} overlaps range {held} of consumer {other.name!r}. Wait "
-                    "until that consumer is closed, or use another subscription.",
+                    f"Range {wanted} overlaps range {held} of consumer {other.name!r}.",
+                    "Wait until that consumer is closed, or use another subscription.",
                     wanted=str(wanted),
                     held=str(held),
                 )

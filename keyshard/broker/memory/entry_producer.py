@@ -254,8 +254,8 @@ class MemoryEntryProducer:
         if size > self._message_bytes_max:
             raise MessageTooLargeError(
                 f"{len(rows)} message(s) with key {rows[0].key!r} to {self.topic_partition} have "
-                f"{size} bytes, more than the broker's limit of {self._message_bytes_max}. Make "
-                "the value smaller."
+                f"{size} bytes, more than the broker's limit of {self._message_bytes_max}.",
+                "Make the value smaller.",
             )
         return b"\0" * size
 
@@ -297,10 +297,10 @@ class MemoryEntryProducer:
 
     def _fenced(self) -> ProducerFencedError:
         return ProducerFencedError(
-            f"Another program publishes to {self.topic_partition} as producer {self._name!r}: "
-            f"the broker already has message {self._queue.last_sequence_id} of this name. If that "
-            "was another attempt to write the same batch, repeat the call. Otherwise stop that "
-            "program, or use another sink id."
+            f"Another program publishes to {self.topic_partition} as producer {self._name!r}: the "
+            f"broker already has message {self._queue.last_sequence_id} of this name.",
+            "If that was another attempt to write the same batch, repeat the call. Otherwise "
+            "stop that program, or use another sink id.",
         )
 
     def _unfit(self, exc: UnfitError) -> KeyShardError:
@@ -310,16 +310,19 @@ class MemoryEntryProducer:
         if isinstance(exc, ForgottenError):
             return DeduplicationError(
                 f"Deduplication is disabled for {self.topic_partition}, so rows could be stored "
-                "twice. Call deduplicate() of the cluster."
+                "twice.",
+                "Call deduplicate() of the cluster.",
             )
         if isinstance(exc, UnsureError):
             return MaybeStoredError(
                 f"Producer {self._name!r} lost its connection to {self.topic_partition}, and this "
-                "broker may not know which of its messages are stored. Repeat the call."
+                "broker may not know which of its messages are stored.",
+                "Repeat the call.",
             )
         return AcceptedLostError(
             f"{self.topic_partition} has lost messages of producer {self._name!r} that an "
-            "earlier attempt had sent, because a write to its storage failed. Repeat the call."
+            "earlier attempt had sent, because a write to its storage failed.",
+            "Repeat the call.",
         )
 
     def _is_over(self) -> bool:

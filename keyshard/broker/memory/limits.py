@@ -24,7 +24,7 @@ class LookAhead:
 
     def __post_init__(self) -> None:
         if min(self.per_consumer, self.per_subscription, self.delayed) < 1:
-            raise ConfigError(f"{self} has a limit below 1. Use large limits instead of none.")
+            raise ConfigError(f"{self} has a limit below 1.", "Use large limits instead of none.")
 
     def limit(self, consumers: int) -> int:
         """Return the limit for a number of consumers."""

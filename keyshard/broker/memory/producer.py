@@ -56,8 +56,8 @@ class MemoryProducer:
         texts = [key or "", ordering_key or "", *message.properties, *message.properties.values()]
         if len(value or b"") + sum(len(text.encode()) for text in texts) > self._message_bytes_max:
             raise MessageTooLargeError(
-                f"A message to {self.topic_partition} exceeds the size limit. Send a smaller "
-                "message."
+                f"A message to {self.topic_partition} exceeds the size limit.",
+                "Send a smaller message.",
             )
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._connected, self._send_timeout_s)

@@ -78,14 +78,15 @@ class Publishing:
             if publisher not in refused:
                 refused.append(publisher)
             raise QuotaExceededError(
-                f"Could not publish to {where}: the backlog quota is exceeded. Let the "
-                "subscriptions catch up, or raise the quota."
+                f"Could not publish to {where}: the backlog quota is exceeded.",
+                "Let the subscriptions catch up, or raise the quota.",
             )
         holder = self._open.get((where, name))
         if holder is not None and holder is not publisher and holder.answers():
             raise ProducerBusyError(
                 f"Could not publish to {where}: another connection publishes under the name "
-                f"{name!r}. Stop that program, or use another sink id."
+                f"{name!r}.",
+                "Stop that program, or use another sink id.",
             )
         self._open[where, name] = publisher
         return self._ids(where).last(name)

@@ -73,7 +73,7 @@ class TopicStore:
             ConfigError: The name is taken.
         """
         if topic in self._topics:
-            raise ConfigError(f"Topic {topic} already exists. Choose another name.")
+            raise ConfigError(f"Topic {topic} already exists.", "Choose another name.")
         numbers = range(partitions) if partitions else (-1,)
         self._topics[topic] = tuple(TopicPartition(topic, number) for number in numbers)
         self._open(self._topics[topic])
@@ -88,8 +88,8 @@ class TopicStore:
         old = self._topics[topic]
         if old[0].partition < 0 or len(old) >= partitions:
             raise ConfigError(
-                f"{topic} cannot grow to {partitions} partitions. Request more partitions than "
-                "it has."
+                f"{topic} cannot grow to {partitions} partitions.",
+                "Request more partitions than it has.",
             )
         new = tuple(TopicPartition(topic, number) for number in range(len(old), partitions))
         self._topics[topic] = old + new
@@ -132,7 +132,8 @@ class TopicStore:
             return self._logs[topic_partition]
         except KeyError:
             raise TopicNotFoundError(
-                f"{topic_partition} does not exist. {create_or_correct(topic_partition.name)}",
+                f"{topic_partition} does not exist.",
+                create_or_correct(topic_partition.name),
                 topic=topic_partition.topic,
             ) from None
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from keyshard.base_error import one_line
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.errors import RefusedError
 from keyshard.broker.wire.frames import api
@@ -94,19 +95,20 @@ class AckGrouping:
             if self._asked_entries > WAITING_MAX:
                 raise BrokerUnavailableError(
                     f"Could not acknowledge in {self._topic_partition}: the broker has not "
-                    f"confirmed {self._asked_entries} acknowledgements. Check the load of the "
-                    "broker."
+                    f"confirmed {self._asked_entries} acknowledgements.",
+                    "Check the load of the broker.",
                 )
             self._unsent.extend(entries)
             if not self._send(*self._standing()) and len(self._unsent) > WAITING_MAX:
                 del self._unsent[len(self._unsent) - len(entries) :]
-                refused = self.refused()
+                if refused := self.refused():
+                    raise BrokerUnavailableError(
+                        f"{refused} {len(self._unsent)} acknowledgements wait."
+                    )
                 raise BrokerUnavailableError(
-                    f"{refused} {len(self._unsent)} acknowledgements wait."
-                    if refused
-                    else f"Could not acknowledge in {self._topic_partition}: there is no "
-                    f"connection, and {WAITING_MAX} acknowledgements wait for one. Check "
-                    "that the broker is running."
+                    f"Could not acknowledge in {self._topic_partition}: there is no connection, "
+                    f"and {WAITING_MAX} acknowledgements wait for one.",
+                    "Check that the broker is running.",
                 )
 
     def refused(self) -> str:
@@ -229,7 +231,7 @@ class AckGrouping:
                 self._refusals.succeeded()
                 self._send(*self._standing())
             else:
-                _log.debug("acknowledging in %s: %s", self._topic_partition, error)
+                _log.debug("acknowledging in %s: %s", self._topic_partition, one_line(error))
                 self._unsent.extend(entries)
             if isinstance(error, RefusedError):
                 refused = self._error_of(error)

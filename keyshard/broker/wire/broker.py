@@ -168,7 +168,9 @@ class WireBroker:
             try:
                 handle.close(max(0.001, end_s - time.monotonic()))
             except BrokerError as exc:  # noqa: PERF203 - close the others nevertheless
-                _log.debug("could not close what is open on %s: %s", handle.topic_partition, exc)
+                _log.debug(
+                    "could not close what is open on %s: %s", handle.topic_partition, exc.summary
+                )
         self._shared.cluster.close(LEAVE_S)
         self._shared.reconnects.join(LEAVE_S)
         self._shared.nudges.join(LEAVE_S)
@@ -227,8 +229,9 @@ class WireMessageProducer:
         stored = sent.result()
         if stored is None:
             raise BrokerUnavailableError(
-                f"{self.topic_partition} stored a message before its connection was lost, and does "
-                "not say where. Publish it again."
+                f"{self.topic_partition} stored a message before its connection was lost, and "
+                "does not say where.",
+                "Publish it again.",
             )
         return stored
 

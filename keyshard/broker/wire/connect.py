@@ -87,20 +87,20 @@ def _explained(address: Address, connection: Connection) -> Iterator[None]:
         yield
     except socket.gaierror as exc:
         raise BrokerUnavailableError(
-            f"No broker answers at {address}: the host name is unknown. {hint}"
+            f"No broker answers at {address}: the host name is unknown.", hint
         ) from exc
     except ssl.SSLError as exc:
         error: BrokerError | None = tls_error(exc, f"The broker at {address}", connection)
         raise error or BrokerUnavailableError(
-            f"The TLS handshake with the broker at {address} failed ({exc.reason or exc}). {hint}"
+            f"The TLS handshake with the broker at {address} failed ({exc.reason or exc}).", hint
         ) from exc
     except TimeoutError as exc:
         raise BrokerUnavailableError(
-            f"The broker at {address} does not answer in time. {hint}"
+            f"The broker at {address} does not answer in time.", hint
         ) from exc
     except OSError as exc:
         raise BrokerUnavailableError(
-            f"No broker answers at {address}: {exc.strerror or exc}. {hint}"
+            f"No broker answers at {address}: {exc.strerror or exc}.", hint
         ) from exc
 
 
@@ -143,13 +143,14 @@ def greeted(
     except NoAnswerError as exc:
         raise BrokerUnavailableError(
             f"The broker at {address} accepts the connection, but does not answer within "
-            f"{timeout_s:.1f} s. Check service_url, and check that the broker is running."
+            f"{timeout_s:.1f} s.",
+            "Check service_url, and check that the broker is running.",
         ) from exc
     except RefusedError as exc:
         if exc.code in (3, 4):
             raise not_accepted(f"The broker at {address}", credentials.who(), exc.said) from exc
         raise BrokerUnavailableError(
-            f"The broker at {address} refuses the connection: {exc.said}. See the broker's log."
+            f"The broker at {address} refuses the connection: {exc.said}.", "See the broker's log."
         ) from exc
 
 

@@ -126,8 +126,8 @@ class WireConnection:
             if not isinstance(exc, OSError):
                 raise
             raise BrokerUnavailableError(
-                f"Could not connect to the broker at {self.address}: {exc.strerror or exc}. "
-                "Check the resource limits of this process."
+                f"Could not connect to the broker at {self.address}: {exc.strerror or exc}.",
+                "Check the resource limits of this process.",
             ) from exc
 
     def _greet(self, method: str, data: str, timeout_s: float) -> None:
@@ -151,10 +151,7 @@ class WireConnection:
         unanswered_s = self._keep_alive.unanswered_s(time.monotonic())
         if not unanswered_s:
             return ""
-        return (
-            f"The broker at {self.address} has not answered a ping for {unanswered_s:.0f} s. "
-            "Check that it is running."
-        )
+        return f"The broker at {self.address} has not answered a ping for {unanswered_s:.0f} s."
 
     def send(self, name: str, content: Any) -> None:
         """Send a command; return at once.
@@ -202,8 +199,8 @@ class WireConnection:
             return answered.result(timeout_s)
         except NoAnswerError as exc:
             raise BrokerUnavailableError(
-                f"The broker at {self.address} did not answer within {timeout_s:.1f} s. Check "
-                "its load."
+                f"The broker at {self.address} did not answer within {timeout_s:.1f} s.",
+                "Check its load.",
             ) from exc
         finally:
             self.forget(number)
@@ -307,8 +304,8 @@ class WireConnection:
 
     def _lost(self) -> BrokerUnavailableError:
         return BrokerUnavailableError(
-            f"The connection to the broker at {self.address} is lost: {self._why}. Check that "
-            "the broker is running."
+            f"The connection to the broker at {self.address} is lost: {self._why}.",
+            "Check that the broker is running.",
         )
 
     def _wake(self) -> None:
@@ -479,7 +476,7 @@ class WireConnection:
             shown = self._credentials.show()
             self.send("auth_response", proof(shown.method, shown.data))
         except KeyShardError as exc:
-            _log.warning("the broker at %s requests the credentials again: %s", self.address, exc)
+            _log.warning("%s requests the credentials again: %s", self.address, exc.summary)
         finally:
             self._proving = False
 

@@ -95,7 +95,8 @@ class ConnectionPool:
         if count > PARTITIONS_MAX:
             raise BrokerUnavailableError(
                 f"The broker at {service.address} reports {count} partitions for {topic}, which "
-                "is impossible. Check that service_url is the URL of a Pulsar broker."
+                "is impossible.",
+                "Check that service_url is the URL of a Pulsar broker.",
             )
         return count
 
@@ -192,8 +193,8 @@ class ConnectionPool:
                 return connected, max(0.001, _left(end_s))
             asked, authoritative = connected, found.authoritative
         raise BrokerUnavailableError(
-            f"The brokers redirected the lookup of {topic} more than {REDIRECTS_MAX} times. "
-            "Check the health of the cluster."
+            f"The brokers redirected the lookup of {topic} more than {REDIRECTS_MAX} times.",
+            "Check the health of the cluster.",
         )
 
     def _look_up(self, asked: WireConnection, topic: str, authoritative: bool, end_s: float) -> Any:
@@ -208,8 +209,8 @@ class ConnectionPool:
             if exc.code != _NOT_READY or not question.HasField("listener_name"):
                 raise
             raise BrokerUnavailableError(
-                f"{topic} cannot be reached: {exc.said}. Check the health of the "
-                f"broker.{self._listener_hint()}"
+                f"{topic} cannot be reached: {exc.said}.",
+                f"Check the health of the broker.{self._listener_hint()}",
             ) from exc
         if found.response not in (_REDIRECT, _CONNECT):
             raise RefusedError(found.error, found.message)
@@ -220,8 +221,8 @@ class ConnectionPool:
         url = (found.broker_url_tls if tls else found.broker_url).decode(errors="replace")
         if not url:
             raise BrokerUnavailableError(
-                f"The broker at {asked.address} has no address {'with' if tls else 'without'} "
-                f"TLS. Check its advertised addresses.{self._listener_hint()}"
+                f"The broker at {asked.address} has no address {'with' if tls else 'without'} TLS.",
+                f"Check its advertised addresses.{self._listener_hint()}",
             )
         try:
             target = _address(url.partition("://")[2].rstrip("/"), tls=tls)
@@ -231,7 +232,8 @@ class ConnectionPool:
         if not named:
             raise BrokerUnavailableError(
                 f"The broker at {asked.address} names {url[:100]!r} as the owner of the topic, "
-                "which is not an address. Check the advertised address of the owner."
+                "which is not an address.",
+                "Check the advertised address of the owner.",
             )
         if found.through_proxy:
             proxy = asked.address
@@ -274,7 +276,7 @@ class ConnectionPool:
             opening = self._opening.setdefault(address, threading.Lock())
         if not opening.acquire(timeout=max(0.001, _left(end_s))):
             raise BrokerUnavailableError(
-                f"The broker at {address} does not answer in time. Check that it is running."
+                f"The broker at {address} does not answer in time.", "Check that it is running."
             )
         try:
             with self._lock:
@@ -293,7 +295,7 @@ class ConnectionPool:
                 known.join(_left(end_s))
             slow = self._slow.get(address)
             if slow is not None and slow[0] + SLOW_AGAIN_S > asked_s:
-                raise BrokerUnavailableError(slow[1].message) from slow[1]
+                raise BrokerUnavailableError(slow[1].problem, slow[1].remedy) from slow[1]
             return self._opened(address, end_s)
         finally:
             opening.release()

@@ -430,10 +430,10 @@ def _blocks(rows: Sequence[_Row], into: _Columns) -> list[EntryBlock]:
 def _chunked(where: TopicPartition, entry_id: EntryId) -> ChunkedMessageError:
     return of_entry(
         ChunkedMessageError,
-        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} is a part of a chunked message. A "
-        "chunked message has several entries, which keyshard does not support. Nothing of it "
-        "was acknowledged. Disable chunking at the producer, or raise the broker's "
-        "maxMessageSize.",
         where,
         entry_id,
+        f"Entry {entry_id.ledger}:{entry_id.entry} of {where} is a part of a chunked message. A "
+        "chunked message has several entries, which keyshard does not support. Nothing of it "
+        "was acknowledged.",
+        "Disable chunking at the producer, or raise the broker's maxMessageSize.",
     )

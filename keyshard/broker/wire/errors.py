@@ -30,7 +30,10 @@ from keyshard.redaction import redacted
 NOT_AUTHENTICATED, _NOT_AUTHORIZED, TOPIC_NOT_FOUND, _NOT_ALLOWED = 3, 4, 11, 22
 _SUBSCRIPTION_NOT_FOUND = 12
 _CONFLICTS = {5, 19}
-_QUOTA = "the backlog quota is exceeded. Let the subscriptions catch up, or raise the quota"
+_QUOTA = (
+    "the backlog quota is exceeded",
+    "Let the subscriptions catch up, or raise the quota.",
+)
 _QUOTAS = {7, 8}
 _PRODUCER_BUSY, _INCOMPATIBLE_SCHEMA, _PRODUCER_FENCED = 16, 18, 25
 _PASSING = {
@@ -43,36 +46,53 @@ _PASSING = {
 }
 """Transient errors, and errors that an action at the broker resolves."""
 _NAMED = {
-    7: f"ProducerBlockedQuotaExceededError: {_QUOTA}",
-    8: f"ProducerBlockedQuotaExceededException: {_QUOTA}",
-    9: "ChecksumError: the request was damaged on the way. Check the network",
-    10: "UnsupportedVersionError: the broker is too old for this request. Use a newer broker, "
-    "or set transport to client",
-    12: "SubscriptionNotFound: the subscription does not exist, and the broker does not create "
-    "it. Create it, or set allowAutoSubscriptionCreation",
-    15: "TopicTerminatedError: the topic is terminated. Use another topic",
-    16: "ProducerBusy: another producer has this name",
-    17: "InvalidTopicName: the topic name is not valid. Correct it",
-    18: "IncompatibleSchema: the topic has another schema",
-    20: "TransactionCoordinatorNotFound: the broker has transactions disabled",
-    21: "InvalidTxnStatus: the transaction has ended",
-    _NOT_ALLOWED: "NotAllowedError: the broker or a policy forbids it. Check the policies of the "
-    "topic and its namespace, such as the enabled subscription types",
-    23: "TransactionConflict: another transaction holds it",
-    24: "TransactionNotFound: the transaction does not exist",
-    25: "ProducerFenced: another producer replaced this one",
+    7: (f"ProducerBlockedQuotaExceededError: {_QUOTA[0]}", _QUOTA[1]),
+    8: (f"ProducerBlockedQuotaExceededException: {_QUOTA[0]}", _QUOTA[1]),
+    9: ("ChecksumError: the request was damaged on the way", "Check the network."),
+    10: (
+        "UnsupportedVersionError: the broker is too old for this request",
+        "Use a newer broker, or set transport to client.",
+    ),
+    12: (
+        "SubscriptionNotFound: the subscription does not exist, and the broker does not create it",
+        "Create it, or set allowAutoSubscriptionCreation.",
+    ),
+    15: ("TopicTerminatedError: the topic is terminated", "Use another topic."),
+    16: ("ProducerBusy: another producer has this name", ""),
+    17: ("InvalidTopicName: the topic name is not valid", "Correct it."),
+    18: ("IncompatibleSchema: the topic has another schema", ""),
+    20: ("TransactionCoordinatorNotFound: the broker has transactions disabled", ""),
+    21: ("InvalidTxnStatus: the transaction has ended", ""),
+    _NOT_ALLOWED: (
+        "NotAllowedError: the broker or a policy forbids it",
+        "Check the policies of the topic and its namespace, such as enabled subscription types.",
+    ),
+    23: ("TransactionConflict: another transaction holds it", ""),
+    24: ("TransactionNotFound: the transaction does not exist", ""),
+    25: ("ProducerFenced: another producer replaced this one", ""),
 }
 """Other errors by their names in Pulsar: their meaning, and the remedy."""
 
 _SCHEMA_POLICIES = {
-    "auto updating is disabled": "the namespace admits no new schemas. Write with a schema that "
-    "the topic has, or admit others: pulsar-admin namespaces set-is-allow-auto-update-schema "
-    "--enable",
-    "without a schema": "the namespace admits no messages without a schema. Write columns in the "
-    "value format 'auto', or admit such messages: pulsar-admin namespaces "
-    "set-schema-validation-enforce --disable",
+    "auto updating is disabled": (
+        "the namespace admits no new schemas",
+        (
+            "Write with a schema of the topic, or admit others: pulsar-admin namespaces "
+            "set-is-allow-auto-update-schema --enable"
+        ),
+    ),
+    "without a schema": (
+        "the namespace admits no messages without a schema",
+        (
+            "Write columns in the value format 'auto', or admit such messages: pulsar-admin "
+            "namespaces set-schema-validation-enforce --disable"
+        ),
+    ),
 }
 """Policies of a namespace by words of the refusal: their meaning, and the remedy."""
+_COMPATIBLE = (
+    "Write with a schema of the topic, or change the compatibility strategy of the namespace."
+)
 _JAVA_CLASS = re.compile(r"^(?:\w+\.)+\w+: ")
 
 
@@ -111,22 +131,23 @@ def error_of(
     if code in _CONFLICTS:
         return RangeConflictError(
             f"Could not {action} {what}: another consumer holds the range or the subscription "
-            f"({said}). Stop that consumer, or use another subscription."
+            f"({said}).",
+            "Stop that consumer, or use another subscription.",
         )
     if code == TOPIC_NOT_FOUND or (code == _NOT_ALLOWED and denies_partition(said)):
         return TopicNotFoundError(
-            f"Could not {action} {what}: the topic does not exist. {create_or_correct(topic)}"
+            f"Could not {action} {what}: the topic does not exist.", create_or_correct(topic)
         )
     if code in (_NOT_AUTHORIZED, NOT_AUTHENTICATED):
         return _denied(code, said, topic, who, permission)
     if code in _PASSING:
         return BrokerUnavailableError(
-            f"Could not {action} {what}: the broker reports that {_PASSING[code]} ({said}). "
-            "Check the health of the broker."
+            f"Could not {action} {what}: the broker reports that {_PASSING[code]} ({said}).",
+            "Check the health of the broker.",
         )
-    named = _NAMED.get(code, f"the broker refuses with error {code}")
+    named, remedy = _NAMED.get(code, (f"the broker refuses with error {code}", ""))
     error = SubscriptionNotFoundError if code == _SUBSCRIPTION_NOT_FOUND else BrokerError
-    return error(f"Could not {action} {what}: {named} (the broker says: {said}).")
+    return error(f"Could not {action} {what}: {named} (the broker says: {said}).", remedy)
 
 
 def _denied(code: int, said: str, topic: str, who: str, permission: str) -> BrokerError:
@@ -149,15 +170,16 @@ def producing_error(
     code, said = refused.code, refused.said.rstrip(".")
     failed = f"Could not {action} {what}"
     if code in _QUOTAS:
-        return QuotaExceededError(f"{failed}: {_QUOTA} (the broker says: {said}).")
+        cause, remedy = _QUOTA
+        return QuotaExceededError(f"{failed}: {cause} (the broker says: {said}).", remedy)
     if code == _PRODUCER_BUSY and limit_of(code, said) is None:
         return ProducerBusyError(
-            f"{failed}: another connection publishes under this name ({said}). Stop that "
-            "program, or use another sink id."
+            f"{failed}: another connection publishes under this name ({said}).",
+            "Stop that program, or use another sink id.",
         )
     if code == _PRODUCER_FENCED:
         return ProducerFencedError(
-            f"{failed}: another producer replaced this one ({said}). Stop it."
+            f"{failed}: another producer replaced this one ({said}).", "Stop it."
         )
     if code == _INCOMPATIBLE_SCHEMA:
         return _schema_refused(failed, what, said)
@@ -167,20 +189,23 @@ def producing_error(
 
 
 def _schema_refused(failed: str, where: TopicPartition, said: str) -> SchemaError:
-    for sign, remedy in _SCHEMA_POLICIES.items():
+    for sign, (cause, remedy) in _SCHEMA_POLICIES.items():
         if sign in said:
-            return SchemaError(f"{failed}: {remedy} {namespace_of(where.topic)}.")
+            return SchemaError(f"{failed}: {cause}.", f"{remedy} {namespace_of(where.topic)}.")
     plain = _JAVA_CLASS.sub("", said).partition(" caused by ")[0]
-    return SchemaError(f"{failed}: the schema of the messages is not compatible ({plain}).")
+    return SchemaError(
+        f"{failed}: the schema of the messages is not compatible ({plain}).", _COMPATIBLE
+    )
 
 
 def forgotten(where: TopicPartition, name: bytes) -> DeduplicationError:
     """Create the error for a broker that does not remember the messages of a producer name."""
     return DeduplicationError(
         f"Deduplication is disabled for {where}: the broker does not know the stored messages of "
-        f"producer {name.decode()!r}, so rows could be stored twice. Enable it: pulsar-admin "
-        f"namespaces set-deduplication {namespace_of(where.topic)} --enable. If it is enabled, a "
-        "broker before Pulsar 5.0 has just loaded the topic (apache/pulsar#25953): repeat the call."
+        f"producer {name.decode()!r}, so rows could be stored twice.",
+        f"Enable it: pulsar-admin namespaces set-deduplication {namespace_of(where.topic)} "
+        "--enable. If it is enabled, a broker before Pulsar 5.0 has just loaded the topic "
+        "(apache/pulsar#25953): repeat the call.",
     )
 
 
@@ -188,8 +213,9 @@ def fenced(where: TopicPartition, name: bytes, last_sequence_id: int) -> Produce
     """Create the error for a producer name that another program uses."""
     return ProducerFencedError(
         f"Another program publishes to {where} as producer {name.decode()!r}: the broker already "
-        f"has message {last_sequence_id} of this name. If that was another attempt to write the "
-        "same batch, repeat the call. Otherwise stop that program, or use another sink id."
+        f"has message {last_sequence_id} of this name.",
+        "If that was another attempt to write the same batch, repeat the call. Otherwise stop "
+        "that program, or use another sink id.",
     )
 
 
@@ -197,7 +223,8 @@ def accepted_lost(where: TopicPartition, name: bytes) -> AcceptedLostError:
     """Create the error for messages that the broker accepted and then failed to store."""
     return AcceptedLostError(
         f"{where} has lost messages of producer {name.decode()!r} that an earlier attempt had "
-        "sent, because a write to its storage failed. Repeat the call."
+        "sent, because a write to its storage failed.",
+        "Repeat the call.",
     )
 
 
@@ -205,8 +232,8 @@ def maybe_stored(where: TopicPartition, name: bytes) -> MaybeStoredError:
     """Create the error for messages that a broker may have stored without knowing it."""
     return MaybeStoredError(
         f"The connection of producer {name.decode()!r} to {where} was lost, and this broker may "
-        "not know which of its messages are stored (apache/pulsar#25953, before Pulsar 5.0). "
-        "Repeat the call: it looks for them in the topic."
+        "not know which of its messages are stored (apache/pulsar#25953, before Pulsar 5.0).",
+        "Repeat the call: it looks for them in the topic.",
     )
 
 
@@ -232,8 +259,8 @@ def order_broken(where: TopicPartition, name: bytes, sequence_id: int) -> Produc
     """Create the error for a message that the broker stored before earlier ones of its name."""
     return ProducerFencedError(
         f"{where} stored message {sequence_id} of producer {name.decode()!r} before earlier ones, "
-        "so the broker drops the earlier ones as duplicates. Publish the batch with another sink "
-        "id, and stop other programs with this sink id."
+        "so the broker drops the earlier ones as duplicates.",
+        "Publish the batch with another sink id, and stop other programs with this sink id.",
     )
 
 
@@ -241,9 +268,9 @@ def migrated(where: TopicPartition, url: str) -> TopicMigratedError:
     """Create the error for a topic that was moved to another cluster."""
     return TopicMigratedError(
         f"{where} was moved to another cluster at {url or 'an unknown URL'}. Its entries have "
-        "other ids there, so this checkpoint does not apply. Set service_url and admin_url to "
-        "that cluster, and start with a new checkpoint. The subscription continues there at its "
-        "position.",
+        "other ids there, so this checkpoint does not apply.",
+        "Set service_url and admin_url to that cluster, and start with a new checkpoint. The "
+        "subscription continues there at its position.",
         topic_partition=where.name,
         service_url=url,
     )

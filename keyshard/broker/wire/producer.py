@@ -13,6 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
+from keyshard.base_error import AGAIN
 from keyshard.broker.port import PublishOptions, ReadOptions
 from keyshard.broker.unconfirmed import (
     BeginAgainError,
@@ -305,8 +306,8 @@ class WireProducer(ReconnectingHandle):
         if len(data) > self._bytes_max:
             raise MessageTooLargeError(
                 f"{len(rows)} message(s) with key {rows[0].key!r} to {self.topic_partition} have "
-                f"{len(data)} bytes, more than the broker's limit of {self._bytes_max}. Make the "
-                "value smaller, or raise the broker's maxMessageSize."
+                f"{len(data)} bytes, more than the broker's limit of {self._bytes_max}.",
+                "Make the value smaller, or raise the broker's maxMessageSize.",
             )
         return data
 
@@ -343,7 +344,7 @@ class WireProducer(ReconnectingHandle):
         with self._changed:
             if self._lost_id >= producer_id:
                 raise BrokerUnavailableError(
-                    f"Could not publish to {self.topic_partition}: it is being moved."
+                    f"Could not publish to {self.topic_partition}: it is being moved.", AGAIN
                 )
             if self._is_over():
                 return False
@@ -468,8 +469,11 @@ class WireProducer(ReconnectingHandle):
         error = self._last_error
         if error is not None and not isinstance(error, BrokerUnavailableError):
             return error
-        why = f" {error.message}" if error is not None else " Check the health of the broker."
-        return BrokerUnavailableError(f"{self.topic_partition}: {what}.{why}")
+        if error is None:
+            why, remedy = "", "Check the health of the broker."
+        else:
+            why, remedy = f" {error.problem}", error.remedy
+        return BrokerUnavailableError(f"{self.topic_partition}: {what}.{why}", remedy)
 
     def _unfit(self, exc: UnfitError) -> KeyShardError:
         return unfit(exc, self.topic_partition, self._name, self._queue.last_sequence_id)

@@ -217,7 +217,7 @@ class ReconnectingHandle(ABC):
                 if self._is_over():
                     return True
         except KeyShardError as exc:
-            _log.debug("%s is not open again yet: %s", self.topic_partition, exc)
+            _log.debug("%s is not open again yet: %s", self.topic_partition, exc.summary)
             if self._fails_for_good(exc):
                 self._end(exc)
             return self._is_over()
@@ -238,7 +238,7 @@ class ReconnectingHandle(ABC):
     def _error(self, action: str, exc: RefusedError | BrokerUnavailableError) -> KeyShardError:
         if isinstance(exc, BrokerUnavailableError):
             return BrokerUnavailableError(
-                f"Could not {action} {self.topic_partition}: {exc.message}"
+                f"Could not {action} {self.topic_partition}: {exc.problem}", exc.remedy
             )
         return self._refusal(action, exc)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from keyshard.base_error import AGAIN
 from keyshard.broker.unreadable_entries import entry_of
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.entries import PAYLOAD_AT_ONCE, Decoded, RawEntry
@@ -238,8 +239,8 @@ class WireSubscription(ReconnectingHandle):
             try:
                 if at is None:
                     raise BrokerUnavailableError(
-                        f"{self.topic_partition} has no connection to its broker. Check that the "
-                        "broker is running."
+                        f"{self.topic_partition} has no connection to its broker.",
+                        "Check that the broker is running.",
                     )
                 asked = api.GetLastMessageId(consumer_id=consumer_id, request_id=0)
                 left_s = max(0.001, end_s - time.monotonic())
@@ -316,8 +317,7 @@ class WireSubscription(ReconnectingHandle):
         with self._changed:
             if self._lost_id >= handle_id:
                 raise BrokerUnavailableError(
-                    f"Could not subscribe to {self.topic_partition}: the broker is moving the "
-                    "topic."
+                    f"Could not subscribe to {self.topic_partition}: it is being moved.", AGAIN
                 )
             closed = self._is_over()
             if not closed:

@@ -63,9 +63,9 @@ class RetryPolicy:
         for name in ("wait", "stop"):
             if not callable(getattr(self, name)):
                 raise ConfigError(
-                    f"{name} of the retry policy is {shown(getattr(self, name))}; write a "
-                    "tenacity strategy, such as tenacity.wait_fixed(1) or "
-                    "tenacity.stop_after_attempt(5)."
+                    f"{name} of the retry policy is {shown(getattr(self, name))}.",
+                    "Write a tenacity strategy, such as tenacity.wait_fixed(1) or "
+                    "tenacity.stop_after_attempt(5).",
                 )
 
     def decide(self, attempts: int, elapsed_s: float, failure: Failure) -> Decision:

@@ -25,6 +25,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
+from keyshard.base_error import one_line
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_runs import index_runs, parse_indices
 from keyshard.core.position.entry_set import EntrySet
@@ -317,17 +318,19 @@ class Checkpoint:
             CheckpointError: The text is not JSON, or not a checkpoint of this version.
         """
         if not isinstance(text, str):
-            raise CheckpointError(f"The checkpoint is {shown(text)}; use the stored text, or None.")
+            raise CheckpointError(
+                f"The checkpoint is {shown(text)}.", "Use the stored text, or None."
+            )
         try:
             data = json.loads(text)
         except ValueError as exc:
             raise CheckpointError(
-                f"The checkpoint is not JSON: {exc}. Restore it, or start with a new checkpoint."
+                f"The checkpoint is not JSON: {exc}.", "Restore it, or start with a new checkpoint."
             ) from exc
         except RecursionError:
             raise CheckpointError(
-                "The checkpoint cannot be read: it is nested too deeply. Restore it, or start "
-                "with a new checkpoint."
+                "The checkpoint cannot be read: it is nested too deeply.",
+                "Restore it, or start with a new checkpoint.",
             ) from None
         return cls.from_dict(data)
 
@@ -340,14 +343,15 @@ class Checkpoint:
         """
         if not isinstance(data, Mapping):
             raise CheckpointError(
-                f"The checkpoint is {type(data).__name__}, not a JSON object. Restore it, or "
-                "start with a new checkpoint."
+                f"The checkpoint is {type(data).__name__}, not a JSON object.",
+                "Restore it, or start with a new checkpoint.",
             )
         version = data.get("version")
         if type(version) is not int or version not in VERSIONS:
             raise CheckpointError(
                 f"The checkpoint has version {version!r}, but this release of keyshard reads "
-                f"versions {VERSION} to {COMPACT_VERSION}. Use the release that wrote it."
+                f"versions {VERSION} to {COMPACT_VERSION}.",
+                "Use the release that wrote it.",
             )
         name = "the checkpoint"
         try:
@@ -374,12 +378,13 @@ class Checkpoint:
             raise
         except KeyError as exc:
             raise CheckpointError(
-                f"Field {exc} is missing in {name}. Restore the checkpoint, or start with a new "
-                "one."
+                f"Field {exc} is missing in {name}.",
+                "Restore the checkpoint, or start with a new one.",
             ) from exc
         except (ValueError, TypeError, AttributeError) as exc:
             raise CheckpointError(
-                f"Cannot read {name}: {exc}. Restore the checkpoint, or start with a new one."
+                f"Cannot read {name}: {one_line(exc)}.",
+                "Restore the checkpoint, or start with a new one.",
             ) from exc
         return cls(
             cluster, subscription, ranges, partitions, merged, parked, rescaled, outputs,

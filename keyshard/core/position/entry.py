@@ -47,14 +47,15 @@ def full_topic_name(name: str) -> str:
     if domain == "non-persistent":
         raise NonPersistentTopicError(
             f"Topic {shown(name)} is non-persistent. Its messages are not stored and have no "
-            "position of their own, so nothing can be guaranteed. Use a persistent topic.",
+            "position of their own, so nothing can be guaranteed.",
+            "Use a persistent topic.",
             topic=name,
         )
     parts = rest.split("/")
     if domain != "persistent" or len(parts) != 3 or not all(map(_TOPIC_PART.fullmatch, parts)):
         raise ConfigError(
-            f"{shown(name)} is not a topic name. Write 'topic', 'tenant/namespace/topic' or "
-            "'persistent://tenant/namespace/topic'."
+            f"{shown(name)} is not a topic name.",
+            "Write 'topic', 'tenant/namespace/topic' or 'persistent://tenant/namespace/topic'.",
         )
     return f"persistent://{rest}"
 

@@ -118,7 +118,7 @@ class EntrySet:
                 ledgers[ledger] = parse_entries(entries)
                 newest = ledger
         except ValueError as exc:
-            raise CheckpointError(_bad(text)) from exc
+            raise _bad(text) from exc
         return cls._of(ledgers)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
@@ -267,9 +267,10 @@ class EntrySet:
 EMPTY = EntrySet()
 
 
-def _bad(text: str) -> str:
+def _bad(text: str) -> CheckpointError:
     shown = text if len(text) <= 60 else f"{text[:57]}..."
-    return (
+    return CheckpointError(
         f"{shown!r} is not an entry set, such as '12:0-99,101;13:0-5'. Another program changed "
-        "the checkpoint: restore it from a backup."
+        "the checkpoint.",
+        "Restore the checkpoint from a backup.",
     )

@@ -94,6 +94,6 @@ def check_owner(outputs: Outputs | None, sink_id: str | None) -> None:
         given = "without a sink" if sink_id is None else f"with sink_id {sink_id!r}"
         raise CheckpointMismatchError(
             f"The checkpoint has outputs of the sink with sink_id {outputs.sink_id!r}, but the "
-            f"source starts {given}. Give that sink to source.run() or source.batches(), or use "
-            "another checkpoint."
+            f"source starts {given}.",
+            "Give that sink to source.run() or source.batches(), or use another checkpoint.",
         )

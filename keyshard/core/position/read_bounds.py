@@ -14,6 +14,7 @@ from datetime import datetime, timedelta, timezone
 from enum import Enum
 from typing import TypeAlias
 
+from keyshard.base_error import one_line
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.position.ledger import Ledger
@@ -44,8 +45,8 @@ class Edge(str, Enum):
 Bound: TypeAlias = Edge | MessageId | int
 """An integer is a publish time, milliseconds since the epoch."""
 _WANTED = (
-    "write 'earliest', 'latest', a position 'ledger:entry' or 'ledger:entry:index', or a time: a "
-    "datetime, '2026-11-21T08:00:00+01:00' or milliseconds since 1970 as an int"
+    "Write 'earliest', 'latest', a position 'ledger:entry' or 'ledger:entry:index', or a time: a "
+    "datetime, '2026-11-21T08:00:00+01:00' or milliseconds since 1970 as an int."
 )
 
 
@@ -68,9 +69,10 @@ def parse_bounds(
     bound = parse_bound(name, given)
     if isinstance(bound, MessageId) and len(topic_partitions) > 1:
         raise ConfigError(
-            f"{name} is {shown(given)}, but {len(topic_partitions)} topic partitions are read, and "
-            "a position belongs to one of them. Write a dict with a position for each, such as "
-            f"{{'{min(topic_partitions)}': '{bound}', ...}}."
+            f"{name} is {shown(given)}, but {len(topic_partitions)} topic partitions are read, "
+            "and a position belongs to one of them.",
+            f"Write a dict with a position for each, such as {{'{min(topic_partitions)}': "
+            f"'{bound}', ...}}.",
         )
     return dict.fromkeys(topic_partitions, bound)
 
@@ -83,16 +85,16 @@ def _by_partition(
         topic_partition = _topic_partition(name, key)
         if topic_partition not in known:
             raise ConfigError(
-                f"{name} names {topic_partition}, which is not part of the read. Choose from: "
-                f"{_listed(sorted(known))}."
+                f"{name} names {topic_partition}, which is not part of the read.",
+                f"Choose from: {_listed(sorted(known))}.",
             )
         if topic_partition in found:
-            raise ConfigError(f"{name} names {topic_partition} twice. Name it once.")
+            raise ConfigError(f"{name} names {topic_partition} twice.", "Name it once.")
         found[topic_partition] = parse_bound(f"{name} of {topic_partition}", value)
     if missing := sorted(known - found.keys()):
         raise ConfigError(
-            f"{name} has no position for {_listed(missing)}. Name every topic partition. A "
-            "position may also be 'earliest' or 'latest'."
+            f"{name} has no position for {_listed(missing)}.",
+            "Name every topic partition. A position may also be 'earliest' or 'latest'.",
         )
     return found
 
@@ -104,8 +106,8 @@ def _topic_partition(name: str, key: object) -> TopicPartition:
         return TopicPartition.parse(full_topic_name(key if isinstance(key, str) else ""))
     except (ConfigError, NonPersistentTopicError) as exc:
         raise ConfigError(
-            f"{name} has the key {shown(key)}; name a topic partition, such as "
-            "'persistent://public/default/orders-partition-0'."
+            f"{name} has the key {shown(key)}.",
+            "Name a topic partition, such as 'persistent://public/default/orders-partition-0'.",
         ) from exc
 
 
@@ -133,7 +135,7 @@ def parse_bound(name: str, given: object) -> Bound:
             return bound
         if match := _TIME.fullmatch(text):
             return _time(name, text, match)
-    raise ConfigError(f"{name} is {shown(given)}; {_WANTED}.")
+    raise ConfigError(f"{name} is {shown(given)}.", _WANTED)
 
 
 def _edge_or_id(text: str) -> Edge | MessageId | None:
@@ -156,8 +158,8 @@ def parse_position(name: str, given: object) -> Edge | MessageId:
     if bound is not None:
         return bound
     raise ConfigError(
-        f"{name} is {shown(given)}; write 'earliest', 'latest', or a position 'ledger:entry' or "
-        "'ledger:entry:index'."
+        f"{name} is {shown(given)}.",
+        "Write 'earliest', 'latest', or a position 'ledger:entry' or 'ledger:entry:index'.",
     )
 
 
@@ -172,15 +174,16 @@ def parse_offsets(name: str, given: str) -> Edge | dict[str, Edge | MessageId]:
         if isinstance(bound, Edge):
             return bound
         raise ConfigError(
-            f"{name} is {shown(given)}, but a position belongs to one topic partition. Write JSON "
-            f'with every topic partition of the read, such as {{"orders-partition-0": "{bound}"}}.'
+            f"{name} is {shown(given)}, but a position belongs to one topic partition.",
+            "Write JSON with every topic partition of the read, such as "
+            f'{{"orders-partition-0": "{bound}"}}.',
         )
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found: dict[str, object] = {}
         for key, one in pairs:
             if key in found:
-                raise ConfigError(f"{name} names {shown(key)} twice. Name it once.")
+                raise ConfigError(f"{name} names {shown(key)} twice.", "Name it once.")
             found[key] = one
         return found
 
@@ -190,8 +193,8 @@ def parse_offsets(name: str, given: str) -> Edge | dict[str, Edge | MessageId]:
         raise
     except (ValueError, RecursionError) as exc:
         raise ConfigError(
-            f"{name} is {shown(given)}, which is not JSON: {exc}. Write 'earliest', 'latest', or "
-            '{"orders-partition-0": "7:120"}.'
+            f"{name} is {shown(given)}, which is not JSON: {exc}.",
+            "Write 'earliest', 'latest', or {\"orders-partition-0\": \"7:120\"}.",
         ) from None
     return {key: parse_position(f"{name} of {shown(key)}", one) for key, one in parsed.items()}
 
@@ -207,9 +210,10 @@ def parse_start(name: str, given: object) -> Edge | int | dict[str, Edge | Messa
         return parse_time(name, text)
     if text not in (Edge.EARLIEST.value, Edge.LATEST.value) and not text.startswith("{"):
         raise ConfigError(
-            f"{name} is {shown(given)}; write 'earliest' or 'latest', a position for each topic "
-            'partition as JSON such as {"orders-partition-0": "7:120"}, or a time with its zone '
-            "such as '2026-11-21T08:00:00+01:00'."
+            f"{name} is {shown(given)}.",
+            "Write 'earliest' or 'latest', a position for each topic partition as JSON such as "
+            '{"orders-partition-0": "7:120"}, or a time with its zone such as '
+            "'2026-11-21T08:00:00+01:00'.",
         )
     return parse_offsets(name, text)
 
@@ -226,13 +230,13 @@ def parse_time(name: str, given: str) -> int:
     match = _TIME.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"{name} is {shown(given)}, which is not a time; write '2026-11-21T08:00:00+01:00', "
-            "or milliseconds since 1970."
+            f"{name} is {shown(given)}, which is not a time.",
+            "Write '2026-11-21T08:00:00+01:00', or milliseconds since 1970.",
         )
     if match[5] is None:
         raise ConfigError(
-            f"{name} is {shown(given)}, which has no time zone. Add 'Z' for UTC, or an offset "
-            "such as '+01:00'."
+            f"{name} is {shown(given)}, which has no time zone.",
+            "Add 'Z' for UTC, or an offset such as '+01:00'.",
         )
     return _time(name, text, match)
 
@@ -241,11 +245,11 @@ def _number(name: str, given: int) -> int:
     if 0 < given < SECONDS_BELOW_MS:
         raise ConfigError(
             f"{name} is {given}. In milliseconds since 1970, this is the year "
-            f"{_EPOCH.year + given // 31557600000}. If it is in seconds, multiply it by 1000. "
-            "Otherwise use a datetime."
+            f"{_EPOCH.year + given // 31557600000}.",
+            "If it is in seconds, multiply it by 1000. Otherwise use a datetime.",
         )
     if not 0 <= given < _TIME_MS_END:
-        raise ConfigError(f"{name} is {shown(given)}, which is not a time; {_WANTED}.")
+        raise ConfigError(f"{name} is {shown(given)}, which is not a time.", _WANTED)
     return given
 
 
@@ -258,7 +262,7 @@ def _time(name: str, text: str, match: re.Match[str]) -> int:
         return _milliseconds(name, datetime.fromisoformat(f"{day}T{clock}{offset}"))
     except ValueError as exc:
         raise ConfigError(
-            f"{name} is {shown(text)}, which is not a time: {exc}; {_WANTED}."
+            f"{name} is {shown(text)}, which is not a time: {one_line(exc)}.", _WANTED
         ) from exc
 
 
@@ -272,7 +276,9 @@ def _milliseconds(name: str, moment: datetime) -> int:
         aware = moment if moment.utcoffset() is not None else moment.replace(tzinfo=timezone.utc)
         microseconds = (aware - _EPOCH) // timedelta(microseconds=1)
     except (ValueError, OverflowError, TypeError) as exc:
-        raise ConfigError(f"{name} is {shown(moment)}, which is not a time: {exc}.") from exc
+        raise ConfigError(
+            f"{name} is {shown(moment)}, which is not a time: {one_line(exc)}."
+        ) from exc
     # No message was published before 1970, or after the last year that a datetime can express.
     return min(max(0, -(-microseconds // 1_000)), _TIME_MS_END - 1)
 
@@ -291,7 +297,8 @@ def check_order(
         if (comparable and start > end) or (start, end) == (Edge.LATEST, Edge.EARLIEST):  # type: ignore[operator]
             raise ConfigError(
                 f"start of {topic_partition} is {bound_text(start)}, after its end "
-                f"{bound_text(end)}. Correct one of them."
+                f"{bound_text(end)}.",
+                "Correct one of them.",
             )
 
 

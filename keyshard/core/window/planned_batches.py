@@ -111,13 +111,13 @@ class PlannedBatches:
     def _missing(self, batch_id: str, part: str) -> BatchReleasedError | BatchUnknownError:
         if self.is_released(batch_id):
             return BatchReleasedError(
-                f"Batch {batch_id} is committed, and its rows are released. Read the DataFrame "
-                "inside foreachBatch, or cache it there for later use.",
+                f"Batch {batch_id} is committed, and its rows are released.",
+                "Read the DataFrame inside foreachBatch, or cache it there for later use.",
                 batch_id=batch_id,
             )
         return BatchUnknownError(
-            f"This process planned no batch {batch_id}{part}. If the task belongs to an earlier "
-            "run, ignore this error: the batch is planned again.",
+            f"This process planned no batch {batch_id}{part}.",
+            "If the task belongs to an earlier run, ignore this error: the batch is planned again.",
             batch_id=batch_id,
         )
 

@@ -191,7 +191,7 @@ class PageApp:
             found, _ = self._sources()
             one = next((one for one in found if one.path.name == source), None)
             if one is None:
-                raise ControlError("The source does not run any more. Reload the page.")
+                raise ControlError("The source does not run any more.", "Reload the page.")
             return one.ask(do, timeout_s=ASK_S, **named)
 
         try:

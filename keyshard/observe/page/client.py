@@ -31,16 +31,19 @@ def statuses_at(url: str, token: str | None) -> list[Status]:
             f"{url.rstrip('/')}/api/status", headers=headers, timeout=ANSWER_S, trust_env=False
         )
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise ControlError(f"The page at {where} needs its token. Give it with --token-file.")
+            raise ControlError(
+                f"The page at {where} needs its token.", "Give it with --token-file."
+            )
         if answer.is_error:
-            raise ControlError(f"The page at {where} refuses: {shown(answer.text.strip())}")
+            said = shown(answer.text.strip())
+            raise ControlError(f"The page at {where} refuses: {said}.", "Correct the request.")
         return cast("list[Status]", answer.json()["sources"])
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         raise ControlError(
-            f"The page at {where} does not answer: {exc or type(exc).__name__}. Check the URL, and "
-            "that keyshard ui or the source is running."
+            f"The page at {where} does not answer: {exc or type(exc).__name__}.",
+            "Check the URL, and that keyshard ui or the source is running.",
         ) from exc
     except (ValueError, LookupError, TypeError) as exc:
         raise ControlError(
-            f"The server at {where} is not a page of keyshard. Correct --url."
+            f"The server at {where} is not a page of keyshard.", "Correct --url."
         ) from exc

@@ -64,7 +64,8 @@ class Guard:
         elif not loopback:
             raise ConfigError(
                 f"The page on {shown(host)} can be reached from other machines, so it needs a "
-                "token. Set ui_token (keyshard ui: --token-file), or bind 127.0.0.1."
+                "token.",
+                "Set ui_token (keyshard ui: --token-file), or bind 127.0.0.1.",
             )
         known = {host.lower(), *map(str.lower, names)}
         return cls(token, LOOPBACK_NAMES | frozenset(known), loopback)

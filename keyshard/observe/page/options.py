@@ -47,6 +47,6 @@ def serve_page(
         from keyshard.observe.page.server import PageServer  # noqa: PLC0415
     except ImportError as exc:
         raise ConfigError(
-            f"The page needs the package {exc.name}, which is not installed. Run {INSTALL}."
+            f"The page needs the package {exc.name}, which is not installed.", f"Run {INSTALL}."
         ) from exc
     return PageServer(options.host, options.port, guard, sources)

@@ -47,8 +47,8 @@ class PageServer:
             self._socket = _bound(host, port)
         except (OSError, OverflowError, UnicodeError) as exc:
             raise ConfigError(
-                f"The page cannot be served on {host}, port {port}: {exc}. Set another port "
-                "(ui_port, or keyshard ui --port) or address."
+                f"The page cannot be served on {host}, port {port}: {exc}.",
+                "Set another port (ui_port, or keyshard ui --port) or address.",
             ) from exc
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
@@ -93,7 +93,7 @@ class PageServer:
         """Take the error of a thread: it ends the page, and not the source that the page shows."""
         self._error = self._error or error
         self._server.should_exit = True
-        _log.warning("the page at %s has ended: %s", self.url, error)
+        _log.warning("the page at %s has ended: %s", self.url, error.summary)
 
     def _run(self) -> None:
         asyncio.run(self._serve())

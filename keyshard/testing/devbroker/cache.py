@@ -62,8 +62,8 @@ def file_lock(
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise DevBrokerError(
-                        f"Another process held {path} for {timeout_s:g} s. End that process, "
-                        "then try again."
+                        f"Another process held {path} for {timeout_s:g} s.",
+                        "End that process, then try again.",
                     ) from None
                 if on_wait is not None and not waited:
                     on_wait()

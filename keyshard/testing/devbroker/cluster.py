@@ -204,8 +204,8 @@ class DevCluster:
         while not self._is_owner(broker, topic):
             if time.monotonic() >= deadline:
                 raise DevBrokerError(
-                    f"{topic} did not move to {broker.name} within {timeout_s:g} s. See the log "
-                    "of the broker."
+                    f"{topic} did not move to {broker.name} within {timeout_s:g} s.",
+                    "See the log of the broker.",
                 )
             self.ask("PUT", f"{bundle}/unload")
             with closing(AdminHttp(broker.connection)) as admin:
@@ -254,7 +254,8 @@ class DevCluster:
                 said = f"{response.status_code} {response.text[:200]}"
             time.sleep(_POLL_S)
         raise DevBrokerError(
-            f"{method} {path} was refused for {timeout_s:g} s: {said}. See the log of the broker."
+            f"{method} {path} was refused for {timeout_s:g} s: {said}.",
+            "See the log of the broker.",
         )
 
     # -- processes --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from keyshard.config.connection import Connection, Token
 from keyshard.config.connection_names import fields_of
 from keyshard.core.releases import DEFAULT_VERSION, Version
 from keyshard.errors import ConfigError, DevBrokerError
+from keyshard.redaction import first_line
 from keyshard.testing.devbroker.distribution import install, template
 from keyshard.testing.devbroker.java import class_options, java_of, jvm_command
 from keyshard.testing.devbroker.process import (
@@ -100,7 +101,7 @@ class DevBroker(ProcessOwner):
         render_config("", settings or {})
         for name in ("brokerServicePort", "webServicePort"):
             if not tls and (settings or {}).get(name) == "":
-                raise ConfigError(f"{name} is empty. For a broker with TLS only, set tls=True.")
+                raise ConfigError(f"{name} is empty.", "For a broker with TLS only, set tls=True.")
         self.version = version
         self._port = port
         self._admin_port = admin_port
@@ -289,7 +290,7 @@ class DevBroker(ProcessOwner):
             DevBrokerError: It runs.
         """
         if self.is_running():
-            raise DevBrokerError("The broker is running. Stop it before you delete its data.")
+            raise DevBrokerError("The broker is running.", "Stop it before you delete its data.")
         for name in ("metadata", "bookkeeper"):
             shutil.rmtree(self.data_dir / name, ignore_errors=True)
 
@@ -324,7 +325,8 @@ class DevBroker(ProcessOwner):
             self._config_path.write_text(render_config(text, self._all_settings()))
         except (OSError, ValueError, KeyError) as exc:
             raise DevBrokerError(
-                f"The data directory {self.data_dir} cannot be used: {exc}. Use another one."
+                f"The data directory {self.data_dir} cannot be used: {first_line(exc)}.",
+                "Use another one.",
             ) from exc
 
     def _newest(self, written_by: str) -> str:
@@ -334,8 +336,9 @@ class DevBroker(ProcessOwner):
             return self.version
         if theirs.major > ours.major:
             raise DevBrokerError(
-                f"Pulsar {written_by} has written the data directory {self.data_dir}, which Pulsar "
-                f"{self.version} cannot read. Start Pulsar {written_by}, or use another directory."
+                f"Pulsar {written_by} has written the data directory {self.data_dir}, which "
+                f"Pulsar {self.version} cannot read.",
+                f"Start Pulsar {written_by}, or use another directory.",
             )
         return written_by
 
@@ -364,8 +367,8 @@ class DevBroker(ProcessOwner):
         for port in (self.port, self.admin_port, self._bookie_port):
             if port is not None and not port_is_free(port):
                 raise DevBrokerError(
-                    f"Port {port} is in use by another process. End that process, or use other "
-                    "ports.",
+                    f"Port {port} is in use by another process.",
+                    "End that process, or use other ports.",
                     port=port,
                 )
 

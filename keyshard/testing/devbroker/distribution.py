@@ -97,7 +97,7 @@ def fetch_artifact(artifact: Artifact, into: Path, on_download: OnDownload) -> P
         from jgo.maven import MavenContext, PythonResolver  # noqa: PLC0415 - an extra
     except ImportError as exc:
         raise DevBrokerError(
-            "Fetching Apache Pulsar needs the package jgo. Run pip install 'keyshard[broker]'."
+            "Fetching Apache Pulsar needs the package jgo.", "Run pip install 'keyshard[broker]'."
         ) from exc
     context = MavenContext(
         repo_cache=into,
@@ -156,8 +156,8 @@ def install(version: str = DEFAULT_VERSION, *, fetch: Fetch = fetch_artifact) ->
             return installed(version) or _install_locked(version, root, fetch, announcer)
     except OSError as exc:
         raise DevBrokerError(
-            f"Apache Pulsar {version} cannot be stored in {root}: {exc}. It needs up to 900 MB: "
-            "free some space, or set KEYSHARD_CACHE to another directory."
+            f"Apache Pulsar {version} cannot be stored in {root}: {exc}. It needs up to 900 MB.",
+            "Free some space, or set KEYSHARD_CACHE to another directory.",
         ) from exc
     finally:
         # jgo leaves connections to the garbage collector, which would warn the user.
@@ -185,7 +185,7 @@ def template(home: Path, name: str) -> str:
 
 def _home(version: str) -> Path:
     if not _VERSION.fullmatch(version):
-        raise ConfigError(f"{version!r} is not a Pulsar version. Write a version such as 4.0.8.")
+        raise ConfigError(f"{version!r} is not a Pulsar version.", "Write a version such as 4.0.8.")
     return cache_dir() / "pulsar" / version
 
 
@@ -303,7 +303,8 @@ def _fetch_checksum(
             return algorithm, words[0].lower()
     raise DevBrokerError(
         f"The checksum of Apache Pulsar {version} cannot be read, so the download cannot be "
-        "verified. Try again later."
+        "verified.",
+        "Try again later.",
     )
 
 
@@ -339,8 +340,8 @@ def _fetch_retrying(
         if missing_ok:
             raise
         raise DevBrokerError(
-            f"Apache Pulsar {version} was not found in the Maven repository ({exc}). Use "
-            f"{', '.join(sorted({*TESTED, *_locked()}))}, or another release that has a "
+            f"Apache Pulsar {version} was not found in the Maven repository ({exc}).",
+            f"Use {', '.join(sorted({*TESTED, *_locked()}))}, or another release that has a "
             "distribution archive there.",
             version=version,
         ) from exc
@@ -349,8 +350,9 @@ def _fetch_retrying(
             raise
         raise DevBrokerError(
             f"Apache Pulsar {version} could not be downloaded: {_first_line(exc)}. It is needed "
-            "once (about 250 MB). Connect to the network and try again, or copy the folder "
-            f"{_home(version)} from a machine that has it.",
+            "once (about 250 MB).",
+            f"Connect to the network and try again, or copy the folder {_home(version)} from a "
+            "machine that has it.",
             version=version,
         ) from exc
 
@@ -368,7 +370,8 @@ def _verify(archive: Path, algorithm: str, expected: str) -> None:
     if digest.hexdigest() != expected:
         raise DevBrokerError(
             f"The {algorithm} checksum of {archive.name} is {digest.hexdigest()}, but {expected} "
-            "was expected. The download is damaged or changed, and is not used. Try again."
+            "was expected. The download is damaged or changed, and is not used.",
+            "Try again.",
         )
 
 
@@ -388,11 +391,11 @@ def _unpack(archive: Path, target: Path, announcer: Announcer) -> Path:
             else:  # Early releases of Python 3.10 and 3.11 lack the filter.
                 tar.extractall(target, members=_only_safe(members))
     except (tarfile.TarError, EOFError, zlib.error) as exc:
-        raise DevBrokerError(f"{archive.name} cannot be unpacked: {exc}. Try again.") from exc
+        raise DevBrokerError(f"{archive.name} cannot be unpacked: {exc}.", "Try again.") from exc
     homes = [path.parent for path in target.glob("*/lib") if any(path.glob("*.jar"))]
     if len(homes) != 1:
         raise DevBrokerError(
-            f"{archive.name} is not a Pulsar distribution: it has no jars. Check the version."
+            f"{archive.name} is not a Pulsar distribution: it has no jars.", "Check the version."
         )
     return homes[0]
 

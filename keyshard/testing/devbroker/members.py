@@ -113,7 +113,7 @@ class ClusterMember(ProcessOwner):
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is None:
-            raise DevBrokerError(f"{self.name} does not run. Start it first.")
+            raise DevBrokerError(f"{self.name} does not run.", "Start it first.")
         os.killpg(self._process.pid, number)
 
 

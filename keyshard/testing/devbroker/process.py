@@ -166,8 +166,8 @@ def kill_group(pid: int, reap: Callable[[], object] | None = None) -> None:
             break
         if time.monotonic() >= deadline:
             raise DevBrokerError(
-                f"The broker (process {pid}) did not end after SIGKILL. Check the state of the "
-                "process."
+                f"The broker (process {pid}) did not end after SIGKILL.",
+                "Check the state of the process.",
             )
         time.sleep(_POLL_S)
     if reap is not None:
@@ -405,7 +405,7 @@ def free_port(taken: Collection[int] = ()) -> int:
         port = chooser.randint(first, last)
         if port not in taken and _hold(port):
             return port
-    raise DevBrokerError(f"No free port was found between {first} and {last}. Name a port.")
+    raise DevBrokerError(f"No free port was found between {first} and {last}.", "Name a port.")
 
 
 def give_back(port: int) -> None:

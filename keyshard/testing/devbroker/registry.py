@@ -46,7 +46,7 @@ def data_dir(named: Path | None) -> Path:
         os.fsencode(found).decode()
     except (OSError, RuntimeError, ValueError) as exc:
         raise DevBrokerError(
-            f"The data directory {shown(str(folder))} cannot be used: {exc}. Use another one."
+            f"The data directory {shown(str(folder))} cannot be used: {exc}.", "Use another one."
         ) from exc
     return found
 
@@ -62,7 +62,9 @@ def remember(
     """
     started = start_ticks(pid)
     if started is None:
-        raise DevBrokerError(f"The broker ended immediately. See its log {folder / 'broker.log'}.")
+        raise DevBrokerError(
+            "The broker ended immediately.", f"See its log {folder / 'broker.log'}."
+        )
     record = BrokerRecord(pid, started, version, port, admin_port, str(folder), tls, tokens)
     path = _path(folder)
     try:
@@ -73,7 +75,7 @@ def remember(
     except OSError as exc:
         kill_group(pid)
         raise DevBrokerError(
-            f"{path} cannot be written: {exc}. Set KEYSHARD_CACHE to a writable directory."
+            f"{path} cannot be written: {exc}.", "Set KEYSHARD_CACHE to a writable directory."
         ) from exc
     return record
 
@@ -120,7 +122,7 @@ def stop(record: BrokerRecord) -> None:
         pass
     except PermissionError as exc:
         raise DevBrokerError(
-            f"Process {record.pid} belongs to another user. Stop the broker as that user."
+            f"Process {record.pid} belongs to another user.", "Stop the broker as that user."
         ) from exc
     while start_ticks(record.pid) == record.started and time.monotonic() < deadline:
         time.sleep(_POLL_S)

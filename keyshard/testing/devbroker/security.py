@@ -64,8 +64,8 @@ class Authority:
             from cryptography.hazmat.primitives.asymmetric import rsa  # noqa: PLC0415
         except ImportError as exc:
             raise DevBrokerError(
-                "A broker with TLS needs the package cryptography. Run pip install "
-                "'keyshard[broker]'."
+                "A broker with TLS needs the package cryptography.",
+                "Run pip install 'keyshard[broker]'.",
             ) from exc
         own = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
         facts = {x509.NameOID.COMMON_NAME: subject, x509.NameOID.ORGANIZATIONAL_UNIT_NAME: unit}
@@ -181,7 +181,7 @@ def write_client_conf(path: Path, connection: Connection) -> None:
     try:
         _write(path, text.encode())
     except OSError as exc:
-        raise DevBrokerError(f"{path} cannot be written: {exc}. Use another --data.") from exc
+        raise DevBrokerError(f"{path} cannot be written: {exc}.", "Use another --data.") from exc
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -75,6 +75,7 @@ def check(
     ]
     if not any(verdict.checked for verdict in verdicts):
         raise HistoryError(
-            "The history contains no events to check. Record events that docs/history.md describes."
+            "The history contains no events to check.",
+            "Record events that docs/history.md describes.",
         )
     return verdicts

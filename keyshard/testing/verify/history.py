@@ -110,7 +110,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
             missing = None
         else:
             raise HistoryError(
-                f"{shown(kind)} is not a kind of event. The kinds are: {', '.join(KINDS)}."
+                f"{shown(kind)} is not a kind of event.", f"The kinds are: {', '.join(KINDS)}."
             )
         if missing:
             raise HistoryError(f"An event of kind {kind!r} needs {missing}.")
@@ -215,7 +215,7 @@ def _checked(data: dict[str, Any]) -> dict[str, Any]:
         kind = _TYPES.get(name)
         if kind is None:
             raise HistoryError(
-                f"{shown(name)} is not a field. The fields are: {', '.join(_NAMES)}."
+                f"{shown(name)} is not a field.", f"The fields are: {', '.join(_NAMES)}."
             )
         given = type(value)
         if given is str and kind is str:
@@ -246,7 +246,8 @@ def parse_range(text: str) -> HashRange:
         return HashRange(int(start), int(end))
     except (ValueError, ConfigError) as exc:
         raise HistoryError(
-            f"{shown(text)} is not a hash range. Write start-end, from 0 to 65535, both inclusive."
+            f"{shown(text)} is not a hash range.",
+            "Write start-end, from 0 to 65535, both inclusive.",
         ) from exc
 
 
@@ -269,7 +270,7 @@ def read_history(path: Path | str, *, torn_end: bool = False) -> Iterator[Event]
                     yield _event(line, f"Line {number} of {path}")
     except OSError as exc:
         raise HistoryError(
-            f"The history {path} cannot be read: {exc.strerror}. Check its path and permissions."
+            f"The history {path} cannot be read: {exc.strerror}.", "Check its path and permissions."
         ) from exc
 
 
@@ -277,7 +278,7 @@ def _event(line: bytes, where: str) -> Event:
     try:
         return Event.from_json(line)
     except HistoryError as exc:
-        raise HistoryError(f"{where} is not an event. {exc.message}") from exc
+        raise HistoryError(f"{where} is not an event. {exc.problem}", exc.remedy) from exc
 
 
 class HistoryWriter:
@@ -300,7 +301,7 @@ class HistoryWriter:
             _cut_torn_end(self._file.fileno())
         except OSError as exc:
             raise HistoryError(
-                f"The history {path} cannot be written: {exc.strerror}. Use another file."
+                f"The history {path} cannot be written: {exc.strerror}.", "Use another file."
             ) from exc
 
     def write(self, *events: Event) -> None:

@@ -72,7 +72,7 @@ class LiveCheck:
             check_integer("partitions", self.partitions, 1, PARTITIONS_MAX)
             if self.connection.admin_url is None:
                 raise ConfigError(
-                    "The number of partitions needs the admin interface. Set admin_url."
+                    "The number of partitions needs the admin interface.", "Set admin_url."
                 )
         self.workload()
         self.source()
@@ -154,8 +154,8 @@ def require_empty(broker: Broker, topic: str) -> None:
             if not reader.at_end():
                 raise ConfigError(
                     f"Topic {topic} contains messages, and its other consumers would receive the "
-                    "messages of this check. Use a new topic. To publish to this topic anyway, "
-                    "add --append."
+                    "messages of this check.",
+                    "Use a new topic. To publish to this topic anyway, add --append.",
                 )
         finally:
             reader.close()
@@ -261,7 +261,8 @@ def consume(
     if run.sent is None:
         raise BrokerUnavailableError(
             f"Publishing did not end within {timeout_s:g} s; {run.handed_over:,} messages were "
-            "sent. Raise the time limit, or publish fewer messages."
+            "sent.",
+            "Raise the time limit, or publish fewer messages.",
         )
     return LiveReport(
         sent=run.sent,

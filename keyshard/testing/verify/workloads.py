@@ -92,13 +92,14 @@ class Workload:
         _between("entry_messages", self.entry_messages, 1, 100_000)
         if self.batching == "none" and self.entry_messages > 1:
             raise ConfigError(
-                f"entry_messages={self.entry_messages} needs batching. Set batching to 'keyed', "
-                "or leave entry_messages out."
+                f"entry_messages={self.entry_messages} needs batching.",
+                "Set batching to 'keyed', or leave entry_messages out.",
             )
         if self.entry_messages * self.size_bytes > ENTRY_BYTES_MAX:
             raise ConfigError(
-                f"entry_messages={self.entry_messages} of size_bytes={self.size_bytes} exceed "
-                f"the limit of an entry, {ENTRY_BYTES_MAX} bytes. Lower one of them."
+                f"entry_messages={self.entry_messages} of size_bytes={self.size_bytes} exceed the "
+                f"limit of an entry, {ENTRY_BYTES_MAX} bytes.",
+                "Lower one of them.",
             )
 
     @property
@@ -318,7 +319,8 @@ def _check(answers: dict[Any, Any], topic: str) -> None:
         error = BrokerUnavailableError if failed[0] == pulsar.Result.Timeout else BrokerError
         raise error(
             f"Publishing to {topic} failed; the first failure was {failed[0].name}. Earlier "
-            "messages may be stored, so use a new topic.",
+            "messages may be stored.",
+            "Use a new topic.",
             topic=topic,
         )
 
@@ -330,7 +332,7 @@ def _hinted() -> Iterator[None]:
         yield
     except BrokerUnavailableError as exc:
         hint = "'keyshard broker start' starts a broker on this machine."
-        raise BrokerUnavailableError(f"{exc.message} {hint}") from exc
+        raise BrokerUnavailableError(exc.problem, f"{exc.remedy} {hint}".lstrip()) from exc
 
 
 def _translated(exc: Exception, connection: Connection, topic: str) -> BrokerError:
@@ -338,13 +340,13 @@ def _translated(exc: Exception, connection: Connection, topic: str) -> BrokerErr
     away = (pulsar.exceptions.ConnectError, pulsar.exceptions.Timeout)
     if isinstance(exc, away):
         return BrokerUnavailableError(
-            f"The broker at {where} cannot be reached, or does not answer ({exc}). Check that it "
-            "is running."
+            f"The broker at {where} cannot be reached, or does not answer ({exc}).",
+            "Check that it is running.",
         )
     if isinstance(exc, pulsar.exceptions.AuthorizationError):
         return lacks(Credentials(connection).who(), "produce", topic)
     return BrokerError(
-        f"The broker at {where} refused a message to {topic}: {exc}. See its log.", topic=topic
+        f"The broker at {where} refused a message to {topic}: {exc}.", "See its log.", topic=topic
     )
 
 
