@@ -95,6 +95,6 @@ def placed(place: str) -> Iterator[None]:
         raise
 
 
-def one_line(error: BaseException) -> str:
-    """Return the text of an error for a log, whose errors of keyshard have one line."""
+def one_line(error: object) -> str:
+    """Return the text of any object for a log, whose errors of keyshard have one line."""
     return error.summary if isinstance(error, KeyShardError) else str(error)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ FETCH_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 _source = KeptClient()
 """The connection of this process to the source whose tasks it runs."""
-_ERROR = re.compile(r'\["KEYSHARD_')
+_ERROR = '["KEYSHARD_'
 """Begin of an error of the source, in the text of an error of Flight."""
 
 
@@ -118,12 +117,12 @@ def _request_rows(ticket: BatchTicket, *, direct: bool) -> Iterator[Chunk]:
         ) from exc
     except pa.ArrowException as exc:
         text = str(exc)
-        match = _ERROR.search(text)
-        if match is None:
+        begin = text.find(_ERROR)
+        if begin < 0:
             raise WorkerUnreachableError(
                 f"Reading batch {ticket.batch_id} from {ticket.endpoint} failed: {first_line(exc)}."
             ) from exc
-        code, problem, remedy = json.JSONDecoder().raw_decode(text, match.start())[0]
+        code, problem, remedy = json.JSONDecoder().raw_decode(text, begin)[0]
         raise BY_CODE.get(code, KeyShardError)(problem, remedy) from exc
 
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from keyshard.base_error import KeyShardError
+from keyshard.base_error import one_line
 from keyshard.errors import ConfigError, UnfitHandlerError
 
 REASON_CHARS_MAX = 1_000
@@ -96,10 +96,7 @@ class Failure:
 def text_of(thing: object) -> str:
     """Return a printable text of any object; one line for our own errors. Never raises."""
     try:
-        if isinstance(thing, bytes):
-            text = thing.decode(errors="replace")
-        else:
-            text = thing.summary if isinstance(thing, KeyShardError) else str(thing)
+        text = thing.decode(errors="replace") if isinstance(thing, bytes) else one_line(thing)
         # A subclass of str, or half a surrogate pair, could raise elsewhere.
         return str.encode(text, errors="replace").decode()[:REASON_CHARS_MAX]
     except BaseException as exc:  # noqa: BLE001 - a class of the user's
