@@ -139,7 +139,7 @@ def test_consumers_get_entries_by_their_key(harness: Harness) -> None:
     assert received == {"k0": values(range(0, 10, 2)), "k1": values(range(1, 10, 2))}
 
 
-def test_a_sequence_id_is_stored_once_whatever_the_entries_are(harness: Harness) -> None:
+def test_a_sequence_id_is_stored_once_in_entries_of_any_size(harness: Harness) -> None:
     where, broker = deduplicated(harness), harness.broker()
     first = named(broker, where)
     assert first.last_sequence_id == -1
@@ -264,7 +264,7 @@ def test_a_move_of_the_topic_loses_and_repeats_nothing(harness: Harness, name: s
     assert stored(broker, where).values == values(range(900))
 
 
-def test_a_named_producer_ends_rather_than_store_twice_what_the_broker_may_not_know(
+def test_a_named_producer_ends_if_the_broker_may_have_forgotten_its_ids(
     harness: Harness,
 ) -> None:
     """Before Pulsar 5.0, a broker that has loaded a topic may know too few stored ids."""

@@ -127,7 +127,7 @@ def test_a_source_starts_beside_a_frozen_broker(
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze", "stop"])
-def test_topics_of_one_broker_continue_whatever_the_other_does(
+def test_topics_of_one_broker_continue_while_the_other_fails(
     cluster: DevCluster, topic: str, fault: str
 ) -> None:
     produce(LOAD, cluster.service_url, topic)

@@ -108,7 +108,7 @@ def first_times(handled: list[tuple[TopicPartition, EntryId, str, int]]) -> dict
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_so_that_nothing_comes_twice(
+def test_a_signal_drains_so_that_no_message_comes_twice(
     dev_broker: DevBroker, topic: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     load = Workload(6_000, keys=100)

@@ -55,7 +55,7 @@ def busy_machine() -> Iterator[None]:
         thread.join()
 
 
-def test_a_repeated_batch_is_stored_once_whatever_a_recovery_leaves_out() -> None:
+def test_a_repeated_batch_is_stored_once_after_an_incomplete_recovery() -> None:
     settings = {"brokerDeduplicationEnabled": "true", "topicLevelPoliciesEnabled": "true"}
     with (
         DevBroker(PULSAR, settings=settings) as broker,

@@ -296,7 +296,7 @@ OF_BATCHES = (
         killers=(
             killer(
                 "runtime/test_delayed_messages",
-                "test_a_source_without_room_holds_what_its_window_may_and_says_so[1-True-False]",
+                "test_a_source_without_room_fills_its_window_and_reports_it[1-True-False]",
             ),
         ),
     ),

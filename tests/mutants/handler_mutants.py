@@ -248,7 +248,7 @@ OF_HANDLERS = (
         killers=(
             killer(
                 "property/test_bulk",
-                "test_a_bulk_that_is_taken_apart_completes_only_what_is_done",
+                "test_a_bulk_that_is_taken_apart_completes_only_done_entries",
             ),
         ),
     ),
@@ -323,7 +323,7 @@ OF_HANDLERS = (
         killers=(
             killer(
                 "property/test_dead_letter_filter",
-                "test_a_discard_takes_what_a_list_shows_and_the_others_keep_their_order",
+                "test_a_discard_removes_the_listed_dead_letters_and_the_others_keep_their_order",
             ),
         ),
     ),
@@ -337,7 +337,9 @@ OF_HANDLERS = (
                 "found.topic_partition, at) is position:",
             ),
         ),
-        killers=(killer("runtime/test_dead_letter_browser", "test_what_is_done_is_not_listed"),),
+        killers=(
+            killer("runtime/test_dead_letter_browser", "test_done_dead_letters_are_not_listed"),
+        ),
     ),
     Mutant(
         name="ignore a condition beside another one",
@@ -353,7 +355,7 @@ OF_HANDLERS = (
         killers=(
             killer(
                 "property/test_dead_letter_filter",
-                "test_conditions_select_what_each_of_them_selects",
+                "test_combined_conditions_select_the_common_dead_letters",
             ),
         ),
     ),

@@ -26,7 +26,7 @@ OF_OUTPUTS = (
         killers=(
             killer(
                 TESTS,
-                "test_nothing_is_published_before_its_checkpoint_and_acknowledged_before_its_confirmation",
+                "test_outputs_are_published_after_the_checkpoint_and_acknowledged_after_confirmation",
             ),
         ),
     ),

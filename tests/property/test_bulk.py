@@ -211,7 +211,7 @@ def with_entries(count: int) -> tuple[Lanes, Arrivals]:
     return lanes, arrivals
 
 
-def test_a_bulk_that_is_taken_apart_completes_only_what_is_done() -> None:
+def test_a_bulk_that_is_taken_apart_completes_only_done_entries() -> None:
     lanes, arrivals = with_entries(2)
     bulk = arrivals.start(0.0)
     assert bulk is not None

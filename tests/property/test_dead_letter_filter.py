@@ -61,7 +61,7 @@ CONDITIONS = st.fixed_dictionaries({}, optional={
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(DRAWN, max_size=12), CONDITIONS)
-def test_conditions_select_what_each_of_them_selects(
+def test_combined_conditions_select_the_common_dead_letters(
     drawn: list[Drawn], conditions: dict[str, Any]
 ) -> None:
     made = [(one.made(number), one.age_ms) for number, one in enumerate(drawn)]
@@ -105,7 +105,7 @@ def test_a_replay_takes_each_key_as_a_whole_or_not_at_all(
 @settings(max_examples=STORED_EXAMPLES, deadline=None)
 @given(st.lists(DRAWN, max_size=10), CONDITIONS, st.booleans())
 @example(drawn=SOME_OF_A_KEY, conditions={"error": "KeyError"}, dies=False)
-def test_a_discard_takes_what_a_list_shows_and_the_others_keep_their_order(
+def test_a_discard_removes_the_listed_dead_letters_and_the_others_keep_their_order(
     drawn: list[Drawn], conditions: dict[str, Any], dies: bool
 ) -> None:
     conditions = {name: value for name, value in conditions.items() if not name.endswith("_s")}

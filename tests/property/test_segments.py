@@ -166,7 +166,9 @@ def read(reads: OpensReaders, last: int) -> tuple[list[Any], dict[EntryId, str]]
 
 
 @given(entries=st.lists(stored_bytes(), min_size=1, max_size=5), data=st.data())
-def test_bookies_return_what_the_broker_returns(entries: list[bytes], data: st.DataObject) -> None:
+def test_bookies_return_the_same_entries_as_the_broker(
+    entries: list[bytes], data: st.DataObject
+) -> None:
     drawn = {(name, entry): data.draw(ANSWER) for name in NAMES for entry in range(len(entries))}
     last = len(entries) - 1
     broker = BrokerReads(entries)

@@ -38,7 +38,7 @@ def bound(data: st.DataObject, ledgers: tuple[Ledger, ...]) -> MessageId | None:
 
 @BOUNDED
 @given(SMALL, st.integers(1, 9), st.data())
-def test_the_parts_of_a_stretch_are_all_of_it_but_what_is_ruled_out(
+def test_the_parts_of_a_stretch_cover_all_entries_that_are_not_ruled_out(
     ledgers: tuple[Ledger, ...], number: int, data: st.DataObject
 ) -> None:
     start, end = bound(data, ledgers), bound(data, ledgers)

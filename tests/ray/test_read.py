@@ -106,7 +106,7 @@ def test_five_partitions_with_13_splits_have_every_message_once_and_leave_nothin
         assert stats["cursors"] == {}
 
 
-def test_the_name_and_the_reports_tell_what_bookies_and_what_the_broker_returned(
+def test_the_name_and_the_reports_count_entries_of_bookies_and_of_the_broker(
     dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
     topic = filled(harness, 2)
@@ -124,7 +124,7 @@ def test_the_name_and_the_reports_tell_what_bookies_and_what_the_broker_returned
     assert "2/4 ledgers from bookies" in dataset.materialize().stats()
 
 
-def test_a_second_read_by_key_asks_only_for_what_the_index_does_not_rule_out(
+def test_a_second_read_by_key_fetches_only_entries_that_the_index_leaves(
     dev_broker: DevBroker, harness: PulsarHarness, tmp_path: Path
 ) -> None:
     topic = filled(harness, 2)

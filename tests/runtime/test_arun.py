@@ -154,7 +154,7 @@ def test_the_error_of_the_source_is_that_of_arun(orders: HandledTopic) -> None:
 @pytest.mark.parametrize(
     ("way", "number", "left"), [("arun", signal.SIGTERM, 4), ("async for", signal.SIGINT, 5)]
 )
-def test_after_a_signal_only_what_was_done_is_acknowledged(
+def test_after_a_signal_only_done_messages_are_acknowledged(
     tmp_path: Path, way: str, number: signal.Signals, left: int
 ) -> None:
     program = Program(

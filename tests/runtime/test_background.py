@@ -111,7 +111,7 @@ def test_wait_ready_waits_for_a_run_that_begins_later(orders: HandledTopic) -> N
         source.wait_ready(-1)
 
 
-def test_wait_ready_says_what_is_missing(orders: HandledTopic) -> None:
+def test_wait_ready_names_the_state_of_the_source(orders: HandledTopic) -> None:
     source = orders.source()
     held = orders.source().open()  # it owns the ranges
     try:

@@ -130,7 +130,7 @@ def test_an_empty_read_has_one_part_without_rows(topic: Topic) -> None:
 
 
 @pytest.mark.parametrize("columns", [[], ["value"], ["__key"]])
-def test_keys_choose_exactly_whatever_batch_they_are_in(topic: Topic, columns: list[str]) -> None:
+def test_keys_choose_exactly_in_every_producer_batch(topic: Topic, columns: list[str]) -> None:
     reader = topic.reader([*columns, "__partition", "__messageId"], keys='["k1", "k4", "none"]')
     rows = topic.rows(reader)
     assert rows == [one for one, key in topic.sent.items() if key in (b"k1", b"k4")]

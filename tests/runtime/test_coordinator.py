@@ -147,7 +147,7 @@ def test_nothing_is_acknowledged_before_its_release(orders: CoordinatedTopic) ->
     assert orders.backlog == 24 - rows, "stopping acknowledges nothing else"
 
 
-def test_every_range_has_rows_whatever_the_number_of_partitions(orders: CoordinatedTopic) -> None:
+def test_every_range_has_rows_with_any_number_of_partitions(orders: CoordinatedTopic) -> None:
     source = config(orders.topic, parallelism=10, batch_tasks=10)
     for key in keys_of(10):
         orders.cluster.publish(orders.topic, Message(b"x:0", key=key))

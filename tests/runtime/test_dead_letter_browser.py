@@ -66,7 +66,7 @@ def test_pages_hold_every_dead_letter_once(
         monkeypatch.undo()
 
 
-def test_what_is_done_is_not_listed(dlq: DeadLetterTopic) -> None:
+def test_done_dead_letters_are_not_listed(dlq: DeadLetterTopic) -> None:
     dead_letters = dlq.open()
     for number in range(3):
         for key in "abc":
@@ -130,7 +130,7 @@ def test_equal_ids_need_the_topic(dlq: DeadLetterTopic) -> None:
             browser.one(*missing)
 
 
-def test_a_discard_leaves_out_what_rests_no_more_or_is_being_unparked(
+def test_a_discard_leaves_out_dead_letters_that_are_gone_or_being_unparked(
     dlq: DeadLetterTopic,
 ) -> None:
     dead_letters = dlq.open()

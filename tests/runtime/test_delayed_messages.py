@@ -109,7 +109,7 @@ def test_a_gap_for_each_second_message_fits_into_the_smallest_checkpoint() -> No
     ("ranges", "with_admin", "keyless"),
     [(1, True, False), (4, True, False), (4, False, False), (1, True, True)],
 )
-def test_a_source_without_room_holds_what_its_window_may_and_says_so(
+def test_a_source_without_room_fills_its_window_and_reports_it(
     ranges: int,
     with_admin: bool,
     keyless: bool,

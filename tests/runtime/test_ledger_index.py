@@ -145,7 +145,7 @@ def test_a_small_hole_is_read_and_ends_are_left_out(
         assert (rows, report.skipped) == (topic.read_all(wanted), 20 if parts > 1 else 5)
 
 
-def test_only_what_has_no_zone_is_added(topic: Topic) -> None:
+def test_only_entries_without_a_zone_are_added(topic: Topic) -> None:
     topic.publish(12)
     topic.read(splits=4)
     before = topic.files

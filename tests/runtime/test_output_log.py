@@ -79,7 +79,7 @@ def test_every_output_is_stored_once_in_key_order_and_then_acknowledged(
     assert stored["outputs"]["topics"] == {}
 
 
-def test_nothing_is_published_before_its_checkpoint_and_acknowledged_before_its_confirmation(
+def test_outputs_are_published_after_the_checkpoint_and_acknowledged_after_confirmation(
     once: Copied, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once.publish(keys=5, per_key=3)

@@ -317,7 +317,7 @@ def test_connections_without_a_request_are_closed_and_bounded(
         b"POST /api/ask HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
     ],
 )  # fmt: skip
-def test_what_is_no_request_is_answered_with_an_error(page: PageServer, sent: bytes) -> None:
+def test_a_malformed_request_is_answered_with_an_error(page: PageServer, sent: bytes) -> None:
     with connection(page) as one:
         one.sendall(sent)
         assert one.recv(100).startswith(b"HTTP/1.1 400")

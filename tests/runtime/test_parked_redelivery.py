@@ -196,7 +196,7 @@ def test_a_newer_dead_letter_runs_behind_a_redelivery_also_after_a_restart(
     assert parking.handled["b"] == [0, 1, 0, 1]
 
 
-def test_a_done_dead_letter_is_known_to_the_next_start_until_its_original_is_in_a_checkpoint(
+def test_a_start_knows_a_done_dead_letter_until_its_original_is_in_a_checkpoint(
     parking: ParkingTopic, tmp_path: Path
 ) -> None:
     """Found by the simulation, seed 2554813133985.

@@ -149,7 +149,7 @@ def test_unpark_replays_in_order_and_then_newer_messages_pass(
     assert parking.handled == {"a": list(range(30)), "b": list(range(30))}
 
 
-def test_newer_messages_wait_behind_a_slow_replay_whatever_comes(parking: ParkingTopic) -> None:
+def test_newer_messages_wait_behind_a_slow_replay(parking: ParkingTopic) -> None:
     parking.broken = {"b"}
     gate = threading.Event()
 
@@ -659,7 +659,7 @@ def test_two_pattern_sources_do_not_feed_each_other(parking: ParkingTopic) -> No
         assert list(parking.cluster.subscriptions(dead_letters)) == [f"{subscription}-parked"]
 
 
-def test_a_pattern_leaves_out_where_another_source_parks_whatever_its_name(
+def test_a_pattern_leaves_out_the_dead_letter_topic_of_another_source(
     parking: ParkingTopic,
 ) -> None:
     parking.broken = {"b"}

@@ -454,7 +454,7 @@ def test_rows_that_another_attempt_stored_since_the_look_are_looked_for_again(
     assert world.by_key() == expected(first, rows)
 
 
-def test_a_batch_that_is_older_than_what_the_topic_holds_is_refused(world: World) -> None:
+def test_a_batch_that_is_older_than_the_newest_stored_one_is_refused(world: World) -> None:
     for batch_id in (3, 4):
         world.sink().write_batch(batch_of(rows_of(batch_id)), batch_id)
     for where in world.cluster.partitions(world.topic):

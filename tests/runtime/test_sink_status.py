@@ -93,7 +93,7 @@ def found() -> list[RunningSource]:
     return sinks
 
 
-def test_the_status_counts_what_was_published_and_confirmed(world: World) -> None:
+def test_the_status_counts_published_and_confirmed_messages(world: World) -> None:
     sink = world.sink(linger_ms=0)
     with pytest.raises(NotRunningError, match="connects with its first message"):
         sink.status()
@@ -175,7 +175,7 @@ def test_a_message_that_waits_for_others_is_unconfirmed_and_in_no_entry(world: W
     assert unconfirmed["oldestSeconds"] is None
 
 
-def test_counts_settle_in_order_and_forget_what_is_settled() -> None:
+def test_counts_settle_in_order_and_forget_settled_batches() -> None:
     counts, where = SinkCounts(), TopicPartition("t", 0)
     first, second, third = [Future[None]() for _ in range(3)]
     counts.add(where, [2, 5], 50, [first, second])

@@ -183,7 +183,7 @@ def test_the_plan_and_the_report_say_which_way_entries_come(topic: Topic) -> Non
         assert sum(rows.report.reasons.values()) == 3 * EACH
 
 
-def test_what_an_index_rules_out_is_planned_and_reported_also_if_it_is_all(
+def test_entries_that_an_index_rules_out_are_reported_even_if_none_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zones, "HOLE_BYTES", 0)

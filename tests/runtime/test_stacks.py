@@ -99,7 +99,7 @@ def calls(run: dict[str, Any], function: str) -> list[str]:
     return [line.rpartition(" in ")[2] for line in found]
 
 
-def test_the_stack_of_a_thread_ends_with_what_the_handler_executes(
+def test_the_stack_of_a_thread_ends_in_the_current_line_of_the_handler(
     request: pytest.FixtureRequest,
 ) -> None:
     with source_of(request.node.name, b"1").running(handle):
@@ -127,7 +127,7 @@ def test_deep_stacks_and_long_lines_are_cut(
 @pytest.mark.parametrize(
     ("value", "last"), [(b"waiting", "wait_in_a_coroutine"), (b"blocking", "wait_in_a_thread")]
 )
-def test_the_stack_of_a_coroutine_has_what_it_awaits_or_executes(
+def test_the_stack_of_a_coroutine_ends_where_it_waits_or_runs(
     request: pytest.FixtureRequest, value: bytes, last: str
 ) -> None:
     with source_of(f"{request.node.name}-{last}", value).running(handle_async):

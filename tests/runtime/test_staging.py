@@ -37,7 +37,7 @@ def staging(request: pytest.FixtureRequest, tmp_path: Path) -> Staging:
     return Staging(url)
 
 
-def test_the_first_manifest_decides_what_is_published(staging: Staging) -> None:
+def test_the_first_manifest_decides_the_published_batch(staging: Staging) -> None:
     first = StagedBatch(staging, "sink/query", 4)
     files = [first.stage(rows("3"), 1), first.stage(rows("1", "2"), 0)]
     again = StagedBatch(staging, "sink/query", 4)

@@ -163,7 +163,7 @@ CASES: dict[StallKind, Case] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_the_alert_of_a_stall_fires_on_what_the_source_exports(
+def test_the_alert_of_a_stall_fires_on_the_metrics_of_the_source(
     kind: StallKind,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

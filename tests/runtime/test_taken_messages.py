@@ -84,7 +84,7 @@ def test_messages_that_are_not_done_are_not_acknowledged(orders: HandledTopic) -
     assert set(orders.seen) == {f"key-{number}" for number in range(10)} - done
 
 
-def test_an_exception_in_the_body_acknowledges_only_what_was_done(orders: HandledTopic) -> None:
+def test_an_exception_in_the_body_acknowledges_only_done_messages(orders: HandledTopic) -> None:
     orders.publish(keys=1, per_key=10)
     source = orders.source()
 

@@ -103,7 +103,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(caught.value.code or 0), out, err
 
 
-def test_a_worker_is_listed_with_what_it_holds(
+def test_a_worker_is_listed_with_its_consumers(
     worker: Process, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = the_worker()

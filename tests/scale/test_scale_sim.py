@@ -46,7 +46,7 @@ def test_an_owner_that_goes_costs_the_same_however_many_topic_partitions_wait() 
     assert large["reassign_ms"] < 4 * small["reassign_ms"], "the ring is walked for each of them"
 
 
-def test_a_worker_that_dies_is_forgotten_whatever_others_have_in_hand() -> None:
+def test_a_dead_worker_is_forgotten_while_others_have_work() -> None:
     few = death(1_000, 100, 100, held=20)
     many = min((death(1_000, 100, 100, held=2_000) for _ in range(2)), key=itemgetter(LOST))
     assert few["death_consumers"] == many["death_consumers"] == 1_000

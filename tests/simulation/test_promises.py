@@ -60,7 +60,7 @@ class Course:
         return self
 
 
-def test_nothing_comes_again_after_a_stop() -> None:
+def test_no_message_comes_again_after_a_stop() -> None:
     assert not Course().done(0, 1).next_life().done(2).broken
     assert Course().done(0, 1).next_life().done(1).broken == NOTHING_FORGOTTEN.format(1)
 

@@ -97,7 +97,7 @@ def test_one_partition_feeds_three_tasks_each_message_once_and_nothing_is_left(
 
 
 @pytest.mark.pyspark(4, 1)
-def test_the_plan_and_the_tasks_tell_what_bookies_and_what_the_broker_returned(
+def test_the_plan_and_the_tasks_count_entries_of_bookies_and_of_the_broker(
     spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
     topic = harness.create_topic(1)
@@ -127,7 +127,7 @@ def test_the_plan_and_the_tasks_tell_what_bookies_and_what_the_broker_returned(
 
 
 @pytest.mark.pyspark(4, 1)
-def test_a_second_read_asks_only_for_what_the_index_does_not_rule_out(
+def test_a_second_read_fetches_only_entries_that_the_index_leaves(
     spark: SparkSession, dev_broker: DevBroker, harness: PulsarHarness, tmp_path: Path
 ) -> None:
     topic = harness.create_topic(1)

@@ -157,7 +157,7 @@ def test_exactly_once_in_order_under_kills_of_everything_and_changes_of_n(tmp_pa
         assert sum(runs.duplicates_dropped()) > 0, "the faults brought nothing back"
 
 
-def test_exactly_once_in_order_over_a_kill_of_the_broker_and_a_restart_from_the_checkpoint(
+def test_rows_come_once_and_in_order_over_a_broker_kill_and_a_restart(
     dev_broker: DevBroker, topic_name: str, tmp_path: Path
 ) -> None:
     if BROKERS > 1:

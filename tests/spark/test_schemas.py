@@ -431,7 +431,7 @@ def test_a_topic_that_is_created_again_is_not_read_by_the_schema_that_it_had(
 
 
 @pytest.mark.pyspark(4, 2)
-def test_a_topic_that_came_back_before_anybody_looked_is_not_read_by_the_schema_that_it_had(
+def test_a_topic_that_was_made_again_is_not_read_by_its_old_schema(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
     names: list[str | None] = []

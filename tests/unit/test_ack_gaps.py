@@ -59,7 +59,7 @@ def test_an_ack_gap_behind_an_unresolved_one_is_kept_in_the_set() -> None:
     assert result(state("7:4,9", (7, 2)), proofs) == ((7, 2), "7:4-9", 4)
 
 
-def test_a_received_entry_is_never_resolved_whatever_the_evidence() -> None:
+def test_a_received_entry_is_never_resolved_by_any_evidence() -> None:
     proofs = GapEvidence(EntryId(8, 0), parse("7:4-6"), {7: LedgerEnd(3, EntryId(8, 0))})
     assert result(state("7:3,7;8:0", (7, 2)), proofs, (7, 5)) == ((7, 4), "7:6-7;8:0", 2)
 

@@ -300,7 +300,7 @@ FAULTS: dict[str, Answer] = {
 
 @pytest.mark.usefixtures("_versions")
 @pytest.mark.parametrize("said", FAULTS)
-def test_another_replica_returns_what_one_does_not(said: str) -> None:
+def test_another_replica_returns_an_entry_that_one_lacks(said: str) -> None:
     with bookie(FAULTS[said]) as bad, bookie(whole) as good:
         assert read(replicas(bad, good)) == list(range(1_000))
         assert read(replicas(good, bad)) == list(range(1_000))
@@ -350,7 +350,7 @@ BATCH_FAULTS = {
 
 
 @pytest.mark.parametrize("kind", BATCH_FAULTS)
-def test_another_replica_returns_what_a_wrong_response_to_a_batch_read_does_not(kind: str) -> None:
+def test_another_replica_returns_the_entries_that_a_wrong_batch_response_lacks(kind: str) -> None:
     with bookie(whole, BATCH_FAULTS[kind]) as bad, bookie(whole) as good:
         assert read(replicas(bad, good)) == list(range(1_000))
         assert read(replicas(good, bad)) == list(range(1_000))
@@ -928,9 +928,7 @@ def said_over_tls(name: str, tls: TlsOptions) -> str:
         return str(caught.value)
 
 
-def test_entries_come_over_tls_whatever_their_size(
-    authority: Authority, server: ssl.SSLContext
-) -> None:
+def test_entries_of_any_size_come_over_tls(authority: Authority, server: ssl.SSLContext) -> None:
     """Large ones are in many records of TLS, and several small ones are in one."""
     sizes = [1, 100, 16_300, 16_400, 70_000]
 

@@ -41,7 +41,7 @@ def test_a_topic_is_read_from_its_beginning_to_its_end() -> None:
     assert (read.partitions_min, read.rows_max, read.keys) == (1, None, None)
 
 
-def test_every_option_reaches_its_field_whatever_its_case() -> None:
+def test_every_option_reaches_its_field_in_any_case() -> None:
     options = {
         "startingoffsets": ' {"orders-partition-0": "7:120", "orders-partition-1": "earliest"}',
         "ENDINGTIME": "2026-11-21T01:00:00+01:00",

@@ -45,7 +45,7 @@ def test_only_own_tables_are_changed_and_dropped() -> None:
     assert found == Steps([name("new")], [name("other")], [name("gone")], [name("taken")])
 
 
-def test_a_name_is_quoted_whatever_is_in_it() -> None:
+def test_a_name_with_any_character_is_quoted() -> None:
     assert str(TableName("a/b", "c`d.e")) == "`a/b`.`c``d.e`"
 
 

@@ -107,7 +107,7 @@ def test_a_link_stays_and_the_checkpoint_goes_where_it_leads(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "alias", ["link.json", "folder/orders.json", "./state/../state/orders.json", "hard link"]
 )
-def test_one_file_has_one_source_whatever_path_leads_to_it(
+def test_a_checkpoint_file_has_one_source_over_all_its_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: str, elsewhere: bool
 ) -> None:
     """The lock of a link lay under the name of the link."""

@@ -72,7 +72,7 @@ def test_contradicting_options_are_refused(pem: str) -> None:
         {"service_url": "pulsar://one:1,other:1", "listener_name": "outside"},
     ],
 )
-def test_auto_takes_the_wire_whatever_the_connection_is(said: dict[str, Any]) -> None:
+def test_auto_takes_the_wire_for_every_connection(said: dict[str, Any]) -> None:
     connection = Connection(**said, transport="auto")
     assert transport_of(connection) == "wire"
     with closing(connect(connection)) as broker:
@@ -102,7 +102,7 @@ def test_the_transport_and_its_decoder_are_named(
     ]
 
 
-def test_a_process_that_decodes_in_python_says_once_why_and_what_it_costs(
+def test_a_process_that_decodes_in_python_logs_the_reason_and_the_cost_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     reason = tmp_path / "_not_compiled.txt"

@@ -125,7 +125,7 @@ def test_a_dead_letter_of_a_dead_letter_describes_the_newer_one() -> None:
     assert third.message.properties == back.message.properties
 
 
-def test_the_users_own_properties_are_kept_whatever_their_names() -> None:
+def test_properties_of_the_user_are_kept_under_every_name() -> None:
     own = {"keyshard.kind": "mine", "keyshard.own.x": "1", "keyshard.": "2", "keyshard": "3"}
     dead_letter = DeadLetter(
         message()._replace(properties=own), "billing", DeadLetterKind.PARKED, 5, "no"

@@ -104,7 +104,7 @@ def test_a_long_list_comes_page_by_page_up_to_its_limit(
     assert out.endswith("100 dead letters, 100 messages read; --limit lists more.\n")
 
 
-def test_an_empty_list_says_what_it_lists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_list_names_its_conditions(capsys: pytest.CaptureFixture[str]) -> None:
     with Asked(page(0, 0, None)):
         out = run(capsys, "dead-letters", "list")[1]
         assert out.startswith("0 dead letters, 0 messages read.\n")

@@ -338,7 +338,7 @@ def test_messages_that_protobuf_would_change_are_refused(change: Any, why: str) 
         ("either", _COLUMNS["either"], {"member0": 1, "member1": "a"}, "more than one of member0"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named_by_its_path(
+def test_a_value_that_does_not_fit_is_named_by_its_path(
     column: str, kind: pa.DataType, value: Any, why: str
 ) -> None:
     schema = _schema("AVRO", _FIELDS + _MORE + _UNION)

@@ -56,7 +56,7 @@ def test_an_index_set_that_is_not_canonical_is_refused(text: str) -> None:
         parse_indices(text)
 
 
-def test_indices_are_written_as_runs_whatever_their_order() -> None:
+def test_indices_in_any_order_are_written_as_runs() -> None:
     assert index_runs([5, 1, 0, 2, 7]) == "0-2,5,7"
     assert parse_indices("0-2,5,7") == frozenset({0, 1, 2, 5, 7})
 

@@ -91,7 +91,7 @@ def test_no_module_takes_the_place_of_a_public_name(name: str) -> None:
         assert found.name not in package.__all__
 
 
-def test_a_task_of_a_stream_loads_only_what_reads_its_rows(tmp_path: Path) -> None:
+def test_a_task_of_a_stream_loads_only_the_modules_that_read_rows(tmp_path: Path) -> None:
     pytest.importorskip("pyspark")
     from spark_adapter.data_source import KeyShardDataSource  # noqa: PLC0415
     from spark_adapter.stream_reader import (  # noqa: PLC0415
@@ -153,7 +153,7 @@ assert list(reader.read(partition)) == []
     ]
 
 
-def test_describing_a_stream_loads_none_of_what_runs_it() -> None:
+def test_describing_a_stream_loads_no_module_that_runs_it() -> None:
     pytest.importorskip("pyspark")
     loaded = of_keyshard("""
 from spark_adapter.data_source import KeyShardDataSource

@@ -67,7 +67,7 @@ def opened(way: Way, data: bytes, index: bytes, size_bytes: int = 120) -> Blocks
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_offloaders_of_pulsar_wrote_is_read(way: Way) -> None:
+def test_offloads_written_by_pulsar_are_read(way: Way) -> None:
     data, index = sample(way)
     layout = opened(way, data, index)
     offset, _ = layout.place_of(0)

@@ -105,7 +105,9 @@ FAILED = KeyFacts("k", "1:2:0", attempts=1, retry_in_s=3.0, error="ValueError: n
     ],
     ids=["idle", "busy", "retry", "paused", "draining", "away", "just started"],
 )  # fmt: skip
-def test_what_a_range_does_and_what_blocks_it(facts: RangeFacts, load: Load, reason: str) -> None:
+def test_a_range_shows_its_activity_and_its_blocking_key(
+    facts: RangeFacts, load: Load, reason: str
+) -> None:
     assert load_of(facts) is load
     found = reason_of(facts, None)
     assert found.startswith(reason)

@@ -62,7 +62,7 @@ def test_of_a_crash_its_cause_and_its_stack_remain() -> None:
     ]
 
 
-def test_the_error_of_a_query_says_how_where_and_what_to_do_without_secrets() -> None:
+def test_the_error_of_a_query_has_cause_place_and_remedy_without_secrets() -> None:
     password = Secret("correct-horse-battery")
     log = "asked http://ann:pass@host/?token=abc\nsent correct-horse-battery\n"
     error = explanation(12, -9, log)

@@ -109,9 +109,7 @@ def java(ledger: int, entry: int, *more: int) -> list[int]:
     ]
 
 
-def test_every_option_of_the_jvm_connector_is_in_the_table_once_and_taken_or_refused_by_name() -> (
-    None
-):
+def test_every_option_of_the_jvm_connector_is_taken_or_refused_by_name() -> None:
     names = [option.name for option in (*JVM_OPTIONS, *PREFIXES)]
     wanted = [*README, "topic.schema.class"]
     wanted += [f"pulsar.client.{name}" for name in CLIENT_FIELDS]

@@ -137,7 +137,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
-def test_only_what_the_machine_explains_runs_again(tmp_path: Path) -> None:
+def test_only_failures_that_the_machine_explains_run_again(tmp_path: Path) -> None:
     status, output = run(tmp_path, "-n", "2", "-k", "not ends_the_run")
     assert status == pytest.ExitCode.TESTS_FAILED, output
     last = output.splitlines()[-1]
@@ -218,7 +218,7 @@ VERDICTS = [
 ]  # fmt: skip
 
 
-def test_a_verdict_stays_one_whatever_follows() -> None:
+def test_a_verdict_stays_one_after_later_failures() -> None:
     for verdict in VERDICTS:
         assert is_verdict(behind(verdict, MachineError("no port")))
         assert is_verdict(behind(verdict, DevBrokerError("late", outcome="LATE")))
@@ -232,7 +232,7 @@ def test_a_verdict_stays_one_whatever_follows() -> None:
     assert not is_verdict(circle)
 
 
-def test_what_an_error_translates_is_no_verdict() -> None:
+def test_the_cause_of_a_translated_error_is_no_verdict() -> None:
     def translates() -> None:
         try:
             int("port")
@@ -263,7 +263,7 @@ def test_a_verdict_in_a_group_stays_one() -> None:
     ],
     ids=str,
 )
-def test_what_did_not_start_is_inconclusive(error: BaseException) -> None:
+def test_a_test_that_did_not_start_is_inconclusive(error: BaseException) -> None:
     assert "CPU pressure" in (trouble(error, Since()) or "")
     assert trouble(behind(AssertionError("lost"), error), Since()) is None
 
@@ -278,7 +278,7 @@ def test_what_did_not_start_is_inconclusive(error: BaseException) -> None:
     ],
     ids=str,
 )
-def test_what_the_product_may_have_caused_counts(error: BaseException) -> None:
+def test_a_failure_that_the_product_may_have_caused_counts(error: BaseException) -> None:
     assert trouble(error, Since()) is None
 
 
@@ -326,7 +326,7 @@ def test_a_measurement_that_fails_explains_nothing(monkeypatch: pytest.MonkeyPat
     assert trouble(DeadlineError("10 messages"), Since()) is None
 
 
-def test_a_kill_for_want_of_memory_explains_what_follows_from_it(
+def test_a_kill_for_want_of_memory_explains_the_failures_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     since = Since()

@@ -359,7 +359,7 @@ def test_a_bounded_query_ends_and_stays_ended(setup: ReaderSetup) -> None:
     assert output["malformedDropped"] == output["malformedNulls"] == 0
 
 
-def test_the_end_of_a_query_logs_what_the_tasks_of_its_last_batch_found(
+def test_the_end_of_a_query_logs_the_findings_of_its_last_batch(
     setup: ReaderSetup, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Spark asks for progress before the tasks of a batch run, so a query of one batch shows none.
@@ -379,7 +379,7 @@ def test_the_end_of_a_query_logs_what_the_tasks_of_its_last_batch_found(
     assert caplog.text.count(found) == 1
 
 
-def test_a_query_that_is_stopped_logs_what_its_tasks_found(
+def test_a_stopped_query_logs_the_findings_of_its_tasks(
     setup: ReaderSetup, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = setup.host()

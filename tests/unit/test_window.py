@@ -204,7 +204,7 @@ def test_resolved_entries_of_a_checkpoint_are_dropped_after_a_restart() -> None:
 
 @given(st.lists(st.integers(0, 12), max_size=20), st.integers(0, 12), st.data())
 @settings(deadline=None, max_examples=200)
-def test_a_delivery_leaves_what_its_entries_leave_one_by_one(
+def test_a_delivery_has_the_same_result_as_its_entries_one_by_one(
     committed: list[int], floor: int, data: st.DataObject
 ) -> None:
     """Entries come again, late, resolved, and more than once in one delivery."""

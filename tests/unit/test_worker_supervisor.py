@@ -196,9 +196,7 @@ def test_no_number_is_given_twice_and_reports_under_an_old_one_are_dropped() -> 
         assert second.taken == {consumer.number: DeliveredTotals(1)}
 
 
-def test_a_consumer_whose_worker_dies_while_it_is_subscribed_is_not_held_by_the_next_worker() -> (
-    None
-):
+def test_a_consumer_whose_worker_dies_while_subscribing_is_not_held_by_the_next() -> None:
     """Found by the simulation, seed 900100084 of workers.
 
     1. A worker is asked to subscribe a range, and dies.
