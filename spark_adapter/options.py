@@ -246,7 +246,7 @@ OPTIONS = (
     Option(
         "maxCheckpointBytes",
         "checkpoint_bytes_max",
-        "Size of a checkpoint at which the entries behind gaps wait. Slow ranges and delayed "
+        "Size of a checkpoint at which the entries after gaps wait. Slow ranges and delayed "
         "messages make gaps: about one bit for each entry from the first gap to the last.",
     ),
     Option(
@@ -280,7 +280,7 @@ BATCH_OPTIONS = (
         "endingOffsets",
         "end",
         f"First message that is not read any more: {_OFFSETS}"
-        "Default `latest`: behind the messages that are stored when the read is planned, once for "
+        "Default `latest`: after the messages that are stored when the read is planned, once for "
         "each `load()`.",
     ),
     Option(

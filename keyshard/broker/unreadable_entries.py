@@ -13,7 +13,7 @@ from keyshard.errors import (
     UnreadableEntryError,
 )
 
-AROUND = "A bounded read can end before it, and another one start behind it."
+AROUND = "A bounded read can end before it, and another one start after it."
 """Advice for reads without a subscription, to which ``on_corrupt`` and ``on_encrypted`` mean
 nothing."""
 Refused = TypeVar("Refused", bound=KeyShardError)

@@ -145,7 +145,7 @@ class SourceConfig:
     The broker must call it acknowledged for all that time. The broker writes cursors every 60 s,
     and a crash undoes later acknowledgements."""
     checkpoint_bytes_max: int = field(default=1024 * 1024, kw_only=True)
-    """Size of a checkpoint at which the entries behind gaps wait, bytes. Slow ranges and delayed
+    """Size of a checkpoint at which the entries after gaps wait, bytes. Slow ranges and delayed
     messages make gaps: about one bit for each entry from the first gap to the last."""
     fail_on_data_loss: bool = field(default=True, kw_only=True)
     """Whether the source ends if data is gone, or was acknowledged by another application."""

@@ -107,7 +107,7 @@ class Release:
     """Whether the broker, once it has loaded a topic, knows every sequence id that is stored there.
     Otherwise it may know too few of them, and store a message twice (apache/pulsar#25953)."""
     first_delayed_waits: bool = False
-    """Whether the first message with a delivery time comes behind later messages of its key, even
+    """Whether the first message with a delivery time comes after later messages of its key, even
     if its time has passed: the broker first creates what tracks delayed messages."""
 
 
@@ -240,7 +240,7 @@ FAULTS = (
         _from("5.0.0"),
     ),
     Fault(
-        "The first message with a delivery time comes behind later messages of its key, even if "
+        "The first message with a delivery time comes after later messages of its key, even if "
         "its time has passed.",
         "seen with 5.0.1",
         _from("5.0.0"),
