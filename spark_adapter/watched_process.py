@@ -57,7 +57,7 @@ _EXPLAINED = 255
 
 @dataclass(frozen=True)
 class EndAddress:
-    """Where tasks ask how the stream process ended; small and picklable."""
+    """Address at which tasks ask how the stream process ended. Small and picklable."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ class EndAddress:
     """Secret of this run."""
 
     def ask(self) -> StreamProcessError | None:
-        """Return how the stream process ended; ``None`` if it runs or its parent is gone."""
+        """Return the error of the ended process; ``None`` if it runs or its parent is gone."""
         said = b""
         try:
             with socket.create_connection((self.host, self.port), ASK_TIMEOUT_S) as stream:
@@ -82,20 +82,22 @@ _spark_pid: list[int] = []
 
 
 def spark_pid() -> int:
-    """Return the process id of Spark's JVM, whose stream process this is."""
+    """Return the process id of the JVM that started this stream process."""
     return _spark_pid[0] if _spark_pid else os.getppid()
 
 
 def watch_this_process(host: str) -> EndAddress | None:
-    """Fork, and return in the child, whose end the parent then explains.
+    """Fork a child that continues as the stream process, while the parent watches it.
 
-    Call it from the main thread before other threads of Python begin.
+    After the fork, only the child returns. When the child ends, the parent explains its end. Call
+    this function from the main thread before other Python threads begin.
 
     Args:
-        host: Address to listen on for tasks, which they connect to.
+        host: Address to listen on, to which tasks connect.
 
     Returns:
-        Where tasks ask; ``None`` if this is no stream process of Spark or cannot be watched.
+        The address at which tasks ask how the child ended; ``None`` if this process is no stream
+        process of Spark or cannot be watched.
     """
     spark = _spark_connection()
     if spark is None or threading.current_thread() is not threading.main_thread():
@@ -103,7 +105,7 @@ def watch_this_process(host: str) -> EndAddress | None:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
-    except OSError:  # The server of batches names the wrong option.
+    except OSError:  # The batch server listens on the same host later. Its error names the option.
         return None
     address = EndAddress(host, listener.getsockname()[1], secrets.token_hex(16))
     log_from, log_to = os.pipe()
@@ -115,7 +117,7 @@ def watch_this_process(host: str) -> EndAddress | None:
         os.close(log_to)
         os.close(alive_to)
         _Watch(child, (log_from, alive_from), spark, listener, address.token).run()
-    # alive_to stays open until this process ends: its parent waits for that.
+    # alive_to stays open until this process ends: the parent waits for that.
     os.dup2(log_to, stderr)
     for end in (log_from, log_to, alive_from):
         os.close(end)
@@ -153,7 +155,7 @@ def explanation(pid: int, status: int | None, log: str) -> KeyShardError:
         status: Its exit status; negative: the number of a signal.
         log: The end of its log.
     """
-    # Before it cuts lines: a part of a secret is not recognized.
+    # Redact before last_lines() cuts lines: redacted() does not recognize a part of a secret.
     lines = last_lines(redacted(log))
     shown = f" Its last lines:\n{lines}" if lines else ""
     limit = " Option window_bytes_max limits it." if status == -signal.SIGKILL else ""
@@ -225,7 +227,7 @@ class _Watch:
                 os.kill(self._child, signal.SIGKILL)
 
     def _copy_log(self) -> bool:
-        """Copy to standard error what the child has written; whether more may come."""
+        """Copy new log of the child to standard error; return whether more may come."""
         while True:
             try:
                 data = os.read(self._log, 65_536)
@@ -245,13 +247,14 @@ class _Watch:
         error = explanation(self._child, status, self._tail.decode(errors="replace"))
         text = f"{type(error).__module__}.{type(error).__qualname__}: {error}".encode()
         answer = struct.pack("!ii", EXCEPTION, len(text)) + text
-        # Not before: time limits of a socket also change it in the child.
+        # Only after the child has ended: it shares the socket, so a time limit affects it, too.
         for stream in (self._spark, self._listener):
             stream.settimeout(ASK_TIMEOUT_S)
         with suppress(OSError):
             self._spark.sendall(answer)
         with suppress(OSError):
-            # If the child had sent a part of an answer, Spark takes this for the rest of it.
+            # If the child sent a part of an answer, Spark reads this error as the rest of it, and
+            # waits for more bytes unless the stream ends.
             self._spark.shutdown(socket.SHUT_WR)
         end_s = time.monotonic() + TELL_S
         while time.monotonic() < end_s and not self._is_over():
@@ -269,7 +272,6 @@ class _Watch:
         return self._asked_to_leave() or os.getppid() != self._parent
 
     def _answer(self, message: str) -> None:
-        """Answer one task."""
         stream, _ = self._listener.accept()
         with stream:
             stream.settimeout(ASK_TIMEOUT_S)

@@ -36,7 +36,7 @@ from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, SINK_OPTIONS
 from spark_adapter.query_columns import arrow_schema_of
 
 SINK_ID = "spark"
-"""Default of ``sinkId``. Several queries may have it: the id of each is in the names, too."""
+"""Default of ``sinkId``. Several queries may use it: producer names also contain the query id."""
 QUERY_ID = "sql.streaming.queryId"
 """Local property of Spark with the id of a streaming query."""
 _OF_SPARK = frozenset({"checkpointlocation", "queryname"})
@@ -70,7 +70,7 @@ class WriteOptions(NamedTuple):
         return replace(self.sink, sink_id=f"{self.sink.sink_id}-{identity}")
 
     def claim(self, query: str) -> Claim | None:
-        """Return the claim of a streaming query to its sink id, if the id is given."""
+        """Return the claim that reserves the sink id for a query; ``None`` without ``sinkId``."""
         assert self.sink.sink_id is not None, "it has a default"
         return Claim(self.sink.sink_id, query) if self.exclusive else None
 
@@ -112,7 +112,7 @@ def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
             f"Option 'topic' and column {TOPIC} {both}.",
             "Set the option, or name the topic of each row in the column.",
         )
-    fields.setdefault("topic", TOPIC)  # nothing is written to a topic of this name
+    fields.setdefault("topic", TOPIC)  # placeholder: each row names its topic
     order, staging = fields.pop("order_by", ()), fields.pop("staging", None)
     report_to = fields.pop("report_to", None)
     exclusive = "sink_id" in fields
@@ -127,10 +127,10 @@ def parse_write(options: Mapping[str, str], schema: StructType) -> WriteOptions:
 
 
 def check_length(name: str, sink_id: str) -> None:
-    """Check that a producer name has room for the id of a query behind the sink id.
+    """Check that a producer name has room for the query id after the sink id.
 
     Raises:
-        ConfigError: It has not. The error names the option.
+        ConfigError: The sink id is too long. The error names the option.
     """
     if len(sink_id) > SINK_ID_MAX - _ID_LENGTH:
         raise ConfigError(
@@ -198,7 +198,8 @@ def _arrow_columns(schema: StructType) -> pa.Schema:
     """Return the columns of rows as Arrow.
 
     Raises:
-        ConfigError: Arrow lacks a type, or its values would be written as Spark stores them.
+        ConfigError: Arrow lacks a type; a type is a variant, whose encoding only Spark reads; or a
+            time column has no time zone.
     """
     found = []
     for field in schema.fields:

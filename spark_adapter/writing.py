@@ -50,12 +50,12 @@ def write_batch(
 
     Each task writes its partition. If a task or the whole batch runs again, the broker drops the
     rows that it has. So a repeated batch must have the same rows in each Spark partition, and the
-    rows of a key in the same order. Rows that keyshard reads have that as long as they are not
-    shuffled. After a shuffle, repartition by key to a fixed number, and give ``order_by``.
+    rows of a key in the same order. Rows that keyshard reads meet this condition until a shuffle.
+    After a shuffle, repartition by key to a fixed number, and give ``order_by``.
 
-    The producer names have the sink id and the id of the query, which its checkpoint has. Spark
-    tells the id of the query only to the thread that runs the function of ``foreachBatch``, and
-    not with Spark Connect. Without it, the sink id alone identifies the rows.
+    The producer names contain the sink id and the query id, which the query's checkpoint stores.
+    Spark provides the query id only in the thread that calls the ``foreachBatch`` function, and
+    not with Spark Connect. Without a query id, the sink id alone identifies the rows.
 
     Args:
         df: Columns as for :meth:`keyshard.KeyShardSink.write_batch`.
@@ -64,7 +64,8 @@ def write_batch(
         sink_id: Name of this query at the topic. A query with a new checkpoint needs a new one:
             it is refused while rows of the former query are near the end of a topic. With Spark
             Connect, a batch of the same number counts as stored if its rows are distributed alike.
-        order_by: Columns that order the rows of each key. Others than those above are not written.
+        order_by: Columns that order the rows of each key. Other columns than those of ``df`` above
+            only order the rows, and are not written.
         **options: Options of :class:`keyshard.KeyShardSink`. Tasks serve no metrics, so
             ``metrics_port`` has no effect.
 
@@ -97,7 +98,7 @@ def write_batch(
         batch_id,
     )
     with warnings.catch_warnings():
-        # PySpark warns of versions of pandas, which it checks here and does not use for Arrow.
+        # mapInArrow() does not use pandas, but PySpark warns about the version of pandas here.
         warnings.simplefilter("ignore", FutureWarning)
         reporting = rows.select(*write.kept).mapInArrow(task, _REPORT)
     if sink.delivery_guarantee == EXACTLY_ONCE:
@@ -119,7 +120,7 @@ def _fitted(sink: KeyShardSink, df: DataFrame, order: Sequence[str]) -> WriteOpt
 
 
 def _query_of(df: DataFrame) -> str | None:
-    """Return the id of the streaming query whose batch is written; ``None`` if Spark tells none."""
+    """Return the id of the query that writes the batch; ``None`` if Spark does not provide it."""
     if is_remote(df):
         return None
     found = df.sparkSession.sparkContext.getLocalProperty(QUERY_ID)
@@ -129,7 +130,6 @@ def _query_of(df: DataFrame) -> str | None:
 def _write(
     sink: KeyShardSink, claim: Claim | None, batch_id: int, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Write the rows of a task."""
     exempt_imports()
     context = TaskContext.get()
     assert context is not None, "a task has a context"

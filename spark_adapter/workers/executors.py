@@ -44,7 +44,7 @@ STABLE_S = 3.0
 START_WAIT_S = 120.0
 """Longest wait until all tasks run at once, seconds."""
 AGAIN_S = 1.0
-"""Pause before an ended job starts again, seconds."""
+"""Wait before an ended job starts again, seconds."""
 LOOK_S = 0.1
 """Polling interval, seconds."""
 
@@ -63,17 +63,17 @@ class Slots(NamedTuple):
     def tasks_for(self, count: int) -> int:
         """Return how many tasks spread ``count`` workers over as many executors as possible.
 
-        The number is too large for fewer executors.
+        Fewer executors have too few task slots for so many tasks.
         """
         spread = min(count, self.executors)
         most = -(-self.tasks // self.executors)
         return min(self.tasks, max(count + 1, (spread - 1) * most + 1))
 
     def check(self, count: int) -> None:
-        """Refuse workers that would leave an executor without a free slot.
+        """Refuse workers that would leave an executor without a free task slot.
 
         Raises:
-            ConfigError: There are too few slots for ``count`` workers.
+            ConfigError: There are too few task slots for ``count`` workers.
         """
         free = self.tasks - self.executors
         if count > free:
@@ -155,7 +155,7 @@ class ExecutorWorkers:
         atexit.unregister(self.stop)
         self._publisher.join(10 * LOOK_S)
         registry.forget(self._jvm)
-        if self._context._jsc is not None:  # otherwise the tasks ended with the context
+        if self._context._jsc is not None:  # a stopped context has already ended the job
             self._context.cancelJobGroup(self._group)
 
     def _run(self) -> None:
@@ -169,7 +169,7 @@ class ExecutorWorkers:
             try:
                 slots = slots_of(self._context)
                 slots.check(self._count)
-                # After the first run, queries occupy slots: ask for as few tasks as possible.
+                # After the first run, queries occupy task slots: ask for the fewest tasks.
                 self._once(self._count + 1 if self._published else slots.tasks_for(self._count))
             except Exception as exc:  # noqa: BLE001 - any error ends the job, which starts again
                 error = why(exc)
@@ -234,7 +234,7 @@ def host_or_leave(token: str, count: int, reports: Any) -> Iterator[int]:
 
 
 def slots_of(context: SparkContext) -> Slots:
-    """Return the executors and slots that the cluster has now."""
+    """Return the executors and task slots that the cluster has now."""
     scala = context._jsc.sc()
     profile = scala.resourceProfileManager().defaultResourceProfile()
     executors = scala.getExecutorMemoryStatus().size() - 1  # one is the driver
@@ -242,7 +242,7 @@ def slots_of(context: SparkContext) -> Slots:
 
 
 def _stable_slots(context: SparkContext) -> Slots:
-    """Wait for the executors of a new session, and return what the cluster has."""
+    """Wait for the executors of a new session; return them and their task slots."""
     end_s = time.monotonic() + SLOTS_WAIT_S
     slots, since_s = slots_of(context), time.monotonic()
     while time.monotonic() < min(end_s, since_s + STABLE_S if slots.executors else end_s):
@@ -266,7 +266,7 @@ def start_workers(spark: SparkSession, count: int) -> ExecutorWorkers:
 
     Raises:
         ConfigError: Spark is local, behind Spark Connect or uses dynamic allocation; or fewer than
-            one free slot per executor would remain.
+            one free task slot per executor would remain.
         ClusterError: Not all workers started.
         WorkerEnvironmentError: The interpreter of Spark's Python workers lacks keyshard.
     """
