@@ -35,7 +35,7 @@ try:
     _found: str | None = version("ray")
 except PackageNotFoundError:
     _found = None
-check_version("Ray", _found, (2, 50), "keyshard[ray]")  # before an import fails less clearly
+check_version("Ray", _found, (2, 50), "keyshard[ray]")  # clearer than a failed import
 
 __all__ = ["Job", "ReadReports", "read", "run", "workers", "write"]
 _MODULES = {

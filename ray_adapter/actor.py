@@ -58,11 +58,11 @@ class CallResult(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """How an actor makes spans of OpenTelemetry."""
+    """Settings of an actor's OpenTelemetry spans."""
 
     subscription: str
     outputs: str | None
-    """Topic of what the handler returns; ``None`` without a sink."""
+    """Topic of the sink; ``None`` without a sink."""
     takes: Takes
 
 
@@ -72,8 +72,8 @@ class HandlerActor:
     Args:
         handler: The pickled handler.
         read_data: Decodes the handler's messages.
-        take: Returns what a call returns.
-        traced: How to make spans; ``None``: none are made.
+        take: Checks and converts a result of the handler, such as into messages to publish.
+        traced: Settings of spans; ``None``: the actor makes none.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class HandlerActor:
                 if row >= start:
                     try:
                         results.append(handle(message))
-                    except BaseException as exc:  # noqa: BLE001 - whatever a handler raises
+                    except BaseException as exc:  # noqa: BLE001 - a handler may raise any error
                         raise_if_ended_by_ray(exc)
                         return CallResult(row, results, Reply.of(exc))
                 row += 1
@@ -160,7 +160,7 @@ class HandlerActor:
         self._results = []
         try:
             self._results.append(self._handle(rows))
-        except BaseException as exc:  # noqa: BLE001 - whatever a handler raises
+        except BaseException as exc:  # noqa: BLE001 - a handler may raise any error
             raise_if_ended_by_ray(exc)
             return CallResult(0, [], Reply.of(exc))
         return CallResult(rows.num_rows, self._results)
@@ -179,7 +179,10 @@ class HandlerActor:
 
 
 def raise_if_ended_by_ray(error: BaseException) -> None:
-    """Raise the error again if Ray ends the process with it, as at SIGTERM: no handler failed."""
+    """Raise the error again if Ray raised it to end the process; it is no failure of a handler.
+
+    At SIGTERM, Ray raises such an error in the code of the handler.
+    """
     if isinstance(error, SystemExit) and hasattr(error, "ray_terminate_msg"):
         raise error
 
@@ -190,7 +193,7 @@ def is_class(handler: object) -> bool:
 
 
 def published_rows(handle: object, result: Any) -> Any:
-    """Return the messages to publish, as Arrow rows if the handler returns such."""
+    """Return the messages to publish. Arrow rows are checked and remain Arrow rows."""
     if isinstance(result, pa.RecordBatch | pa.Table):
         outgoing_of(result)
         return result
@@ -201,7 +204,8 @@ def check_handler(handler: object, take: Take = as_returned) -> None:
     """Refuse a handler that is visibly wrong, before anything starts.
 
     Raises:
-        ConfigError: It is not a function of one argument or a class of such, or makes generators.
+        ConfigError: The handler does not take one argument or makes generators, or is a class that
+            cannot be created with its arguments.
     """
     if not is_class(handler):
         check_fits(handler, take)
@@ -232,7 +236,7 @@ def check_handler(handler: object, take: Take = as_returned) -> None:
 
 
 class MessageRows(NamedTuple):
-    """Entries as the content of their messages, and their metadata."""
+    """The content of messages, and the metadata of the entries that hold them."""
 
     content: pa.RecordBatch
     entries: list[tuple[Any, ...]]

@@ -84,8 +84,8 @@ class ActorPool:
         options: Options of the job.
         given_up: Returns whether the job has stopped.
         read_data: Decodes messages in the actors.
-        take: Returns what a call of the handler returns.
-        traced: How actors make spans; ``None``: they make none.
+        take: Checks and converts a result of the handler, such as into messages to publish.
+        traced: Settings of the actors' spans; ``None``: they make none.
 
     Raises:
         ConfigError: The handler cannot be pickled, or Ray refuses an option.
@@ -222,7 +222,7 @@ class ActorPool:
 
     def _unanswered(self, actor: Actor, start: int, error: exceptions.RayError) -> Exception:
         unsendable = None
-        with suppress(exceptions.RayError, TimeoutError):  # the error then says only what is known
+        with suppress(exceptions.RayError, TimeoutError):  # without an answer, no row is named
             unsendable = self._answer(actor.ask("unsendable"), time.monotonic() + UNSENDABLE_S)
         if unsendable is not None:
             return UnserializableResult(start + unsendable[0], unsendable[1])

@@ -58,7 +58,7 @@ def connect() -> None:
         where = f"at {address}, which RAY_ADDRESS names," if address else "here"
         raise _unreachable(where, text_of(exc)) from exc
     finally:
-        # ray.init() replaces the handler that drains a run; restore it.
+        # ray.init() replaces the SIGTERM handler, which drains a run: restore it.
         if callable(minds) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, minds)
     _log.info("connected to Ray with %s", resources_text(ray.cluster_resources()))
@@ -128,10 +128,15 @@ def resources_text(resources: Mapping[str, Any]) -> str:
 
 # -- A session with Ray, and its actors ------------------------------------------------------------
 # Ray ends the process with exit code 1 if a thread enters its core while ``ray.shutdown()`` tears
-# it down. Calls enter it, also calls that still wait, and so does dropping the last reference to
-# an answer or an actor. So threads other than the caller's enter Ray only through a session: for
-# short calls, under the lock that ``ray.shutdown()`` holds, and after a check that the connection
-# is still the same. They wait for answers outside of Ray, and hold no references of Ray.
+# the core down. A thread is in the core during a call, also while the call waits, and while it
+# drops the last reference to an answer or an actor. So threads other than the caller's use a
+# session, which enters the core only
+#
+# - for short calls,
+# - under the lock that ``ray.shutdown()`` holds,
+# - after a check that the connection is still the same.
+#
+# These threads wait for answers outside of Ray, and hold no references of Ray.
 
 GONE = (
     "Ray was shut down during the job. Unacknowledged messages are delivered again.",
@@ -141,7 +146,7 @@ GONE = (
 
 
 class JobCancelled(Exception):  # noqa: N818 - ends a wait, is no error
-    """Nothing waits for an actor any more."""
+    """The job has stopped or the actor was ended, so no thread waits for the actor's answer."""
 
 
 class Session:
@@ -165,7 +170,10 @@ class Session:
 
     @property
     def lost(self) -> bool:
-        """Whether Ray was shut down since, even if it was started again. Waits for a shutdown."""
+        """Whether Ray was shut down since, even if it was started again.
+
+        If a shutdown is running, this waits until it has ended.
+        """
         with _connect_or_shutdown_lock:
             if not ray.is_initialized():
                 return True

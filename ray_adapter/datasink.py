@@ -1,8 +1,8 @@
 """A topic as a datasink of Ray Data: each write task stores its rows once.
 
 Ray repeats a task whose worker or node died, with the same index and the same blocks. The index is
-unique within one write. So a task publishes under a producer name of the write and its index, and
-a repeated task finds what an earlier attempt stored.
+unique within one write. The producer name of a task contains the id of the write and the index of
+the task. So a repeated task finds the rows that an earlier attempt stored under this name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from keyshard.sink import KeyShardSink
 ATTEMPTS = 5
 """Most attempts of a task while the broker is away or an earlier attempt still has its name."""
 PAUSE_S = 1.0
-"""Pause after the first attempt, seconds; it doubles with each attempt."""
+"""Wait after the first attempt, seconds; it doubles with each attempt."""
 TASK_BYTES = 32 * 1024 * 1024
 """Bytes of blocks that a task gets at least, unless there are no more."""
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class KeyShardDatasink(Datasink[DatasetReport]):  # type: ignore[misc]  # Ray is
     """Writes the rows of a dataset to a topic.
 
     Args:
-        sink: The topic. The id of this write is added to its id.
+        sink: The topic. The write appends an id of its own to the sink id.
         order_by: Columns that order the rows of each key in a task.
         progress: Actor of :class:`Progress`; ``None`` for none.
     """
@@ -211,5 +211,5 @@ def _with_maps(rows: pa.Table) -> pa.Table:
     try:
         column = pa.array(maps, PROPERTIES)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
-        return rows  # refused with the name of its type
+        return rows  # outgoing_of() refuses the column, and names its type
     return rows.set_column(names.index(PROPERTIES_COLUMN), PROPERTIES_COLUMN, column)

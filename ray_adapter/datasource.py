@@ -23,18 +23,18 @@ COUNTED_BY = "__partition"
 
 
 class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped here
-    """Reads stretches that were planned once, so that every run reads the same.
+    """Reads splits that were planned once, so that every run reads the same.
 
     Args:
         connection: Connection to the cluster, from every node.
-        stretches: Entries to read of each topic partition.
+        stretches: All entries to read: one split for each topic partition.
         columns: Names in :data:`keyshard.columns.record_batches.COLUMNS`; ``None`` for the default.
         keys: Partition keys whose messages are wanted; ``None``: all.
         fail_on_data_loss: Whether entries that are no longer stored fail the read.
         segments: Where closed ledgers are read; ``None``: by the broker.
         ledger_index: Path or fsspec URL of the index of closed ledgers; ``None``: there is none.
-        bytes_in_flight_max: Most entries that a task receives ahead, bytes.
-        reports: Collects what the tasks read; ``None``: nobody does.
+        bytes_in_flight_max: Most bytes of entries that a task receives ahead.
+        reports: Collects the reports of the tasks; ``None``: the tasks report nothing.
     """
 
     def __init__(
@@ -62,7 +62,11 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         self._projection_map = None if columns is None else {name: name for name in columns}
 
     def get_name(self) -> str:
-        """Return the name of the read in Ray's plans and progress; it names the planned way."""
+        """Return the name of the read in Ray's plans and progress.
+
+        If ``segments`` allow it, the name also says how many ledgers are planned to be read from
+        bookies or offloads.
+        """
         if self._segments is None or self._segments.by_broker_only:
             return "KeyShard"
         spans = planned(self._stretches).spans
@@ -93,7 +97,7 @@ class KeyShardDatasource(Datasource):  # type: ignore[misc]  # Ray is untyped he
         per_task_row_limit: int | None = None,
         data_context: Any = None,  # noqa: ARG002 - Ray's signature
     ) -> list[ReadTask]:
-        """Return as many tasks as Ray asks for, whatever the number of topic partitions.
+        """Return as many tasks as Ray asks for, independent of the number of topic partitions.
 
         The tasks do not state their number of rows, because Ray takes it as exact. The ledger list
         counts entries, and a producer batch is one entry.

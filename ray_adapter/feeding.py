@@ -27,8 +27,8 @@ class ActorFeeder:
     """The thread of one actor.
 
     Args:
-        exchange: Source of rows and destination of results.
-        actor_slot: Slot of the actor.
+        exchange: State of the job, which provides rows and receives results.
+        actor_slot: The actor, and its work.
         actor_pool: Calls and restarts the actor.
         options: Options of the job.
         outcomes: Log of first failures; all feeders share it.
@@ -53,14 +53,17 @@ class ActorFeeder:
 
         Raises:
             HandlerFailedError: A message failed at its last attempt.
-            KeyShardError: The actor cannot be restarted, or its answer cannot be had.
+            KeyShardError: The actor cannot be restarted, or its answer cannot be obtained.
             JobCancelled: The job has stopped.
         """
         while self._fed():
             pass
 
     def _fed(self) -> bool:
-        """Make one call. Keep no references to its rows, so that they can leave the window."""
+        """Make one call; return false if the job ends or the actor is retired.
+
+        Keep no references to the rows, so that they can leave the window.
+        """
         pieces = self._exchange.next_rows(self._actor_slot)
         if not pieces:
             return False
@@ -74,7 +77,7 @@ class ActorFeeder:
         return True
 
     def _handled(self, pieces: Sequence[RowSlice]) -> tuple[int, list[Any], int]:
-        """Return how many rows were handled, from the first on, their results, and how many began.
+        """Return the number of rows handled, from the first on; their results; the number begun.
 
         A row that began has used its token of the rate limit, also if its attempt failed.
         """

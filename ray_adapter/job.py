@@ -134,8 +134,8 @@ class Job:
     def drain(self, timeout_s: float | None = None) -> None:
         """Let actors finish their rows, and give them no more.
 
-        Returns at once; callable from any thread. The iteration ends with the last of these
-        results, or with a :class:`keyshard.errors.DrainTimeoutError`.
+        Returns at once; callable from any thread. The iteration ends after the results of these
+        rows, or with a :class:`keyshard.errors.DrainTimeoutError`.
 
         Args:
             timeout_s: Longest time to finish, seconds; ``None`` for ``drain_timeout_s`` of the job.
@@ -345,7 +345,7 @@ class Job:
                 while not exchange.ending:
                     if taken := self._run.take(LOOK_S):
                         exchange.push(taken)
-                    if self._run.stopping:  # by source.stop()
+                    if self._run.stopping:  # source.stop() was called
                         self.drain()
             except BaseException as exc:  # noqa: BLE001 - raised where the caller waits
                 exchange.fail(self._actor_pool.session.named(exc))
@@ -361,7 +361,7 @@ class Job:
 
 
 def _traced(source: KeyShardSource, options: JobOptions, sink: SinkConfig | None) -> Traced | None:
-    """Return how actors make spans; ``None`` if they make none."""
+    """Return the settings of the actors' spans; ``None`` if they make none."""
     if not source.telemetry:
         return None
     return Traced(source.subscription, None if sink is None else sink.topic, options.takes)
@@ -408,7 +408,7 @@ def run(
     connected.
 
     Args:
-        source: What to consume.
+        source: The source to consume.
         handler: A function, or a class with ``__call__`` of which each actor makes one object;
             ``functools.partial`` gives it arguments. Actors import it by module and name. From
             ``__main__``, notebooks and closures it is sent by value, as in Ray. It is called with
@@ -437,7 +437,8 @@ def run(
         scheduling_strategy: See Ray.
         runtime_env: See Ray.
         start_timeout_s: Longest wait until actors are placed and have loaded the handler, seconds.
-            If it is not above the default and no node has the resources of an actor, 5 s.
+            If it is not above the default, and no node has the resources of an actor, the wait is
+            5 s.
         drain_timeout_s: Longest wait for actors to finish their rows at a drain or rescale,
             seconds.
         rate_limit: Most messages per second that actors get, over all of them; 0.001 to 1,000,000.

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ActorSlot:
-    """The position of one actor in the ring, and its work."""
+    """One actor, the index of its hash range, and its work."""
 
     index: int
     actor: Any
@@ -70,7 +70,7 @@ class JobState:
         max_rows: Most rows of a call.
         max_wait_s: Longest wait of an idle actor for more rows after the first, seconds.
         window_bytes_max: Size of the source's window, bytes.
-        limit: Limits the rows that actors get; ``None``: nothing does.
+        limit: Rate limit of the rows that actors get; ``None``: no limit.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class JobState:
             limit.started(actor_slot.since_s, rows_of(actor_slot.pieces))
 
     def _until_allowed_s(self, actor_slot: ActorSlot, limit: RateLimit) -> float:
-        """Return the time until an actor may get its rows; they come in turn."""
+        """Return the seconds until the rate limit gives an actor rows; actors wait in turn."""
         if actor_slot not in self._turns:
             self._turns.append(actor_slot)
         if self._turns[0] is not actor_slot:
@@ -190,10 +190,13 @@ class JobState:
         return min(LOOK_S, max(LEAST_S, missing / limit.per_s))
 
     def begin_again(self, actor_slot: ActorSlot, rows: int) -> bool:
-        """Wait until the rate limit lets an actor handle rows again; ``False``: it gives them back.
+        """Wait until the rate limit lets an actor handle rows again.
 
-        They wait in turn. All rows begin when one token is there. The other tokens are owed, so
-        later rows wait longer.
+        Actors wait in turn. All rows of the actor begin when one token is available. The limit
+        takes the other tokens in advance, so later rows wait longer.
+
+        Returns:
+            Whether the rows begin; if not, the actor gives them back.
         """
         limit = self._limit
         if limit is None:
@@ -222,7 +225,7 @@ class JobState:
 
     @property
     def _bytes_max(self) -> int:
-        """Most content of a call, which is a copy of content that stays in the window."""
+        """Most bytes of content of a call, a copy of content that stays in the window."""
         return min(BYTES_MAX, self._window_bytes_max // (CALLS_SHARE * len(self.actor_slots)))
 
     def _until_rows_s(self, actor_slot: ActorSlot) -> float:
@@ -331,7 +334,10 @@ class JobState:
             return None
 
     def taken(self, done: Done, pieces: Sequence[RowSlice]) -> None:
-        """Mark the pieces whose results the caller took as done; it takes no others of the call."""
+        """Mark a call as taken, and queue the entries that ``pieces`` complete for the commit.
+
+        Afterwards the caller takes no more results of this call.
+        """
         with self.changed:
             done.actor_slot.untaken -= 1
             for where, ids in entries_done(pieces).items():

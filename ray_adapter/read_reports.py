@@ -1,4 +1,4 @@
-"""Reports of the tasks of datasets: entries by bookies and by the broker."""
+"""Reports of read tasks: numbers of entries that came from bookies, stores and the broker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ReadReports:
         self._actor = ray.remote(_Kept).options(num_cpus=0).remote()
 
     def total(self) -> ReadReport:
-        """Return what the tasks that have ended read.
+        """Return the report of all tasks that have ended.
 
         Raises:
             ray.exceptions.RayError: The actor does not answer.
@@ -55,7 +55,7 @@ class ReadReports:
 
 
 class _Kept:
-    """The reports. It runs in an actor."""
+    """Actor that stores the reports."""
 
     def __init__(self) -> None:
         self._spans: SpansByStart = {}

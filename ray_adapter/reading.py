@@ -89,15 +89,16 @@ def read(
             for messages that are sent again after an outage, for example 3600.
         segments: Where closed ledgers are read: ``Segments("auto")`` reads them from bookies, and
             ``Segments(offloads="s3://bucket")`` offloaded ones from their store, without the
-            broker. Default: by the broker. The name of the read in Ray's progress then counts the
-            ledgers that are planned to be read so.
+            broker. Default: by the broker. The name of the read in Ray's progress shows how many
+            ledgers are planned to be read without the broker.
         ledger_index: Path or fsspec URL of a folder that all tasks reach, such as
             ``s3://bucket/index``, for an index of closed ledgers. The first read of a ledger writes
             the bounds of its times, and hashes of its keys. Later reads leave out what cannot match
             their times and keys.
         bytes_in_flight_max: Most bytes of entries that a task receives ahead, 1 MiB to 1 GiB.
             Raise it for bookies or stores that are far away. Default: 32 MiB.
-        reports: Collects what the tasks got from bookies, what from the broker, and why.
+        reports: Collects numbers of entries by origin (bookies, stores or the broker), and the
+            reasons why the broker was asked.
         **options: Options of :func:`ray.data.read_datasource`, such as ``override_num_blocks``,
             ``concurrency`` and ``ray_remote_args``. Other names are refused.
 

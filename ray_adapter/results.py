@@ -25,12 +25,12 @@ from ray_adapter.row_slices import entries_done
 BATCH_BYTES_MAX = 16 * 1024 * 1024
 """Bytes of results after which a checkpoint takes no further call."""
 AGAIN_S = 1.0
-"""Pause before results that were not confirmed are published again, seconds."""
+"""Wait before results that were not confirmed are published again, seconds."""
 _log = logging.getLogger(__name__)
 
 
 def take_of(options: JobOptions, sink: SinkConfig | None) -> Take:
-    """Return how actors take what a handler returns."""
+    """Return the function that checks and converts the handler's results in the actors."""
     if sink is None:
         return as_returned
     return published_rows if options.takes == "arrow" else published
@@ -43,7 +43,7 @@ class Results:
     one, a result is stored at least once, before its message is acknowledged.
 
     Args:
-        exchange: Owner of the calls.
+        exchange: State of the job, which provides the calls.
         sink: Options of the sink.
     """
 
@@ -52,7 +52,7 @@ class Results:
         self._sink = sink
         self._waiting: deque[Done] = deque()
         self._unsettled = self._published = self._confirmed = 0
-        """Numbers of calls and messages. All are guarded by the lock of the exchange."""
+        """Unconfirmed calls; published and confirmed messages. Guarded by ``exchange.changed``."""
 
     def add(self, done: Done) -> None:
         """Keep the results of a call for the next commit."""
@@ -90,7 +90,7 @@ class Results:
                 exchange.changed.wait(LOOK_S)
 
     def status(self) -> dict[str, int]:
-        """Return numbers of messages."""
+        """Return the number of messages published, and of those that are confirmed."""
         with self._exchange.changed:
             return {"published": self._published, "confirmed": self._confirmed}
 

@@ -29,7 +29,7 @@ class EntryShares:
 
 
 class RowSlice(NamedTuple):
-    """An entry, or the messages of it that one actor gets."""
+    """A piece of the waiting rows: an entry, or the messages of it that one actor gets."""
 
     where: TopicPartition
     block: EntryBlock

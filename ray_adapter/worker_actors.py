@@ -94,7 +94,7 @@ def workers(
 
 
 def backend(connection: Connection, workers: WorkersOption) -> StartWorker:
-    """Return what starts workers; the entry point ``ray`` of ``keyshard.workers``.
+    """Return the function that starts workers, for the entry point ``ray`` of ``keyshard.workers``.
 
     Raises:
         ConfigError: An option is unknown, or not an amount.

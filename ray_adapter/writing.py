@@ -44,7 +44,7 @@ def write(
     ray_remote_args: Mapping[str, Any] | None = None,
     on_progress: Callable[[DatasetReport], None] | None = None,
 ) -> DatasetReport:
-    """Write a Ray dataset to a topic, each row once, whatever tasks and nodes die meanwhile.
+    """Write a Ray dataset to a topic, each row once, even if tasks and nodes die meanwhile.
 
     ::
 
@@ -73,8 +73,8 @@ def write(
         sink: The topic, its connection and limits. Its ``sink_id`` becomes the first part of the
             producer names, by default ``ray``. If its connection has an ``admin_url``, this checks
             deduplication before the first row; else a task does with its first entry.
-        order_by: Columns that order the rows of each key in a task. Others than those above are not
-            written.
+        order_by: Columns that order the rows of each key in a task. Other columns than those above
+            only order the rows, and are not written.
         concurrency: Most write tasks at a time; ``None`` for Ray's choice.
         ray_remote_args: Ray's options for each write task.
         on_progress: Called about once a second with the counts until then, in a thread of its own.
@@ -145,7 +145,7 @@ def write(
 
 @contextmanager
 def _reporting(on_progress: Callable[[DatasetReport], None] | None) -> Iterator[Any]:
-    """Call a function with the counts of an actor, which is yielded, until the end of the block."""
+    """Yield an actor that adds up counts, and call a function with them until the block ends."""
     if on_progress is None:
         yield None
         return
