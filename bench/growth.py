@@ -204,7 +204,7 @@ def commit_text_beside_partitions(size: int) -> Measured:
 
 
 def fold(size: int) -> Measured:
-    """Fold and replay ``size`` dead letters, ten of each key."""
+    """Add ``size`` dead letters, ten of each key, to the topic state, and mark them as replayed."""
     where = _partitions(1)[0]
     yield
     parked = TopicState()
@@ -218,7 +218,7 @@ def fold(size: int) -> Measured:
 
 
 def fold_one_key(size: int) -> Measured:
-    """Fold and replay ``size`` dead letters of one key."""
+    """Add ``size`` dead letters of one key to the topic state, and mark them as replayed."""
     where = _partitions(1)[0]
     yield
     parked = TopicState()

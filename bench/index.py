@@ -3,7 +3,7 @@
 A topic partition has 30 closed ledgers, one for each "day", whose keys occur on that day only.
 Publish times are those of the run, so a day is the time in which its messages were published. Each
 turn reads everything, one day and one key, without an index and with one, and everything while the
-index is made. Planning is in all figures, and processor time of the broker, too.
+index is made. All times include planning. The broker's processor time is measured, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Return medians by read and way: seconds, and CPU time of reader and broker."""
+    """Return medians by read: seconds, and processor time of reader and broker."""
     with DevCluster(1, 1, PULSAR) as cluster:
         kept = {"retentionTimeInMinutes": -1, "retentionSizeInMB": -1}
         cluster.ask("POST", "/admin/v2/namespaces/public/default/retention", json=kept)

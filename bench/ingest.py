@@ -32,7 +32,11 @@ def load(broker: DevBroker, topic: str, workload: Workload) -> None:
 
 
 def throughput(broker: DevBroker, topic: str, messages: int) -> dict[str, float]:
-    """Return medians of bare, touching, embedded and Spark, in turn; rows per second."""
+    """Return median rows per second of the bare client, the embedded runtime and Spark, in turn.
+
+    The program ``bare`` reads data, key, id and publish time of each message, ``bare_touchless``
+    does not.
+    """
     url = broker.service_url
     bare = {"service_url": url, "topic": topic, "partitions": PARTITIONS, "messages": messages}
     embedded = {"service_url": url, "topic": topic, "messages": messages}

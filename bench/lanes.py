@@ -73,7 +73,7 @@ def by_keys(broker: DevBroker) -> dict[str, float]:
 
 
 def yardsticks(broker: DevBroker, topic: str, load: Sequence[str]) -> dict[str, float]:
-    """Measure as many threads on this machine with the plain client, and with no client."""
+    """Measure :mod:`bench.plain_threads`: as many threads as lanes, with and without a client."""
     low, high = HANDLER_MS
     arguments = {
         "service_url": broker.service_url, "topic": topic, "messages": len(load),
@@ -120,7 +120,7 @@ def by_ranges(broker: DevBroker) -> dict[str, float]:
 
 
 def nothing(broker: DevBroker) -> dict[str, float]:
-    """Compare a handler that does nothing with the bare client loop on the same topic."""
+    """Compare a handler that does nothing with the loop of :mod:`bench.bare` on the same topic."""
     topic = "noop"
     create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
     produce(Workload(NOOP_MESSAGES, NOOP_KEYS), broker.service_url, topic)
@@ -150,6 +150,6 @@ def handled(broker: DevBroker, topic: str, messages: int, **settings: Any) -> di
 
 
 def run() -> dict[str, float]:
-    """All figures."""
+    """Return all figures."""
     with DevBroker(PULSAR, optimised=True) as broker:
         return by_keys(broker) | by_ranges(broker) | nothing(broker)

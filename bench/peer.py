@@ -88,7 +88,6 @@ class Peer:
             self._keep(f"{shape}_{kind}_{system}", costs)
 
     def _writes(self, turn: int, system: str) -> None:
-        """Measure the writers."""
         topics = {f"{name}-{system}-{turn}": how for name, how in WRITES[system].items()}
         for topic in topics:
             create_partitioned_topic(self._broker.admin_url, topic, PARTITIONS)
@@ -117,7 +116,7 @@ class Peer:
         self._keep(f"trigger_{system}", json.loads(answer.splitlines()[-1]))
 
     def _streams(self, shape: str) -> dict[str, dict[str, dict[str, str]]]:
-        """Return the options of each kind of stream: all rows in one batch, 100,000 in one."""
+        """Return the options of each kind of stream: batches of all rows or of 100,000."""
         path = f"/admin/v2/persistent/public/default/{shape}/partitioned-internalStats"
         answer = httpx.get(self._broker.admin_url + path, timeout=20).raise_for_status()
         stored = sum(one["totalSize"] for one in answer.json()["partitions"].values())

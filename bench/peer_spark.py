@@ -51,7 +51,7 @@ class Side:
         return rows.writeStream.format("noop").start()
 
     def busy_s(self) -> Costs:
-        """Return processor seconds so far by kind of process, those of ended children included.
+        """Return processor seconds so far by kind of process, including ended children.
 
         ``jvm`` is Spark's. ``python`` is all that Spark started: the stream process, workers, and
         programs that have ended. This process, which only waits, does not count.
@@ -76,7 +76,10 @@ class Side:
 
 
 def per_row(spent: Costs, start: Costs | None = None) -> Costs:
-    """Return rows per second and processor us per row; ``rest_us`` is without those of a start."""
+    """Return rows per second, and processor time per row in us.
+
+    ``rest_us`` excludes ``start``, the costs of a query over the small topic.
+    """
     rows, client = spent["rows"], spent["jvm"] + spent["python"]
     figures = {f"{name}_us": spent[name] / rows * 1e6 for name in ("jvm", "python", "broker")}
     figures |= {"client_us": client / rows * 1e6, "rows_per_s": rows / spent["s"], "rows": rows}
@@ -101,7 +104,7 @@ def read(
     """Read a topic by a stream with each of some options, and as a batch.
 
     A stream with the first options and a batch read warm up the session, and do not count. A query
-    over a small topic tells the costs of a start.
+    over a small topic measures the cost of starting a query.
     """
     stream(side, {"topic": topic} | next(iter(streams.values())), messages)
     start = side.spent(lambda: stream(side, {"topic": small_topic}, START_ROWS))
@@ -152,7 +155,7 @@ def write(side: Side, topics: dict[str, dict[str, str]], rows: int) -> dict[str,
 def trigger(side: Side, topic: str, first: int, rows: int) -> Costs:
     """Return the median time of a micro-batch at a low publish rate, and cores in use meanwhile.
 
-    The line that is printed asks for the rows behind the first ones.
+    After ``first`` rows, this prints a line, and the parent process then publishes ``rows`` more.
     """
     query = side.query({"topic": topic})
     wait_rows(query, first, 120)

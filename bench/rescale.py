@@ -1,9 +1,9 @@
 """What does a live rescale cost: how long do moved ranges pause, are there duplicates?
 
 4 ranges become 8, then 3, then 4 again and so on, while handlers work. Their load is published
-meanwhile by a producer in another process, or (figures with ``_backlog``) before. A pause is what
-the rescale reports for each range that moved. A gap is measured from outside: the longest time
-around a rescale in which no handler ran for a part of the ring that moved. The checkers of
+meanwhile by a producer in another process, or (figures with ``_backlog``) before. A pause is the
+time that the rescale reports for a range that moved. A gap is measured from outside: the longest
+time around a rescale in which no handler ran for a part of the ring that moved. The checkers of
 :mod:`keyshard.testing.verify` check order, and that one handler at a time works on a key.
 """
 
@@ -104,7 +104,7 @@ def moved(old: Assignment, new: Assignment) -> list[HashRange]:
 
 
 def pause_s(move: Move, handled: Iterable[Handled]) -> float | None:
-    """Return the longest time around a move in which no handler ran for its part of the ring.
+    """Return the gap of a move: the longest time around it without a handler for its part.
 
     ``None`` if no message of the part was handled before or after.
     """
@@ -205,7 +205,7 @@ def backlog(broker: DevBroker) -> dict[str, float]:
 
 
 def wait_for_more(recorder: Recorder, messages: int) -> None:
-    """Wait until so many more messages were handled."""
+    """Wait until the handler has handled ``messages`` more messages."""
     deadline, wanted = time.monotonic() + 60, len(recorder.handled) + messages
     while len(recorder.handled) < wanted:
         if time.monotonic() > deadline:

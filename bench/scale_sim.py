@@ -1,9 +1,9 @@
 """What does one process that coordinates pay for 10,000 ranges over 1,000 topic partitions?
 
-The real decisions without a broker, a network or content: the window of a source, its cuts, commits
-and checkpoint, the planner of assignments, and the side of a worker process that its source has.
-Messages are entries of one message each. Times are processor time of the one process that runs the
-source, the shortest of some turns, with the garbage collector off.
+The real code decides, without a broker, a network or content: the window of a source, its cuts,
+commits and checkpoint, the planner of assignments, and the supervisor of a worker process. Messages
+are entries of one message each. Times are processor time of the process that runs the source: the
+shortest of ``TURNS``, with the garbage collector off.
 
 A worker process that dies is replaced, and the new one gets all its ranges: nothing moves between
 the others. Its consumers are asked for again, here from a worker that answers at once.
@@ -197,7 +197,7 @@ def cuts(ranges: int, partitions: int) -> dict[str, float]:
 
 
 def cut() -> dict[str, float]:
-    """Measure the steps of a batch: by topic partition, and by further entry of each."""
+    """Measure the steps of a batch: cost per topic partition, and per additional entry in it."""
     topic = Topic(CUT_RANGES, PARTITIONS, CUT_MESSAGES)
     figures: dict[str, float] = {}
     for step in Steps._fields:

@@ -113,7 +113,10 @@ def _from_spark(broker: DevBroker) -> dict[str, float]:
 
 
 def _pipelines(broker: DevBroker) -> dict[str, float]:
-    """Read, change and write a topic of small and one of large entries, and only read it."""
+    """Measure a pipeline that reads, changes and writes a topic, and a read of the topic alone.
+
+    One topic has small entries, the other large ones.
+    """
     figures: dict[str, float] = {}
     for shape, kind in (("small", "client"), ("large", "batch")):
         topic = f"from-{shape}"

@@ -26,7 +26,7 @@ FLOOR_TASKS = 5
 
 
 class Held(DataSource):
-    """A source with as many rows as a topic that cost nothing to read: Spark's own share."""
+    """A source whose rows cost nothing to read, so that a query measures Spark's own share."""
 
     @classmethod
     def name(cls) -> str:
@@ -40,7 +40,7 @@ class Held(DataSource):
 
 
 class HeldReader(DataSourceReader):
-    """Reads such rows."""
+    """Reads the rows of :class:`Held`: one batch in memory, repeated."""
 
     def __init__(self, rows: int) -> None:
         self._batches = rows // FLOOR_TASKS // ROWS_PER_BATCH_MAX

@@ -23,7 +23,7 @@ PARTITIONS = 5
 KEYS = 200
 WINDOW_MB = 64
 ROWS_MAX = 10_000_000
-"""So many rows that only the budget in bytes counts."""
+"""So many rows that only ``window_bytes_max`` limits the window."""
 
 _console = Console(stderr=True)
 
@@ -47,7 +47,7 @@ SHAPES = {
 
 
 def run() -> dict[str, float]:
-    """Return peaks in MB, by shape and budget."""
+    """Return the peak memory of each shape, MB."""
     figures: dict[str, float] = {}
     with DevBroker(PULSAR) as broker:
         for name, shape in SHAPES.items():

@@ -1,7 +1,8 @@
 """How long does a query take to its first batch, and how much processor time of Python?
 
-Without a broker's load: 1,000 messages are stored. The environment chooses what is compared, such
-as ``SPARK_HOME``, or ``PYSPARK_SUBMIT_ARGS="--conf NAME=VALUE pyspark-shell"``.
+The broker holds 1,000 messages and has no other load. Environment variables choose the compared
+installation or setting, such as ``SPARK_HOME``, or
+``PYSPARK_SUBMIT_ARGS="--conf NAME=VALUE pyspark-shell"``.
 """
 
 from __future__ import annotations

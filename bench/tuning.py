@@ -41,7 +41,7 @@ _console = Console(stderr=True)
 
 
 def run() -> dict[str, float]:
-    """Return medians of rows per second, and of CPU time per row, own and of the broker."""
+    """Return medians of rows per second, and of processor time per row of reader and broker."""
     found: dict[str, list[float]] = {}
     with ExitStack() as stack:
         brokers = {

@@ -1,4 +1,4 @@
-"""What does being watched cost: a source with metrics and a page that are read, against without?
+"""What does being watched cost: a source whose metrics and page are read, against neither?
 
 Both are measured in turn, each in a separate process: reading a topic of a broker, and idle on the
 in-memory broker. The idle figures are processor times, so other work on the machine changes them

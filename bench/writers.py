@@ -71,7 +71,7 @@ class Costs:
         self._began = time.perf_counter()
 
     def of(self, rows: int) -> dict[str, float]:
-        """Return the figures of rows that were written since it was made."""
+        """Return the figures of rows that were written since this object was made."""
         took_s = time.perf_counter() - self._began
         own_s = time.process_time() - self._own_s
         broker_s = spent_s(self._broker) - self._broker_s
@@ -156,7 +156,7 @@ class DropWriter(DataSourceArrowWriter):
 
 
 class Drop(DataSource):
-    """A sink of such writers."""
+    """A sink whose writers drop the rows."""
 
     @classmethod
     def name(cls) -> str:
@@ -232,7 +232,8 @@ def copy(
 def stalled(service_url: str, topic: str, megabytes: int, kind: str) -> dict[str, float]:
     """Return the memory that a sink adds while its broker takes nothing, MB.
 
-    The broker stops soon after the line that is printed. The rows are not part of the figure.
+    This prints a line when it begins to write, and :mod:`bench.sink` then stops the broker. The
+    figure does not include the rows.
     """
     value = b"x" * STALLED_BYTES
     count = (megabytes << 20) // STALLED_BYTES
@@ -248,7 +249,7 @@ def stalled(service_url: str, topic: str, megabytes: int, kind: str) -> dict[str
     for number in range(KEYS):
         sink.send(value, key=f"k{number}")
     sink.flush()
-    # The peak of what is not measured is forgotten.
+    # Reset the peak memory of this process: the preparation does not count.
     Path("/proc/self/clear_refs").write_text("5\n")
     before_kb = peak_rss_kb()
     print("ready", flush=True)
