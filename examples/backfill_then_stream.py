@@ -33,7 +33,7 @@ def back_fill(spark: SparkSession, options: dict[str, str], sink: Path) -> str:
 
 
 def main() -> None:
-    """Run the batch and then the stream, which ends with the backlog at its start."""
+    """Run the batch, then the stream, which ends after the messages stored at its start."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sink", required=True, type=Path, help="directory of the Parquet files")
     parser.add_argument("--checkpoint", required=True, help="directory of the Spark checkpoint")

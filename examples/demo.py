@@ -52,7 +52,7 @@ class Demo:
     began: float = field(default_factory=time.monotonic)
 
     def tell(self, text: str) -> None:
-        """Add a line to the story."""
+        """Add a line to the log on the screen."""
         self.story.append(f"[dim]{time.monotonic() - self.began:6.1f} s[/dim]  {text}")
 
     def look(self, admin: PulsarAdmin) -> None:
@@ -76,7 +76,7 @@ class Demo:
             self.backlog = None
 
     def screen(self) -> RenderableType:
-        """Draw the ranges, the totals and the story so far."""
+        """Draw the ranges, the totals and the log so far."""
         rows = self.check.rows_of_range
         most = max(rows.values(), default=0) or 1
         table = Table(

@@ -1,4 +1,4 @@
-"""Orders and their payments, joined while both topics go on: each pair once.
+"""Joins orders with their payments while both topics receive messages; writes each pair once.
 
     python -m examples.join_topics --orders orders --payments payments --within "1 hour" \
         --subscription paid --sink out --checkpoint ck \

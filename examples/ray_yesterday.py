@@ -4,9 +4,9 @@
 
     python -m examples.ray_yesterday sales --admin-url http://127.0.0.1:8080
 
-A message of topic ``sales`` is JSON such as ``{"items": 3, "express": true, "total": 31.5}``; the
-model says the total of an order by the other two. Nothing is acknowledged: run it as often as you
-like, beside the consumers of the topic. ``--day 2026-11-20`` takes another day, of UTC.
+A message of topic ``sales`` is JSON such as ``{"items": 3, "express": true, "total": 31.5}``. The
+model predicts ``total`` from the other two fields. Nothing is acknowledged: run it as often as you
+like, beside the consumers of the topic. ``--day 2026-11-20`` reads another day, in UTC.
 """
 
 from __future__ import annotations

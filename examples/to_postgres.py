@@ -1,4 +1,4 @@
-"""Rows of a topic into a table of PostgreSQL, each exactly once, whatever is killed on the way.
+"""Writes each row of a topic to a PostgreSQL table exactly once, even if any process is killed.
 
     python -m examples.to_postgres --postgres "host=/run/postgresql dbname=shop" --table orders \
         --select "__key as customer" --select "cast(value as string) as content" --checkpoint ck \
@@ -14,7 +14,8 @@ new id.
 One transaction is one connection. So the driver writes, with COPY, and holds the rows of one Spark
 partition at a time: ``maxOffsetsPerTrigger`` divided by ``tasksPerBatch``. If tasks wrote, each
 would have its own transaction, and rows of failed tasks would need staging tables. A column
-``generated always as identity`` numbers the rows in order: per key, that of the topic partition.
+``generated always as identity`` numbers the rows. The numbers of a key's rows follow their order in
+the topic partition.
 """
 
 from __future__ import annotations

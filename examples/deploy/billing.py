@@ -1,7 +1,8 @@
-"""A service that handles the messages of a topic; all that differs between places is in variables.
+"""A service that handles the messages of a topic.
 
-The files beside it run it in a container, by compose, in Kubernetes and by systemd. SIGTERM ends it
-in order: running handlers have ``DRAIN_S`` seconds to finish, and what they did is committed.
+Environment variables hold all settings that differ between environments. The other files of this
+folder run the service in a container, by compose, in Kubernetes and by systemd. SIGTERM ends it in
+order: running handlers have ``DRAIN_S`` seconds to finish, and their messages are committed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies a topic to another one, as a declarative pipeline; see spark-pipeline.yml beside it.
+"""Copies a topic to another one, as a declarative pipeline; see ../spark-pipeline.yml.
 
 The broker has to deduplicate the copies:
 ``pulsar-admin namespaces set-deduplication public/default --enable``.
@@ -13,7 +13,7 @@ spark = SparkSession.active()
 
 
 def setting(name: str) -> str:
-    """Return a setting of the file beside it."""
+    """Return a setting of ``spark-pipeline.yml``."""
     return str(spark.conf.get(f"orders.{name}"))
 
 
@@ -24,7 +24,7 @@ dp.create_sink(
 
 @dp.append_flow(target="copies")
 def copy_orders() -> DataFrame:
-    """Rows of the topic, from its beginning."""
+    """Return the rows of the topic, from its beginning."""
     orders = spark.readStream.format("keyshard").option("service.url", setting("service.url"))
     orders = orders.option("topic", setting("topic")).option("subscription", "copy-orders")
     return orders.option("startingOffsets", "earliest").load().select("value", "__key")
