@@ -29,7 +29,7 @@ class KeyShardError(Exception):
 
     Args:
         problem: The problem and its subject, in whole sentences, without the code.
-        remedy: Sentences that tell the reader to correct it. Default: the remedy of the class in
+        remedy: Sentences that say how to correct it. Default: the remedy of the class in
             :mod:`keyshard.error_reference`.
         **facts: Values for programs, stored as :attr:`facts`. Secrets are redacted.
 
@@ -87,7 +87,7 @@ def _rebuild(
 
 @contextmanager
 def placed(place: str) -> Iterator[None]:
-    """Note the place of an error that has none yet."""
+    """Set :attr:`KeyShardError.place` of an error of the block, unless the error has a place."""
     try:
         yield
     except KeyShardError as exc:
@@ -96,5 +96,5 @@ def placed(place: str) -> Iterator[None]:
 
 
 def one_line(error: object) -> str:
-    """Return the text of any object for a log, whose errors of keyshard have one line."""
+    """Return the text of an object for a log: the ``summary`` of a keyshard error, else ``str``."""
     return error.summary if isinstance(error, KeyShardError) else str(error)
