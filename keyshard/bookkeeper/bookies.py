@@ -1,7 +1,8 @@
-"""Connections to bookies, and the requests on them that have no answer yet. Of one thread.
+"""Connections to bookies, and the requests on them that have no answer yet.
 
-A bookie that refuses the connection, loses it, is silent for too long or sends a wrong entry is not
-asked again. Its requests without an answer then go to other bookies.
+Not thread-safe: one thread uses the connections. A bookie that refuses or loses the connection, is
+silent for too long or sends a wrong entry is not asked again. Its requests without an answer then
+go to other bookies.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Bookies:
 
         Args:
             name: The bookie.
-            ledger: Their ledger. The answers to requests of another one have arrived.
+            ledger: Their ledger. Before a request of another ledger, all answers must have arrived.
             entries: The entries, ascending.
             batch: Most entries of a batch read. Entries that are not consecutive are requested one
                 by one.
@@ -138,7 +139,10 @@ class Bookies:
         self._send_batches(name, bookie)
 
     def _send_batches(self, name: str, bookie: _Bookie) -> None:
-        """Send batch reads that wait, as many as may be without an answer."""
+        """Send the waiting batch reads, while fewer than :data:`BATCHES_MAX` are unanswered.
+
+        A bookie that does not know batch reads gets single reads instead.
+        """
         if name in self._single:
             left = [*bookie.parts, *bookie.rests.items()]
             bookie.parts.clear()
@@ -166,11 +170,13 @@ class Bookies:
             bookie.socket.sendall(requests)
         except OSError as exc:
             if bookie.may_be_old and isinstance(exc, ConnectionError | ssl.SSLEOFError):
-                return  # the end of the connection is received, after the answers before it
+                # Not given up here: receive() first takes the answers before the end of the
+                # connection. Then _closed() handles the end.
+                return
             self.give_up(name, self._said(bookie) or f"it does not take requests: {exc}")
 
     def owed(self, name: str) -> set[int]:
-        """Return the entries that a bookie owes; the caller removes those that it answered."""
+        """Return the live set of a bookie's unanswered entries. Callers remove answered ones."""
         bookie = self._open.get(name)
         return set() if bookie is None else bookie.waiting
 
@@ -188,7 +194,8 @@ class Bookies:
             Names of bookies and the frames that arrived from them; empty if none came in time.
         """
         found = []
-        ready, now = self._ready(only, wait_s), time.monotonic()  # what follows may take a while
+        # The time is read before the frames are processed: that work does not count as silence.
+        ready, now = self._ready(only, wait_s), time.monotonic()
         for name in ready:
             bookie = self._open.get(name)
             if bookie is None:
@@ -239,7 +246,7 @@ class Bookies:
         self.request(name, bookie.ledger, sorted(bookie.waiting))
 
     def _key_of(self, name: str) -> Hashable:
-        """Return a bookie in the memory of failures."""
+        """Return the key of a bookie in the recent failures."""
         return self._addresses.get(name, name), self._tls
 
     def _note_single(self, name: str, frames: Sequence[bytes]) -> None:
@@ -277,7 +284,8 @@ class Bookies:
             if code == TOO_MANY_REQUESTS:
                 found += refusals(bookie.ledger, range(first, end), code)
             elif code:
-                # Each entry may have another answer; if batch reads are unknown, all have.
+                # The error of a batch read need not be that of each entry. BAD_REQUEST means that
+                # the bookie does not know batch reads.
                 if code == BAD_REQUEST:
                     self._single.add(name)
                 self._send(name, bookie, read_requests(bookie.ledger, range(first, end)))
@@ -288,7 +296,10 @@ class Bookies:
         return found
 
     def lost(self) -> list[int]:
-        """Return entries whose bookie is not asked any more and did not answer; each once."""
+        """Return the entries that became lost since the previous call.
+
+        Their bookie has not answered, and is not asked any more.
+        """
         lost, self._lost = self._lost, []
         return lost
 
@@ -365,7 +376,7 @@ class Bookies:
             raise
 
     def _said(self, bookie: _Bookie) -> str:
-        """Return what a bookie with TLS said before it closed the connection; may be empty."""
+        """Return the TLS error that a bookie sent before it closed the connection; may be empty."""
         try:
             if self._tls is not None:
                 _received(bookie.socket)
@@ -374,7 +385,7 @@ class Bookies:
         return ""
 
     def _of_tls(self, exc: Exception) -> str:
-        """Return what is wrong with a certificate; empty if it is something else."""
+        """Return the text of an error about TLS certificates or versions; empty for others."""
         error = None if self._tls is None else explained(exc, "it", self._tls)
         return "" if error is None else error.message.rstrip(".")
 
@@ -391,7 +402,8 @@ class Bookies:
         now = time.monotonic()
         for bookie in self._open.values():
             if bookie is not wanted:
-                bookie.heard_s = now  # nobody listened to it
+                # Its socket was not read meanwhile, so the wait does not count as its silence.
+                bookie.heard_s = now
         return [only] if found and only is not None else []
 
     def _patience_s(self) -> float:

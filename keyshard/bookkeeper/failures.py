@@ -1,7 +1,7 @@
 """Recent failures of bookies and ledgers, which later splits of a process do not repeat.
 
-Every task has connections of its own. Without this memory, each would wait for the same dead
-bookie, and leave the same ledger to the broker halfway. Of all threads.
+All threads of the process share them, because every task has connections of its own. Otherwise,
+each task would wait for the same dead bookie, and leave the same ledger to the broker halfway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Failure(NamedTuple):
 
 
 class _Recent(Generic[K]):
-    """The newest failures, by what failed."""
+    """The newest failures, by the key of the bookie or ledger."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

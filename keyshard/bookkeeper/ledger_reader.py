@@ -77,7 +77,7 @@ class LedgerReader:
         self._again: list[int] = []
         """Entries that are not requested now, because all their bookies have too many requests."""
         self._next = self._requested_to = self._whole_to = first
-        # Entries before the third one have arrived, and those before the second are requested.
+        # Entries before _requested_to are requested, and those before _whole_to have arrived.
         self._waiting: dict[int, int] = {}
         """Entries without an answer: how many of their bookies were asked."""
         self._arrived: dict[int, RawEntry] = {}
@@ -227,7 +227,7 @@ class LedgerReader:
         self._ask(again[:room])
 
     def _take(self, name: str, frames: Sequence[bytes]) -> None:
-        """Take answers of a bookie."""
+        """Accept answers: ask others for refused entries; give up a bookie with invalid answers."""
         ledger, digest = self._replicas.ledger, self._replicas.digest
         slowed, is_fast, before = False, digest == "CRC32C", len(self._arrived)
         owed, arrived, waiting = self._bookies.owed(name), self._arrived, self._waiting
@@ -265,7 +265,7 @@ class LedgerReader:
                 _log.log(level, "Bookie %s gave no entry %d:%d: %s.", name, ledger, entry, exc)
                 self._refused[entry] = f"{name}: {exc}"
                 self._ask((entry,))
-                owed = self._bookies.owed(name)  # others, if it was given up
+                owed = self._bookies.owed(name)  # empty if _ask() gave the bookie up
                 continue
             del waiting[entry]
             self._arrived_bytes += len(frame)

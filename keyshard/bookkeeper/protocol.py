@@ -131,9 +131,10 @@ def check_tls_starts(frame: bytes) -> None:
 
 
 def refuses_certificate(frame: bytes) -> bool:
-    """Return whether a frame says that the request for TLS has failed after its answer.
+    """Return whether a frame refuses the client certificate.
 
-    A bookie sends it if the handshake succeeds, but its authentication does not admit the client.
+    If the handshake succeeds, but the authentication of the bookie does not admit the client, the
+    bookie answers the request for TLS a second time, with an error.
     """
     return frame[:1] == _STARTING[:1]  # a tag of protobuf, which no frame of version 2 begins with
 
@@ -141,9 +142,9 @@ def refuses_certificate(frame: bytes) -> bool:
 def right_at(frame: bytes, ledger: int) -> tuple[int, int] | None:
     """Return the entry in a frame and the offset of its stored bytes, if the frame is right.
 
-    It is right if it has an entry of a ledger whose digest is ``CRC32C``, with a right digest. Of
-    other frames, :func:`answer_of` and :func:`stored_at` tell what is wrong. This is their fast
-    path: the frames of small entries cost more than the checks of their bytes.
+    A right frame has an entry of the ledger, with a right digest of type ``CRC32C``. For other
+    frames, :func:`answer_of` and :func:`stored_at` find the error. This function is their fast
+    path: if entries are small, the fixed cost of a frame exceeds that of its digest.
     """
     if len(frame) < _WHOLE.size or type(frame) is CutFrame:
         return None
@@ -160,7 +161,7 @@ def right_at(frame: bytes, ledger: int) -> tuple[int, int] | None:
 
 
 def _crc32c(frame: bytes) -> int:
-    """Return the digest of the entry in a frame. The digest in it lies between what it covers."""
+    """Compute the digest of the entry in a frame, of the bytes before and after the stored one."""
     # The library takes no views, only copies.
     right: int = extend(value(frame[_RESPONSE.size : _BODY_END]), frame[_WHOLE.size :])
     return right

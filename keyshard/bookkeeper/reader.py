@@ -1,9 +1,11 @@
 """A broker whose Readers read closed ledgers where they are stored, and all else by the broker.
 
-The rows are the same either way. So entries whose visibility only the broker knows, those of
-transactions and markers, send their ledger to the broker from there on. The same holds for entries
-that neither bookies nor the store of offloads return, and for entries that cannot be decoded,
-because the broker names the error.
+The rows are the same either way. The broker therefore reads the rest of a ledger, from an entry on,
+in these cases:
+
+- The entry belongs to a transaction, or is a marker. Only the broker knows whether it is visible.
+- Neither bookies nor the store of offloads return the entry, and the broker may be asked for it.
+- The entry cannot be decoded. The broker names the error.
 """
 
 from __future__ import annotations
@@ -54,13 +56,13 @@ class BookieReads:
     """Opens Readers of one topic partition that read closed ledgers where they are stored.
 
     Args:
-        broker: Reads all else.
+        broker: Reads all other entries.
         ledgers: The ledgers of the read: where they are stored, or why they are left to the broker.
         bookies: Connections to the bookies.
-        required: Whether it is an error that nothing but the broker returns an entry of a stored
-            ledger. If not, the broker is asked for it.
-        failures: Ledgers that were left to the broker lately, and are now.
-        cluster: The cluster in ``failures``, and how TLS is spoken with its bookies.
+        required: Whether it is an error if neither bookies nor the store of offloads return an
+            entry of a stored ledger. If not, the broker is asked for it.
+        failures: Recent failures. Ledgers in it are left to the broker, and new ones are added.
+        cluster: Key of the cluster in ``failures``, with the options that reach its storage.
         offloads: The store of offloaded ledgers, if any ledger is read from there.
     """
 
@@ -140,7 +142,7 @@ class BookieReads:
         start: EntryId,
         how: ReadOptions = DEFAULT_READ_OPTIONS,
     ) -> Reader:
-        """Read from an entry on, inclusive."""
+        """Open a Reader that begins at ``start``, inclusive."""
         if how.columns is not None and not _OF_BROKER.isdisjoint(how.columns):
             # Only the broker knows whether it shows them.
             why = "it has a column that only the broker knows"
@@ -214,7 +216,7 @@ class SegmentReader:
         return self._how.last is not None and self._next > self._how.last
 
     def _open(self) -> None:
-        """Open what reads the next entry."""
+        """Open the segment that has the next entry, or the broker's Reader if there is none."""
         ledger = self._stored_at(self._next)
         if ledger is not None:
             at = self._next.entry if self._next.ledger == ledger.ledger else 0
@@ -323,14 +325,15 @@ class SegmentReader:
         if reader is not None:
             self._was_lost = self._was_lost or not reader.stayed_connected()
             with suppress(BrokerError):
-                # All that it returned is known.
+                # A failed close loses nothing: the entries that it returned are taken already.
                 reader.close()
 
 
 def _plain(entries: Sequence[RawEntry]) -> tuple[list[RawEntry], str]:
-    """Return the entries before the first one that only the broker can judge, and why it is that.
+    """Return the entries before the first one that only the broker can judge, and the reason.
 
-    The returned entries begin after the metadata of the broker, which it does not send to clients.
+    The returned entries begin after the broker's metadata, which clients do not get.
+    The reason is empty if there is no such entry.
     """
     found: list[RawEntry] = []
     for raw in entries:
@@ -354,7 +357,7 @@ def _plain(entries: Sequence[RawEntry]) -> tuple[list[RawEntry], str]:
 def _opened(raw: RawEntry) -> tuple[int, bytes]:
     """Return the offset of an entry after the metadata of the broker, and its own metadata.
 
-    The entry can be damaged, though its digest is right: the digest belongs to what was written.
+    An entry with a right digest can be damaged: the digest covers the bytes as they were written.
 
     Raises:
         NotProtobufError, DecodeError, IndexError, struct.error: It has another form.
