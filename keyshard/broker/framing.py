@@ -44,8 +44,7 @@ def command_of(frame: bytes) -> bytes:
 class FrameReader:
     """Splits received bytes into frames; buffers at most one incomplete frame.
 
-    Of a frame larger than :data:`KEPT_BYTES_MAX` only the beginning
-    is kept.
+    It keeps only the beginning of a frame larger than :data:`KEPT_BYTES_MAX`.
 
     Args:
         bytes_max: Largest accepted frame, bytes.
@@ -94,7 +93,7 @@ class FrameReader:
                 stop = position + 4 + kept
                 if stop > end:
                     break
-                # Of bytes, a slice is a copy already.
+                # A slice of bytes is already a copy.
                 part = data if source is data else view
                 frames.append(bytes(part[position + 4 : stop]))
                 position = stop

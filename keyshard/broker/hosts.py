@@ -1,7 +1,7 @@
-"""Hosts that answer for one another: their IP addresses, and a question to the first that answers.
+"""Equivalent hosts: their IP addresses, and a question of which the first answer counts.
 
-A host may stand still without an end of its connections. Therefore, the next host is asked while
-the previous one has not answered yet, as RFC 8305 ("Happy Eyeballs") does with addresses.
+A host may hang while its connections stay open. Therefore, the next host is asked while the
+previous one has not answered yet, as RFC 8305 ("Happy Eyeballs") does with addresses.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ def ip_addresses(host: str, port: int) -> Sequence[str]:
 
 
 class HostQuestions(Generic[Host, Answer]):
-    """A question to hosts, each of several in a thread of its own.
+    """A question to equivalent hosts. Several hosts are asked in a thread each.
 
     Args:
         ask: Asks a host, and ends by itself.
-        discard: Gets each answer that comes after the first.
-        fail: Ends the source if a thread fails; default: the owner of the calling thread.
+        discard: Takes each answer that is not returned.
+        fail: Called with the error of a failed thread; it ends the source. Default:
+            :func:`keyshard.threads.owner` of the calling thread.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class HostQuestions(Generic[Host, Answer]):
             The first answer; ``None`` if none answers.
 
         Raises:
-            Exception: An error of a question that is none of keyshard's.
+            Exception: ``ask`` raised an error other than :class:`KeyShardError`.
         """
         end_s = time.monotonic() + timeout_s
         wait_s = min(NEXT_S, timeout_s / 2 / max(1, len(hosts)))
@@ -103,7 +104,7 @@ class HostQuestions(Generic[Host, Answer]):
         return None
 
     def _end(self, *, keep: bool = False) -> Answer | None:
-        """Wait for no more answers. Return the first, or discard it."""
+        """Stop waiting. Return the first answer if ``keep``, and discard all others."""
         with self._changed:
             self._over = True
             answers = list(self._answers)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-"""Guards what the class adds to the base class, for all futures: it is held for a moment."""
+"""Guards the attributes that the class adds, of all futures. It is held for a moment."""
 
 
 class LightFuture(Future[T]):
@@ -31,7 +31,7 @@ class LightFuture(Future[T]):
     _callback: Callable[[Future[T]], object] | None = None
 
     def __init__(self) -> None:
-        """Leave the base class for later."""
+        """Initialize nothing: :meth:`__getattr__` initializes the base class when it is needed."""
 
     def __getattr__(self, name: str) -> Any:
         with _lock:

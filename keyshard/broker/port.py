@@ -69,8 +69,8 @@ class Consumer(Protocol):
 
         Returns:
             Blocks in delivery order. Adjacent messages of one entry form one block. An entry may
-            span several blocks or calls. A reconnect falls between calls. It falls between blocks
-            of one call only if the queue holds at most ``POLLED_MAX`` messages.
+            span several blocks or calls. The blocks of a call come from one connection, unless
+            ``receiver_queue_size`` is at most ``POLLED_MAX``: a reconnect may then separate them.
 
         Raises:
             ChunkedMessageError: A chunked message arrived. None of it is acknowledged.
@@ -112,10 +112,10 @@ class Consumer(Protocol):
         """Return whether the broker holds this consumer now. A reconnect makes this false."""
 
     def has_given_all(self) -> bool:
-        """Return whether it is connected and, while it is idle, has handed out all that arrived.
+        """Return whether it is connected, and no message waits in another process or was dropped.
 
-        If the client is in another process, silence alone does not show that: messages may wait
-        in that process while it is suspended.
+        If the consumer is also idle, all messages that arrived are handed out. Silence alone does
+        not show that: a suspended process of the client may hold messages.
         """
 
     def problem(self) -> str:
@@ -282,9 +282,9 @@ class EntryProducer(Protocol):
     def knows_every_id(self) -> bool:
         """Whether the broker surely knows the ids that it has stored.
 
-        If not, a caller that repeats ids looks for them in the topic while it has the producer.
-        Another one may have the name while the connection is lost. So if it is lost before the last
-        id is confirmed, the next :meth:`publish`, or the wait for a confirmation, fails with a
+        If not, a caller that repeats ids looks for them in the topic while it has the producer. If
+        the connection is lost before the caller's last id is confirmed, another producer may have
+        had the name. The next :meth:`publish`, or the wait for a confirmation, then fails with a
         retriable error, and the caller looks again.
         """
 
@@ -318,8 +318,8 @@ class EntryProducer(Protocol):
                 some of these ids, only the other messages are stored.
 
         Returns:
-            The id of the stored entry; ``None`` if all its messages were stored before. Errors are
-            those below, and:
+            Future id of the stored entry; ``None`` if all its messages were stored before. The
+            future fails with the errors below, or with:
 
             - ``DeduplicationError``: the producer has a name, and the broker does not deduplicate.
               The first entry may be stored.
@@ -359,8 +359,8 @@ class EntryProducer(Protocol):
             timeout_s: Longest wait for the broker, seconds; ``None``: the timeout of a request.
 
         Raises:
-            BrokerUnavailableError: No answer in time (retriable). The broker gives the name back as
-                soon as it goes on.
+            BrokerUnavailableError: No answer in time (retriable). The broker frees the name once it
+                handles the request.
         """
 
 
@@ -382,7 +382,7 @@ class WorkerFacts:
 
 
 class OpensReaders(Protocol):
-    """A broker as far as it opens Readers."""
+    """The part of a broker that opens Readers."""
 
     def reader(
         self,
@@ -390,7 +390,7 @@ class OpensReaders(Protocol):
         start: EntryId,
         how: ReadOptions = DEFAULT_READ_OPTIONS,
     ) -> Reader:
-        """Read from ``start``, inclusive. If that entry is gone, begin at the next stored entry.
+        """Open a Reader at ``start``, inclusive. If that entry is gone, it begins at the next one.
 
         Raises:
             BrokerUnavailableError: No answer before the operation timeout (retriable).
@@ -473,7 +473,7 @@ class Broker(OpensReaders, Protocol):
         """
 
     def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Producer:
-        """Publish to ``topic_partition``; Pulsar creates a missing topic.
+        """Open a producer for ``topic_partition``; Pulsar creates a missing topic.
 
         Args:
             send_timeout_ms: Longest wait of one send for its confirmation, milliseconds.
@@ -483,7 +483,7 @@ class Broker(OpensReaders, Protocol):
         """
 
     def entry_producer(self, topic_partition: TopicPartition, how: PublishOptions) -> EntryProducer:
-        """Publish entries to ``topic_partition``; Pulsar creates a missing topic if it may.
+        """Open an entry producer for ``topic_partition``; Pulsar creates a missing topic if it may.
 
         Raises:
             ConfigError: This transport does not publish entries.

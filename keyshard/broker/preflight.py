@@ -212,7 +212,7 @@ def _asked(connection: Connection, credentials: Credentials, host: str) -> _Aski
 
 @contextmanager
 def _explained(host: str, connection: Connection) -> Iterator[None]:
-    """Translate every failure behind a connection into an error of one sentence."""
+    """Translate every failure on an open TCP connection into an error that names its cause."""
     failed = partial(_failed, connection)
     try:
         yield

@@ -32,11 +32,11 @@ def _is_retriable(exc: BaseException) -> bool:
 
 
 class _StaysLimited(tenacity.stop.stop_base):
-    """Ends the retries once a limit of the broker has been reached for too long to be passing."""
+    """Ends the retries once a limit of the broker stays reached for :data:`LIMITED_S`."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
-        """When the limit was met; ``None`` while it is not."""
+        """When the limit was reached; ``None`` while it is not."""
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> bool:
         error = retry_state.outcome.exception() if retry_state.outcome is not None else None

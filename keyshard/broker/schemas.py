@@ -73,9 +73,10 @@ def first_tries_s(connection: Connection) -> float:
 
 
 def topics_of(config: SourceConfig) -> Sequence[str]:
-    """Return the topics of a source, named or matching now, by the names that rows contain.
+    """Return the topics of a source, as rows name them: the named ones, or those that match now.
 
-    If a partition is named as a topic, its rows and its schema are those of the whole topic.
+    A partition that is named as a topic counts as its topic, which has the schema and is the one
+    that rows name.
 
     Raises:
         BrokerUnavailableError: The admin interface, which a pattern needs, does not answer.

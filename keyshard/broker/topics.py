@@ -69,7 +69,7 @@ class Catalog:
         return tuple(map(commonprefix, by_namespace.values()))
 
     def watch(self, prefix: str, changed: Callable[[], None]) -> TopicWatch | None:
-        """Watch the topics whose names begin so.
+        """Watch the topics whose names begin with ``prefix``.
 
         Args:
             prefix: One of :meth:`prefixes`.
@@ -202,7 +202,8 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
     # A topic and one of its partitions may both be named.
     consumed = tuple(dict.fromkeys(tp for topic in topics for tp in existing[topic]))
     if consumed:
-        # Fail earlier than a subscribe would: that waits as long as for ranges in use.
+        # An unreachable broker fails here. A subscribe would retry for as long as it waits for a
+        # range that is in use.
         retry_until(lambda: catalog.reach(consumed[0].topic), timeout_s)
     others = frozenset(known) - set(consumed)
     kept = frozenset(tp for tp in others if tp in existing[tp.topic])

@@ -31,7 +31,7 @@ class BeginAgainError(BrokerUnavailableError):
 
 
 class AcceptedLostError(BeginAgainError):
-    """The broker has lost messages that it had accepted, and an earlier attempt has sent."""
+    """The broker has lost messages of an earlier attempt that it had accepted."""
 
 
 class MaybeStoredError(BeginAgainError):
@@ -100,8 +100,7 @@ class Unconfirmed:
         self._begun = False
         self._was_opened = False
         self._unsure = False
-        """Whether others may have published under the name since the caller looked what is stored.
-        """
+        """Whether others may have published under the name since the caller read the topic."""
         self.messages = self.bytes = 0
 
     def __len__(self) -> int:
@@ -133,7 +132,7 @@ class Unconfirmed:
         Raises:
             UnsureError: The broker may have stored it without knowing its ids.
             OtherWriterError: The broker knows later ids of the name.
-            RolledBackError: It does not know earlier ids any more.
+            RolledBackError: It has lost ids that the caller takes for known.
         """
         if self._unsure:
             raise UnsureError
@@ -157,7 +156,7 @@ class Unconfirmed:
             UnsureError: It may have stored entries whose ids it does not know.
             OtherWriterError: It knows ids that no entry has.
             ForgottenError: It does not know ids that it confirmed.
-            RolledBackError: It does not know ids any more that no entry has.
+            RolledBackError: It has lost ids that the caller takes for known.
         """
         if not self._begun:
             self._seen = max(self._seen, last)
@@ -219,7 +218,7 @@ class Unconfirmed:
 
     @property
     def probing(self) -> bool:
-        """Whether a probe is sent before anything else."""
+        """Whether a probe is sent first: one message that shows whether earlier ones are stored."""
         return self._probe is not None
 
     def probe_again(self) -> None:
@@ -227,7 +226,7 @@ class Unconfirmed:
         self._probe_sent = False
 
     def confirm(self, sequence_id: int, *, duplicate: bool) -> list[Pending]:
-        """Take a receipt; return the entries that are stored now.
+        """Accept a confirmation. Return the entries that are stored now.
 
         Args:
             sequence_id: First id of the confirmed entry.

@@ -54,8 +54,8 @@ class _Authorization(httpx.Auth):
 class _Content(httpx.SyncByteStream):
     """The bytes of an answer, with a time limit, so that a slow trickle cannot block the caller.
 
-    A connection ends with a server error. If a request of Pulsar 5.0.1 fails by an error that the
-    broker does not expect, the next request on its connection may get status 500, or no answer.
+    After a server error, its ``close`` ends the connection. If Pulsar 5.0.1 meets an unexpected
+    error in a request, the next request on that connection may get status 500, or no answer.
     """
 
     def __init__(self, answer: httpx.Response) -> None:
@@ -133,7 +133,7 @@ class AdminHttp:
         self._connection = connection
         self._credentials = Credentials(connection)
         auth: httpx.Auth = _Authorization(self._credentials)
-        # They are redacted from texts of others.
+        # While these objects live, the secrets are redacted from texts of servers and httpx.
         self._own = Secret(url.password, url.username), Secret(url.password or url.username)
         if url.userinfo:
             auth = httpx.BasicAuth(url.username, url.password)
@@ -199,7 +199,7 @@ class AdminHttp:
         try:
             reason = str(answer.json()["reason"])
         except UNEXPECTED:
-            # The filter in front of the interface; missing permissions are reported as JSON.
+            # The authentication filter refused: only answers about permissions are JSON.
             raise not_accepted(
                 f"The admin interface at {self.where}", self._credentials.who(),
                 f"status {answer.status_code}",

@@ -117,13 +117,13 @@ class Admin(Protocol):
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 
     def consumer_limits(self, topic: str) -> tuple[int, int]:
-        """Most consumers in one topic partition, and of one subscription there; 0 for no limit."""
+        """Maximum consumers of a topic partition, and of one subscription there; 0 for no limit."""
 
     def deduplicates(self, topic: str) -> bool:
         """Whether the broker deduplicates a topic."""
 
     def deduplicates_by_topic(self, topic: str) -> bool:
-        """Whether a policy of the topic itself enables that."""
+        """Whether a policy of the topic itself enables deduplication."""
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
         """A version of a topic's schema, by default the newest; ``None`` if there is none."""

@@ -86,7 +86,7 @@ class PulsarAdmin:
         return self._checked(path, self._request("GET", path)).text.strip().strip('"')
 
     def settings(self) -> Mapping[str, str]:
-        """Configuration of the broker by name; empty if this user may not read it."""
+        """Configuration of the broker by name; empty if this role may not read it."""
         path = "brokers/configuration/runtime"
         try:
             response = self._request("GET", path)
@@ -142,10 +142,12 @@ class PulsarAdmin:
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         """Delete a topic that a reconnect of keyshard recreated. Return whether it is gone now.
 
-        It is kept if it holds an entry, or if other clients used it. ``None``: the next answer may
-        be another. A consumer of the subscription is connected, and may be one of keyshard's that
-        is about to be closed. Or there is no subscription, because the broker is deleting the topic
-        or one of keyshard's consumers is just creating it.
+        ``False``: it holds an entry, other clients used it, or the broker refuses to delete it.
+        ``None``: it is undecided, so ask again later. There are two cases:
+
+        - A consumer of the subscription is connected. It may be one that keyshard is closing.
+        - There is no subscription. The broker may be deleting the topic, or a consumer of keyshard
+          may be creating the subscription.
         """
         path = _path(topic_partition.name)
         stats = f"{path}/stats?subscriptionBacklogSize=false"
@@ -229,7 +231,7 @@ class PulsarAdmin:
         return per_consumer, per_subscription
 
     def consumer_limits(self, topic: str) -> tuple[int, int]:
-        """Most consumers in one topic partition, and of one subscription there; 0 for no limit.
+        """Maximum consumers of a topic partition, and of one subscription there; 0 for no limit.
 
         Without a policy of the topic or its namespace, the limits are those of the broker, if this
         role may see them.
@@ -421,7 +423,7 @@ def _names(found: list[Any]) -> set[str]:
 
 
 def _use_of(stats: Mapping[str, Any], subscription: str) -> tuple[bool, bool]:
-    """Return whether other clients used a topic, and whether it has only a left subscription."""
+    """Return whether others used a topic, and whether its subscription exists without consumers."""
     subscriptions = stats["subscriptions"]
     others = set(subscriptions) - {subscription}
     used = bool(stats.get("publishers") or stats.get("msgInCounter") or others)

@@ -1,4 +1,4 @@
-"""Credentials of a connection for brokers and the admin interface, and its name in texts."""
+"""Credentials of a connection, and the description of the client in error texts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Credentials:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._shown: deque[Secret] = deque(maxlen=SHOWN_MAX)
-        """Credentials that were sent last; they are redacted from texts of others."""
+        """The credentials sent last. While they are kept here, server texts are redacted."""
         own = connection.authentication
         self._access_tokens: AccessTokens | None = None
         if isinstance(own, OAuth2):

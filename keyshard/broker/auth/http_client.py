@@ -43,7 +43,7 @@ class Proxies:
         self.no_proxy = self._variables["no"].name if "no" in self._variables else "NO_PROXY"
         """Name of the variable that excludes hosts."""
         urls = [_split(one.value) for one in self._variables.values()]
-        # They are redacted from texts of others.
+        # While these objects live, the secrets are redacted from texts of proxies and httpx.
         self._own = [Secret(unquote(url[1]), unquote(url[0])) for url in urls if url[1]]
 
     def of(self, url: str) -> Variable | None:

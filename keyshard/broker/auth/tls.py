@@ -32,9 +32,10 @@ def tls_context(connection: Connection) -> ssl.SSLContext:
 
 
 def shared_tls_context(connection: Connection) -> ssl.SSLContext:
-    """Return a context that clients of one library share while the files are unchanged.
+    """Return a context that httpx clients share while the files are unchanged.
 
-    Loading the authorities takes longer than all admin requests of a task.
+    Loading the authorities takes longer than all admin requests of a task. Only httpx may use this
+    context, because httpx changes it: it sets the ALPN protocols.
 
     Raises:
         ConfigError: One of its files has invalid content.
@@ -48,7 +49,7 @@ _Path = str | os.PathLike[str] | None
 
 
 class TlsOptions(NamedTuple):
-    """How TLS is spoken with some hosts, and how a user names that."""
+    """TLS options for some hosts, and the option names that error texts use for them."""
 
     trusted: _Path
     """PEM file of trusted authorities; ``None``: those of certifi."""
@@ -59,9 +60,9 @@ class TlsOptions(NamedTuple):
     verification: bool
     """Whether the certificate must name the host."""
     prefix: str = "tls_"
-    """Begins the names of the options of all four."""
+    """Prefix of the option names of all four."""
     named_in: str = "the URL"
-    """Where a user names the host."""
+    """Where a user sets the host, for error texts."""
 
 
 def _asked(connection: Connection) -> TlsOptions:

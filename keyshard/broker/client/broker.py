@@ -73,7 +73,7 @@ class ClientBroker:
         try:
             return bool(self.missing([topic]))
         except BrokerUnavailableError:
-            return False  # the client says why
+            return False  # the caller's next request fails, with the reason
 
     def watch_topics(
         self,

@@ -4,7 +4,8 @@ The client's blocking calls have two faults. Some never return once the client i
 subscribe that waits for a lost connection. And if a thread is inside the client's C++ code, or in a
 callback from it, while the interpreter ends, the process aborts. This module therefore uses the
 calls with a callback. The end of the connection ends every wait, and the end of the program ends
-every connection (:mod:`.at_exit`). Callbacks and short calls are waited for.
+every connection (:mod:`.at_exit`). The close of a client waits, for a limited time, until no short
+call runs in the client and the client holds no callback.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class _WaitingClient(_Waiting):
         try:
             closing.answer_of(self._raw.close_async, CLOSE_S)
         finally:
-            # Without a shutdown, its threads keep running for what was not closed in time.
+            # Without a shutdown, its threads keep running for handles not closed in time.
             self._raw.shutdown()
             if not (self._calls.left(LEAVE_S) and closing.left(LEAVE_S)):
                 _log.debug("the client still holds a callback or a thread after its end")
@@ -180,7 +181,11 @@ class _WaitingClient(_Waiting):
 
 
 def calls_of(client: pulsar.Client) -> Calls:
-    """Make a client, and every handle that it opens, wait in Python."""
+    """Change a client so that it, and every handle that it opens, waits in Python.
+
+    Returns:
+        The calls to the client. Direct calls of its C++ objects must go through it.
+    """
     calls = Calls()
     client._client = _WaitingClient(client._client, calls)
     return calls

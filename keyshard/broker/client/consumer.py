@@ -67,7 +67,8 @@ class ClientConsumer:
     def _take(self, timeout_ms: int) -> list[Any]:
         deadline = time.monotonic() + timeout_ms / 1000
         with translated("receive from", self._topic_partition):
-            # On its own, because a reconnect may lie between it and the client's queue.
+            # Messages of when_ready() are returned alone: a reconnect may lie between them and the
+            # client's queue.
             messages = self._take_first()
             if not messages:
                 polled = self._spec.receiver_queue_size <= POLLED_MAX

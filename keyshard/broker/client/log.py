@@ -103,7 +103,7 @@ class _ClientLog:
             return pulsar.FileLogger(pulsar.LoggerLevel.Warn, f"/dev/fd/{self._file}")
 
     def leave(self) -> None:
-        """Count a closed client. After the last one, forward the rest of the log first."""
+        """Count a closed client. If it was the last, forward the rest of the log, then return."""
         with self._lock:
             self._clients -= 1
             if self._clients or self._thread is None:

@@ -16,8 +16,8 @@ Behaviour of Pulsar that it reproduces, because programs often get it wrong, by 
 - Positions inside a range are not monotonic: slots that wait for their owner are overtaken by
   slots that do not. Within a slot, order is kept.
 - Entries of a range without a consumer, or with a full client queue, fill the replay queue. Then
-  all ranges of the topic partition stop (:class:`LookAhead`). Acknowledging waiting entries does
-  not help until their range could get them.
+  all ranges of the topic partition stop (:class:`LookAhead`). An acknowledged entry stays in the
+  queue until its range has a consumer that could receive it.
 - If a consumer closes or reconnects, its unacknowledged entries are redelivered from the first
   index. When the last consumer leaves, the cursor rewinds to its mark-delete.
 - Subscribing to a missing topic creates it, without partitions. So does a consumer whose topic is

@@ -215,7 +215,7 @@ class MemoryAdmin:
         return limits.per_consumer, limits.per_subscription
 
     def consumer_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
-        """Most consumers in one topic partition, and of one subscription there: no limit."""
+        """Maximum consumers of a topic partition, and of one subscription there: no limit."""
         return 0, 0
 
     def deduplicates(self, topic: str) -> bool:
@@ -224,7 +224,7 @@ class MemoryAdmin:
             return self._cluster.publishing.deduplicates(topic)
 
     def deduplicates_by_topic(self, topic: str) -> bool:  # noqa: ARG002
-        """Whether a policy of the topic itself enables that; there are no such policies."""
+        """Whether a policy of the topic itself enables deduplication; topics have no policies."""
         return False
 
     def close(self) -> None:

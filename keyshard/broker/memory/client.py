@@ -33,7 +33,7 @@ GROUP_MAX = 1_000
 
 @dataclass(frozen=True, slots=True)
 class MemoryConnection:
-    """The interface of its client and of the cluster to a consumer."""
+    """The parts of the client and of the cluster that a consumer uses."""
 
     lock: threading.RLock
     now_ms: Callable[[], int]
@@ -46,7 +46,7 @@ class MemoryConnection:
     grouped: Callable[[MemoryConsumer], None]
     """Called when a consumer groups acknowledgements."""
     catch_up: Callable[[], None]
-    """Does what is due in the cluster: groups of acknowledgements, and delayed messages."""
+    """Sends the groups of acknowledgements and the delayed messages that are due in the cluster."""
     send_due: Callable[[], None]
     """Sends the delayed messages that are due."""
 

@@ -292,7 +292,7 @@ class MemoryCluster:
             self.publishing.fail(topic_partition)
 
     def forget_producer(self, where: TopicPartition, name: str, behind: int = -1) -> None:
-        """Forget the sequence ids of a name behind one; by default all, as after some hours."""
+        """Forget a name's sequence ids above ``behind``; by default all, as after some hours."""
         with self.lock:
             self.publishing.forget(where, name, behind)
 
@@ -343,7 +343,7 @@ class MemoryCluster:
     def acknowledge(
         self, topic_partition: TopicPartition, subscription: str, entries: Iterable[EntryId]
     ) -> None:
-        """Acknowledge entries as another client, such as an administrator who skips them."""
+        """Acknowledge entries as another client, such as an administrator, would."""
         with self.lock:
             ordinals = [self.log(topic_partition).ordinal(entry_id) for entry_id in entries]
             known = [ordinal for ordinal in ordinals if ordinal is not None]
@@ -539,7 +539,7 @@ class MemoryCluster:
 
     @contextmanager
     def _disconnected(self, of: Collection[TopicPartition] | None = None) -> Iterator[None]:
-        """Disconnect consumers in the block. Then reconnect the connected ones, in their order."""
+        """Drop connected handles before the block, and reconnect them in their order after it."""
         dropped = [client.drop(of) for client in self._clients]
         yield
         for client, handles in zip(self._clients, dropped, strict=True):

@@ -34,7 +34,7 @@ class Cursor:
 
     @property
     def ack_gaps(self) -> int:
-        """Number of runs of acknowledged entries above the mark-delete."""
+        """Number of ack gaps: one before each run of acknowledged entries above the mark-delete."""
         return sum(ordinal - 1 not in self.acked for ordinal in self.acked)
 
     @property

@@ -57,12 +57,13 @@ class Deduplication:
         self.failed()
 
     def forget(self, name: str, behind: int) -> None:
-        """Forget the ids of a name behind one.
+        """Forget the ids of a name above ``behind``.
 
         Args:
             name: The name of the producer.
-            behind: :data:`NOTHING` forgets the name, as after hours without a producer. With a
-                higher id, it is what Pulsar before 5.0 may do when it loads a topic.
+            behind: Highest id that is kept. Pulsar before 5.0 may forget later ids when it loads a
+                topic. :data:`NOTHING` forgets the name, as Pulsar does after hours without a
+                producer.
         """
         for ids in (self._pushed, self._stored):
             known = min(ids.pop(name, NOTHING), behind)

@@ -20,8 +20,8 @@ class DelayedEntries:
     """Entries that wait for their time, by ordinal.
 
     Args:
-        look_ahead: Number of waiting entries from which nothing is delivered before the first of
-            them is due, if all entries since the first had a time and their times ascend.
+        look_ahead: Number of waiting entries at which the broker sends nothing until the first of
+            them is due. This applies if all entries since the first have ascending times.
         now_ms: The clock, milliseconds.
         first_waits: Whether the first entry with a time is kept even if it is due.
     """
@@ -74,7 +74,7 @@ class DelayedEntries:
         return found
 
     def stop_all(self) -> bool:
-        """Return whether the broker reads no further: it expects that nothing is due before."""
+        """Return whether the broker sends nothing until the first waiting entry is due."""
         return self._ascending and len(self) >= self._look_ahead and not self.is_due()
 
     def ordinals(self) -> frozenset[int]:

@@ -104,7 +104,7 @@ class Subscription:
         unacked_limits: When unacknowledged messages stop a range, or all.
         now_ms: The clock, milliseconds.
         delays: Called when an entry waits for its time.
-        release: Behaviour of the broker.
+        release: The Pulsar version that the broker imitates.
     """
 
     def __init__(
@@ -408,8 +408,8 @@ class Subscription:
 class ReplayQueue:
     """Entries that wait for their owner, in position order per owner.
 
-    An entry that is acknowledged while it waits still counts, until its owner asks for it. In
-    releases without ``acknowledged_wait``, it also ends when the mark-delete passes it.
+    An entry that is acknowledged while it waits stays in the queue until its owner asks for it. In
+    Pulsar versions without ``acknowledged_wait``, it leaves as soon as the mark-delete passes it.
     """
 
     def __init__(self) -> None:

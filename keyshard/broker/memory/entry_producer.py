@@ -41,7 +41,12 @@ StoreEntry = Callable[[TopicPartition, Sequence[Message], str, int], EntryId]
 
 
 class _Confirmation(Future[EntryId | None]):
-    """A future whose owner waits until its deadline: no thread watches the time."""
+    """A future whose ``result`` checks its deadline, because no thread watches the time.
+
+    Args:
+        expire: Fails the entries whose deadline has passed.
+        deadline_s: Monotonic seconds.
+    """
 
     def __init__(self, expire: Callable[[], None], deadline_s: float) -> None:
         super().__init__()
@@ -90,7 +95,7 @@ class MemoryEntryProducer:
         self._queue = Unconfirmed(named=how.name is not None, encode=self._encoded)
         self._connected = self._closed = self._sending = False
         self._connections = 0
-        """Connections so far; a receipt counts on the connection that sent its entry."""
+        """Connections so far; a confirmation counts on the connection that sent its entry."""
         self._ended: KeyShardError | None = None
         self._last_error: KeyShardError | None = None
         """Why the last attempt to open failed."""
@@ -207,7 +212,7 @@ class MemoryEntryProducer:
                     self._end(exc)
 
     def _confirmed(self, connection: int, sequence_id: int, stored: EntryId | None) -> None:
-        """Take a receipt of the broker."""
+        """Accept a confirmation of the broker, unless its connection was lost."""
         with self._changed:
             if not self._connected or connection != self._connections:
                 return
@@ -225,7 +230,7 @@ class MemoryEntryProducer:
             self._send()
 
     def _send(self) -> None:
-        """Send the entries that are due. Their receipts come while it runs."""
+        """Send the entries that are due. Confirmations may arrive while it runs."""
         if self._sending:
             return
         self._sending = True

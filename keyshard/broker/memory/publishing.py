@@ -40,7 +40,7 @@ class Write:
     last: int
     store: Callable[[], EntryId]
     confirmed: Callable[[int, EntryId | None], None]
-    """Takes the receipt, if the connection that sent the entry still stands."""
+    """Takes the confirmation, if the connection that sent the entry still stands."""
 
 
 class Publishing:
@@ -54,9 +54,9 @@ class Publishing:
         self._enabled: set[str] = set()
         self._held: dict[TopicPartition, list[Write]] = {}
         self._undecided: dict[TopicPartition, list[Write]] = {}
-        """Entries whose client asks again until their predecessors are written."""
+        """Entries that may be copies of held ones, and are judged again after these are written."""
         self._full: dict[str, list[Publisher]] = {}
-        """By topic whose quota is exceeded: what was refused, and tries again."""
+        """Refused producers, by topic. They reconnect once its quota is not exceeded any more."""
 
     def enable(self, topic: str) -> None:
         """Deduplicate a topic from now on."""
@@ -96,7 +96,7 @@ class Publishing:
         if self._open.get((where, name)) is publisher:
             del self._open[where, name]
         if where in self._undecided:
-            # It asks again when it is back.
+            # The producer sends them again after it reconnects.
             waiting = self._undecided[where]
             self._undecided[where] = [one for one in waiting if one.publisher is not publisher]
 
@@ -150,7 +150,7 @@ class Publishing:
             self._seen.pop(one, None)
 
     def forget(self, where: TopicPartition, name: str, behind: int) -> None:
-        """Forget the ids of a name behind one."""
+        """Forget the ids of a name above ``behind``."""
         self._ids(where).forget(name, behind)
 
     def set_quota(self, topic: str, *, exceeded: bool) -> None:

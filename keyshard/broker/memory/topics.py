@@ -44,7 +44,7 @@ class TopicStore:
 
     Args:
         entries_per_ledger: Entries after which a topic partition opens its next ledger.
-        release: Behaviour of the broker.
+        release: The Pulsar version that the broker imitates.
     """
 
     def __init__(self, entries_per_ledger: int, release: Release) -> None:
@@ -141,7 +141,8 @@ class TopicStore:
         """Return the log as :meth:`log`, but create a missing topic.
 
         Raises:
-            TopicNotFoundError: It is a partition of a topic that is not partitioned, or has fewer.
+            TopicNotFoundError: The topic exists without this partition. Or it is missing, and the
+                Pulsar version refuses partitions of missing topics.
         """
         refused = topic_partition.partition >= 0 and self._release.partitions_need_topic
         missing = topic_partition not in self._logs and topic_partition.topic not in self._topics
