@@ -1,4 +1,4 @@
-"""Run a handler over everything that is there, in a test."""
+"""Run a handler over the backlog of a source, in a test."""
 
 from __future__ import annotations
 
@@ -82,7 +82,11 @@ def run_until_idle(
 
 
 def _backlog(admin: Admin, source: KeyShardSource, status: Status) -> int:
-    """Return the messages that are not acknowledged, by the broker or by the status."""
+    """Return the number of unacknowledged messages.
+
+    It is the larger of two counts: the broker's backlog, and the messages that wait for a handler
+    or are in one, by the status.
+    """
     held = sum(one["waiting"] + one["inFlight"] for one in status["ranges"])
     backlog = 0
     for one in status["partitions"]:

@@ -153,9 +153,10 @@ class ClusterBroker(ClusterMember):
         super().freeze()
 
     def resume(self) -> None:
-        """Let a frozen broker go on (SIGCONT).
+        """Resume a frozen broker (SIGCONT).
 
-        If its session with ZooKeeper has expired meanwhile, it ends, and is launched again.
+        If its session with ZooKeeper has expired meanwhile, the broker process ends, and this
+        method launches a new one.
         """
         frozen_s = time.monotonic() - self._frozen_s
         super().resume()

@@ -24,14 +24,14 @@ from keyshard.config.connection import Connection
 from keyshard.errors import AuthenticationError, AuthorizationError, BrokerError, DevBrokerError
 
 STOP_S = 20.0
-"""Longest time for an orderly end of a process, seconds."""
+"""Longest time for a graceful end of a process, seconds."""
 _POLL_S = 0.02
 _KILL_TIMEOUT_S = 10.0
 _LOG_LINES = 15
 
-# A pipe detects the death of the parent, whatever killed it. (PR_SET_PDEATHSIG would also fire when
-# only the *thread* that started the broker ends, and needs code between fork and exec.) A line
-# means that the broker was stopped in order; end of file without it means a dead parent.
+# A pipe detects the death of the parent from any cause. (PR_SET_PDEATHSIG would also fire when only
+# the *thread* that started the broker ends, and needs code between fork and exec.) A line means
+# that the parent has dismissed the watchdog. End of file without a line means a dead parent.
 _WATCHDOG = """\
 read -r line && exit 0
 kill -s KILL -- "-$1"
@@ -126,7 +126,9 @@ class ProcessOwner:
         return self._process is not None and self._process.returncode() is None
 
     def stop(self, timeout_s: float = STOP_S) -> None:
-        """Stop it in order (SIGTERM), so that a broker hands over its topics; then kill it.
+        """Stop the process gracefully (SIGTERM), so that a broker hands over its topics.
+
+        If the process does not end in time, kill it.
 
         Args:
             timeout_s: Time before it is killed, seconds.
@@ -136,7 +138,7 @@ class ProcessOwner:
             self._process = None
 
     def kill(self) -> None:
-        """End it at once (SIGKILL to its process group); returns when it is gone."""
+        """Kill the process group (SIGKILL) and return when it is gone."""
         if self._process is not None:
             self._process.kill()
             self._process = None
@@ -158,7 +160,7 @@ def kill_group(pid: int, reap: Callable[[], object] | None = None) -> None:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
             break
-        except PermissionError:  # macOS raises it for a group of zombies.
+        except PermissionError:  # macOS raises this error for a group of zombies.
             break
         if reap is not None:
             reap()
@@ -239,7 +241,7 @@ _NAMESPACE = "public/default"
 _PROBE = f"/lookup/v2/topic/persistent/{_NAMESPACE}/keyshard-probe"
 _STUCK = re.compile(
     rb"Lock on resource (?:/ledgers/available/\S+ was invalidated\. state Valid"
-    # From Pulsar 5.0 on, facts stand behind the text.
+    # From Pulsar 5.0 on, the path and the state follow the text, in braces.
     rb"|was invalidated \{.*/ledgers/available/.*\bValid)"
 )
 _STUCK_LINES = 3
@@ -272,7 +274,7 @@ class LogWatch:
     """
 
     def __init__(self, path: Path, start: int) -> None:
-        """Watch what is written to ``path`` after its first ``start`` bytes."""
+        """Watch the log at ``path`` after its first ``start`` bytes."""
         self._path = path
         self._start = start
         self._next = start
@@ -286,7 +288,7 @@ class LogWatch:
             return text.search(log.read()) is not None
 
     def stuck(self) -> bool:
-        """Whether the storage is in that loop."""
+        """Whether a bookie is deleting and renewing its registration without end."""
         with self._path.open("rb") as log:
             log.seek(self._next)
             new = log.read()
@@ -352,10 +354,10 @@ def is_answer(status: int) -> bool:
     """Whether a broker that has its namespace decided a lookup.
 
     Without automatic creation of topics, the answer is 404. Without persistent topics, it is 405.
-    A broker that is not ready yet answers with a status from 500.
+    A broker that is not ready yet answers with a status of 500 or higher.
 
     Args:
-        status: Status of the answer over HTTP.
+        status: HTTP status of the answer.
     """
     return status == 200 or 400 <= status < 500
 
@@ -416,7 +418,7 @@ def give_back(port: int) -> None:
 
 @atexit.register
 def _give_all_back() -> None:
-    """Close what is still reserved; a socket that Python itself closes is a ``ResourceWarning``."""
+    """Close all reserved sockets, because Python gives a ``ResourceWarning`` for open ones."""
     for port in list(_held):
         give_back(port)
 

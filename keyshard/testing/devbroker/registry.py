@@ -110,7 +110,7 @@ def forget(folder: Path) -> None:
 
 
 def stop(record: BrokerRecord) -> None:
-    """Stop a broker in order (SIGTERM), or by SIGKILL if it takes too long.
+    """Stop a broker gracefully (SIGTERM), or by SIGKILL if it takes too long.
 
     Raises:
         DevBrokerError: It belongs to another user, or does not end.

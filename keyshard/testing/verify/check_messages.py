@@ -28,12 +28,17 @@ def no_loss(events: Sequence[Event]) -> Verdict:
 def key_order(events: Sequence[Event]) -> Verdict:
     """Check that messages of a key in a topic partition reach user code in the order of ``seq``.
 
-    Messages without ``seq`` are compared by position. In batches, the order covers all committed
-    batches, in the order of their checkpoints; a key lies in one part of a batch. Otherwise a key
-    may start again from an earlier message, once after each fault. A message that comes for the
-    first time never comes after a later one. An unparked dead letter may come between older
-    messages that are redelivered after a fault: those continue where they were. If the dead letter
-    is redelivered too, it runs again after them.
+    Messages without ``seq`` are compared by message id.
+
+    With batches, the order covers all committed batches, in the order of their checkpoints. All
+    rows of a key in a batch must be in one part.
+
+    With handlers or deliveries:
+
+    - A message that comes for the first time never comes after a later message of its key.
+    - After each fault, a key may start again from an earlier message, once.
+    - An unparked dead letter may run between older messages that are redelivered after a fault. If
+      the dead letter is redelivered too, it must run again after them.
     """
     view = HistoryView.of(events)
     found = Findings("order per key", "messages with a key", "no message with a key was consumed")
@@ -145,12 +150,12 @@ def exactly_once(events: Sequence[Event]) -> Verdict:
 
 
 def bounded_duplicates(events: Sequence[Event], deliveries_max: int | None = None) -> Verdict:
-    """Check that user code gets a message at most once, and once more per earlier fault.
+    """Check that user code gets a message at most once, plus once for each earlier fault.
 
     Args:
         events: The history.
-        deliveries_max: Most deliveries instead; ``None``: 1, plus 1 for each earlier ``crashed``
-            or ``disconnected``, and for each ``failed`` of the message.
+        deliveries_max: Most deliveries of a message, regardless of faults. ``None``: 1, plus 1 for
+            each earlier ``crashed`` or ``disconnected``, and for each ``failed`` of the message.
     """
     view = HistoryView.of(events)
     found = Findings("bounded duplicates", "deliveries to user code", "nothing was consumed")
@@ -204,10 +209,13 @@ def liveness(events: Sequence[Event], liveness_s: float = LIVENESS_S) -> Verdict
 def rerun_equality(events: Sequence[Event]) -> Verdict:
     """Check that a batch that runs again has the same rows in the same parts in the same order.
 
-    Tasks read the parts of a batch at the same time, so an aborted run may end in each part
-    elsewhere. Neither of two aborted runs need contain the other. The rows of a run in a part must
-    be the beginning of that part in a complete run. If no run is complete, they must be the
-    beginning of the longest run of that part. Then no row may lie in two parts.
+    Tasks read the parts of a batch concurrently, so an aborted run may end at another row in each
+    part. Neither of two aborted runs need contain the other.
+
+    - If a run is complete, the rows of each part of every other run must be the beginning of that
+      part in the complete run.
+    - If no run is complete, they must be the beginning of the longest run of that part. No row may
+      be in one part in one run, and in another part in another run.
     """
     view = HistoryView.of(events)
     found = Findings("re-runs are equal", "runs of batches compared", "no batch ran twice")
@@ -287,22 +295,23 @@ def _parts(run: RecordedRun) -> _Parts:
 class _LettersBetween:
     """Unparked dead letters between redelivered older messages of their key.
 
-    A user who unparks a key cannot know what a broker will redeliver. So the position of a key is
-    that of its last message that was no dead letter. Dead letters that ran before it run again
-    after it, if they are redelivered too.
+    A user who unparks a key cannot know the messages that a broker will redeliver. So a key has
+    progressed as far as its last message that was not a dead letter. Dead letters may run before
+    older messages. If they are redelivered too, they must run again after those messages.
     """
 
     def __init__(self) -> None:
         self._last: dict[Name, Event] = {}
         self._ahead: dict[Name, list[Event]] = {}
-        """Dead letters since that message."""
+        """Dead letters since the message in ``_last``, by key."""
         self.owed: dict[Name, tuple[Event, Event]] = {}
         """Dead letters that must run again, each with the older message that ran after it."""
 
     def ahead_of(self, event: Event, *, is_dead_letter: bool) -> list[Event]:
-        """Return newer dead letters since the position from which a message continues its key.
+        """Return the dead letters of the key that ran before a message and are newer than it.
 
-        Empty if the message does not continue the key.
+        They ran since the last message of the key that was not a dead letter. The result is empty
+        if the message is not newer than that one, or is a dead letter itself.
         """
         name, order = event.routing_name, _order(event)
         self.owed.pop(event.stored, None)
@@ -323,8 +332,8 @@ class _LettersBetween:
 class _StoredTwice:
     """Messages that a producer sent again and the broker stored twice.
 
-    The second copy brings an old ``seq`` at a later position, which is no fault of the consumer. It
-    is rarely needed, so it is computed at the first use.
+    The second copy has an old ``seq`` in a later entry, which is not an error of the consumer. The
+    first copies are found at the first use, because few histories need them.
     """
 
     def __init__(self, view: HistoryView) -> None:
@@ -345,7 +354,7 @@ class _StoredTwice:
 
 
 def _order(event: Event) -> tuple[int, int, int]:
-    """Return the order of an event along its key: ``seq``, or else the position."""
+    """Return the order of an event along its key: ``seq``, or else the message id."""
     return _position(event) if event.seq is None else (event.seq, 0, 0)
 
 

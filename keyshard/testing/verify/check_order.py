@@ -14,12 +14,13 @@ from keyshard.testing.verify.verdict import Findings, Verdict
 def possible_order(events: Sequence[Event]) -> Verdict:
     """Check that no event comes before the event that must cause it.
 
-    - A handler of the worker has the message that is ``completed`` or ``failed``.
-    - A message that is ``started`` was ``delivered`` or ``parked``, if the history has deliveries
-      by the broker.
-    - A batch has ``started`` before its rows and its ``checkpointed``. Each ``completed`` of it
+    - If a message is ``completed`` or ``failed``, a handler of the same worker is running it.
+    - If a message is ``started``, it was ``delivered`` or ``parked`` before. This is checked only
+      if the history has deliveries by the broker.
+    - A batch is ``started`` before its rows and its ``checkpointed``. Each ``completed`` of a batch
       ends a run of its own.
-    - A worker has ``range_gained`` before it is ``range_lost``; it may give it up twice.
+    - A range is ``range_gained`` by a worker before it is ``range_lost``. The worker may lose it
+      twice.
     """
     view = HistoryView.of(events)
     found = Findings("each event has its cause", "events with a cause", "no event needs another")
@@ -49,15 +50,15 @@ def _judge(found: Findings, event: Event, why: str | None, *, needs: bool) -> No
 
 
 class _Handlers:
-    """Messages that came, and those that handlers have."""
+    """Messages that were delivered or parked, and messages that handlers are running."""
 
     def __init__(self, *, has_deliveries: bool) -> None:
         self._has_deliveries = has_deliveries
         self._came: set[Name] = set()
-        """Messages by both names: an event may lack the position."""
+        """Delivered and parked messages, by both names: an event may lack the message id."""
         self._started: set[Name] = set()
         self._running: defaultdict[str | None, set[Name]] = defaultdict(set)
-        """Messages by worker."""
+        """Messages that handlers are running, by worker."""
 
     def crash(self, worker: str | None) -> None:
         if worker is None:
@@ -95,7 +96,7 @@ class _Batches:
 
     def __init__(self) -> None:
         self._running: dict[str, bool] = {}
-        """Whether the newest run of a batch has not ended; without a batch that never started."""
+        """Whether the newest run is running, for each batch that has started."""
 
     def follow(self, event: Event) -> str | None:
         """Take the next event of a batch; return why it is impossible."""

@@ -57,7 +57,7 @@ class _Running:
 
     def __init__(self) -> None:
         self._of_key: defaultdict[Name, dict[Name, dict[Name, Event]]] = defaultdict(dict)
-        """By key, and by what may run together: rows of one batch with one worker."""
+        """By key, then by group: the rows of one batch with one worker may run together."""
         self._of_worker: defaultdict[str | None, dict[tuple[Name, Name, Name], None]] = defaultdict(
             dict
         )
@@ -89,13 +89,12 @@ class _Running:
         return same, other
 
     def end(self, event: Event) -> None:
-        """Note that a handler ended."""
         attempt = self._attempts.get((event.worker, *event.stored))
         if attempt is not None:
             self._end(event.worker, attempt)
 
     def crash(self, event: Event) -> None:
-        """Note that a worker crashed, or all workers."""
+        """End the handlers of a crashed worker, or all handlers if the event names no worker."""
         if event.worker is None:
             self._of_key.clear()
             self._of_worker.clear()
@@ -170,9 +169,10 @@ def ack_after_checkpoint(events: Sequence[Event]) -> Verdict:
 def ring_coverage(events: Sequence[Event]) -> Verdict:
     """Check that no slot ever has two owners, and that the ring is covered once it is stable.
 
-    It is stable after the last ``range_gained`` of a topic partition (of all, if the events name
-    none). Ranges given up after that belong to a stop; a range whose owner crashed must have been
-    gained by another one. The epoch of an owner is above that of the owner before.
+    The ring of a topic partition is stable after its last ``range_gained``, and then has no gap.
+    A ``range_lost`` after that belongs to a stop, and is allowed. After a crash, the ranges of the
+    crashed worker must be gained again, by any worker. If the owner of a slot changes, the epoch
+    increases. If the events name no topic partition, there is one ring for all of them.
     """
     found = Findings("ring covered without overlap", "changes of owners", "no range was gained")
     owners = Owners()
@@ -250,7 +250,10 @@ class Owners:
         return bool(self._scopes)
 
     def follow(self, event: Event) -> list[Problem]:
-        """Take the next event; return violations of a gain. Events without ranges are ignored."""
+        """Take the next event. Return the violations that it causes, if it is a gain.
+
+        Events other than gains, losses and crashes are ignored.
+        """
         where = event.topic, event.partition
         if event.kind == "range_gained":
             scope = self._of_worker[event.worker][where] = self._scopes[where]
@@ -419,7 +422,7 @@ class _Scope:
 
 
 class _Union:
-    """Slots that lie in any of some ranges."""
+    """Slots that are in at least one of several ranges."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int, str]] = []

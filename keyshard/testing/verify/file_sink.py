@@ -30,7 +30,7 @@ _TASK = re.compile(r"part-(\d+)-")
 
 
 def committed_files(sink: Path) -> dict[int, list[Path]]:
-    """Return the files of each committed batch, by Spark partition.
+    """Return the files of each committed batch by batch id, in the order of Spark partitions.
 
     Args:
         sink: Directory of the file sink.

@@ -61,7 +61,7 @@ Integer = Annotated[int, msgspec.Meta(ge=-_INTEGER_MAX, le=_INTEGER_MAX)]
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One line of a history.
 
-    A message is named by its topic, key and ``seq``; without ``seq`` by its position.
+    A message is named by its topic, key and ``seq``; without ``seq`` by its message id.
 
     Raises:
         HistoryError: The kind is unknown, or a required field is missing.
@@ -130,14 +130,14 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def message(self) -> Name:
-        """Name of the message: (topic, key, seq), or its position if it has no ``seq``."""
+        """Name of the message: (topic, key, seq), or its message id if it has no ``seq``."""
         if self.seq is not None:
             return (self.topic, self.key, self.seq)
         return (self.topic, self.partition, self.ledger, self.entry, self.index)
 
     @property
     def stored(self) -> Name:
-        """Name of the message as the broker stored it: its position, or else :attr:`message`.
+        """Name of the message as the broker stored it: its message id, or else :attr:`message`.
 
         They differ if a producer sent a message again and the broker stored it twice.
         """
@@ -156,11 +156,11 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def routing_name(self) -> Name:
-        """Scope of order: topic partition and key."""
+        """Topic partition and key: messages with the same ones must stay in order."""
         return (self.topic, self.partition, self.key)
 
     def to_json(self) -> str:
-        """Return one line without its end; unset fields are left out."""
+        """Return the event as a line of JSON without a newline; unset fields are left out."""
         return _ENCODER.encode(self.to_dict())
 
     def to_dict(self) -> dict[str, object]:
@@ -178,14 +178,14 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         try:
             return _FAST.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            # The slow way names more exactly the lines that this one refuses, or reads them.
+            # The slower decoder raises a more exact error, or reads a line that msgspec refuses.
             return cls._from_json(line)
 
     @classmethod
     def _from_json(cls, line: str | bytes) -> Event:
         try:
             data = _DECODER.decode(line if isinstance(line, str) else line.decode())
-        except (ValueError, RecursionError) as exc:  # Also a broken encoding.
+        except (ValueError, RecursionError) as exc:  # ValueError includes UnicodeDecodeError.
             raise HistoryError(f"The line is not JSON: {exc}.") from exc
         if type(data) is not dict:
             raise HistoryError("The line is not a JSON object.")

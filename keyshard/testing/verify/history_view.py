@@ -41,11 +41,12 @@ class Commit:
 
 
 class Arrival(NamedTuple):
-    """Number of faults before deliveries of a message by the broker."""
+    """Deliveries of a message by the broker since user code got it last."""
 
     first: int
+    """Number of faults before the first delivery."""
     latest: int
-    """The same for the last delivery: a message that a program holds is redelivered and dropped."""
+    """Number of faults before the last one: a program drops redeliveries of a message it holds."""
 
 
 class Seen(NamedTuple):
@@ -57,7 +58,7 @@ class Seen(NamedTuple):
     arrival: Arrival | None
     """Deliveries by the broker since user code got it before; ``None``: none, so it is a retry."""
     is_dead_letter: bool
-    """Whether it rested as a dead letter and was unparked."""
+    """Whether it is an unparked dead letter."""
 
 
 class HistoryView(Sequence[Event]):
@@ -92,7 +93,7 @@ class HistoryView(Sequence[Event]):
 
     @cached_property
     def host(self) -> HostKind:
-        """Batches if the history names batches; otherwise handlers if it has handlers."""
+        """Batches if the history names batches, else handlers if it has any, else deliveries."""
         handlers = False
         for event in self._events:
             if event.batch is not None:
@@ -171,9 +172,9 @@ class HistoryView(Sequence[Event]):
 
     @cached_property
     def left_out(self) -> set[Name]:
-        """Stored messages that the broker delivered after user code got them last.
+        """Stored messages that no handler started after their last delivery by the broker.
 
-        All messages, if the history does not contain deliveries.
+        If the history does not contain deliveries, all messages that reached user code.
         """
         result: set[Name] = set()
         for event in self._events:
@@ -186,7 +187,7 @@ class HistoryView(Sequence[Event]):
 
     @cached_property
     def parked(self) -> set[Name]:
-        """Stored messages that may have rested as dead letters, and come again when unparked."""
+        """Stored messages that may have been dead letters, and run again when they are unparked."""
         return {event.stored for event in self._events if event.kind in {"failed", "parked"}}
 
     @cached_property
@@ -228,7 +229,7 @@ class HistoryView(Sequence[Event]):
 
 
 class _Resting:
-    """Messages that rest as dead letters, event by event.
+    """Messages that are dead letters at the current event.
 
     A message becomes a dead letter when it is ``parked``. It stops being one when a handler
     completes it.
@@ -238,7 +239,6 @@ class _Resting:
         self._resting: set[Name] = set()
 
     def has(self, name: Name) -> bool:
-        """Whether a message rests."""
         return name in self._resting
 
     def pass_by(self, event: Event) -> None:

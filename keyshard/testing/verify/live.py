@@ -177,7 +177,7 @@ def remove_subscription(connection: Connection, topic: str, subscription: str) -
 # 1. The second batch is aborted while it is read: the next start reads it again.
 # 2. The third batch is durable and not acknowledged: the next start drops its redeliveries.
 #
-# Each start uses another number of ranges than the one before.
+# Each start uses a different number of ranges.
 
 HOST = "host"
 """Worker name in the history."""
@@ -305,7 +305,7 @@ class _Run:
         self._coordinator.stop()
 
     def until(self, producing: Future[ProduceReport], deadline: float) -> bool:
-        """Consume until every row is here and nothing more comes; whether that was in time."""
+        """Consume until all rows have arrived and no more arrive. Return whether it was in time."""
         quiet_since = time.monotonic()
         while time.monotonic() < deadline:
             if self.sent is None and producing.done():

@@ -77,8 +77,8 @@ class Recorder:
         Args:
             broker: The broker that does the work.
             epoch: Returns the number of the current assignment, or ``None`` if nothing counts it.
-            subscription: Subscription to record, because parked keys need another one; ``None``:
-                all subscriptions.
+            subscription: The only subscription to record. A source with handlers has another one,
+                of its dead-letter topic. ``None``: record all subscriptions.
         """
         return RecordingBroker(
             broker, self._history.write_all, self._worker, self._clock,
@@ -160,7 +160,7 @@ class Recorder:
     # -- faults ------------------------------------------------------------------------------------
 
     def crashed(self) -> None:
-        """Record that this host lost its memory."""
+        """Record that this host was killed, or stopped as if it had been killed."""
         self._write("crashed")
 
     def faults_stopped(self) -> None:
@@ -172,10 +172,12 @@ class Recorder:
 
 
 def part_range(end: Checkpoint, part: int) -> HashRange:
-    """Return the part of the ring whose rows lie in one partition of a batch's layout.
+    """Return the part of the ring whose rows one partition of a batch contains.
+
+    A partition of a small batch merges several adjacent hash ranges.
 
     Args:
-        end: The batch's end checkpoint; it contains the number of ranges per partition.
+        end: The batch's end checkpoint, with the numbers of its ranges and of its partitions.
         part: Number of the partition.
     """
     count = end.merged or end.ranges

@@ -1,4 +1,4 @@
-"""A broker behind the port that records events.
+"""A :class:`~keyshard.broker.port.Broker` that forwards to another one, and records events.
 
 It records ranges, deliveries, acknowledgements, and the dead letters that complete messages.
 """

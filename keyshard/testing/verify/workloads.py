@@ -1,8 +1,8 @@
 """Loads whose order, loss and duplicates can be checked from the messages alone.
 
-They are published with pulsar-client, because its entries, also those of mixed keys, are what
-sources meet. Every value starts with ``key:seq:``, where ``seq`` counts the messages of its key
-from 0.
+They are published with pulsar-client, so that entries are those of Pulsar's own producers, such as
+producer batches of mixed keys. Every value starts with ``key:seq:``, where ``seq`` counts the
+messages of its key from 0.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _DRAW = 4_096
 _BATCH_MESSAGES = 1_000
 _BATCH_BYTES = 128 * 1024
 _BATCH_DELAY_MS = 50
-# Runs are sent without a pause, so a batch limited by its size fills at once, and the delay only
-# ends the last one. It is long, because a batch ended by the clock would split the next runs.
+# Runs are sent back to back, so each producer batch soon reaches its limit, and the delay ends only
+# the last one. The delay is long, because a producer batch that it ends would split later runs.
 _RUN_DELAY_MS = 1_000
 _PENDING_MESSAGES = 20_000
 _OPERATION_TIMEOUT_MS = 15_000
@@ -69,7 +69,8 @@ class Workload:
     rate_per_s: float | None = None
     """Messages per second; default: as fast as the broker takes them."""
     batching: Batching = "keyed"
-    """``keyed``: batches hold one key; ``none``; ``default``: batches mix keys. Default keyed."""
+    """Producer batches: ``keyed``, of one key each; ``none``; ``default``, of mixed keys. Default
+    ``keyed``."""
     entry_messages: int | None = None
     """Messages of one key per entry: published in runs of this length. Default: no runs."""
     key_kind: KeyKind = "key"
@@ -183,7 +184,7 @@ def produce(
     """Publish a workload and wait until the broker has confirmed every message.
 
     Args:
-        workload: What to publish.
+        workload: The messages to publish.
         connection: Connection to the cluster, or the URL of the broker.
         topic: Topic name, short or full; the broker creates a missing one without partitions.
         progress: Called from time to time with the number of further messages sent.
