@@ -1,1 +1,1 @@
-"""Worker processes that host consumers. A source uses them through the broker port."""
+"""Worker processes that host consumers. A source uses them through ``RemoteBroker``."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from keyshard.workers.worker import Worker
 
 StartWorker = Callable[[threading.Event], "Worker"]
-"""Starts one worker, or raises a ``KeyShardError``. The event ends the wait. Several threads call
-it, and call it again after a worker has died."""
+"""Starts one worker, or raises a ``KeyShardError``. It stops waiting when the event is set. Several
+threads call it, and call it again after a worker has died."""
 
 Backend = Callable[[Connection, WorkersOption], StartWorker]
 """The type of an entry point of ``keyshard.workers``. It need not start anything. It raises
@@ -34,7 +34,7 @@ def connect_source(connection: Connection, workers: WorkersOption | None) -> Bro
         workers: The processes that host the consumers; ``None``: this process.
 
     Raises:
-        BrokerError: The client refuses.
+        BrokerError: The Pulsar client refuses the settings of the connection.
         ConfigError: The package of the workers is not installed, or refuses an option.
         WorkerUnreachableError: A worker does not start.
     """

@@ -1,4 +1,4 @@
-"""The broker port with consumers in workers. This process sends all other requests itself."""
+"""A ``Broker`` whose consumers run in workers. This process sends all other requests itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RemoteBroker:
 
     Args:
         local: The connection of this process.
-        start: Starts a worker; the event ends the wait for it.
+        start: Starts a worker; it stops waiting when the event that it gets is set.
         workers: Number of workers.
         operation_timeout_s: Longest time of one request to the broker, seconds.
 

@@ -1,4 +1,4 @@
-"""The consumer port of a consumer that a worker hosts."""
+"""A ``Consumer`` whose subscription is in a worker."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Supervisor(Protocol):
 
 
 class RemoteConsumer:
-    """Implements the ``Consumer`` port.
+    """Implements :class:`~keyshard.broker.port.Consumer` for a consumer that a worker hosts.
 
     Args:
         spec: Its subscription.
@@ -239,8 +239,10 @@ class RemoteConsumer:
     def regaining(self, number: int) -> None:
         """Prepare for a new worker, under a new number.
 
-        Pulsar 4.2 and 5.0 drop acknowledged entries from their replay queue only as fast as a
-        consumer has permits, and send nothing else meanwhile. With one, this takes up to a minute.
+        The new spec has the mean size of the messages so far, so that the new consumer starts with
+        many permits. Pulsar 4.2 and 5.0 drop acknowledged entries from their replay queue only as
+        fast as a consumer has permits, and send nothing else meanwhile. If the consumer started
+        with one permit, this could take a minute.
         """
         with self._changed:
             messages, size_bytes = self._taken

@@ -1,7 +1,9 @@
 """Encodes deliveries: entries as JSON, the content of their messages as one record batch.
 
-Each field of the entries of a delivery is one list, because most fields are the same for all of
-them, and a list for each entry is an object more for the garbage collector.
+The entries of a delivery are encoded as one list for each field, not as one list for each entry.
+
+- Most fields have the same value in all entries, so their list has only one value.
+- The garbage collector scans fewer objects.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class ConsumerHost:
 
     Args:
         broker: The connection; it is closed with the host.
-        keeps: Whether the content of messages stays here, under the number of its answer, until
-            it is released.
+        keeps: Whether the content of messages stays here until it is released. It is kept by the
+            number of the :meth:`take` answer that delivered its entries.
         failed: Owner of the threads of the connection; :meth:`take` raises its error.
     """
 
@@ -224,7 +224,7 @@ class ConsumerHost:
         self, seq: int, taken: Mapping[int, Sequence[int]], wait_s: float,
         released: Sequence[int] = (),
     ) -> tuple[dict[str, Any], pa.RecordBatch]:  # fmt: skip
-        """Return what was received since the previous answer. Wait for the first delivery.
+        """Return the deliveries since the previous answer. Wait for the first one.
 
         Args:
             seq: Number of the requested answer: the last number that arrived, plus 1. The same
@@ -303,10 +303,10 @@ class ConsumerHost:
         with self._changed:
             all_hosted = list(self._hosted.values())
         for hosted in all_hosted:
-            # A receiving thread reports it too. It must not be overtaken by an older state.
+            # A receive thread also reports the state, under ``using``, so reports stay in order.
             if hosted.using.acquire(blocking=False):
                 try:
-                    # Without ``_changed``: a client may hold its lock here and where it calls back.
+                    # Not under ``_changed``: client callbacks take it, under the client's lock.
                     self._report_connection(
                         hosted, hosted.consumer.is_connected(), _problem_of(hosted)
                     )
@@ -393,7 +393,7 @@ class ConsumerHost:
                 self._drop_stale(hosted)
 
     def _drop_stale(self, hosted: _HostedConsumer) -> None:
-        """Discard what a client kept from before it lost its connection.
+        """Discard the messages that a client received before it lost its connection.
 
         The lost connection may have held the beginning of its first entry. The next connection
         delivers the whole entry again. If the client has already reconnected, the discarded
@@ -458,7 +458,7 @@ class ConsumerHost:
             self._changed.notify_all()
 
     def status(self) -> HostStatus:
-        """Return what it holds, as plain JSON values. It never waits for a request."""
+        """Return the state of the host, as plain JSON values. It never waits for a request."""
         kept = list(self._kept.values())
         with self._changed:
             all_hosted = list(self._hosted.values())

@@ -1,9 +1,9 @@
-"""The worker process: a host behind an Arrow Flight server, under a lease.
+"""The worker process: a ``ConsumerHost`` behind an Arrow Flight server, under a lease.
 
-It starts from the text of :meth:`WorkerSetup.packed`, and reports the address at which it listens,
-or why it cannot start. It ends when its source asks for it, or when it gets no request for the
-length of the lease: by then other consumers may own its ranges. If the process was suspended, it
-finds its lease ended before it serves any request.
+The worker starts from the text of :meth:`WorkerSetup.packed`. It reports the address at which it
+listens, or the reason why it cannot start. It ends when its source asks for it, or when it gets no
+request for the length of the lease: by then other consumers may own its ranges. If the process was
+suspended, it finds its lease ended before it serves any request.
 
 As a separate process it reads the setup from a line of standard input, and writes the report to a
 line of standard output. The end of standard input also tells it to end.
@@ -155,10 +155,10 @@ class Lease:
 
 
 class WorkerServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Serves requests to a host that carry the token, while the lease holds.
+    """Serves requests that have the token to a ``ConsumerHost``, while the lease holds.
 
     Args:
-        host: The host that handles the requests.
+        host: Handles the requests.
         setup: Token and lease.
         address: Address at which it listens.
     """
@@ -324,7 +324,7 @@ class _LogBuffer(logging.Handler):
 def start_server(
     version: str, packed: str, address: str = LOOPBACK
 ) -> tuple[WorkerServer | None, str]:
-    """Start a host and its server. Return the server and its first output, a line of JSON.
+    """Start a ``ConsumerHost`` and its server. Return the server and its first line of output.
 
     Args:
         version: The keyshard version that packed the setup.

@@ -33,14 +33,14 @@ class KeptContentStatus(TypedDict):
 
 
 class WorkerError(TypedDict):
-    """The newest error; without an age, it persists."""
+    """The newest error; ``secondsAgo`` is ``None`` while the error persists."""
 
     error: str
     secondsAgo: float | None
 
 
 class HostStatus(TypedDict):
-    """The content of a worker."""
+    """The part of a worker's status that its ``ConsumerHost`` knows."""
 
     subscription: str
     consumers: list[ConsumerStatus]

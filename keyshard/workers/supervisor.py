@@ -1,4 +1,4 @@
-"""Supervises one worker: takes what its consumers receive, and replaces it if it dies."""
+"""Supervises one worker: takes its consumers' deliveries, and replaces the worker if it dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from keyshard.workers.encoding import DeliveredTotals, WorkerDelivery
 from keyshard.workers.worker import Worker
 
 START_AGAIN_S = 1.0
-"""Pause before another attempt to start a worker, seconds."""
+"""Wait before another attempt to start a worker, seconds."""
 MARGIN_S = 5.0
 """Time that an answer gets in addition to the client's operation timeout, seconds."""
 
@@ -40,7 +40,7 @@ class WorkerSupervisor:
     """Implements :class:`~keyshard.workers.consumer.Supervisor` over a worker that may die.
 
     Args:
-        start: Starts a worker; the event ends the wait for it.
+        start: Starts a worker; it stops waiting when the event that it gets is set.
         operation_timeout_s: Longest time of one request to the broker, seconds.
         name: Name of its thread.
 

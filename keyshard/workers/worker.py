@@ -40,7 +40,7 @@ START_TIMEOUT_S = 60.0
 """Longest wait until a worker process has started, seconds."""
 
 ENDED_S = 0.2
-"""Longest wait for the exit status of a process that answers no more, seconds."""
+"""Longest wait for the exit status of a process that no longer answers, seconds."""
 START_LOOK_S = 0.1
 """Time between two checks whether the start was cancelled, seconds."""
 REACH_S = 10.0
@@ -184,9 +184,9 @@ class Worker(AuthenticatedClient):
             ) from exc
 
     def kill(self) -> None:
-        """End it at once; pending requests fail.
+        """Close the client, so that pending requests fail.
 
-        This only closes the client, so the worker ends with its lease. Subclasses may end it.
+        The worker then gets no requests, and ends with its lease. Subclasses may end it at once.
         """
         self._client.close()
 
@@ -215,7 +215,7 @@ class Worker(AuthenticatedClient):
         self.kill()
 
     def take(self, taken: Mapping[int, DeliveredTotals]) -> list[WorkerDelivery]:
-        """Return, in order, what its consumers received and their connection changes.
+        """Return the deliveries and connection changes of its consumers, in order.
 
         Args:
             taken: Per consumer, the messages and bytes taken since it began.
@@ -261,7 +261,7 @@ def start_process(
 
     Args:
         packed: The result of :meth:`WorkerSetup.packed`.
-        stop: Ends the wait.
+        stop: Ends the wait when it is set.
         address: Address at which it listens.
 
     Returns:
@@ -309,7 +309,7 @@ def start_process(
 
 
 def _exit_status(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the exit status of a process that answers no more; ``None`` if it runs."""
+    """Return the exit status of a process that no longer answers; ``None`` if it runs."""
     try:
         return process.wait(ENDED_S)
     except subprocess.TimeoutExpired:
@@ -331,7 +331,7 @@ class WorkerProcess(Worker):
 
     Args:
         connection: How it reaches the cluster.
-        stop: Ends the wait for its start.
+        stop: Ends the wait for its start when it is set.
 
     Raises:
         KeyShardError: The broker refuses it.
