@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_adapter import preflight
 
-preflight.check_pyspark()  # before PySpark fails less clearly
+preflight.check_pyspark()  # First, because PySpark's own import errors are less clear.
 
 from spark_adapter.preflight import STREAMS, check_has, check_workers  # noqa: E402
 
@@ -100,7 +100,7 @@ def register(spark: SparkSession) -> None:
 def _is_known(spark: SparkSession, source: type[DataSource]) -> bool:
     """Whether the session knows the source. A second registration makes Spark print a warning."""
     session, jvm = getattr(spark, "_jsparkSession", None), getattr(spark, "_jvm", None)
-    if session is None or jvm is None:  # Spark Connect
+    if session is None or jvm is None:  # Spark Connect has no JVM here to ask.
         return False
     try:
         found = jvm.org.apache.spark.sql.execution.datasources.DataSource.lookupDataSource(

@@ -50,8 +50,8 @@ def check_rows(rows: DataFrame, *, in_stream: bool) -> None:
         in_stream: Whether they are of a batch of a streaming query.
 
     Raises:
-        ConfigError: They may. With Spark Connect, whose plan is not known here, they may with
-            adaptive execution.
+        ConfigError: The plan may divide the rows in another way the next time. With Spark Connect,
+            the plan is not known here: the rows are refused if adaptive execution is on.
     """
     settings = rows.sparkSession.conf
     adaptive = _is_on(settings.get(ADAPTIVE))
@@ -89,8 +89,9 @@ def may_change(plan: Any, *, is_fixed: bool, adaptive: bool = False) -> bool:
         return may_change(plan.initialPlan(), is_fixed=is_fixed, adaptive=True)
     if kind == "InMemoryTableScanExec":
         return may_change(plan.relation().cachedPlan(), is_fixed=is_fixed)
-    if kind == "RDDScanExec":  # rows of a stream, or of another plan that was executed
-        lineage = plan.rdd().toDebugString()  # a checkpoint cuts it
+    if kind == "RDDScanExec":  # Rows of a stream, or of another plan that was executed.
+        # After ``DataFrame.checkpoint()``, a CheckpointRDD stands for the shuffles before it.
+        lineage = plan.rdd().toDebugString()
         return not is_fixed and ("ShuffledRowRDD" in lineage or "CheckpointRDD" in lineage)
     ends = "BroadcastExchange" in kind
     if "ShuffleExchange" in kind:

@@ -1,12 +1,12 @@
 """The batch reader: reads topics between two bounds, as Spark partitions.
 
 Spark plans once for each ``load()``, at the first action on it, and keeps the partitions. That
-fixes what the read contains, also for ``latest``. The read uses no subscription and leaves no
+fixes the entries of the read, also for ``latest``. The read uses no subscription and leaves no
 cursor.
 
-If the option ``pushFilters`` is set, a separate reader takes filters from Spark. Spark 4.3 keeps
-the plan for one filter with the loaded table, and reads that plan for every other filter of the
-same DataFrame, and also without a filter. See ``docs/adr/0030``.
+If the option ``pushFilters`` is set, a separate reader takes filters from Spark. Spark 4.1 to
+4.3 stores the plan of a filtered query in the loaded table. Other queries of the same DataFrame,
+with other filters or without one, then read the rows of that plan. See ``docs/adr/0030``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PARTITION_BYTES = 32 * 1024 * 1024
 class KeyShardSplits(InputPartition):
     """The splits that one task reads; none if the whole read is empty.
 
-    Mostly one. There are more if an index rules out entries between them.
+    Most tasks read one split. A task reads several if an index rules out entries between them.
     """
 
     def __init__(self, splits: Sequence[Split], ends: Mapping[str, str]) -> None:
@@ -53,7 +53,7 @@ class KeyShardSplits(InputPartition):
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """Entries of topic partitions. One without spans only says what the index rules out."""
+        """The splits. A split without spans is not read, and only reports skipped entries."""
         splits: tuple[Split, ...] = self.value
         return splits
 
@@ -62,7 +62,7 @@ class KeyShardBatchReader(DataSourceReader):
     """Reads one loaded table. Spark pickles it into its Python workers.
 
     Args:
-        read: What to read.
+        read: Topics, bounds and limits of the read.
         rows: Columns of the table, and how to make them.
     """
 
@@ -72,7 +72,10 @@ class KeyShardBatchReader(DataSourceReader):
         self._pushed = Pushed(keys=read.keys)
 
     def partitions(self) -> list[KeyShardSplits]:
-        """Plan one partition for each task, and at least one, because the first holds the ends."""
+        """Plan one Spark partition for each task.
+
+        There is at least one, because ``positions()`` finds the end of the read in the first.
+        """
         read, pushed = self._read, self._pushed
         with as_spark_error(**dict(read.names)), placed(read.source.place):
             self._rows.check()
@@ -151,7 +154,7 @@ class FilteringBatchReader(KeyShardBatchReader):
 
 
 def cut_for_tasks(stretches: Sequence[Split], read: BoundedRead) -> list[list[Split]]:
-    """Cut stretches into the splits of each task, whatever the number of topic partitions.
+    """Cut one split for each topic partition into the smaller splits of each task.
 
     A task reads several splits only if an index rules out entries between them.
     """
@@ -211,7 +214,10 @@ class Pushed:
         return None
 
     def noted(self, one: Filter) -> Pushed:
-        """Return this with a filter that Spark applies; an index rules out by event times, too."""
+        """Return this with the event times of a filter that Spark applies itself.
+
+        An index also uses them, to rule out entries before they are read.
+        """
         column = ".".join(getattr(one, "attribute", ()))
         limits = _limits(one) if column == EVENT_TIME else None
         return self if limits is None else replace(self, events=_both(self.events, limits))
@@ -227,7 +233,7 @@ class Pushed:
         return replace(self, **left)
 
     def of(self, stretches: Iterable[Split]) -> list[Split]:
-        """Return the stretches that may contain messages to keep."""
+        """Return the splits that may contain messages to keep."""
         if self.keys is not None and not self.keys:
             return []
         start_ms, end_ms = self.published

@@ -75,8 +75,8 @@ def sync(
 ) -> Synced:
     """Create, change and drop tables so that the session's catalog matches the topics.
 
-    The sync reads every topic before it changes a table. It leaves tables alone that no sync with
-    the same ``service.url`` made. System topics (``__...``) get no table.
+    The sync reads every topic before it changes a table. It changes and drops only tables that a
+    sync with the same ``service.url`` made. System topics (``__...``) get no table.
 
     Args:
         spark: A session. All sessions of its application share the catalog.
@@ -84,7 +84,8 @@ def sync(
         namespaces: Only these namespaces, as ``tenant/namespace``, instead of ``tenants``.
         options: Options of the tables, as for ``format("keyshard")``; ``admin.url`` is required.
             Streams ignore options of batch reads, and batch reads ignore options of streams.
-            Options of a query override them. The columns of the tables show them.
+            Options of a query override those of its table. The options are visible in the schema
+            of the tables.
 
     Raises:
         ConfigError: An option or a name is wrong, an option contains a secret, or the session's
@@ -129,7 +130,7 @@ class _Namespaces:
         return scope
 
     def has(self, namespace: str | None) -> bool:
-        """Whether the sync covers a namespace, which may be deleted."""
+        """Whether the sync covers a namespace, even if the namespace no longer exists."""
         if namespace is None:
             return False
         if self.namespaces is not None:
@@ -193,8 +194,6 @@ def _topics(connection: Connection, scope: _Namespaces) -> dict[str, list[str]]:
 
 
 class _Sync:
-    """One run of a sync."""
-
     def __init__(
         self, catalog: SessionCatalog, source: KeyShardSource, options: Mapping[str, str]
     ) -> None:

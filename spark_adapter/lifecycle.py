@@ -1,13 +1,16 @@
 """The end of Spark's stream process: no consumer may outlive the query.
 
-Spark ends the process with SIGTERM, without a call of ``stop()``. If the JVM dies, the process gets
-no signal. It gets none either from ``spark.stop()`` without ``query.stop()``: the JVM lives as long
-as its Python program, and its query asks for batches for ever if no rows come. But ``spark.stop()``
-deletes the directory of ``SparkContext.addFile``, which Spark makes for each context.
+The process ends itself in three cases:
 
-If the process ends for another reason, its parent tells Spark how: see
-:mod:`spark_adapter.watched_process`. For that, the process writes a line to its standard error when
-it leaves. If a signal such as SIGSEGV ends it, it writes Python's stacks.
+- SIGTERM: Spark sends it at the end of a query, and does not call ``stop()``.
+- The JVM dies. The process gets no signal, so it watches its parent process.
+- The program calls ``spark.stop()`` without ``query.stop()``. The process gets no signal, and the
+  JVM lives as long as the program. But ``spark.stop()`` deletes the directory of
+  ``SparkContext.addFile``, which each context has, so the process watches this directory.
+
+If the process ends for another reason, its parent process reports that to Spark, with the last
+lines of standard error: see :mod:`spark_adapter.watched_process`. So the process writes a line to
+standard error when it leaves. If a signal such as SIGSEGV ends it, it writes Python's stacks.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ def end_with_host(stop: Callable[[], None], context_files: str = "") -> None:
 
 
 def _is_gone(directory: str, *, keep: bool) -> bool:
-    """Whether a directory was deleted; any other error says nothing."""
+    """Whether a directory was deleted; ``False`` if another error hides whether it exists."""
     try:
         Path(directory).stat()
         if keep:

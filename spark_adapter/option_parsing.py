@@ -226,7 +226,7 @@ def integer(name: str, text: str) -> int:
     """Parse an integer.
 
     Raises:
-        ConfigError: The text is none.
+        ConfigError: The text is not an integer.
     """
     try:
         return int(text)
@@ -281,7 +281,7 @@ _OF_STREAMS = {
 
 @dataclass(frozen=True)
 class BoundedRead:
-    """A batch read: what to read, and in how many parts."""
+    """A batch read: its topics, its bounds, and the number of its parts."""
 
     source: KeyShardSource
     """Topics and connection, without a subscription."""
@@ -356,7 +356,7 @@ def _seconds(name: str, text: str) -> float:
 
 
 def _number(text: str) -> int | str:
-    """Parse an integer; return a text that is none as it is, so that a check refuses it."""
+    """Parse an integer. Return any other text unchanged, so that a later check refuses it."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else text
 
 
@@ -375,10 +375,14 @@ def _bytes_in_flight(name: str, text: str) -> int:
 
 
 def accumulator_id(name: str, text: str) -> int:
-    """Parse the id of reports, which the class that ``name`` is called after collects.
+    """Parse the ``id`` of a ``ReadReports`` or a ``WriteReports``.
+
+    Args:
+        name: The option: ``readReports`` or ``writeReports``.
+        text: Its value.
 
     Raises:
-        ConfigError: It is no id.
+        ConfigError: The text is not an id.
     """
     if text.isascii() and text.isdigit() and len(text) < 19:
         return int(text)

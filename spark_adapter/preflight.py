@@ -27,8 +27,8 @@ _PROGRAM = (
 
 
 def is_remote(given: object) -> bool:
-    """Return whether a DataFrame or a query is of Spark Connect, so that its plan is not here."""
-    # Those of Spark Connect return a column for any attribute name.
+    """Return whether a DataFrame or a query uses Spark Connect; its plan is then on the server."""
+    # ``hasattr`` cannot tell: a DataFrame of Spark Connect returns a column for almost any name.
     return type(given).__module__.startswith("pyspark.sql.connect")
 
 

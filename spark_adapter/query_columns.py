@@ -162,10 +162,10 @@ def arrow_schema_of(schema: StructType) -> pa.Schema:
 
 
 def _check_names(names: Sequence[str]) -> None:
-    """Refuse empty and duplicate column names, which Spark accepts.
+    """Refuse a schema without columns, or with duplicate ones. Spark accepts both.
 
     Raises:
-        ConfigError: There is no column, or one twice.
+        ConfigError: The list of names is empty, or contains a name twice.
     """
     if not names:
         raise ConfigError(

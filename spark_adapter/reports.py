@@ -1,7 +1,8 @@
 """Reports of reads and writes, for the program of the driver.
 
-- Entries of batch reads by bookies and by the broker: in the plan, and as read by tasks.
-- Counts of each batch that was written.
+- :func:`read_plan`: how many entries a batch read will take from bookies and from the broker.
+- :class:`ReadReports`: how many entries its tasks took from each.
+- :class:`WriteReports`: counts of each batch that was written.
 
 Spark shows none of them. The description, the metadata and the metrics of the scan of a Python data
 source are fixed in its JVM (``docs/adr/0038``), and its writers have no metrics. So the plan is
@@ -134,9 +135,13 @@ class _Spans(AccumulatorParam[SpansByStart]):
 
 
 def report_to(accumulator: int, spans: SpansByStart) -> None:
-    """Report all that a task has read to an accumulator of the driver, by its id.
+    """Add the spans that a task has read so far to an accumulator of the driver.
 
     A later report of the task replaces an earlier one.
+
+    Args:
+        accumulator: Id of the accumulator.
+        spans: All spans of the task.
     """
     Accumulator(accumulator, {}, _Spans()).add(spans)
 
@@ -163,7 +168,7 @@ class WriteReports:
         print(reports.batches[-1].rows, reports.total.retries)
 
     A batch is reported when Spark has committed it to the sink, staged or not. Several queries may
-    have one object; then their batches are mixed.
+    share one object, which then mixes their batches.
 
     Args:
         spark: As for :class:`ReadReports`.
@@ -204,6 +209,6 @@ class _Batches(AccumulatorParam[_Written]):
 
 
 def report_written(accumulator: int, batch: WrittenBatch) -> None:
-    """Report a batch from its commit to an accumulator of the driver, by its id."""
+    """Add a committed batch to the accumulator of the driver that has an id."""
     one = _Written((batch,), WrittenBatch.sum([batch]))
     Accumulator(accumulator, _Written(), _Batches()).add(one)

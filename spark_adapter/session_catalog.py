@@ -55,7 +55,7 @@ class SessionCatalog:
         self._warehouse = spark.conf.get("spark.sql.warehouse.dir")
         self._cluster = cluster
         self.case_sensitive = spark.conf.get("spark.sql.caseSensitive") == "true"
-        """Whether Spark tells names apart that differ in case only."""
+        """Whether names that differ only in case are different names for Spark."""
         self._plain: Any = None
 
     def databases(self) -> dict[str, str | None]:
@@ -212,9 +212,9 @@ def steps(wanted: Mapping[TableName, object], there: Mapping[TableName, Table]) 
 def named(originals: Iterable[str], *, case_sensitive: bool) -> tuple[dict[str, str], list[str]]:
     """Map catalog names to originals, and list the originals that get no name.
 
-    If Spark ignores case, originals that differ in case only collide. The one in lower case gets
-    the name. If none is in lower case, none gets it, so that the choice does not depend on the
-    others.
+    If Spark ignores case, originals collide when they differ only in case. The original in lower
+    case gets the name. If there is none, no original gets the name, so that the choice does not
+    depend on the others.
     """
     if case_sensitive:
         return {one: one for one in originals}, []

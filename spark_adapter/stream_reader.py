@@ -54,7 +54,7 @@ class KeyShardPartition(InputPartition):
     ) -> None:
         super().__init__(ticket)
         self.ended_at = ended_at
-        """Where a task asks how the stream process ended."""
+        """Address at which a task asks how the stream process ended."""
         self.ledgers = ledgers
         """Number of ledgers that the stream has moved on to; see :meth:`Rows.after`."""
 
@@ -65,7 +65,7 @@ class KeyShardPartition(InputPartition):
         return ticket
 
     def why_unreachable(self, error: WorkerUnreachableError) -> KeyShardError:
-        """Return the error of a task that lost the stream process: how that ended, if it did."""
+        """Return how the stream process ended, as an error; if it did not end, ``error`` itself."""
         return (self.ended_at and self.ended_at.ask()) or error
 
 
@@ -75,7 +75,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     Args:
         source: The source to consume.
         rows: Columns of the query, and how to make them.
-        ended_at: Where tasks ask how the stream process ended.
+        ended_at: Address at which tasks ask how the stream process ended.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class KeyShardStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return runtime.latest(start, rows_max) or start
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """Return the source's entry in ``StreamingQueryProgress``."""
+        """Return the status that ``StreamingQueryProgress`` shows as the source's latest offset."""
         return None if self._runtime is None else self._runtime.progress()
 
     @as_spark_error()

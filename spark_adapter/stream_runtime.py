@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 FLUSH_S = 1.0
-"""Longest time to export spans when the query ends, seconds."""
+"""Longest time to export tracing spans when the query ends, seconds."""
 COUNTS_LOGGED = (
     "malformedDropped", "malformedNulls", "unreadable", "corruptSkipped", "encryptedSkipped",
     "entriesNotDue", "entriesLost",
@@ -132,7 +132,10 @@ class StreamRuntime:
         return self.ledgers.new({tp: one.batch for tp, one in checkpoint.partitions.items()})
 
     def latest(self, start: dict[str, Any], rows_max: int | None) -> dict[str, Any] | None:
-        """Do step 1: release the batch that ends at ``start``, return the end of the next."""
+        """Release the batch that ends at ``start``, then cut the next and return its end.
+
+        This is step 1 of :mod:`spark_adapter.stream_reader`. ``None``: there are no rows.
+        """
         if self._commits_in_time:
             self._release(start)
         end = self._next_end(start, rows_max)
@@ -143,7 +146,7 @@ class StreamRuntime:
         return end
 
     def progress(self) -> dict[str, Any]:
-        """Return the source's entry in ``StreamingQueryProgress``."""
+        """Return the status for ``StreamingQueryProgress``: that of the coordinator, and counts."""
         found, plan = self.server.malformed, self._rows.plan
         drops = plan is not None and plan.mode == DROPMALFORMED
         counts = {"malformedDropped": found * drops, "malformedNulls": found * (not drops)}
@@ -153,7 +156,7 @@ class StreamRuntime:
         """Log which rows are missing or incomplete, once, at the end of the query.
 
         Spark asks for progress before the tasks of a batch run, so the progress of the last batch
-        lacks what its tasks found.
+        lacks the counts of its tasks.
         """
         if self._counts_logged:
             return
@@ -189,7 +192,7 @@ class StreamRuntime:
         self._planned = end
 
     def planned(self, checkpoint: Checkpoint) -> list[int]:
-        """Do step 3: plan the batch that ends at a checkpoint, and return its partitions."""
+        """Plan the batch that ends at a checkpoint, and return its partitions (step 3)."""
         batches = self.coordinator.batches
         if self._spans is None:
             return batches.plan(checkpoint)
@@ -203,7 +206,7 @@ class StreamRuntime:
         return indices
 
     def stop(self) -> None:
-        """Stop the source, export the newest spans, and log which rows are missing."""
+        """Stop the source, export the newest tracing spans, and log which rows are missing."""
         self.monitor.close()
         if self._spans is not None:
             self._spans.close()
@@ -213,14 +216,17 @@ class StreamRuntime:
         self._log_counts()
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Do step 6: release ``end``, which is in the commit log."""
+        """Release the batch that ends at ``end``, which is in the commit log (step 6)."""
         if self._planned is None or self._planned == end:
             self._planned = None
             self._commits_in_time = True
         self._release(end)
 
     def _release(self, start: dict[str, Any]) -> None:
-        """Release the batch that ends at ``start``, once: Spark repeats it every 10 ms."""
+        """Release the batch that ends at ``start``, unless it is released already.
+
+        While there are no rows, Spark asks for the next batch with the same ``start`` every 10 ms.
+        """
         if start != self._released:
             checkpoint = self.checkpoint(start)
             self.coordinator.batches.release(checkpoint)
@@ -246,7 +252,7 @@ class StreamRuntime:
 def _context_files() -> str:
     """Return the directory of ``SparkContext.addFile``; empty outside a context's processes.
 
-    A stream process is told of a directory within it, which Spark may not have made.
+    In a stream process, ``SparkFiles`` names a directory within it, which may not exist.
     """
     from pyspark import SparkFiles  # noqa: PLC0415 - a client of Spark Connect does not have it
 

@@ -19,7 +19,7 @@ from spark_adapter.write_options import QUERY_ID
 class KeyShardStreamWriter(DataSourceStreamArrowWriter):
     """Writes the micro-batches of a stream.
 
-    The query id stands in the checkpoint, so a restarted query finds what it stored.
+    The checkpoint contains the query id, so a restarted query finds the rows that it stored.
     """
 
     def __init__(self, write: TopicWrite) -> None:
@@ -41,7 +41,7 @@ class KeyShardStreamWriter(DataSourceStreamArrowWriter):
             return Stored(found, context.attemptNumber())
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Publish what is staged, and log what was written. It runs at the driver.
+        """Publish the staged rows, and log the counts of the batch. It runs at the driver.
 
         If it fails, the staged rows stay: the repeated batch publishes them.
         """

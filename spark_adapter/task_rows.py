@@ -64,9 +64,12 @@ class Rows:
             check_same(self.plan, topics)
 
     def after(self, ledgers: int) -> Rows:
-        """Return rows that share no cached schema with rows of fewer ledgers.
+        """Return these rows with their own schema cache, for the ledgers after a number of changes.
 
-        A schema version of a topic that was created again may be another schema.
+        If a topic is deleted and created again, a schema version may stand for another schema.
+
+        Args:
+            ledgers: Number of ledgers that the stream has moved on to; see :class:`Ledgers`.
         """
         if self.plan is None or not ledgers:
             return self
@@ -110,7 +113,7 @@ def _log_malformed(mode: str, rows: int) -> None:
 
 
 def never_null(batch: pa.RecordBatch, strict: pa.Schema) -> pa.RecordBatch:
-    """Check NOT NULL columns and return the batch with them, before Spark fails less clearly.
+    """Check the NOT NULL columns of a batch, and return it with them. Spark's error is less clear.
 
     Raises:
         SchemaError: A value is null.
@@ -139,7 +142,7 @@ class Ledgers:
     def __init__(self) -> None:
         self._seen: dict[TopicPartition, set[int]] = {}
         self.followed = 0
-        """Ledgers that were not the first of their topic partition."""
+        """Number of times that a topic partition moved on to other ledgers."""
 
     def new(self, batch: Mapping[TopicPartition, EntrySet]) -> set[str]:
         """Return the topics that have an entry of a batch in a new ledger.

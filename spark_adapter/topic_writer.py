@@ -44,7 +44,7 @@ class TopicWrite:
             check_reading(sink, sink.topic)
 
     def columns_of(self, rows: pa.Table) -> pa.Table:
-        """Return the rows with the columns that the options are for."""
+        """Return the rows with keyshard's column names, which they have here already."""
         return rows
 
     def rows_of(self, batches: Iterator[pa.RecordBatch]) -> pa.Table | None:
@@ -87,8 +87,8 @@ class TopicWrite:
     ) -> Staged:
         """Stage the rows of a Spark partition.
 
-        Rows that the broker would refuse are refused here, unless an earlier attempt has decided
-        which rows are published: a batch is not computed again after that.
+        Rows that the broker would refuse are refused here. If an earlier attempt has decided which
+        rows are published, they are not checked: those rows are published, not these.
         """
         rows = self.rows_of(batches)
         partition, file = context.partitionId(), None
@@ -101,7 +101,10 @@ class TopicWrite:
         return Staged(identity, file, context.attemptNumber())
 
     def publish(self, staged: Sequence[Staged], batch_id: int, *, stream: bool) -> list[Stored]:
-        """Publish a staged batch, file by file. An attempt that decided earlier is followed.
+        """Publish a staged batch, file by file.
+
+        The first attempt of a batch decides on its files. A later attempt publishes those files,
+        not its own.
 
         Args:
             staged: The messages of all tasks.
@@ -226,7 +229,7 @@ class KeyShardBatchWriter(DataSourceArrowWriter):
 
     def __init__(self, write: TopicWrite) -> None:
         self._write = write
-        self._write_id = uuid.uuid4().hex  # in contrast to query ids, without hyphens
+        self._write_id = uuid.uuid4().hex  # Without hyphens, unlike the ids of queries.
         self._began_s = time.time()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Stored | Staged:
@@ -235,15 +238,16 @@ class KeyShardBatchWriter(DataSourceArrowWriter):
             context = task_context()
             if self._write.options.staging is not None:
                 return self._write.stage(iterator, self._write_id, 0, context)
-            rows = self._write.rows_of(iterator)  # it may compute for long
-            # A repeated stage counts its attempts from 0 again, so the time decides, too.
+            # This may run the query of the task for long, so the age is taken after it.
+            rows = self._write.rows_of(iterator)
+            # A repeated stage counts its attempts from 0 again, so the age decides, too.
             age_s = time.time() - self._began_s
             new = context.attemptNumber() == 0 and 0 <= age_s < NAMES_KEPT_S
             found = self._write.store(rows, self._write_id, 0, context.partitionId(), new=new)
             return Stored(found, context.attemptNumber())
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Publish what is staged, and log what was written. It runs at the driver."""
+        """Publish the staged rows, and log the counts of the write. It runs at the driver."""
         with concise_errors():
             staged = [one for one in messages if isinstance(one, Staged)]
             stored = self._write.publish(staged, 0, stream=False) if staged else messages
@@ -252,14 +256,14 @@ class KeyShardBatchWriter(DataSourceArrowWriter):
         report(self._write.options, None, stored)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:  # noqa: ARG002
-        """Remove what is staged: another write has another id. It runs at the driver."""
+        """Remove the staged rows: another write has another id. It runs at the driver."""
         if self._write.options.staging is not None:
             self._write.batch(self._write_id, 0).remove()
 
 
 def _show_counts() -> None:
     if _log.level == logging.NOTSET:
-        # Spark collects what its Python processes log, but leaves the level at WARNING.
+        # Spark collects the logs of its Python processes, but leaves the level at WARNING.
         _log.setLevel(logging.INFO)
 
 

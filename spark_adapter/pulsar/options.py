@@ -38,7 +38,10 @@ class Translated(NamedTuple):
 
 
 def seems_stream(options: Mapping[str, str]) -> bool:
-    """Whether an option is given that only a stream has. Spark does not say."""
+    """Whether the options include one of keyshard that only streams have.
+
+    Spark asks for the schema without saying whether the query is a stream.
+    """
     return any(is_of_streams(name) and name.lower() not in _BY_NAME for name in options)
 
 

@@ -155,7 +155,11 @@ class PulsarDataSource(KeyShardDataSource):
 
 
 def register_pulsar(spark: SparkSession) -> bool:
-    """Register ``format("pulsar")``; return whether no JVM connector on the class path keeps it."""
+    """Register ``format("pulsar")``.
+
+    Returns:
+        ``False`` if the JVM connector is on the class path, and keeps the name.
+    """
     try:
         spark.dataSource.register(PulsarDataSource)
     except AnalysisException as exc:

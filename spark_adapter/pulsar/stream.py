@@ -74,7 +74,9 @@ class PulsarStreamReader(KeyShardStreamReader):
             self._take_subscription(end)
             return super().partitions(start, end)
         if start == end:
-            return []  # Spark compares the texts, and Python's JSON has spaces
+            # Spark compares offsets as JSON texts. Python writes spaces, and the JVM connector does
+            # not, so Spark plans an empty batch between equal offsets.
+            return []
         if not _is_jvm(start):
             raise CheckpointError(
                 "The JVM connector planned the first batch of this checkpoint, but never "

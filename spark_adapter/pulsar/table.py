@@ -379,7 +379,7 @@ def jvm_producer_table() -> str:
 
 
 def _table(options: Iterable[JvmOption]) -> str:
-    """Return a table with one row per meaning."""
+    """Return a table in Markdown. Options with the same description share a row."""
     rows: dict[tuple[Treatment, str, str], list[str]] = {}
     for option in options:
         row = (option.treatment, option.meaning, option.harmless)

@@ -92,7 +92,7 @@ def position_of(name: str, topic_partition: str, given: list[Any], *, behind: bo
         behind: Whether to return the position after the message's entry.
 
     Raises:
-        ConfigError: The bytes are no message id, or one of another topic partition.
+        ConfigError: The bytes are not a message id, or the message is in another topic partition.
     """
     wanted = (
         "write a position 'ledger:entry', or the bytes of a message id as JsonUtils.topicOffsets "

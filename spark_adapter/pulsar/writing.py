@@ -51,13 +51,12 @@ class _Column(NamedTuple):
     """Whether it is milliseconds, which become a timestamp."""
 
     def made(self, rows: pa.Table) -> pa.ChunkedArray:
-        """Make the column."""
         found = rows.column(self.of)
         if self.field:
             return compute.struct_field(found, self.field)
         if not self.millis:
             return found
-        # The JVM connector sets no event time that is not positive.
+        # The JVM connector sets an event time only if it is positive.
         there = compute.greater(found, 0)
         return compute.if_else(there, found, None).cast(pa.timestamp("ms", tz="UTC"))
 
