@@ -6,6 +6,7 @@ each task would wait for the same dead bookie, and leave the same ledger to the 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
@@ -32,11 +33,13 @@ class _Recent(Generic[K]):
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._found: dict[K, _Failure] = {}
+        self._lock = threading.Lock()
 
     def note(self, failed: K, why: str, entry: int = 0) -> None:
-        while len(self._found) >= FAILURES_MAX:
-            self._found.pop(next(iter(self._found)), None)
-        self._found[failed] = _Failure(why, entry, self._clock() + REMEMBERED_S)
+        with self._lock:
+            while len(self._found) >= FAILURES_MAX:
+                del self._found[next(iter(self._found))]
+            self._found[failed] = _Failure(why, entry, self._clock() + REMEMBERED_S)
 
     def get(self, asked: K) -> _Failure | None:
         found = self._found.get(asked)

@@ -268,6 +268,25 @@ def test_a_broker_that_cannot_answer_now_may_be_asked_again(
         admin.cluster()
 
 
+@pytest.mark.parametrize(
+    ("status", "said"), [(500, "starting"), (412, "Topic has active subscriptions")]
+)
+def test_a_leftover_that_is_not_deleted_now_belongs_to_nobody_else_yet(
+    answers: Callable[[Answer], None], status: int, said: str
+) -> None:
+    """Issue: an error of the deletion counted as the answer that another client uses the topic."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "DELETE":
+            return httpx.Response(status, json={"reason": said})
+        return httpx.Response(200, json={"subscriptions": {"s": {"consumers": []}}})
+
+    answers(answer)
+    where = TopicPartition("persistent://public/default/t", 0)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        assert admin.remove_leftover(where, "s") is None
+
+
 def test_a_system_topic_has_no_transactions(
     answers: Callable[[Answer], None],
 ) -> None:

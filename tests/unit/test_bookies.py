@@ -7,10 +7,12 @@ import selectors
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -770,6 +772,25 @@ def test_the_memory_of_failures_is_limited() -> None:
         failures.note_bookie(f"bookie-{number}", "away")
     assert not failures.bookie("bookie-4")
     assert failures.bookie("bookie-5")
+
+
+def test_threads_share_the_memory_of_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue: a full memory raised an error if two threads noted failures at once."""
+    monkeypatch.setattr("keyshard.bookkeeper.failures.FAILURES_MAX", 10)
+    failures = Failures()
+
+    def note(thread: int) -> None:
+        for number in range(2_000):
+            failures.note_bookie((thread, number), "away")
+
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(note, range(8)))
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert sum(bool(failures.bookie((thread, 1_999))) for thread in range(8)) > 0
 
 
 def test_a_read_tells_how_it_got_each_ledger() -> None:

@@ -142,12 +142,13 @@ class PulsarAdmin:
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         """Delete a topic that a reconnect of keyshard recreated. Return whether it is gone now.
 
-        ``False``: it holds an entry, other clients used it, or the broker refuses to delete it.
-        ``None``: it is undecided, so ask again later. There are two cases:
+        ``False``: it holds an entry, or other clients used it. ``None``: it is undecided, so ask
+        again later. There are three cases:
 
         - A consumer of the subscription is connected. It may be one that keyshard is closing.
         - There is no subscription. The broker may be deleting the topic, or a consumer of keyshard
           may be creating the subscription.
+        - The broker does not delete it now.
         """
         path = _path(topic_partition.name)
         stats = f"{path}/stats?subscriptionBacklogSize=false"
@@ -160,7 +161,7 @@ class PulsarAdmin:
         if not settled:
             return None
         answer = self._request("DELETE", path)
-        return answer.is_success or _says_missing(answer)
+        return answer.is_success or _says_missing(answer) or None
 
     def subscription(
         self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
