@@ -1,4 +1,4 @@
-"""The status of an open sink, and what exposes it: the control socket and metrics."""
+"""The status of an open sink, exposed by the control socket and metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class SinkRates(TypedDict):
-    """Per second; ``None`` while they are unknown."""
+    """Messages and bytes per second; ``None`` while they are unknown."""
 
     published: float | None
     confirmed: float | None
@@ -62,7 +62,7 @@ class UnconfirmedStatus(TypedDict):
 
 
 class SinkStatus(TypedDict):
-    """An open sink; ``docs/status.md`` describes every field."""
+    """Status of an open sink; ``docs/status.md`` describes every field."""
 
     version: int
     kind: str
@@ -84,7 +84,7 @@ class SinkStatus(TypedDict):
 
 
 class SinkMonitor:
-    """Exposes an open sink until :meth:`close`.
+    """Exposes the status of an open sink until :meth:`close`.
 
     Args:
         config: Options of the sink.

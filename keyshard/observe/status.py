@@ -86,7 +86,7 @@ class StatusView:
         self._began_s = time.monotonic()
 
     def watch(self) -> list[Stall]:
-        """Look for stalled ranges, and take a sample; return the stalls to log now."""
+        """Sample rates, lags and loads, and look for stalls; return the stalls to log now."""
         if not self._subject.coordinator.started:
             return []
         now_s = time.monotonic()
@@ -251,7 +251,7 @@ class StatusView:
         }
 
     def _parked_by(self, key: str) -> ParkedBy | None:
-        """Why a key is parked; ``None`` if it is not, or its dead letter is not confirmed."""
+        """Return why a key is parked; ``None`` if it is not, or has no confirmed dead letter."""
         parked, dead_letters = self._subject.parked(), self._subject.dead_letters
         since = None if parked is None else parked.since(key)
         if since is None or dead_letters is None:
@@ -285,7 +285,7 @@ class StatusView:
             facts, age_ms = known.get(where), ages_ms.get(where)
             backlog = None if facts is None else facts.backlog
             if age_ms is None and not backlog:
-                age_ms = 0  # Nothing is late.
+                age_ms = 0  # The source holds no row, and no backlog is known.
             elif age_ms is None and facts is not None and facts.oldest_ms:
                 age_ms = max(0, round(now_ms - facts.oldest_ms))
             lags[where] = {
@@ -417,7 +417,7 @@ def _lag() -> Lag:
 
 
 def _joined(lags: Collection[Lag]) -> Lag:
-    """Return the lag of a source: the sum of known rows, and the oldest of them."""
+    """Return the lag of a source: the sums of known entries and rows, and the highest age."""
     entries = [each["entries"] for each in lags if each["entries"] is not None]
     rows = [each["rows"] for each in lags if each["rows"] is not None]
     seconds = [each["seconds"] for each in lags if each["seconds"] is not None]
@@ -430,7 +430,7 @@ def _joined(lags: Collection[Lag]) -> Lag:
 
 
 def _extent(lag: Lag) -> float | None:
-    """Return the number by which the trend of a lag is judged: rows if they are known."""
+    """Return the number that decides the trend of a lag: rows, or seconds if they are unknown."""
     return lag["seconds"] if lag["rows"] is None else lag["rows"]
 
 
@@ -465,6 +465,5 @@ def _message(dead_letter: DeadLetter) -> ParkedMessage:
 
 
 def _slot_assignment(slot: int, index: int, owned: Collection[HashRange]) -> SlotAssignment:
-    """Return the assignment of a slot."""
     ranges = " ".join(str(one) for one in owned if slot in one)
     return {"slot": slot, "range": index, "hashRange": ranges}

@@ -65,7 +65,7 @@ class Rates(TypedDict):
 
 
 class RangeStatus(TypedDict):
-    """One range."""
+    """Status of one range."""
 
     index: int
     hashRanges: list[str]
@@ -82,7 +82,7 @@ class RangeStatus(TypedDict):
 
 
 class PartitionStatus(TypedDict):
-    """One topic partition."""
+    """Status of one topic partition."""
 
     topic: str
     partition: int
@@ -115,7 +115,7 @@ class HotKeyStatus(TypedDict):
 
 
 class Status(TypedDict):
-    """A running source."""
+    """Status of a running source."""
 
     version: int
     kind: str

@@ -123,9 +123,10 @@ class Telemetry:
         return call
 
     def _idle(self) -> bool:
-        """Whether the program has set no provider, so that nothing is recorded.
+        """Return whether the program has set no provider, so that nothing is recorded.
 
-        Looking takes as long as ten calls, so it does so every :data:`LOOK_S`.
+        A look for providers takes ten times as long as a call without one. So at most one call
+        looks in each :data:`LOOK_S`.
         """
         if self._recorded:
             return False
@@ -207,7 +208,7 @@ class Telemetry:
             kind=self._trace.SpanKind.CONSUMER,
             attributes={**common, OPERATION_TYPE: "process"},
         )
-        # Nothing more is done for a span that nobody gets, so links come after the start.
+        # If the span is not recorded, links and more attributes are not needed.
         if span.is_recording():
             if batch_id:
                 span.set_attribute(BATCH_ID, batch_id)
