@@ -1,4 +1,4 @@
-"""How the entries of an offloaded ledger lie in the bytes of its data file."""
+"""The layout of an offloaded ledger: the places of its entries in its data file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Parsed(NamedTuple):
     entries: Sequence[tuple[int, bytes]]
     """Number and bytes of each entry, as bookies stored it."""
     offset: int
-    """Offset in the file of what follows them."""
+    """Offset in the file after these entries."""
     wanted: int
     """Least number of bytes from that offset on that have another entry; 0: the given ones may."""
 
@@ -33,7 +33,7 @@ class Layout(Protocol):
     path: str
     """The file."""
     size: int
-    """Bytes of the file."""
+    """Size of the file, bytes."""
 
     def place_of(self, entry: int) -> tuple[int, int | None]:
         """Return where to parse the file for an entry.
@@ -43,7 +43,7 @@ class Layout(Protocol):
             ``None``: the index does not say it.
 
         Raises:
-            LayoutError: The index has no entry so early.
+            LayoutError: The index begins after the entry.
         """
 
     def parsed(self, data: bytes, offset: int) -> Parsed:

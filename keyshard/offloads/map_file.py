@@ -59,8 +59,8 @@ class MapFile:
 
     Args:
         path: The data file.
-        size: Its bytes.
-        fetch: Returns its bytes from one offset to before another.
+        size: Size of the data file, bytes.
+        fetch: Returns the content of the data file between two offsets, the second exclusive.
         index: The whole index file.
         ledger: The ledger, as the broker lists it.
 
@@ -77,7 +77,7 @@ class MapFile:
         start = self._header.end
         first = self.parsed(head[start:], start, with_metadata=True)
         while not first.entries and len(head) < min(start + first.wanted, size):
-            # A block has the first entries as well.
+            # A block with the metadata also has the first entries, so it may exceed the head.
             more = fetch(len(head), min(max(start + first.wanted, 2 * len(head)), size))
             if not more:
                 raise LayoutError(f"its data ends after {len(head)} of {size} bytes")
@@ -123,13 +123,13 @@ class _Header(NamedTuple):
     in_blocks: bool
     """Whether records are compressed in blocks."""
     mark: bytes
-    """Stands behind an escape, between records or before a block."""
+    """Stands after an escape, between records or before a block."""
     end: int
     """Offset of the first record or block."""
 
 
 def _header(data: bytes, value: bytes) -> _Header:
-    """Parse the header of a file whose keys are numbers, and whose values are of a class."""
+    """Parse the header of a file with numbers as keys, and values of the Java class ``value``."""
     at = len(_VERSION)
     if data[:at] != _VERSION:
         raise LayoutError(f"it begins with {data[:at]!r}, so it is of another format")
@@ -152,7 +152,7 @@ def _header(data: bytes, value: bytes) -> _Header:
 
 
 def _records(data: bytes, header: _Header) -> Parsed:
-    """Parse whole records; the offset is one in ``data``."""
+    """Parse whole records. The returned offset counts from the start of ``data``."""
     found: list[tuple[int, bytes]] = []
     at, end, wanted, size = 0, len(data), 4 + _MARK_BYTES, 0
     while at + wanted <= end:
@@ -176,7 +176,7 @@ def _records(data: bytes, header: _Header) -> Parsed:
 
 
 def _blocks(data: bytes, header: _Header) -> Parsed:
-    """Parse whole blocks of records; the offset is one in ``data``."""
+    """Parse whole blocks of records. The returned offset counts from the start of ``data``."""
     found: list[tuple[int, bytes]] = []
     at, end, wanted, size = 0, len(data), 4 + _MARK_BYTES, 0
     while at < end:
@@ -286,11 +286,11 @@ def _text(data: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decode a positive number of ``WritableUtils.readVInt``, and return the offset after it.
+    """Return a number in the format of ``WritableUtils.readVInt``, and the offset after it.
 
     Raises:
         IndexError: The bytes end too early.
-        LayoutError: It is negative, or has more than four bytes.
+        LayoutError: The number is negative, or has more than four bytes.
     """
     first = data[at]
     if first < 0x80:

@@ -12,14 +12,14 @@ _CLOSED = 3
 
 
 def check_metadata(metadata: bytes, ledger: OffloadedLedger) -> None:
-    """Check that a file is about a closed ledger of as many entries and bytes.
+    """Check that metadata describes a closed ledger, with the entries and bytes of ``ledger``.
 
     Args:
         metadata: ``LedgerMetadataFormat``, as the offloader wrote it.
         ledger: The ledger, as the broker lists it.
 
     Raises:
-        LayoutError: It is not.
+        LayoutError: It does not.
     """
     try:
         found = fields_of(metadata)

@@ -28,18 +28,18 @@ class OffloadNotReadError(Exception):
 
 
 class StoreFailedError(OffloadNotReadError):
-    """The store did not answer as it should, so that other ledgers would meet the same."""
+    """The store itself fails, so reads of other ledgers would fail in the same way."""
 
 
 class Offloads:
     """The store to which the brokers of a cluster offload ledgers.
 
     Args:
-        url: Path or fsspec URL of the bucket, such as ``s3://bucket``, or of the folder of the file
-            system driver that has the folders of tenants.
+        url: Path or fsspec URL of the bucket, such as ``s3://bucket``. For Pulsar's file system
+            driver, that of the folder with the folders of the tenants.
 
     Raises:
-        ConfigError: The URL is no text, or names no known file system.
+        ConfigError: The URL is not a string, or names no known file system.
     """
 
     def __init__(self, url: str) -> None:
@@ -104,11 +104,11 @@ class Offloads:
 
     def _size(self, path: str) -> int:
         """Return the size of a file, bytes."""
-        self._files.invalidate_cache()  # another part of the process may have listed the folder
+        self._files.invalidate_cache()  # The process may have an older listing of the folder.
         return int(self._files.info(path)["size"])
 
     def _failed(self, exc: Exception) -> OffloadNotReadError:
-        # Stores also refuse a missing object, if its neighbours must not be listed.
+        # Without permission to list the bucket, a store refuses a request for a missing object.
         of_file = isinstance(exc, FileNotFoundError | PermissionError)
         error = OffloadNotReadError if of_file else StoreFailedError
         said = " ".join(str(scrubbed(exc)).split())[:TEXT_MAX]
@@ -177,7 +177,7 @@ class OffloadReader:
         return found
 
     def _more(self, layout: Layout) -> bytes:
-        """Return bytes from the offset on that may have another entry."""
+        """Return the fetched bytes from ``_offset`` on; fetch more if they lack a whole entry."""
         if len(self._rest) >= self._wanted:
             return self._rest
         start = self._offset + len(self._rest)
