@@ -61,7 +61,7 @@ class Part:
     cuts: int = 0
     """Connections that were lost while rows were unconfirmed."""
     is_cut: bool = False
-    """Whether it is to be found out which rows are stored."""
+    """Whether a connection was lost, so that the stored rows must be looked up."""
     confirmed_s: float = 0.0
     """Monotonic time of the last confirmation, seconds."""
 
@@ -69,7 +69,7 @@ class Part:
         """Wait until everything that was published is stored."""
         if not self.is_cut:
             self.producer.flush()
-            for one in self.sent:  # without a name, a failure concerns its own entry
+            for one in self.sent:  # without a producer name, flush() raises no error of an entry
                 one.result()
 
     def check_sizes(self) -> None:
@@ -82,7 +82,7 @@ class Part:
 
     def entry_ends(self, config: SinkConfig) -> list[int]:
         """Return the end of each entry to publish, exclusive."""
-        # The keys stand once more in the metadata of an entry.
+        # The metadata of an entry repeats its keys.
         overhead = ENTRY_OVERHEAD + self.plan.batch.keys_bytes_max()
         bytes_max = min(config.entry_bytes_max, self.producer.message_bytes_max - overhead)
         ends = self.plan.entry_ends(config.entry_messages_max, bytes_max)
@@ -90,7 +90,11 @@ class Part:
 
 
 def set_first(part: Part, first_id: int, name: str | None, last: int, *, stored: bool) -> None:
-    """Set the first row to publish, behind the last known id."""
+    """Set the first row to publish.
+
+    It is the row with the last known id, or the next one if that row is stored. If no row of the
+    batch is known, it is row 0.
+    """
     batch_id = batch_of(first_id)
     try:
         part.first = first_row(last, first_id, len(part.plan), stored=stored)
@@ -140,7 +144,7 @@ def publish_unless_cut(
 
 
 def publish(part: Part, config: SinkConfig, first_id: int, counts: SinkCounts | None) -> None:
-    """Publish the rows of a topic partition, a piece after the other as there is room."""
+    """Publish the rows of a topic partition, one piece after another, as the producer has room."""
     start = part.first
 
     def confirm(_: Future[EntryId | None]) -> None:

@@ -101,11 +101,12 @@ def write(
     4. The other rows are published; their sequence ids are those of batch and row.
     5. All are confirmed, and the producers give the name back.
 
-    The rows of step 2 may be accepted only. If the broker loses them, all begins again.
+    The broker may have accepted rows of step 2, but not stored them. If it loses them, the call
+    begins again.
 
-    Before Pulsar 5.0, a broker that has loaded the topic may know too few rows
+    Before Pulsar 5.0, a broker that has loaded the topic may know fewer rows than it stores
     (apache/pulsar#25953). So step 2 also reads the end of the topic, unless no earlier attempt
-    wrote anything, and again when a connection is lost while rows are unconfirmed.
+    wrote anything. If a connection is lost while rows are unconfirmed, the end is read again.
 
     Args:
         broker: An open connection.
@@ -160,7 +161,8 @@ def place(
     Args:
         rows: Rows of one topic.
         partitions: Its topic partitions.
-        keyless_from: Topic partition of the first rows without a key, modulo their number.
+        keyless_from: Number of the topic partition for the first rows without a key, modulo the
+            number of topic partitions.
         scheme: Hash that chooses the topic partition of a key.
 
     Raises:
@@ -209,7 +211,7 @@ class BatchWriter:
     def write(self, placed: Sequence[Placed], batch_id: int, *, new: bool = False) -> WriteReport:
         """Write a batch, and keep the producers open; see :func:`write`.
 
-        After an error, :meth:`leave` comes before the next call.
+        After an error, call :meth:`leave` before the next call.
 
         Args:
             placed: The rows.
@@ -264,10 +266,10 @@ class BatchWriter:
     def _open_all(self, placed: Sequence[Placed], pending_bytes_max: int) -> list[EntryProducer]:
         """Open a producer for each topic partition, several at once.
 
-        The least topic partition is opened alone, and given back last. So of two attempts with the
-        same rows, one has all of them, and the other none. Attempts with other rows may each have
-        the name in some topic partitions, and wait for the other. So one that waits gives its
-        producers back, and begins again.
+        The lowest topic partition is opened alone, and closed last. So of two attempts with the
+        same rows, one opens all topic partitions while the other waits for the lowest. Attempts
+        with different rows may each have the name where the other one waits for it. So an attempt
+        with producers waits for :data:`BUSY_S`, closes them, and begins again.
 
         Raises:
             ProducerBusyError: Another program has the name (retriable).
@@ -305,7 +307,8 @@ class BatchWriter:
                 producers = [part.producer for part in mine]
                 schema = mine[0].plan.batch.schema
                 with claim.checked(self._broker, producers, schema, timeout_s):
-                    # A producer with a part of its rows would be open to another attempt.
+                    # All rows of the topic partition: a producer that waits after the first entry
+                    # may lose its name to another attempt (ADR 34).
                     publish(mine[0], self._config, first_id, self._counts)
                     mine[0].producer.flush()
 
@@ -344,9 +347,10 @@ class BatchWriter:
         publish_unless_cut(part, self._config, first_id, self._counts)
 
     def _prove(self, part: Part, pending_bytes_max: int) -> None:
-        """Check that the broker knows the only entry of a name that was new.
+        """Check that the broker deduplicates, after the first entry of a new name.
 
-        If there were more entries, the producer checked it before it sent the second one.
+        The producer is opened again: the broker then has to know the id of that entry. A producer
+        of several entries has checked this itself, before it sent the second one.
 
         Raises:
             DeduplicationError: The broker does not deduplicate the topic.
@@ -405,10 +409,10 @@ class BatchWriter:
         set_first(part, first_id, name, last, stored=is_stored)
 
     def _last_stored(self, producer: EntryProducer, name: str, batch_id: int) -> int:
-        """Return the last id of the name in the topic.
+        """Return the last id of the name near the end of the topic partition.
 
-        A producer that is opened again meanwhile may find rows of another attempt. A look whose
-        producer was opened again afterwards holds if nothing was stored since.
+        If the producer is opened again during the search, another attempt may have stored rows, so
+        the search is repeated. A known result is used again if no entry was stored after it.
         """
         end_s = time.monotonic() + self._config.send_timeout_ms / 1000
         where = producer.topic_partition
@@ -436,7 +440,7 @@ class BatchWriter:
         self._give_back(partial(_leave, end_s=time.monotonic() + LEAVE_S))
 
     def _give_back(self, close: Callable[[EntryProducer], None]) -> None:
-        """Close the producers, several at once, and that of the least topic partition last."""
+        """Close the producers, several at once, that of the lowest topic partition last."""
 
         def give_back(where: TopicPartition) -> None:
             close(self._producers.pop(where))

@@ -35,7 +35,7 @@ class Claim:
     ) -> Iterator[None]:
         """Check that no other query has the sink id.
 
-        If no query has rows in the topic, no other writer checks it until the end.
+        If no query has rows in the topic, no other writer can check it before the block ends.
 
         Args:
             broker: An open connection.

@@ -84,8 +84,8 @@ class Counts:
 class SinkCounts:
     """Counts of one sink. Any thread may call its methods.
 
-    A confirmation does nothing here. The next piece, or the next look, finds the pieces that are
-    confirmed: an entry costs no call and no lock of its own.
+    A confirmation calls no method. :meth:`add` and :meth:`look` find the confirmed pieces, so an
+    entry costs no call and no lock of its own.
     """
 
     def __init__(self) -> None:

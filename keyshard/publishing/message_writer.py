@@ -1,7 +1,7 @@
-"""Publishes single messages: they are collected for a moment, and become entries of one key.
+"""Publishes single messages: they are collected for a moment, and become entries of one key each.
 
-The messages of a moment become columns, which are encoded and published together: a message costs
-little more than its future.
+The collected messages become columns, which are encoded and published together. So the cost of a
+message is little more than that of its future.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class MessageWriter:
         future = LightFuture[MessageId]()
         while not queue.add(message, size, future):
             queue = self._open_queue(partition)
-        # The thread resets it before it looks for messages, so it has not seen this one yet.
+        # The thread resets the flag before it publishes. While the flag is set, the thread still
+        # has to publish this message.
         if not self._lingering:
             with self._changed:
                 self._lingering = True
@@ -85,12 +86,12 @@ class MessageWriter:
         return future
 
     def collected(self) -> tuple[int, int]:
-        """Return the messages that are collected and not published yet, and their bytes."""
+        """Return the number of collected messages that are not published yet, and their bytes."""
         sizes = [queue.collected() for queue in self._queues.values()]
         return sum(messages for messages, _ in sizes), sum(size for _, size in sizes)
 
     def flush(self) -> None:
-        """Publish what is collected, and wait until everything is confirmed.
+        """Publish the collected messages, and wait until everything is confirmed.
 
         Raises:
             KeyShardError: A message has failed since the last flush.
@@ -143,7 +144,7 @@ class MessageWriter:
         how = PublishOptions(
             send_timeout_s=self._config.send_timeout_ms / 1000,
             pending_messages_max=2**31,
-            # Others are collected while some are encoded.
+            # The rest is for messages that are collected while others are encoded.
             pending_bytes_max=pending - 2 * collected,
             compression=self._config.compression,
         )
@@ -205,7 +206,7 @@ class _PartitionQueue:
         self._counts = counts
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
-        """Keeps the order. Others collect messages meanwhile."""
+        """Keeps the order of publishing. Other threads collect messages meanwhile."""
         self._messages: list[OutgoingMessage] = []
         self._sizes: list[int] = []
         self._futures: list[Future[MessageId]] = []
@@ -235,12 +236,12 @@ class _PartitionQueue:
         return True
 
     def collected(self) -> tuple[int, int]:
-        """Return the messages that are collected, and their bytes."""
+        """Return the number of collected messages, and their bytes."""
         with self._lock:
             return len(self._messages), self._bytes
 
     def publish(self) -> None:
-        """Publish what is collected."""
+        """Publish the collected messages."""
         with self._publishing:
             with self._lock:
                 messages, sizes, futures = self._messages, self._sizes, self._futures
@@ -255,7 +256,7 @@ class _PartitionQueue:
             self._closed = True
         with suppress(KeyShardError):
             self.producer.close()
-        # What is collected fails, as its producer is closed.
+        # The collected messages fail, because their producer is closed.
         self.publish()
 
     def _publish(

@@ -85,12 +85,12 @@ def check_rows(broker: Broker, sink: SinkConfig, topics: Mapping[str, Outgoing])
 def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:
     """Check that the broker deduplicates topics, if the connection has an ``admin_url``.
 
-    A topic that does not exist passes: a producer creates it, or is refused.
-    A role may lack the permission to ask. The first entries then show it; see
-    :func:`keyshard.publishing.batch_writer.write`.
+    A topic that does not exist passes: a producer creates it, or is refused. If the role may not
+    ask, the topic passes with a warning. :func:`keyshard.publishing.batch_writer.write` then checks
+    deduplication by the first entry.
 
     Raises:
-        DeduplicationError: It does not.
+        DeduplicationError: The broker does not deduplicate a topic.
         KeyShardError: The admin interface does not answer.
     """
     connection = sink.how_to_connect()

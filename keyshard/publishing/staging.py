@@ -101,7 +101,7 @@ class StagedBatch:
 
     Args:
         staging: The folder for all batches.
-        owner: Sink and query, or write, that the batch is of.
+        owner: Sink and query, or sink and write, to which the batch belongs.
         batch_id: Id of the batch.
     """
 
@@ -227,7 +227,7 @@ class StagedBatch:
             _log.warning("cannot remove staged rows at %s: %s", self._staging.url, scrubbed(exc))
 
     def remove(self) -> None:
-        """Remove everything of the owner: nothing repeats the batch."""
+        """Remove all files of the owner, once no attempt can repeat the batch."""
         try:
             if self._files.exists(self._owner):
                 self._files.rm(self._owner, recursive=True)

@@ -1,7 +1,7 @@
 """Finds the rows of a producer name, or of a query, at the end of a topic partition.
 
 A broker forgets a name some hours after its last producer has left. It then says that it knows no
-row of a batch, although an earlier attempt stored some. Stored entries still have name and ids.
+row of a batch, although an earlier attempt stored some. Stored entries still have names and ids.
 The names also say which query of a sink stored the entries.
 """
 
@@ -96,7 +96,7 @@ def queries_at_end(
 ) -> set[str]:
     """Return the queries of a sink that have entries near the end of a topic partition.
 
-    The limits are those for batch 0. The search ends with the first entries of ``query``.
+    The search covers at most :data:`FIRST_BATCH_LIMITS`. It ends at the first entries of ``query``.
 
     Args:
         broker: An open connection.
@@ -171,7 +171,7 @@ class _Tail:
         """The last entry of the last look."""
 
     def is_done(self) -> bool:
-        """Whether it is found, or the limit is reached."""
+        """Return whether ``seek`` has found something, or the limit is reached."""
         left = self._left()
         return self.found is not None or left.entries <= 0 or left.bytes <= 0
 
@@ -197,10 +197,11 @@ class _Tail:
                 span, wider = max(1, (end - first) // WIDER), 1
 
     def look_before(self, ledger: int) -> int:
-        """Look at older ledgers, at least at one id of a ledger. Return the oldest such id.
+        """Look at the ledgers before a ledger; return the oldest ledger id that was covered.
 
-        The ids are not dense, so a ledger is found by trying. Small ledgers are read whole. If they
-        are too large together, the newest one is searched, and read from its end.
+        A call covers at least one id. The ids are not dense, so a ledger is found by trying. Small
+        ledgers are read whole. If they are too large together, the newest one is searched, and
+        read from its end.
         """
         back = 1
         while ledger and not self.is_done():
@@ -223,7 +224,7 @@ class _Tail:
         return newest
 
     def _end_of(self, ledger: int) -> int:
-        """Return an entry id near the end of an older ledger, at or behind it."""
+        """Return an entry number, 1 to ``FIRST_SPAN`` after the last entry of an older ledger."""
         inside, step = 0, SMALL.entries
         while self._reaches(EntryId(ledger, inside + step)):
             inside, step = inside + step, 2 * step
@@ -275,7 +276,7 @@ class _Tail:
                     self._seen = max((one for one in ids if one < end), default=self._seen)
                     if entries > most.entries or size > bytes_max:
                         return False
-            for one in refused:  # a Reader ends with a chunked message
+            for one in refused:  # a Reader does not continue after a chunked message
                 first = EntryId(one.ledger, one.entry + 1)
         self.found = found
         self.entries += entries
@@ -309,8 +310,8 @@ def _last_id(
         blocks: The entries.
         name: The name.
         writers: Beginning of the names of its query; ``None`` if it belongs to no query.
-        first_id: First sequence id of the batch. With a smaller one of the query, there is no
-            earlier entry to look for, and the result is :data:`NOTHING`.
+        first_id: First sequence id of the batch. If the query has an entry with a lower id, the
+            name has no earlier entry of this batch, and the result is :data:`NOTHING`.
     """
     columns = gather(blocks, _COLUMNS)
     names, ids = columns[PRODUCER], columns[SEQUENCE_ID]

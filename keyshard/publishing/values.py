@@ -1,4 +1,4 @@
-"""Makes messages of rows: their columns are encoded by the schema of the topic."""
+"""Makes messages from rows: encodes their columns by the schema of the topic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITHOUT_SCHEMA = (None, "NONE", "BYTES")
 
 
 class Values:
-    """Makes messages of the rows of a sink. Asks for the schema of each topic once.
+    """Makes messages from the rows of a sink. Asks for the schema of each topic once.
 
     Args:
         config: Options of the sink.
@@ -46,7 +46,7 @@ class Values:
             ConfigError: A column does not fit.
             SchemaError: The topic has no schema or one of another type, or a column or a value does
                 not fit it.
-            BrokerError: The broker does not tell the schema.
+            BrokerError: The broker does not return the schema.
         """
         batch = one_batch(rows)
         check_names(batch.schema.names)
@@ -136,7 +136,7 @@ class Values:
 
 
 def check_names(names: list[str]) -> None:
-    """Check the names of columns that begin as those of a message do.
+    """Check that names are unique, and that those with ``__`` in front are columns of a message.
 
     Raises:
         ConfigError: A name is unknown, or appears twice.
@@ -155,7 +155,11 @@ def _of_value(names: list[str]) -> list[str]:
 
 
 def _are_bytes(columns: pa.Schema, encoder: Encoder) -> bool:
-    """Whether the rows have payloads, and no field of that name and type is in the schema."""
+    """Return whether the rows have encoded values.
+
+    They do if ``value`` is their only column, it is binary, and the schema has neither a binary
+    field ``value`` nor binary values.
+    """
     if columns.names != [VALUE] or not pa.types.is_binary(columns.field(VALUE).type):
         return False
     field = encoder.slot.fields.get(VALUE, encoder.slot)
@@ -195,7 +199,13 @@ class _Definition:
         """Names of its records, each of which Avro allows once."""
 
     def record(self, fields: Sequence[pa.Field], name: str, path: str) -> dict[str, Any]:
-        """Return a record of fields, at a path of columns."""
+        """Return an Avro record.
+
+        Args:
+            fields: Its fields.
+            name: Its name, to which ``_`` is added until it is unique.
+            path: Column that the record describes, such as ``a.b``; empty for the whole row.
+        """
         while name in self._records:
             name += "_"
         self._records.add(name)
