@@ -116,7 +116,7 @@ class RowDecoder:
         return compute.if_else(wrong, values, pa.scalar(None, values.type))
 
     def _decode(self, batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], dict[int, str]]:
-        """Return decoded columns by name, and reasons by row.
+        """Return decoded columns by name, and for each malformed row the reason.
 
         Rows of one topic and version are decoded together.
         """

@@ -125,7 +125,7 @@ def plan_decoding(
         tries_s: As in :func:`keyshard.broker.schemas.schema_of`.
 
     Raises:
-        BrokerUnavailableError: Neither interface answers.
+        BrokerUnavailableError: No answer; see :func:`keyshard.broker.schemas.schema_of`.
         BrokerError: The broker refuses.
     """
     schemas = {topic: schema_of(connection, topic, tries_s=tries_s) or RAW for topic in topics}
@@ -144,7 +144,7 @@ def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
 
     Raises:
         SchemaError: A version is another schema now, so values would be decoded wrongly.
-        BrokerUnavailableError: Neither interface answers.
+        BrokerUnavailableError: No answer; see :func:`keyshard.broker.schemas.schema_of`.
         BrokerError: The broker refuses.
     """
     for topic in plan.schemas if topics is None else topics:
@@ -153,7 +153,7 @@ def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
             continue
         now = schema_of(plan.connection, topic, schema.version)
         if now is None:
-            # Schemas that are registered after a deletion have higher version numbers.
+            # Version numbers go on after a deletion of the schema, but not of the topic.
             newest = schema_of(plan.connection, topic)
             other = newest is not None and newest.version < schema.version
         else:

@@ -77,7 +77,7 @@ def inspect_ack_gaps(
                     position = _passed(found, position, entry_id)
                 unreadable.clear()
                 if not blocks and scan.position.ledger > position.ledger:
-                    # It ended at an unreadable entry behind the stretch.
+                    # The scan ended at an unreadable entry after the stretch.
                     _passed(found, position, scan.position)
                 _take(found, stretch, position, blocks)
         # The entry before entry 0 is -1: `above` then takes the whole ledger.
@@ -101,7 +101,7 @@ def _take(
 
 
 def _passed(found: GapReport, position: EntryId, entry_id: EntryId) -> EntryId:
-    """Return the position behind an entry, and record the end of a ledger that was passed."""
+    """Return the position after an entry, and record the end of a ledger that was passed."""
     if entry_id.ledger > position.ledger:
         found.proofs.ledger_ends[position.ledger] = LedgerEnd(position.entry - 1, entry_id)
     return EntryId(entry_id.ledger, entry_id.entry + 1)

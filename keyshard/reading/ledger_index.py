@@ -1,9 +1,9 @@
 """Keeps the zones of closed ledgers as Parquet files in a folder, by topic partition.
 
 The first read of a ledger writes its zones, and later reads leave out those without a wanted
-message. A file says which ledgers it is about. Zones that do not fit the stored ledgers are not
-used, and a file without others is removed. The index only saves work: if it cannot be read or
-written, a warning says so, and everything is read.
+message. A file names its ledgers. A zone that does not fit a stored ledger is not used, and a file
+with only such zones is removed. The index only saves work: if it cannot be read or written, a
+warning says so, and everything is read.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LedgerIndex:
             not exist. Each cluster needs a folder of its own.
 
     Raises:
-        ConfigError: The URL is no text, or names no known file system.
+        ConfigError: The URL is not a string, or names no known file system.
     """
 
     def __init__(self, url: str) -> None:
@@ -158,7 +158,7 @@ class LedgerIndex:
             fitting.validate(full=True)
         except Exception as exc:
             if isinstance(exc, OSError) and not isinstance(opened, BytesIO):
-                raise  # the file system's
+                raise  # an error of the file system, so the file may be whole
             _log.warning("%s is damaged: %s. It is removed.", redacted(path), scrubbed(exc))
             self._remove([path])
             return None
@@ -240,7 +240,7 @@ def _table(storage: Storage, zones: Sequence[Zone]) -> pa.Table:
 
 
 def _that_fit(table: pa.Table, storage: Storage) -> pa.Table:
-    """Return the zones of ledgers that are stored as they were."""
+    """Return the zones whose ledger still has the entries and bytes that the zone names."""
     names = ("ledger", "ledger_entries", "ledger_bytes")
     rows = zip(*(table[name].to_pylist() for name in names), strict=True)
     fits = [storage.closed.get(ledger) == (entries, size) for ledger, entries, size in rows]
@@ -248,7 +248,7 @@ def _that_fit(table: pa.Table, storage: Storage) -> pa.Table:
 
 
 def _each_once(table: pa.Table) -> pa.Table:
-    """Return zones without those that several reads made."""
+    """Return each zone once, if several reads have made it."""
     rows = list(zip(*(table[name].to_pylist() for name in ("ledger", "first", "end")), strict=True))
     kept = sorted({row: number for number, row in enumerate(rows)}.values())
     return table if len(kept) == len(rows) else table.take(kept)

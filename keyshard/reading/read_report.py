@@ -55,9 +55,9 @@ SpansByStart = dict[tuple[str, int, int], SpanRead]
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """Entries of a bounded read by their way.
+    """Entries of a bounded read by their origin.
 
-    A task that ran again replaces what its earlier run reported.
+    If a task runs again, its report replaces that of the earlier run.
     """
 
     spans: tuple[SpanRead, ...] = ()
@@ -69,7 +69,7 @@ class ReadReport:
         return cls(tuple(spans[start] for start in sorted(spans)))
 
     def by_start(self) -> SpansByStart:
-        """Return the spans, to collect those of many reports at the cost of the new ones."""
+        """Return the spans by start; to join reports, update one dict with those of each."""
         return {(one.topic_partition, one.ledger, one.first): one for one in self.spans}
 
     @property
@@ -84,7 +84,7 @@ class ReadReport:
 
     @property
     def by_broker(self) -> int:
-        """Entries by the broker."""
+        """Entries from the broker."""
         return sum(one.by_broker for one in self.spans)
 
     @property
@@ -122,7 +122,7 @@ def _limited(named: Sequence[str], count: int, separator: str) -> str:
 
 
 def planned(splits: Iterable[Split]) -> ReadReport:
-    """Return by which way the entries of a plan will be read."""
+    """Return the entries of a plan by the origin from which they will be read."""
     spans = []
     for split in splits:
         name = split.topic_partition.name
@@ -140,7 +140,7 @@ def was_read(
     left: Mapping[int, str],
     one_by_one: Collection[str] = (),
 ) -> ReadReport:
-    """Return by which way the entries of a split were read.
+    """Return the entries of a split by the origin from which they were read.
 
     Args:
         split: The split.

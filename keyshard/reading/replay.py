@@ -30,7 +30,7 @@ from keyshard.reading.scan import Scan
 from keyshard.threads import Pool
 
 GAP_ENTRIES_MAX = 2_000
-"""Longest gap between runs that a Reader reads; for a longer one, a new Reader is opened behind
+"""Longest gap between runs that a Reader reads; for a longer one, a new Reader is opened after
 it."""
 LOOKS = 2
 """Readers in a row that must not return an entry before it counts as lost."""
@@ -193,7 +193,7 @@ def stretches(entries: EntrySet) -> Iterator[EntrySet]:
 def _entries(
     scan: Scan, topic_partition: TopicPartition, deadline: float, cut_off: set[EntryId]
 ) -> Iterator[EntryBlock]:
-    """Read the entries of a stretch, and some behind it; an entry may come twice.
+    """Read the entries of a stretch, and some after it; an entry may come twice.
 
     Entries that end before their last index are added to ``cut_off``. If a Reader reconnects inside
     an entry, it starts the entry again, so it may still come complete.

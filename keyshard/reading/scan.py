@@ -4,10 +4,14 @@ All conclusions from the absence of an entry use a scan: a lost entry of a plann
 that is resolved, the end of a bounded run, a dead letter.
 
 A Reader that lost its connection may be silent for ever, or report its end in the middle of a
-topic. So only a Reader that has stayed connected since it was opened proves anything. It proves a
-position if it returned something behind it. It also does if it had nothing left to return, and the
-broker then answered that nothing more is stored. If a Reader loses its connection in a step, the
-result of the step is discarded, and another Reader begins where the proof ends.
+topic. So only a Reader that has stayed connected since it was opened proves anything. It proves
+that all entries before a position are known in two cases:
+
+- It returned an entry after the position.
+- It had nothing left to return, and the broker then answered that nothing more is stored.
+
+If a Reader loses its connection in a step, the result of the step is discarded, and another Reader
+begins where the proof ends.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ class Scan:
         self.position = start
         """All earlier entries were returned, or cannot be read."""
         self.done = False
-        """Whether that holds for the whole stretch."""
+        """Whether all entries of the stretch were returned, or cannot be read."""
         self._broker = broker
         self._topic_partition = topic_partition
         self._last = last
@@ -80,7 +84,7 @@ class Scan:
     def read(self) -> list[EntryBlock]:
         """Do one step: return the next blocks in position order; ``[]`` if nothing came.
 
-        Blocks may lie behind the stretch. An entry of several blocks may begin again.
+        Blocks may lie after the stretch. An entry of several blocks may begin again.
 
         Raises:
             UnreadableEntryError: An entry cannot be read, and ``unreadable`` is ``None``.
@@ -119,7 +123,7 @@ class Scan:
         return blocks
 
     def _step(self) -> tuple[list[EntryBlock], bool]:
-        """Return the next blocks, and whether nothing is left, as read on a held connection."""
+        """Return the next blocks, and whether nothing is left; fail if the connection was lost."""
         reader = self._reader
         if reader is None:
             reader = self._broker.reader(self._topic_partition, self.position, self._how)

@@ -90,10 +90,10 @@ def stretches(
         starts: First position or time of each topic partition.
         ends: End position or time of each topic partition, exclusive.
         timeout_s: How long a request is retried, seconds.
-        disorder_ms: Most that publish times go back, milliseconds: no entry is stored behind one
-            whose publish time is later by more than this. If the broker adds its own time to
-            entries, both times differ by no more either. Entries further outside the bounds are
-            then not read. ``None``: unknown, so everything is read.
+        disorder_ms: Most that publish times go back from an entry to any later one, milliseconds.
+            If the broker adds its own time to entries, it also differs from the publish time by at
+            most this. Entries further outside the bounds are then not read. ``None``: unknown, so
+            everything is read.
         published: First publish time that is wanted between the bounds, and the end, exclusive,
             milliseconds since the epoch.
         fail_on_data_loss: Whether a position that is not stored is an error. If not, the read takes
@@ -106,7 +106,7 @@ def stretches(
         ConfigError: A start is after its end.
         TopicNotFoundError: A topic partition no longer exists.
         DataLossTrimmedError: A position is no longer stored.
-        PositionAheadError: A position is behind all stored entries.
+        PositionAheadError: A position is after all stored entries, and is not the next one.
         TopicRecreatedError: A position names an entry that its ledger never had.
         BrokerError: The admin interface cannot be reached, or refuses.
     """
@@ -188,9 +188,9 @@ def _shown(
         ledgers = _placed(admin, topic_partition, segments)
     if ledgers is None:
         raise gone(topic_partition)
-    # This order matters: entries that an open transaction holds back now are in the list, or came
-    # later. If the second request fails, the caller retries both, because the list makes the broker
-    # load the topic, which the second request needs.
+    # The list of ledgers comes first, so that the second request knows of each transaction that
+    # holds back listed entries. The list also makes the broker load the topic, which the second
+    # request needs. If that request fails, the caller retries both.
     closed = {one.id: Closed(one.entries, one.size_bytes) for one in ledgers[:-1]}
     try:
         return shown(ledgers, admin.held_back_behind(topic_partition)), closed
@@ -200,8 +200,8 @@ def _shown(
             "consecutive reads may both miss rows of such transactions.",
             topic_partition, exc.message,
         )  # fmt: skip
-    # The broker holds entries back behind an open transaction, also in later ledgers; bookies do
-    # not.
+    # The broker holds back the entries after the start of an open transaction, also in later
+    # ledgers. Bookies do not.
     why = UNKNOWN
     if not segments.by_broker_only:
         why = "it is unknown whether transactions hold back its entries"
@@ -266,7 +266,7 @@ def check_stored(
 
     Raises:
         DataLossTrimmedError: The entry is no longer stored.
-        PositionAheadError: The position is behind all stored entries.
+        PositionAheadError: The position is after all stored entries, and is not the next one.
         TopicRecreatedError: The position names an entry that its ledger never had.
     """
     loss = isinstance(bound, MessageId) and _loss(name, topic_partition, bound, ledgers)
@@ -418,7 +418,7 @@ def open_index(url: str) -> LedgerIndex:
     """Return the index of closed ledgers at a path or fsspec URL.
 
     Raises:
-        ConfigError: The URL is no text, or names no known file system.
+        ConfigError: The URL is not a string, or names no known file system.
     """
     from keyshard.reading.ledger_index import LedgerIndex  # noqa: PLC0415 - few reads need it
 
@@ -429,7 +429,7 @@ def open_offloads(url: str) -> Offloads:
     """Return the store of offloaded ledgers at a path or fsspec URL.
 
     Raises:
-        ConfigError: The URL is no text, or names no known file system.
+        ConfigError: The URL is not a string, or names no known file system.
     """
     from keyshard.offloads.offload_reader import Offloads  # noqa: PLC0415 - few reads need it
 

@@ -1,8 +1,9 @@
 """Reads the messages of a split, in order, as record batches, with a plain Reader.
 
-Another process may read the split than planned it, perhaps later and more than once. It always
-returns the same rows in the same batches: the entries alone decide which of them share a batch, not
-their arrival. A host that repeats a task continues where the first attempt ended.
+The process that reads a split may be another one than the process that planned it. It may read
+later, and more than once. Each read returns the same rows in the same batches: the entries alone
+decide which of them share a batch, not their arrival. A host that repeats a task continues where
+the first attempt ended.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def read_splits(
 
     Args:
         ledger_index: Path or fsspec URL of the index of closed ledgers, as the plan has it. The
-            read adds what it lacks.
+            read adds the zones that it lacks.
         segments: Where closed ledgers are read, as the plan has it; ``None``: by the broker.
-        bytes_in_flight_max: Most entries that are received ahead, bytes.
+        bytes_in_flight_max: Most bytes of entries that are received ahead.
         report: Called after each split with the entries by their origin.
 
     Raises:
@@ -122,7 +123,7 @@ def read_splits(
 def _bookies(
     segments: Segments | None, cluster: str, opened: ExitStack
 ) -> Callable[[Broker, Split], BookieReads | None] | None:
-    """Return what opens the Readers of a split; ``None`` if the broker opens all of them."""
+    """Return a function that makes the Readers of a split; ``None`` if only the broker is read."""
     if segments is None or segments.by_broker_only:
         return None
     from keyshard.bookkeeper.bookies import Bookies  # noqa: PLC0415 - few reads need it
@@ -130,7 +131,8 @@ def _bookies(
     from keyshard.bookkeeper.reader import BookieReads  # noqa: PLC0415
 
     required = segments.source == BOOKIES
-    # If no other way is left, a host that runs a task again wants a bookie to be asked again.
+    # If only bookies may be read, a task that a host runs again must ask a failed bookie again. So
+    # it does not share the failures that this process remembers.
     failures = Failures() if required else OF_PROCESS
     tls = of_bookies(segments)
     bookies = opened.enter_context(closing(Bookies(segments.bookies_map, failures, tls)))
@@ -177,7 +179,7 @@ def read_split(
         keys: Partition keys whose messages are wanted; ``None``: all.
         fail_on_data_loss: Whether entries that are no longer stored are an error. If not, they are
             omitted with a warning.
-        bytes_in_flight_max: Most entries that are received ahead, bytes.
+        bytes_in_flight_max: Most bytes of entries that are received ahead.
         seen: Counts the entries that were read, by ledger.
         zones: Collects the zones of closed ledgers.
 
@@ -301,9 +303,9 @@ def _while_stored(
     *,
     fail_on_data_loss: bool,
 ) -> Iterator[list[EntryBlock]]:
-    """Read as :func:`_entries`. Go on behind a ledger that is deleted while only bookies are read.
+    """Read as :func:`_entries`, and continue after a ledger that is deleted during the read.
 
-    The broker's Readers go on by themselves.
+    Only reads without the broker need this: its Readers continue by themselves.
     """
     while split.spans:
         last = EntryId(-1, -1)
@@ -403,7 +405,7 @@ KEY = "__key"
 
 
 class OnlyKeys:
-    """Chooses messages by partition key; checks all keys of one delivery together.
+    """Chooses messages by partition key; checks all keys of one content together.
 
     The slot does not decide, because an ordering key takes precedence in routing.
 

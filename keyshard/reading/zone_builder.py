@@ -21,8 +21,8 @@ _US_PER_MS = 1000
 class ZoneBuilder:
     """Collects the zones of a split.
 
-    A zone is kept only if all its entries came. Readers do not return markers and aborted messages,
-    nor the entries that filters of the broker reject; which of them come may change.
+    A zone is kept only if the read returned all its entries. Readers leave out markers, aborted
+    messages, and entries that filters of the broker reject. A later read may return some of these.
 
     Args:
         split: The entries that are read, in this order. Zones are made of those that the index
@@ -76,7 +76,7 @@ def entries_per_zone(span: Span) -> int:
 
 
 class _OpenZone:
-    """A zone that lacks entries, and the rows of one delivery that are not counted yet."""
+    """A zone that lacks entries, and adjacent rows of one content that are not counted yet."""
 
     def __init__(self, ledger: int, first: int, end: int) -> None:
         self._at = (ledger, first, end)
@@ -116,7 +116,7 @@ class _OpenZone:
         return Zone(ledger, first, end, self._rows, published, events, versions, keys)
 
     def _take(self, content: pa.RecordBatch, start: int, rows: int) -> None:
-        """Note rows; those of one delivery are counted together."""
+        """Note rows; adjacent rows of one content are counted together."""
         if content is not self._content or start != self._stop:
             self._count()
             self._content, self._start = content, start
