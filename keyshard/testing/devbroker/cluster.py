@@ -364,8 +364,8 @@ class DevCluster:
             "metadataStoreUrl": self._store,
             "configurationMetadataStoreUrl": self._store,
             "metadataStoreSessionTimeoutMillis": str(_SESSION_MS),
-            # A broker that continues with the metadata of an ended session may write the same
-            # ledger's again and again, and load no more topics. So it ends, to be started again.
+            # If a broker continues after its session has ended, it may write the metadata of the
+            # same ledger forever, and load no more topics. So it ends, to be started again.
             "zookeeperSessionExpiredPolicy": "shutdown",
             "bindAddress": LOOPBACK,
             "advertisedAddress": LOOPBACK,

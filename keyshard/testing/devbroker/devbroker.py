@@ -173,8 +173,8 @@ class DevBroker(ProcessOwner):
     def connection(self) -> Connection:
         """Connection to the broker.
 
-        With tokens, it is the role ``admin``. With credentials of the broker's own clients in the
-        settings, it has these.
+        With ``tokens``, it authenticates as role ``admin``. Otherwise it uses the credentials of
+        the broker's own clients, if the settings have some.
 
         Raises:
             ConfigError: Those credentials cannot be read.
@@ -330,7 +330,7 @@ class DevBroker(ProcessOwner):
             ) from exc
 
     def _newest(self, written_by: str) -> str:
-        """Return the newest release that has written the data directory, with this one."""
+        """Return the newest release that has written the data directory, including this release."""
         ours, theirs = Version.of(self.version), Version.of(written_by)
         if ours is None or theirs is None or theirs <= ours:
             return self.version

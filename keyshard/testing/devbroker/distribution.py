@@ -194,7 +194,7 @@ def _install_locked(version: str, root: Path, fetch: Fetch, announcer: Announcer
     for leftover in root.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     home = _home(version)
-    if home.exists():  # Not ours: a folder in this place without jars.
+    if home.exists():  # It has no jars, so no installation made it.
         shutil.rmtree(home)
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
     try:
@@ -324,7 +324,7 @@ def _fetch_retrying(
         return fetch(artifact, folder, on_download)
 
     def worth_it(exc: BaseException) -> bool:
-        if isinstance(exc, NotInRepositoryError):  # A busy repository looks the same.
+        if isinstance(exc, NotInRepositoryError):  # A busy repository may raise it, too.
             return not missing_ok
         return isinstance(exc, OSError) and exc.errno not in _FULL_DISK
 

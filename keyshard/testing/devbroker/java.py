@@ -282,7 +282,7 @@ def _make(
         "seconds."
     )
     if not own.exists() and not _runs(java, "-Xshare:on", "-version"):
-        # A Java from a wheel lacks the archive of its own classes, which that of others extends.
+        # The archive of a program extends that of Java's own classes, which wheels of Java lack.
         part = own.with_suffix(".part")
         if _runs(java, "-Xshare:dump", f"{_SHARED}{part}"):
             part.replace(own)
