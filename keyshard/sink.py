@@ -93,7 +93,7 @@ class KeyShardSink(SinkConfig):
             be stored after a lost connection, its ledger is -1.
 
         Raises:
-            ConfigError: An argument has the wrong type, or the transport publishes no entries.
+            ConfigError: An argument has the wrong type, or ``transport`` is ``client``.
             MessageTooLargeError: The message exceeds the limit of the broker.
             BrokerError: The broker refuses the producer, or the sink is closed.
         """
@@ -299,7 +299,8 @@ class KeyShardSink(SinkConfig):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Waiting for messages must not hold up the loop. If the wait is cancelled, it goes on.
+        # A thread waits for the messages, so the event loop goes on. If this coroutine is
+        # cancelled, the thread still closes the sink.
         pool = Pool(1, "keyshard-sink-close")
         closing = asyncio.wrap_future(pool.submit(self._aclose, exc))
         pool.shutdown(wait=False)
@@ -354,7 +355,7 @@ class _Open:
             return self._connect(config)
 
     def values(self, config: SinkConfig) -> Values:
-        """Return what makes messages of rows; the first call makes it."""
+        """Return the object that makes messages from rows; the first call makes it."""
         from keyshard.publishing.values import Values  # noqa: PLC0415
 
         with self._lock:
@@ -400,7 +401,6 @@ class _Open:
             writer.flush()
 
     def status(self, config: SinkConfig) -> SinkStatus:
-        """Return the status of the open sink."""
         # Without the lock, which is held while the sink connects.
         monitor = self._monitor
         if monitor is None:
@@ -459,4 +459,4 @@ def _closed(config: SinkConfig) -> BrokerError:
 
 
 def _nothing() -> None:
-    """End when the calls before it have ended."""
+    """Do nothing: its future shows that all earlier calls of the thread have ended."""

@@ -202,7 +202,7 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
     def messages(
         self, *, observers: Sequence[Observer] = (), **options: Unpack[HandlerOptions]
     ) -> TakenIterator:
-        """Return an asynchronous iterator over the messages, which the program says are done.
+        """Return an asynchronous iterator over the messages; the program marks each as done.
 
         ::
 

@@ -44,11 +44,11 @@ class SourceDeadLetters:
             rejected: Instead of those of parked keys: rejected dead letters, and those stored
                 without their key. Without ``admin_url``, discarded ones that are still stored are
                 included.
-            dead_letter_topic: The topic of :meth:`run`, if the source does not run here and does
-                not use the default.
+            dead_letter_topic: Option ``dead_letter_topic`` of :meth:`run`, if it is not the default
+                and the source does not run here.
 
         Raises:
-            ConfigError: A value is wrong, or dead letters rest in several topics.
+            ConfigError: A value is wrong, or several default topics contain dead letters.
             ReplayTimeoutError: Nothing came for ``replay_timeout_ms``.
             BrokerError: The broker cannot be reached, or refused.
         """
@@ -106,7 +106,8 @@ class SourceDeadLetters:
             dry_run: Only count.
 
         Returns:
-            Number of keys. A key that is the only condition counts if it is being unparked already.
+            Number of keys. If a key is the only condition, it counts even if it is already being
+            unparked.
 
         Raises:
             ConfigError: No key is selected.
@@ -130,7 +131,7 @@ class SourceDeadLetters:
         rejected: bool = False,
         dry_run: bool = False,
     ) -> int:
-        """Give up matching dead letters for good. A key without dead letters is not parked.
+        """Give up matching dead letters for good. A key that has none left is no longer parked.
 
         The other dead letters of a key keep their order. Keys that are being unparked are not
         touched.

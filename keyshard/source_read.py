@@ -139,7 +139,7 @@ class SourceRead:
     - ``UnreadableEntryError``, ``ChunkedMessageError``: an entry cannot be read, or a message is
       encrypted or chunked.
     - ``ReplayTimeoutError``: nothing came for ``operation_timeout_ms``.
-    - ``BookieReadError``: with ``Segments("bookies")``, no bookie, or not the store of offloads,
+    - ``BookieReadError``: with ``Segments("bookies")``, neither a bookie nor the store of offloads
       returned an entry.
     - ``BrokerError``: the broker or the admin interface cannot be reached, or refuses.
 
@@ -175,7 +175,7 @@ class SourceRead:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without iterations and reports, as in each process."""
+        """Start without iterations and reports: a read has neither when it is made or unpickled."""
         self._spans: SpansByStart = {}
         self._open: WeakSet[Generator[pa.RecordBatch, None, None]] = WeakSet()
 

@@ -158,7 +158,8 @@ def _close(monitor: Monitor | None, coordinator: Coordinator, spans: PlannedSpan
 class SourceBatch:
     """A planned batch: Arrow record batches, one layout partition after the other.
 
-    All rows of a key are in one layout partition, in publish order per topic partition.
+    A layout partition has the rows of one hash range, or of several neighbouring ones. All rows of
+    a key are in one layout partition, in publish order per topic partition.
     """
 
     def __init__(
@@ -180,11 +181,11 @@ class SourceBatch:
 
     @property
     def partitions(self) -> list[int]:
-        """Indices of the hash ranges that have rows in this batch."""
+        """Layout partitions that have rows in this batch, ascending."""
         return self._coordinator.batches.plan(self.end)
 
     def read(self, partition: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a hash range; repeatable until :meth:`SourceStream.commit`."""
+        """Yield the rows of a layout partition; repeatable until :meth:`SourceStream.commit`."""
         return self._coordinator.batches.read(self.end.batch_id, partition)
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
