@@ -265,7 +265,7 @@ class Telemetry:
         self._process_s.record(seconds, common)
 
     def failed(self, span: Span, error: BaseException | str, name: str) -> None:
-        """Note on a span what went wrong."""
+        """Note an error on a span."""
         span.set_attribute(ERROR, name)
         if isinstance(error, BaseException):
             text = one_line(error)
@@ -274,9 +274,9 @@ class Telemetry:
         span.set_status(self._trace.StatusCode.ERROR, error)
 
     def flush(self, timeout_s: float) -> None:
-        """Let the providers export what they hold, before this process is ended. Never raises.
+        """Let the providers export their data before this process ends. Never raises.
 
-        It runs in a thread, because a provider may take longer than the timeout.
+        A thread exports, because a provider may take longer than the timeout.
         """
         providers = self._trace.get_tracer_provider(), self._metrics.get_meter_provider()
         try:
