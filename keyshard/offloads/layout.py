@@ -13,7 +13,7 @@ of the file."""
 
 
 class LayoutError(Exception):
-    """A file is not what an offloader writes. The text says why."""
+    """A file does not have the format of an offloader. The text says why."""
 
 
 class Parsed(NamedTuple):
