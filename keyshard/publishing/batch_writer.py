@@ -45,7 +45,7 @@ from keyshard.publishing.topic_tail import last_stored_id
 from keyshard.threads import Pool
 
 ATTEMPTS_MAX = 4
-"""Most attempts of a call whose broker loses what an earlier call had sent."""
+"""Most attempts of a call whose broker loses rows that an earlier call had sent."""
 CUTS_MAX = 20
 """Most lost connections to a topic partition in a call, if the broker may know too few ids."""
 BUSY_S = 1.0

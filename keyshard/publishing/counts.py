@@ -1,4 +1,4 @@
-"""Counts of what a sink has published, and of what is not confirmed yet."""
+"""Counts of the messages that a sink has published, and of those without a confirmation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Attempt:
     """An attempt to write a batch."""
 
     repeated: bool | None = None
-    """Whether another attempt publishes the same rows, so that its failures count for nothing;
-    ``None`` while it runs."""
+    """Whether another attempt publishes the same rows, so that the failures of this one do not
+    count; ``None`` while this one runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def check_topics(
 
 
 def check_reading(sink: SinkConfig, topic: str) -> None:
-    """Check that the sink may read the topic, as it does to see what an earlier attempt stored.
+    """Check that the sink may read the topic, to find rows that an earlier attempt stored.
 
     Raises:
         AuthorizationError: It may not.
