@@ -389,7 +389,7 @@ def _until_cut_off(
 def _joined(
     assembly: EntryAssembly, blocks: Sequence[EntryBlock]
 ) -> tuple[list[EntryBlock], RedeliveryNeeded | None]:
-    """Return the whole entries of some blocks, and what ended their sequence early, if any."""
+    """Return the whole entries of some blocks, and the entry that must be read again, if any."""
     whole: list[EntryBlock] = []
     try:
         for block in blocks:
