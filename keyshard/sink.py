@@ -93,7 +93,7 @@ class KeyShardSink(SinkConfig):
             be stored after a lost connection, its ledger is -1.
 
         Raises:
-            ConfigError: An argument has the wrong type, or ``transport`` is ``client``.
+            ConfigError: An argument has the wrong type, or the connection has transport ``client``.
             MessageTooLargeError: The message exceeds the limit of the broker.
             BrokerError: The broker refuses the producer, or the sink is closed.
         """
@@ -265,7 +265,7 @@ class KeyShardSink(SinkConfig):
         return self._state.status(self)
 
     def close(self) -> None:
-        """Wait for what was sent, and disconnect. Idempotent.
+        """Wait until all sent messages are confirmed, and disconnect. Idempotent.
 
         Raises:
             KeyShardError: A message has failed since the last flush.
@@ -327,7 +327,7 @@ class KeyShardSink(SinkConfig):
 
 
 class _Open:
-    """The connection of a sink, and what is open on it."""
+    """The connection of a sink, and the objects that use it."""
 
     def __init__(self, config: SinkConfig) -> None:
         self.telemetry: Telemetry | None = None
