@@ -24,7 +24,7 @@ class RetryLater(Exception):  # noqa: N818 - a signal of the handler, not an err
     Args:
         after_s: Time until the next attempt, seconds. The attempt counts, and the limits of the
             retry policy apply.
-        reason: Shown where the message blocks its key.
+        reason: Text for logs, status and, if no attempt is left, the dead letter.
     """
 
     def __init__(self, after_s: float, reason: object = "") -> None:
@@ -97,7 +97,7 @@ def text_of(thing: object) -> str:
     """Return a printable text of any object; one line for our own errors. Never raises."""
     try:
         text = thing.decode(errors="replace") if isinstance(thing, bytes) else one_line(thing)
-        # A subclass of str, or half a surrogate pair, could raise elsewhere.
+        # A subclass of str, or a lone surrogate, could raise elsewhere.
         return str.encode(text, errors="replace").decode()[:REASON_CHARS_MAX]
     except BaseException as exc:  # noqa: BLE001 - a class of the user's
         return f" (its text cannot be read: {name_of(exc)})"
@@ -117,7 +117,7 @@ def times(count: int) -> str:
 
 
 def seconds_of(value: object) -> float | None:
-    """Return a valid waiting time, seconds; ``None`` if the value is none. Never raises."""
+    """Return a value as seconds to wait; ``None`` if it is not a valid time. Never raises."""
     try:
         if isinstance(value, (str, bytes, bool)):
             return None

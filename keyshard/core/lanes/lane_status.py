@@ -77,7 +77,7 @@ class LatencyHistogram:
 
 
 RETRYING_MAX = 10_000
-"""Most keys that wait for a retry and are checked for the one that blocks their range."""
+"""Maximum number of keys with a pending retry among which the blocking key is looked for."""
 
 
 class LaneStatus(TypedDict):
@@ -118,7 +118,8 @@ def range_facts(
         now_s: Time of the clock of the lanes.
         owned: Hash ranges of each range.
         disconnected: Per range, topic partitions whose consumer is not connected.
-        paused: Ranges that pause because there is no room.
+        paused: Ranges that receive nothing: the window or the checkpoint has no room, or the
+            source is paused.
     """
     blocking: dict[int, KeyFacts] = {}
     for queue in _troubled(lanes):
@@ -166,7 +167,7 @@ def runs_of(lanes: Lanes, now_s: float, count_max: int) -> list[RunStatus]:
     Args:
         lanes: Waiting and running messages.
         now_s: Time of the clock of the lanes.
-        count_max: Most messages.
+        count_max: Maximum number of messages.
     """
     facts = ((queue, key_facts(queue, now_s)) for queue in _troubled(lanes))
     longest = nlargest(

@@ -41,7 +41,7 @@ class Lanes:
 
     Args:
         ranges: Number of ranges.
-        lanes: Keys that each range handles at the same time.
+        lanes: Lanes of each range: at most this many messages, of different keys, run at a time.
         owner_of: Returns the index of the range that owns a slot.
         serialise_keyless: Whether messages without a key form one key per range. If not, each is a
             key of its own.
@@ -113,9 +113,9 @@ class Lanes:
     def adopt(
         self, arrival: Arrival, running_since_s: float | None, *, done: int, started: bool
     ) -> None:
-        """Append the rest of an entry, the older ``done`` messages of which had no queues.
+        """Append the rest of an entry whose first ``done`` messages were handled without queues.
 
-        If its first message runs since some time, :attr:`running` has it.
+        If ``running_since_s`` is given, the first message of the rest becomes a running one.
         """
         was_empty = self.empty
         entry = self.add(*arrival)
@@ -160,9 +160,9 @@ class Lanes:
         return None
 
     def next_of(self, keys: Iterable[Hashable], now_s: float) -> Work | None:
-        """Start the head of the first of some keys that needs only a free lane.
+        """Start the head of the first of these keys that may start now.
 
-        Keys that are held, or whose head has failed, are left out. Linear in the keys of one range.
+        Keys that are held, or whose head has failed, are skipped. Linear in the keys of one range.
         """
         for key in keys:
             queue = self._keys.get(key) if isinstance(key, str) else None
@@ -177,7 +177,7 @@ class Lanes:
         return None
 
     def next_failed(self, queues: Iterable[KeyQueue], now_s: float) -> Work | None:
-        """Start a message as :meth:`next_of`, of keys whose head has failed."""
+        """Start the head of the first of these keys that may start now; each head has failed."""
         for queue in queues:
             owner = self._ranges[queue.owner]
             may_start = owner.running < self.lanes and not self._draining
@@ -216,9 +216,9 @@ class Lanes:
             self.completed_entries.setdefault(entry.topic_partition, []).append(entry.id)
 
     def again(self, work: Work, not_before_s: float, reason: str, *, counted: bool = True) -> None:
-        """Put a failed message back at the head of its key, which waits until a time.
+        """Put a failed message back at the head of its key. The key waits until ``not_before_s``.
 
-        The key then queues behind all waiting keys, so that retries delay no other key.
+        The key then queues after all waiting keys, so that retries delay no other key.
         """
         queue = work.queue
         self._end(queue)
@@ -234,9 +234,9 @@ class Lanes:
         self._later.push(queue)
 
     def insert(self, resting: StoredDeadLetter) -> None:
-        """Replay a dead letter before all other messages of its key, which does not run.
+        """Put a dead letter at the head of its key, to replay it. The key must not be running.
 
-        The key queues behind all waiting keys, so that a replay delays no other key.
+        The key queues after all waiting keys, so that a replay delays no other key.
         """
         queue = self._queue_of(resting.dead_letter.message, 0)
         assert queue.key is not None, "a message without key is never parked"
@@ -273,7 +273,7 @@ class Lanes:
         return completed
 
     def put_back(self, completed: Mapping[TopicPartition, Sequence[EntryId]]) -> None:
-        """Put back entries for which no checkpoint had room, for :meth:`pop_completed`."""
+        """Put back entries that did not fit a checkpoint; :meth:`pop_completed` returns them."""
         for topic_partition, entries in completed.items():
             self.completed_entries.setdefault(topic_partition, []).extend(entries)
 
@@ -288,9 +288,9 @@ class Lanes:
         self._aside += self._later.pop_dead_letters()
 
     def unfinished(self, until_s: float, *, held: bool) -> bool:
-        """While draining: return whether a started entry may still be completed until a time.
+        """While draining: return whether a started entry may still be completed by ``until_s``.
 
-        It may not if all its missing messages wait behind an entry that has not started.
+        ``False`` if all missing messages of started entries wait after entries that did not start.
 
         Args:
             until_s: The time.
@@ -367,8 +367,8 @@ class Lanes:
     def hungry(self) -> bool:
         """Whether a range has few ready keys, so that more messages may fill its lanes.
 
-        Failed keys do not count: while handlers pause, keys that succeed must be found. Replayed
-        keys do not count either: other keys continue while many keys are unparked.
+        Failed keys do not count: while the circuit breaker is open, only a key that succeeds closes
+        it, so others must come. Nor do replayed keys: an unpark of many keys delays no other key.
         """
         enough = KEYS_READY_MIN * self.lanes
         return any(len(owner.ready) - owner.replays < enough for owner in self._ranges)
@@ -385,7 +385,7 @@ class Lanes:
 
     @property
     def runnable(self) -> int:
-        """Messages that :meth:`next` could start at once, at least; for waking executors."""
+        """Estimate of the messages that :meth:`next` could start now; held keys count, too."""
         return sum(
             min(owner.startable, self.lanes - owner.running)
             for owner in self._look_at
@@ -402,7 +402,7 @@ class Lanes:
         )  # fmt: skip
 
     def retrying(self, count_max: int) -> Iterator[KeyQueue]:
-        """Yield keys that wait for a time, up to a limit."""
+        """Yield at most ``count_max`` keys whose retry is not due."""
         return islice(self._later, count_max)
 
     def queue(self, key: str) -> KeyQueue | None:
@@ -488,7 +488,7 @@ class Lanes:
         self._list(owner)
 
     def _make_due_ready(self, now_s: float) -> None:
-        """Make the keys ready whose time to be retried has come."""
+        """Move keys with a due retry to the ready ones."""
         while self._later.heap and (due := self._later.pop(now_s)) is not None:
             self._make_ready(due)
 

@@ -1,10 +1,10 @@
 """Rate limit of handlers: a token bucket.
 
 A call of the handler takes a token. Tokens come at a fixed rate, and at most a burst of them is
-kept. In any time of ``t`` seconds, at most ``burst + rate * t`` calls begin. Calls that begin
-together on one token exceed it: retries of Arrow rows, and of the rows of a dead actor. Later calls
-wait for the tokens that these owe. Time is an argument, in seconds of any clock. The owner calls it
-under one lock.
+kept. In any time of ``t`` seconds, at most ``burst + rate * t`` calls begin. Retries are an
+exception: retried Arrow rows, or the rows of a dead actor, begin together when one token is there.
+They owe the other tokens, and later calls wait for these. Time is an argument, in seconds of any
+clock. The owner calls the limit under one lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RateLimit:
 
     Args:
         per_s: Tokens per second, more than 0.
-        burst: Most tokens that are kept; ``None``: those of ``BURST_S``, at least one.
+        burst: Most tokens that are kept; ``None``: as many as come in ``BURST_S``, at least one.
     """
 
     def __init__(self, per_s: float, burst: int | None = None) -> None:
@@ -47,9 +47,9 @@ class RateLimit:
         return int(self._tokens)
 
     def started(self, now_s: float, calls: int = 1) -> None:
-        """Take a token for each call that begins; :meth:`available` has one.
+        """Take a token for each call that begins. At least one must be :meth:`available`.
 
-        Tokens that are not there yet are owed: no other call begins before they came.
+        Missing tokens are owed: no other call begins until they have come.
         """
         self._fill(now_s)
         assert self._tokens >= 1, "a call without a token"
@@ -61,12 +61,12 @@ class RateLimit:
         self._tokens = min(float(self.burst), self._tokens + calls)
 
     def refused(self, now_s: float) -> None:
-        """Note that a call could begin, and that there is no token for it."""
+        """Note that a call could begin if there were a token."""
         if self._refused_s is None:
             self._refused_s = now_s
 
     def rested(self, now_s: float) -> None:
-        """Note that no call could begin, whatever the tokens."""
+        """Note that no call waits for a token, because no message can start."""
         self._note(now_s)
 
     def status(self, now_s: float) -> RateLimitStatus:

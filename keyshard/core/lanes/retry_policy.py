@@ -16,7 +16,7 @@ from keyshard.errors import ConfigError
 from keyshard.redaction import shown
 
 
-@cache  # so that default policies are equal
+@cache  # Strategies compare by identity: default policies are equal only if they share them.
 def _wait() -> Any:
     return tenacity.wait_exponential(multiplier=0.1, max=30.0) + tenacity.wait_random(0.0, 0.1)
 
