@@ -10,9 +10,10 @@ Canonical JSON, because Spark compares offsets as strings::
 two checkpoints, because ``floor`` and ``delivered`` are pruned. Checkpoints of handlers may also
 contain the ``parked`` keys, and the fact that ranges were ``rescaled``.
 
-The version is the lowest that can hold the checkpoint, so that older releases refuse what they
-cannot read. Version 2 has ``outputs``: a release that ignored them would lose them. Version 3 has
-a compact entry set (:mod:`keyshard.core.position.ledger_entries`), and may have ``outputs``.
+The version is the lowest that can hold the checkpoint, so that older releases refuse checkpoints
+that they cannot read. Version 2 has ``outputs``: a release that ignored them would lose them.
+Version 3 has a compact entry set (:mod:`keyshard.core.position.ledger_entries`), and may have
+``outputs``.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class PartitionCheckpoint:
 
     @property
     def json_bytes(self) -> int:
-        """Length of the text of :meth:`to_json`; of many runs, much cheaper than the text."""
+        """Length of the text of :meth:`to_json`. With many runs, the text costs much more."""
         if self._text or self.delivered.run_count <= FEW_RUNS:
             return len(self.to_json())
         batch = len(_IN_BATCH % "") + self.batch.text_bytes if self.batch else 0
@@ -157,7 +158,7 @@ _NAMES_KEPT = 20_000
 
 @lru_cache(_NAMES_KEPT)
 def named(topic_partition: TopicPartition) -> tuple[str, str]:
-    """Return the name of a topic partition, and its text before its state."""
+    """Return the name of a topic partition, and the same as a JSON key with its colon."""
     name = topic_partition.name
     return name, f"{encode_basestring_ascii(name)}:"
 
@@ -287,7 +288,7 @@ class Checkpoint:
         return f'{before[:-1]},"partitions":{{{partitions}}},{after[1:]}'
 
     def _around(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the text before and after the partitions, in canonical order."""
+        """Return the fields before and after ``partitions``, in canonical order."""
         merged = {} if self.merged is None else {"merged": self.merged}
         outputs = {} if self.outputs is None else {"outputs": self.outputs.to_dict()}
         parked = {} if self.parked is None else {"parked": dict(self.parked)}

@@ -119,7 +119,7 @@ entry_id_of: Callable[[tuple[int, int]], EntryId] = partial(tuple.__new__, Entry
 
 
 class Part(NamedTuple):
-    """Content of some messages: ``rows`` rows from row ``start`` on."""
+    """Content of some messages: ``rows`` rows of ``content``, beginning with row ``start``."""
 
     content: Any
     """A ``pyarrow.RecordBatch`` of :data:`keyshard.columns.content.CONTENT`, shared by all
@@ -244,7 +244,10 @@ class EntryBlock(Struct, gc=False):
 
     @property
     def possible_slots(self) -> tuple[int, ...]:
-        """Slots that may have routed the entry. Not every Reader sees keys set as bytes."""
+        """Slots by which the broker may have routed the entry.
+
+        A partition key that may have been set as bytes has two, because not every Reader shows it.
+        """
         if self.slot is None:
             return ()
         key, ordering_key = (

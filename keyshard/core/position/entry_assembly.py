@@ -56,12 +56,12 @@ class EntryAssembly:
             after_gap: Whether a reconnect may lie between the previous block and this one.
 
         Returns:
-            None, one or two entries.
+            The completed entries, at most two.
 
         Raises:
             RedeliveryNeeded: The open entry ended early, without proof that it is partial. The
-                block is not taken. Re-open the consumer: then everything unacknowledged is
-                redelivered.
+                block is not taken. Re-open the consumer, so that the broker redelivers all
+                unacknowledged entries.
         """
         held = self.open
         if held is None and not self.doubted and block.ends:

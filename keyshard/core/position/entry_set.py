@@ -55,10 +55,11 @@ class EntrySet:
     def _of(
         cls, ledgers: Mapping[int, LedgerEntries], texts: Mapping[int, str] | None = None
     ) -> EntrySet:
-        """Return the set of settled entries by ledger.
+        """Return the set of the given entries.
 
         Args:
-            ledgers: Entries of each ledger, in any order, possibly empty.
+            ledgers: Entries of each ledger, as :func:`settled` returns them; ledgers in any order.
+                Ledgers without entries are left out.
             texts: Known texts, also of other ledgers.
         """
         result = cls()
@@ -102,7 +103,7 @@ class EntrySet:
     def parse(cls, text: str) -> EntrySet:
         """Parse the text form.
 
-        Ledgers with many runs may have the text that releases before the compact one wrote.
+        Ledgers with many runs may have the plain text of releases without the compact form.
 
         Raises:
             CheckpointError: The text is not that of a set.
@@ -143,7 +144,7 @@ class EntrySet:
 
     @property
     def is_compact(self) -> bool:
-        """Whether the text has a form that releases without the compact one cannot read."""
+        """Whether the text contains a compact form, which older releases cannot read."""
         return any_compact(self._ledgers.values())
 
     @property

@@ -29,9 +29,9 @@ def ledgers_of(stats: Mapping[str, Any]) -> tuple[Ledger, ...]:
         KeyError, TypeError, ValueError: The broker's answer has another format.
     """
     found = {int(each["ledgerId"]): each for each in stats["ledgers"]}
-    # The list has no size for the ledger being written. "currentLedgerEntries" also counts entries
-    # that are not stored yet, which no consumer sees and which may never be stored. If a ledger was
-    # closed while the broker answered, it is the count of the previous ledger.
+    # The list has no size for the ledger being written. "currentLedgerEntries" is no substitute: it
+    # also counts entries that are not stored yet. No consumer sees them, and they may never be
+    # stored. If the broker closes a ledger while it answers, the field counts the closed ledger.
     written, confirmed = last_written_of(stats)
     ledgers = []
     for ledger, each in sorted(found.items()):
@@ -64,7 +64,9 @@ def last_written_of(stats: Mapping[str, Any]) -> EntryId:
 
 
 def shown(ledgers: Sequence[Ledger], last: EntryId | None) -> tuple[Ledger, ...]:
-    """Return the ledgers without entries that the broker does not show to consumers yet.
+    """Return the ledgers up to the last entry that the broker shows to consumers.
+
+    Later ledgers are left out. The ledger of that entry ends with it.
 
     Args:
         ledgers: All ledgers, ascending.

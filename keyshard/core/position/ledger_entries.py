@@ -60,7 +60,10 @@ def any_compact(ledgers: Iterable[LedgerEntries]) -> bool:
 
 
 def settled(entries: LedgerEntries) -> LedgerEntries:
-    """Return the entries in the form that the set decides. A given bitmap must be new."""
+    """Return the entries in their canonical form: as runs or as a bitmap.
+
+    Equal sets get the same form. A given bitmap may be changed, so no other set may use it.
+    """
     if isinstance(entries, BitMap):
         if entries and _suits_bitmap(run_count(entries), entries.min(), entries.max()):
             entries.run_optimize()
@@ -94,7 +97,7 @@ def runs_in(entries: LedgerEntries) -> Iterator[Run]:
 
 
 def run_count(entries: LedgerEntries) -> int:
-    """Return the number of runs. Of a bitmap, it costs time for each container, not each run."""
+    """Return the number of runs. The time for a bitmap grows with its containers, not its runs."""
     if isinstance(entries, BitMap):
         return entries.difference_cardinality(entries.shift(1))
     return len(entries)
@@ -193,10 +196,10 @@ def _bits(entries: BitMap, first: int, span: int) -> bytes:
 
 
 def _serialized(entries: BitMap) -> bytes:
-    """Return the serialization that the set alone decides.
+    """Return the canonical serialization: equal sets have equal bytes.
 
-    A container keeps its form, runs or an array, if both are equally small. So containers that may
-    be arrays are made anew from their numbers.
+    pyroaring keeps the form of a container, runs or an array, if both are equally small. So
+    containers that may be arrays are built again from their numbers.
     """
     made = BitMap()
     for start in range(entries.min() // _CONTAINER * _CONTAINER, entries.max() + 1, _CONTAINER):

@@ -1,8 +1,9 @@
-"""The outputs of a run in its checkpoint: what to publish, and which messages are handled.
+"""The outputs of a run in its checkpoint: messages to publish, and messages already handled.
 
 A batch of outputs is in the checkpoint before it is published. After a crash it is published again
-under the same name, batch and order, and the broker drops what it has. The messages of the batch
-are handled, also those of entries that have others; they are never handled again.
+under the same name, batch and order, and the broker drops the messages that it has stored. The
+messages that the batch was made from are never handled again, even if other messages of their
+entries are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class TopicRows(NamedTuple):
     rows: str
     """The messages as text; only the publisher reads it."""
     scheme: HashingScheme
-    """Hash by which the keys are distributed, whatever the sink has after a restart."""
+    """Hash by which the keys are distributed, even if the sink has another one after a restart."""
 
 
 Handled = dict[TopicPartition, dict[EntryId, set[int]]]
@@ -85,7 +86,7 @@ class Outputs:
 
 
 def check_owner(outputs: Outputs | None, sink_id: str | None) -> None:
-    """Refuse a checkpoint whose outputs another sink, or none, would lose.
+    """Refuse a checkpoint with outputs of another sink: this start would lose them.
 
     Raises:
         CheckpointMismatchError: The checkpoint has outputs of another sink.

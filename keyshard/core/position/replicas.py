@@ -1,8 +1,8 @@
 """The bookies that store each entry of a ledger, as BookKeeper places them.
 
-Source: ``LedgerMetadata`` and ``RoundRobinDistributionSchedule`` of Apache BookKeeper 4.17. Entry
-``e`` of an ensemble of ``n`` bookies is on the bookies ``e mod n`` onward, as many as the write
-quorum says. After a failure, an ensemble replaces bookies from an entry on.
+Source: ``LedgerMetadata`` and ``RoundRobinDistributionSchedule`` of Apache BookKeeper 4.17. In an
+ensemble of ``n`` bookies with write quorum ``q``, entry ``e`` is on ``q`` consecutive bookies, the
+first of which is number ``e mod n``. After a failure, a new ensemble applies from an entry on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LedgerReplicas:
         return frozenset(name for _, names in self.ensembles for name in names)
 
     def part(self, first: int, end: int) -> LedgerReplicas:
-        """Return this without ensembles that have no entry from ``first`` to before ``end``."""
+        """Return these replicas with only the ensembles of entries ``first`` to ``end - 1``."""
         if len(self.ensembles) == 1:
             return self
         at = bisect_right(self.ensembles, first, key=_first) - 1
@@ -143,7 +143,7 @@ def _placed_by(ledger: int, fields: Mapping[str, str], text: str) -> Placement:
     Args:
         ledger: Its number.
         fields: Fields of its metadata.
-        text: Its ensembles there.
+        text: The field ``ensembles`` of its metadata, without braces.
     """
     parts = _ENSEMBLE.findall(text)
     ensembles = tuple(

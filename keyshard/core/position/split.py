@@ -24,7 +24,7 @@ from keyshard.core.position.replicas import UNKNOWN, LedgerReplicas, Placement
 
 
 class Closed(NamedTuple):
-    """A ledger that is not written any more, so that this identifies its content."""
+    """A closed ledger. Its content never changes, so these numbers identify it."""
 
     entries: int
     size_bytes: int
@@ -46,8 +46,8 @@ class Span:
     closed: Closed | None = None
     """The whole ledger, if it is closed and the index lacks some of the entries."""
     lacking: tuple[tuple[int, int], ...] = ()
-    """First entries and ends, exclusive, of what the index lacks in a closed ledger, ascending. It
-    may reach beyond the span."""
+    """Entries of a closed ledger that the index lacks: first entries, and ends, exclusive. They
+    ascend, and may reach beyond the span."""
 
     @property
     def entries(self) -> int:
@@ -125,7 +125,7 @@ class Split:
     def only(self, spans: Iterable[Span]) -> Split:
         """Return this split with only some of its entries; ``skipped`` is left out.
 
-        A batch index at an edge holds only where that edge stays.
+        ``first_index`` applies only if the first entry is kept, ``end_index`` only if the last is.
         """
         found = replace(self, spans=tuple(spans), first_index=0, end_index=None, skipped=())
         if not found.spans:
@@ -251,7 +251,8 @@ def grouped(splits: Sequence[Split], tasks: int) -> list[list[Split]]:
     groups: list[list[Split]] = [[] for _ in range(tasks)]
     total, before = sum(split.weight for split in splits), 0
     for split in splits:
-        # By the middle of the split, so that no group exceeds its share by more than half a split.
+        # The middle of a split decides its group, so that no group exceeds its share by more than
+        # half a split.
         groups[(2 * before + split.weight) * tasks // (2 * total)].append(split)
         before += split.weight
     return [group for group in groups if group]
@@ -261,8 +262,8 @@ def divided(stretches: Sequence[Split], tasks: int) -> list[list[Split]]:
     """Divide stretches between at most ``tasks`` tasks, by about equal bytes, in their order.
 
     Returns:
-        The splits of each task, for at least one. The first has also the stretches without entries,
-        which may say what an index rules out.
+        The splits of each task; at least one task. The first task also has the stretches without
+        entries, because their ``skipped`` may name entries that an index rules out.
     """
     first, *others = grouped(cut(stretches, tasks), tasks) or [[]]
     return [[*(one for one in stretches if not one.spans), *first], *others]

@@ -62,7 +62,7 @@ class Zone:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The stored content of a topic partition, as far as zones belong to it."""
+    """Storage of a topic partition. The index uses only zones of the same storage and ledgers."""
 
     topic_partition: TopicPartition
     created: str
@@ -90,7 +90,7 @@ class Wanted:
             return False
         try:
             found = BitMap.deserialize(zone.keys)
-        except (ValueError, IndexError):  # no bitmap
+        except (ValueError, IndexError):  # not a bitmap, so the zone may have wanted messages
             return False
         return not found.intersect(self._hashes)
 
@@ -132,7 +132,8 @@ class Zoned:
 
         Args:
             stretch: Entries of the topic partition.
-            closed: Its closed ledgers. Spans of them that lack zones say so.
+            closed: Its closed ledgers. A span of one that lacks zones gets ``closed`` and
+                ``lacking``.
 
         Returns:
             Splits without holes. The first one names the entries that are left out. It has no spans
