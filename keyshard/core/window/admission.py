@@ -22,10 +22,11 @@ def share_out(limit: int, demand: Mapping[K, int]) -> dict[K, int]:
     Args:
         limit: Amount to distribute, at least 1.
         demand: Positive demand of each key. If the limit is smaller than the number of keys, the
-            first keys come first.
+            first ``limit`` keys get 1 each, and the other keys nothing.
 
     Returns:
-        Per key at most its demand; at least 1 while the limit lasts; the sum is at most ``limit``.
+        Share of each key: at most its demand and, if the limit suffices, at least 1. The sum of all
+        shares is at most ``limit``.
     """
     total = sum(demand.values())
     if total <= limit:
@@ -51,7 +52,7 @@ def split_limits(
         demands: Positive demand of each topic partition; order as for :func:`share_out`.
         limits: Most rows, memory and payload of the batch; ``None``: any payload.
         left_out: Topic partitions with ranges that the previous cut left out. They get at least one
-            row, whatever the limit.
+            row, even beyond the limit.
 
     Returns:
         Most rows, memory and payload of each topic partition that may give rows.
@@ -83,7 +84,7 @@ def take_aligned(
 
     Args:
         received: Entries, ascending by position.
-        limits: Most rows, memory and payload; the first entry is taken whatever its size.
+        limits: Most rows, memory and payload; the first entry is taken even if it is larger.
         sizes: Returns rows, memory and payload of an entry.
         left_out: Ranges that had data and were left out of the previous cut. The first entry of
             each is taken, even beyond the cut position and the limits.
@@ -137,7 +138,7 @@ class Held(NamedTuple):
     queue: int
     """Most messages in the client queue of each consumer."""
     behind_rows: int | None
-    """Most messages behind the target of a bounded run that one range received; ``None`` for no
+    """Most messages after the target of a bounded run that one range received; ``None`` for no
     limit."""
 
 
@@ -154,11 +155,13 @@ def held_max(
 
     The sum stays below the broker's limits, client queues included. At the limit of a subscription
     the broker sends nothing more until half is acknowledged. An entry may exceed the permits of its
-    consumer, so the queues count twice where rows have more than half. If rows and queues do not
-    fit together, the queues shrink first, until both have half each.
+    consumer. So if rows take more than half of that limit, twice the size of the queues stays free
+    for queues. If rows and queues do not fit together, the queues shrink first, until both have
+    half each.
 
-    Messages behind a target come on top: no batch acknowledges them. Their limit is a quarter of
-    those of the broker, which sends nothing to a consumer at its limit until half is acknowledged.
+    Messages after the target of a bounded run are in no batch, so no commit acknowledges them. They
+    are not part of that sum, but have a limit of their own: a quarter of the broker's limit for a
+    range. The broker sends nothing to a consumer at its limit until half is acknowledged.
 
     Args:
         window_rows_max: Most rows over all topic partitions.
@@ -205,7 +208,7 @@ class Budget:
     range_rows_max: int | None = None
     """Most rows of one topic partition that one range received; ``None``: no limit."""
     behind_rows_max: int | None = None
-    """Most rows behind the target of a bounded run that one range received; ``None``: no limit."""
+    """Most rows after the target of a bounded run that one range received; ``None``: no limit."""
 
     def fill(self, rows: int, size: int, shares: int) -> float:
         """Return how full a topic partition's share is, from 0 to 1, rarely more.

@@ -1,8 +1,8 @@
 """Fill level of a window, and its pauses.
 
-All ranges of a full topic partition pause. A range pauses alone if it received as many rows as the
-broker leaves one consumer unacknowledged. While a checkpoint has no room, some ranges pause, and
-others take only missing entries.
+All ranges of a full topic partition pause. One range pauses alone if its rows reach the broker's
+limit of unacknowledged messages for a consumer, less its client queue. While a checkpoint has no
+room, some ranges pause, and others take only missing entries.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Backpressure:
         self._full_ranges: set[tuple[TopicPartition, int]] = set()
         self._kept: dict[TopicPartition, Kept] = {}
         """Topic partitions whose checkpoint has no room. Takes precedence over ``_full``: the other
-        ranges continue to receive. Once the window is full, those that may owe missing entries do,
-        until it has a late one."""
+        ranges continue to receive. Once the window is full, only ranges that may owe missing
+        entries receive, until the window has a late entry."""
 
     @property
     def any_full(self) -> bool:
@@ -65,7 +65,8 @@ class Backpressure:
         held = self._window.known[topic_partition]
         if topic_partition not in self._full:
             return range_index in kept.paused
-        # A late entry fits, and makes room. A full window without one waits for it.
+        # A late entry fits into the checkpoint and makes room there. While a full window has none,
+        # ranges that may owe one must receive.
         return bool(held.late) or range_index not in (held.owners or range(self._window.ranges))
 
     def late_only(self, topic_partition: TopicPartition, range_index: int) -> bool:

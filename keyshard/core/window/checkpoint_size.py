@@ -3,8 +3,9 @@
 Entries that are delivered around missing ones form runs, and the runs determine the size of a
 checkpoint. Entries are missing because a range is slow, or because they are delayed messages whose
 time has not come. So a cut takes only entries that fit, and a range with many entries that did not
-fit pauses. Missing entries join runs when they come, so they always fit. A range that owes some
-continues to receive, at last only those (ADR 43).
+fit pauses. Missing entries join runs when they come, so they always fit. A range that owes missing
+entries continues to receive. Once it holds its part of half the budget, it takes only late entries
+(ADR 43).
 
 Entries that make no new run always fit. So do the first few runs of each topic partition, however
 many topic partitions there are.
@@ -74,7 +75,7 @@ def _joining(delivered: EntrySet, ids: Sequence[EntryId]) -> int:
 
 
 def _runs_in(ids: Sequence[EntryId]) -> int:
-    """Return about how many runs these ids have: at least one, ascending."""
+    """Return the approximate number of runs of some ids: one id or more, ascending."""
     first, last = ids[0], ids[-1]
     if first.ledger == last.ledger and last.entry - first.entry == len(ids) - 1:
         return 1

@@ -38,7 +38,7 @@ class ReceiveResult(Enum):
 class PartitionWindow:
     """Entries of one topic partition, from their receipt to their release.
 
-    Its :class:`~keyshard.core.window.window.Window` decides what enters, and the limits of a batch.
+    Its :class:`~keyshard.core.window.window.Window` admits entries, and sets the limits of a batch.
     """
 
     state: PartitionCheckpoint
@@ -295,14 +295,14 @@ class PartitionWindow:
         return self.doubted is None
 
     def hold(self, blocks: Sequence[EntryBlock]) -> None:
-        """Count entries as held that no range received."""
+        """Count replayed entries as held. No range received them."""
         self.held.update(zip(map(_id, blocks), map(_publish_ms, blocks), strict=True))
         rows = rows_of(blocks)
         self._count(rows, memory_of(blocks))
         self.range_rows[-1] += rows
 
     def _count(self, rows: int, memory: int) -> None:
-        """Count rows and memory of entries that are held from now on; negative: no longer."""
+        """Add to the rows and bytes held; negative numbers subtract."""
         self.rows += rows
         self.bytes += memory
 
@@ -398,7 +398,7 @@ class PartitionWindow:
         return newly
 
     def lose(self, entries: EntrySet) -> None:
-        """Take entries that another client acknowledged, but for those that are done meanwhile."""
+        """Record entries that another client acknowledged, except delivered and resolved ones."""
         floor = self.state.floor
         left = entries if floor is None else entries.above(floor)
         self.lost |= left - self.state.delivered

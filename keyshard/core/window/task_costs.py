@@ -3,7 +3,8 @@
 A task has a fixed cost, so cheap rows get few tasks. Expensive rows get one task for each range. A
 host shows when its tasks begin and when its batch ends, but not when a task ends: a task that is
 slow has taken all of its rows long before. A host with a trigger interval shows the end of a batch
-at the next trigger only, so such a batch says at most that rows are cheaper than was believed.
+only at the next trigger. The time of such a batch includes the wait for the trigger, so it can
+lower the estimated cost of rows, but not raise it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class TaskCosts:
     """Cost of rows to the tasks of a source. Not thread-safe: the owner calls it under its lock.
 
     Args:
-        fixed: Number of tasks of every batch; ``None``: as few as their rows are worth.
+        fixed: Number of tasks of every batch; ``None``: decided from the cost of its rows.
     """
 
     def __init__(self, fixed: int | None = None) -> None:
@@ -137,8 +138,8 @@ def trigger_interval(cut_ms: int, end_ms: int) -> int | None:
     """Return the trigger interval of a host if a batch is cut at one trigger and ends at the next.
 
     Spark's triggers are at multiples of their interval since the epoch
-    (``ProcessingTimeExecutor``). Of the batches without such triggers, one of some hundreds ends
-    so by chance.
+    (``ProcessingTimeExecutor``). Without a trigger interval, about one batch in several hundred
+    matches by chance.
 
     Args:
         cut_ms: Time at which the batch was cut, milliseconds since the epoch.

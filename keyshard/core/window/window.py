@@ -331,7 +331,7 @@ class Window:
         self.pauses.fitted(topic_partition)
 
     def retry_without_room(self) -> bool:
-        """Let the next cut try rows again for which an earlier, larger checkpoint had no room.
+        """Let the next cut retry the rows that did not fit into an earlier, larger checkpoint.
 
         Other topic partitions may have made room meanwhile.
 
