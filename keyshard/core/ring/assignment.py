@@ -35,8 +35,8 @@ class Rescaled:
         """Return the state to store for an assignment; ``None`` if parallelism implies it.
 
         At a restart, no range has an owner, so moves are free. If the owners have equal parts,
-        their number suffices: each gets one range. Unequal parts come from a balance. The load
-        inside a piece is no longer known then, so its pieces are stored as they are.
+        their number suffices: each gets one range. Unequal parts come from a balance. A restart
+        does not know the load of slots, so it could not balance again. All ranges are stored.
         """
         begins = fewest_pieces(assignment)
         return None if begins == assign(parallelism) else cls(parallelism, begins)
@@ -75,9 +75,9 @@ def assign(count: int) -> Assignment:
 def reassign(assignment: Assignment, count: int) -> Assignment:
     """Distribute the ring over another number of owners; as few slots as possible change hands.
 
-    Owners keep their numbers; those from ``count`` on leave. An owner keeps at most the minimum of
-    its old and its new size. Sizes differ by at most one. The sum of the kept slots is largest if
-    the owners with the most slots get the larger size, and all of it is kept.
+    Owners keep their numbers; those from ``count`` on leave. An owner can keep at most the minimum
+    of its old and its new size, and keeps that many. The owners with the most slots get the larger
+    size, because that makes the sum of the kept slots largest.
 
     Args:
         assignment: The present assignment.
@@ -308,7 +308,7 @@ class Ceiling:
 
 
 def _by_slot(assignment: Assignment) -> list[tuple[HashRange, int]]:
-    """Yield ranges with their owners, the last slots first."""
+    """Return all ranges with their owners, in descending order; ``pop`` takes the lowest slots."""
     owned = [
         (hash_range, owner) for owner, ranges in enumerate(assignment) for hash_range in ranges
     ]

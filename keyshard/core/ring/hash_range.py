@@ -78,7 +78,7 @@ def gaps(owned: Iterable[HashRange]) -> tuple[HashRange, ...]:
 
 
 def overlap(some: Iterable[HashRange], others: Sequence[HashRange]) -> bool:
-    """Return whether two ranges share a slot."""
+    """Return whether a range of ``some`` and one of ``others`` share a slot."""
     return any(
         one.start <= other.end and other.start <= one.end for one in some for other in others
     )

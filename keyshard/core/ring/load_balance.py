@@ -208,7 +208,11 @@ class _Moves:
 
 
 def _level(weights: Sequence[float], owners: int) -> float:
-    """Return the mean load of the owners without those that have one slot above the mean."""
+    """Return the mean load of the owners, apart from those of hot slots.
+
+    A slot is hot if its weight exceeds the mean of the owners that are left. Slots are judged from
+    the heaviest on, and each hot slot takes one owner away.
+    """
     rest, left = sum(weights), owners
     for weight in nlargest(owners, weights):
         if weight * left <= rest:

@@ -65,7 +65,7 @@ class SlotLoad:
         """Return the most frequent keys, and a lower bound of the share of each.
 
         Args:
-            count_max: Most keys.
+            count_max: Maximum number of keys.
             share_min: Smallest share of the messages.
         """
         least = max(1.0, share_min * self.messages)
