@@ -1,8 +1,8 @@
-"""Recognises a limit of the broker in its refusal: on consumers, producers, subscriptions, topics.
+"""Recognises the broker's limit on consumers, producers, subscriptions or topics in a refusal.
 
 A broker refuses a consumer with the code ``ConsumerBusy`` both if another consumer has its range
-and if a limit is reached. Its text alone distinguishes the two. The texts are those of Pulsar 4.0
-and 5.0.
+and if a limit is reached. Only the text of the refusal distinguishes the two. The texts are those
+of Pulsar 4.0 and 5.0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Limit:
     """Command of ``pulsar-admin topicPolicies`` with its option, if there is one."""
 
     def remedy(self, namespace: str) -> str:
-        """Return the commands that raise the limit, as a sentence without its end."""
+        """Return the commands that raise the limit, as an imperative without a full stop."""
         ways = []
         if self.namespace:
             ways.append(f"pulsar-admin namespaces {self.namespace} NUMBER {namespace}")
@@ -131,9 +131,9 @@ def limit_reached(limit: Limit, failed: str, topic: str, why: str) -> LimitReach
 
     Args:
         limit: The limit.
-        failed: What failed, such as ``Could not subscribe to T``.
+        failed: The failure, such as ``Could not subscribe to T``.
         topic: Full name of the topic or of the topic partition.
-        why: How that is known, such as the broker's text.
+        why: Evidence that the limit is reached, such as the broker's text.
     """
     return LimitReachedError(
         f"{failed}: the limit {limit.setting} of the broker is reached ({why}). It counts "
@@ -162,7 +162,7 @@ class ConsumerLimits(NamedTuple):
     def exceeded(
         self, opens: int, subscription: str = "", connected: Mapping[str, int] = _NOBODY
     ) -> tuple[Limit, int] | None:
-        """Return the limit that has no room for more consumers, and its number.
+        """Return the limit that more consumers would exceed, and its maximum; ``None`` without one.
 
         Args:
             opens: Number of consumers to open in the topic partition.

@@ -11,7 +11,7 @@ from keyshard.core.subscription_state import BrokerLimits
 ENTRIES_PER_S_MAX = 10_000
 """Entries per second that one topic partition delivers with a broker's default settings."""
 SHORT_S = 30.0
-"""Time to a limit, after something stops, below which it causes a warning, seconds."""
+"""A limit that is reached in less time causes a warning, seconds; see :func:`judge_load`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,11 @@ class Load:
 
 
 def judge_load(load: Load, limits: BrokerLimits) -> list[Finding]:
-    """Check the limits that a load reaches, and how soon after something stops."""
+    """Check a load against the limits of the broker and of the source.
+
+    Some limits are reached only if no batch is committed, or if one range stops. For these, the
+    time from that moment to the limit decides.
+    """
     findings = []
     if limits.message_bytes and load.message_bytes > limits.message_bytes:
         findings.append(
@@ -83,7 +87,7 @@ class _Reach:
 
 
 def _reaches(load: Load, limits: BrokerLimits) -> list[_Reach]:
-    """Return how long each limit lasts."""
+    """Return the time until the load reaches each limit, once commits or a range stop."""
     per_partition = load.rate_per_s / load.partitions
     per_consumer = per_partition / load.parallelism
     entries_per_consumer = per_consumer / load.messages_per_entry

@@ -128,21 +128,22 @@ class Message(NamedTuple):
 
 
 class Attempt(Protocol):
-    """The owner of a message that a program has, until its outcome is known."""
+    """One attempt to handle a message that a program took with ``async for``."""
 
     @property
     def read_data(self) -> Callable[[Message], Any]:
         """Decoder of the value."""
 
     def end(self, error: BaseException | None) -> None:
-        """Take the outcome; ``None``: the message is completed."""
+        """End the attempt with its outcome; ``None``: the message is completed."""
 
 
 class TakenMessage(Message):
     """A message that ``async for`` gave out; it is acknowledged only after :meth:`done`.
 
-    The next message of its key comes after that. A message without a reference to it can never be
-    done, so the source then ends with an error.
+    The next message of its key comes after that. If the program drops its last reference to the
+    message before :meth:`done` or :meth:`failed`, the source ends with an error, because nothing
+    can complete the message any more.
     """
 
     attempt: Attempt | None = None
@@ -243,7 +244,7 @@ def _texts(properties: object) -> dict[str, str]:
 
 
 def _is_text(text: object) -> bool:
-    """Whether it is a text that UTF-8 can hold: half a surrogate pair is not."""
+    """Return whether a value is a text that UTF-8 can encode; a lone surrogate is not."""
     if not isinstance(text, str):
         return False
     try:

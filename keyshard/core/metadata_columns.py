@@ -43,9 +43,9 @@ class Origin(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MetadataColumn:
-    """A metadata column. Content, both decoders, Spark and Ray follow from it.
+    """A metadata column. A field that is not set is null.
 
-    A field that is not set is null.
+    Both decoders, and the columns of content, Spark and Ray, are derived from this definition.
     """
 
     name: str
@@ -70,7 +70,8 @@ COLUMNS = (
     MetadataColumn(ORDERING_KEY, Kind.TEXT, Origin.ROW, by_client=True),
     # The bytes that the partition key was set as; for a text key its UTF-8.
     MetadataColumn(KEY_BYTES, Kind.BYTES, Origin.KEY),
-    # Null for a message of a batch without an id of its own: the id of the batch is another one.
+    # Null for a message of a producer batch without an id of its own: the id in the metadata of
+    # the batch is not that of the message.
     MetadataColumn(SEQUENCE_ID, Kind.NUMBER, Origin.MESSAGE, field=2, field_in_batch=8),
     MetadataColumn(PRODUCER, Kind.TEXT, Origin.ENTRY, field=1, by_client=True),
     # Time of storage. Null if the broker adds none, or does not send it.
@@ -129,7 +130,7 @@ def check_metadata_columns(name: str, given: object, *, by_client: bool) -> tupl
 
 
 def check_known(name: object) -> None:
-    """Refuse a column that does not exist.
+    """Refuse a column of :data:`REFUSED`. Other unknown names pass.
 
     Raises:
         ConfigError: The column is one of :data:`REFUSED`; the text gives the reason.

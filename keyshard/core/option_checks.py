@@ -94,11 +94,11 @@ def check_seconds(name: str, value: object, high: float) -> None:
 
 
 def duration_ms(text: str, *, unit: str = "") -> int | None:
-    """Parse a duration such as ``30s`` or ``15m`` to milliseconds; ``None`` if it is none.
+    """Parse a duration such as ``30s`` or ``15m`` to milliseconds; ``None`` if it is not valid.
 
     Args:
         text: An integer, and one of ``ms``, ``s``, ``m``, ``min``, ``h`` and ``d``.
-        unit: The unit of a number without one; empty: it needs one.
+        unit: Unit for a number without a suffix; empty: the number must have a suffix.
     """
     match = _DURATION.fullmatch(text)
     if match is None or (match[2] or unit) not in _UNITS_MS:
@@ -142,7 +142,7 @@ FOLDER_CHARS_MAX = 4_096
 
 
 def check_folder(name: str, value: object) -> str:
-    """Check for a path or an fsspec URL of a folder, as far as its text says it."""
+    """Check the text of a path or an fsspec URL of a folder; the folder itself is not checked."""
     wanted = "write a path or an fsspec URL of a folder"
     text = check_text(name, value, wanted)
     if len(text) > FOLDER_CHARS_MAX:
@@ -154,7 +154,7 @@ def check_folder(name: str, value: object) -> str:
 
 
 def is_key(value: object) -> bool:
-    """Return whether a value can be a partition key: a text without half a surrogate pair."""
+    """Return whether a value can be a partition key: a text without a lone surrogate."""
     return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
@@ -163,7 +163,9 @@ TOKEN_CHARS_MIN = 16
 
 
 def check_token(name: str, value: object) -> str:
-    """Check for a token that a header can have and that nobody guesses; the error has no value.
+    """Check for a token that fits into an HTTP header and is hard to guess.
+
+    The error does not contain the value.
 
     Args:
         name: The option.

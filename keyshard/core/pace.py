@@ -1,4 +1,4 @@
-"""Rates of counters, trends of lags, and loads of ranges, from samples of the last half minute."""
+"""Rates of counters, trends of lags, and activity of ranges, over the last half minute."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Pace:
         )
 
     def look(self, now_s: float, values: Mapping[Hashable, float | None]) -> None:
-        """Take the values of one moment; times grow.
+        """Add the values of one moment.
 
         Args:
-            now_s: Time of any monotonic clock.
+            now_s: Time of any monotonic clock; not before that of the previous call.
             values: Values by name; ``None``: unknown now.
         """
         while self._samples and now_s - self._samples[0][0] > HISTORY_S:
@@ -90,7 +90,7 @@ class Loads:
         self._samples: deque[tuple[float, bytes]] = deque(maxlen=SAMPLES_MAX)
 
     def look(self, now_s: float, ranges: Sequence[RangeFacts]) -> None:
-        """Take the facts about all ranges at one moment, in the order of their indices."""
+        """Add the activity of all ranges at one moment, in the order of their indices."""
         while self._samples and now_s - self._samples[0][0] > HISTORY_S:
             self._samples.popleft()
         sample = bytes(map(load_of, ranges))
@@ -99,7 +99,7 @@ class Loads:
         self._samples.append((now_s, sample))
 
     def shares(self, index: int) -> dict[Load, float] | None:
-        """Return the share of each load of a range; ``None`` without samples."""
+        """Return the share of samples with each activity of a range; ``None`` without samples."""
         loads = [sample[index] for _, sample in self._samples if index < len(sample)]
         if not loads:
             return None

@@ -1,13 +1,13 @@
 """Finds topic partitions whose entries the broker does not deliver.
 
-Two rules, over the broker's statistics of a subscription (``GET .../stats``). Both need that
-``msgOutCounter`` has not changed for a while:
+There are two rules, over the broker's statistics of a subscription (``GET .../stats``). Each
+applies only if ``msgOutCounter`` has not changed for a while:
 
-- The replay queue is at the look-ahead limit (PIP-379): the broker reads no new entry, whichever
-  range could take it. That matters if a range asks for messages and has none.
-- Entries are stored that do not wait for their time, none is unacknowledged at a consumer, and
-  every slot has a consumer with permits. Nothing keeps the broker from delivering them, except an
-  open transaction, a dispatch rate or a fault of the broker.
+- The replay queue is at the look-ahead limit (PIP-379), so the broker reads no new entry for any
+  range. The rule applies only if a range asks for messages and has none.
+- Stored entries are due, no consumer has an unacknowledged message, and every slot has a consumer
+  with permits. Only an open transaction, a dispatch rate or a fault of the broker can then keep
+  the broker from delivering them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PartitionStall:
 
 @dataclass(frozen=True, slots=True)
 class _Still:
-    """A topic partition of which nothing has been delivered since a look."""
+    """A topic partition without a delivery since the look at ``since_s``."""
 
     kind: StallKind
     delivered: int
@@ -51,7 +51,7 @@ class _Still:
 
 
 class PartitionWatchdog:
-    """Follows what the broker delivers. Time is an argument, from any monotonic clock."""
+    """Follows the broker's deliveries. Time is an argument, from any monotonic clock."""
 
     def __init__(self) -> None:
         self._still: dict[TopicPartition, _Still] = {}
@@ -77,7 +77,8 @@ class PartitionWatchdog:
             limits: Limits of the broker.
             asked: Topic partitions of which a range asks for messages and holds none.
             unknown: Topic partitions whose state is unknown. They are not stalled now. If the next
-                state has the same count of deliveries, their time goes on.
+                known state has the same count of deliveries, the time without a delivery includes
+                the time in which the state was unknown.
         """
         still = {where: self._still[where] for where in unknown if where in self._still}
         for where, state in states.items():

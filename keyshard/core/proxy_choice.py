@@ -58,7 +58,7 @@ def proxy_for(url: str, variables: Mapping[str, Variable]) -> Variable | None:
         ConfigError: The variable is not the URL of a proxy.
     """
     asked = urlsplit(url)
-    # An empty variable is none.
+    # An empty variable counts as unset.
     given = [found for name in (asked.scheme, "all") if (found := variables.get(name))]
     chosen = next((one for one in given if one.value.strip()), None)
     no_proxy = variables.get("no", Variable("NO_PROXY", ""))
@@ -68,13 +68,13 @@ def proxy_for(url: str, variables: Mapping[str, Variable]) -> Variable | None:
 
 
 def is_direct(url: SplitResult, no_proxy: str) -> bool:
-    """Return whether the host is of this machine, or in a list of hosts that need no proxy.
+    """Return whether a request needs no proxy: its host is this machine, or is in ``no_proxy``.
 
     Args:
         url: URL of the request.
-        no_proxy: Items with a comma or space between them: ``*``, names, which include the names
-            that end with them, addresses and networks; each perhaps with a scheme or a port. An
-            item of another form excludes nothing.
+        no_proxy: Items separated by commas or spaces. An item is ``*``, a name, an address or a
+            network, and may have a scheme or a port. A name also includes its subdomains. Items
+            of another form are ignored.
     """
     host = _ascii(url.hostname or "")
     address = _address(host)
@@ -126,7 +126,12 @@ def _ascii(name: str) -> str:
 
 
 def _checked(given: Variable, otherwise: str) -> Variable:
-    """Return a proxy whose value is a URL. An error also says what to do otherwise."""
+    """Return a proxy whose value is a URL; raises ``ConfigError``, with advice.
+
+    Args:
+        given: The variable.
+        otherwise: Advice besides the correction of the variable: an imperative without a full stop.
+    """
     value = given.value.strip()
     proxy = Variable(given.name, value if "://" in value else f"http://{value}")
     try:
@@ -145,7 +150,11 @@ def _checked(given: Variable, otherwise: str) -> Variable:
 
 
 def _is_host(url: SplitResult) -> bool:
-    """Return whether the host is a name or an address. Raises ``ValueError`` for some others."""
+    """Return whether the host is a name or an address.
+
+    Raises:
+        ValueError: The host looks like an address or a name, but is not valid, such as 1.2.3.999.
+    """
     host, at = url.hostname or "", url.netloc.rpartition("@")[2]
     # A password with a slash, and "http:/host", would make another text the host.
     if at.endswith(":") or "@" in url.path + url.query + url.fragment:

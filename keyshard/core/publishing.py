@@ -1,4 +1,4 @@
-"""Decisions about publishing: partitions of keys, entries, and what to send after a connection.
+"""Decisions about publishing: partitions of keys, entries, and the continuation after a reconnect.
 
 Pulsar's deduplication stores a message once if it comes again under the same producer name and
 sequence id. The broker compares only the first id of an entry, so an entry that holds old and new
@@ -82,7 +82,7 @@ class LaterBatchError(Exception):
 
 
 class BatchChangedError(Exception):
-    """The broker knows rows of the batch that it does not have, or that have another layout."""
+    """The broker knows rows of this batch that the given batch lacks, or another layout of it."""
 
 
 def batch_layout(topics: Iterable[tuple[str, int]]) -> int:
@@ -106,8 +106,8 @@ def first_row(last: int, first_id: int, rows: int, *, stored: bool = False) -> i
         stored: Whether everything up to ``last`` is surely stored.
 
     Returns:
-        The last row that the broker knows, since it may not be stored, or the row behind it if it
-        is; 0 if it knows none.
+        0 if the broker knows no row of the batch. Otherwise the last row that it knows, because
+        that row may not be stored. With ``stored``, the row after that one.
 
     Raises:
         LaterBatchError: The broker knows a later batch.
@@ -205,7 +205,7 @@ class RolledBackError(UnfitError):
 
 
 class ForgottenError(UnfitError):
-    """The broker does not know ids any more that it has confirmed."""
+    """The broker no longer knows ids that it has confirmed."""
 
 
 class UnsureError(UnfitError):
@@ -213,7 +213,7 @@ class UnsureError(UnfitError):
 
 
 def resume(last: int, confirmed: int, entries: Sequence[tuple[int, int]]) -> Resume:
-    """Decide what to send first, on a new connection or when entries are added.
+    """Decide where to continue, on a new connection or when entries are added.
 
     Args:
         last: Last sequence id that the broker knows of this producer name. It may still be lost.

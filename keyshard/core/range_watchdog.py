@@ -6,8 +6,8 @@ State of a range; the first that applies::
                   unusually long, or a consumer has been disconnected
     disconnected  a consumer of it is not connected to the broker
     draining      it is about to move: running handlers finish, no new ones start
-    blocked       rows wait, and all their keys wait for a retry
-    running       handlers work, or an executor may take a row at once
+    blocked       messages wait, and all their keys wait for a retry
+    running       handlers work, or an executor may take a message at once
     paused        it receives nothing: the window or the checkpoint has no room, or the source
                   is paused
     idle          no work
@@ -234,8 +234,8 @@ def reason_of(
     Args:
         facts: The range.
         stall: Its stall, if it stalls.
-        pause: The reason why no handler starts at all, if so.
-        held_back: Whether a rate limit lets messages wait.
+        pause: The reason why no handler starts in any range; ``None`` if handlers may start.
+        held_back: Whether a rate limit makes messages wait.
         source_paused: Whether the whole source receives nothing until it is resumed.
     """
     reason = ""
@@ -259,7 +259,7 @@ def reason_of(
 
 
 def load_of(facts: RangeFacts) -> Load:
-    """Return what a range does at this moment."""
+    """Return the activity of a range at this moment."""
     if facts.in_flight:
         return Load.BUSY
     held = facts.disconnected or facts.draining or facts.paused or facts.waiting
@@ -272,7 +272,7 @@ class _Watched:
 
     handled: int
     still_since_s: float
-    """Time since which it has had work and handled none."""
+    """Time since which it has had messages and completed none."""
     away_since_s: float | None = None
     """Time since which one of its consumers has been disconnected."""
     named_s: float | None = None
@@ -304,8 +304,9 @@ class RangeWatchdog:
             now_s: Time of the clock.
             ranges: All ranges.
             usual_s: 99th percentile of the attempts of the handler, seconds.
-            pause: The reason why no handler starts at all, if so.
-            held_back: Whether a rate limit lets messages wait. Such a range does not stall.
+            pause: The reason why no handler starts in any range; ``None`` if handlers may start.
+            held_back: Whether a rate limit makes messages wait. If so, a range with ready keys and
+                no running handler does not stall for lack of progress.
         """
         slow_s = max(STALL_S, USUAL_TIMES * usual_s)
         self._watched = {
@@ -369,7 +370,7 @@ def _away(disconnected: Sequence[str]) -> str:
 
 
 def _stillness(facts: RangeFacts, pause: Pause | None) -> tuple[StallKind, str]:
-    """Return the reason why a range with rows handles none, as far as it is known."""
+    """Return the reason why a range with messages completes none, as far as it is known."""
     text = f"{facts.waiting} messages wait, {facts.in_flight} are in flight, and none is completed"
     if pause is not None:
         return pause.kind, f"{text}: handlers are paused: {pause.text}"

@@ -12,7 +12,7 @@ from keyshard.core.subscription_state import CursorState
 
 
 class Gap(NamedTuple):
-    """A stretch of positions in which no entry is known to be delivered or resolved."""
+    """Consecutive positions, none with an entry that is known to be delivered or resolved."""
 
     start: EntryId
     """First position, inclusive."""
@@ -21,7 +21,7 @@ class Gap(NamedTuple):
 
 
 def gaps(done: EntrySet, after: EntryId | None, target: EntryId) -> Iterator[Gap]:
-    """Return the stretches up to ``target``, inclusive, that may hold an open entry.
+    """Return the gaps up to ``target``, inclusive: entries may be missing there.
 
     Ids do not show where a ledger ends, so there is a gap at each change of ledger.
 
@@ -84,5 +84,8 @@ class Target:
         yield from gaps(delivered, after, self.last)
 
     def nothing_in(self, gap: Gap) -> None:
-        """Record that no entry comes from a gap now. Called in the order of :meth:`open_gaps`."""
+        """Record that the run waits for no entry of a gap any more.
+
+        Called in the order of :meth:`open_gaps`, because all earlier gaps count as resolved, too.
+        """
         self.passed = EntryId(gap.end.ledger, gap.end.entry - 1)

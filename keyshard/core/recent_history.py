@@ -72,7 +72,7 @@ class Rescale:
 
 
 class History:
-    """Rings of limited size. Not thread-safe: the owner calls it under one lock.
+    """The newest commits and rescales. Not thread-safe: the owner calls it under one lock.
 
     Times are those of any monotonic clock, in seconds.
     """

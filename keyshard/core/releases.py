@@ -1,8 +1,8 @@
 """Releases of Pulsar: their differences, and their known faults.
 
-The in-memory broker behaves like the release that it is told, the contract tests expect what the
-release does, and ``keyshard doctor`` names the faults of a broker. The sources are Pulsar's release
-notes, the code of 4.0.8, 4.2.4 and 5.0.1, and tests with these three.
+The in-memory broker imitates the release that it is configured with. The contract tests expect the
+behaviour of that release. ``keyshard doctor`` names the faults of a broker. The sources are
+Pulsar's release notes, the code of 4.0.8, 4.2.4 and 5.0.1, and tests with these three.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ LINES = ((4, 0), (4, 2), (5, 0))
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Releases of one line from one on; without an end also those of later lines, if there are."""
+    """Releases of one line from ``first`` on.
+
+    A span of the newest known line without an end also has the releases of all later lines.
+    """
 
     first: Version
     end: Version | None = None
-    """The first release of the line that does not belong to it; ``None``: there is none."""
+    """The first later release of the line outside the span; ``None``: there is none."""
 
     def has(self, version: Version) -> bool:
         """Return whether a release belongs to it."""
@@ -108,11 +111,11 @@ class Release:
     Otherwise it may know too few of them, and store a message twice (apache/pulsar#25953)."""
     first_delayed_waits: bool = False
     """Whether the first message with a delivery time comes after later messages of its key, even
-    if its time has passed: the broker first creates what tracks delayed messages."""
+    if its time has passed: the broker first creates its tracker of delayed messages."""
 
 
 def release_of(version: str) -> Release:
-    """Return the behaviour of a release; of an unknown one, that of the newest one known."""
+    """Return the behaviour of a release; an unknown one behaves like the newest known one."""
     found = Version.of(version) or Version(*LINES[-1])
     newer = found.line >= (4, 1)
     newest = found.line >= (5, 0)
@@ -158,7 +161,7 @@ def denies_partition(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of some releases that keyshard cannot mend."""
+    """A fault of some releases that keyshard cannot fix."""
 
     text: str
     """Its effect, as a sentence."""
@@ -177,9 +180,9 @@ class Fault:
 
     @property
     def mended(self) -> tuple[Version, ...]:
-        """The first release of each line in which it has ended."""
+        """The first release of each line without the fault."""
         ends = {span.first.line: span.end for span in self.spans}
-        # A line without the fault mended it if an older line has it.
+        # A line after all lines with the fault counts as fixed from its first release on.
         newer = [line for line in LINES if line > max(ends)]
         found = [ends[line] for line in LINES if line in ends]
         return (*filter(None, found), *(Version(*line) for line in newer))
@@ -268,11 +271,11 @@ FAULTS = (
         of_sinks=True,
     ),
 )
-"""Faults that lose, repeat, reorder or hold up what keyshard reads or writes."""
+"""Faults that lose, repeat, reorder or hold up messages that keyshard reads or writes."""
 
 
 def faults_of(version: str, *, of_sinks: bool = False) -> list[Fault]:
-    """Return the known faults of a release; of an unknown version, none.
+    """Return the known faults of a release; an empty list for an unknown version.
 
     Args:
         version: Version of the broker, such as ``4.0.8``.

@@ -58,8 +58,8 @@ class BrokerLimits:
     def replay(self, consumers: int) -> int:
         """Return how many entries of one topic partition may wait for their owner.
 
-        Beyond that, all ranges stop; 0 for no limit. Without limits of their own, the limits of
-        unacknowledged messages apply to them, as in ``getEffectiveLookAheadLimit`` of Pulsar.
+        Beyond that, all ranges stop; 0 for no limit. If both replay limits are 0, the limits of
+        unacknowledged messages apply instead, as in ``getEffectiveLookAheadLimit`` of Pulsar.
         """
         return _smaller(
             _java_int(self.replay_per_consumer * consumers), self.replay_per_subscription
@@ -69,7 +69,7 @@ class BrokerLimits:
 
 
 def _java_int(value: int) -> int:
-    """Return a value as Java's ``int`` has it; 0 if that is negative."""
+    """Return a value wrapped to 32 bits, as in Java's ``int``; 0 if the result is negative."""
     return max(0, (value + 2**31) % 2**32 - 2**31)
 
 

@@ -98,8 +98,8 @@ def check_unknown(
     Args:
         topic_partition: Its topic partition.
         published_ms: Latest publish time of all delivered entries.
-        lowest_ledger: Lowest ledger known when the run started, or when the topic partition was
-            doubted; -1 without one.
+        lowest_ledger: Lowest ledger known when the run started, or when the identity of the topic
+            partition became uncertain; -1 without one.
         block: The entry.
 
     Raises:
@@ -119,10 +119,11 @@ def check_unknown(
 
 
 def may_be_late(topic_partition: TopicPartition, known: KnownEntries, block: EntryBlock) -> bool:
-    """Return whether an entry below a known one can be late, if no known entry is stored.
+    """Return whether an entry below a known one may be a late entry of the same topic.
 
-    A late entry is older than the known one, within the tolerance for clocks. And while its ledger
-    is stored, known entries of that ledger are stored, too.
+    It is called only if none of the known entries is stored any more. A late entry is older than
+    the known one, within the tolerance for clocks. While its ledger is stored, known entries of
+    that ledger are stored, too.
 
     Args:
         topic_partition: Its topic partition.
@@ -130,11 +131,11 @@ def may_be_late(topic_partition: TopicPartition, known: KnownEntries, block: Ent
         block: The newest entry that the Reader has found.
 
     Returns:
-        Whether it is as old as the known ones; ``False`` while only clock differences may explain
-            it.
+        ``True`` if the entry is not newer than the known ones; ``False`` if it is newer, but by no
+            more than clocks may differ.
 
     Raises:
-        TopicRecreatedError: No clock difference explains it.
+        TopicRecreatedError: The entry is newer by more than clocks may differ.
     """
     later_ms, (ledger, entry) = block.publish_ms - known.published_ms, known.span[1]
     if later_ms > CLOCK_SKEW_MS:

@@ -35,7 +35,8 @@ class TopicPattern:
     def __post_init__(self) -> None:
         try:
             with warnings.catch_warnings():
-                # Python warns of syntax that will change; Pulsar already reads it so.
+                # Python warns of set syntax whose meaning will change. Pulsar's regular expressions
+                # already have the new meaning.
                 warnings.simplefilter("error", FutureWarning)
                 compiled = re.compile(self.regex)
         except (re.error, FutureWarning, OverflowError, RecursionError) as exc:
