@@ -26,14 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 class AckTracker:
-    """Acknowledges entries that nothing needs any more. Any thread may call it.
+    """Acknowledges entries that no source needs any more. Any thread may call it.
 
     Args:
         keys: State of the parked keys.
         keeper: Holds the subscription, whose consumer acknowledges.
         subscription: Subscription of the source.
         checkpointed: Whether :meth:`saved` will be called.
-        stored: Everything before it is folded in the stored checkpoint.
+        stored: Position in the dead-letter topic. The stored checkpoint contains the effect of all
+            messages before it; ``None``: of no message.
         fail: Called with an unexpected error of the receiving thread, which ends the source.
     """
 
@@ -61,14 +62,15 @@ class AckTracker:
             self.receive(keeper.consumer)
 
     def receive(self, consumer: Consumer) -> None:
-        """From now on, also acknowledge redelivered messages that nothing needs."""
+        """Begin to acknowledge redelivered messages that no source needs."""
         if self._redelivery is None:
             self._redelivery = DeadLetterRedelivery(consumer, self._redelivered, self._fail)
 
     def markers(self, entries: Sequence[EntryId]) -> None:
-        """Acknowledge markers, once a checkpoint, if there is one, begins after them.
+        """Acknowledge markers, such as the message that says that a dead letter is done.
 
-        Until then they prove that their dead letters are done, and not lost.
+        A source with checkpoints acknowledges them after the next checkpoint, which contains their
+        effect. Until then they prove that their dead letters are done, and not lost.
         """
         if not self._checkpointed:
             self.acknowledge(entries)
@@ -77,7 +79,10 @@ class AckTracker:
             self._waiting += entries
 
     def saving(self) -> None:
-        """Note that a checkpoint covers all that is folded; called with the keys' lock held."""
+        """Note that the checkpoint being made contains the effect of all markers so far.
+
+        Called with the keys' lock held.
+        """
         self._saving += self._waiting
         self._waiting = []
         self._storing = self._keys.parking.parked.folded
@@ -108,7 +113,8 @@ class AckTracker:
         with self._keys.lock:
             known = self._keys.parking.parked.parts
             parts = [known.pop(one) for one in entries if one in known]
-        # If only some are remembered here, a redelivered dead letter names its parts itself.
+        # The parts of other dead letters are unknown here. When such a dead letter is redelivered,
+        # its message names them.
         entries = [*chain.from_iterable(parts), *entries]
         consumer = self._keeper.consumer
         assert consumer is not None, "there are entries, so the topic is held"
