@@ -225,7 +225,7 @@ class WireMessageProducer:
         with self._lock:
             sent = self._entries.publish((message,), self._next_id)
             self._next_id += 1
-        # Every entry has a deadline.
+        # No timeout: the entry fails at its deadline.
         stored = sent.result()
         if stored is None:
             raise BrokerUnavailableError(

@@ -35,7 +35,7 @@ class Address(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """``host:port``, as in a URL; without port 0, which stands for no address."""
+        """``host:port``, as in a URL. If the port is 0, the host alone, which is a mere name."""
         if not self.port:
             return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -46,7 +46,7 @@ class Address(NamedTuple):
 
 
 def resolved(address: Address, connection: Connection) -> Sequence[Address]:
-    """Return an address once for each IP address of its host name.
+    """Return a copy of an address for each IP address of its host name, with ``ip`` set.
 
     Raises:
         BrokerUnavailableError: The name is unknown (retriable).

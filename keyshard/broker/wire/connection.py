@@ -57,11 +57,11 @@ class WireConnection:
     Args:
         address: Address of the broker.
         connection: How the cluster is reached.
-        credentials: Those of the connection.
-        timeout_s: Longest wait until it is open, seconds.
-        fail: Ends the source if the reading thread fails; default: the owner of the calling
-            thread.
-        changed: Called by the reading thread with names of topics that the broker reports.
+        credentials: Credentials for the broker.
+        timeout_s: Longest wait until the connection is open, seconds.
+        fail: Called if the reading thread fails; ends the source. Default:
+            :func:`keyshard.threads.owner` of the calling thread.
+        changed: Called by the reading thread with names of created and deleted topics.
 
     Raises:
         BrokerUnavailableError: Nothing answers at the address (retriable).
@@ -92,11 +92,11 @@ class WireConnection:
         self._why = ""
         """Why the connection ended; empty while it is open."""
         self._ours = False
-        """Whether this side ended it."""
+        """Whether this side ended the connection."""
         self._proving = False
         """Whether a thread is about to send new credentials."""
         self._retired = False
-        """Whether it ends with its last handle."""
+        """Whether the connection ends with its last handle."""
         self._keep_alive = KeepAlive(time.monotonic())
         self._frames = FrameReader(FRAME_BYTES_MAX + FRAME_PADDING)
         deadline = time.monotonic() + min(timeout_s, connection.connection_timeout_ms / 1000)
@@ -327,7 +327,7 @@ class WireConnection:
         finally:
             try:
                 self._end(why)
-            finally:  # After an unexpected error, nothing would end it.
+            finally:  # If ``_end`` fails, pending requests must not wait forever.
                 with self._lock:
                     self._why = self._why or why
                     self._close_descriptors()
@@ -382,7 +382,7 @@ class WireConnection:
                 return None
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Send bytes under the lock; return how many were accepted. The reader finds errors."""
+        """Send bytes under the lock; return the sent number. The reading thread finds errors."""
         try:
             return self._socket.send(data)
         except (OSError, ValueError):

@@ -57,7 +57,7 @@ class ConnectionPool:
 
     Args:
         connection: How the cluster is reached.
-        credentials: Those of the connection.
+        credentials: Credentials for the brokers.
     """
 
     def __init__(self, connection: Connection, credentials: Credentials) -> None:
@@ -82,7 +82,7 @@ class ConnectionPool:
     def partitions(self, topic: str, timeout_s: float, *, create: bool) -> int:
         """Return the number of partitions of a topic; 0 if it is not partitioned.
 
-        If ``create``, a broker that creates topics with partitions creates a missing one.
+        If ``create``, a broker that auto-creates partitioned topics creates a missing topic.
 
         Raises:
             BrokerUnavailableError: No answer in time (retriable).
@@ -130,7 +130,7 @@ class ConnectionPool:
 
         Args:
             prefix: Beginning of the full names of the topics. The broker may report others, too.
-            changed: Takes names. The reading thread calls it.
+            changed: Called by the reading thread with names of created and deleted topics.
             timeout_s: Longest wait, seconds.
 
         Returns:
@@ -155,7 +155,7 @@ class ConnectionPool:
                 made.close()
                 return None
             namespace, _, literal = prefix.removeprefix("persistent://").rpartition("/")
-            # The whole of a longer prefix is not necessary: the broker only reports more.
+            # To truncate a longer prefix is harmless: the broker reports more topics.
             literal = literal.partition("\\")[0][:PATTERN_MAX]
             pattern = f".*/\\Q{literal}\\E.*" if literal else ".*"
             asked = api.WatchTopicList(
@@ -170,10 +170,12 @@ class ConnectionPool:
     def path(
         self, topic: str, timeout_s: float
     ) -> Generator[Address, None, tuple[WireConnection, float]]:
-        """Connect to the broker that serves a topic partition, as steps of a retrier.
+        """Connect to the broker that serves a topic partition.
 
-        Yields the address of each broker before the wait for it. Returns a connection, and the
-        remaining time, seconds. Time in which the generator is suspended does not count.
+        Yields the address of each broker before the wait for it. A
+        :class:`~keyshard.broker.retry.Retrier` resumes the generator when that address has a free
+        thread. Returns a connection, and the remaining time, seconds. Time in which the generator
+        is suspended does not count.
 
         Raises:
             BrokerUnavailableError: No answer in time (retriable).
@@ -288,7 +290,7 @@ class ConnectionPool:
                 if not known.unresponsive() or address not in self._hosts:
                     _check_responsive(known)
                     return known
-                # Another broker may answer at the address of a service.
+                # The host may be a load balancer: a new connection may reach another broker.
                 end_s = min(end_s, time.monotonic() + SECOND_S)
             elif known is not None:
                 # The lost connection is still notifying its handles.

@@ -1,4 +1,4 @@
-"""Consumers and Readers that return whole entries."""
+"""Consumers and readers that return whole entries."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class WireConsumer(WireSubscription):
 
     Args:
         shared: State that all handles share.
-        spec: Its range, name and limits.
+        spec: Hash range, name and limits of the consumer.
         start: Where a new subscription begins.
-        hand_on: Called at the close with the entries that this consumer could not acknowledge.
-            Another consumer may have received them, and they would not be redelivered then.
+        hand_on: Called at the close with the entries that this consumer could not acknowledge; lets
+            another open consumer acknowledge them. The broker may have delivered them to that
+            consumer, and would not redeliver them while it is open.
     """
 
     def __init__(
@@ -132,11 +133,11 @@ class WireConsumer(WireSubscription):
             self._hand_on(self, unsent)
         super().close(timeout_s)
         if for_another and (rest := self._acks.take_unconfirmed()):
-            # A broker that forgot this consumer in silence has taken none of it.
+            # If the broker dropped this consumer without notice, it ignored these acknowledgements.
             self._hand_on(self, rest)
 
     def stands_in_for(self, other: WireConsumer) -> bool:
-        """Return whether it can acknowledge entries that another consumer could not."""
+        """Return whether this consumer can acknowledge entries that another one could not."""
         at, _ = self.standing()
         same = self._spec.subscription == other._spec.subscription
         same = same and self.topic_partition == other.topic_partition
@@ -190,14 +191,15 @@ def _queue_of(spec: SubscriptionSpec) -> PrefetchSize:
 class WireReader(WireSubscription):
     """Reads a topic partition from a position.
 
-    It acknowledges nothing, so its cursor stays where it began. A time to live, or an administrator
-    that expires messages, moves the cursor, and the broker then skips stored entries
-    (apache/pulsar#26504). So a gap between two entries counts only if the mark-delete position is
-    still before it. Otherwise, the reader subscribes anew at the gap.
+    A reader acknowledges nothing, so its cursor stays at the start. If a time to live or an
+    administrator expires messages, the cursor moves, and the broker skips stored entries
+    (apache/pulsar#26504). If entries are missing between two received ones, the reader asks for the
+    mark-delete position. If it is before the gap, the missing entries are not stored. Otherwise,
+    the reader subscribes anew at the gap.
 
-    At the start of a reader, the mark-delete position proves nothing: it may lie behind the start,
-    because the broker itself acknowledges markers, for example. Then another reader has to get the
-    same first entry.
+    Before the first entry, the mark-delete position may be after the gap for another reason: the
+    broker itself acknowledges markers, for example. If a second reader then gets the same first
+    entry, the missing entries are not stored either.
 
     Args:
         shared: State that all handles share.
@@ -237,14 +239,14 @@ class WireReader(WireSubscription):
         return self.accept_decoded(decoded, entries)
 
     def _proved(self, entries: Sequence[RawEntry]) -> int:
-        """Return the number of entries without a stored one missing before or among them."""
+        """Return how many leading entries have no stored entry missing before or among them."""
         at = _gap(self._expected(), entries)
         if at is None:
             return len(entries)
         marked = self._marked()
         connection, consumer_id = self.standing()
         if connection is None or consumer_id != self._taken_id:
-            return 0  # Another cursor may have answered, and the entries come again.
+            return 0  # A new subscription's cursor may have answered. It gets the entries again.
         gap, number = at
         is_start = not number and self._served_id != self._taken_id
         if is_start and marked >= gap and self._first_of_another(gap) == entries[0].id:
@@ -262,7 +264,7 @@ class WireReader(WireSubscription):
         return number
 
     def _marked(self) -> EntryId:
-        """Ask for the mark-delete position; an old broker does not say it."""
+        """Ask for the mark-delete position; (-1, -1) if an old broker does not return it."""
         ends = self._ask_for_ends()
         if not ends.HasField("consumer_mark_delete_position"):
             return EntryId(-1, -1)
@@ -281,7 +283,7 @@ class WireReader(WireSubscription):
         return entries[0].id if entries else None
 
     def _expected(self) -> EntryId | None:
-        """Return the next entry, if it exists; ``None`` at the beginning of the topic."""
+        """Return the lowest id that the next entry can have; ``None`` at the topic's beginning."""
         if self._passed is not None:
             return EntryId(self._passed.ledger, self._passed.entry + 1)
         return self._start if self._start > EntryId(0, 0) else None
@@ -292,7 +294,7 @@ class WireReader(WireSubscription):
     def _ahead_max(self) -> int:
         """Return the number of messages to request ahead.
 
-        An entry has at least one message, so the entries up to the last wanted one bound it. The
+        At most the number of entries up to the last wanted one, if that is in the same ledger. The
         broker reads as many entries as it has permits for messages, and sends them whole.
         """
         most, last = self._how.receiver_queue_size, self._how.last
@@ -343,7 +345,7 @@ class WireReader(WireSubscription):
 
 
 def _gap(expected: EntryId | None, entries: Sequence[RawEntry]) -> tuple[EntryId, int] | None:
-    """Return the first position at which entries lack one, and the index of the entry after it."""
+    """Return the id of the first missing entry, and the index of the entry after it."""
     if not entries:
         return None
     first, last = entries[0].id, entries[-1].id
@@ -360,5 +362,5 @@ def _gap(expected: EntryId | None, entries: Sequence[RawEntry]) -> tuple[EntryId
 
 
 def _signed(number: int) -> int:
-    """Return a signed number that the protocol has as an unsigned one."""
+    """Return the signed number that the protocol stores as an unsigned one."""
     return number - (1 << 64) if number >= 1 << 63 else number

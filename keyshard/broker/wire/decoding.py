@@ -1,4 +1,4 @@
-"""Decodes stored entries into blocks, with their content in Arrow columns.
+"""Decodes stored entries into blocks: one per entry, with the messages in Arrow columns.
 
 Stored bytes are untrusted: every length is checked against the available bytes, and no declared
 number alone causes an allocation. An unreadable entry becomes an error that names it. The decoder
@@ -117,7 +117,7 @@ class _Columns:
     ) -> None:
         """Add the memory of one message of the newest entry, as ``native/decoder.rs`` does.
 
-        The requested columns do not matter, so that consumers and Readers refuse the same entries.
+        The requested columns do not matter, so that consumers and readers refuse the same entries.
 
         Raises:
             UnreadableError: The messages of the entry exceed the limit.
@@ -267,7 +267,7 @@ def _take(raw: RawEntry, where: TopicPartition, into: _Columns) -> _Row | None:
 
 
 def _walk(data: bytes, position: int, count: int, skipped: Collection[int], into: _Columns) -> None:
-    """Append the messages of a batch."""
+    """Append the messages of a producer batch."""
     end = len(data)
     unpack, keeps_values = SIZE.unpack_from, into.keeps_values
     of_messages, key_bytes = into.of_messages, into.key_bytes
@@ -352,7 +352,7 @@ def _append_keys(
 
 
 def _decoded(key: bytes) -> bytes:
-    """Return the bytes that a key was set as."""
+    """Return the key bytes that the producer set."""
     try:
         return b64decode(key, validate=True)
     except NotBase64Error:
@@ -364,7 +364,7 @@ def _pairs(found: Iterable[Any]) -> list[_Pair]:
 
 
 def _properties(pairs: Iterable[_Pair], into: _Columns) -> dict[str, str]:
-    """Return the properties of the newest message; one replaces all if a text is broken."""
+    """Return the properties of the newest message; only :data:`NOT_TEXT` if one is not UTF-8."""
     try:
         return {key.decode(): value.decode() for key, value in pairs}
     except UnicodeDecodeError as exc:

@@ -23,7 +23,7 @@ gains little, and costs as much as all the rest of an entry."""
 _SIZE = struct.Struct(">I")
 _CHECKED = b"\x0e\x01"
 _METADATA_AT = len(_CHECKED) + _SIZE.size
-"""Place of the size of the metadata, behind the checksum."""
+"""Offset of the size of the metadata, after the checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _finished(
 
 
 def _describe(metadata: Any, message: OutgoingMessage) -> None:
-    """Set the keys."""
+    """Set the partition key and the ordering key in the metadata of a message."""
     if message.key is not None:
         metadata.partition_key = message.key.encode()
         if message.key_is_base64:
@@ -115,7 +115,7 @@ def decoded(data: bytes) -> list[OutgoingMessage]:
     """Return the messages of an encoded entry.
 
     Args:
-        data: What :func:`encoded` returned.
+        data: Result of :func:`encoded`.
     """
     view = memoryview(data)
     (size,) = _SIZE.unpack_from(view, _METADATA_AT)
@@ -163,7 +163,7 @@ class EncodedRows(Sequence[OutgoingMessage]):
     only if the broker may have stored some of them.
 
     Args:
-        data: What :func:`encoded` returned.
+        data: Result of :func:`encoded`.
         count: Number of the messages.
     """
 

@@ -238,12 +238,12 @@ def maybe_stored(where: TopicPartition, name: bytes) -> MaybeStoredError:
 
 
 def unfit(exc: UnfitError, where: TopicPartition, name: bytes, last: int) -> KeyShardError:
-    """Return the error of a producer for ids of the broker that do not fit.
+    """Return the error for sequence ids at the broker that do not fit the entries of a producer.
 
     Args:
-        exc: The judgement.
+        exc: How the ids differ.
         where: Topic partition of the producer.
-        name: Its name.
+        name: Name of the producer.
         last: The last sequence id that the broker knows.
     """
     if isinstance(exc, OtherWriterError):

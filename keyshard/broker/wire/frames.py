@@ -1,4 +1,4 @@
-"""Encodes and decodes the commands of frames; behind the command of an entry are its bytes."""
+"""Encodes and decodes the commands of frames. The bytes of an entry follow its command."""
 
 from __future__ import annotations
 

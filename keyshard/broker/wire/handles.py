@@ -1,4 +1,4 @@
-"""The consumers, Readers and producers of one connection, by the ids that the broker uses.
+"""The consumers, readers and producers of one connection, by the ids that the broker uses.
 
 Producers are asked for frames whenever the socket takes more.
 """
@@ -13,9 +13,9 @@ from keyshard.broker.wire.entries import RawEntry
 
 
 class Handle(Protocol):
-    """A consumer, Reader or producer, as its connection sees it.
+    """A consumer, reader or producer, as its connection sees it.
 
-    The reading thread calls all methods, so they must return at once.
+    All methods must return at once. The reading thread calls all except :meth:`next_frames`.
     """
 
     def arrived(self, handle_id: int, entries: Sequence[RawEntry]) -> None:
@@ -28,10 +28,10 @@ class Handle(Protocol):
         """
 
     def receipts(self, commands: Sequence[Any]) -> None:
-        """Note that entries are stored."""
+        """Accept send receipts: the broker has stored published entries."""
 
     def refused(self, command: Any) -> None:
-        """Note that an entry is refused."""
+        """Note that the broker refuses a published entry."""
 
     def lost(self, handle_id: int, *, ended: bool) -> None:
         """Note that the connection was lost, or that the broker ended the handle."""

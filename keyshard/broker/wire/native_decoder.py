@@ -124,7 +124,10 @@ def decode(
     metadata: tuple[str, ...] = (),
     at_once_bytes: int = PAYLOAD_AT_ONCE,
 ) -> Decoded | None:
-    """Decode plain entries as :func:`keyshard.broker.wire.decoding.decode`; else ``None``."""
+    """Decode entries as :func:`keyshard.broker.wire.decoding.decode` does, by compiled code.
+
+    Returns ``None`` if there is no library, or if it cannot decode every entry.
+    """
     frames, positions = list(map(_data, entries)), list(map(_position, entries))
     if _library is None or any(map(_ack_set, entries)) or CutFrame in map(type, frames):
         return None
@@ -186,7 +189,7 @@ def _stored(metadata: tuple[str, ...]) -> Any:
 
 
 def _numbers(values: Sequence[int]) -> Any:
-    """Return numbers as the library takes them."""
+    """Return numbers as an argument of the library."""
     # An array of ctypes takes ten times as long to convert them.
     return (ctypes.c_uint64 * len(values)).from_buffer(array("Q", values))
 

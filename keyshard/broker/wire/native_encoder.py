@@ -38,7 +38,7 @@ AT_ONCE_BYTES = 2 * 1024 * 1024
 FRAMES_MIN = 3
 """Minimum number of frames for which a call is faster."""
 _ENTRY_OVERHEAD = 160
-"""Largest size of the metadata of an entry beside keys, properties and what its head has, bytes."""
+"""Largest size of the metadata of an entry beside keys, properties and head fields, bytes."""
 _FRAME_OVERHEAD = 64
 """Largest size of a frame beside its entry, bytes."""
 
@@ -288,7 +288,7 @@ def _maps(column: pa.Array | None) -> _Maps:
     if column is None:
         return _Maps()
     validity, offsets = column.buffers()[:2]
-    # The pairs of all rows of the buffers, also of those before a slice.
+    # ``keys`` and ``items`` ignore the slice of a column, and so do the offsets.
     names, texts = column.keys, column.items
     return _Maps(
         _address(validity), offsets.address, column.offset, len(column), _binary(names),

@@ -17,9 +17,9 @@ class NativeLibrary:
     """The functions of a library.
 
     Args:
-        path: Its file.
-        version: Name of the function that returns its interface version.
-        results: C types of what its functions return.
+        path: File of the library.
+        version: Name of the function that returns the interface version.
+        results: C return types of the functions, by name.
 
     Raises:
         OSError: There is no library for this machine.
@@ -34,12 +34,12 @@ class NativeLibrary:
         self.version: int = getattr(self._calls[0], version)()
 
     def calls(self, size: int) -> Any:
-        """Return the functions to use for ``size`` bytes in total."""
+        """Return the functions for ``size`` bytes; large calls release the interpreter lock."""
         return self._calls[size >= UNLOCKED_BYTES_MIN]
 
 
 def load(path: Path, version: str, wanted: int, results: Mapping[str, Any]) -> NativeLibrary | None:
-    """Return a library; ``None`` without one that has the wanted interface version."""
+    """Return a library; ``None`` if none can be loaded with the wanted interface version."""
     with suppress(OSError, AttributeError):
         library = NativeLibrary(path, version, results)
         if library.version == wanted:

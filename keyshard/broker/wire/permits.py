@@ -20,9 +20,9 @@ class Permits:
         self._used = 0
         """Taken messages whose permits were not granted again. Negative: messages that the broker
         may send beyond ``ahead``, because permits were lent, because ``ahead`` shrank, or because a
-        batch declared a negative count."""
+        producer batch declared a negative count."""
         self._lent = 0
-        """Maximum number of those that were lent."""
+        """Maximum number of such messages whose permits were lent."""
 
     def begin(self) -> int:
         """Reset for a new subscription, and return its first grant."""
@@ -35,7 +35,7 @@ class Permits:
         Args:
             messages: Their number, as the broker counts them.
         """
-        # The broker counts in signed 32 bits, including the counts that a batch merely declares.
+        # The broker counts in signed 32 bits, and trusts the counts that producer batches declare.
         held = (self.held - messages + 2**31) % 2**32 - 2**31
         self._used = self.ahead - held
         if 2 * self._used < self.ahead:
@@ -58,7 +58,7 @@ class Permits:
         self.ahead_max = max(self.ahead_max, ahead)
 
     def nudge(self) -> int:
-        """Return the permits to grant to a silent broker, which may have stopped to dispatch.
+        """Return the permits to grant to a silent broker, which may have stopped dispatching.
 
         Only a grant wakes the dispatcher. If no permits are owed, one is lent, and subtracted from
         later grants. Returns 0 if nothing may be lent.

@@ -51,7 +51,7 @@ ASK_AGAIN_S = 0.1
 SEQUENCE_ID_MAX = (1 << 63) - 1
 """Largest sequence id, and the one with the longest encoding."""
 BEYOND = EntryId((1 << 63) - 1, (1 << 63) - 1)
-"""Position behind all entries."""
+"""Position after all entries."""
 _COMPRESSIONS = {"none": 0, "lz4": 1, "zlib": 2, "zstd": 3, "snappy": 4}
 _DUPLICATE = 1 << 63
 """Ledger ids from here on say that a message was stored before."""
@@ -181,7 +181,7 @@ class WireProducer(ReconnectingHandle):
         with self._changed:
             # A caller may look at its futures when this returns.
             while self._queue or self._resolving:
-                # Every entry has a deadline.
+                # The loop ends: each entry is confirmed, or fails at its deadline.
                 self._changed.wait(self._how.send_timeout_s)
             self._check_open()
 
@@ -276,7 +276,7 @@ class WireProducer(ReconnectingHandle):
             self._changed.wait(left_s)
 
     def _is_full(self, entry: Pending) -> bool:
-        """Return whether an entry has no room; a first one always has."""
+        """Return whether an entry must wait for room. An empty queue accepts any entry."""
         queue, how = self._queue, self._how
         return len(queue) > 0 and (
             queue.messages + len(entry.rows) > how.pending_messages_max
@@ -328,7 +328,7 @@ class WireProducer(ReconnectingHandle):
         if (leaving := self._leaving) is not None:
             yield leaving[0].address
             with self._changed:
-                # ``close`` may have taken it over during the wait for a thread.
+                # ``close`` may have closed that producer during the wait for a thread.
                 leaving, self._leaving = self._leaving, None
             if leaving is not None:
                 self._leave(*leaving, timeout_s)
@@ -340,7 +340,7 @@ class WireProducer(ReconnectingHandle):
             self._leave(at, handle_id, self._shared.timeout_s)
 
     def _taken_into_use(self, at: WireConnection, producer_id: int, response: Any) -> bool:
-        """Take the new producer into use; return whether it is needed."""
+        """Start to use the new producer; return whether it is still needed."""
         with self._changed:
             if self._lost_id >= producer_id:
                 raise BrokerUnavailableError(

@@ -25,7 +25,7 @@ messages, and messages may be larger than earlier ones."""
 
 
 class QueueOverflow:
-    """Bytes that queues hold beyond their sizes. Any thread may call it."""
+    """The excess bytes of queues: those beyond their sizes. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,12 +114,12 @@ class ReceiverQueue:
         """Adapt the permits to the size of the messages that were taken last.
 
         Args:
-            messages: Their number, as the broker counts them.
-            entries: Their entries.
+            messages: Number of the messages, as the broker counts them.
+            entries: Entries of the messages.
             ahead_max: Maximum number of messages that the broker may send ahead from now on, if
                 that is less than the queue holds.
         """
-        # A batch may declare a wrong count, which says nothing about the size of its messages.
+        # A producer batch may declare a wrong count, which tells nothing about message sizes.
         likely = 0 <= messages <= ENTRY_MESSAGES_MAX * len(entries)
         counted = messages if likely else len(entries)
         ahead = self._size.measure(counted, memory_of(entries)) if counted else self._size.size

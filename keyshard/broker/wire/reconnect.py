@@ -1,4 +1,4 @@
-"""The common part of consumers, Readers and producers: each is opened again when it is lost.
+"""The common part of consumers, readers and producers: each is opened again when it is lost.
 
 A handle is lost with its connection, or when the broker ends it: the broker unloads or moves the
 topic, or deletes it.
@@ -52,7 +52,7 @@ class Shared:
     reconnects: Retrier
     """Opens handles again; its lanes are the addresses of brokers."""
     nudges: Retrier
-    """Nudges silent brokers that may have stopped to dispatch."""
+    """Nudges silent brokers that may have stopped dispatching."""
     credentials: Credentials
     timeout_s: float
     """Longest time of one request, seconds."""
@@ -65,11 +65,11 @@ def first_answer(
     may_pass: Callable[[KeyShardError], bool],
     timeout_s: float,
 ) -> Answer:
-    """Make a request until it is answered.
+    """Repeat a request until it is answered.
 
     Args:
-        attempt: Makes it once, within the given seconds.
-        may_pass: Whether it is made again after an error.
+        attempt: Makes the request once, within the given seconds.
+        may_pass: Whether the request is repeated after an error.
         timeout_s: Longest time of all attempts, seconds; at most :data:`LIMITED_S` while a limit
             of the broker is reached.
 
@@ -100,7 +100,7 @@ def first_answer(
 
 
 class ReconnectingHandle(ABC):
-    """A consumer, Reader or producer of one topic partition.
+    """A consumer, reader or producer of one topic partition.
 
     Args:
         shared: State that all handles share.
@@ -148,7 +148,7 @@ class ReconnectingHandle(ABC):
 
     @abstractmethod
     def _may_pass(self, error: KeyShardError) -> bool:
-        """Return whether the first start tries again after an error."""
+        """Return whether :meth:`open` tries again after an error."""
 
     @abstractmethod
     def _request(self, handle_id: int) -> Any:
@@ -156,10 +156,10 @@ class ReconnectingHandle(ABC):
 
     @abstractmethod
     def _opened(self, at: WireConnection, handle_id: int, answer: Any) -> None:
-        """Take the opened handle into use, or give it back if it is not needed.
+        """Start to use the opened handle; close it at the broker if it is not needed any more.
 
         Raises:
-            KeyShardError: It was lost in the meantime, or is refused.
+            KeyShardError: The handle was lost in the meantime, or is refused.
         """
 
     @abstractmethod
@@ -171,11 +171,10 @@ class ReconnectingHandle(ABC):
         """Close the handle at its broker without waiting for the answer."""
 
     @abstractmethod
-    def _refusal(self, action: str, refused: RefusedError) -> KeyShardError:
-        """Create the error for a refusal."""
+    def _refusal(self, action: str, refused: RefusedError) -> KeyShardError: ...
 
     def _before_opening(self, timeout_s: float) -> Generator[Address, None, None]:  # noqa: ARG002
-        """Close an older handle before a new attempt, as steps of a retrier."""
+        """Close an older handle before a new attempt. Yield as :meth:`_open` does."""
         yield from ()
 
     def _was_lost(self) -> None:  # noqa: B027 - a hook
@@ -249,16 +248,16 @@ class ReconnectingHandle(ABC):
     # -- Called by the connection ------------------------------------------------------------------
 
     def arrived(self, handle_id: int, entries: Sequence[RawEntry]) -> None:  # noqa: B027 - a hook
-        """A producer gets no entries."""
+        """Ignore entries: a producer gets none. Subscriptions override this."""
 
     def next_frames(self) -> bytes | bytearray:
         return b""
 
     def receipts(self, commands: Sequence[Any]) -> None:  # noqa: B027 - a hook
-        """A consumer gets no receipts of entries."""
+        """Ignore send receipts: a subscription gets none. Producers override this."""
 
     def refused(self, command: Any) -> None:  # noqa: B027 - a hook
-        """A consumer sends no entries."""
+        """Ignore a refused entry: a subscription sends none. Producers override this."""
 
     def lost(self, handle_id: int, *, ended: bool) -> None:
         with self._changed:

@@ -37,16 +37,16 @@ _ids = itertools.count(1)
 class PendingRequests:
     """Requests by id, each with the name of the expected answer and its future. Thread-safe.
 
-    A broker that was frozen may execute a request long after its caller has given it up. A request
-    to close what it opens may be executed before it: Pulsar registers a producer only after other
-    work. So what is open then has to be closed when the late answer comes.
+    A broker that was frozen may execute a request long after its caller has given it up. If the
+    request opens a handle, a close request may be too early: Pulsar registers a producer only after
+    other work. So ``undo`` closes the handle when the late answer comes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[str, Future[Any]]] = {}
         self._undo: dict[int, Callable[[], None]] = {}
-        """By request, also by those that were given up."""
+        """Functions by request id, also of requests that were given up."""
 
     def add(
         self,

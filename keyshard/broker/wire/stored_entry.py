@@ -1,4 +1,4 @@
-"""Parses the stored bytes of an entry: its metadata, and the metadata of messages in a batch.
+"""Parses the stored bytes of an entry: its metadata, and that of messages in a producer batch.
 
 Stored bytes are untrusted: every length is checked against the available bytes.
 """
@@ -32,7 +32,7 @@ _PROPERTIES_MAX = ENTRY_MEMORY_MAX // PROPERTY_BYTES
 _FORMAT, _OF_KAFKA = b"entry.format", frozenset({b"kafka", b"mixed_kafka"})
 """Property of an entry that names its format, and the names of Kafka's."""
 _NO_FIELDS: dict[int, Value] = {}
-"""Shared by all messages of batches that state nothing of what is requested."""
+"""Shared by all messages of producer batches without a requested field."""
 
 
 def _signed(value: int) -> int:
@@ -54,7 +54,7 @@ class Source(NamedTuple):
     field: str
     """Name of the field of an entry's metadata."""
     tag: int
-    """Tag of the field of a message's metadata in a batch; 0: that does not have it."""
+    """Protobuf tag of the field in ``SingleMessageMetadata``; 0 if it is not there."""
     convert: Callable[[Any], Any]
 
     def value(self, metadata: Any) -> Any:
@@ -106,7 +106,7 @@ def opened(raw: RawEntry, *, checked: bool = True) -> tuple[Any, bytes, int]:
 
 
 def after_broker_metadata(data: bytes, position: int) -> int:
-    """Return the offset behind the metadata that the broker added, if there is any."""
+    """Return the offset after the metadata that the broker added, if there is any."""
     if data[position : position + 2] == _BROKER_METADATA:
         position += 6 + SIZE.unpack_from(data, position + 2)[0]
     return position
@@ -126,7 +126,7 @@ def of_broker(raw: RawEntry) -> Any:
 def is_of_kafka(metadata: Any) -> bool:
     """Whether the payload of an entry is record batches of Kafka, as KoP marks them.
 
-    A batch of Pulsar has properties in its messages, and none in the metadata of its entry.
+    A producer batch of Pulsar has properties in its messages, and none in the entry's metadata.
     """
     return any(one.key == _FORMAT and one.value in _OF_KAFKA for one in metadata.properties)
 
@@ -139,7 +139,7 @@ def schema_version_of(written: bytes) -> int | None:
 
 
 def indices_of(raw: RawEntry, count: int) -> Sequence[int]:
-    """Return the indices of the messages of a batch that are to be delivered."""
+    """Return the indices of the messages of a producer batch that are to be delivered."""
     if not raw.ack_set:
         return range(count)
     bits = 0
@@ -171,10 +171,17 @@ def messages_in(raw: RawEntry) -> int:
 def stated_of(  # noqa: PLR0912 - one loop over the tags
     data: bytes, position: int, stop: int, tags: Collection[int]
 ) -> tuple[int, bytes | None, bytes | None, int, int, int, Sequence[bytes], dict[int, Value]]:
-    """Parse the ``SingleMessageMetadata`` of a message of a batch.
+    """Parse the ``SingleMessageMetadata`` of a message of a producer batch.
 
     Args:
-        tags: Tags whose values are also returned, by tag.
+        data: Bytes with the metadata.
+        position: Offset of the metadata.
+        stop: End of the metadata, exclusive.
+        tags: Protobuf tags of further fields to return.
+
+    Returns:
+        Payload size in bytes, partition key, ordering key, whether the key is base64, event time in
+        milliseconds, whether the value is null, encoded properties, and the values by tag.
     """
     key = ordering_key = None
     length = event_ms = of_bytes = null = 0

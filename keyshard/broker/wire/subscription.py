@@ -1,4 +1,4 @@
-"""The common part of a consumer and a Reader: a subscription at the broker of the topic partition.
+"""The common part of a consumer and a reader: a subscription at the broker of the topic partition.
 
 If a subscription is lost, it is subscribed again. Entries that were not taken by then are dropped,
 because the broker sends them again.
@@ -163,8 +163,8 @@ class WireSubscription(ReconnectingHandle):
         """Grant permits for the messages that were taken last.
 
         Args:
-            messages: Their number, as the broker counts them.
-            entries: Their entries.
+            messages: Number of the messages, as the broker counts them.
+            entries: Entries of the messages.
             ahead_max: Maximum number of messages that the broker may send ahead from now on, if
                 that is less than the queue holds.
         """
@@ -212,7 +212,7 @@ class WireSubscription(ReconnectingHandle):
         return ""
 
     def has_given_all(self) -> bool:
-        """See :meth:`Consumer.has_given_all`; this handle has no queue elsewhere."""
+        """See :meth:`Consumer.has_given_all`. No other process queues entries for this handle."""
         return self.is_connected() and not self._queue.overflown
 
     def standing(self) -> tuple[WireConnection | None, int]:
@@ -301,7 +301,7 @@ class WireSubscription(ReconnectingHandle):
             ring()
 
     def subscribed_again(self, at: WireConnection, consumer_id: int) -> None:
-        """Hook: called before the first entry of a new subscription, and when it is established."""
+        """Hook: called twice for a new subscription, before and after its first permits."""
 
     def _may_pass(self, error: KeyShardError) -> bool:
         # A topic that is being moved is soon served by another broker.
