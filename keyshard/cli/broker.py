@@ -192,7 +192,7 @@ def logs(
 
 
 def _running(data: Path | None) -> list[BrokerRecord]:
-    """Return the broker of a named folder, or else every one that this user started."""
+    """Return the broker of a data directory; without one, all brokers that this user started."""
     from keyshard.testing.devbroker import registry
 
     if data is None:

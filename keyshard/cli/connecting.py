@@ -130,7 +130,7 @@ def with_connection(command: Callable[..., T]) -> Callable[..., T]:
         client_conf, config = said.pop("client_conf"), said.pop("config")
         return command(connection=connection_of(client_conf, said, config), **given)
 
-    del run.__wrapped__  # the signature of this function differs
+    del run.__wrapped__  # tools that follow it would see the command without these options
     keyword_only = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in kept]
     run.__signature__ = own.replace(parameters=[*keyword_only, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in [*kept, *added]}
@@ -143,7 +143,7 @@ def connection_of(
     """Return the connection of options, the environment and files; options override the others.
 
     Raises:
-        ConfigError: A value is wrong; names the option.
+        ConfigError: A value is wrong. The error names the option.
     """
     from keyshard.config.settings import read_settings
 

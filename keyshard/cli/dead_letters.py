@@ -436,10 +436,15 @@ def _stored(named: _Named, topic: str) -> Iterator[DeadLetterBrowser]:
 
 
 def _confirm(question: str, done: str, warning: str = "") -> None:
-    """Ask the user.
+    """Ask the user to confirm; abort the command unless the answer is yes.
+
+    Args:
+        question: The question, without its question mark.
+        done: Past participle of the action, for the error.
+        warning: Sentence after the question.
 
     Raises:
-        ConfigError: There is no terminal to ask at.
+        ConfigError: Standard input is no terminal.
     """
     if not sys.stdin.isatty():
         raise ConfigError(

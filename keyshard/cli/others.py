@@ -53,7 +53,7 @@ def sink_view(status: SinkStatus) -> RenderableType:
 
 
 def sinks_table(sinks: list[RunningSource]) -> RenderableType:
-    """Return one line for each sink, with facts of its status, or why it has none."""
+    """Return a table with a row for each sink: its status, or why there is none."""
     columns = "sink", "topics", "state", "published/s", "unconfirmed", "uptime", "newest error"
     return _table(columns, sinks, _facts)
 
@@ -63,7 +63,13 @@ def _table(
     found: list[RunningSource],
     facts: Callable[[RunningSource], list[str]],
 ) -> RenderableType:
-    """Return one line for each, with its process id, its name and facts."""
+    """Return a table with a row for each program in ``found``.
+
+    Args:
+        columns: Headings of the columns after the process id.
+        found: Sinks or workers.
+        facts: Returns the cells of a row after process id and name.
+    """
     from rich.markup import escape
     from rich.table import Table
 

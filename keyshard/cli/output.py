@@ -77,7 +77,7 @@ def newest_error(newest: NewestErrorStatus | None) -> str:
 
 
 def plain(text: str, length_max: int = _TEXT_MAX) -> str:
-    """Return a foreign text on one line, shortened, without control characters of terminals."""
+    """Return an untrusted text on one line, shortened, without control characters of terminals."""
     text = " ".join(text.split())
     shown = "".join(one if one.isprintable() else "?" for one in text[:length_max])
     return shown if len(text) <= length_max else f"{shown}..."

@@ -1,4 +1,4 @@
-"""The token of a page, from a file."""
+"""Reads the access token of the live page (``keyshard ui`` or ``ui_port``) from a file."""
 
 from __future__ import annotations
 

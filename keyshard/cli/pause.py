@@ -17,7 +17,7 @@ def pause(
     pid: PidOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a running source receive nothing, until it is resumed or restarted."""
+    """Stop a running source from receiving, until it is resumed or restarted."""
     source = source_of(subscription, service_url, client_conf, pid)
     answer = source.ask("pause")
     text = "is paused; its consumers stay connected. To go on: keyshard resume"
