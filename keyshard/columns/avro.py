@@ -96,7 +96,7 @@ class AvroCodec(Indivisible):
         try:
             return _Reader(self._deserialize, self._fastavro, written, self._wanted)
         except Exception as exc:
-            # Any exception: a package that refuses the schema refuses each of its values.
+            # A package may raise any exception. Without a reader, no value can be decoded.
             raise SchemaError(
                 f"The Avro schema of {self._topic} cannot be used ({first_line(exc)}).",
                 "Set valueFormat=raw to get the bytes.",
@@ -176,7 +176,7 @@ class _Reader:
         return parsed(written_for(written, wanted)), read_defaults(reader, _decimal)
 
     def look(self, value: bytes) -> Any:
-        """Read one value by fastavro.
+        """Read one value with fastavro.
 
         Raises:
             Exception: It is no value of the schema; any exception class.
@@ -305,7 +305,7 @@ def resolution(written: AvroType, wanted: AvroType) -> Callable[[pa.StructArray]
         there = [places[name] for name in names if name in places]
         place = there[0] if there else None
         if len(there) > 1 or place in taken:
-            return None  # of two written fields, or of two that want one, the rules choose
+            return None  # two fields match one: Avro's rules choose, in fastavro
         if place is not None:
             taken.add(place)
         make = (

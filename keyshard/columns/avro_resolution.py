@@ -1,12 +1,12 @@
-"""Finds the types that a written Avro schema becomes, as Avro's own Java reader finds them.
+"""Resolves the types of a written Avro schema to the reader's types, as Avro's Java reader does.
 
 The specification compares the unqualified names of records, enumerations and fixed types. Avro's
 Java reader, which Pulsar's clients and its brokers use, compares less of a record: outside unions
 nothing, so that a renamed class is read. Inside unions it prefers equal names, and then takes equal
 shapes. docs/adr/0046 has the rules.
 
-A reader that follows the specification reads a written schema so if its types have the names of
-those that they become. Types that become none have names of their own.
+fastavro follows the specification. So each written type gets the name of the reader's type that it
+resolves to, before fastavro gets the schema. A type that resolves to none gets an unused name.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _PROMOTED = {
 _SYMBOLS_MAX = 1_000_000
 """Most symbols of all enumerations of a version, because a type is written out at each use."""
 _UNREAD = f"{PREFIX}none"
-"""Name of types that become none."""
+"""Name of written types that resolve to none of the reader."""
 
 
 def written_for(written: Any, wanted: Any) -> Any:
-    """Return a written schema whose types have the names of those that they become.
+    """Return a written schema with the names of the reader's types that its types resolve to.
 
     Args:
-        written: The writer's schema, as :class:`~keyshard.columns.avro_types.AvroType` has it.
-        wanted: The reader's schema, as the same class has it.
+        written: The writer's :attr:`~keyshard.columns.avro_types.AvroType.schema`.
+        wanted: The reader's :attr:`~keyshard.columns.avro_types.AvroType.schema`.
 
     Raises:
-        ValueError: It is too large.
+        ValueError: The written schema has too many symbols.
     """
     return _Resolution(written, wanted).renamed(written, wanted)
 
@@ -71,7 +71,7 @@ class _Resolution:
     # -- The written schema with other names ------------------------------------------------------
 
     def renamed(self, written: Any, wanted: Any) -> Any:
-        """Return a written type for a reader of a type; the reader skips it for ``None``."""
+        """Return a written type with the names of a wanted type; ``None``: the reader skips it."""
         written, wanted = self._written_type(written), self._wanted_type(wanted)
         if not isinstance(written, list):
             return self._branch(written, wanted, None)
@@ -84,12 +84,15 @@ class _Resolution:
         ]
 
     def _branch(self, written: Any, wanted: Any, place: int | None) -> Any:
-        """Return a written type that is no union, or one of a union.
+        """Rename a written type that is no union, such as a branch of a union.
 
         Args:
-            written: The type.
-            wanted: Type of the reader for it; ``None``: it is skipped.
-            place: Its place in the wanted union, if that is known.
+            written: The written type.
+            wanted: The reader's type; ``None`` if the reader skips the value.
+            place: Index of the branch in the wanted union, if that is known.
+
+        Returns:
+            The renamed type; a record of one field if the branches of the wanted union are such.
         """
         if not isinstance(wanted, list):
             return self._single(written, wanted)
@@ -150,12 +153,12 @@ class _Resolution:
     # -- The rules --------------------------------------------------------------------------------
 
     def _name(self, written: dict[str, Any]) -> str:
-        """Return the full name of a written type, which an alias changes."""
+        """Return the full name of a written type, or of the wanted type that has it as an alias."""
         name = _full_name(written)
         return self._names.get(name, name)
 
     def _is_called(self, written: dict[str, Any], wanted: dict[str, Any]) -> bool:
-        """Whether an enumeration or a fixed type has the name of another, or an alias of it."""
+        """Whether an enumeration or a fixed type has the name, or an alias, of a wanted type."""
         if _short(self._name(written)) == wanted["name"]:
             return True
         names = {written["name"], _full_name(written)}
@@ -164,7 +167,7 @@ class _Resolution:
     def _fields(
         self, written: dict[str, Any], wanted: dict[str, Any]
     ) -> Mapping[str, dict[str, Any]]:
-        """Return the wanted fields that those of a written record become, by written name."""
+        """Return the wanted fields that the fields of a written record become, by written name."""
         by_name = {one["name"]: one for one in wanted["fields"]}
         by_alias = {alias: one for one in wanted["fields"] for alias in one.get("aliases", ())}
         names = [one["name"] for one in written["fields"]]
@@ -182,7 +185,7 @@ class _Resolution:
         return found
 
     def _place(self, written: Any, wanted: list[Any]) -> int | None:
-        """Return the place in a wanted union of a written type; ``None`` if there is none."""
+        """Return the index of the wanted branch for a written type; ``None`` if there is none."""
         kind = kind_of(written)
         types = [self._wanted_type(without_member(one)) for one in wanted]
         same = [place for place, one in enumerate(types) if kind_of(one) == kind]
@@ -197,7 +200,7 @@ class _Resolution:
     def _places_of_named(
         self, written: dict[str, Any], types: list[Any], same: list[int]
     ) -> Iterator[int]:
-        """Yield the places of wanted types that a written type becomes, the best one first."""
+        """Yield the indices of wanted types that a written type can become, the best one first."""
         name = self._name(written)
         yield from (place for place in same if _full_name(types[place]) == name)
         if written["type"] != "record":
@@ -221,7 +224,7 @@ class _Resolution:
         return found
 
     def _lacks(self, fields: Mapping[str, dict[str, Any]], wanted: dict[str, Any]) -> bool:
-        """Whether fields that are written lack one without a default."""
+        """Whether a wanted field without a default is missing from the resolved fields."""
         there = {one["name"] for one in fields.values()}
         return any("default" not in one and one["name"] not in there for one in wanted["fields"])
 
@@ -288,7 +291,7 @@ def _short(name: str) -> str:
 
 
 def _full_aliases(kind: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the full names of a type's aliases; those without one are in its namespace."""
+    """Yield a type's aliases; one without a namespace gets the namespace of the type."""
     for alias in kind.get("aliases", ()):
         space = kind["namespace"]
         yield alias.removeprefix(".") if "." in alias or not space else f"{space}.{alias}"

@@ -108,7 +108,7 @@ def parse(definition: bytes, topic: str, *, unions: bool = True, forms: bool = F
     Args:
         definition: Its JSON.
         topic: For errors.
-        unions: Whether values name their type of a union.
+        unions: Whether a value states its branch of a union: in Avro, but not in Pulsar's JSON.
         forms: Whether the values may have the forms of Pulsar's Java client.
 
     Raises:
@@ -175,9 +175,10 @@ class _Parser:
         return found._replace(form=form)
 
     def _wide_decimal(self, kind: str, schema: dict[str, Any], path: str) -> Known | None:
-        """Warn of a decimal that no column can hold as one; return its column for JSON.
+        """Warn of a decimal that no decimal column can hold; with ``forms``, return a text column.
 
-        A decimal that Avro's specification calls invalid is ignored: its bytes are read as stored.
+        ``None`` for any other type, and for a decimal that is read as stored bytes: without
+        ``forms``, or if it is invalid in Avro, whose specification tells readers to ignore it.
         """
         if schema.get("logicalType") != "decimal" or kind not in ("bytes", "fixed"):
             return None
@@ -366,7 +367,7 @@ class _Parser:
 
 
 def _branches(types: list[Any], namespace: str, path: str) -> Iterator[tuple[Any, str, str]]:
-    """Return the types of a union with their paths; several types other than null are members."""
+    """Yield the types of a union; ``memberN`` ends the path of each of several non-null types."""
     many = sum(one != "null" for one in types) > 1
     number = 0
     for one in types:
@@ -402,7 +403,7 @@ def _digits_of(kind: str, schema: dict[str, Any]) -> tuple[int, int] | None:
     if precision < 1 or not 0 <= scale <= precision:
         return None
     if kind == "fixed":
-        # A byte holds 2.4 digits, so larger precisions need no power.
+        # A byte holds 2.4 digits: do not compute a huge power of ten for a larger precision.
         size = schema["size"]
         if precision > 3 * size or 10**precision > 2 ** (8 * size) // 2:
             return None

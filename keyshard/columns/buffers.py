@@ -79,7 +79,7 @@ class Groups:
         return compute.run_end_decode(encoded)
 
     def counted(self, first: pa.Array) -> pa.Array:
-        """Return the numbers of all rows, if they count up in each group.
+        """Return a number for each row: ascending by one from the first row of each group.
 
         Args:
             first: Number of the first row of each group, 32 bits.

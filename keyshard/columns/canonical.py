@@ -1,4 +1,4 @@
-"""The canonical order of the rows of a batch: the same rows give the same entries' ids.
+"""The canonical order of a batch: the same rows give the same entries and sequence ids.
 
 A retry may get the rows of different keys in another order. So rows are grouped by topic partition
 and routing key, and the groups are sorted. The rows of a key keep their order.

@@ -50,7 +50,7 @@ class Codec(Protocol):
 
         Args:
             values: Payloads; without null unless :attr:`has_null`.
-            keys: The bytes that the partition keys of the messages were set as.
+            keys: The partition keys of the messages, as the bytes that the producer set.
             writer: The schema that they were written with; ``None``: this one.
 
         Raises:
@@ -147,13 +147,13 @@ def decode_rows(
     *,
     in_parts: bool = False,
 ) -> tuple[pa.Array, dict[int, str]]:
-    """Decode values; what cannot be decoded becomes null, with a reason.
+    """Decode values. A value that cannot be decoded becomes null, with a reason.
 
     A null value stays null, unless the codec decodes messages without a value.
 
-    Thousands of values are tried together. If one fails, they are tried again in eighths, so that
-    one bad value costs about as much again as its thousands. If few values are left, the codec
-    looks for the bad ones, so that many bad values cost no more each than a few.
+    Up to 8,192 values are decoded together. If that fails, each eighth of them is decoded again, so
+    one bad value about doubles the time. If at most 256 values are left, the codec names the bad
+    ones, so the time for each bad value does not grow with their number.
 
     Args:
         codec: Decodes the values.

@@ -1,4 +1,4 @@
-"""Chooses the codec of a schema; has the codec of keys and values."""
+"""Chooses the codec of a schema, and contains the codec of ``KEY_VALUE`` schemas."""
 
 from __future__ import annotations
 

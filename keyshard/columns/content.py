@@ -257,7 +257,7 @@ def _span(block: EntryBlock, first: int, end: int) -> EntryBlock:
 
 
 def _payload_bytes(block: EntryBlock, parts: Sequence[Part]) -> int:
-    """Return the bytes of some values of a block; their share if a worker keeps the content."""
+    """Return the bytes of some values of a block; for remote content, estimate by the mean size."""
     if any(part.remote is not None for part in parts):
         return block.payload_bytes * len(parts) // block.rows
     return sum(len(part.content.column(0)[part.start].as_buffer() or b"") for part in parts)

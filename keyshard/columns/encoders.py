@@ -1,6 +1,6 @@
 """Encodes columns as the values of a schema; the inverse of :mod:`keyshard.columns.codecs`.
 
-The packages are those that decode. Compiled code encodes what it supports, and fastavro the rest.
+The same packages decode. fastavro encodes the Avro schemas that the compiled code does not support.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def encoded(values: pa.Array, encoder: Encoder, topic: str) -> pa.Array:
 
     Args:
         values: A struct of all columns, or the one column of a schema without fields.
-        encoder: That of the schema.
+        encoder: Encoder of the schema.
         topic: For errors.
 
     Raises:
-        SchemaError: A column or a value does not fit. It names the path.
+        SchemaError: A column or a value does not fit the schema, or a value cannot be encoded.
     """
     found = fitted(values, encoder.slot, topic)
     try:
@@ -119,7 +119,7 @@ class _AvroEncoder:
         try:
             self._parsed = fastavro.parse_schema(self._type.schema)
         except Exception as exc:
-            # Any exception: a package that refuses the schema refuses each of its values.
+            # fastavro may raise any exception. If it refuses the schema, no value can be encoded.
             raise SchemaError(
                 f"The Avro schema of {topic} cannot be used ({first_line(exc)}).",
                 "Encode the bytes yourself, and set valueFormat=raw.",
@@ -173,7 +173,7 @@ class _JsonEncoder:
 
 
 class _AvroSlots:
-    """Makes slots of the types of an Avro schema."""
+    """Creates the :class:`Slot` of each type of an Avro schema."""
 
     def __init__(self) -> None:
         self._named: dict[str, Any] = {}
@@ -260,7 +260,7 @@ def _objects(values: pa.Array, slot: Slot, *, unions: bool = False) -> Iterator[
 
 
 def _change(slot: Slot, *, unions: bool) -> _Change | None:
-    """Return what turns an object of Arrow into one to encode; ``None`` if they are the same."""
+    """Return a function from Arrow's objects to objects to encode; ``None`` if they are equal."""
     if slot.fields:
         within = {name: _change(one, unions=unions) for name, one in slot.fields.items()}
         changes = {name: one for name, one in within.items() if one is not None}

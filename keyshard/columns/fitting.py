@@ -22,7 +22,7 @@ from keyshard.redaction import first_line
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in a schema: the type of its values, and which of them it takes."""
+    """A field or an item of a schema, and the values that it takes; no slot of the hash ring."""
 
     column: pa.DataType
     """Type of the column of a reader. Columns that cast to it without loss fit."""
@@ -47,7 +47,7 @@ class Slot:
     """Fields of which at most one is set: the members of a union, or the fields of a oneof."""
 
     def declared(self) -> pa.DataType:
-        """Return the stored type with what must not be null."""
+        """Return the stored type, with each field and item marked as nullable or not."""
         if self.fields:
             return pa.struct(
                 [pa.field(name, one.declared(), one.nullable) for name, one in self.fields.items()]
@@ -69,11 +69,11 @@ def fitted(values: pa.Array, slot: Slot, topic: str) -> pa.Array:
         topic: For errors.
 
     Raises:
-        SchemaError: A column is unknown or missing, its type or a value does not fit. It names the
-            path.
+        SchemaError: A column is unknown or missing, or its type or a value does not fit. The error
+            names the path of the column.
     """
     if pa.types.is_nested(values.type):
-        # Arrow makes no arrays of the parts of a slice.
+        # Copy: Arrow cannot rebuild a sliced list or map that has nulls.
         values = values.take(pa.array(range(len(values)), pa.int64()))
     found = _Fitting(topic).fit(values, slot, "")
     declared = pa.field("", slot.declared(), slot.nullable)
@@ -155,7 +155,7 @@ class _Fitting:
             if of_day:
                 found.validate(full=True)  # Arrow casts any number to a time of day
             for kind in (slot.unit or slot.column, slot.stored):
-                # Times are cut to the unit of the schema.
+                # Times are rounded down to the unit of the schema.
                 coarser = types.is_timestamp(kind) or types.is_time(kind)
                 found = _cut(found, kind) if coarser else found.cast(kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as exc:
@@ -201,7 +201,7 @@ class _Fitting:
 
 
 def _cut(times: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Cut times to a coarser unit, downwards: also before 1970, where Arrow cuts upwards."""
+    """Round times down to a coarser unit, also before 1970, where Arrow rounds up."""
     found = times.cast(kind, safe=False)
     if not pa.types.is_timestamp(kind) or found.type == times.type:
         return found

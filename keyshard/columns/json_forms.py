@@ -1,12 +1,16 @@
 """Forms in which Pulsar's Java client writes JSON values that their schema does not show.
 
-A JSON schema is an Avro schema. Pulsar's Java client makes it of a class by Avro's reflection, but
-Jackson writes the values by its own defaults: an ``Instant`` is a number of seconds with a fraction
-where the schema says microseconds, a ``LocalDate`` is an array, a big decimal is a number where the
-schema says a string. Other clients write what the schema says. So both forms are read.
+A JSON schema is an Avro schema. Pulsar's Java client derives it from a class by Avro's reflection.
+Jackson writes the values by its own defaults, which differ:
 
-Of a class that Avro cannot look into, the schema is a record without fields. The values of some
-classes of the JDK are known by their name; those of any other class become their JSON text.
+- An ``Instant`` is a number of seconds with a fraction. The schema says microseconds.
+- A ``LocalDate`` is an array.
+- A big decimal is a number. The schema says a string.
+
+Other clients write values as the schema says, so both forms are read.
+
+If Avro cannot look into a class, its schema is a record without fields. For some classes of the
+JDK, the name tells the form of the values. Values of any other class become their JSON text.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ class Form(NamedTuple):
 
 
 def must_convert(column: pa.DataType, form: Form | None) -> bool:
-    """Whether Arrow takes values that a form would change: strings, or pairs with one key twice."""
+    """Whether Arrow accepts values that a form changes: strings, or pairs with repeated keys."""
     if form is None:
         return False
     if form.key is not None:
@@ -60,7 +64,7 @@ def formed(value: Any, form: Form) -> Any:
     if value is None:
         return None
     if form.is_text:
-        # A float without quotes was quoted with a prefix.
+        # ``JsonCodec`` may have quoted bare floats such as NaN, with a prefix, for msgspec.
         text = str(memoryview(value), "utf-8").replace(f'"{BARE_IN_JSON}', '"')
         return None if text == "null" else text
     if form.convert is not None:
@@ -91,7 +95,7 @@ class Known(NamedTuple):
 
     column: pa.DataType
     form: Form | None = None
-    """``None``: they are what msgspec and Arrow read for the column."""
+    """``None``: msgspec and Arrow read the values without a conversion."""
     unit: pa.DataType | None = None
     """Type of time in the unit of whole numbers; ``None``: the column's."""
 
@@ -176,11 +180,11 @@ def of_type(kind: str, schema: Mapping[str, Any]) -> Known | None:
 
 
 def of_record(name: str, fields: Sequence[Any]) -> Known | None:
-    """Return the column of the values of a Java class; ``None`` if they are its fields.
+    """Return the column of the values of a Java class; ``None`` if the schema has their fields.
 
     Args:
         name: Full name of the record.
-        fields: Its fields.
+        fields: Fields of the record.
     """
     return _RECORDS.get(name) or (None if fields else _JSON_TEXT)
 
@@ -203,7 +207,7 @@ def pair_of(items: Any, namespace: str, known: dict[str, Pair]) -> Pair | None:
 
     Args:
         items: Schema of the items of an array, or the name of an earlier one.
-        namespace: Namespace of names without one: a pair within a pair has none.
+        namespace: Namespace of a record or name that states none, such as a pair within a pair.
         known: Earlier pairs by name; gets new ones.
     """
     if isinstance(items, str):
@@ -232,7 +236,7 @@ def numbers_of(column: pa.DataType) -> pa.DataType:
 
 
 def key_of(kind: pa.DataType) -> tuple[pa.DataType, Convert]:
-    """Return the type of a map's keys, and what converts the keys of JSON to it."""
+    """Return the type of a map's keys, and the conversion of JSON keys to that type."""
     if pa.types.is_integer(kind):
         return kind, scalars.integer_key
     return pa.string(), scalars.text_key

@@ -41,7 +41,7 @@ class Parts:
         return cast_array(pa.array(found, numbers_of(self._column)), self._column)
 
     def read(self, texts: Sequence[Any]) -> list[Any]:
-        """Return values with numbers for times; null for what cannot be read."""
+        """Return values with numbers for times, and null for each part that cannot be read."""
         found = self._whole(texts)
         failed = [place for place, one in enumerate(found) if one is _FAILED]
         if failed:
@@ -71,7 +71,7 @@ class Parts:
         return formed(value, self._form)
 
     def _fitting(self, values: list[Any]) -> list[Any]:
-        """Return values as Arrow has them, and :data:`_FAILED` for those that it does not take."""
+        """Return values as Arrow returns them, and :data:`_FAILED` for those that it refuses."""
         numbers = numbers_of(self._column)
         found = [_FAILED] * len(values)
         left = [slice(0, len(values))]
@@ -88,7 +88,7 @@ class Parts:
         return found
 
     def _divided(self, texts: Sequence[Any]) -> list[Any]:
-        """Return what can be read of values that cannot be read as a whole."""
+        """Return the readable parts of values that cannot be read as a whole."""
         types = pa.types
         if types.is_struct(self._column):
             return self._structs(texts)
@@ -137,7 +137,7 @@ class Parts:
         return None if _FAILED in read else list(read.items())
 
     def _key(self, convert: Convert, key: Any) -> Any:
-        """Return a key as Arrow has it, of its text or of the JSON text of that."""
+        """Return a key as Arrow returns it, from a text or from undecoded JSON."""
         read = key if isinstance(key, str) else self._types.values(key)
         return pa.scalar(convert(read), self._column.key_type).as_py()
 

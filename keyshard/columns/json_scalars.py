@@ -21,7 +21,7 @@ BARE_IN_JSON = r"\u0001"
 class Number:
     """A JSON number with a fraction or an exponent, as it is written.
 
-    Arrow takes it for no value of any type. It would cut a ``Decimal`` to an integer.
+    Arrow refuses this class for every type. Arrow would truncate a ``Decimal`` to an integer.
     """
 
     __slots__ = ("text",)
@@ -145,7 +145,7 @@ def _nanos(hour: int, minute: int, second: int, nanos: int) -> int:
 
 
 def _micros(seconds: Decimal) -> int:
-    """Return seconds as microseconds, cut off."""
+    """Return seconds as microseconds, rounded down."""
     if not seconds.is_finite() or seconds.adjusted() > _EXPONENT_MAX:
         raise ValueError(f"{str(seconds)[:40]} is no time")
     if seconds.adjusted() < -_EXPONENT_MAX:
@@ -212,7 +212,7 @@ def instant(per_unit: int) -> Convert:
     """Return the conversion of points in time to microseconds since the epoch.
 
     Args:
-        per_unit: Microseconds of a whole number. A number with a fraction has seconds.
+        per_unit: Microseconds in the unit of whole numbers. Numbers with a fraction are seconds.
     """
     return _one_of(partial(_of_number, per_unit), _moment_of_array, _moment_of_text)
 

@@ -1,4 +1,4 @@
-"""Types that msgspec reads of JSON, and arrays of what it read."""
+"""The types that msgspec decodes JSON to, and Arrow arrays of the decoded values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Types:
         msgspec: The package.
         plain: Whether the names of all fields are ASCII. msgspec does not find other names in
             dictionaries, only in objects of its own.
-        quoted: Whether floats without quotes were quoted, with a prefix.
+        quoted: Whether ``JsonCodec`` has quoted bare floats, such as ``NaN``, with the prefix
+            :data:`BARE`, because msgspec refuses them.
     """
 
     def __init__(self, msgspec: Any, *, plain: bool, quoted: bool) -> None:
@@ -47,7 +48,7 @@ class Types:
         self.plain: Callable[[Any], Any] | None = (
             None if plain else partial(msgspec.to_builtins, builtin_types=kept)
         )
-        """Turns decoded values into dictionaries; ``None``: they are."""
+        """Turns decoded values into dictionaries; ``None`` if they are dictionaries already."""
         raw: Any = msgspec.Raw
         self.values = self.decoder(Any)
         self.objects = self.decoder(dict[str, raw])
@@ -81,7 +82,7 @@ class Types:
         return found | None
 
     def decoder(self, kind: Any) -> Callable[[Any], Any]:
-        """Return what decodes a value of a type."""
+        """Return a function that decodes a value of a type."""
         decode: Callable[[Any], Any] = self._msgspec.json.Decoder(kind, float_hook=Number).decode
         return decode
 

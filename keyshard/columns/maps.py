@@ -1,6 +1,6 @@
 """Maps with unique keys: the last value of a repeated key counts.
 
-Pulsar's clients, fastavro, msgspec and the protobuf specification read it so.
+Pulsar's clients, fastavro, msgspec and the protobuf specification read maps the same way.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class OutgoingMessage(NamedTuple):
 
     @classmethod
     def of(cls, one: Produce) -> OutgoingMessage:
-        """Return a message as it is published."""
+        """Return the message for a ``Produce`` of a handler, with its times in milliseconds."""
         return cls(
             one.value, one.key, one.ordering_key, one.properties or None,
             _milliseconds(one.event_time), _milliseconds(one.deliver_at),
@@ -196,7 +196,7 @@ class Outgoing:
         return compute.coalesce(self.ordering_keys, self.keys)
 
     def key_texts(self) -> pa.Array:
-        """Return the partition keys as they are stored: of bytes, their base64."""
+        """Return the partition keys as they are stored; keys of bytes as base64."""
         if not self.keys_of_bytes:
             return self.keys
         keys = self.keys.dictionary_encode()
@@ -438,7 +438,7 @@ def _times(batch: pa.RecordBatch, name: str) -> pa.Array | None:
     if column is None:
         return None
     try:
-        # A cast of seconds may overflow, one of smaller units cuts them off.
+        # Check a cast of seconds for overflow. A cast of smaller units may drop digits.
         exact = column.type.unit == "s"
         found = column.cast(pa.timestamp("ms", tz=column.type.tz), safe=exact).cast(pa.int64())
     except pa.ArrowInvalid as exc:

@@ -110,7 +110,7 @@ def _undescribed(path: str, why: str, topic: str) -> SchemaError:
 
 
 def _names(fields: Iterable[pa.Field], path: Sequence[str]) -> bool:
-    """Whether fields contain one of this path."""
+    """Whether a field exists at a path."""
     kind = next((field.type for field in fields if field.name == path[0]), None)
     if kind is None or len(path) == 1:
         return kind is not None

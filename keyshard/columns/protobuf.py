@@ -123,8 +123,8 @@ class ProtobufCodec(Indivisible):
             try:
                 return self._read(pa.array(map(self._completed, given), pa.binary()))
             except ValueError:
-                # Explicit default values of a message may take as many bytes as its missing map
-                # values.
+                # A size equal to the canonical one does not prove a message complete: explicit
+                # defaults may take as many bytes as missing map values. Re-encode all messages.
                 self._writes_defaults = True
         return self._read(pa.array(map(self._completed, given), pa.binary()))
 

@@ -67,7 +67,7 @@ def columns_of(metadata: Sequence[str]) -> list[str]:
 
 
 class _Entries:
-    """The entries of one record batch, and which rows are theirs."""
+    """The entries of one record batch, and the rows of each."""
 
     def __init__(self, located: Sequence[Located]) -> None:
         self.wheres, self.blocks = zip(*located, strict=True)
@@ -119,7 +119,7 @@ def _message_ids(entries: _Entries) -> pa.Array:
 
 def _batch_indices(entries: _Entries) -> pa.Array:
     """Return the batch indices of all rows."""
-    # Indices ascend, so an entry has all of its first ones if the last one says so.
+    # Indices ascend: an entry without a gap ends with its number of rows minus one.
     if sum(map(_last, entries.indices)) == entries.groups.rows - len(entries.indices):
         return entries.groups.counted(numbers([0] * len(entries.indices), pa.int32()))
     return numbers(list(chain.from_iterable(entries.indices)), pa.int32())
@@ -240,7 +240,7 @@ def _portions(blocks: Iterable[Located]) -> Iterator[list[Located]]:
     for located in blocks:
         block = located[1]
         more_rows = len(block.indices)
-        # Its memory as columns. The property takes as long as all of the rest.
+        # ``block.column_bytes``, inlined: the property takes as long as the rest of the loop.
         more_size = block.payload_bytes + block.other_bytes + more_rows * ROW_BYTES
         rows += more_rows
         size += more_size
