@@ -26,7 +26,7 @@ def by_topic(
         Rows by full topic name, ascending; without rows, only the default.
 
     Raises:
-        ConfigError: The rows are not Arrow rows, the column is no text, a row has no topic, or a
+        ConfigError: The rows are not Arrow rows, the column is not text, a row has no topic, or a
             name is not valid.
     """
     if not isinstance(batch, pa.RecordBatch | pa.Table):
