@@ -36,7 +36,7 @@ def short_repr(config: Any, always: Collection[str] = (), never: Collection[str]
 def given_fields(
     config: Any, always: Collection[str] = (), never: Collection[str] = ()
 ) -> list[tuple[str, str]]:
-    """Return name and ``repr`` of the same options."""
+    """Return name and ``repr`` of the options that :func:`short_repr` shows for these arguments."""
     given = []
     for one in fields(config):
         value = getattr(config, one.name)

@@ -26,7 +26,7 @@ ADDRESSES_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where closed ledgers are read, and how bookies are reached."""
+    """The sources of closed ledgers, and the connections to bookies."""
 
     source: Literal["broker", "auto", "bookies"] = BROKER
     """``broker``: by the broker. ``auto``: from bookies, and by the broker where that is not
@@ -38,12 +38,12 @@ class Segments:
     bookies_certificate_file_path: str | os.PathLike[str] | None = None
     """PEM file of the client certificate for bookies. Needs ``bookies_key_file_path``."""
     bookies_key_file_path: str | os.PathLike[str] | None = None
-    """PEM file of its key, without a passphrase."""
+    """PEM file of the key of that certificate, without a passphrase."""
     bookies_hostname_verification: bool = True
     """Whether the certificate of a bookie must name the host of its address."""
     offloads: str | None = None
     """Path or fsspec URL of the store to which the brokers offload ledgers, such as
-    ``s3://bucket``: offloaded ledgers are read from there, whatever ``source`` is. With ``source``
+    ``s3://bucket``: offloaded ledgers are read from there, for any ``source``. With ``source``
     ``bookies``, it is an error if the store does not return an entry. ``None``: by the broker."""
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ def check_bytes_in_flight(given: object, name: str = "bytes_in_flight_max") -> N
     """Check the limit of the entries that a read receives ahead.
 
     Raises:
-        ConfigError: It is no number of bytes from 1 MiB to 1 GiB.
+        ConfigError: It is not a number of bytes from 1 MiB to 1 GiB.
     """
     check_integer(name, given, 1024 * 1024, 1024 * 1024 * 1024)
 

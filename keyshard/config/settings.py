@@ -1,6 +1,6 @@
 """Settings from Pulsar's ``client.conf``, a TOML file and the environment, with their origins.
 
-The order, the last one wins::
+A later layer overrides an earlier one::
 
     1. the defaults of the classes
     2. client.conf      named by KEYSHARD_CLIENT_CONF, or by client_conf of the file
@@ -37,16 +37,16 @@ FILE_BYTES_MAX = 1024 * 1024
 _SECRETS = ("ui_token",)
 """Fields that are secrets and are stored as texts."""
 DEFAULT = "default"
-"""Origin of a value that nothing sets."""
+"""Origin of a value that is not set."""
 OPTION = "option"
 """Origin of an option of a command."""
 OTHERS = ("KEYSHARD_CACHE", "KEYSHARD_TEST_")
 """Beginnings of environment variables of the development broker and of tests."""
 AUTH: Mapping[str, str] = {"auth_plugin": "authPluginClassName", "auth_params": "authParams"}
-"""Names of the authentication in files, variables and commands, and those of Pulsar."""
+"""Pulsar's names of authentication options, by their names in files, variables and commands."""
 _NAME_OF = {field: name for name, field in NAMES.items() if field != "authentication"}
 CONNECTION: Mapping[str, str] = {**_NAME_OF, **AUTH}
-"""Names of a connection in files, variables and commands, and those of Pulsar."""
+"""Pulsar's names of connection options, by their names in files, variables and commands."""
 
 
 def _kinds(config: type[Any], without: Collection[str]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def text(self) -> str:
-        """The value for people; secrets are hidden."""
+        """The value as text for display; secrets are hidden."""
         value = self.value
         if self.name in _SECRETS and value is not None:
             return "***"
@@ -215,7 +215,7 @@ def _connect(
     said: dict[str, tuple[str, str]] = {}
     for layer in layers:
         if AUTH["auth_plugin"] in layer:
-            # The parameters of another kind of authentication mean nothing to it.
+            # Parameters of an earlier layer belong to that layer's plugin, not to the new one.
             said.pop(AUTH["auth_params"], None)
         said |= layer
     values = {name: text for name, (text, _) in said.items()}
@@ -239,7 +239,7 @@ def _connect(
 
 
 def _read_toml(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the tables of a TOML file."""
+    """Read a TOML file, and check the names of its tables and settings."""
     try:
         with path.open("rb") as file:
             text = file.read(FILE_BYTES_MAX + 1)
@@ -285,7 +285,7 @@ def _file_settings(path: Path, tables: Mapping[str, Mapping[str, Any]]) -> list[
 
 
 def _of_file(table: str, name: str, value: Any) -> Any:
-    """Return a value of a file; those of a connection as Pulsar writes them."""
+    """Convert a value of a TOML file; that of a connection to text, as in ``client.conf``."""
     if table == "connection":
         return _text_of(table, name, value)
     return tuple(value) if isinstance(value, list) else value
@@ -339,7 +339,7 @@ _WANTED: Mapping[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def _parsed(variable: str, text: str, kind: Any) -> Any:
-    """Return the value of a variable for a field of a type."""
+    """Parse the text of an environment variable as the type ``kind`` of its field."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if any(get_origin(one) is Sequence for one in kinds):
         return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -147,15 +147,16 @@ class SinkConfig:
 
 
 def check_sink_of(run: str, sink: object, checkpoint: object) -> None:
-    """Check the sink of something that runs, if it has one.
+    """Check the sink of a run, if one is given.
 
     Args:
-        run: Its name in errors, such as ``run``.
-        sink: The argument.
-        checkpoint: Its checkpoint; ``None`` for none.
+        run: Name of the run in errors, such as ``run``.
+        sink: The sink; ``None``: none is given.
+        checkpoint: Checkpoint of the run; ``None`` for none.
 
     Raises:
-        ConfigError: The sink is no sink, or lacks the ``sink_id`` that a checkpoint needs.
+        ConfigError: ``sink`` is not a sink, has a ``metrics_port``, or lacks the ``sink_id`` that a
+            checkpoint needs.
     """
     if not isinstance(sink, SinkConfig | None):
         raise ConfigError(f"sink is {shown(sink)}.", "Give a keyshard.KeyShardSink.")

@@ -222,7 +222,10 @@ class SourceConfig:
             )
 
     def _connect(self, before: Connection | None) -> None:
-        """Make a connection of the shorthands, or set the shorthands from the connection.
+        """Set the shorthands from the connection; without one, check them.
+
+        The shorthands are the options that a source shares with its connection, such as
+        ``service_url``; see :data:`SHORTHANDS`.
 
         Args:
             before: The connection that set the shorthands of the original, if this source is a
@@ -269,7 +272,7 @@ class SourceConfig:
             )
 
     def how_to_connect(self) -> Connection:
-        """Return the connection, or one made of the shorthands."""
+        """Return the connection, or one made from the shorthands."""
         if self.connection is not None:
             return self.connection
         return Connection(
@@ -354,7 +357,7 @@ class SourceConfig:
             )
 
     def parsed_workers(self) -> WorkersOption | None:
-        """The workers that host the consumers; ``None``: this process."""
+        """Return the workers that host the consumers; ``None``: this process."""
         return WorkersOption.parse(self.workers)
 
     def _check_numbers(self) -> None:
