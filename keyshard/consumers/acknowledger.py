@@ -18,16 +18,16 @@ ENTRIES_WAITING_MAX = 5_000_000
 """Most entries that wait; more than the broker leaves unacknowledged by default."""
 
 RETRY_S = 0.1
-"""Pause when no consumer accepts a waiting entry, seconds."""
+"""Time between two attempts while no consumer accepts a waiting entry, seconds."""
 
 _log = logging.getLogger(__name__)
 
 
 class Acknowledger:
-    """One daemon thread with a bounded queue.
+    """Acknowledges queued entries in one daemon thread.
 
-    It passes all waiting entries of a topic partition together, from any number of batches.
-    With consumers in workers, each call is a request over the network.
+    The thread passes all waiting entries of a topic partition to a consumer together, from any
+    number of batches. If consumers are in workers, each call is a request over the network.
 
     Any consumer of a topic partition can acknowledge an entry, also one that another consumer
     received. If the client loses acknowledgements in a crash, the broker delivers the entries
@@ -37,7 +37,7 @@ class Acknowledger:
         consumer_of: Returns a connected consumer of a topic partition, or raises a retriable error;
             ``None`` for a deleted topic partition, whose entries are dropped.
         still: Returns the entries that are stored as they were received, or raises a retriable
-            error; the rest is dropped.
+            error; the other entries are dropped.
         timeout_s: Time after which a failing acknowledgement ends the source, seconds.
         fail: Called with the error that ends this thread.
     """
@@ -88,7 +88,11 @@ class Acknowledger:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` seconds until nothing waits; return whether nothing does."""
+        """Wait until all entries are handed over, at most ``timeout_s`` seconds.
+
+        Returns:
+            Whether all entries are handed over.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting or self._failed, timeout_s)
             return not self._waiting

@@ -34,7 +34,7 @@ class Consumers:
         config: The source.
         shared: The window, its lock, and the error that ended the source.
         assignment: The owner of each range.
-        begins: The first messages of subscriptions that begin inside a producer batch.
+        first_messages: The first messages of subscriptions that begin inside a producer batch.
     """
 
     def __init__(
@@ -136,7 +136,10 @@ class Consumers:
         ]
 
     def asked(self) -> dict[TopicPartition, bool]:
-        """Return each topic partition, and whether a range asks for messages and holds none."""
+        """Return, by topic partition, whether a range waits for messages.
+
+        Such a range is connected, not paused, and holds no rows in the window.
+        """
         known, asked = self.shared.window.known, dict[TopicPartition, bool]()
         for one, connected in self.range_consumers.connected():
             where, held = one.topic_partition, known.get(one.topic_partition)
@@ -163,13 +166,13 @@ class Consumers:
     def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]]:
         """Return the most frequent keys, and the share of each.
 
-        They are those since :meth:`measure_load`; without it, those of a sample of the last
-        minutes.
+        The shares cover the time since :meth:`measure_load`. If it was not called, they are
+        estimates for the last minutes.
         """
         with self.shared.lock:
             return self.intake.load_meter.hot_keys(count_max, share_min)
 
     def load(self) -> SlotLoad:
-        """Return the load since :meth:`measure_load`."""
+        """Return the load since :meth:`measure_load`, or an estimate for the last minutes."""
         with self.shared.lock:
             return self.intake.load_meter.load()

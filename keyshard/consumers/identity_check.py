@@ -4,10 +4,16 @@ A wiped cluster assigns the same ids again. New entries would then be taken for 
 acknowledged in their place, and no consumer would get them. Clients do not report a reconnect. But
 a wiped cluster is not reachable for a while, for all consumers of a topic partition at once.
 
-So a topic partition is doubted after such an absence and after a start. While it is doubted,
-nothing is taken from it, and no entry that was known before is acknowledged. The doubt ends when a
-Reader has shown an entry that is unchanged, or that all known ids have passed, or only late
-entries.
+So a topic partition is doubted after such an absence and after a start. While it is doubted, no
+entry that was known before is acknowledged, and a Reader compares the stored entries with the known
+ones before received entries are taken:
+
+- A known entry is stored unchanged: the cluster was not wiped, and the doubt ends.
+- An entry above all known ids is stored: ids only grow, so no known id can be assigned again. The
+  doubt ends, and the received entries must come again.
+- Only entries that may be as old as the known ones are stored, such as late entries of a slow
+  range: received entries are taken, but the doubt stays.
+- Otherwise, no entry is taken, and the comparison is repeated later.
 """
 
 from __future__ import annotations
@@ -34,12 +40,12 @@ _log = logging.getLogger(__name__)
 
 
 class Comparison(Enum):
-    """Result of a Reader on a doubted topic partition."""
+    """Result of the comparison of a doubted topic partition."""
 
     SAME = auto()
     """A known entry is unchanged."""
     PASSED = auto()
-    """Only higher ids than all known ones: the broker cannot assign any of them again."""
+    """No known entry, but one above all known ids: the broker cannot assign those again."""
     OTHERS = auto()
     """No known entry, but another one that may be as old."""
     NEWER = auto()
@@ -50,7 +56,9 @@ class Comparison(Enum):
 
 
 class IdentityCheck:
-    """Called by the threads that check connections, receive and acknowledge.
+    """Doubts topic partitions after an absence, and compares their stored entries with known ones.
+
+    The threads that check connections, receive and acknowledge call it.
 
     Args:
         broker: Connection for Readers.
@@ -89,7 +97,7 @@ class IdentityCheck:
         if self._doubted(topic_partition) is None:
             return True
         try:
-            # Unless an entry shows that nothing changed, these entries may be from before.
+            # If no entry shows that nothing was wiped, these may have been received before a wipe.
             return self._compare(topic_partition, min(entries)) in (
                 Comparison.SAME,
                 Comparison.OTHERS,
@@ -122,7 +130,7 @@ class IdentityCheck:
         return None if partition is None else partition.doubted
 
     def _compare(self, topic_partition: TopicPartition, first: EntryId | None = None) -> Comparison:
-        """Read stored entries up to the first one that shows something.
+        """Read stored entries up to the first one that ends the doubt, or to the last.
 
         The read begins at the first known entry, or at ``first`` if that is lower. It may end after
         all known entries.

@@ -36,10 +36,10 @@ from keyshard.errors import (
 )
 
 COMPARE_AGAIN_S = 0.5
-"""Pause of a range whose topic partition cannot be compared yet, seconds."""
+"""Rest of a range whose topic partition cannot be compared yet, seconds."""
 ROOM_AGAIN_S = 10.0
 """Time after which a range looks for missing entries again while the checkpoint has no room,
-seconds. Each look receives again what the range holds, so looks are rare."""
+seconds. Each look receives again the entries that the range holds, so looks are rare."""
 
 
 class Admitted(NamedTuple):
@@ -47,7 +47,7 @@ class Admitted(NamedTuple):
 
     entries: Sequence[EntryBlock]
     rest: Rest | None
-    """How long its range consumer takes nothing; ``None``: no rest."""
+    """Time for which the range consumer takes nothing; ``None``: no rest."""
 
 
 Unreadable = Callable[[TopicPartition, EntryId, str], None]
@@ -157,7 +157,7 @@ class Intake:
         if self._admit is not None:
             taken, rest = self._admit(range_consumer, [stored])
             if not taken:
-                return rest  # It lies behind the target.
+                return rest  # it lies after the target of the bounded run
         if not isinstance(error, self._config.skipped):
             raise error
         if not self._identity_check.may_receive(where, [entry_id]):
@@ -324,7 +324,7 @@ class LoadMeter:
                 self._load.add(block.slot, times * block.rows, key)
 
     def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]]:
-        """Return the most frequent keys with their shares, as the load has them."""
+        """Return the most frequent keys since the meter began, and a lower bound of each share."""
         return self._load.hot_keys(count_max, share_min)
 
     def load(self) -> SlotLoad:
@@ -352,13 +352,13 @@ class LoadSample:
         self._load = SlotLoad(messages_max=2**48)
         self._samples = 0
         self._key_samples: Counter[str] = Counter()
-        """By key; as many as the load has, at most."""
+        """Number of samples by key, for at most twice ``KEYS_MAX`` keys."""
         self._entries = 0
         self._sampled_s = 0.0
         self._faded_s = time.monotonic()
 
     def add(self, blocks: Sequence[EntryBlock]) -> None:
-        """Take one message for all new entries since the last one, if it is time for it."""
+        """If due, sample one message; it stands for all entries since the previous sample."""
         if not blocks:
             return
         self._entries += len(blocks)
@@ -374,7 +374,7 @@ class LoadSample:
         slot = block.slot if block.mixed_slots is None else block.mixed_slots[row]
         if slot is not None:
             at, routed_by = block.start + row, None
-            if at < block.content.num_rows:  # otherwise a worker keeps the keys, too
+            if at < block.content.num_rows:  # if a worker keeps the keys, there are none
                 key, ordering_key = (
                     block.content.column(name)[at].as_py() for name in ("__key", "__orderingKey")
                 )
@@ -392,7 +392,7 @@ class LoadSample:
                 self._key_samples = Counter({known: self._key_samples[known] for known in kept})
 
     def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]]:
-        """Return the most frequent keys with their shares, if there are samples enough."""
+        """Return the most frequent keys with their shares, if there are enough samples."""
         if self._samples < SAMPLES_MIN:
             return []
         hottest = self._load.hot_keys(2 * KEYS_MAX, share_min)

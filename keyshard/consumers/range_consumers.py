@@ -175,11 +175,11 @@ class RangeConsumers:
             self.by_partition.pop(topic_partition, None)
 
     def suspend(self, owned_ranges: Iterable[OwnedRange]) -> None:
-        """Suspend receiving for exactly these owned ranges; earlier ones resume."""
+        """Pause exactly these owned ranges; ranges of an earlier call resume."""
         self._suspended = frozenset(owned_ranges)
 
     def suspends(self, owned_range: OwnedRange) -> bool:
-        """Whether an owned range is suspended. May be called from any thread."""
+        """Whether :meth:`suspend` pauses an owned range. May be called from any thread."""
         return bool(self._suspended) and owned_range in self._suspended
 
     def owns(self, owned_range: OwnedRange) -> bool:
@@ -315,7 +315,11 @@ class RangeConsumers:
         self.pause()
 
     def pause(self) -> None:
-        """End the receive threads; returns without waiting."""
+        """End the receive threads; returns without waiting.
+
+        Unlike :meth:`stop`, it does not refuse further consumers. The consumers stay connected, so
+        that released entries can still be acknowledged.
+        """
         for receiver in self.receivers:
             receiver.stop()
 

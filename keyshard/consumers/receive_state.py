@@ -17,8 +17,8 @@
     PAUSED    there is no room; the thread checks again and again
     RESTING   its entries could not be taken; after a time, a new consumer receives
               all of them again
-    IDLE      it had no message, and its client was asked to ring; until then the thread
-              does not receive from it, unless it has a new consumer
+    IDLE      it had no message, and its client was asked to wake it; until then the
+              thread does not receive from it, unless it has a new consumer
 
 CLOSED can follow any state. Independently, its consumer is connected or not (:func:`link_of`)::
 
@@ -63,7 +63,7 @@ class ReceiveEvent(Enum):
     """Its entries could not be taken; or, if it is or was IDLE, half of an entry stays
     incomplete."""
     RING = auto()
-    """Its client has a message, or a successor is there."""
+    """Its client or a successor wakes it: there are messages, or a new consumer."""
     ANEW = auto()
     """It has a new consumer, which receives everything unacknowledged again."""
     CLOSE = auto()
@@ -153,14 +153,19 @@ class Receiving:
         return Turn.RECEIVE if room else Turn.LOOK_AGAIN
 
     def rest(self, rest: Rest) -> bool:
-        """Record that its entries could not be taken; return whether to check it from now on."""
+        """Record that entries of the range consumer could not be taken.
+
+        Returns:
+            Whether the thread must check from now on if the rest is over. A range consumer that was
+            READY has its turn anyway.
+        """
         self._rest_until_s = rest.until_s
         lines_up = self.state is ReceiveState.READY
         self.apply(ReceiveEvent.REST)
         return not lines_up
 
     def rings(self) -> bool:
-        """Record that its client rings; return whether it is READY because of that."""
+        """Record a wake-up by the client or a successor; return whether it made this READY."""
         if self.state not in TRANSITIONS[ReceiveEvent.RING]:
             return False
         self.apply(ReceiveEvent.RING)

@@ -23,10 +23,10 @@ from keyshard.errors import BrokerError, KeyShardError, UnreadableEntryError
 from keyshard.threads import begin
 
 PAUSED_WAIT_S = 0.02
-"""Pause of a thread whose range consumers are all paused, seconds."""
+"""Wait of a thread whose range consumers are all paused, seconds."""
 ENTRY_QUIET_S = 2.0
-"""Silence after which an entry without its last index is doubted, seconds. It is checked four times
-in that time."""
+"""Silence after which an entry without its last message is doubted, seconds. The silence is checked
+four times in that time."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,10 +109,12 @@ class Sink(Protocol):
         """
 
     def reopen(self, range_consumer: RangeConsumer) -> bool:
-        """Give it a new consumer, so that all unacknowledged entries come again. Never waits.
+        """Give a range consumer a new consumer, so that unacknowledged entries come again.
+
+        Never waits.
 
         Returns:
-            Whether it has the new consumer now. Otherwise a successor follows.
+            Whether the new consumer is there now. Otherwise a successor follows.
         """
 
     def fail(self, error: KeyShardError) -> None:
@@ -141,7 +143,7 @@ def close_quietly(consumer: Consumer, *, for_another: bool = False) -> None:
 
 
 class Receiver:
-    """One daemon thread for some range consumers; their states are those of ``core.reception``.
+    """Receives from some range consumers in one daemon thread; see :mod:`.receive_state`.
 
     An idle consumer costs nothing until its client calls the callback of ``when_ready``.
     """
@@ -266,7 +268,7 @@ class Receiver:
     def _serve(self, range_consumer: RangeConsumer) -> None:
         reception = range_consumer.reception
         if range_consumer.successor is not None:
-            # Also while it is paused: acknowledgements need a connection.
+            # A paused range takes its successor, too, because acknowledgements need a connection.
             self._reopen(range_consumer)
         room = not self._sink.is_paused(range_consumer.owned_range)
         turn = reception.turn(time.monotonic(), room=room)
@@ -301,12 +303,12 @@ class Receiver:
             self._ready.append(range_consumer)
 
     def _take(self, range_consumer: RangeConsumer, blocks: Sequence[EntryBlock]) -> Rest | None:
-        """Hand over complete entries; entries that cannot be judged come again."""
+        """Hand over complete entries; the broker redelivers those that may lack messages."""
         queue = range_consumer.queue
         if not queue.adapts and not queue.suits(
             sum(block.rows for block in blocks), sum(block.column_bytes for block in blocks)
         ):
-            # Nothing was taken: the new consumer receives it again.
+            # The new consumer has a smaller queue, and receives these messages again.
             self._reopen(range_consumer)
             return None
         assembly = range_consumer.assembly
@@ -380,7 +382,11 @@ class Receiver:
                 self._paused.append(range_consumer)
 
     def _look_for_early_ends(self) -> None:
-        """Check entries that lack their last index although their consumer is drained."""
+        """End entries whose last messages do not come, although the client has no more messages.
+
+        Either another application acknowledged these messages, or a reconnect cut the entry off.
+        See :mod:`keyshard.core.position.entry_assembly`.
+        """
         now = time.monotonic()
         with self._changed:
             open_ended = [

@@ -98,8 +98,8 @@ class Reconnector:
         """Give a range consumer a new consumer, so that all unacknowledged entries come again.
 
         If there is a successor, it is used. Otherwise the retrier closes the consumer, subscribes a
-        new one as soon as the broker answers, and rings. Handlers keep running, as they do while a
-        connection is lost, because the range keeps its owner.
+        new one as soon as the broker answers, and wakes the range consumer. Handlers keep running,
+        as they do while a connection is lost, because the range keeps its owner.
 
         Returns:
             Whether there is a new consumer now.

@@ -56,7 +56,7 @@ def open_range_consumers(
     Raises:
         SubscriptionInUseError: Another consumer held a range until ``subscribe_timeout_ms``.
         LimitReachedError: The broker had no room for all consumers within 5 s.
-        SubscriptionNotFoundError: The broker creates no subscriptions.
+        SubscriptionNotFoundError: It does not exist, and the broker creates no subscriptions.
         BrokerError: The broker cannot be reached, or refused.
     """
     stop = threading.Event()
@@ -152,7 +152,7 @@ def _reason(
 def _without_subscription(
     owned_ranges: Sequence[OwnedRange], futures: Sequence[Future[RangeConsumer]]
 ) -> list[str]:
-    """Return the topics whose subscription is missing, and which the broker does not create."""
+    """Return the topics whose subscription is missing, and not created by the broker."""
     return [
         owned_range.topic_partition.topic
         for owned_range, future in zip(owned_ranges, futures, strict=True)
@@ -161,12 +161,12 @@ def _without_subscription(
 
 
 class _Types:
-    """Detects a conflict over the subscription type, which no wait ends.
+    """Detects a conflict over the subscription type, which waiting does not resolve.
 
     Args:
-        admin: Knows the type if the broker's error does not name it; ``None`` without
+        admin: Asked for the type if the broker's error does not name it; ``None`` without
             ``admin_url``.
-        subscription: Its name.
+        subscription: Name of the subscription.
     """
 
     def __init__(self, admin: Admin | None, subscription: str) -> None:
@@ -207,7 +207,7 @@ class _Types:
             f"The broker rejects keyshard, whose type is {KEY_SHARED} with sticky ranges.",
             "Stop those consumers, or give keyshard its own subscription.",
             holders=addresses,
-        ) from None  # the conflict's message has less detail
+        ) from None  # the message of the conflict adds nothing to this one
 
 
 def open_range_consumer(
