@@ -1,7 +1,7 @@
 """The control socket of a source, sink or worker, and its discovery by processes of the same user.
 
-A Unix socket in a private folder, ``$XDG_RUNTIME_DIR/keyshard`` or ``keyshard-<uid>`` in the
-temporary folder. Its name consists of the subscription, the service URL, and the process::
+Each has a Unix socket in a private folder: ``$XDG_RUNTIME_DIR/keyshard``, or ``keyshard-<uid>`` in
+the temporary folder. The name of the socket consists of digests and the process::
 
     <digest of the subscription>-<digest of the service URL>-<pid>-<random>
     <digest of the name>-<digest of the service URL>-<pid>-<random>.sink
@@ -69,7 +69,7 @@ class ControlServer:
         service_url: URL of its cluster.
         topics: Its topics, to tell apart two sources of one subscription.
         handlers: Handlers of requests by name.
-        kind: What runs, as in the status.
+        kind: Kind of the run, as in the status, or :data:`SINK` or :data:`WORKER`.
         name: Its name; default: the subscription.
 
     Raises:
@@ -111,7 +111,7 @@ class ControlServer:
 
     @property
     def own(self) -> RunningSource:
-        """The source behind this socket."""
+        """The source that answers at this socket."""
         return _source_of(self._who, self.path)
 
     def close(self, wait_s: float = 1.0) -> None:
@@ -209,7 +209,7 @@ class ControlServer:
 
 @dataclass(frozen=True, slots=True)
 class RunningSource:
-    """A source, or something else of the kind, that answered."""
+    """A source, sink or worker that answered."""
 
     subscription: str
     service_url: str
@@ -248,7 +248,7 @@ class RunningSource:
 
     @contextmanager
     def read(self) -> Iterator[None]:
-        """Turn errors of reading an answer of an unexpected shape into ``ControlError``."""
+        """Raise ``ControlError`` if the answer that the block reads has an unexpected shape."""
         try:
             yield
         except _UNEXPECTED as exc:
@@ -265,7 +265,7 @@ def running_sources(
     """Return the sources of this user on this machine, by process id; remove sockets of dead ones.
 
     Args:
-        subscription: Only sources with this subscription, or, if there is none, with this name.
+        subscription: Only sources with this subscription. If none has it, those with this name.
         service_url: Only sources of this cluster.
 
     Raises:
@@ -325,7 +325,7 @@ def _answering(
 
 
 def _found_at(path: Path, timeout_s: float) -> tuple[RunningSource | None, ControlError | None]:
-    """Return the source behind a socket, or the error; remove the socket of a dead one."""
+    """Return the source that answers at a socket, or the error; remove a dead one's socket."""
     try:
         return _source_of(_ask(path, {"do": _WHO}, timeout_s), path), None
     except (ConnectionRefusedError, FileNotFoundError):
