@@ -1,4 +1,4 @@
-"""A bounded run: consumes exactly what was published before the run began.
+"""A bounded run: consumes exactly the messages that were published before the run began.
 
 The targets of a run are the last entries of the topic partitions at its start. Positions inside a
 range are not monotonic, and ranges lag. So a target is reached only when each entry up to it is
@@ -15,11 +15,11 @@ checks, in this order, whether they are
                                        arrives for ``available_now_quiet_ms``, the entry counts
                                        as acknowledged before the run
 
-Entries behind a target never enter the window: they would fill it, and nothing could be cut. If a
+Entries after a target never enter the window: they would fill it, and nothing could be cut. If a
 range receives one, the broker has read everything up to the target. Missing entries then wait for
 their owner in the broker's replay queue. So a range that received ``ROWS_BEHIND_MAX`` such rows
 rests, while its client queue fills. Later it subscribes again, and the lowest positions come first.
-It rests earlier if the broker would send nothing more to so many unacknowledged messages.
+If the broker's limits on unacknowledged messages are low, it rests after fewer rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from keyshard.reading.scan import Scan
 from keyshard.threads import Pool
 
 ROWS_BEHIND_MAX = 2_000
-"""Rows behind the target that a range drops before it rests."""
+"""Rows after the target that a range drops before it rests."""
 REST_S = (1.0, 60.0)
 """First and longest rest of a range, seconds; each rest doubles."""
 GATHER_S = (0.1, 1.0)
@@ -141,7 +141,7 @@ class AvailableNow:
     # -- Called by the receive threads ------------------------------------------------------------
 
     def admit(self, range_consumer: RangeConsumer, entries: Sequence[EntryBlock]) -> Admitted:
-        """Return the entries that belong to the run; a range behind its target may rest."""
+        """Return the entries that belong to the run; a range with later entries may rest."""
         where = range_consumer.owned_range.topic_partition
         target = self._targets.get(where, Target(None))
         taken = [block for block in entries if target.includes(block.id)]
@@ -252,7 +252,7 @@ class AvailableNow:
     # -- Missing entries and acknowledgements -----------------------------------------------------
 
     def _probe(self, quiet_s: float) -> str:
-        """Ask the broker for missing entries; return the first one in words, or ``""``."""
+        """Ask the broker for missing entries; return a text on the first one, or ``""``."""
         for where, target in self._targets.items():
             if not target.reached:
                 missing = self._probe_partition(where, target, quiet_s)
@@ -329,14 +329,17 @@ class AvailableNow:
         return int(stats.get("msgDelayed", 0))
 
     def _broker_state(self, where: TopicPartition) -> CursorState | None:
-        """Return what the cursor has acknowledged; ``None`` if that is unknown."""
+        """Return the entries that the cursor has acknowledged; ``None`` if unknown."""
         if self._admin is None:
             return None
         found = self._admin.broker_state(where, self._config.subscription)
         return found if found is not None and found.mark_delete is not None else None
 
     def _is_acknowledged(self, acknowledger: Acknowledger) -> bool:
-        """Whether the cursors have every delivered entry; acknowledge missing ones again."""
+        """Return whether the cursors contain every delivered entry; true without ``admin_url``.
+
+        Entries that a cursor lacks are acknowledged again.
+        """
         if self._admin is None:
             return True
         with self._lock:
@@ -458,6 +461,6 @@ def _search(
 
 
 def _is_delayed(block: EntryBlock) -> bool:
-    """Return whether no shared subscription gets an entry yet; ``False`` if that is unknown."""
+    """Return whether the delivery time of an entry is still to come; ``False`` without one."""
     due = block.column(DELIVER_AT)[0]
     return due is not None and bool(due.timestamp() > time.time())

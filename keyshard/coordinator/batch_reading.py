@@ -1,6 +1,6 @@
-"""Reads a planned batch in a task of the host, which :mod:`.batch_server` serves.
+"""Reads a planned batch from :mod:`.batch_server`, in a task of the host.
 
-Each task imports this module, so it imports nothing of the coordinator.
+Each task imports this module. So it imports large modules only when they are needed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _source = KeptClient()
 """The connection of this process to the source whose tasks it runs."""
 _ERROR = '["KEYSHARD_'
-"""Begin of an error of the source, in the text of an error of Flight."""
+"""Beginning of an error of the source, in the text of an error of Flight."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BatchTicket:
 
 
 def read_batch(ticket: BatchTicket) -> Iterator[pa.RecordBatch]:
-    """Read one layout partition of a batch, in a task of the host.
+    """Read one layout partition of a batch: the rows that one task of the host reads.
 
     Yields:
         Record batches of the ticket's columns; see :mod:`keyshard.columns.record_batches`.
@@ -87,7 +87,6 @@ def report_malformed(ticket: BatchTicket, rows: int) -> None:
 
 
 def _request_rows(ticket: BatchTicket, *, direct: bool) -> Iterator[Chunk]:
-    """Request rows from the source."""
     request = {
         "batch": ticket.batch_id,
         "index": ticket.index,
@@ -133,7 +132,7 @@ def _location(text: bytes) -> ContentLocation:
 
 
 class _Workers(dict[str, flight.FlightClient]):
-    """Connections to workers; the stack closes them."""
+    """Connections to workers by endpoint, opened when needed. ``clients`` closes them."""
 
     def __init__(self, clients: ExitStack) -> None:
         super().__init__()
@@ -147,7 +146,6 @@ class _Workers(dict[str, flight.FlightClient]):
 def _fetch(
     workers: _Workers, at: ContentEndpoint, runs: Sequence[Run], columns: Sequence[str]
 ) -> pa.RecordBatch:
-    """Fetch content from a worker."""
     endpoint, token = at
     request = {"runs": runs, "columns": columns}
     try:

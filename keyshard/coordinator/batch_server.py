@@ -26,7 +26,7 @@ from keyshard.threads import logged_error
 from keyshard.workers.authentication import Body, read_with_token
 
 REPORTS_MAX = 10_000
-"""Layout partitions whose number of omitted rows is remembered."""
+"""Most layout partitions whose number of malformed rows is remembered."""
 
 T = TypeVar("T")
 
@@ -86,7 +86,10 @@ class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]
             raise flight.FlightUnauthenticatedError(_answer(unknown)) from exc
 
     def do_action(self, _context: Any, action: flight.Action) -> list[bytes]:
-        """Take the number of malformed rows of a task; another attempt of it sends the same."""
+        """Record the number of malformed rows of a layout partition.
+
+        A second report replaces the first one, so a task that runs again does not count twice.
+        """
         report = self._checked(action.body)
         of, rows = (str(report["batch"]), int(report["index"])), int(report["rows"])
         with self._reporting:
@@ -125,7 +128,7 @@ def _answer(error: KeyShardError) -> str:
 
 
 def _named(rows: Iterator[T]) -> Iterator[T]:
-    """Yield what an iterator yields. Its errors have their names."""
+    """Yield the values of an iterator; answer its errors with their code and text."""
     with _named_errors():
         yield from rows
 

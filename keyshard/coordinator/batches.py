@@ -167,7 +167,7 @@ class Batches:
         Raises:
             BatchReleasedError: The batch was released.
             DataLossTrimmedError: The broker no longer stores all of it.
-            UnexpectedError: Reading it again failed by a defect.
+            UnexpectedError: Reading it again failed because of a defect.
         """
         batch_id = checkpoint.batch_id
         with self._shared.lock:
@@ -210,7 +210,7 @@ class Batches:
     def direct(
         self, batch_id: str, index: int, columns: Sequence[str]
     ) -> Iterator[tuple[pa.RecordBatch, ContentLocation]] | None:
-        """Return the rows of a layout partition without content, and where their content is.
+        """Return the rows of a layout partition without content, and the location of the content.
 
         Works only if workers keep all of the content.
 
@@ -281,7 +281,10 @@ class Batches:
         self._consumers.acknowledge(released)
 
     def _learn(self, batch_id: str) -> None:
-        """Measure the tasks of a batch that ends now; forget those of older batches."""
+        """Learn the cost of rows from the times at which the tasks of a batch began to read.
+
+        Called at the end of the batch. The times of other batches are dropped.
+        """
         began, cut_ms = self._began_s.pop(batch_id, None), self._cut_ms.pop(batch_id, None)
         if began is None or cut_ms is None:
             return

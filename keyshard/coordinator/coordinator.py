@@ -101,7 +101,7 @@ class Coordinator:
             checkpoint: Where to continue; ``None`` for the first start of a source.
             planned: Whether the checkpoint's batch is not committed yet. ``batches`` then reads it
                 again.
-            available_now: Whether the source consumes only what was published before this call.
+            available_now: Whether the source consumes only messages published before this call.
                 Then use ``batches.cut_available`` instead of ``cut``.
             assignment: The owner of each range; default: ``parallelism`` ranges.
 
@@ -117,7 +117,7 @@ class Coordinator:
             with owned_by(self.fail), placed(self._config.place):
                 self._start(checkpoint, assignment, planned=planned, available_now=available_now)
         except Exception as exc:
-            # The error of a thread is the cause, not what the start made of it.
+            # If a thread failed, its error is the cause, and that of the start is a consequence.
             error = self._failure or unexpected("The start of the source", exc)
             if error is exc:
                 raise
@@ -414,7 +414,6 @@ class Coordinator:
 
 
 def _worker_status(facts: WorkerFacts) -> SourceWorker:
-    """Return the status of a worker."""
     return {
         "kind": facts.kind,
         "pid": facts.pid,

@@ -3,8 +3,8 @@
 A round::
 
     1. look up   topics that are named or match now, and their topic partitions
-    2. gone      known, and no longer in the metadata: close their consumers, drop what they
-                 received, delete what our own reconnects created, forget what was delivered
+    2. gone      known, and no longer in the metadata: close their consumers, drop received
+                 entries, delete topics that our own reconnects created, forget delivered sets
     3. new       not known: own every range of them, from their beginning
 
 If a topic is deleted, our own consumers reconnect within a second, and Pulsar creates the topic
@@ -53,7 +53,7 @@ AGAIN_S = 2.0
 """Time from that round to another one, seconds. A broker reports a topic partition before its
 metadata counts it."""
 REST_TIMES = 4.0
-"""The same, at least this many times the duration of the last round."""
+"""``SETTLE_S`` is replaced by this many times the duration of the last round, if that is longer."""
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +177,9 @@ class _Errors:
 
 
 class Discovery:
-    """One daemon thread. If a round fails, the next one tries again.
+    """Looks for new and deleted topic partitions in rounds, in one daemon thread.
+
+    If a round fails, the next one tries again.
 
     Args:
         catalog: Looks topics up.
@@ -243,7 +245,7 @@ class Discovery:
             self._thread.join(timeout_s)
 
     def status(self) -> DiscoveryProgress:
-        """Counts since the start, as plain JSON values."""
+        """Return the counts since the start, as plain JSON values."""
         return {
             "partitionsDiscovered": self.discovered,
             "partitionsGone": self.gone,
@@ -255,8 +257,8 @@ class Discovery:
         """Run one round. An error of one topic does not stop the check of the others.
 
         Args:
-            early: Whether it follows a report of the broker. It does not count as one of the rounds
-                in which leftovers are checked.
+            early: Whether the round follows a report of the broker. An early round does not count
+                as one of the rounds in which leftovers are checked.
 
         Raises:
             KeyShardError: The first error.
@@ -343,7 +345,7 @@ class Discovery:
                     self._reported.clear()
                 if self._stopping.is_set():
                     return
-                # Before the round, which then finds what was not reported.
+                # A watch reports only later changes; the round that follows finds the earlier ones.
                 self._watches.open()
                 began_s = time.monotonic()
                 self._attempt(early=reported or again)
@@ -410,7 +412,7 @@ class Discovery:
             return ""
 
     def _clean(self, *, counts: bool) -> set[TopicPartition]:
-        """Delete what our own reconnects created, for as long as one may be running.
+        """Delete topics that our own reconnects created, for as long as one may be running.
 
         Returns:
             Topic partitions that other clients created again.
@@ -431,7 +433,10 @@ class Discovery:
         return stay
 
     def _belongs_to_others(self, topic_partition: TopicPartition) -> bool:
-        """Whether another client created a topic partition again; if not, delete its leftover."""
+        """Return whether another client created a topic partition again.
+
+        If not, the leftover of our own reconnects is deleted.
+        """
         if topic_partition.partition >= 0 and topic_partition in self._partitions(
             topic_partition.topic
         ):

@@ -41,8 +41,8 @@ READ_S, SLOW_READ_S = 1.0, 16.0
 broker that does not answer a Reader in the first."""
 ACK_GAP_AGE_MS = 5_000
 """Age from which an ack gap is read, milliseconds. Entries of younger ones are mostly on their way.
-If the admin interface lists what is acknowledged and the checkpoint has room, only acknowledged
-entries are read."""
+If the admin interface lists acknowledged entries and the checkpoint has room, only those are
+read."""
 EXISTING_MAX = 20_000
 """Existing entries in ack gaps whose slots are remembered per topic partition."""
 WARN_AFTER_S, WARN_INTERVAL_S = 10.0, 60.0
@@ -70,19 +70,19 @@ class _GapEvidence:
 
     def __init__(self, window: PartitionWindow, ack_gap_age_ms: int, settle_after_ms: int) -> None:
         self.window = window
-        """A topic partition that is created again has another one, and other evidence."""
+        """A topic partition that is created again has another window, and other evidence."""
         self.open = AgedEntries(ack_gap_age_ms)
         self.acknowledged = AgedEntries(settle_after_ms)
         self.marked = AgedEntries(settle_after_ms)
         self.existing: dict[EntryId, tuple[int, ...]] = {}
         """Entries of ack gaps that a Reader returned, with the slots that may route them."""
         self.unplaced = EntrySet()
-        """Further ones. Any range may owe them: a Reader shows no slot of a message without a key,
-        or of an unreadable entry, or the slots are too many."""
+        """Further such entries. Any range may owe them: a Reader shows no slot of a message without
+        a key, or of an unreadable entry, or the slots are too many."""
         self.absent = EntrySet()
         """Entries that were proved absent and are in no checkpoint yet."""
         self.skipped = EntrySet()
-        """Those of them that are unreadable, and that the source skips."""
+        """Entries of ``absent`` that are unreadable, and that the source skips."""
         self.read_s = READ_S
         """Longest time of the next read, seconds."""
         self.doubts = 0
@@ -92,7 +92,10 @@ class _GapEvidence:
 
 
 class GapResolver:
-    """One daemon thread. Broker errors appear in the status and are retried.
+    """Resolves ack gaps in rounds, in one daemon thread.
+
+    A round gathers evidence about each topic partition with ack gaps, and gives it to the window.
+    Broker errors appear in the status, and the next round tries again.
 
     Args:
         broker: Connection for Readers.
@@ -185,7 +188,7 @@ class GapResolver:
         self._prove(topic_partition, view, proofs, missing)
 
     def _look_for_room(self) -> None:
-        """Try rows again that wait for room in the checkpoint, and warn if some wait for long."""
+        """Let the next cut retry rows that had no room in the checkpoint; warn of long waits."""
         with self._shared.lock:
             if self._shared.window.retry_without_room():
                 self._shared.lock.notify_all()
@@ -216,7 +219,7 @@ class GapResolver:
         evidence: _GapEvidence,
         acknowledged: EntrySet,
     ) -> None:
-        """Report, once, stored entries that another consumer acknowledged."""
+        """Call :meth:`_lose`, once, for stored entries that another consumer acknowledged."""
         lost = acknowledged & (EntrySet.of(evidence.existing) | evidence.unplaced)
         if lost - evidence.lost:
             self._lose(topic_partition, view, lost - evidence.lost)
@@ -306,9 +309,15 @@ class GapResolver:
         proofs: GapEvidence,
         missing_slots: Collection[int],
     ) -> None:
-        """Take evidence, and the slots of entries in ack gaps that are still to come.
+        """Give the window the evidence, and the ranges that still owe entries of ack gaps.
 
-        If the topic partition has become uncertain since the view, the evidence is of no use.
+        If the topic partition was doubted after the view was taken, the evidence is dropped.
+
+        Args:
+            topic_partition: The topic partition.
+            view: The view from which the evidence comes.
+            proofs: The evidence.
+            missing_slots: Slots that may have routed entries that are still to come.
         """
         with self._shared.lock:
             known = self._shared.window.known.get(topic_partition)
@@ -319,7 +328,11 @@ class GapResolver:
             self._shared.lock.notify_all()
 
     def _lose(self, topic_partition: TopicPartition, view: AckGapsView, entries: EntrySet) -> None:
-        """Report stored entries that another consumer acknowledged and that no batch holds."""
+        """End the source because of lost entries; or warn, and let the window count them.
+
+        ``fail_on_data_loss`` decides. Lost entries are stored and in no batch, but another consumer
+        acknowledged them.
+        """
         error = acked_elsewhere(topic_partition, self._config.subscription, entries)
         if self._config.fail_on_data_loss:
             self._shared.fail(error)

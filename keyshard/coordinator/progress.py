@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 
 
 class PaceMonitor:
-    """Counts and times of one source. Called under the window's lock."""
+    """Measures the pace of cuts and the age of rows. Called under the window's lock."""
 
     def __init__(self) -> None:
         self._last_cut_s = time.monotonic()

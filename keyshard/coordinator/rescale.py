@@ -106,10 +106,10 @@ class Drainable(Protocol):
     """Runs handlers on keys. The thread that rescales calls these methods."""
 
     def hold(self, slots: Sequence[HashRange]) -> None:
-        """Begin no more messages of keys in ``slots``; earlier holds remain."""
+        """Begin no more messages of keys in ``slots``, nor in the slots of earlier calls."""
 
     def wait_idle(self, timeout_s: float) -> Blocking | None:
-        """Wait at most ``timeout_s`` seconds until no handler works on a held key.
+        """Wait at most ``timeout_s`` seconds until no handler works on a key in these slots.
 
         Returns:
             ``None``, or the message whose handler has run longest.
@@ -119,12 +119,12 @@ class Drainable(Protocol):
         """Take the new owner of each slot; waiting messages move with their key."""
 
     def resume(self) -> None:
-        """Release all held keys."""
+        """Begin messages of all keys again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """How long a hash range of the new assignment received nothing."""
+    """Time for which a hash range of the new assignment received nothing."""
 
     range_index: int
     hash_range: HashRange
@@ -174,7 +174,7 @@ class RescaleReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, without the assignment of a balance."""
+        """Return plain JSON values. ``balance`` has no field ``assignment`` in them."""
         result = asdict(self)
         result["pauses"] = [asdict(pause) | {"hash_range": str(pause.hash_range)}
                             for pause in self.pauses]  # fmt: skip
@@ -350,7 +350,7 @@ class Rescaler:
         """Raise the reason why the old assignment holds, or why the source ends.
 
         Args:
-            end: The end that was reached.
+            end: The last step of the rescale.
             errors: The errors, by step.
         """
         *_, newest = errors.values()
@@ -409,10 +409,10 @@ def _pauses(opened: Sequence[RangeConsumer], began_s: float) -> tuple[Pause, ...
 def _walk(
     actions: Mapping[Step, Callable[[], None]],
 ) -> tuple[Step, dict[Step, BaseException]]:
-    """Go from step to step until an end.
+    """Run the actions of a rescale, step by step, until a step without an action is reached.
 
     Returns:
-        The end, and the errors by step.
+        That last step, and the errors by step.
     """
     step, errors = Step.DRAIN, dict[Step, BaseException]()
     while step in TRANSITIONS:

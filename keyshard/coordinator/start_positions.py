@@ -73,7 +73,11 @@ def create_subscriptions(
 
 
 class _SubscriptionCreator:
-    """Two steps for each topic partition; only the second one changes the broker."""
+    """Creates missing subscriptions at the start of the source.
+
+    :meth:`position` finds and checks the start in a topic partition. Only :meth:`create` changes
+    the broker.
+    """
 
     def __init__(self, admin: Admin, config: SourceConfig) -> None:
         self._admin = admin
@@ -150,16 +154,16 @@ def read_first_messages(
 ) -> dict[TopicPartition, MessageId]:
     """Return the first message of each subscription that begins inside a producer batch.
 
-    Every start asks for it, because options may have changed, and a broker that lost
-    acknowledgements delivers that entry again. If a cursor was reset to an earlier entry, the
-    subscription no longer begins inside the batch.
+    Every start of a source reads the first messages from the properties, because options may have
+    changed. If a broker lost acknowledgements, it delivers the whole producer batch again. If a
+    cursor was reset to an earlier entry, the subscription no longer begins inside the batch.
 
     Args:
         admin: Admin REST interface; without one the result is empty.
         config: Names the subscription.
         properties: Properties of the subscription in each topic partition.
         starts: Whether the source starts. Then the property is removed from a subscription whose
-            cursor was reset: otherwise it would hold again once the cursor reaches that entry.
+            cursor was reset: otherwise it would hold again once the cursor reaches the batch.
 
     Raises:
         BrokerError: The admin interface does not answer, or refuses.
@@ -198,7 +202,7 @@ def read_first_messages(
     }
 
 
-# -- Positions that a stream has reached, for a bounded read of what it consumed ------------------
+# -- Positions that a stream has reached, for a bounded read of its messages ----------------------
 
 
 def positions_of(source: SourceConfig, checkpoint: Checkpoint) -> dict[str, MessageId]:

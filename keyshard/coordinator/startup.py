@@ -108,7 +108,10 @@ def open_window(
     first_messages: Mapping[TopicPartition, MessageId],
     same: Callable[[TopicPartition], bool],
 ) -> Window:
-    """Create the window of a source that starts. With an admin interface, audit it.
+    """Create the window of a source that starts.
+
+    With an admin interface, :func:`audit` compares the broker's cursors with the checkpoint, and
+    the window takes the evidence.
 
     Args:
         broker: Connection for Readers.
@@ -208,7 +211,7 @@ class Audited:
 
     proofs: dict[TopicPartition, GapEvidence] = field(default_factory=dict)
     acknowledged: dict[TopicPartition, EntrySet] = field(default_factory=dict)
-    """Those of the lost entries that another consumer acknowledged."""
+    """Lost entries that another consumer acknowledged."""
     entries_lost: int = 0
     """Entries that another consumer acknowledged or that are no longer stored, if that is not an
     error."""
@@ -311,10 +314,11 @@ def prove_beginnings(
     checkpoint: Checkpoint | None,
     window: Window,
 ) -> None:
-    """Resolve what lies before the beginnings of subscriptions that the checkpoint does not know.
+    """Resolve the entries before the start of subscriptions that the checkpoint does not know.
 
-    The subscriptions exist, and nothing that they delivered is acknowledged yet. If such a
-    subscription is created again later, from the earliest entry, earlier entries do not count.
+    The subscriptions exist, and no entry that they delivered is acknowledged yet. So acknowledged
+    entries lie before the start. If such a subscription is created again later, from the earliest
+    entry, these entries are not delivered to the host.
 
     Args:
         admin: Admin REST interface; without one, nothing is proved.
@@ -362,7 +366,7 @@ def _now_ms() -> int:
 def _lies_before(
     broker: Broker, where: TopicPartition, first: MessageId, lost: EntrySet, deadline: float
 ) -> bool:
-    """Whether the entry of a first message is among the lost ones, and all of it lies before it."""
+    """Whether the entry of ``first`` is lost, and has only messages before ``first``."""
     entry_id = EntryId(*first[:2])
     if entry_id not in lost:
         return False
@@ -408,7 +412,7 @@ def _unread(topic_partition: TopicPartition) -> BrokerUnavailableError:
     )
 
 
-# -- Limits of what a source holds, below the broker's limits --------------------------------------
+# -- Limits of the window, below the broker's limits ----------------------------------------------
 
 
 class UnacknowledgedLimits(NamedTuple):

@@ -28,7 +28,7 @@ THREADS_MAX = 8
 ID_BYTES = 8
 """Random bytes of an id."""
 WITHOUT_MAX = 100
-"""Topic partitions without the id that a checkpoint names. If there are more, it names no id."""
+"""Most topic partitions without the id in a checkpoint. If there are more, it names no id."""
 
 _log = logging.getLogger(__name__)
 
@@ -145,9 +145,10 @@ class SubscriptionIds:
     def set_in(self, found: Iterable[TopicPartition], timeout_s: float = 0.0) -> None:
         """Set the id in those subscriptions that lack it, unless another source's id stays.
 
-        An error is a warning. If it is about more than one topic partition, the call leaves out
-        those that it has not begun. Later calls begin with the topic partitions that were left out,
-        and try one of the others again, until that succeeds.
+        Errors are logged as warnings. An error other than ``AdminError`` concerns more than one
+        topic partition, so the call skips those that it has not begun. The next call tries all
+        skipped topic partitions, then one of those that failed. If that one succeeds, the call
+        after it tries all that failed.
 
         Args:
             found: The topic partitions. Where there is no subscription, nothing is set.

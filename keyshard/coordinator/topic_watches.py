@@ -35,9 +35,9 @@ class TopicWatches:
         self._again_s: dict[str, float] = {}
 
     def open(self) -> bool:
-        """Open those that are not open, and return whether one was opened.
+        """Open the watches that are not open, and return whether one was opened.
 
-        Without them, topics are found a round later.
+        Without a watch, topics are found a round later.
         """
         now_s, opened = time.monotonic(), False
         for prefix in self._catalog.prefixes()[:WATCHES_MAX]:
@@ -57,6 +57,6 @@ class TopicWatches:
         return opened
 
     def close(self) -> None:
-        """End them."""
+        """Close all watches."""
         for watch in self._open.values():
             watch.close()
