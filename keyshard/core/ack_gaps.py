@@ -1,12 +1,12 @@
-"""Decides which ack gaps are certain never to be delivered, and raises the floor.
+"""Decides which entries of ack gaps will certainly never be delivered, and raises the floor.
 
-An ack gap is an entry below the newest delivered one that no batch holds. It is one of two kinds.
-Either it is a late entry of a slow range: this must never be resolved. Or it will never be
+Ack gaps are the entries below the newest delivered one that no batch holds. Each is one of two
+kinds. Either it is a late entry of a slow range: this must never be resolved. Or it will never be
 delivered: a transaction or replication marker, an aborted message, or an entry that another
 application acknowledged, skipped or expired.
 
 The evidence comes from outside (:class:`GapEvidence`); this module draws the conclusions. Resolved
-ack gaps join the ``delivered`` set, which keeps it in few runs, and the floor moves over both.
+entries join the ``delivered`` set, which keeps it in few runs, and the floor moves over both.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class GapEvidence:
 
 
 class Resolution(NamedTuple):
-    """State of the earlier entries in the next checkpoint."""
+    """State of a topic partition in the next checkpoint, without the entries of its batch."""
 
     floor: EntryId | None
     delivered: EntrySet
     """Delivered or resolved entries above the floor."""
     newly: int
-    """Number of ack gaps resolved by this step."""
+    """Number of entries of ack gaps that this step resolves."""
 
 
 def resolve(
@@ -92,7 +92,7 @@ def resolve(
         state: State of the newest checkpoint.
         proofs: The evidence.
         undelivered: Received entries that are in no batch yet, or only in the one being made. They
-            will be delivered, so they are not resolved, whatever the evidence says.
+            will be delivered, so they are not resolved, even if the evidence says so.
     """
     ack_gaps = proofs.resolved
     if ack_gaps:
@@ -295,7 +295,7 @@ class Trimmed(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Number of entries; those after the newest one count as one."""
+        """Lower bound of the number of deleted entries; those after ``newest`` count as one."""
         return len(self.entries) + (self.newest is not None)
 
 

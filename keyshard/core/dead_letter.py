@@ -1,12 +1,13 @@
 """Dead letters and markers: the properties of messages in a dead-letter topic.
 
 A *dead letter* is a message that exhausted its retries. It has the value, key, event time and
-properties of the original; properties that begin with ``keyshard.`` say what happened to it. A
-*marker* says one of three things: a dead letter is done; all dead letters of a key up to a position
-are done; or those of a key after an original no longer count as done.
+properties of the original; properties that begin with ``keyshard.`` describe its origin and its
+failure. A *marker* says one of three things: a dead letter is done; all dead letters of a key up to
+a position are done; or those of a key after an original no longer count as done.
 
-Both name the oldest dead letter that rested when they were written. If the topic begins after that
-one, and no later message says that it is done, it was lost.
+A dead letter *rests* until a marker says that it is done. Each dead letter and each marker name the
+oldest dead letter that rested when they were written. If the topic no longer stores that dead
+letter, and no later message says that it is done, the dead letter was lost.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ERROR_CHARS_MAX = 1_000
 REPLAYED = "replayed"
 """Kind of a marker."""
 RUNS_AGAIN = "runs_again"
-"""Kind of a message that revokes markers."""
+"""Kind of a marker that revokes others."""
 NOTED = "noted"
 """Kind of a message that only names the oldest dead letter."""
 PART = "part"
@@ -112,12 +113,12 @@ class DeadLetter:
         return 0 if time is None else _milliseconds(time)
 
     def properties(self) -> dict[str, str]:
-        """Properties of the message in the dead-letter topic: the original's and its own."""
+        """Return the properties of the stored message: the original's, and those of keyshard."""
         kept = {_kept_name(name): value for name, value in self.message.properties.items()}
         return {**kept, **self.own_properties()}
 
     def own_properties(self) -> dict[str, str]:
-        """Properties of the dead letter, without those of the original."""
+        """Return the properties that keyshard adds to those of the original."""
         message = self.message
         own = {
             "kind": self.kind.value,
@@ -141,14 +142,14 @@ class DeadLetter:
         return replace(self, message=self.message._replace(value=None, properties={}))
 
     def packed(self) -> tuple[bytes, int]:
-        """Properties and value of the original as bytes; and the number of property bytes."""
+        """Return the original's properties and value as bytes, and the size of the properties."""
         head = json.dumps(dict(self.message.properties)).encode()
         return head + (self.message.value or b""), len(head)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDeadLetter:
-    """A parked dead letter, read from the dead-letter topic."""
+    """A dead letter of a parked key, as read from the dead-letter topic."""
 
     position: EntryId
     """Its position in the dead-letter topic."""
@@ -157,7 +158,7 @@ class StoredDeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class DoneMarker:
-    """The dead letter of an original is done: a handler handled it."""
+    """A marker: the dead letter of an original is done, replayed or discarded."""
 
     key: str
     subscription: str
@@ -166,13 +167,17 @@ class DoneMarker:
     """Id of the original."""
 
     def properties(self) -> dict[str, str]:
-        """Properties of the marker message; its partition key is the key."""
+        """Return the properties of the marker; its message has the partition key ``key``."""
         return _about(REPLAYED, self)
 
 
 @dataclass(frozen=True, slots=True)
 class RunsAgainNote:
-    """A message older than done dead letters of its key runs: they no longer count as done."""
+    """A marker: dead letters of a key after an original no longer count as done.
+
+    It is written before a handler gets that original. If the later originals come again, they run
+    after it.
+    """
 
     key: str
     subscription: str
@@ -180,13 +185,13 @@ class RunsAgainNote:
     message_id: MessageId
 
     def properties(self) -> dict[str, str]:
-        """Properties of the message; its partition key is the key."""
+        """Return the properties of the marker; its message has the partition key ``key``."""
         return _about(RUNS_AGAIN, self)
 
 
 @dataclass(frozen=True, slots=True)
 class DoneUpToMarker:
-    """All dead letters of a key up to a position are done: replayed or discarded."""
+    """A marker: all dead letters of a key up to a position are done, replayed or discarded."""
 
     key: str
     subscription: str
@@ -194,7 +199,7 @@ class DoneUpToMarker:
     """Position in the dead-letter topic, inclusive."""
 
     def properties(self) -> dict[str, str]:
-        """Properties of the message; its partition key is the key."""
+        """Return the properties of the marker; its message has the partition key ``key``."""
         own = {
             "kind": REPLAYED,
             "subscription": self.subscription,

@@ -1,8 +1,8 @@
-"""Filters of dead letters, and what a replay and a discard do with the dead letters of a key.
+"""Filters of dead letters, and the effect of a replay or a discard on the dead letters of a key.
 
 A discard takes exactly the dead letters that match: the others of the key keep their order. A
-replay must not hand out a dead letter before an earlier one of its key, nor before newer messages
-may pass. So it takes every dead letter of a key of which one matches.
+replay must hand out the dead letters of a key in order, and all of them before newer messages of
+the key. So if one dead letter of a key matches, a replay takes all of the key.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ class DeadLetterFilter:
             object.__setattr__(self, "topic", full_topic_name(self.topic))
 
     def checked(self, all: object) -> DeadLetterFilter:  # noqa: A002 - named as on the command line
-        """Return the filter of a replay or discard, which must be stated.
+        """Check that the filter of a replay or discard selects dead letters, and return it.
 
         Args:
             all: Whether every dead letter is meant.
 
         Raises:
-            ConfigError: Neither a condition nor ``all`` is given, or both.
+            ConfigError: Neither a condition nor ``all`` is given, or ``all`` and a condition other
+                than ``rejected``.
         """
         if type(all) is not bool:
             raise ConfigError(f"all is {shown(all)}; it must be true or false.")
@@ -101,7 +102,7 @@ class DeadLetterFilter:
 
     @property
     def reads(self) -> bool:
-        """Whether the dead letters have to be read: key and topic are known without."""
+        """Whether dead letters must be read: only key and topic are known without reading."""
         ages = (self.older_than_s, self.newer_than_s)
         return self.rejected or self.error is not None or ages != (None, None)
 
@@ -140,7 +141,7 @@ class KeyPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Effect of a replay or a discard, before or after it."""
+    """Effect of a replay or a discard: the expected one of a dry run, otherwise the actual one."""
 
     keys: int
     """Number of keys."""
@@ -165,7 +166,7 @@ def plan_of(each: Collection[KeyPlan]) -> Plan:
 def replay_of(
     matching: Mapping[str, Collection[EntryId]], resting: Mapping[str, int]
 ) -> list[KeyPlan]:
-    """Decide what a replay takes: every resting dead letter of the keys of matching ones.
+    """Return the effect of a replay: it takes every resting dead letter of each matching key.
 
     Args:
         matching: Positions of matching dead letters, by key.

@@ -1,14 +1,15 @@
 """Bulks: if handlers return at once, one thread or task handles the messages of several entries.
 
-To queue a message by its key, hand it to a thread and take its result costs several times what a
-handler costs that does nothing. While nothing is in a lane and no handler takes long, received
-entries are not queued. One thread or task gets the messages of several as a *bulk*, handles them in
-the order of receipt, and completes the entries together. So the order of every key is kept.
+In a lane, a message is queued by its key, handed to a thread, and its result is taken. This costs
+several times as much as a handler that does nothing. While no message is in a lane and no handler
+takes long, received entries are not queued. One thread or task gets the messages of several entries
+as a *bulk*, handles them in the order of receipt, and completes the entries together. So the order
+of every key is kept.
 
 A bulk can be taken apart between any two of its messages: those that have not started, and the one
-that runs, go to the lanes, as do all entries behind them. The thread takes messages from the left
-of a deque, and whoever takes the bulk apart takes them from the right. Both are atomic, so the
-thread needs no lock between two messages. A coroutine that waits takes its bulk apart.
+that runs, go to the lanes, as do all entries after them. The thread of the bulk takes messages from
+the left of a deque, and the thread that takes the bulk apart takes them from the right. Both are
+atomic, so no lock is needed between two messages. A coroutine that waits takes its bulk apart.
 
 Arrivals are not thread-safe otherwise: their owner calls them under the lock of the lanes. Time is
 an argument, in seconds of any clock.
@@ -55,7 +56,7 @@ class Bulk:
     began_s: float
     """Time at which the first message started."""
     messages: list[Message] = field(default_factory=list)
-    """All of them; once it is taken apart, those that are done."""
+    """All messages; after the bulk is taken apart, those that are done."""
     ends: list[float] = field(default_factory=list)
     """Times at which handlers returned."""
     late: dict[int, float] = field(default_factory=dict)
@@ -66,11 +67,11 @@ class Bulk:
     """The message that ran when it was taken apart; ``None`` if none did."""
 
     def rest(self) -> None:
-        """Start the next message later than the previous one ends."""
+        """Record that no message runs until :meth:`go_on`."""
         self.late[len(self.ends)] = math.inf
 
     def go_on(self, now_s: float) -> None:
-        """End the time in which no message runs."""
+        """Record that the next message starts now, after :meth:`rest`."""
         self.late[len(self.ends)] = now_s
 
     def start_of(self, number: int) -> float:
@@ -86,7 +87,7 @@ class Bulk:
         """Return the durations of the messages that are done, seconds."""
         ends = self.ends[: len(self.messages)]
         durations = list(map(sub, ends, [self.began_s, *ends]))
-        # The task may add one meanwhile, if the bulk was just taken apart.
+        # If the bulk was just taken apart, its task may add to ``late`` meanwhile: copy it.
         for number, start_s in list(self.late.items()):
             if number < len(ends):
                 durations[number] = ends[number] - start_s
@@ -96,7 +97,7 @@ class Bulk:
 class Arrivals:
     """Received entries that are not in lanes yet, and the bulk that a thread handles now.
 
-    All of them are newer than all messages in lanes.
+    All their messages are newer than those in lanes.
 
     Args:
         lanes: Gets their messages when they are distributed.
@@ -119,7 +120,11 @@ class Arrivals:
         self.rows += len(arrival.messages)
 
     def start(self, now_s: float) -> Bulk | None:
-        """Start a bulk of the oldest entries; ``None`` unless no message is in a lane or a bulk."""
+        """Start a bulk of the oldest entries.
+
+        Returns:
+            The bulk; ``None`` if a message is in a lane or in another bulk, or no entry waits.
+        """
         if self.bulk is not None or not self._entries or not self._lanes.empty:
             return None
         bulk = Bulk([], deque(), now_s)

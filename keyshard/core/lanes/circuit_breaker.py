@@ -177,7 +177,7 @@ class CircuitBreaker:
             self._stuck_s = now_s
 
     def judges(self, now_s: float) -> bool:
-        """Return whether it has been stuck so long that the failures of keys on trial count."""
+        """Return whether :meth:`stuck` has lasted ``STUCK_S``: then failures on trial count."""
         return self._stuck_s is not None and now_s - self._stuck_s >= STUCK_S
 
     def put_on_trial(self, keys: Collection[Hashable]) -> None:
@@ -195,7 +195,7 @@ class CircuitBreaker:
             self._controls_left -= 1
             self._probes.add(key)
         elif self.state is CircuitState.PROBING:
-            # A failed key queues behind all others. If it comes again, all keys were tried.
+            # A failed key queues after all others. If it comes again, all keys were tried.
             self._to_start = 0 if key in self._tried else self._to_start - 1
             self._tried.add(key)
             self._in_round.add(key)
@@ -308,7 +308,7 @@ class CircuitBreaker:
 
     @property
     def held_until_s(self) -> float:
-        """Time until which keys wait whose failure did not count; 0 if there is none."""
+        """Time until which a key waits if its failure did not count; 0 if no key waits."""
         return 0.0 if self._suspected_s is None else self._suspected_s + QUIET_S
 
     def counts_on(self, first_s: float | None) -> bool:
@@ -321,7 +321,7 @@ class CircuitBreaker:
 
     @property
     def keys(self) -> tuple[int, int]:
-        """Number of failing keys, and number of compared keys."""
+        """Number of failing keys, and of all keys with a recent attempt or an unrefuted failure."""
         failing = {key for key, (_, failed) in self._latest.items() if failed}
         return len(failing | self._unrefuted.keys()), len(self._latest.keys() | self._unrefuted)
 
