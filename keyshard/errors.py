@@ -187,7 +187,7 @@ class DeduplicationError(BrokerError):
 
 
 class AdminError(BrokerError):
-    """The admin REST interface cannot be reached or refused a request."""
+    """The admin REST interface refuses a request, or its answer cannot be understood."""
 
     code = "KEYSHARD_ADMIN"
 

@@ -9,7 +9,7 @@
 
     PARKED, DRAINING   newer messages of the key become dead letters, one after the other;
                        messages older than its first dead letter are handled (:class:`Action`)
-    REPLAYING          its dead letters run in its lane, newer messages wait behind them
+    REPLAYING          its dead letters run in its lane, newer messages wait for them
 
 A key is also RELEASED from PARKED and DRAINING, when its dead letters were discarded or lost.
 """
