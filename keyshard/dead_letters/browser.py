@@ -19,7 +19,7 @@ from keyshard.dead_letters.topic_scan import FIRST, dead_letter_of, position_of,
 from keyshard.errors import ConfigError
 
 PAGE_BYTES_MAX = 8 * 1024 * 1024
-"""About the most values and keys of a page, bytes."""
+"""Approximate maximum size of the values and keys of a page, bytes."""
 PAGE_S = 2.0
 """Time after which a page ends, seconds, so that progress shows."""
 
@@ -54,9 +54,10 @@ class DeadLetterBrowser:
         reader: Reads the dead-letter topic.
         keys: State of the parked keys.
         subscription: Subscription of the source.
-        last: Returns the last stored position; ``None``: nothing is stored. The end of the topic
-            is never concluded from the silence of a Reader.
-        admin: Knows which rejected dead letters are discarded; ``None``: all that are stored count.
+        last: Returns the last stored position; ``None``: nothing is stored. A read ends there. A
+            Reader that returns nothing proves no end of the topic.
+        admin: Knows which rejected dead letters are discarded; ``None``: those are listed too,
+            while they are stored.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class DeadLetterBrowser:
         Args:
             wanted: The filter.
             start: Position to begin at; ``None``: the first page.
-            limit: Most dead letters of the page.
+            limit: Maximum number of dead letters of the page; ``None``: no maximum.
 
         Raises:
             ReplayTimeoutError: Nothing came for ``replay_timeout_ms``.
@@ -208,7 +209,7 @@ class DeadLetterBrowser:
                 position = position_of(message)
                 if position > last:
                     return
-                if newest is None or message.message_id > newest:  # it may come twice
+                if newest is None or message.message_id > newest:  # a message may come twice
                     newest = message.message_id
                     one = self._stored(message, position, cursor)
                     age_ms = now_ms - round(message.publish_time.timestamp() * 1000)

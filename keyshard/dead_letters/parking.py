@@ -9,7 +9,7 @@
 
     PARKED, DRAINING   newer messages of the key become dead letters, one after the other;
                        messages older than its first dead letter are handled (:class:`Action`)
-    REPLAYING          its dead letters run in its lane, newer messages wait for them
+    REPLAYING          its dead letters run in its lane; newer messages wait until they are done
 
 A key is also RELEASED from PARKED and DRAINING, when its dead letters were discarded or lost.
 """
@@ -36,18 +36,18 @@ class ParkingState(Enum):
 
 
 class ParkingEvent(Enum):
-    """Event of a key."""
+    """An event that changes the state of a key."""
 
     PARK = auto()
-    """A message of it failed too often, or waits behind a dead letter: it becomes a dead letter."""
+    """A message of the key becomes a dead letter: it failed too often, or comes after one."""
     UNPARK = auto()
-    """A user unparks it."""
+    """A user unparks the key."""
     DRAINED = auto()
-    """No message of it runs, and every dead letter of it is confirmed."""
+    """No message of the key runs, and every dead letter of it is confirmed."""
     FAILED_AGAIN = auto()
-    """A dead letter failed too often: it and the later ones rest."""
+    """A dead letter failed too often in its replay. It and the later ones rest."""
     RELEASED = auto()
-    """No dead letter of it rests, and none is in flight."""
+    """No dead letter of the key rests, and none is in flight."""
 
 
 TRANSITIONS: Mapping[ParkingEvent, Mapping[ParkingState | None, ParkingState | None]] = {
@@ -75,12 +75,12 @@ class Action(Enum):
     HANDLE = auto()
     """Its key is not parked, or it is older than the first dead letter of its topic partition."""
     HANDLE_AGAIN = auto()
-    """As HANDLE, but newer dead letters of its key are done. If they are redelivered, they must run
-    after it again, and a note of that must be written first."""
+    """As HANDLE, but newer dead letters of its key are done. If their originals are redelivered,
+    handlers must get them again after this message. First a note of that must be written."""
     DEAD_LETTER = auto()
-    """It waits behind a dead letter, so it becomes one."""
+    """It comes after a dead letter of its key, so it becomes one."""
     DONE = auto()
-    """It is a dead letter, or its dead letter is done."""
+    """Its dead letter rests or is done, so no handler may get it."""
 
 
 class Parking:
@@ -114,7 +114,7 @@ class Parking:
         ]  # fmt: skip
 
     def resting(self, among: Iterable[str]) -> dict[str, ParkedKey]:
-        """Return the parked keys among some, without those that are being unparked."""
+        """Return those of some keys that are parked and not being unparked."""
         keys, states = self.parked.keys, self._states
         return {
             key: keys[key]
@@ -137,7 +137,11 @@ class Parking:
         return Action.HANDLE if first is not None and message_id < first else Action.DEAD_LETTER
 
     def start(self, key: str, where: TopicPartition, message_id: MessageId) -> Action:
-        """Decide as :meth:`action`, for a message that begins now."""
+        """Decide as :meth:`action`, for a message that a handler gets next if it may.
+
+        If the action is HANDLE, note that the message runs. If newer dead letters of its key are
+        done, return HANDLE_AGAIN instead.
+        """
         action, done = self.action(key, where, message_id), self.parked.done
         if action is not Action.HANDLE:
             return action
@@ -158,11 +162,13 @@ class Parking:
         return True
 
     def drained(self, key: str) -> list[EntryId]:
-        """Start the replay of a draining key: none of it runs, its dead letters are confirmed.
+        """Start the replay of a draining key. From now on its messages become no dead letters.
+
+        The caller ensures that no message of the key runs, and that its dead letters are confirmed.
 
         Returns:
-            Positions of the dead letters to replay, in order. New messages do not become dead
-            letters. If there is no position, the key is released.
+            Positions of the dead letters to replay, in order. If there are none, the key is
+            released.
         """
         parked = self.parked.keys.get(key)
         assert self.state(key) in TRANSITIONS[ParkingEvent.DRAINED]
@@ -180,12 +186,12 @@ class Parking:
             self._apply(key, ParkingEvent.RELEASED)
 
     def emptied(self, key: str) -> None:
-        """Release a parked key without dead letters; none of it may be in flight."""
+        """Release a parked key if no dead letter of it rests; none may be in flight."""
         if self._states.get(key) is ParkingState.PARKED and key not in self.parked.keys:
             self._apply(key, ParkingEvent.RELEASED)
 
     def failed_again(self, key: str) -> None:
-        """Park a key again after a dead letter failed too often; it and the later ones rest."""
+        """Park a key again after a dead letter failed too often. It and the later ones rest."""
         self._apply(key, ParkingEvent.FAILED_AGAIN)
 
     def validate(self) -> None:
@@ -226,19 +232,19 @@ class ParkedKeys:
 
     @property
     def malformed(self) -> int:
-        """Number of malformed dead letters and markers found at the start. Without the lock."""
+        """Number of malformed dead letters and markers found at the start. Takes no lock."""
         return len(self.parking.parked.malformed)
 
     @property
     def matter(self) -> bool:
-        """Whether any key is parked or any dead letter done; otherwise every message is handled.
+        """Whether a key is parked or a dead letter done. If not, every message is handled.
 
-        Without the lock.
+        Takes no lock.
         """
         return bool(len(self.parking) or self.parking.parked.done)
 
     def state(self, key: str) -> ParkingState | None:
-        """Return the state of a key; ``None`` if it is not parked. Without the lock."""
+        """Return the state of a key; ``None`` if it is not parked. Takes no lock."""
         return self.parking.state(key)
 
     def some(self, count_max: int) -> list[tuple[str, int]]:
@@ -252,15 +258,15 @@ class ParkedKeys:
             return self.parking.action(key, where, message_id)
 
     def start(self, key: str, where: TopicPartition, message_id: MessageId) -> Action:
-        """Decide as :meth:`action`, for a message that begins now."""
+        """Decide as :meth:`Parking.start`, for a message that a handler gets next if it may."""
         with self.lock:
             return self.parking.start(key, where, message_id)
 
     def matching(self, wanted: DeadLetterFilter) -> dict[str, list[EntryId]]:
         """Return the positions of the dead letters of matching keys and topics, by parked key.
 
-        Keys that are being unparked are left out. The lock is held only briefly, whatever the
-        number of keys.
+        Keys that are being unparked are left out. The lock is held only briefly, even for many
+        keys.
         """
         with self.lock:
             keys = list(self.parking.states()) if wanted.key is None else [wanted.key]
@@ -289,7 +295,7 @@ class ParkedKeys:
             return None if parked is None else parked.position(where, message_id)
 
     def positions_of(self, message_id: MessageId) -> list[EntryId]:
-        """Return the positions of the dead letters whose originals have an id, in any topic."""
+        """Return the positions of the dead letters of originals with this id, in any topic."""
         with self.lock:
             return [
                 position
@@ -318,7 +324,7 @@ class ParkedKeys:
             return self.parking.unpark(key)
 
     def emptied(self, key: str) -> None:
-        """Release a parked key without dead letters; none of it may be in flight."""
+        """Release a parked key if no dead letter of it rests; none may be in flight."""
         with self.lock:
             self.parking.emptied(key)
 
@@ -345,11 +351,7 @@ class ParkedKeys:
             return None if parked is None else (parked.count, parked.since_ms)
 
     def drained(self, key: str) -> list[EntryId]:
-        """Return the positions of the dead letters of a draining key, in order.
-
-        The caller ensures that no message of the key runs and no dead letter of it is in flight.
-        From now on no dead letter of the key is written.
-        """
+        """Start the replay of a draining key, as :meth:`Parking.drained`."""
         with self.lock:
             return self.parking.drained(key)
 
@@ -363,6 +365,6 @@ class ParkedKeys:
                 self.parking.drained(key)
 
     def failed_again(self, key: str) -> None:
-        """Park a key again after a dead letter failed too often; it and the later ones rest."""
+        """Park a key again after a dead letter failed too often. It and the later ones rest."""
         with self.lock:
             self.parking.failed_again(key)

@@ -21,7 +21,7 @@ from keyshard.reading.replay import stretches
 from keyshard.reading.scan import Scan
 
 NEAR_BYTES_MAX = 16 * 1024 * 1024
-"""Most memory of cached dead letters that scans for other keys read, bytes."""
+"""Maximum memory of cached dead letters, which scans for other keys read, bytes."""
 NEAR_ENTRIES = 1_000
 """About how many entries a scan reads before it finds the first wanted one."""
 DEAD_LETTER_BYTES = 1_000
@@ -52,11 +52,11 @@ class DeadLetterReader:
         self._near_bytes = 0
 
     def scan(self, start: EntryId, last: EntryId) -> Scan:
-        """Make a scan of a stretch of the topic; unreadable entries are no dead letters."""
+        """Make a scan of a stretch of the topic that skips unreadable entries."""
         return Scan(self._broker, self.where, start, last, unreadable={})
 
     def whole(self, message: Message) -> DeadLetter | None:
-        """Return the dead letter of a message; ``None`` if it is none, or its parts are gone.
+        """Return the dead letter of a message; ``None``: it has none, or its parts are gone.
 
         Raises:
             ReplayTimeoutError: Its parts could not be read within ``replay_timeout_ms``.
@@ -89,9 +89,10 @@ class DeadLetterReader:
 
     @contextmanager
     def reading(self, start: EntryId) -> Iterator[None]:
-        """Register a scan from a position; first wait for another scan that reads there.
+        """Register a scan from a position for the block. First wait for a scan that reads there.
 
-        Afterwards :meth:`cached` returns the dead letters of that scan.
+        After such a wait, the block finds the dead letters that the other scan read in
+        :meth:`cached`.
         """
 
         def is_read() -> bool:
@@ -147,7 +148,7 @@ def _bytes(dead_letter: DeadLetter) -> int:
 # -- Replays the resting dead letters of one key, in order -----------------------------------------
 
 ASCENDING_MAX = 5_000
-"""Most of the next positions that are examined for one scan."""
+"""Maximum number of the next positions that are examined for one scan."""
 
 
 class Replay:

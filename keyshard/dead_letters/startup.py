@@ -44,7 +44,7 @@ def open_dead_letters(
     fail: Callable[[KeyShardError], None],
     check: Callable[[], None] = is_needed,
 ) -> DeadLetterStore:
-    """Subscribe the dead-letter topic of a source, and find its parked keys.
+    """Subscribe to the dead-letter topic of a source, and find its parked keys.
 
     Call it after the ranges are subscribed and before the first receive: then the previous owner of
     the ranges can write no more dead letters that count.
@@ -56,8 +56,8 @@ def open_dead_letters(
         config: Options of the source.
         parked: Result of :meth:`DeadLetterStore.checkpoint`; ``None``: the whole topic is read.
         checkpointed: Whether :meth:`DeadLetterStore.checkpoint` will be stored.
-        needed: Whether the broker must be able to create a missing topic. Otherwise only a dead
-            letter needs it.
+        needed: Whether to check now that the broker can create a missing topic. If false, the first
+            dead letter fails if the broker cannot.
         admin: Admin interface; ``None``: none.
         fail: Called with an unexpected error of a thread, which ends the source.
         check: Called before each request; raises a ``KeyShardError`` if the source has ended.
@@ -128,10 +128,10 @@ def open_dead_letters(
 #
 #     1. the user         ``dead_letter_topic``
 #     2. the checkpoint   the topic that it was written with
-#     3. dead letters     the default name, of one per topic, that has parked dead letters
+#     3. dead letters     each consumed topic has a default name: the one with parked dead letters
 #     4. the default      named after the first topic
 #
-# So adding a topic in front of the others, which changes the default, does not hide dead letters.
+# So a topic that is added before the others changes the default, but hides no dead letters.
 
 
 def check_dead_letter_topic(config: SourceConfig, named: str | None) -> None:
@@ -206,7 +206,7 @@ def find_dead_letter_topic(
 
 
 def _unless_ended(check: Callable[[], None]) -> Check:
-    """Make the error of an ended source one that is not retried, whatever it is."""
+    """Wrap a check: raise ``RuntimeStoppedError``, which is not retried, for each of its errors."""
 
     def checked() -> None:
         try:

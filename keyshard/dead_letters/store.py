@@ -2,8 +2,8 @@
 
 The subscription ``<subscription>-parked`` keeps the dead letters; see
 :mod:`keyshard.dead_letters.subscription`. Its only consumer holds the whole ring, so that two
-sources cannot park in one topic with the same subscription. It acknowledges what is no longer
-needed: replayed dead letters, markers, and messages that are neither. Rejected dead letters, and
+sources cannot park in one topic with the same subscription. It acknowledges unneeded
+messages: replayed dead letters, markers, and messages that are neither. Rejected dead letters, and
 dead letters of keys that are not parked, stay until a user acknowledges them.
 """
 
@@ -57,8 +57,8 @@ _log = logging.getLogger(__name__)
 class DeadLetterStore:
     """The dead letters of one source. Any thread may call it; every wait has a deadline.
 
-    A method that returns has its message confirmed. If it raises ``BrokerError``, the message may
-    still be stored.
+    A method that writes returns after the broker has confirmed its messages. If it raises
+    ``BrokerError``, they may still be stored.
 
     :func:`~keyshard.dead_letters.startup.open_dead_letters` makes it.
 
@@ -69,8 +69,9 @@ class DeadLetterStore:
         keeper: Holds the subscription that keeps the dead letters.
         parked: State of the topic.
         checkpointed: Whether :meth:`saved` will be called.
-        stored: Everything before it is folded in the stored checkpoint.
-        admin: Knows which rejected dead letters are discarded; ``None``: none.
+        stored: Position from which the stored checkpoint folds the topic; ``None``: there is none.
+        admin: Knows which rejected dead letters are discarded; ``None``: there is no admin
+            interface.
         fail: Called with an unexpected error of a thread, which ends the source.
     """
 
@@ -110,8 +111,8 @@ class DeadLetterStore:
     def send(self, dead_letter: DeadLetter) -> None:
         """Write a dead letter and wait for its confirmation; then its message counts as completed.
 
-        The key of a parked message is parked from now on. If a dead letter of the message rests
-        already, nothing is written.
+        If its kind is ``PARKED``, its key is parked from now on. Then nothing is written if a dead
+        letter of the same original rests already.
 
         Raises:
             BrokerUnavailableError: No confirmation within ``acknowledge_timeout_ms``. The dead
@@ -167,10 +168,10 @@ class DeadLetterStore:
         self.finished.markers([position])
 
     def runs_again(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
-        """Note that a message is about to run that is older than done dead letters of its key.
+        """Note that a message older than done dead letters of its key is about to be handled.
 
-        If the originals of those dead letters are redelivered, they must run after it, also in a
-        process that starts in between.
+        If the originals of those dead letters are redelivered, handlers must get them again after
+        this message. A process that starts in between learns that from the note.
 
         Raises:
             BrokerError: As for :meth:`send`; the message must not run.
@@ -185,8 +186,8 @@ class DeadLetterStore:
     def discard(self, chosen: Mapping[str, Collection[EntryId]]) -> list[KeyPlan]:
         """Discard confirmed dead letters of parked keys; return what was discarded.
 
-        All of them are noted before the first marker is sent. Otherwise a marker would claim the
-        oldest resting dead letter, and the marker of that one would have to wait.
+        No marker of this call claims (names as resting) a dead letter that the call discards. The
+        marker of such a dead letter would have to wait until that claim is confirmed.
 
         Args:
             chosen: Positions of the dead letters, by key. Those that do not rest any more, and
@@ -203,7 +204,7 @@ class DeadLetterStore:
                 wanted = set(chosen[key])
                 found = [one for one in parked.dead_letters() if one[2] in wanted]
                 if len(found) == parked.count:
-                    # It also covers second copies, without a marker for each.
+                    # One marker up to a position also covers second copies of these dead letters.
                     marks.append(DoneUpToMarker(key, self._config.subscription, parked.last))
                 else:
                     marks += [DoneMarker(key, self._config.subscription, *one[:2]) for one in found]
@@ -249,7 +250,7 @@ class DeadLetterStore:
         return len(found)
 
     def note(self) -> None:
-        """Write which dead letter is the oldest now: so an accepted loss is reported only once.
+        """Write which resting dead letter is the oldest, to report an accepted loss only once.
 
         Raises:
             BrokerError: As for :meth:`send`.
@@ -375,11 +376,14 @@ class DeadLetterStore:
         fold: Callable[[Sent], object],
         marks: Collection[EntryId] = (),
     ) -> Sent:
-        """Send messages and fold them. If that fails, checkpoints fold from before them.
+        """Send messages, and fold them into the state once they are confirmed.
+
+        If sending fails, they may still be stored. So all later checkpoints begin before them, and
+        the next start reads them from the topic.
 
         Args:
-            send: Sends them with the given properties, which claim a dead letter.
-            fold: Takes their position or positions.
+            send: Sends them with the given properties, which name the oldest resting dead letter.
+            fold: Folds them; gets the result of ``send``, their position or positions.
             marks: Dead letters that they mark as done.
         """
         what, parked = object(), self.keys.parking.parked

@@ -66,7 +66,8 @@ class DeadLetterSubscription:
         if admin is not None and not admin.creates_subscriptions(topic):
             raise dead_letter_subscription_missing(topic, self._name, topic_is_missing=True)
         try:
-            # The policy is that of the topic, but a look-up of one partition creates nothing.
+            # The broker applies its policy for the creation of the topic, but creates nothing for
+            # the name of a partition.
             self._broker.partitions(f"{topic}-partition-0", create=True)
         except TopicNotFoundError:
             raise dead_letter_topic_missing(topic) from None

@@ -34,9 +34,9 @@ from keyshard.reading.scan import Scan
 
 FIRST = EntryId(0, 0)
 MALFORMED_MAX = 100_000
-"""Most malformed messages that are counted."""
+"""Maximum number of malformed messages that are counted."""
 MALFORMED_CHARS_MAX = 200
-"""Most characters of the reason why one is malformed."""
+"""Maximum number of characters of the reason why a message is malformed."""
 _RESTS, _PASSES, _NOT_OURS, _BROKEN = "rests", "passes", "not ours", "broken"
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ Check = Callable[[], object]
 
 
 def is_needed() -> None:
-    """Raise nothing: no source waits for the messages."""
+    """Raise nothing. The default check, for a read that the end of a source does not stop."""
 
 
 def fold(
@@ -57,7 +57,7 @@ def fold(
     *,
     check: Check = is_needed,
 ) -> list[EntryId]:
-    """Fold the stored messages that are not folded yet.
+    """Fold all stored messages from ``state.begin`` on.
 
     Afterwards ``state.claimed`` is a lost dead letter whose loss is accepted, or ``None``.
 
@@ -136,7 +136,7 @@ def _name_malformed(state: TopicState, where: TopicPartition) -> None:
 def stored_state(
     broker: Broker, where: TopicPartition, config: SourceConfig, *, check: Check = is_needed
 ) -> TopicState:
-    """Fold all that is stored in a topic, without a subscription; raises as :func:`fold`."""
+    """Fold all stored messages of a topic, without a subscription; raises as :func:`fold`."""
     state = TopicState()
     with Scan(broker, where, FIRST, None, unreadable={}) as scan:
         for message in read(scan, where, config.replay_timeout_ms / 1000, check=check):
@@ -226,7 +226,8 @@ def is_finished(
         state: State of the topic.
         message: A received message.
         subscription: Subscription of the source.
-        stored: Everything before it is folded in the stored checkpoint; ``None``: none is stored.
+        stored: Position before which the stored checkpoint has folded every message; ``None``:
+            none is stored.
     """
     position, folded = position_of(message), state.folded
     if folded is None or position >= folded:
@@ -245,12 +246,18 @@ def is_finished(
         )
     if own and message.properties.get(f"{PREFIX}kind") == PART:
         return False
-    # It proves that a dead letter that a checkpoint calls resting is done, and not lost.
+    # A marker proves that a dead letter is done, not lost, until a checkpoint has folded it.
     return not own or (stored is not None and position < stored)
 
 
 def _take(state: TopicState, message: Message, subscription: str) -> str:
-    """Fold a message of the topic; return whether it rests, passes, is not ours, or is broken."""
+    """Fold a message of the topic.
+
+    Returns:
+        ``_BROKEN``: malformed. ``_NOT_OURS``: not written by the source. ``_RESTS``: a dead letter
+        whose kind is not ``PARKED``. ``_PASSES``: any other message of the source; the state knows
+        whether a parked dead letter rests.
+    """
     position, own = position_of(message), is_of(message, subscription)
     try:
         found = _checked(message)
@@ -288,7 +295,7 @@ def _checked(message: Message) -> DeadLetter | DoneMarker | RunsAgainNote | Done
 
 
 def dead_letter_of(message: Message) -> DeadLetter | None:
-    """Return the dead letter of a message, perhaps without its parts; ``None`` if it is none."""
+    """Return the dead letter of a message, perhaps without its parts; ``None`` if it has none."""
     try:
         found = parse(message)
     except ValueError:

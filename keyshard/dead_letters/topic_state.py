@@ -1,9 +1,16 @@
 """State of the dead-letter topic: the parked keys, and their resting dead letters.
 
-A dead letter rests until a marker says that it is done. A key is parked while dead letters of it
-rest. Nothing else is durable, so a restart folds the topic and gets the same state. A marker names
-an original, so it covers every earlier copy of its dead letter: a dead letter without confirmation
-is sent again.
+::
+
+    original   the message that became a dead letter
+    marker     a message of the topic that says that a dead letter is done
+    to rest    a dead letter rests until a marker says that it is done
+    to fold    to apply a message of the topic to this state; messages are folded in their order
+    to claim   a written message claims (names) the dead letter that is the oldest resting one
+
+A key is parked while dead letters of it rest. This state is not stored: a restart folds the topic
+and gets the same state. An unconfirmed dead letter is sent again, so it may have copies. A marker
+names the original, so it covers every earlier copy.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ class TopicState:
 
     Args:
         begin: Everything before it is folded, and nothing of it rests; ``None``: nothing is folded.
-        claimed: A dead letter that rested when the claim was written.
+        claimed: The oldest resting dead letter according to the checkpoint.
     """
 
     def __init__(self, begin: EntryId | None = None, claimed: EntryId | None = None) -> None:
@@ -39,7 +46,7 @@ class TopicState:
         self.malformed: dict[EntryId, str] = {}
         """Messages that should be dead letters or markers and cannot be read, and the reason."""
         self.claimed = claimed
-        """A dead letter that rested when the newest checkpoint or message was written."""
+        """The dead letter that the newest folded message claims, or else the checkpoint."""
         self._begin = self._next = begin
         self._sending: dict[object, EntryId | None] = {}
         self._claims: dict[object, EntryId] = {}
@@ -101,16 +108,16 @@ class TopicState:
     def run_again(
         self, position: EntryId, key: str, where: TopicPartition, message_id: MessageId
     ) -> None:
-        """Fold a note: a message runs that is older than done dead letters of its key."""
+        """Fold a note that a message older than done dead letters of its key runs."""
         self.passed(position)
         self._apply_sweep(key)
         self.done.runs(key, where, message_id)
 
     def claim(self, oldest: EntryId | None) -> None:
-        """Note the oldest resting dead letter that a message names.
+        """Note which dead letter a folded message claims.
 
-        A dead letter before the begin is done, or a copy of a folded one. Another process, which
-        folded the whole topic, may still name it. It need not be stored any more.
+        A claimed dead letter before the start of the fold is ignored: it is done, or a copy of a
+        folded one. It may be gone, but another process that folded the whole topic may claim it.
         """
         if oldest is None or self._begin is None or oldest >= self._begin:
             self.claimed = oldest
@@ -121,14 +128,14 @@ class TopicState:
             self._apply_sweep(key)
 
     def passed(self, position: EntryId) -> None:
-        """Note that a position is folded, also if its message belongs to another subscription."""
+        """Note that a position is folded, even if its message belongs to another subscription."""
         if self._next is None or position >= self._next:
             self._next = EntryId(position.ledger, position.entry + 1)
 
     # -- sending ----------------------------------------------------------------------------------
 
     def marking(self, dead_letters: Collection[EntryId]) -> None:
-        """Note dead letters whose markers are about to be sent; later messages claim none."""
+        """Note dead letters whose markers will be sent now. Later messages claim none of them."""
         self._marking.update(dead_letters)
 
     def claims(self, dead_letters: Collection[EntryId]) -> bool:
@@ -155,7 +162,7 @@ class TopicState:
         return claimed
 
     def sent(self, what: object, marks: Collection[EntryId] = ()) -> None:
-        """Note a confirmed and folded message; a failed one may be stored, so it is not noted."""
+        """Note a confirmed and folded message. Not called for a failed one: it may be stored."""
         del self._sending[what]
         self._claims.pop(what, None)
         self._marking.difference_update(marks)
@@ -212,9 +219,9 @@ class TopicState:
         Its size and cost do not depend on the number of keys.
 
         Args:
-            partitions: State of each topic partition in the checkpoint, without deleted ones. If an
-                original of a done dead letter is not in it, the dead letter is folded again: the
-                original is redelivered after a start, and must be recognised then.
+            partitions: State of each topic partition in the checkpoint, without deleted ones. If it
+                does not cover the original of a done dead letter, a start folds that dead letter
+                again: the original is redelivered, and must be recognised as done.
         """
         begin, done = self.begin, self.done.oldest(partitions)
         if begin is not None and done is not None:
@@ -290,7 +297,7 @@ class _Originals:
 
     positions: dict[MessageId, EntryId] = field(default_factory=dict)
     order: list[MessageId] = field(default_factory=list)
-    """Heap of their originals; it may contain originals that no longer rest."""
+    """Heap of the originals; it may contain some whose dead letters no longer rest."""
 
     def first(self) -> MessageId:
         while self.order[0] not in self.positions:
@@ -303,7 +310,7 @@ class ParkedKey:
     """Resting dead letters of one parked key."""
 
     last: EntryId
-    """Position of the newest one since the key was parked, repeated ones included."""
+    """Position of the newest dead letter since the key was parked, copies included."""
     since_ms: int
     """When the first of them was written, milliseconds since the epoch; 0 if unknown."""
     count: int = 0
@@ -316,7 +323,7 @@ class ParkedKey:
         return None if originals is None else originals.positions.get(message_id)
 
     def first(self, where: TopicPartition) -> MessageId | None:
-        """Return the lowest original of a topic partition that rests."""
+        """Return the oldest original of a topic partition whose dead letter rests."""
         originals = self._dead_letters.get(where)
         return None if originals is None else originals.first()
 
@@ -344,7 +351,7 @@ class ParkedKey:
                 yield where, message_id, position
 
     def positions_of(self, message_id: MessageId) -> list[EntryId]:
-        """Return the positions of the dead letters whose originals have an id."""
+        """Return the positions of the dead letters of originals with this id."""
         each = self._dead_letters.values()
         return [one.positions[message_id] for one in each if message_id in one.positions]
 
@@ -373,8 +380,8 @@ class ParkedKey:
 # -- Done dead letters: if their original is redelivered, it must not run again --------------------
 
 DONE_IDS_MAX = 100_000
-"""Most ids of replayed messages that are remembered, about 35 MB. Above it, ids of the key that was
-replayed longest ago are forgotten first, one by one."""
+"""Maximum number of remembered ids of replayed messages, about 35 MB. Above it, ids of the key that
+was replayed longest ago are forgotten first, one by one."""
 
 
 @dataclass(slots=True)
@@ -412,11 +419,11 @@ class ReplayedIds:
         return [one for one in done.ids if one > message_id]
 
     def runs(self, key: str, where: TopicPartition, message_id: MessageId) -> None:
-        """Note that a handler gets a message of a key that is no dead letter.
+        """Note that a handler gets a message that has no dead letter; forget newer replayed ones.
 
-        If the message is redelivered, so are newer messages of its topic partition that were
-        replayed before it. They must run after it again. Older ones must not: they would run after
-        a newer one.
+        If the message is redelivered, so are the newer messages of its topic partition that were
+        replayed before it. Handlers must get those again, after it. They must not get older
+        replayed messages again: those would run after a newer one.
         """
         done = self._done.get((key, where))
         if done is None or done.newest is None or done.newest < message_id:

@@ -99,7 +99,10 @@ class DeadLetterWriter:
 
     @property
     def timeout_s(self) -> float:
-        """As for acknowledgements: a short outage of the broker must not end the source."""
+        """Longest wait for the confirmation of a message, seconds.
+
+        As long as for acknowledgements: a short outage of the broker must not end the source.
+        """
         return self._config.acknowledge_timeout_ms / 1000
 
     def _in_parts(
