@@ -416,7 +416,7 @@ REFERENCES = (
 
 
 def remedy_of(error: type[KeyShardError]) -> str:
-    """Return the remedy of a class, or of its nearest base, without marks of Markdown."""
+    """Return the remedy of a class, or of its nearest base, without Markdown markup."""
     remedies = {one.error: one.remedy for one in REFERENCES}
     return next(remedies[one] for one in error.__mro__ if one in remedies).replace("`", "")
 

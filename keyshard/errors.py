@@ -80,7 +80,7 @@ class ConfigError(KeyShardError, ValueError):
 
 
 class UnfitHandlerError(ConfigError):
-    """A handler cannot be run: it returns a generator, or a worker process cannot load it."""
+    """A handler cannot be run: it returns a generator, or a handler process cannot load it."""
 
     code = "KEYSHARD_HANDLER_UNFIT"
 
@@ -161,7 +161,7 @@ class ProducerBusyError(BrokerError):
 
 
 class ProducerFencedError(BrokerError):
-    """Another program published under the same producer name, beyond the messages of this one."""
+    """Another program took over the producer name, or published later messages under it."""
 
     code = "KEYSHARD_PRODUCER_FENCED"
 
@@ -298,7 +298,7 @@ class ReplayTimeoutError(KeyShardError):
 
 
 class BookieReadError(KeyShardError):
-    """No bookie, or not the store of offloads, returned an entry, and the broker is not asked."""
+    """Neither bookies nor the store of offloads returned an entry, and the broker is not asked."""
 
     code = "KEYSHARD_BOOKIES_UNAVAILABLE"
 
@@ -340,7 +340,7 @@ class BatchUnknownError(KeyShardError):
 
 
 class BatchMismatchError(KeyShardError):
-    """A repeated batch has other rows than an earlier attempt, or distributes them otherwise."""
+    """A repeated batch has other rows than an earlier attempt, or distributes them differently."""
 
     code = "KEYSHARD_BATCH_MISMATCH"
 
