@@ -31,14 +31,15 @@ TURN_S = 0.005
 class AsyncExecutor:
     """Runs handlers in one event loop; at most one task for each lane.
 
-    Each message has a context of its own. It also has a task of its own, unless it is in a bulk:
-    one task handles the messages of a bulk until one of them waits. Then the task goes on with that
-    message alone, because a timeout of its handler may refer to the task.
+    Each message has a context of its own. It also has a task of its own, unless it is in a bulk
+    (:mod:`keyshard.core.lanes.bulk`): one task handles the messages of a bulk until a handler
+    waits. Then the task continues with that message alone, because a timeout in the handler may
+    refer to the task.
 
     Args:
         dispatcher: Source of work.
         handle: A coroutine function.
-        running_max: Most coroutines at the same time; ``None``: one for each lane.
+        running_max: Maximum number of coroutines at the same time; ``None``: one for each lane.
         loop: The event loop of a caller; ``None``: one in a daemon thread.
     """
 
@@ -79,7 +80,7 @@ class AsyncExecutor:
         coroutine: Any = self._waiting.get(id(work)) or (task and task.get_coro())
         in_bulk = coroutine is None and self._bulk is not None and self._bulk.work is work
         if in_bulk or (coroutine is not None and coroutine.cr_running):
-            # It does not wait: the event loop executes it now.
+            # The handler does not wait: the thread of the event loop executes it now.
             return stacks.of_thread(self._ident, __file__)
         return stacks.of_coroutine(coroutine, __file__)
 
@@ -120,7 +121,11 @@ class AsyncExecutor:
             self._running += 1
 
     def _spawn_next(self) -> bool:
-        """Start a task for the next message or bulk; whether there is one. The lock is held."""
+        """Start a task for the next message or bulk. The lock is held.
+
+        Returns:
+            Whether there was one.
+        """
         if (work := self._dispatcher.next()) is not None:
             self._spawn(self._serve(work), work)
         elif (bulk := self._dispatcher.next_bulk()) is not None:
@@ -137,7 +142,7 @@ class AsyncExecutor:
         self._tasks[id(of)] = task
 
     async def _serve(self, work: Work) -> None:
-        # It may have waited for the event loop, and that says nothing about the handler.
+        # The time for which the task waited for the event loop is no part of the duration.
         work.started_s = time.monotonic()
         task = asyncio.current_task()
         try:
@@ -145,11 +150,11 @@ class AsyncExecutor:
         except GeneratorExit:  # the loop was closed, and the task is deleted
             raise
         except BaseException:
-            # Entered only after an exception, because entering it takes time for each message.
+            # Entered only after an exception, because it would cost time for each message.
             with ending_source(ASYNC_NAME, self._unless_closing):
                 raise
         finally:
-            # If it failed, the next attempt may have a task already.
+            # If the attempt failed, the next attempt may have a task already.
             if self._tasks[id(work)] is task:
                 del self._tasks[id(work)]
 
@@ -223,7 +228,7 @@ class AsyncExecutor:
     async def _handle_bulk(self, bulk: Bulk) -> tuple[_Waits | None, BaseException | None]:
         """Handle messages until none is left, or a handler waits, fails, or uses the task.
 
-        It waits for the next turn of the event loop each ``TURN_S``.
+        Each ``TURN_S``, it lets the other tasks of the event loop run.
         """
         todo, ends, now = bulk.todo, bulk.ends, time.monotonic
         task = asyncio.current_task()
@@ -242,7 +247,7 @@ class AsyncExecutor:
                 turn_ends_s = ends[-1] + TURN_S
             try:
                 message = todo.popleft()
-            except IndexError:  # it was taken apart between the two lines
+            except IndexError:  # the bulk was taken apart after the test of todo
                 break
             coroutine, context = self._handle(message), self._context.copy()
             try:
@@ -266,12 +271,13 @@ def _use_of(task: asyncio.Task[Any]) -> tuple[object, int, int]:
 
 
 class _Waits:
-    """Awaits a coroutine that has begun in a context of its own, and waits.
+    """Awaitable for the coroutine of a handler that began in a bulk, and waits.
 
     Args:
         coroutine: The coroutine.
         context: Its context.
-        waits_for: The future that it yielded to the event loop; ``None``: its next turn.
+        waits_for: The future that the coroutine yielded; ``None``: it waits for the next turn of
+            the event loop.
     """
 
     def __init__(

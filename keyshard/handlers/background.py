@@ -1,4 +1,4 @@
-"""Runs in a thread of their own, which a program or an event loop waits for."""
+"""Starts a run in its own thread, and lets a program or an event loop wait for its end."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def until_left(run: HandlerRun, outcome: Future[None], ready_s: float) -> Iterat
 
 
 def wait_ready(running: Callable[[], Readying | None], timeout_s: float) -> None:
-    """Wait until the run is ready that a function returns.
+    """Wait until ``running`` returns a run that is ready.
 
     Raises:
-        NotRunningError: There is no such run in time.
+        NotRunningError: It returned none within ``timeout_s``, seconds.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:

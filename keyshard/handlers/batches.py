@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 WRITTEN_BYTES_MAX = 256 * 1024 * 1024
-"""Most bytes of the rows that are written for a batch."""
+"""Maximum size of the rows that are written for a batch, bytes."""
 BATCH_BYTES_MAX = 512 * 1024 * 1024
 """Memory of the columns at which a batch is full, bytes; one larger entry still is a batch. A
 column of a record batch holds at most 2 GiB."""
@@ -37,7 +37,7 @@ WAIT_S = 0.1
 class Batch:
     """Rows in publish order per key; acknowledged only by :meth:`ack`.
 
-    Batches that are not acknowledged fill the window, and come again after a restart.
+    Batches that are not acknowledged fill the window. After a restart, they are redelivered.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Batch:
         self._bytes = 0
 
     def write(self, rows: pa.RecordBatch | pa.Table) -> None:
-        """Give rows to publish, which :meth:`ack` does. May be called several times.
+        """Add rows, which :meth:`ack` publishes. May be called several times.
 
-        With a checkpoint, each row is stored once, if :meth:`ack` is called at all.
+        With a checkpoint, each row is stored once. Without a call of :meth:`ack`, none is stored.
 
         Args:
             rows: Columns as for :meth:`keyshard.KeyShardSink.write_batch`.
@@ -107,7 +107,7 @@ class Batch:
             KeyShardError: The source ended, the checkpoint could not be stored, or the rows are not
                 confirmed. Nothing of the batch is acknowledged; call it again.
         """
-        # Entries may have no room in this checkpoint, which has their rows nevertheless.
+        # The checkpoint has the rows of an entry even if it has no room for the entry.
         handled = [
             (where, entry, index)
             for where, entry, indices in (self._messages if self._rows else ())
@@ -127,12 +127,12 @@ class BatchRun(EntryRun):
     """One run over one source, in this process.
 
     Args:
-        coordinator: The source, not started.
+        coordinator: Coordinator of the source, not started.
         config: Options of the source.
-        rows_max: Most rows of a batch, unless one entry has more.
+        rows_max: Maximum number of rows of a batch, unless one entry has more.
         wait_max_s: Longest wait for more rows after the first, seconds.
         checkpoint: Path or fsspec URL of the checkpoint; ``None``: none.
-        sink: Publishes what is written for batches; ``None``: nothing is.
+        sink: Publishes the rows that are written for batches; ``None``: there are none.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class BatchRun(EntryRun):
                 span.abandon()
 
     def acknowledged(self, span: BatchSpan) -> None:
-        """End the span of a batch."""
+        """End the OpenTelemetry span of an acknowledged batch."""
         span.end()
         self._spans.discard(span)
 

@@ -38,7 +38,8 @@ class CheckpointStore:
             folder must exist, so that a volume that is not mounted is an error.
 
     Raises:
-        ConfigError: The URL names no known file system, no file, or a user of a local disk.
+        ConfigError: The URL names no known file system or no file, or it names a user although the
+            file is local.
     """
 
     def __init__(self, given: str | os.PathLike[str]) -> None:
@@ -182,7 +183,7 @@ class CheckpointStore:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether a text is not a part of a checkpoint, which is one JSON object."""
+    """Return whether a text is complete JSON. A partly written checkpoint is not."""
     try:
         json.loads(text)
     except ValueError:

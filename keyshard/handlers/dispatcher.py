@@ -66,11 +66,11 @@ class Dispatcher:
         self._policy_failed = False
         self._on_trial: list[KeyQueue] = []
         self._trial_logged = 0
-        """Opening of the circuit for which keys on trial were logged."""
+        """Number of the opening of the circuit breaker for which keys on trial were logged."""
         self._openings = 0
-        """Openings of the circuit that were logged."""
+        """Number of openings of the circuit breaker that were logged."""
         self._has_outage = handling.on_failure != "stop"
-        """Whether the circuit may open. With ``on_failure="stop"`` it never opens."""
+        """Whether the circuit breaker may open. With ``on_failure="stop"`` it never opens."""
         self._pace = Pace()
         self.rate = (
             None if handling.rate_limit is None
@@ -154,12 +154,16 @@ class Dispatcher:
         return work or self.lanes.next(now_s, untried_first=self.pauses)
 
     def _next_on_trial(self, now_s: float) -> Work | None:
-        """If only failing keys can make room, try the oldest of them first."""
+        """Return the next message of a key on trial; ``None`` if there is none.
+
+        While only failing keys can make room in the window, the keys that failed first are on
+        trial: see :mod:`keyshard.core.lanes.circuit_breaker`.
+        """
         if not self.circuit.judges(now_s):
             return None
         may_try = self.circuit.may_try
         kept = [queue for queue in self._on_trial if queue.work and queue.reason is not None]
-        # A key that runs since an earlier round hangs; it must not keep others from making room.
+        # A key that has run since an earlier round hangs. Another one takes its place on trial.
         kept = [queue for queue in kept if not queue.running or not may_try(_name(queue))]
         if len(kept) < ON_TRIAL_MAX:
             oldest = self.lanes.oldest_failed(ON_TRIAL_MAX, now_s)
@@ -173,7 +177,7 @@ class Dispatcher:
         return self.lanes.next_failed([queue for queue in kept if may_try(_name(queue))], now_s)
 
     def _may_start(self, now_s: float) -> bool:
-        """Ask the circuit whether a handler may start; log an opening."""
+        """Ask the circuit breaker whether a handler may start; log its opening."""
         may_start = self.circuit.may_start(now_s)
         if self.circuit.openings != self._openings:
             self._openings = self.circuit.openings
@@ -234,7 +238,7 @@ class Dispatcher:
             self._give_up(work, failure)
 
     def _is_outage(self, work: Work, setback: FailedAttempt | None, now_s: float) -> bool:
-        """Report an attempt to the circuit; ``True`` if it is requeued as a mass failure."""
+        """Report an attempt to the circuit breaker; ``True``: a mass failure, which is requeued."""
         circuit, lane = self.circuit, _lane(work)
         kind = None if setback is None else setback.failure.kind
         if setback is None or kind is FailureKind.REJECTED:
@@ -279,7 +283,7 @@ class Dispatcher:
         )
 
     def look(self, *, is_full: bool) -> None:
-        """Update the circuit once per turn of the run, with ``changed`` held.
+        """Update the circuit breaker once per turn of the run, with ``changed`` held.
 
         Args:
             is_full: Whether nothing more can be received for now.
@@ -298,7 +302,11 @@ class Dispatcher:
     # -- entries that are not in lanes yet; ``changed`` is held ------------------------------------
 
     def in_bulk(self, now_s: float) -> bool:
-        """Whether entries need no lanes: handlers return at once, and nothing is amiss."""
+        """Whether bulks can handle entries, without lanes; see :mod:`keyshard.core.lanes.bulk`.
+
+        Handlers must return at once. No failure, retry, parked key, moving range or stop may be
+        pending. A sink, a rate limit, ``null_keys="reject"`` and some executors always need lanes.
+        """
         return (
             self._pace.fast(now_s)
             and self.executor.takes_bulks
@@ -329,7 +337,7 @@ class Dispatcher:
         self.lanes.drain()
 
     def _count(self, bulk: Bulk) -> None:
-        """Count the messages of a bulk that are done. Nothing is amiss: see :meth:`in_bulk`."""
+        """Count the done messages of a bulk. The circuit breaker is calm: see :meth:`in_bulk`."""
         durations = bulk.durations()
         if not durations:
             return
@@ -344,7 +352,7 @@ class Dispatcher:
 
     @property
     def pauses(self) -> bool:
-        """Whether the circuit pauses handlers; ``changed`` is held."""
+        """Whether the circuit breaker pauses handlers; ``changed`` is held."""
         return not self.circuit.closed
 
     def wake(self) -> None:

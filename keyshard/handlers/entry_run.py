@@ -43,13 +43,13 @@ class EntryRun:
     """One run over one source, in this process.
 
     Args:
-        coordinator: The source, not started.
+        coordinator: Coordinator of the source, not started.
         config: Options of the source.
         checkpoint: Path or fsspec URL of the checkpoint; ``None``: none.
         executor: Name of the executor in the status.
-        workers: Returns the number of its workers for the status.
+        workers: Returns the number of its threads or actors, for the status.
         sink: Publishes rows with the commits; ``None``: there are none.
-        rate_limit: Returns the rate limit of what handles the entries, at a monotonic time.
+        rate_limit: Returns the rate limit of the handlers at a monotonic time, for the status.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class EntryRun:
             self._save_behind()
         taken = self.coordinator.in_flight.take(timeout_s)
         if not taken and self._left:
-            # Evidence may have made room, and no later commit need follow.
+            # The gap resolver may have made room in the checkpoint, and no other commit may follow.
             self.commit({})
         elif not taken and self._log is not None and self._log.unsaved:
             self._save_behind()
@@ -184,8 +184,9 @@ class EntryRun:
             entries: Emptied once they are in the next checkpoint. If storing that checkpoint
                 fails, the next commit stores it.
             rows: Rows to publish with them, by full topic name; emptied like the entries.
-            handled: The messages of these rows, also those of other entries; emptied like the
-                entries. Without it, all messages of the entries are handled, and no others.
+            handled: The messages that produced these rows, also messages of entries that are not
+                committed yet; emptied like the entries. Without it, all messages of the entries
+                count as handled, and no others.
 
         Raises:
             KeyShardError: The source ended, the checkpoint could not be stored, or the rows are not
@@ -339,10 +340,10 @@ class Committer:
         3. release   forget the entries, acknowledge them
 
     Args:
-        coordinator: The started source.
+        coordinator: Coordinator of the source, started.
         store: Store of checkpoints; ``None``: the source has none.
         stored: The checkpoint that the source began with.
-        parked: Names the position of the parked keys for the checkpoint.
+        parked: Returns the part of the checkpoint about parked keys; ``None``: there is none.
     """
 
     def __init__(
@@ -380,7 +381,7 @@ class Committer:
 
         Args:
             completed: The entries.
-            last: Whether it is the last checkpoint of the run. It has no limit, because an ordered
+            last: Whether it is the last checkpoint of the run. It has no limit, because an orderly
                 stop repeats nothing.
 
         Returns:

@@ -32,7 +32,10 @@ class WorkSource(Protocol):
         """Return the message to handle now; ``None`` if there is none."""
 
     def next_bulk(self) -> Bulk | None:
-        """Return messages to handle in turn, if there is no single one; ``None`` without any."""
+        """Return a bulk to handle, if :meth:`next` has no message; ``None`` if there is none.
+
+        See :mod:`keyshard.core.lanes.bulk`.
+        """
 
     def end_bulk(self, bulk: Bulk, *, failed: bool) -> Work | None:
         """Report that a bulk has no message left, or that its last one failed.
@@ -42,9 +45,12 @@ class WorkSource(Protocol):
         """
 
     def part(self, bulk: Bulk) -> Work:
-        """Take a bulk apart whose last handler waits or uses its task; return its message.
+        """Take a bulk apart, because its last handler waits or uses its task.
 
-        There are no bulks for a time.
+        For some time, :meth:`next_bulk` returns none.
+
+        Returns:
+            The message of that handler.
         """
 
     def judge(self, work: Work, error: BaseException) -> FailedAttempt:
@@ -102,7 +108,7 @@ class Executor(Protocol):
         """
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for running handlers of a closed dispatcher; whether all have ended."""
+        """Wait for running handlers of a closed dispatcher. Return whether all have ended."""
 
 
 class ThreadExecutor:
@@ -220,7 +226,7 @@ class ThreadExecutor:
         while todo:
             try:
                 message = todo.popleft()
-            except IndexError:  # it was taken apart between the two lines
+            except IndexError:  # the bulk was taken apart after the test of todo
                 break
             try:
                 handle(message)

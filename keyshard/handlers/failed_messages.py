@@ -2,7 +2,7 @@
 
 A message that becomes a dead letter keeps its lane until the dead letter is confirmed. So the dead
 letters of a key are written one after the other, in its order. A replayed dead letter takes the
-lane of its key until its marker is confirmed, and newer messages wait behind it. The state of a key
+lane of its key until its marker is confirmed, and newer messages wait for that. The state of a key
 changes only while the lock of the run is held, or while its lane is taken.
 """
 
@@ -62,7 +62,7 @@ class RunningLanes(Protocol):
 
     @property
     def pauses(self) -> bool:
-        """Whether the circuit pauses handlers; ``changed`` is held."""
+        """Whether the circuit breaker pauses handlers; ``changed`` is held."""
 
     def distribute(self) -> None:
         """Put every received message into a lane; ``changed`` is held."""
@@ -197,7 +197,8 @@ class FailedMessages:
         """Unpark keys with matching dead letters, a few at a time. Called without the lock.
 
         Args:
-            wanted: The filter. A key without conditions besides it may have no dead letter yet.
+            wanted: The filter. If a key is its only condition, the key is unparked even if no dead
+                letter of it is confirmed yet.
             dry_run: Unpark nothing.
 
         Raises:
@@ -259,10 +260,10 @@ class FailedMessages:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Exclude other discards, and keys that are marked for unparking meanwhile.
+        """Run the block while no other thread discards dead letters or marks keys for unparking.
 
-        Otherwise a replay would begin with dead letters that are about to be discarded, and newer
-        messages of the key would run beside it.
+        Otherwise a replay could begin with dead letters that a discard removes, and newer messages
+        of the key would run at the same time.
 
         Raises:
             BrokerUnavailableError: Another discard has not ended after :data:`DISCARD_S`.
@@ -294,7 +295,7 @@ class FailedMessages:
         self._confirm(work, lambda: self._written(work, dead_letter))
 
     def _confirm(self, work: Work, action: Callable[[], None]) -> None:
-        """Write a dead letter or marker while its message keeps the lane; no handler runs then."""
+        """Write a dead letter or marker in the pool. Meanwhile its message keeps the lane."""
         work.parking, work.started_s = True, time.monotonic()
         self._submit(work, action)
 

@@ -24,7 +24,7 @@ from keyshard.threads import begin
 Handle = Callable[[Message], Any]
 """A handler: a function, or a coroutine function."""
 Take = Callable[[object, Any], Any]
-"""Returns what a call returns, for a handler and its result."""
+"""Checks or converts the result of a handler; gets the handler and the result."""
 
 
 def as_returned(handle: object, result: Any) -> Any:
@@ -35,7 +35,11 @@ def as_returned(handle: object, result: Any) -> Any:
 
 
 def unpublished(handle: object, result: Any) -> None:
-    """Ignore the result, unless the handler expects that it is published."""
+    """Ignore the result of a handler of a run without a sink.
+
+    Raises:
+        UnfitHandlerError: The result is a message to publish, a list of such, or a generator.
+    """
     if result is None:
         return
     first = result[0] if _is_list(result) and result else result
@@ -124,7 +128,7 @@ class HandlerCall:
     Args:
         handle: The function.
         read_data: Decodes the messages that the function gets.
-        take: Returns what a call returns.
+        take: Checks or converts the result of the function, such as :func:`published`.
     """
 
     def __init__(
@@ -294,7 +298,7 @@ class EventLoop:
             _log.warning("the event loop did not end cleanly: %s: %s", name_of(exc), text_of(exc))
 
     async def _cancel(self) -> bool:
-        """Cancel all tasks; whether they have ended. If not, the loop must stay open for them."""
+        """Cancel all tasks. Return whether they have ended; if not, the loop must stay open."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -22,9 +22,9 @@ from keyshard.handlers.outputs import CLOSE_S, Concluding, fail_attempt
 from keyshard.threads import begin
 
 BYTES_MAX = 16 * 1024 * 1024
-"""Most bytes of outputs that wait for the next checkpoint; the newest message may exceed it."""
+"""Maximum size of outputs that wait for the next checkpoint, bytes; the last one may exceed it."""
 AGAIN_S = 1.0
-"""Pause before a batch that was not confirmed is published again, seconds."""
+"""Time before a batch that was not confirmed is published again, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LoggedOutputs:
     """Collects outputs for the next checkpoint, and publishes them once that is durable.
 
     A message is completed when its outputs are collected, so its key continues. The owner of the
-    commits calls, in this order: :meth:`begin` with the completed entries, :meth:`prepared`,
+    commits calls, in this order: :meth:`begin`, :meth:`prepared` with the committed entries,
     :meth:`publish` after the checkpoint is durable, and :meth:`settled` until it is true.
 
     Args:
@@ -78,7 +78,7 @@ class LoggedOutputs:
         """Why the newest attempt to publish failed."""
 
     def open(self, stored: Checkpoint | None) -> None:
-        """Publish what the checkpoint holds, and open the topic of the sink.
+        """Publish the outputs that the checkpoint holds, and open the topic of the sink.
 
         Raises:
             KeyShardError: See :meth:`OutputLog.open`.
@@ -113,7 +113,7 @@ class LoggedOutputs:
         return bool(self._collected)
 
     def begin(self) -> None:
-        """Take what is collected as the next batch."""
+        """Make the collected outputs the next batch."""
         self._begun, self._collected = self._collected, _Collected()
         self.busy, self._began_s = True, time.monotonic()
 
@@ -128,7 +128,7 @@ class LoggedOutputs:
     # -- called by the owner of the commits --------------------------------------------------------
 
     def prepared(self, entries: Mapping[TopicPartition, Collection[EntryId]]) -> Outputs:
-        """Return what the checkpoint has to hold for the batch that has begun.
+        """Return the part of the checkpoint for the batch that has begun.
 
         Args:
             entries: Entries that the checkpoint has as delivered from now on.

@@ -1,6 +1,7 @@
 """Outputs that are in the checkpoint before they are published, so that each is stored once.
 
-A batch of outputs takes these steps::
+In this module, a *batch* is a batch of outputs: messages that are published under one batch id. It
+takes these steps::
 
     1. begin     the outputs of completed messages become a batch
     2. save      the checkpoint with the batch and the completed messages is durable
@@ -37,7 +38,7 @@ from keyshard.publishing.batch_writer import BatchWriter, place
 from keyshard.publishing.preflight import check_deduplication
 
 TOPICS_MAX = 1_000
-"""Most topics that the outputs of a run go to: each keeps producers."""
+"""Maximum number of topics that the outputs of a run go to: each keeps producers."""
 T = TypeVar("T")
 SHARES = 4
 """Topic partitions that share the pending bytes of a producer that is opened early."""
@@ -207,7 +208,7 @@ class OutputLog:
                 self.handled.pop(where, None)
 
     def state(self) -> Outputs:
-        """Return what the next checkpoint has to hold."""
+        """Return the part of the next checkpoint about outputs."""
         topics = {
             one.topic.name: TopicRows(
                 one.partitions, b64encode(one.rows.to_bytes()).decode(), one.scheme
@@ -219,7 +220,7 @@ class OutputLog:
 
     @property
     def unsaved(self) -> bool:
-        """Whether the newest state has a batch that is confirmed."""
+        """Whether the newest :meth:`state` has a confirmed batch. The next checkpoint drops it."""
         return bool(self._outputs.topics) and not self._batch
 
     def status(self) -> OutputsStatus:
@@ -232,7 +233,7 @@ class OutputLog:
 
     @property
     def unconfirmed(self) -> int:
-        """Messages of the newest batch that are not known to be stored."""
+        """Number of messages of the newest batch that are not known to be stored."""
         return sum(len(one.rows) for one in self._batch)
 
     def publish(self) -> None:
@@ -276,7 +277,7 @@ class OutputLog:
         if self._outputs.batch_id < BATCH_ID_MAX:
             self._outputs = replace(self._outputs, batch_id=self._outputs.batch_id + 1)
             return
-        # Another name counts from 1 again. Everything under this one is confirmed.
+        # A new producer name has batch ids from 1 on. All batches of the old one are confirmed.
         self._writer.leave()
         self._outputs = replace(self._outputs, batch_id=1, run_id=secrets.token_hex(4))
         self._writer = self._new_writer()
@@ -307,7 +308,7 @@ class OutputLog:
         return self._writer.open(partitions[0], self._sink.pending_bytes_max // SHARES)
 
     def _open(self, sink: SinkConfig) -> OutputTopic:
-        if sink.topic != self._sink.topic and self._checkpointed:  # its own is checked at the start
+        if sink.topic != self._sink.topic and self._checkpointed:  # open() checks the sink's topic
             check_deduplication(sink, [sink.topic])
         assert self._broker is not None
         partitions = self._broker.partitions(sink.topic, create=True)

@@ -37,7 +37,7 @@ from keyshard.threads import begin
 START_TIMEOUT_S = 60.0
 """Longest wait until a process has loaded the handler, seconds."""
 TRACEBACK_MAX = 8_000
-"""Most characters of a traceback sent to the parent."""
+"""Maximum number of characters of a traceback sent to the parent."""
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(
     f"{folder}{os.sep}"
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 BEGAN = b"began"
 """A child sends this when it has a message. Its end before that is no attempt."""
 IDLE_ENDS_MAX = 3
-"""Most replacements of a process that ends before it has a message."""
+"""Maximum number of replacements of a process that ends before it has a message."""
 
 
 class _EndedIdleError(Exception):
@@ -223,7 +223,7 @@ class ProcessHandle:
         return reply
 
     def _left(self, wait_s: float) -> int | None:
-        """Wait for the process to end, then kill it; return the status of its own end."""
+        """Wait for the process, then kill it. Return its exit status; ``None``: it still ran."""
         self._process.join(wait_s)
         code: int | None = self._process.exitcode
         self._kill()
@@ -240,7 +240,7 @@ class ProcessHandle:
 
 
 class ProcessExecutor(ThreadExecutor):
-    """A fixed number of processes.
+    """Runs handlers in a fixed number of child processes, each fed by a thread.
 
     Args:
         dispatcher: Source of work.
@@ -248,7 +248,7 @@ class ProcessExecutor(ThreadExecutor):
         handle: A picklable function.
         observed: Wraps the function that the feeding threads call.
         read_data: Decodes messages; picklable.
-        take: Returns what a call returns; picklable.
+        take: Checks or converts the result of the handler; picklable.
 
     Raises:
         ConfigError: The handler cannot be pickled.
@@ -324,7 +324,7 @@ def _first(pickled: bytes, started: Callable[[ProcessHandle], None]) -> ProcessH
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block the signals of processes that are started inside, until they unblock them."""
+    """Block signals in the block. A process that it starts begins with them blocked, too."""
     # Starting the resource tracker unblocks the signals, so it is started before.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

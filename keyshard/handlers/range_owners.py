@@ -1,4 +1,4 @@
-"""Owners of slots in a run without lanes, and what such a run shows of itself."""
+"""Owners of slots in a run without lanes, and the observation of such a run."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ class RangeOwners:
 
 
 def observe_stream(coordinator: Coordinator, config: SourceConfig, kind: str) -> Monitor:
-    """Expose a source whose batches a host or a program cuts, from before its start.
+    """Start to observe a source that hands out batches. Call it before the source starts.
 
     Args:
-        coordinator: The source. Its ranges stay as they are.
+        coordinator: Coordinator of the source. Its ranges never change.
         config: Its options.
         kind: ``stream`` or ``spark``.
     """

@@ -84,10 +84,10 @@ START_S = 2.0
 STOP_S = 10.0
 """Longest time between the end of the handlers and the end of a run, seconds."""
 COMMIT_BYTES_PER_S = 16 * 1024 * 1024
-"""Most bytes of checkpoints written per second: a large checkpoint delays the next commit."""
+"""Maximum size of checkpoints written per second, bytes: a large one delays the next commit."""
 COMMIT_SHARE_MAX = 0.25
 """Largest share of a processor's time for commits: an expensive commit delays the next one. Waiting
-for the disk does not count. Entries that are not committed come again after a crash."""
+for the disk does not count. Entries that are not committed are redelivered after a crash."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,12 +96,12 @@ class HandlerRun:
     """One run of one handler over one source, in this process.
 
     Args:
-        coordinator: The source, not started.
+        coordinator: Coordinator of the source, not started.
         config: Options of the source.
         handling: Options of the handler.
         handle: The handler, ``def`` or ``async def``.
         observers: Called on every attempt.
-        sink: Publishes what the handler produces; ``None``: it produces nothing.
+        sink: Publishes the messages that the handler produces; ``None``: there are none.
         loop: Runs coroutines; ``None``: an event loop in a thread of its own.
 
     Raises:
@@ -128,7 +128,7 @@ class HandlerRun:
         self.drain_timeout_s = handling.drain_timeout_s
         """Longest wait for running handlers at a stop, seconds; 0 once it is abandoned."""
         self.abandoned = False
-        """Whether nobody waits for running handlers any more."""
+        """Whether the run no longer waits for running handlers."""
         self._observers = Observers(observers, self._observer_raised)
         self._telemetry = Telemetry() if handling.telemetry or config.telemetry else None
         self._outputs_topic = None if sink is None else sink.topic
@@ -255,7 +255,7 @@ class HandlerRun:
                 begin("keyshard-abandon", self._abandon)
 
     def abandon(self) -> None:
-        """Stop, without waiting for running handlers: their messages are delivered again."""
+        """Stop, without waiting for running handlers: their messages are redelivered."""
         self.abandoned, self.drain_timeout_s = True, 0.0
         self.stop()
 
@@ -361,12 +361,12 @@ class HandlerRun:
 
     @property
     def _lane_count(self) -> int:
-        """Most threads that can run handlers: one for each lane."""
+        """Maximum number of threads that can run handlers: one for each lane."""
         return min(WORKERS_MAX, self.lanes.ranges * self._handling.lanes)
 
     @property
     def _workers_max(self) -> int | None:
-        """Most handlers at the same time, whatever the number of lanes; ``None``: no limit."""
+        """Maximum number of concurrent handlers, for any number of lanes; ``None``: no limit."""
         if self._mode == "async":
             return self._handling.workers
         return self._handling.workers or (
@@ -419,7 +419,7 @@ class HandlerRun:
 
     @property
     def _waits(self) -> bool:
-        """Whether something waits for a commit, which can begin or end now."""
+        """Whether a commit is due. First ends the previous one if its outputs are confirmed."""
         logged = self._logged
         if logged is not None and logged.settled():
             self._committer.release()
@@ -499,7 +499,7 @@ class HandlerRun:
         )  # fmt: skip
 
     def _commit_rest(self, deadline_s: float) -> None:
-        """Commit what is completed; wait for the confirmations of its outputs."""
+        """Commit all completed entries, and wait for the confirmations of their outputs."""
         while True:
             if self._waits:
                 self._commit(last=True)
@@ -517,7 +517,7 @@ class HandlerRun:
         with self.changed:
             self._dispatcher.drain()
             if not self._dispatcher.circuit.closed:
-                # The circuit is open, so nothing more is handled: started entries come again.
+                # The circuit breaker pauses handlers, so started entries are redelivered.
                 return bool(self.lanes.running)
             self._dispatcher.wake()
             # After an error there is no time for retries.
@@ -525,7 +525,7 @@ class HandlerRun:
             return self.lanes.unfinished(until_s, held=time.monotonic() < moved_s)
 
     def _end_executor(self, timeout_s: float) -> bool:
-        """Close the dispatcher; whether all handlers have ended in time. Idempotent."""
+        """Close the dispatcher. Return whether all handlers have ended in time. Idempotent."""
         self._dispatcher.stopping = True
         if self._dispatcher.closed or self._executor is None:
             return True

@@ -1,4 +1,4 @@
-"""The Python stacks of running handlers: of a thread, or of a coroutine and what it awaits."""
+"""The Python stacks of running handlers: of a thread, or of a coroutine and those it awaits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 FRAMES_MAX = 100
-"""Most frames of a stack, those that were entered last."""
+"""Maximum number of frames of a stack. The outermost ones are left out."""
 CHARACTERS_MAX = 300
-"""Most characters of a line of a stack."""
+"""Maximum number of characters of a line of a stack."""
 
 _AWAITS = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
 """Attributes of coroutines, generators and asynchronous generators."""
@@ -33,7 +33,7 @@ def of_thread(ident: int | None, until: str) -> list[Call]:
 
     Args:
         ident: The thread.
-        until: File of the function that called the handler. Only later calls are returned.
+        until: File of the function that called the handler. Only calls inside it are returned.
     """
     frame = None if ident is None else _frames().get(ident)
     return [] if frame is None else _later((Call(*one) for one in walk_stack(frame)), until)
@@ -90,7 +90,7 @@ def _awaited(coroutine: Any) -> Iterator[Call]:
 
 
 def _later(inwards: Iterator[Call], until: str) -> list[Call]:
-    """Return the innermost calls, the outermost of them first."""
+    """Return the calls inside the innermost one from file ``until``, the outermost first."""
     found: list[Call] = []
     for call in islice(inwards, FRAMES_MAX):
         if call.frame.f_code.co_filename == until:

@@ -1,4 +1,4 @@
-"""Stops a run in order on SIGTERM, on Ctrl-C, and at the end of the program."""
+"""Stops a run in an orderly way on SIGTERM, on Ctrl-C, and at the end of the program."""
 
 from __future__ import annotations
 

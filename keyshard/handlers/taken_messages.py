@@ -46,7 +46,8 @@ class Attempt:
 
     def __del__(self) -> None:
         if not self.ended:
-            # The collector may hold any lock, so the thread of the run goes on with it.
+            # The garbage collector runs while any lock may be held. So the thread of the run
+            # reports the message.
             self._taken.dropped.append(self._work)
 
 
@@ -56,7 +57,7 @@ class TakenMessages:
     Args:
         dispatcher: Source of work.
         loop: The event loop.
-        running_max: Most messages that are taken and not done; ``None``: one for each lane.
+        running_max: Maximum number of taken, undone messages; ``None``: one for each lane.
         observers: Called for each message.
         read_data: Decodes messages.
     """
@@ -74,7 +75,7 @@ class TakenMessages:
         self.count = 1
         self.read_data = read_data
         self.dropped: deque[Work] = deque()
-        """Messages that can no longer be done."""
+        """Messages that the program dropped without an outcome."""
         self.waiter: asyncio.Future[None] | None = None
         """Ends when there may be a message, after :meth:`take` returned none."""
         self._dispatcher = dispatcher
@@ -193,7 +194,7 @@ class TakenRun(HandlerRun):
     """A run whose messages an event loop takes.
 
     Args:
-        coordinator: The source, not started.
+        coordinator: Coordinator of the source, not started.
         config: Options of the source.
         handling: Options, as for a handler.
         loop: The event loop.
@@ -221,7 +222,7 @@ class TakenRun(HandlerRun):
 
     @property
     def error(self) -> KeyShardError | None:
-        """The error that ends the source, while messages that are not done may still be."""
+        """The error that ends the source; ``None``: none. Taken messages may still become done."""
         return self._dispatcher.error
 
     def _make_executor(self) -> Executor:
@@ -233,7 +234,7 @@ class TakenRun(HandlerRun):
 
 
 async def _body(_message: Message) -> None:
-    """Stand for the body of the loop, where a run wants a handler."""
+    """Placeholder for the handler of a run. The body of the loop handles the messages."""
 
 
 class TakenIterator:
@@ -253,7 +254,7 @@ class TakenIterator:
         self._ending = ending
         self._run: TakenRun | None = None
         self._told = False
-        """Whether the iteration told how the run ended."""
+        """Whether the iteration has reported the end of the run."""
         self._pid = os.getpid()
 
     def __aiter__(self) -> TakenIterator:
@@ -298,7 +299,7 @@ class TakenIterator:
             raise
 
     async def aclose(self) -> None:
-        """End the source: messages that are done are acknowledged, all others come again.
+        """End the source: messages that are done are acknowledged, all others are redelivered.
 
         Raises:
             KeyShardError: The error that ended the source, if the iteration did not raise it.
