@@ -19,10 +19,10 @@ _NAMES = frozenset(metric.name for metric in (*METRICS, *SINK_METRICS))
 
 
 def known(name: str) -> str:
-    """Return a name of the table of metrics.
+    """Check that a metric is in the tables, and return its name.
 
     Raises:
-        KeyError: The table has no such metric.
+        KeyError: No table has the metric.
     """
     if name not in _NAMES:
         raise KeyError(name)
@@ -38,7 +38,7 @@ class Alert:
     for_: str
     """Time for which the expression must hold, as Prometheus writes it."""
     severity: str
-    """``critical``: messages wait until somebody acts; ``warning``: they will, or some do."""
+    """``critical``: messages wait until an operator acts; ``warning``: some do, or all will."""
     summary: str
     """One sentence, with the labels of the expression."""
 

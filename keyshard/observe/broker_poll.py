@@ -32,7 +32,7 @@ FAILURES_MAX = 3
 KEPT_S = 60.0
 """Age of facts from which they are forgotten at the end of a round, seconds."""
 NAMED_MAX = 5
-"""Most stalls that are logged one by one."""
+"""Maximum number of stalls that are logged one by one."""
 LIMITS_S = 60.0
 """Age of the broker's limits from which they are asked for again, seconds."""
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class PartitionFacts:
     """Time at which the first entry of the backlog was published, milliseconds since the epoch;
     ``None`` if it is unknown."""
     known_s: float
-    """When they were known, monotonic seconds."""
+    """Time at which the facts were fetched, monotonic seconds."""
 
 
 class BrokerPoll:
@@ -60,9 +60,9 @@ class BrokerPoll:
     Args:
         admin: Makes the admin interface, which this object closes.
         subscription: Subscription of the source.
-        asked: Returns the current topic partitions of the source, and whether a range asks for
-            messages of it and holds none.
-        holding: Returns those of which the source holds rows.
+        asked: Returns the current topic partitions of the source. The value tells whether a range
+            has a connected consumer there that is not paused, and no rows in the window.
+        holding: Returns the topic partitions of which the source holds rows.
     """
 
     def __init__(

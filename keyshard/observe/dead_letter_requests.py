@@ -23,17 +23,17 @@ from keyshard.errors import ConfigError, KeyShardError
 from keyshard.redaction import shown
 
 PAGE_MAX = 1_000
-"""Most dead letters in one answer."""
+"""Maximum number of dead letters in one answer."""
 VALUE_BYTES_MAX = 16 * 1024 * 1024
-"""Most content of a dead letter in an answer, bytes."""
+"""Maximum size of the content of a dead letter in an answer, bytes."""
 DECODED_BYTES_MAX = 1024 * 1024
 """Largest value that is decoded by its schema, bytes."""
 DECODED_CHARS_MAX = 1024 * 1024
-"""Most characters of a decoded value in an answer."""
+"""Maximum number of characters of a decoded value in an answer."""
 
 
 class RunningDeadLetters(Protocol):
-    """The dead letters of a run; implemented by its parked lanes."""
+    """The dead letters of a run; see :class:`~keyshard.handlers.failed_messages.FailedMessages`."""
 
     dead_letters: DeadLetterStore
 
@@ -69,7 +69,10 @@ class ListedPage(TypedDict):
 
 
 class DecodedValue(TypedDict):
-    """The value of a dead letter by its schema: text, a problem, or a cut text and the problem."""
+    """The value of a dead letter, decoded by its schema; if that fails, the problem instead.
+
+    A text that is too long is truncated, and has a problem, too.
+    """
 
     type: str | None
     version: int | None
@@ -141,11 +144,11 @@ def shown_dead_letter(dead_letter: DeadLetter) -> ShownDeadLetter:
 
 
 def decoded_value(connection: Connection, dead_letter: DeadLetter) -> DecodedValue:
-    """Decode a value by the schema version of its message; a failure is in the answer.
+    """Decode a value by the schema version of its message. An error becomes ``problem``.
 
     Args:
         connection: The cluster that has the schema.
-        dead_letter: Whole.
+        dead_letter: The dead letter, with its content.
     """
     from keyshard.reading.message_decoder import data_by_version  # noqa: PLC0415 - loads pyarrow
 
@@ -228,7 +231,7 @@ class DeadLetterRequests:
         self._connection = connection
 
     def handlers(self) -> dict[str, Handler]:
-        """Return the handlers by the names of their requests."""
+        """Return the functions that answer requests, by the names of the requests."""
         return {
             "dead_letters": self._list, "dead_letter": self._show, "unpark": self._unpark,
             "discard": self._discard,

@@ -42,9 +42,9 @@ from keyshard.errors import (
 from keyshard.reading.scan import Scan
 
 SAMPLE_ENTRIES = 200
-"""Most entries of a topic partition that are examined, the newest ones."""
+"""Maximum number of examined entries of a topic partition; the newest ones are examined."""
 SAMPLE_PARTITIONS = 8
-"""Most topic partitions whose entries are examined."""
+"""Maximum number of topic partitions whose entries are examined."""
 SAMPLE_S = 10.0
 """Longest time to examine entries, seconds."""
 
@@ -124,7 +124,11 @@ def examine(
 
 
 def _transport(config: SourceConfig) -> list[Finding]:
-    """Say what decodes entries, if it is keyshard in this process, or what pulsar-client lacks."""
+    """Return the finding about the transport or the decoder of this process.
+
+    With transport ``client``, it names the guarantees that pulsar-client lacks. With transport
+    ``wire``, it names the decoder. With any other transport, there is none.
+    """
     if config.how_to_connect().by_client:
         return [BY_CLIENT]
     decoder = decoder_of(config.how_to_connect())

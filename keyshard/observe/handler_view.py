@@ -87,7 +87,7 @@ class HandlerView(Protocol):
 
     @property
     def lanes(self) -> int:
-        """Keys that a range can handle at the same time."""
+        """Number of keys that a range can handle at the same time."""
 
     def ranges(self, now_s: float, owned: Ownership) -> list[RangeFacts]:
         """Return the facts about every range now."""
@@ -122,4 +122,10 @@ class HandlerView(Protocol):
         """
 
     def key_state(self, key: str, slots: Sequence[int], now_s: float) -> KeyState:
-        """Return the state of a key that lies in one of some slots."""
+        """Return the state of a key, and the owner of each slot that it may have.
+
+        Args:
+            key: The key.
+            slots: Its slots: one if producers set it as text, another if they set it as bytes.
+            now_s: The time.
+        """

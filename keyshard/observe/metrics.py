@@ -56,7 +56,7 @@ class Metric:
 
 
 def _one(*path: str) -> Callable[[Any], Iterable[Sample]]:
-    """Return the single value at a path of the status."""
+    """Return a function that reads the value at a path of the status: one sample or none."""
 
     def read(status: Any) -> Iterable[Sample]:
         value: Any = status
@@ -68,7 +68,7 @@ def _one(*path: str) -> Callable[[Any], Iterable[Sample]]:
 
 
 def _ranges(value_of: Callable[[RangeStatus], float | None]) -> Any:
-    """Return a value for each range."""
+    """Return a function that reads a value of each range from the status."""
 
     def read(status: Status) -> Iterable[Sample]:
         for each in status["ranges"]:
@@ -101,7 +101,7 @@ def _stalled_partitions(status: Status) -> Iterable[Sample]:
 
 
 def _workers(value_of: Callable[[SourceWorker], float]) -> Any:
-    """Return a value for each worker."""
+    """Return a function that reads a value of each worker from the status."""
 
     def read(status: Status) -> Iterable[Sample]:
         window = status["window"]
@@ -118,7 +118,7 @@ def _build(status: Status) -> Iterable[Sample]:
 
 
 def _partitions(value_of: Callable[[PartitionStatus], float | None]) -> Any:
-    """Return a value for each topic partition."""
+    """Return a function that reads a value of each topic partition from the status."""
 
     def read(status: Status) -> Iterable[Sample]:
         for each in status["partitions"]:

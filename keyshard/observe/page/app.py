@@ -1,10 +1,10 @@
-"""The HTTP interface of the page: its files, the status, a stream of looks, and requests.
+"""The HTTP interface of the page: its files, the status, a stream of it, and requests.
 
 ::
 
     GET  /, /page.js, /page.css          the page; no data
     GET  /api/status[?source=ID]         the status of every source, or of one
-    GET  /api/events[?source=ID]         server-sent events: a look each second
+    GET  /api/events[?source=ID]         server-sent events: the status each second
     POST /api/ask {"source": ID, "do": ...}   a request to the control socket of a source
 """
 
@@ -36,11 +36,11 @@ BODY_S = 10.0
 ASK_S = 60.0
 """Longest wait for the answer of a source, seconds."""
 SEND_S = 5.0
-"""Time after which a page that does not read its events is cut off, seconds."""
+"""Time after which a page that does not read its events is disconnected, seconds."""
 WATCHERS_MAX = 200
-"""Most pages that get events at the same time."""
+"""Maximum number of pages that get events at the same time."""
 ASKED_MAX = 16
-"""Most requests to sources at the same time; further ones are refused."""
+"""Maximum number of requests to sources at the same time; further ones are refused."""
 KEEP_ALIVE_S = 15.0
 """Longest time without an event, seconds; then a comment is sent."""
 COMMANDS = frozenset({
@@ -69,7 +69,7 @@ Sources = Callable[[], tuple[list[RunningSource], list[str]]]
 
 
 class Cut(Protocol):
-    """Cuts the connection of a client off, by its address."""
+    """Closes the connections of a client at once, by its address."""
 
     def __call__(self, client: object) -> None: ...
 
@@ -78,9 +78,9 @@ class PageApp:
     """The application of one server. Its methods run in the event loop of the server.
 
     Args:
-        sources: What the page shows.
-        guard: Which requests are served.
-        cut: Cuts a client off that does not read.
+        sources: Returns the sources that the page shows.
+        guard: Decides which requests are served.
+        cut: Disconnects a client that does not read its events.
     """
 
     def __init__(self, sources: Sources, guard: Guard, cut: Cut) -> None:
@@ -102,7 +102,7 @@ class PageApp:
         self.asgi: ASGIApp = _Guarded(Starlette(routes=routes), guard)
 
     def begin(self) -> None:
-        """Run in the calling event loop."""
+        """Note the calling event loop, to which the looker sends each look. Returns at once."""
         self._loop = asyncio.get_running_loop()
 
     def end(self) -> None:
@@ -111,14 +111,14 @@ class PageApp:
         self._looked.set()
 
     def close(self) -> None:
-        """Stop looking. Called after the loop has ended. Idempotent."""
+        """Stop the looker and the pool. Called after the event loop has ended. Idempotent."""
         self._looker.close()
         self._pool.shutdown()
 
     # -- looks -------------------------------------------------------------------------------------
 
     def _told(self, look: Look) -> None:
-        """Take a look, in the thread of the looker."""
+        """Pass a new look to the event loop; called in the thread of the looker."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._show, look)
 

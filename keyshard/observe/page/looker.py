@@ -1,4 +1,4 @@
-"""Looks at the running sources once a second while pages are open."""
+"""Polls the status of the running sources once a second while pages are open."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from keyshard.errors import ControlError, KeyShardError
 from keyshard.threads import begin
 
 LOOK_S = 1.0
-"""Interval of looks, seconds."""
+"""Interval of polls, seconds."""
 ASK_S = 3.0
 """Longest wait for the status of a source, seconds."""
 SOURCES_MAX = 100
-"""Most sources that are shown."""
+"""Maximum number of sources that are shown."""
 SUMMARY = (
     "version", "kind", "name", "state", "subscription", "topics", "topicsPattern", "serviceUrl",
     "pid", "host", "uptimeSeconds", "newestError", "lag", "rates", "executor", "parkedKeys",
@@ -28,7 +28,7 @@ SUMMARY = (
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The running sources at one moment, as JSON texts."""
+    """The result of one poll: the status of the running sources, as JSON texts."""
 
     number: int
     sources: str
@@ -54,11 +54,11 @@ class Look:
 
 
 class Looker:
-    """Looks in its own thread, and only while somebody watches.
+    """Polls the status of the running sources in its own thread while pages are open.
 
     Args:
         sources: Returns the running sources, and the errors of those that do not answer.
-        told: Called with each look, in the thread of the looker.
+        told: Called with the result of each poll, in that thread.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Looker:
         return Look(self._number, json.dumps(summaries), details, " ".join(errors))
 
     def close(self) -> None:
-        """Look no more. Idempotent."""
+        """Stop the polls. Idempotent."""
         self._stopping.set()
         self._wanted.set()
         self._thread.join(1.0)

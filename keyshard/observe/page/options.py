@@ -1,4 +1,4 @@
-"""Where a page is served, and its start; imports no web server before."""
+"""The options of a page, and its start. The web server is imported only when a page starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves the page in a thread: bounded connections, deadlines, and an end that does not wait."""
+"""Serves the page in a thread, with limits for connections, requests and the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keyshard.observe.page.guard import Guard
 from keyshard.threads import begin, owned_by
 
 CONNECTIONS_MAX = 256
-"""Most connections; further ones are closed at once."""
+"""Maximum number of connections; further ones are closed at once."""
 REQUEST_S = 10.0
 """Longest time that a connection may take for its next request, seconds; then it is closed."""
 SWEEP_S = 1.0
@@ -35,8 +35,8 @@ class PageServer:
     Args:
         host: Address to bind.
         port: Port; 0 for a free one, which is then :attr:`port`.
-        guard: Which requests are served.
-        sources: What the page shows.
+        guard: Decides which requests are served.
+        sources: Returns the sources that the page shows.
 
     Raises:
         ConfigError: The address cannot be used.
@@ -132,7 +132,7 @@ class _Connections:
         self._open.pop(protocol, None)
 
     def cut(self, client: object) -> None:
-        """Cut the connection of a client off, whatever it has not read."""
+        """Close the connections of a client at once. Data that it has not read is lost."""
         for protocol in [one for one in self._open if one.client == client]:
             protocol.transport.abort()
 
