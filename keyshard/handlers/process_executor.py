@@ -175,7 +175,7 @@ class ProcessHandle:
         with self._lock:
             if self._ended:
                 raise HandlerProcessError(
-                    "The source ends, so no worker process is started.", IGNORE
+                    "The source ends, so no handler process is started.", IGNORE
                 )
             with _signals_held_back():
                 process.start()
@@ -185,7 +185,7 @@ class ProcessHandle:
         if isinstance(reply, Reply):
             self.end()
             raise UnfitHandlerError(
-                f"A worker process cannot load the handler: {reply.reason}.",
+                f"A handler process cannot load the handler: {reply.reason}.",
                 "Define the handler at the top level of a module that the process can import, or "
                 "set executor to 'threads'.",
             )
@@ -215,11 +215,11 @@ class ProcessHandle:
             code = self._left(0.0 if late else 1.0)
             if not began:
                 raise _EndedIdleError(
-                    f"A worker process {ending(code)} while it waited for a message.", remedy(code)
+                    f"A handler process {ending(code)} while it waited for a message.", remedy(code)
                 ) from exc
             what = f"was not ready within {timeout_s} s" if late else ending(code)
             hint = "Look for what delays it." if late else remedy(code)
-            raise HandlerProcessError(f"The worker process {what} while {doing}.", hint) from exc
+            raise HandlerProcessError(f"The handler process {what} while {doing}.", hint) from exc
         return reply
 
     def _left(self, wait_s: float) -> int | None:

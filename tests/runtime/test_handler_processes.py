@@ -118,7 +118,7 @@ def test_a_process_that_ends_while_it_is_idle_costs_no_message_an_attempt(
             wait_until(lambda: not alive(int(path.read_text())))  # noqa: B023
         counters = run.source.status()["counters"]
     assert (counters["completed"], counters["failedAttempts"]) == (3, 0)
-    ended = "A worker process was killed by SIGKILL (9) while it waited for a message. If nobody"
+    ended = "A handler process was killed by SIGKILL (9) while it waited for a message. If nobody"
     assert caplog.text.count(ended) == 2
 
 
@@ -135,7 +135,7 @@ def test_a_handler_whose_process_is_killed_fails_with_the_signal(
     ):
         wait_until(lambda: orders.errors or orders.backlog() == 0)
     assert not orders.errors, orders.errors
-    assert "The worker process was killed by SIGKILL (9) while it handled" in caplog.text
+    assert "The handler process was killed by SIGKILL (9) while it handled" in caplog.text
     assert "memory limit" in caplog.text
 
 
