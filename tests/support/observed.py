@@ -9,13 +9,14 @@ import psutil
 from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.testing.devbroker import DevBroker
+from keyshard.workers import server
 
 
 def is_live_worker(process: psutil.Process) -> bool:
     """Whether a process is a worker process that has not ended."""
     try:
         zombie = process.status() == psutil.STATUS_ZOMBIE
-        return not zombie and "workers.process" in " ".join(process.cmdline())
+        return not zombie and server.__name__ in " ".join(process.cmdline())
     except psutil.NoSuchProcess:  # It ended between the listing and this call.
         return False
 
