@@ -18,12 +18,12 @@ from tests.chaos.report import Report
 from tests.chaos.runner import Chaos
 
 PIPELINE = "pipeline"
-"""A query from topic to topic, beside the subjects of which a seed chooses one."""
+"""The query from topic to topic. A seed chooses only among the other subjects."""
 MESSAGES_MIN = 5_000
 
 
 def main() -> int:
-    """Run; 0: every promise holds, 1: one is broken, or something did not come in time."""
+    """Return 0 if every promise holds; 1 if one is broken, or if something did not come in time."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long faults are injected")
     parser.add_argument("--seed", type=int, help="decides the faults; default: another each time")

@@ -32,7 +32,7 @@ _PASSED_ON = ("Content-Type", "Accept")
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """The client has given up."""
+        """Ignore the error: the client has given up."""
 
 
 class AdminProxy:
@@ -74,7 +74,7 @@ class AdminProxy:
         self._client.close()
 
     def spoil(self, seed: object, rate: float, kinds: tuple[str, ...] = WRONG) -> None:
-        """Spoil a part of all further answers; send those that hang."""
+        """Spoil a part of all further answers; send the answers that hang or are late now."""
         with self._changed:
             self._chance, self._rate, self._kinds = random.Random(str(seed)), rate, kinds
             self._spoils += 1

@@ -95,7 +95,7 @@ class Stored:
 
 @dataclass
 class Topic:
-    """Its stored messages."""
+    """A topic and its confirmed messages."""
 
     name: str
     partitions: int
@@ -113,7 +113,7 @@ class Topic:
         return [TopicPartition(self.name, number) for number in numbers]
 
     def path(self, where: TopicPartition | None = None) -> str:
-        """The faults of the admin interface."""
+        """Return the admin path of the topic, or of one of its topic partitions."""
         return "/admin/v2/" + (where.name if where else self.name).replace("://", "/")
 
 
@@ -164,7 +164,7 @@ class World:
     # -- what is written
 
     def publish(self, topic: Topic, chance: random.Random, count: int) -> None:
-        """Messages of one producer of each topic partition."""
+        """Publish messages to each topic partition, with one producer for each."""
         batching = chance.choice(["none", "default", "keyed"])
         kinds = pulsar.CompressionType
         compression = chance.choice([kinds.NONE, kinds.LZ4, kinds.ZLib, kinds.ZSTD, kinds.SNAPPY])
@@ -218,7 +218,7 @@ class World:
         topic.chunked.append((where.partition, MessageId(at.ledger_id(), at.entry_id(), 0)))
 
     def transact(self, topic: Topic, chance: random.Random, how: int | None) -> None:
-        """A transaction of one topic partition, that ends so, or stays open."""
+        """Publish in a transaction; end it by ``how`` (COMMIT, ABORT), or leave it open."""
         where = chance.choice(topic.where())
         self.ask("GET", COORDINATOR)
         self.ask("GET", f"/lookup/v2/topic/{where.name.replace('://', '/')}")
@@ -352,7 +352,7 @@ class Read:
     def run(
         self, source: KeyShardSource, between: Callable[[], None], again: random.Random
     ) -> None:
-        """Plan, let happen what happens in between, and read each part as a task of its own."""
+        """Plan, call ``between``, and read each part as a separate task."""
         began_s = time.monotonic()
         try:
             self.splits = plan_read(
@@ -377,7 +377,7 @@ class Read:
         return read_splits(connection, [split], COLUMNS, keys=self.keys, segments=segments)
 
     def _abandoned(self, source: KeyShardSource, split: Split, segments: Segments) -> None:
-        """A task that is ended in the middle, and run again."""
+        """Begin a task, and end it in the middle."""
         batches = self._batches(source, split, segments)
         next(batches, None)
         batches.close()  # type: ignore[attr-defined]
@@ -418,7 +418,7 @@ def _inside(bound: Any, one: Stored, topic: Topic, *, edge: bool) -> bool:
         return (bound is Edge.LATEST) == edge
     at: Any = one.id
     if isinstance(bound, int):
-        # What came since times were drawn is later than all of them.
+        # A message that was published after the times were read is later than all of them.
         at = topic.times.get((one.partition, one.id), LATER_MS)
     before: bool = at < bound
     return before == edge
@@ -473,7 +473,7 @@ class Round:
             world.publish(topic, chance, chance.randint(1, 20))
 
     def _know(self) -> None:
-        """Read everything in quiet; that gives the publish times, too."""
+        """Read everything without a fault. The rows also give the publish times."""
         if self.topic.chunked:
             return
         read = Read()

@@ -43,7 +43,7 @@ class Cluster:
 
     Args:
         directory: Where its data and its log go.
-        settings: Of the broker, beside those that are always so.
+        settings: More settings of the broker; they replace fixed ones of the same name.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, str] | None = None) -> None:

@@ -86,8 +86,10 @@ class DyingHistory:
 
 
 def telling(broker: Broker, history: HistoryWriter) -> Broker:
-    """Also writes down dead letters that are read back: who stored one may have died before it
-    knew."""
+    """Return the broker with Readers that record the dead letters which they read back.
+
+    A process may die after it stores a dead letter and before it records it.
+    """
     open_reader = broker.reader
 
     def reader(

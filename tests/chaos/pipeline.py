@@ -132,7 +132,7 @@ class PipelineChaos:
         self._began = time.monotonic()
 
     def run(self, seconds: float) -> PipelineReport:
-        """Everything; return the report.
+        """Publish, inject faults into the query, judge the output topic, and return the report.
 
         Args:
             seconds: How long faults are injected, at most.

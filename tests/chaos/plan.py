@@ -71,7 +71,7 @@ class Subject(Enum):
         return f"tests.chaos.{self.value}"
 
     def kinds(self, workers: str, brokers: int = 1) -> list[Kind]:
-        """The faults that may befall it, with what has its consumers, on so many brokers."""
+        """Return the faults for a program with these workers, on a number of brokers."""
         others = set() if self is Subject.HANDLERS else _OF_HANDLERS
         if workers == "embedded":
             others = others | _OF_WORKERS
@@ -111,9 +111,10 @@ class Fault:
 def faults(
     seed: int, subject: Subject = Subject.STREAM, workers: str = "embedded", brokers: int = 1
 ) -> Iterator[list[Fault]]:
-    """Rounds without end: in each every kind at least once, in another order.
+    """Yield rounds without end. Each has every kind at least once, in a drawn order.
 
-    The first has only short ones. Its first kill of the program comes inside a batch, or a handler.
+    The first round has only short faults. Its first kill of the program comes inside a batch or a
+    handler.
     """
     chooser = random.Random(seed)
     partitions = PARTITIONS

@@ -113,7 +113,7 @@ class TcpProxy:
         return len(pairs)
 
     def cut_behind(self, size: int) -> None:
-        """Cut once so many bytes have come from the target: in the middle of whatever they are."""
+        """Cut all connections after so many more bytes of the target, even inside a command."""
         with self._lock:
             self._left = size
 
@@ -186,7 +186,7 @@ class TcpProxy:
         return more
 
     def _count(self, size: int) -> int | None:
-        """How much of what came passes, where the connections are to be cut behind that."""
+        """Return how many of these bytes pass before the cut; ``None`` if no cut is due."""
         with self._lock:
             if self._left is None:
                 return None

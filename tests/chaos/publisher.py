@@ -33,8 +33,8 @@ class Publisher(ABC):
 
     The broker removes duplicates (deduplication is on), and a send never times out: the client
     sends again what was not confirmed, under the same number and in the same order. So nothing is
-    stored twice, and what is confirmed is stored. Deduplication wants numbers that ascend; batching
-    by key would send them out of order, were not every batch full as soon as it is begun.
+    stored twice, and what is confirmed is stored. Deduplication needs ascending numbers. Batching
+    by key keeps their order here, because every batch is full as soon as it begins.
 
     Args:
         topic: Full topic name.

@@ -139,10 +139,10 @@ def handled_and_parked(events: Sequence[Event]) -> tuple[set[Name], set[Name]]:
 
 
 def wrongs_of_handlers(events: Sequence[Event], *, checkpoint: bool) -> list[str]:
-    """Check dead letters; for the checkers, a dead letter is the end of a message.
+    """Return the broken promises about dead letters: to the checkers, each ends its message.
 
-    Everything is handled in the end. With a checkpoint nothing comes again whose entry was
-    acknowledged, unless it was parked; and the newest message of a key comes last of all.
+    Every message is handled in the end. With a checkpoint, no message of an acknowledged entry
+    comes again, unless it was parked. The newest message of each key is the last one to start.
     """
     handled, parked = handled_and_parked(events)
     wrongs = []

@@ -131,7 +131,7 @@ class Chaos:
         ]  # fmt: skip
 
     def run(self, minutes: float) -> Report:
-        """Everything; returns the report.
+        """Run the program under faults, judge its history, and return the report.
 
         Args:
             minutes: How long faults are injected. The first round is completed in any case.
@@ -181,7 +181,7 @@ class Chaos:
         self._tell(f"the {self._subject.value} run, checkpoint: {self._checkpoint}")
 
     def _settle(self) -> None:
-        """Everything that was published is consumed and acknowledged."""
+        """Stop publishing, and wait until every message is consumed and acknowledged."""
         end = time.monotonic() + LIVENESS_S
         for publisher in self._publishers:
             publisher.stop(end)
@@ -222,7 +222,7 @@ class Chaos:
         injected = {kind.value: self._injected[kind] for kind in self._kinds}
         injected[FORGOTTEN] = len(forgot)
         total, host = self._stream.total(), HostKind.BATCHES
-        whole = not problems  # It was not broken off.
+        whole = not problems  # The run came to its end.
         if total.misrouted:
             problems.append(f"{total.misrouted} messages were said to be misrouted")
         if self._subject is Subject.HANDLERS:
@@ -287,7 +287,10 @@ class Chaos:
         write(self._history, "disconnected", _WORKER_PROCESS)
 
     def _stop_worker(self, fault: Fault) -> None:
-        """Beyond its lease it is replaced, and killed; it must not do anything if it wakes."""
+        """Stop a worker process for a while (SIGSTOP), and continue it.
+
+        Beyond its lease, the worker is replaced and killed. If it wakes, it must do nothing.
+        """
         worker = self._one_worker()
         signalled(worker, signal.SIGSTOP)
         write(self._history, "disconnected", _WORKER_PROCESS)

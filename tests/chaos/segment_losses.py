@@ -188,7 +188,7 @@ class Losses:
         wait_until(lambda: not before & self._listed()[where], GONE_S)
 
     def _trim(self, where: str) -> None:
-        """Let retention keep half of the bytes; of few bytes, which it does not count, none."""
+        """Let retention keep half of the bytes in whole MiB; below 1 MiB, it keeps nothing."""
         half_mb = self._whole[where].size_bytes // 2 >> 20
         kept = {"retentionTimeInMinutes": -1 if half_mb else 0, "retentionSizeInMB": half_mb}
         before = self._listed()[where]

@@ -192,7 +192,10 @@ class ChangedDisk:
 
 @contextmanager
 def _faults(cluster: DevCluster) -> Iterator[threading.Event]:
-    """Let members fail one after the other; the event is set as long as that goes on."""
+    """Kill or freeze two bookies and a broker in turn; bring each back before the next fault.
+
+    The event is set until the last fault has ended.
+    """
     going, failed = threading.Event(), []
     going.set()
 

@@ -100,7 +100,7 @@ class SeveralBrokers(Cluster):
         self._one().kill()
 
     def shut_down(self) -> None:
-        """End a broker in order (SIGTERM)."""
+        """Shut a broker down in an orderly way (SIGTERM)."""
         self._is_down = True
         self._one().stop()
 
@@ -110,7 +110,7 @@ class SeveralBrokers(Cluster):
         self._chooser.choice(self._dev.bookies).kill()
 
     def start(self) -> None:
-        """Start what does not run.
+        """Start the brokers and bookies that do not run.
 
         Raises:
             DevBrokerError: It did not serve in time.

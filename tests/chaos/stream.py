@@ -99,7 +99,7 @@ class Settings:
         return Path(self.directory) / "history.jsonl"
 
     def fields(self) -> dict[str, Any]:
-        """Return the source: batches of about a quarter of a second, quick discovery."""
+        """Return the fields of a source with batches of about 0.25 s and quick discovery."""
         return {
             "topics": self.topic,
             "subscription": self.subscription,
@@ -160,10 +160,10 @@ class Stream:
         self._stopping.set()
 
     def run(self) -> None:
-        """Continue where the file says; a batch that was only planned runs again first."""
+        """Continue from the stored checkpoint; a batch that was only planned runs again first."""
         end, committed = self._load()
         if end is not None and committed:
-            # The one before may have been killed between the file and this line.
+            # The process before may have died after it stored the file and before it recorded this.
             self._history.write(
                 Event(time.time(), "checkpointed", batch=end.batch_id, worker=WORKER)
             )
@@ -225,7 +225,7 @@ class Stream:
 
 
 def with_workers(local: Broker, config: SourceConfig) -> Broker:
-    """A connection with its consumers in the workers of the source."""
+    """Return a connection whose consumers are in the workers of the source."""
     workers, connection = config.parsed_workers(), config.how_to_connect()
     if workers is None:
         return local
@@ -251,9 +251,9 @@ def replace_file(path: Path, text: str, *, durable: bool) -> None:
 
 
 def given_up(error: KeyShardError) -> bool:
-    """Whether a fault explains the end of a program.
+    """Return whether a fault explains the error that ended a program.
 
-    One that is stopped while its workers begin finds that their leases have ended.
+    If a program is stopped while its workers start, their leases end before it continues.
     """
     others = (SubscriptionInUseError, ReplayTimeoutError, WorkerUnreachableError)
     return error.retriable or isinstance(error, others)

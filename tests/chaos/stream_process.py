@@ -208,7 +208,10 @@ class StreamProcess:
         return StreamFailedError(f"the program ended with status {code}. {self.log_tail()}")
 
     def _buried(self) -> None:
-        """Note its end before the next one starts; opening the history cuts a torn last line."""
+        """Record in the history that the process has died.
+
+        Opening the history also cuts a torn last line before the next process writes.
+        """
         assert self._child.stdin is not None
         self._child.stdin.close()
         write(self._settings.history, "crashed", WORKER)

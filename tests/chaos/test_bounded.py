@@ -1,4 +1,4 @@
-"""Bounded reads under faults, shortly; ``python -m tests.chaos.bounded`` runs long."""
+"""A short run of bounded reads under faults; ``python -m tests.chaos.bounded`` runs longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chaos on a real broker, shortly; ``make chaos MINUTES=20`` runs long."""
+"""A short run of chaos on a real broker; ``make chaos MINUTES=20`` runs longer."""
 
 from __future__ import annotations
 
