@@ -33,7 +33,10 @@ class ReadsBookies(WireHarness):
         return self._brokers[-1]
 
     def reads(self, broker: WireBroker, where: TopicPartition) -> BookieReads:
-        """Return what opens one Reader, to which all stored entries are in closed ledgers."""
+        """Close all ledgers with entries, and return the ``BookieReads`` for one Reader.
+
+        All entries that are stored now then come from bookies.
+        """
         placed: dict[int, Placement] = {}
 
         def are_closed() -> bool:
@@ -59,7 +62,7 @@ class ReadsBookies(WireHarness):
 
 
 class BookieHarness(ReadsBookies):
-    """Shares its broker."""
+    """A harness on the session's broker, which other harnesses use too."""
 
     def __init__(self, dev_broker: DevBroker | DevCluster) -> None:
         super().__init__(dev_broker.service_url, dev_broker.admin_url)
@@ -67,7 +70,7 @@ class BookieHarness(ReadsBookies):
 
 
 class BreakableBookieHarness(ReadsBookies, BreakableWireHarness):
-    """The same with its own broker."""
+    """A harness on a broker that a test may break."""
 
     def __init__(self, dev_broker: DevBroker) -> None:
         BreakableWireHarness.__init__(self, dev_broker)

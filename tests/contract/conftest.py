@@ -45,7 +45,7 @@ EXCUSED = {
 """Modules and cases that say nothing of ``wire``, and why: the suite is long."""
 READ_FROM_BOOKIES = {
     "test_a_reader_gives_whole_entries_in_order_from_its_start": "",
-    "test_a_reader_does_not_care_for_acknowledgements": "",
+    "test_a_reader_ignores_acknowledgements": "",
     "test_a_reader_acknowledges_nothing": "",
     "test_a_start_that_is_not_stored_gives_the_next_entry": "",
     "test_a_start_behind_everything_is_at_the_end_and_gets_later_entries": "",
@@ -62,7 +62,7 @@ READ_FROM_BOOKIES = {
     "test_publish_times_are_those_of_the_producer": "",
     "test_an_aborted_transaction_leaves_entries_that_are_never_delivered": "it comes first",
     "test_behind_the_last_message_nothing_is_left_to_read": "as well",
-    "test_a_chunked_message_is_refused_by_the_entry_that_names_it": "as well",
+    "test_the_error_of_a_chunked_message_names_its_first_or_last_entry": "as well",
     "test_a_partly_acknowledged_batch_is_delivered_without_acknowledged_messages": "",
     "test_an_unreadable_entry_is_named_once_and_later_entries_come": "",
     "test_an_encrypted_entry_is_named_once_and_later_entries_come": "",
@@ -82,7 +82,7 @@ OLDER_BROKERS = {
     "test_version_and_limits_are_reported": _NO_LIMIT,
     "test_consumers_bring_a_deleted_topic_back_and_the_rest_can_be_removed": _HELD_UP,
     "test_keyless_messages_all_arrive_and_spread_over_the_ranges": "before 4.0 they have one slot",
-    "test_a_lone_consumer_at_its_limit_gets_more_only_from_the_half_on": _COUNTED,
+    "test_a_lone_consumer_at_its_limit_gets_more_only_once_half_is_acknowledged": _COUNTED,
     "test_beside_another_a_consumer_at_its_limit_gets_as_many_as_it_acknowledges": _COUNTED,
     "test_the_limit_of_a_consumer_counts_messages_and_an_entry_may_pass_it": _COUNTED,
 }
@@ -193,7 +193,10 @@ def lone_bookie() -> Iterator[DevCluster]:
 
 @pytest.fixture(scope="session")
 def breakable_broker() -> Iterator[DevBroker]:
-    """A real broker with what is off by default: batch index acks, transactions, its own times."""
+    """A real broker with batch index acknowledgements, transactions and broker publish times.
+
+    All three are off by default.
+    """
     settings = {
         "acknowledgmentAtBatchIndexLevelEnabled": "true",
         "transactionCoordinatorEnabled": "true",
@@ -201,8 +204,8 @@ def breakable_broker() -> Iterator[DevBroker]:
             "org.apache.pulsar.common.intercept.AppendBrokerTimestampMetadataInterceptor"
         ),
         "exposingBrokerEntryMetadataToClientEnabled": "true",
-        # Cursors are written at once and then as good as never: the state of an acknowledgement
-        # written does not depend on how fast the test runs.
+        # The broker writes a cursor at its first acknowledgement, and then almost never. So the
+        # written state does not depend on how fast the test runs.
         "managedLedgerDefaultMarkDeleteRateLimit": "0.001",
         "managedLedgerCursorPositionFlushSeconds": "3600",
         # How long a holder of a range may take to show that it lives.

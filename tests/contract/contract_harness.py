@@ -102,7 +102,7 @@ class Harness(Protocol):
         """Give a topic the next version of its schema."""
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
-        """A version of the schema of a topic, asked as a reader of this kind does."""
+        """Return a version of a topic's schema, requested as the client of this harness does."""
 
     def close_producers(self) -> None:
         """Close the producers of :meth:`publish`."""
@@ -148,7 +148,7 @@ class OtherClient(Protocol):
         """Acknowledge some messages of a batch it received, and no more, and end."""
 
     def is_connected(self) -> bool:
-        """Whether it thinks so."""
+        """Whether the client takes itself for connected."""
 
     def freeze(self) -> None:
         """Stop the process; the system keeps its connection open."""

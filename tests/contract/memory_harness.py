@@ -187,7 +187,7 @@ class MemoryHarness:
 
 
 class OldestMemoryHarness(MemoryHarness):
-    """The same as Pulsar 4.0.8."""
+    """The same harness with a cluster that behaves as Pulsar 4.0.8 does."""
 
     version = "4.0.8"
 

@@ -146,7 +146,7 @@ class PulsarHarness:
         self.publish_raw(topic, timed)
 
     def publish_corrupt(self, topic: str) -> None:
-        # LZ4 that is none.
+        # The metadata declares LZ4, but the payload is not LZ4.
         self.publish_raw(topic, [({6: b"k", 8: 1, 9: 50}, b"garbage")])
 
     def publish_encrypted(self, topic: str, key: str, messages: int) -> None:

@@ -48,7 +48,7 @@ def test_unacknowledged_entries_go_to_the_next_owner_in_order_per_key(harness: H
     assert {consumer for consumer, _ in second.deliveries} == {next_owner, high}
 
 
-def test_after_a_new_split_every_key_starts_again_at_its_oldest_entry(harness: Harness) -> None:
+def test_new_ranges_get_each_key_from_its_oldest_unacknowledged_entry(harness: Harness) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     consumers = [subscribe(broker, where, hash_range) for hash_range in split_ring(2)]
     harness.publish(where.name, numbered(300))

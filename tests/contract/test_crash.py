@@ -56,7 +56,7 @@ def crashed(
     wait_until(lambda: breakable.backlog(where) == 10)
     breakable.crash()
     # A client waits longer before each attempt, so the test opens a new one.
-    with suppress(BrokerUnavailableError):  # its end is in order only if it came back in time
+    with suppress(BrokerUnavailableError):  # close() fails if the client has not reconnected
         broker.close()
     broker = breakable.broker()
     # The old client may have come back just before it was closed, and its ranges are free soon.

@@ -67,7 +67,9 @@ def test_a_name_with_special_characters_has_its_cursor(harness: Harness, name: s
     assert str(state.acknowledged()) == f"{ledger}:0-1,3"
 
 
-def test_a_cursor_is_not_taken_for_that_of_a_name_that_is_written_alike(harness: Harness) -> None:
+def test_the_cursor_of_a_name_with_a_space_is_not_that_of_the_name_with_a_plus(
+    harness: Harness,
+) -> None:
     where = TopicPartition(harness.create_topic())
     subscribe(harness.broker(), where, subscription="a b")
     state = harness.admin().broker_state(where, "a+b")

@@ -77,7 +77,7 @@ def test_messages_become_the_entries_that_are_asked_for(harness: Harness, partit
     assert found.blocks[-1].partition_keys == [None]
 
 
-def test_all_that_a_message_has_arrives(harness: Harness) -> None:
+def test_every_field_of_a_message_arrives(harness: Harness) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     sent = [
         OutgoingMessage(b"\x00\xff", "k", ordering_key="o", properties={"a": "1", "b": ""}),
@@ -172,7 +172,7 @@ def test_an_entry_of_old_and_new_messages_stores_the_new_ones(harness: Harness) 
     assert mixed.result(0) == found.ids[-1]
 
 
-def test_ids_beyond_those_of_this_program_are_another_program(harness: Harness) -> None:
+def test_a_stored_id_beyond_the_published_ids_fences_the_producer(harness: Harness) -> None:
     where, broker = deduplicated(harness), harness.broker()
     first = named(broker, where)
     first.publish(numbered(0, 10), 100)
@@ -183,7 +183,7 @@ def test_ids_beyond_those_of_this_program_are_another_program(harness: Harness) 
         second.publish(numbered(0, 5), 50)
 
 
-def test_names_are_apart(harness: Harness) -> None:
+def test_sequence_ids_of_different_names_are_independent(harness: Harness) -> None:
     where, broker = deduplicated(harness), harness.broker()
     for name in ("a", "b"):
         producer = named(broker, where, name)
@@ -350,7 +350,7 @@ def test_a_topic_beyond_its_quota_takes_nothing_until_it_has_room(
     breakable: BreakableHarness, name: str | None
 ) -> None:
     where, broker = deduplicated(breakable), breakable.broker()
-    subscribe(broker, where)  # its backlog is what the quota is for
+    subscribe(broker, where)  # the quota limits the backlog of this subscription
     producer = broker.entry_producer(where, PublishOptions(name, send_timeout_s=DEADLINE_S))
     producer.publish(numbered(0, 3), 0)
     producer.flush()
@@ -386,7 +386,7 @@ def test_waiting_entries_are_bounded_in_number_and_time(
             producer.publish(numbered(start, start + 5), start)
         began_s = time.monotonic()
         with pytest.raises(BrokerUnavailableError):
-            # Those that wait fail first, or this one does.
+            # The waiting entries fail first, or this one does.
             producer.publish(numbered(10, 15), 10).result(DEADLINE_S)
         assert 0.5 < time.monotonic() - began_s < deadline(10)
 

@@ -25,7 +25,7 @@ def set_as_bytes(key: bytes, value: bytes = b"v", ordering_key: str | None = Non
 
 
 @pytest.mark.parametrize("batching", [Batching.NONE, Batching.BY_KEY])
-def test_a_key_of_bytes_goes_by_its_bytes(harness: Harness, batching: Batching) -> None:
+def test_a_key_of_bytes_is_routed_by_its_bytes(harness: Harness, batching: Batching) -> None:
     where = TopicPartition(harness.create_topic())
     broker = harness.broker()
     consumers = [subscribe(broker, where, hash_range) for hash_range in split_ring(RANGES)]
@@ -51,7 +51,7 @@ def test_a_key_of_bytes_goes_by_its_bytes(harness: Harness, batching: Batching) 
     assert known == len(received.blocks) if harness.whole_entries else known > len(KEYS) / 2
 
 
-def test_a_text_that_is_base64_by_chance_goes_by_the_text(harness: Harness) -> None:
+def test_a_text_that_is_base64_by_chance_is_routed_by_its_text(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     broker = harness.broker()
     consumers = [subscribe(broker, where, hash_range) for hash_range in split_ring(RANGES)]

@@ -24,7 +24,7 @@ def test_the_last_entry_is_the_last_one_published(harness: Harness, batching: Ba
     assert consumer.last_entry() == last
 
 
-def test_it_does_not_depend_on_the_subscription_or_on_the_ledger(harness: Harness) -> None:
+def test_the_last_entry_does_not_depend_on_subscription_or_ledger(harness: Harness) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     consumer = subscribe(broker, where)
     harness.publish(where.name, [Message(b"0", key="k"), Message(b"1", key="k")])
@@ -38,7 +38,9 @@ def test_it_does_not_depend_on_the_subscription_or_on_the_ledger(harness: Harnes
     assert consumer.last_entry() == receive([consumer], 2).ids[-1] > ids[-1]
 
 
-def test_unneeded_dead_letters_may_be_forgotten(harness: Harness) -> None:
+def test_the_last_entry_may_be_gone_after_every_subscription_acknowledged_it(
+    harness: Harness,
+) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     consumer = subscribe(broker, where)
     harness.publish(where.name, [Message(b"0", key="k")])

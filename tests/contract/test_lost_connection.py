@@ -151,7 +151,7 @@ def read_until(reader: Reader, last: EntryId) -> list[EntryId]:
     return found
 
 
-def test_a_reader_that_lost_its_connection_knows_it_for_good_and_skips_nothing(line: Line) -> None:
+def test_a_reader_reports_a_lost_connection_from_then_on_and_skips_nothing(line: Line) -> None:
     entries = line.publish(ENTRIES)
     with opened(line) as reader:
         assert reader.stayed_connected()
@@ -162,7 +162,10 @@ def test_a_reader_that_lost_its_connection_knows_it_for_good_and_skips_nothing(l
 
 
 def test_a_reader_that_is_cut_off_after_its_last_entry_gets_later_entries(line: Line) -> None:
-    """Until then a client may report further entries for ever: no reason to wait."""
+    """Until the next entry is published, a client may say for ever that more is left.
+
+    That answer does not promise that an entry comes.
+    """
     last = line.publish(ENTRIES)[-1]
     with opened(line) as reader:
         read_until(reader, last)
@@ -183,8 +186,8 @@ def answers(reader: Reader) -> bool:
     return True
 
 
-def test_the_end_of_a_topic_during_a_lost_connection_comes_with_the_loss(line: Line) -> None:
-    """Any answer is possible; only that of a connected Reader counts."""
+def test_a_reader_that_answers_at_the_end_during_a_cut_also_reports_the_loss(line: Line) -> None:
+    """The answer may be wrong. It counts only if the Reader stayed connected."""
     line.publish(ENTRIES)
     with opened(line) as reader:
         said = line.cut_while(lambda: answer_or_error(reader.at_end))
@@ -208,10 +211,10 @@ def answer_or_error(ask: Callable[[], object]) -> object:
 
 
 @pytest.mark.broker
-def test_waiting_calls_of_the_client_are_wrong_after_a_lost_connection(
+def test_blocking_calls_of_the_client_are_wrong_after_a_lost_connection(
     cluster: Cluster,
 ) -> None:
-    """Why the port asks by callback, and why the in-memory Reader lies once: see ADR 10."""
+    """So the port asks by callback, and the in-memory Reader gives one wrong answer: see ADR 10."""
     line = PulsarLine(cluster, time.monotonic_ns())
     line.publish(ENTRIES)
     client = pulsar.Client(

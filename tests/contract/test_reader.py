@@ -56,7 +56,7 @@ def test_a_reader_gives_whole_entries_in_order_from_its_start(
         assert sizes(rest) == sizes(everything)[skipped:]
 
 
-def test_a_reader_does_not_care_for_acknowledgements(harness: Harness) -> None:
+def test_a_reader_ignores_acknowledgements(harness: Harness) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     consumer = subscribe(broker, where)
     publish_mix(harness, where)

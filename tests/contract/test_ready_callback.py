@@ -1,4 +1,4 @@
-"""Contract: an idle consumer rings once when something comes, and loses nothing by it."""
+"""Contract: an idle consumer calls back once when something comes, and loses nothing by it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.contract.contract_harness import DEADLINE_S, Harness, Received, subsc
 from tests.helpers import wait_until
 
 
-def test_a_consumer_rings_when_something_comes_and_gives_all_of_it_in_order(
+def test_a_consumer_calls_back_when_something_comes_and_gives_all_in_order(
     harness: Harness,
 ) -> None:
     where = TopicPartition(harness.create_topic())
@@ -27,7 +27,7 @@ def test_a_consumer_rings_when_something_comes_and_gives_all_of_it_in_order(
     assert received.values == [message.value for message in messages]
 
 
-def test_a_consumer_that_has_something_rings_at_once(harness: Harness) -> None:
+def test_a_consumer_that_has_something_calls_back_at_once(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     consumer = subscribe(harness.broker(), where)
     harness.publish(where.name, [Message(b"first", key="k")], Batching.NONE)
@@ -54,7 +54,7 @@ def test_announced_and_unreceived_entries_go_to_the_next_owner(harness: Harness)
     assert received.values == [b"first"]
 
 
-def test_a_ring_after_a_dropped_connection_brings_entries_from_their_first_index(
+def test_after_a_reconnect_announced_entries_come_from_their_first_index(
     harness: Harness,
 ) -> None:
     where = TopicPartition(harness.create_topic())

@@ -58,7 +58,7 @@ def test_the_last_entry_that_was_written_is_reported(harness: Harness) -> None:
     assert admin.last_written(where) == last
 
 
-def test_a_ledger_list_follows_published_entries(harness: Harness) -> None:
+def test_the_ledger_list_counts_each_published_entry_at_once(harness: Harness) -> None:
     where = TopicPartition(harness.create_topic())
     admin = harness.admin()
     for count in range(1, 4):
@@ -90,10 +90,10 @@ def test_in_order_a_time_is_at_the_first_entry_that_is_not_earlier(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_out_of_order_it_is_between_an_earlier_entry_and_one_that_is_not(
+def test_out_of_order_a_time_is_after_an_earlier_entry_and_at_one_not_earlier(
     harness: Harness, seed: int
 ) -> None:
-    """The facts that a plan of a read may use."""
+    """A plan of a read may rely only on the two entries beside a position."""
     where, admin = TopicPartition(harness.create_topic()), harness.admin()
     random_one = random.Random(seed)
     times = [T0 + random_one.randrange(100) for _ in range(12)]
@@ -150,7 +150,7 @@ def begins_inside(admin: Admin, where: TopicPartition, subscription: str) -> str
     return properties.get(BEGINS_PROPERTY)
 
 
-def test_a_subscription_that_begins_inside_a_batch_keeps_its_property(
+def test_a_start_inside_a_batch_stays_a_property_of_its_subscription(
     harness: Harness,
 ) -> None:
     where, admin = TopicPartition(harness.create_topic()), harness.admin()
@@ -161,7 +161,7 @@ def test_a_subscription_that_begins_inside_a_batch_keeps_its_property(
     assert admin.begin(where, SUBSCRIPTION, MessageId(ledger, 1, 3))
     assert begins_inside(admin, where, SUBSCRIPTION) == f"{ledger}:1:3"
     assert harness.backlog(where, SUBSCRIPTION) == 1
-    # By itself the broker begins with the entry.
+    # The broker itself begins with the whole entry.
     consumer = subscribe(harness.broker(), where)
     assert receive([consumer], 5).values == [b"m"] * 5
     consumer.acknowledge([EntryId(ledger, 1)])

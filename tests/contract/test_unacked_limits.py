@@ -27,7 +27,9 @@ def take(harness: Harness, consumers: list[Consumer], at_least: int) -> Received
     return received
 
 
-def test_a_lone_consumer_at_its_limit_gets_more_only_from_the_half_on(harness: Harness) -> None:
+def test_a_lone_consumer_at_its_limit_gets_more_only_once_half_is_acknowledged(
+    harness: Harness,
+) -> None:
     harness.limit_unacked(LIMIT, 0)
     where = TopicPartition(harness.create_topic())
     consumer = subscribe(harness.broker(), where)

@@ -74,7 +74,7 @@ def test_behind_the_last_message_nothing_is_left_to_read(breakable: BreakableHar
     assert consumer.last_entry() == received.ids[0]
 
 
-def test_a_chunked_message_is_refused_by_the_entry_that_names_it(harness: Harness) -> None:
+def test_the_error_of_a_chunked_message_names_its_first_or_last_entry(harness: Harness) -> None:
     where, broker = TopicPartition(harness.create_topic()), harness.broker()
     consumer = subscribe(broker, where)
     first, last = harness.publish_chunked(where.name, "k")
