@@ -345,7 +345,7 @@ class Filled:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the broker shows what it will show as long as no step follows."""
+        """Wait until the broker knows, for each topic partition, what open transactions hide."""
         for where in self.partitions:
             wait_until(lambda where=where: self._is_settled(where))  # type: ignore[misc]
 

@@ -146,7 +146,7 @@ def test_a_sink_needs_the_password_of_a_user_with_permission(
         write(broker.of(GUEST))
 
 
-def test_every_start_is_admitted(broker: BasicBroker, topic: str) -> None:
+def test_a_source_without_authentication_is_refused(broker: BasicBroker, topic: str) -> None:
     nobody = replace(broker.connection, authentication=None)
     assert "without authentication" in refusal(nobody, topic, AuthenticationError)
 
@@ -164,7 +164,9 @@ def test_commands_take_a_name_and_a_password(
 
 
 @pytest.mark.parametrize("name", [None, "near", "far"])
-def test_a_listener_that_the_broker_knows(broker: BasicBroker, topic: str, name: str) -> None:
+def test_rows_arrive_with_each_listener_name_that_the_broker_knows(
+    broker: BasicBroker, topic: str, name: str
+) -> None:
     assert rows_of(replace(broker.connection, listener_name=name), topic) == 100
 
 

@@ -47,7 +47,9 @@ def test_unknown_options_are_status_2(capsys: pytest.CaptureFixture[str]) -> Non
     assert "nonsense" in err
 
 
-def test_a_broker_that_does_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_broker_commands_report_a_broker_that_does_not_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     data = ("--data", str(tmp_path / "data"))
     code, out, _ = run(capsys, "broker", "status", *data)
     assert code == 1

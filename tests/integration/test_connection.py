@@ -180,7 +180,7 @@ def test_the_permission_to_consume_is_enough_for_values_with_a_schema(
     assert rows == [{"id": number} for number in range(3)]
 
 
-def test_a_token_of_a_file_and_of_a_variable(
+def test_a_token_is_read_from_a_file_or_a_variable(
     broker: DevBroker, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "token"
@@ -192,22 +192,22 @@ def test_a_token_of_a_file_and_of_a_variable(
     assert rows_of(replace(as_role(broker), authentication=token), topic, 50) == 50
 
 
-def test_a_wrong_token(broker: DevBroker, topic: str) -> None:
+def test_a_wrong_token_is_refused(broker: DevBroker, topic: str) -> None:
     wrong = Token(f"{broker.signer.token(ROLE)[:-6]}AAAAAA")
     connection = replace(broker.connection, authentication=wrong)
     refused(broker, connection, topic, AuthenticationError, ROLE, "rejects")
 
 
-def test_an_expired_token(broker: DevBroker, topic: str) -> None:
+def test_an_expired_token_is_refused(broker: DevBroker, topic: str) -> None:
     refused(broker, as_role(broker, -60), topic, AuthenticationError, ROLE, "expired at")
 
 
-def test_no_token(broker: DevBroker, topic: str) -> None:
+def test_a_connection_without_a_token_is_refused(broker: DevBroker, topic: str) -> None:
     connection = replace(broker.connection, authentication=None)
     refused(broker, connection, topic, AuthenticationError, "without authentication")
 
 
-def test_a_missing_permission(broker: DevBroker, topic_name: str) -> None:
+def test_a_role_without_the_permission_is_refused(broker: DevBroker, topic_name: str) -> None:
     create_partitioned_topic(broker.connection, topic_name, 2)
     refused(
         broker, as_role(broker), topic_name, AuthorizationError, f"Role {ROLE!r} lacks",
@@ -215,7 +215,9 @@ def test_a_missing_permission(broker: DevBroker, topic_name: str) -> None:
     )  # fmt: skip
 
 
-def test_a_host_that_the_certificate_does_not_name(broker: DevBroker, topic: str) -> None:
+def test_a_host_that_the_certificate_does_not_name_is_refused(
+    broker: DevBroker, topic: str
+) -> None:
     connection = as_role(broker)
     other = replace(
         connection,
@@ -226,12 +228,12 @@ def test_a_host_that_the_certificate_does_not_name(broker: DevBroker, topic: str
     assert rows_of(replace(other, tls_hostname_verification=False), topic) == 100
 
 
-def test_an_authority_that_is_unknown(broker: DevBroker, topic: str) -> None:
+def test_a_certificate_of_an_unknown_authority_is_refused(broker: DevBroker, topic: str) -> None:
     connection = replace(as_role(broker), tls_trust_certs_file_path=None)
     refused(broker, connection, topic, TlsError, "not trusted", "tls_trust_certs_file_path")
 
 
-def test_urls_without_tls_at_ports_with_tls(broker: DevBroker, topic: str) -> None:
+def test_urls_without_tls_are_refused_at_ports_with_tls(broker: DevBroker, topic: str) -> None:
     plain = Connection(
         broker.service_url.replace("+ssl", ""), authentication=as_role(broker).authentication
     )
@@ -254,7 +256,7 @@ def test_a_client_certificate_identifies_the_source(broker: DevBroker, topic: st
         source_at(other, topic).open()
 
 
-def test_a_client_certificate_of_an_unknown_authority(
+def test_a_client_certificate_of_an_unknown_authority_is_refused(
     broker: DevBroker, topic: str, tmp_path: Path
 ) -> None:
     certificate, key = Authority(tmp_path).certificate(ROLE)
@@ -328,7 +330,9 @@ def consumers(admin: PulsarAdmin, topic: str) -> int:
     return sum(len(one["consumers"]) for one in found if one)
 
 
-def test_a_restart_is_reported_at_once_too(broker: DevBroker, topic: str) -> None:
+def test_an_expired_token_at_a_restart_from_a_checkpoint_is_reported_at_once(
+    broker: DevBroker, topic: str
+) -> None:
     with source_at(as_role(broker), topic).open() as stream:
         batch = stream.next_batch(timeout_s=deadline(20))
         assert batch
@@ -366,7 +370,9 @@ class Issuer(BaseHTTPRequestHandler):
         pass
 
 
-def test_client_credentials_of_an_issuer(broker: DevBroker, topic: str) -> None:
+def test_client_credentials_of_an_issuer_are_admitted_and_wrong_ones_refused(
+    broker: DevBroker, topic: str
+) -> None:
     Issuer.token = broker.signer.token(ROLE)
     with HTTPServer(("127.0.0.1", 0), Issuer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -55,7 +55,7 @@ def read(client: pulsar.Client, topic: str, count: int) -> list[int]:
     return values
 
 
-def test_two_side_by_side_listen_on_loopback_only() -> None:
+def test_two_brokers_side_by_side_listen_on_loopback_only() -> None:
     settings = {"managedLedgerMaxEntriesPerLedger": "1000"}
     with DevBroker(PULSAR, settings=settings) as one, DevBroker(PULSAR) as two:
         sockets = {broker: listening(broker.pid or 0) for broker in (one, two)}
@@ -158,7 +158,7 @@ def token_of(role: str) -> str:
     ],
     ids=["nothing is created", "partitioned", "not persistent", "tokens"],
 )
-def test_settings_that_forbid_a_topic_keep_no_broker_from_being_ready(
+def test_a_broker_becomes_ready_though_its_settings_forbid_a_topic(
     settings: dict[str, str],
 ) -> None:
     with DevBroker(PULSAR, settings=settings) as broker:

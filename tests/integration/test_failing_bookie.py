@@ -101,7 +101,10 @@ def test_rows_whose_write_fails_are_stored_once_within_the_call(
 
 
 def write_what_was_lost(cluster: DevCluster, topic: str) -> list[str]:
-    """Begin behind rows of a dead attempt, which the broker loses then; return the outcome."""
+    """Repeat the call of a dead attempt whose rows the broker loses meanwhile; return the outcome.
+
+    When the second attempt starts, the broker still knows those rows.
+    """
     url = cluster.service_url
     with Writer(url, topic, BATCH, moment="confirmed", count=MIDDLE) as first:
         first.wait_until_stopped()

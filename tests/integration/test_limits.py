@@ -153,9 +153,10 @@ def test_consumers_of_another_application_are_named_beside_the_limit(
     opened(one)()
 
 
-def test_pulsar_client_drops_the_text_and_the_numbers_tell(
+def test_with_pulsar_client_only_the_admin_interface_names_the_limit(
     broker: DevBroker, client: pulsar.Client, topic_name: str
 ) -> None:
+    """pulsar-client drops the text of the broker's error, which names the limit."""
     topic = limited(broker, topic_name, maxConsumersPerTopic=3)
     hidden = replace(broker.connection, transport=CLIENT, admin_url=None)
     seen = replace(broker.connection, transport=CLIENT)

@@ -116,7 +116,7 @@ def test_published_messages_are_complete_and_in_order_per_key(
         assert max(sizes) > 10
 
 
-def test_messages_without_keys(
+def test_messages_without_keys_are_all_stored_without_a_key(
     dev_broker: DevBroker, client: pulsar.Client, topic_name: str
 ) -> None:
     create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)

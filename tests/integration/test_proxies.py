@@ -137,7 +137,7 @@ def of_issuer(broker: DevBroker, topic: str, _: object) -> None:
 
 
 @pytest.mark.parametrize("use", [of_doctor, of_open, of_read, of_sink, of_issuer])
-def test_a_proxy_that_cannot_be_used_is_one_sentence(
+def test_the_error_of_an_unusable_proxy_names_its_variable_and_no_secret(
     dev_broker: DevBroker,
     topic_name: str,
     use: Callable[..., None],

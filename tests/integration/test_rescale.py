@@ -70,7 +70,7 @@ def test_four_ranges_become_eight_and_three_under_load(
     run.judge(sent.per_key)
 
 
-def test_a_broker_that_is_killed_in_the_middle_costs_nothing(topic_name: str) -> None:
+def test_a_broker_killed_during_a_rescale_causes_no_loss_and_no_disorder(topic_name: str) -> None:
     load = Workload(4_000, keys=60, batching="none")
     moving = moved_ranges(assign(4), reassign(assign(4), 8))
     gated = next(f"k{n}" for n in range(60) if any(key_slot(f"k{n}") in part for part in moving))

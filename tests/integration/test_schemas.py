@@ -129,7 +129,7 @@ def test_a_corrupt_row_among_a_hundred_thousand_is_the_only_one(dev_broker: DevB
     ]
 
 
-def test_a_query_on_its_way_asks_the_broker_where_the_admin_interface_is_away(
+def test_a_running_query_asks_the_broker_if_the_admin_interface_is_away(
     source: KeyShardSource, dev_broker: DevBroker
 ) -> None:
     pairs = f"schemas-{uuid.uuid4().hex}"

@@ -179,14 +179,14 @@ def test_client_credentials_of_an_issuer_publish_and_wrong_ones_are_named(
         server.shutdown()
 
 
-def test_a_topic_that_does_not_exist_and_is_not_created(broker: DevBroker) -> None:
+def test_a_missing_topic_that_is_not_created_is_refused(broker: DevBroker) -> None:
     namespace = closed_namespace(broker)
     missing = sink(broker.connection, f"persistent://{namespace}/t")
     with missing, pytest.raises(TopicNotFoundError):
         missing.write_batch(BATCH, 0)
 
 
-def test_a_schema_that_the_topic_does_not_admit(broker: DevBroker, topic: str) -> None:
+def test_a_schema_that_the_topic_does_not_admit_is_refused(broker: DevBroker, topic: str) -> None:
     where = TopicPartition(full_topic_name(topic))
     with closing(WireBroker(broker.connection)) as opened:
         first = PublishOptions(schema=TopicSchema("AVRO", RECORD % b"int"))
@@ -237,7 +237,7 @@ def test_a_namespace_that_restricts_schemas(
     write("known", "auto")
 
 
-def test_a_name_that_is_in_use(broker: DevBroker, topic: str) -> None:
+def test_a_sink_name_in_use_is_refused_until_it_is_free(broker: DevBroker, topic: str) -> None:
     with closing(WireBroker(broker.connection)) as opened:
         opened.entry_producer(TopicPartition(full_topic_name(topic)), PublishOptions("s-0"))
         with sink(broker.connection, topic) as second, pytest.raises(ProducerBusyError) as caught:
@@ -291,7 +291,9 @@ def test_a_quota_that_is_exceeded_is_waited_for_and_named(broker: DevBroker) -> 
 
 
 @pytest.mark.parametrize("asks_admin", [True, False])
-def test_a_namespace_without_deduplication(broker: DevBroker, asks_admin: bool) -> None:
+def test_a_namespace_without_deduplication_is_named_with_the_command(
+    broker: DevBroker, asks_admin: bool
+) -> None:
     namespace = f"public/plain-{asks_admin}".lower()
     request(broker, "PUT", f"namespaces/{namespace}")
     request(broker, "POST", f"namespaces/{namespace}/deduplication", body=False)

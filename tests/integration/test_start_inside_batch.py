@@ -53,7 +53,7 @@ def test_every_message_comes_once_and_the_first_batch_runs_again_the_same(
     assert values == [b"%d" % i for i in range(7)]
 
     def had(start: str, checkpoint: Checkpoint | None = None) -> tuple[Checkpoint, Any]:
-        """The first batch of a run that is gone before it was committed."""
+        """Return the first batch of a run; without a checkpoint, the run ends before the commit."""
         coordinator = source(start).coordinator()
         coordinator.start(checkpoint, planned=checkpoint is not None)
         try:
@@ -71,7 +71,7 @@ def test_every_message_comes_once_and_the_first_batch_runs_again_the_same(
 
     _, first = had(json.dumps({where.name: end}))
     assert [row["value"] for part in first.values() for row in part] == [b"7", b"8", b"9", b"10"]
-    # The option says nothing any more: the subscription exists.
+    # The subscription exists, so the option has no effect any more.
     planned, again = had("earliest")
     assert again == first
     _, replayed = had("earliest", planned)

@@ -35,7 +35,7 @@ LIMITS = release_of(PULSAR).limits.with_settings(SETTINGS)
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[DevBroker]:
-    """One that is killed here."""
+    """A broker that these tests kill."""
     with DevBroker(PULSAR, settings=SETTINGS) as started:
         yield started
 

@@ -213,7 +213,7 @@ def test_entries_that_reach_the_broker_after_another_took_the_name_are_not_store
 
 
 @pytest.mark.parametrize("thawed_first", [True, False], ids=["after", "before"])
-def test_a_call_after_or_before_the_end_of_a_stop_of_the_broker_completes_the_batch(
+def test_a_call_during_or_after_a_stop_of_the_broker_completes_the_batch(
     cluster: Cluster, topic: str, thawed_first: bool
 ) -> None:
     """The broker stops for longer than the timeout of messages, so the first call fails."""

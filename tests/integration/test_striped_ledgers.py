@@ -149,7 +149,7 @@ def rows(source: KeyShardSource, plan: Split, splits: int) -> tuple[pa.Table, Re
     return table, ReadReport.of(spans)
 
 
-def test_the_ledgers_are_placed_as_asked_and_bookies_of_one_were_replaced(
+def test_the_ledgers_are_placed_as_asked_and_one_has_three_ensembles(
     plan: Split, ensemble: int
 ) -> None:
     placed, changed = closed_ledgers(plan)

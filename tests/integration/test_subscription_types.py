@@ -38,7 +38,7 @@ def client(dev_broker: DevBroker) -> Iterator[pulsar.Client]:
         (pulsar.ConsumerType.KeyShared, "splitting the ring automatically (AUTO_SPLIT)"),
     ],
 )
-def test_the_type_is_named_at_once(  # noqa: PLR0917 - parameters
+def test_a_subscription_of_another_type_is_named_at_once(  # noqa: PLR0917 - parameters
     dev_broker: DevBroker,
     client: pulsar.Client,
     topic_name: str,
@@ -47,7 +47,7 @@ def test_the_type_is_named_at_once(  # noqa: PLR0917 - parameters
     kind: pulsar.ConsumerType,
     says: str,
 ) -> None:
-    """The start tried for 20 s, and then said to stop the other query."""
+    """Issue: the start tried for 20 s, and then said to stop the other query."""
     create_partitioned_topic(dev_broker.admin_url, topic_name, 2)
     other = client.subscribe(topic_name, "s", consumer_type=kind)
     source = KeyShardSource(

@@ -125,7 +125,7 @@ def delete(api: httpx.Client, topic: str, partitioned: bool) -> None:
     wait_until(deleted, DEADLINE_S)
 
 
-def test_topics_come_grow_and_go_and_nothing_is_missed_or_twice(
+def test_topics_come_grow_and_go_and_no_message_is_missed_or_repeated(
     dev_broker: DevBroker, api: httpx.Client, topic_name: str
 ) -> None:
     first, late, plain, parted = (f"{topic_name}-{name}" for name in ("a", "b", "c", "d"))
@@ -218,7 +218,7 @@ def test_a_deleted_topic_that_is_created_again_is_consumed_again(
         job.check(topic_name)
 
 
-def test_a_topic_deleted_and_created_again_between_two_rounds(
+def test_a_topic_created_again_between_two_rounds_is_consumed_again(
     dev_broker: DevBroker, api: httpx.Client, topic_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "SETTLE_S", 86_400.0)
@@ -235,7 +235,7 @@ def test_a_topic_deleted_and_created_again_between_two_rounds(
         job.check(topic_name)
 
 
-def test_a_topic_created_again_where_reconnects_may_not_create_it(
+def test_a_topic_created_again_is_consumed_if_reconnects_may_not_create_it(
     dev_broker: DevBroker, topic_name: str
 ) -> None:
     """If the topic is missing when a consumer reconnects, the consumer never returns by itself."""

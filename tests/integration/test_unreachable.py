@@ -42,7 +42,7 @@ def silent() -> Iterator[int]:
 
 
 def refused(why: str, **urls: str) -> None:
-    """A first start is refused soon, by an error that names the option and the URL."""
+    """Check that each way to start fails soon, by an error that names the option and the URL."""
     source = KeyShardSource("orders", subscription="billing", **urls)  # type: ignore[arg-type]
     check_named(source.open, why, **urls)
     check_named(source.decoder, why, **urls)
@@ -57,7 +57,7 @@ FRAMES_MAX = 8
 
 
 def check_named(start: Callable[[], object], why: str, **urls: str) -> None:
-    """One way to start is."""
+    """Check that one way to start fails soon, by an error that names the option and the URL."""
     (field,) = urls
     began = time.monotonic()
     with pytest.raises(BrokerError) as caught:
@@ -77,12 +77,12 @@ def check_named(start: Callable[[], object], why: str, **urls: str) -> None:
     assert not [one for one in frames if "site-packages" in one.filename], frames
 
 
-def test_a_wrong_port(port: int) -> None:
+def test_a_wrong_port_is_named(port: int) -> None:
     refused("refused", service_url=f"pulsar://127.0.0.1:{port}")
     refused("refused", admin_url=f"http://127.0.0.1:{port}")
 
 
-def test_a_wrong_host() -> None:
+def test_a_wrong_host_is_named() -> None:
     refused("is unknown", service_url="pulsar://no-such-host.invalid:6650")
     refused("does not answer", admin_url="http://no-such-host.invalid:8080")
 
@@ -93,8 +93,8 @@ def test_a_silent_port_is_named(silent: int) -> None:
     refused("does not answer", admin_url=f"http://127.0.0.1:{silent}")
 
 
-def test_a_list_of_topics_is_asked_for_where_nothing_answers(silent: int) -> None:
-    """A pattern of topics, and a catalog, waited for 10 s."""
+def test_a_pattern_and_a_catalog_fail_soon_if_the_admin_interface_is_silent(silent: int) -> None:
+    """Issue: a pattern of topics, and a catalog, waited for 10 s."""
     url = f"http://127.0.0.1:{silent}"
     query = KeyShardDataSource({"topicsPattern": "o.*", "subscription": "s", "admin.url": url})
     check_named(query.schema, "does not answer", admin_url=url)
@@ -105,12 +105,12 @@ def test_a_list_of_topics_is_asked_for_where_nothing_answers(silent: int) -> Non
     )
 
 
-def test_several_wrong_hosts(port: int) -> None:
+def test_a_service_url_with_several_wrong_hosts_is_named(port: int) -> None:
     refused("refused", service_url=f"pulsar://no-such-host.invalid:6650,127.0.0.1:{port}")
 
 
 @pytest.mark.broker
-def test_a_port_or_scheme_that_is_of_something_else(dev_broker: DevBroker) -> None:
+def test_a_port_or_scheme_of_another_service_is_named(dev_broker: DevBroker) -> None:
     admin_port = urlsplit(dev_broker.admin_url).port
     refused("8080", service_url=f"pulsar://127.0.0.1:{admin_port}")
     refused("pulsar://", service_url=f"pulsar+ssl://127.0.0.1:{dev_broker.port}")

@@ -166,7 +166,7 @@ def test_a_range_that_the_broker_forgot_in_silence_gets_its_rows_again(
         assert rows == 20
         after = [one.consumer for one in ranges.by_partition[where]]
         assert [one is other for one, other in zip(before, after, strict=True)] == [False, True]
-        # Also of what was acknowledged through the one that was forgotten.
+        # Entries that were acknowledged through the forgotten consumer do not stay either.
         wait_until(lambda: harness.backlog(where, "forgets") == 0)
 
 

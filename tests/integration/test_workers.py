@@ -96,7 +96,7 @@ def test_ranges_are_received_by_processes_which_end_with_the_source(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_nothing_is_lost_twice_or_out_of_order_when_workers_die(
+def test_nothing_is_lost_repeated_or_out_of_order_when_workers_die(
     dev_broker: DevBroker, topic: str, how: signal.Signals
 ) -> None:
     messages, taken = 30_000, StreamRows()

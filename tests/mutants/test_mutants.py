@@ -97,7 +97,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     copy_code(root)
     for name in COPIED:
         if name != "tests":
-            # Looked up by what stands in a file: the same file changes several times a second.
+            # Checked by the hash of the source: the same file changes several times a second.
             compile_dir(root / name, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     environment = {name: v for name, v in os.environ.items() if name != "PYTEST_ADDOPTS"} | {
         "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests/mutants")]),
@@ -121,7 +121,7 @@ def unchanged(copy: Copy) -> Outcome:
 
 
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_the_suite_notices(
+def test_the_suite_notices_each_mutant(
     mutant: Mutant, copy: Copy, unchanged: Outcome, record_property: Any
 ) -> None:
     assert unchanged.exit_code == 0, unchanged.output
