@@ -94,7 +94,7 @@ def _read(data: bytes, written: Any, wanted: Any) -> Any:
 
 
 def _plain(schema: Any) -> Any:
-    """It without logical types but decimals."""
+    """Return the schema without logical types other than decimals."""
     if isinstance(schema, list):
         return [_plain(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged: refused by a sentence, or they say the same twice."""
+"""Damaged checkpoints: each is refused by a clear error, or read as one whose JSON is stable."""
 
 from __future__ import annotations
 

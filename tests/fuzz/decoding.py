@@ -20,9 +20,9 @@ TOPIC = "persistent://public/default/drawn"
 def decoded(
     schema: TopicSchema, values: Sequence[bytes], writer: TopicSchema | None = None
 ) -> tuple[list[Any], dict[int, str]]:
-    """Rows of dictionaries, with numbers for times, and reasons by row.
+    """Return rows as dictionaries with numbers for times, and reasons by number of row.
 
-    A batch that runs again may have others beside them: each by itself is the same.
+    Each value must decode alone as beside the others: a batch that runs again may have other rows.
     """
     codec = codec_of(schema, TOPIC)
     found, reasons = _rows(codec, values, writer)
@@ -46,7 +46,7 @@ def _rows(
 
 
 def comparable(value: Any) -> Any:
-    """A value with a text for what equals nothing."""
+    """Return a value with a text for each NaN, which equals nothing."""
     if isinstance(value, dict):
         return {name: comparable(one) for name, one in value.items()}
     if isinstance(value, list):

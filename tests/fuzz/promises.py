@@ -32,10 +32,11 @@ def promise(holds: object, what: str) -> None:
 
 
 def refused(call: Callable[[], Any], what: str) -> Any:
-    """Call; returns what the call returned, or the error if it is one of keyshard's, said clearly.
+    """Return the result of a call, or its keyshard error, and check the text of that error.
 
     Raises:
-        BrokenPromiseError: It raised something else, or nothing that a user can read.
+        BrokenPromiseError: The call raised another error, or one whose text has no code, is too
+            long or shows a secret.
     """
     try:
         return call()

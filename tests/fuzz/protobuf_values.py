@@ -48,8 +48,9 @@ def protobuf_values(random: Random, _name: str) -> None:
             found = made.FromString(data[place])
         except DecodeError:
             continue
-        # ptars reads some messages differently: protobuf merges a field that stands there twice;
-        # a number that an enumeration of proto2 lacks, and with it the whole pair of a map.
+        # ptars reads two kinds of messages differently, so they are left out. Protobuf merges a
+        # field that occurs twice. It takes a number that a proto2 enumeration lacks for an unknown
+        # field, in a map with the whole pair.
         found.DiscardUnknownFields()
         if place not in reasons and len(found.SerializePartialToString()) == len(data[place]):
             wanted = output(found)
@@ -228,8 +229,11 @@ def _told(message: Any) -> Any:
 
 
 def _as_java_gets_it(message: Any) -> dict[str, Any]:
-    """A message as a row of what its getters give: nothing tells which fields know if they were
-    set. Only one that has to be set is null where it is not."""
+    """Return a message as a row of the values that its getters return.
+
+    The list of fields does not tell which fields have presence. So only an unset required field is
+    null; any other unset field has its default.
+    """
     return {
         field.name: [comparable(one) for one in getattr(message, field.name)]
         if field.is_repeated

@@ -94,11 +94,11 @@ class ParkingModel:
     # -- the process ------------------------------------------------------------------------------
 
     def start(self, checkpoint: dict[str, Any] | None, late: int | None = None) -> None:
-        """Fold what is stored, and receive what is not acknowledged.
+        """Rebuild the parked keys from the dead letters, and receive unacknowledged messages.
 
         Args:
-            checkpoint: From where to fold.
-            late: Which topic partition delivers only when :meth:`arrive` says so.
+            checkpoint: The state to continue from; ``None``: read all stored dead letters.
+            late: The topic partition that delivers only at :meth:`arrive`.
         """
         parked = TopicState() if checkpoint is None else TopicState.from_dict(checkpoint)
         self.fold_all(parked)
@@ -204,7 +204,7 @@ class ParkingModel:
             self.send(key, Stored(key, head), twice=twice)
 
     def run(self, key: str, seq: int) -> None:
-        """A handler gets a message done; a second time only behind an older one."""
+        """Record that a message is handled: a second time only if an older one has run since."""
         ran = self.ran[key]
         if seq in ran:
             since = ran[len(ran) - ran[::-1].index(seq) :]

@@ -32,7 +32,7 @@ def sizes(assignment: Assignment) -> list[int]:
 
 
 def fewest_moved(old: Assignment, count: int) -> int:
-    """Compute the optimum only from the sizes of the owners; the value of core is checked too.
+    """Compute the optimum only from the sizes of the owners; check the value of core with it.
 
     A remaining owner keeps at most the smaller size, and one slot more if it has that and is among
     the owners with the larger size.
@@ -97,7 +97,7 @@ def test_moved_slots_are_those_whose_owner_differs(before: int, after: int) -> N
         (100, 101, 1 / 101),
     ],
 )
-def test_growing_moves_slots_to_new_owners_and_shrinking_those_of_old_ones(
+def test_a_rescale_moves_only_slots_of_added_or_removed_owners(
     before: int, after: int, share: float
 ) -> None:
     old = assign(before)
@@ -108,7 +108,7 @@ def test_growing_moves_slots_to_new_owners_and_shrinking_those_of_old_ones(
 
 @BOUNDED
 @given(counts, st.integers(0, 30))
-def test_one_range_each_never_moves_less(before: int, more: int) -> None:
+def test_one_range_for_each_owner_never_moves_fewer_slots(before: int, more: int) -> None:
     old, after = assign(before), before + more
     assert moved_slots(old, reassign(old, after)) <= contiguous_fewest_moved(before, after)
 
@@ -118,7 +118,7 @@ def test_one_range_each_moves_three_times_as_much_from_ten_to_eleven() -> None:
 
 
 def contiguous_fewest_moved(before: int, after: int) -> int:
-    """Fewest slots that change hands between two splits of the ring, over all numberings.
+    """Fewest slots that change hands between two divisions of the ring, over all numberings.
 
     If a lower old range meets a higher new one, then no higher old range meets a lower new one. So
     the best numbering never crosses, and is found as a longest common subsequence is.

@@ -1,4 +1,7 @@
-"""Bulks beside lanes: the order of every key, one message of a key at a time, entries once."""
+"""Bulks, which are entries that one thread handles together, beside lanes.
+
+The order of every key is kept, one message of a key runs at a time, and an entry completes once.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +186,7 @@ TestBulk = BulkMachine.TestCase
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])
-def test_a_rest_is_no_time_of_a_message(done: int) -> None:
+def test_a_rest_does_not_count_as_time_of_a_message(done: int) -> None:
     _, arrivals = with_entries(2)
     bulk = arrivals.start(0.0)
     assert bulk is not None

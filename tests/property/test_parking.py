@@ -75,8 +75,8 @@ def at_rest(model: ParkingModel, key: str) -> bool:
     return model.idle(key) and model.parking.state(key) is None
 
 
-# A dead letter is stored twice, and its second copy is known: an earlier checkpoint begins there,
-# while what a process wrote that folded the whole topic claims the first copy.
+# A dead letter is stored twice, and a checkpoint begins at the second copy. The next process reads
+# the whole topic, so its dead letter claims the first copy. The one after it uses the checkpoint.
 @example(
     [("step", "a", 7), ("step", "a", 0), ("save", "a", 0), ("crash", "a", 0), ("step", "b", 0),
      ("crash", "a", 1)],

@@ -51,7 +51,7 @@ def messages(split: Split) -> list[tuple[int, int, int]]:
 
 @BOUNDED
 @given(LEDGERS, st.none() | POSITIONS, st.none() | POSITIONS, st.integers(1, 40))
-def test_the_splits_of_a_stretch_are_exactly_it(
+def test_the_splits_of_a_stretch_cover_exactly_that_stretch(
     ledgers: tuple[Ledger, ...], start: MessageId | None, end: MessageId | None, number: int
 ) -> None:
     whole = stretch(P0, ledgers, start, end)
@@ -126,7 +126,7 @@ def test_splits_are_about_equal_in_bytes(shapes: list[tuple[int, int]], number: 
 @given(
     st.integers(0, 10), st.none() | st.integers(0, 10), st.none() | st.integers(0, 10)
 )  # fmt: skip
-def test_times_match_half_open_and_no_time_matches_none(
+def test_time_bounds_are_half_open_and_a_missing_time_matches_only_no_bounds(
     publish_ms: int, start_ms: int | None, end_ms: int | None
 ) -> None:
     split = stretch(P0, (Ledger(1, 1, 1),), start_ms=start_ms, end_ms=end_ms)

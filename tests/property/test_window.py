@@ -1,9 +1,14 @@
 """Deliveries, faults, cuts and restarts in any order: each message in one batch, in key order.
 
-The machine plays the broker, the consumers' assemblies, the host and its checkpoint storage. What
-the broker does: it delivers what is unacknowledged in order of each slot, in parts; it delivers
-again at a reconnect; it may forget acknowledgements; somebody else may acknowledge single indices
-or whole entries; markers take ids. Evidence of that comes at any time, of any stretch.
+The machine plays the broker, the consumers' assemblies, the host and its checkpoint storage:
+
+- The broker delivers unacknowledged entries in parts, in the order of each slot. It delivers them
+  again at a reconnect.
+- The broker may forget acknowledgements.
+- Another client may acknowledge single indices or whole entries.
+- Markers take ids.
+
+Evidence of these entries comes at any time, about any stretch.
 """
 
 from __future__ import annotations
@@ -360,7 +365,7 @@ class WindowMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_checkpoint_covers_its_start_and_its_batch(self) -> None:
-        """Pruning and settling forget nothing: the next start drops every redelivery of it."""
+        """A checkpoint forgets no delivered entry, so the next start drops its redelivery."""
         if not hasattr(self, "window"):
             return
         for batch in self.committed[-3:] + self.planned:
@@ -447,7 +452,7 @@ TestWindow = WindowMachine.TestCase
 TestWindow.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_an_entry_that_connections_cut_off_twice_alike_is_whole() -> None:
+def test_an_entry_is_whole_after_two_breaks_at_the_same_message() -> None:
     """Both times another entry is the first that comes after the reconnect.
 
     1. One message of ``long`` comes, then the connection breaks, and ``short`` comes first.
