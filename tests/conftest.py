@@ -1,7 +1,7 @@
 """Fixtures for all tests, and the order in which several processes run them.
 
-The real broker is started once per process, when a test needs it. One test of the gate kills and
-restarts it.
+The real broker is started once per process, when a test needs it. One test of the gate
+(``make test``) kills and restarts it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the tests of some kinds, scale their limits, and order them by what they are."""
+    """Select tests by kind, scale their time limits, and order them by folder or file."""
     if kinds := config.getoption("kind"):
         _select(config, items, kinds)
     _scale_limits(config, items)
@@ -231,7 +231,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _control_folder() -> Iterator[None]:
-    """Sources of tests are not found among those that somebody runs here."""
+    """Give the sources of tests their own control folder, apart from others on this machine."""
     with own_control_folder():
         yield
 
@@ -251,7 +251,11 @@ def _spark_environment() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Spark's JVM maps its classes; only who runs such a test waits until they are recorded."""
+    """Let the JVM of a Spark test map its classes.
+
+    If they are not recorded yet, the first Spark test waits for that. Other tests never wait.
+    """
     if item.get_closest_marker("spark"):
-        os.environ["SPARK_LAUNCHER_OPTS"] = QUICK  # of the JVM that makes the driver's command
+        # For the launcher JVM, which prints the command of the driver.
+        os.environ["SPARK_LAUNCHER_OPTS"] = QUICK
         os.environ["PYSPARK_SUBMIT_ARGS"] = submit_arguments(java_options())

@@ -191,7 +191,7 @@ class FakeConsumer:
         self.refused = ""
 
     def give(self, step: Sequence[EntryBlock] | BaseException) -> None:
-        """Let something arrive now; rings when it was asked to."""
+        """Let something arrive now; call back if :meth:`when_ready` asked for it."""
         with self.bell_lock:
             self.script.append(step)
             bell, self.bell = self.bell, None
@@ -312,7 +312,7 @@ def running(
 
 
 def keyshard_threads() -> set[threading.Thread]:
-    """Threads of keyshard in this process; some of tests before live as long as it does."""
+    """Return keyshard's threads; some threads of earlier tests live as long as the process."""
     return {one for one in threading.enumerate() if one.name.startswith("keyshard-")}
 
 

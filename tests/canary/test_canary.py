@@ -88,7 +88,7 @@ NEEDS = ("broker", "spark", "ray")
 
 
 def one_of_its_kind(canary: Canary) -> object:
-    """A parameter of the test, which runs with the tests of that kind."""
+    """Return a test parameter for a canary, with the marker of its kind if the kind has one."""
     marks = [getattr(pytest.mark, canary.kind)] if canary.kind in NEEDS else []
     return pytest.param(canary, id=canary.kind, marks=marks)
 

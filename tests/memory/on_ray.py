@@ -1,10 +1,11 @@
-"""A job or a bounded read, on a Ray of the measured process; a real one, started for each shape.
+"""A job or a bounded read on a real Ray, which the measured process starts for each shape.
 
-The process of the job holds the window, and copies of the rows of its calls; its actors hold the
-rows of a call; the task of the read holds the blocks that it makes. Of each, what it takes before
-is subtracted, with Ray and the imports. Not counted is what a process maps of Ray's object store,
-since the store has a limit of its own (``object_store_memory``). ``VmHWM`` counts it, so the memory
-is looked at every 10 ms instead. Results are small here: the handler decides what they take.
+The process of the job holds the window, and copies of the rows of its calls. Its actors hold the
+rows of a call. The task of the read holds the blocks that it makes. The memory of each process
+before that, with Ray and the imports, is subtracted. Memory that a process maps of Ray's object
+store does not count, because the store has its own limit (``object_store_memory``). ``VmHWM``
+counts it, so the memory is sampled every 10 ms instead. Results are small here: the handler decides
+what they take.
 """
 
 from __future__ import annotations
