@@ -291,8 +291,7 @@ OF_HANDLERS = (
             killer("unit/test_parking"),
             killer(
                 "runtime/test_parked_redelivery",
-                "test_a_done_dead_letter_is_known_to_the_next_start_until_its_original_"
-                "is_in_a_checkpoint",
+                "test_a_start_knows_a_done_dead_letter_until_its_original_is_in_a_checkpoint",
             ),
         ),
     ),

@@ -142,7 +142,7 @@ OF_SINK = (
                 "keyshard/publishing/batch_part.py",
                 "            self.producer.flush()\n"
                 "            for one in self.sent:"
-                "  # without a name, a failure concerns its own entry\n"
+                "  # without a producer name, flush() raises no error of an entry\n"
                 "                one.result()\n",
                 "            pass\n",
             ),

@@ -205,8 +205,7 @@ OF_WORKERS = (
         killers=(
             killer(
                 HOSTING,
-                "test_a_consumer_whose_worker_dies_while_it_is_subscribed_is_not_held_by_the_next"
-                "_worker",
+                "test_a_consumer_whose_worker_dies_while_subscribing_is_not_held_by_the_next",
             ),
         ),
     ),
