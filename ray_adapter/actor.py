@@ -21,7 +21,7 @@ from keyshard.columns.content import content_with, gather, metadata_in, names_in
 from keyshard.columns.messages import messages_of_each
 from keyshard.columns.outgoing import outgoing_of
 from keyshard.core.lanes.failure import text_of
-from keyshard.core.message import Message
+from keyshard.core.message import HandlerContext, Message
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import ConfigError
 from keyshard.handlers.handler_call import HandlerCall, Take, as_returned, check_fits, published
@@ -112,7 +112,8 @@ class HandlerActor:
             if is_class(handler):
                 handler = handler()
                 check_fits(handler, self._take)
-            self._handle = self._followed(HandlerCall(handler, self._read_data, self._take))
+            context = HandlerContext(self._read_data)
+            self._handle = self._followed(HandlerCall(handler, context, self._take))
         except BaseException as exc:  # noqa: BLE001 - the user's code
             raise_if_ended_by_ray(exc)
             return Loaded(os.getpid(), broken=Reply.of(exc))

@@ -27,8 +27,22 @@ class MessageId(NamedTuple):
         return f"{self.ledger}:{self.entry}:{self.batch_index}"
 
 
-READ_DATA: ContextVar[Callable[[Message], Any] | None] = ContextVar("READ_DATA", default=None)
-"""Decoder of message values; set in the context that calls handlers."""
+NOTE_CHARS = 200
+"""Maximum length of a note."""
+
+
+class HandlerContext(NamedTuple):
+    """The parts of a run that a message needs while a handler has it."""
+
+    read_data: Callable[[Message], Any] | None = None
+    """Decoder of message values."""
+    note: Callable[[Message, str], None] | None = None
+    """Takes the notes of handlers; ``None``: nothing shows them."""
+
+
+NO_CONTEXT = HandlerContext()
+CONTEXT: ContextVar[HandlerContext] = ContextVar("CONTEXT", default=NO_CONTEXT)
+"""The context of the handler that runs in this thread or task."""
 
 
 class Message(NamedTuple):
@@ -81,7 +95,7 @@ class Message(NamedTuple):
                 ``__keyBytes``.
             ConfigError: The message is not in such a handler.
         """
-        read = READ_DATA.get()
+        read = CONTEXT.get().read_data
         if read is None:
             raise ConfigError(
                 "message.data exists only in handlers of a source, in the thread or task of the "
@@ -89,6 +103,23 @@ class Message(NamedTuple):
                 "Use message.value, or read message.data earlier.",
             )
         return read(self)
+
+    def note(self, text: str) -> None:
+        """Set a line about the current step of the handler, such as ``"step 3 of 5"``.
+
+        ``keyshard stacks``, the page and the control socket show the newest note of the message
+        while it is in a handler or waits for a retry. A note costs about a microsecond.
+
+        It works in a handler of ``source.run``, in the thread or task of the call. Elsewhere, and
+        in jobs of Ray, it does nothing.
+
+        Args:
+            text: The line. Characters after the first 200 are cut off.
+
+        Raises:
+            TypeError: ``text`` is no text.
+        """
+        set_note(CONTEXT.get(), self, text)
 
     @classmethod
     def for_test(
@@ -127,12 +158,20 @@ class Message(NamedTuple):
         return self.ordering_key if self.ordering_key is not None else self.key
 
 
+def set_note(context: HandlerContext, message: Message, text: str) -> None:
+    """Give a note to a run, if there is one."""
+    if not isinstance(text, str):
+        raise TypeError(f"A note is a text, not {type(text).__name__}.")
+    if context.note is not None:
+        context.note(message, text[:NOTE_CHARS])
+
+
 class Attempt(Protocol):
     """One attempt to handle a message that a program took with ``async for``."""
 
     @property
-    def read_data(self) -> Callable[[Message], Any]:
-        """Decoder of the value."""
+    def context(self) -> HandlerContext:
+        """The context of the run."""
 
     def end(self, error: BaseException | None) -> None:
         """End the attempt with its outcome; ``None``: the message is completed."""
@@ -174,11 +213,18 @@ class TakenMessage(Message):
     @property
     def data(self) -> Any:
         """The value, decoded by the schema of its topic; see :attr:`keyshard.Message.data`."""
-        token = READ_DATA.set(self._own().read_data)
+        token = CONTEXT.set(self._own().context)
         try:
             return super().data
         finally:
-            READ_DATA.reset(token)
+            CONTEXT.reset(token)
+
+    def note(self, text: str) -> None:
+        """Set a line about the current step of the program; see :meth:`keyshard.Message.note`.
+
+        A copy of the message takes no note.
+        """
+        set_note(NO_CONTEXT if self.attempt is None else self.attempt.context, self, text)
 
     def __reduce__(self) -> tuple[type[Message], tuple[Any, ...]]:
         return Message, tuple(self)

@@ -26,7 +26,7 @@ from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import HandlerFailedError, KeyShardError, UnfitHandlerError
 from keyshard.handlers.executors import Executor
 from keyshard.handlers.failed_messages import FailedMessages
-from keyshard.handlers.outcomes import FailureLog
+from keyshard.handlers.outcomes import FailureLog, Notes
 from keyshard.handlers.outputs import HandlerOutputs
 
 _log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class Dispatcher:
         self.arrivals = Arrivals(lanes)
         """Entries that are not in lanes yet."""
         self.tally = HandlerCounters()
+        self.notes = Notes()
+        """Notes of handlers, which any thread may read."""
         self.changed = threading.Condition()
         """Guards lanes, arrivals, tally and circuit; notified when there is work."""
         self.circuit = CircuitBreaker()

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from keyshard.core.lanes.failure import name_of, text_of
-from keyshard.core.message import READ_DATA, Message, Produce
+from keyshard.core.message import CONTEXT, NO_CONTEXT, HandlerContext, Message, Produce
 from keyshard.errors import ConfigError, UnfitHandlerError
 from keyshard.redaction import shown
 from keyshard.threads import begin
@@ -127,15 +127,15 @@ class HandlerCall:
 
     Args:
         handle: The function.
-        read_data: Decodes the messages that the function gets.
+        context: The run of the function, for its messages.
         take: Checks or converts the result of the function, such as :func:`published`.
     """
 
     def __init__(
-        self, handle: Handle, read_data: Handle | None = None, take: Take = as_returned
+        self, handle: Handle, context: HandlerContext = NO_CONTEXT, take: Take = as_returned
     ) -> None:
         self._handle = handle
-        self._read_data = read_data
+        self._context = context
         self._take = take
         self._loop: EventLoop | None = None
 
@@ -145,7 +145,7 @@ class HandlerCall:
         Raises:
             BaseException: The function raised or returned it.
         """
-        READ_DATA.set(self._read_data)
+        CONTEXT.set(self._context)
         result = self._handle(given)
         while result is not None and (more := self._to_await(result)) is not None:
             result = self._in_loop(more)
@@ -168,12 +168,12 @@ class HandlerCall:
 
 
 def calling_async(
-    handle: Handle, read_data: Handle | None = None, take: Take = as_returned
+    handle: Handle, context: HandlerContext = NO_CONTEXT, take: Take = as_returned
 ) -> Callable[[Message], Coroutine[Any, Any, Any]]:
     """Wrap a coroutine function as :class:`HandlerCall` does, for the event loop of the caller."""
 
     async def call(message: Message) -> Any:
-        READ_DATA.set(read_data)
+        CONTEXT.set(context)
         result = handle(message)
         while result is not None and (more := _to_await(handle, result, take)) is not None:
             result = await more

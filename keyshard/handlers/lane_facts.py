@@ -73,7 +73,7 @@ class LaneFacts:
     def runs(self, now_s: float, count_max: int) -> list[RunStatus]:
         with self._changed:
             self._run.distribute()
-            return runs_of(self._run.lanes, now_s, count_max)
+            return runs_of(self._run.lanes, now_s, count_max, self._run.notes.of)
 
     def stack(
         self, topic: str | None, partition: int | None, message_id: MessageId

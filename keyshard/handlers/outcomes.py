@@ -1,21 +1,50 @@
-"""Observers of every attempt of a handler, and the log of failures."""
+"""Observers of every attempt of a handler, its notes, and the log of failures."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from keyshard.core.lanes.failure import Reject, RetryLater, name_of, text_of, times
 from keyshard.core.lanes.key_queue import Work
-from keyshard.core.message import Message
+from keyshard.core.lanes.lane_status import Note
+from keyshard.core.message import Message, MessageId
 from keyshard.handlers.handler_call import Handle
 
+NOTES_MAX = 10_000
+"""Maximum number of messages whose notes are kept: those that set one last."""
 OBSERVER_KINDS_MAX = 100
 """Kinds of errors of observers that are logged, each once."""
 
 _log = logging.getLogger(__name__)
+
+
+class Notes:
+    """The newest note of each message, for the messages that set one last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._notes: dict[tuple[MessageId, str, int], Note] = {}
+        self._lock = threading.Lock()
+
+    def take(self, message: Message, text: str) -> None:
+        """Keep the note of a message in place of its earlier one."""
+        at, now_s = _place(message), time.monotonic()
+        with self._lock:
+            self._notes.pop(at, None)
+            self._notes[at] = Note(text, now_s)
+            if len(self._notes) > NOTES_MAX:
+                del self._notes[next(iter(self._notes))]
+
+    def of(self, message: Message) -> Note | None:
+        """Return the newest note of a message, which may be one of an earlier attempt."""
+        return self._notes.get(_place(message))
+
+
+def _place(message: Message) -> tuple[MessageId, str, int]:
+    return message.message_id, message.topic, message.partition
 
 
 class Observer(Protocol):

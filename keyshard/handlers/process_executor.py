@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from keyshard.base_error import IGNORE
 from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
 from keyshard.core.lanes.key_queue import Work
-from keyshard.core.message import Message, Produce
+from keyshard.core.message import NO_CONTEXT, HandlerContext, Message, Produce
 from keyshard.core.process_end import ending, remedy
 from keyshard.errors import ConfigError, HandlerProcessError, UnfitHandlerError
 from keyshard.handlers.executors import ThreadExecutor, WorkSource
@@ -50,8 +50,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _log = logging.getLogger(__name__)
 BEGAN = b"began"
 """A child sends this when it has a message. Its end before that is no attempt."""
+NOTE = b"note:"
+"""Begins a note of the handler, which a child sends before its answer."""
 IDLE_ENDS_MAX = 3
 """Maximum number of replacements of a process that ends before it has a message."""
+
+
+TakeNote = Callable[[Message, str], None]
+"""Takes a message and a note that its handler set."""
 
 
 class _EndedIdleError(Exception):
@@ -131,12 +137,16 @@ class ProcessHandle:
     """Calls the handler in a child process, and starts another if that one dies.
 
     Args:
-        pickled: The arguments of its :class:`HandlerCall`.
+        pickled: The handler, the decoder of its messages, and its ``take``.
         started: Called at once with the new object.
+        note: Takes the notes of the handler.
     """
 
-    def __init__(self, pickled: bytes, started: Callable[[ProcessHandle], None]) -> None:
+    def __init__(
+        self, pickled: bytes, started: Callable[[ProcessHandle], None], note: TakeNote | None
+    ) -> None:
         self._pickled = pickled
+        self._note = note
         self._process: Any = None
         self._connection: Connection | None = None
         self._lock = threading.Lock()
@@ -205,10 +215,10 @@ class ProcessHandle:
         try:
             if request is not None:
                 connection.send_bytes(request)
-                began = connection.recv_bytes() == BEGAN
+                began = self._received(connection) == BEGAN
             if not connection.poll(timeout_s):
                 raise TimeoutError
-            reply: Reply | Sequence[Produce] | None = pickle.loads(connection.recv_bytes())
+            reply: Reply | Sequence[Produce] | None = pickle.loads(self._received(connection))
         except (EOFError, OSError) as exc:
             # TimeoutError is an OSError: this also kills a process that was not ready in time.
             late = isinstance(exc, TimeoutError)
@@ -221,6 +231,13 @@ class ProcessHandle:
             hint = "Look for what delays it." if late else remedy(code)
             raise HandlerProcessError(f"The handler process {what} while {doing}.", hint) from exc
         return reply
+
+    def _received(self, connection: Connection) -> bytes:
+        """Return the next answer; take the notes before it."""
+        while (received := connection.recv_bytes()).startswith(NOTE):
+            if self._note is not None:
+                self._note(*pickle.loads(received[len(NOTE) :]))
+        return received
 
     def _left(self, wait_s: float) -> int | None:
         """Wait for the process, then kill it. Return its exit status; ``None``: it still ran."""
@@ -247,7 +264,7 @@ class ProcessExecutor(ThreadExecutor):
         count: Number of processes.
         handle: A picklable function.
         observed: Wraps the function that the feeding threads call.
-        read_data: Decodes messages; picklable.
+        context: The run. Its decoder must be picklable.
         take: Checks or converts the result of the handler; picklable.
 
     Raises:
@@ -263,12 +280,12 @@ class ProcessExecutor(ThreadExecutor):
         count: int,
         handle: Handle,
         observed: Callable[[Handle], Handle],
-        read_data: Handle | None = None,
+        context: HandlerContext = NO_CONTEXT,
         *,
         take: Take = unpublished,
     ) -> None:
         try:
-            pickled = pickle.dumps((handle, read_data, take))
+            pickled = pickle.dumps((handle, context.read_data, take))
         except Exception as exc:
             raise ConfigError(
                 f"The handler {text_of(handle)} cannot be sent to a process: {text_of(exc)}.",
@@ -277,14 +294,14 @@ class ProcessExecutor(ThreadExecutor):
         self._processes: list[ProcessHandle] = []
         # When the interpreter ends, multiprocessing sends SIGTERM to children and waits for them.
         atexit.register(self._end_all)
-        spare = [_first(pickled, self._processes.append)]
+        spare = [_first(pickled, self._processes.append, context.note)]
 
         def made() -> Handle:
             # The first thread takes the process that has already loaded the handler.
             try:
                 process = spare.pop()
             except IndexError:
-                process = ProcessHandle(pickled, self._processes.append)
+                process = ProcessHandle(pickled, self._processes.append, context.note)
             return observed(process)
 
         super().__init__(dispatcher, count, made)
@@ -309,8 +326,10 @@ class ProcessExecutor(ThreadExecutor):
             process.end()
 
 
-def _first(pickled: bytes, started: Callable[[ProcessHandle], None]) -> ProcessHandle:
-    process = ProcessHandle(pickled, started)
+def _first(
+    pickled: bytes, started: Callable[[ProcessHandle], None], note: TakeNote | None
+) -> ProcessHandle:
+    process = ProcessHandle(pickled, started, note)
     try:
         process.start()
     except HandlerProcessError as exc:
@@ -343,23 +362,34 @@ def _serve(connection: Connection, pickled: bytes) -> None:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     begin("keyshard-parent-watch", _end_with_parent)
+    sending = threading.Lock()
+
+    def send(answer: bytes) -> None:
+        with sending:
+            connection.send_bytes(answer)
+
+    def note(message: Message, text: str) -> None:
+        # Parents need only the position. A copy of the value would cost more than the note.
+        send(NOTE + pickle.dumps((message._replace(value=None, properties={}), text)))
+
     try:
-        handle = HandlerCall(*pickle.loads(pickled))
+        handler, read_data, take = pickle.loads(pickled)
+        handle = HandlerCall(handler, HandlerContext(read_data, note), take)
     except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
-        connection.send_bytes(pickle.dumps(Reply(FailureKind.UNFIT, Failure.of(exc).reason)))
+        send(pickle.dumps(Reply(FailureKind.UNFIT, Failure.of(exc).reason)))
         return
-    connection.send_bytes(pickle.dumps(None))
+    send(pickle.dumps(None))
     while True:
         try:
             request = connection.recv_bytes()
-            connection.send_bytes(BEGAN)
+            send(BEGAN)
         except (EOFError, OSError):
             return
         try:
             reply = pickle.dumps(handle(pickle.loads(request)))
         except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
             reply = pickle.dumps(Reply.of(exc))
-        connection.send_bytes(reply)
+        send(reply)
 
 
 def _end_with_parent() -> None:

@@ -25,7 +25,7 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.rescale import Rescaler
 from keyshard.coordinator.startup import first_assignment
 from keyshard.core.lanes.lanes import Lanes
-from keyshard.core.message import MessageId
+from keyshard.core.message import HandlerContext, MessageId
 from keyshard.core.metadata_columns import refuse_for_handlers
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.outputs import check_owner
@@ -134,8 +134,6 @@ class HandlerRun:
         self._outputs_topic = None if sink is None else sink.topic
         self._take = unpublished if sink is None else published
         self._mode = executor_of(handle, handling.executor, self._take)
-        self._read_data = MessageDecoder.of(config)
-        self._calling = HandlerCall(handle, self._read_data, self._take)
         self._store = None if handling.checkpoint is None else CheckpointStore(handling.checkpoint)
         ranges = config.parallelism
         self.lanes = Lanes(
@@ -146,6 +144,8 @@ class HandlerRun:
         )
         self._outcomes = FailureLog()
         self._dispatcher = Dispatcher(self.lanes, handling, self._outcomes)
+        self._context = HandlerContext(MessageDecoder.of(config), self._dispatcher.notes.take)
+        self._calling = HandlerCall(handle, self._context, self._take)
         self._sent = self._logged = None
         if sink is not None and handling.checkpoint is None:
             self._dispatcher.outputs = self._sent = SentOutputs(self._dispatcher, sink)
@@ -376,7 +376,7 @@ class HandlerRun:
     def _make_executor(self) -> Executor:
         handling = self._handling
         if self._mode == "async":
-            call = calling_async(self._handle, self._read_data, self._take)
+            call = calling_async(self._handle, self._context, self._take)
             if self._telemetry is not None:
                 call = self._telemetry.processed_async(
                     call, self._config.subscription, self._outputs_topic
@@ -386,7 +386,7 @@ class HandlerRun:
         if self._mode == "processes":
             count = handling.workers or os.cpu_count() or 1
             return ProcessExecutor(
-                self._dispatcher, count, self._handle, self._observed, self._read_data,
+                self._dispatcher, count, self._handle, self._observed, self._context,
                 take=self._take,
             )  # fmt: skip
         handle = self._observed(self._calling)

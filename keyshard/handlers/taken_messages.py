@@ -16,10 +16,10 @@ from keyshard.config.handlers import HandlerConfig
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.lanes.key_queue import Work
-from keyshard.core.message import Message, TakenMessage
+from keyshard.core.message import HandlerContext, Message, TakenMessage
 from keyshard.errors import ConfigError, KeyShardError, RuntimeStoppedError, UnfitHandlerError
 from keyshard.handlers.executors import Executor, WorkSource
-from keyshard.handlers.handler_call import CallersLoop, Handle
+from keyshard.handlers.handler_call import CallersLoop
 from keyshard.handlers.outcomes import Observers
 from keyshard.handlers.run import HandlerRun
 from keyshard.handlers.stacks import Call
@@ -38,8 +38,8 @@ class Attempt:
         """Whether its outcome is known; guarded by the dispatcher's lock."""
 
     @property
-    def read_data(self) -> Handle:
-        return self._taken.read_data
+    def context(self) -> HandlerContext:
+        return self._taken.context
 
     def end(self, error: BaseException | None) -> None:
         self._taken.end(self, self._work, time.monotonic() - self._began_s, error)
@@ -59,7 +59,7 @@ class TakenMessages:
         loop: The event loop.
         running_max: Maximum number of taken, undone messages; ``None``: one for each lane.
         observers: Called for each message.
-        read_data: Decodes messages.
+        context: The run, for its messages.
     """
 
     takes_bulks = False
@@ -70,10 +70,10 @@ class TakenMessages:
         loop: asyncio.AbstractEventLoop,
         running_max: int | None,
         observers: Observers,
-        read_data: Handle,
+        context: HandlerContext,
     ) -> None:
         self.count = 1
-        self.read_data = read_data
+        self.context = context
         self.dropped: deque[Work] = deque()
         """Messages that the program dropped without an outcome."""
         self.waiter: asyncio.Future[None] | None = None
@@ -211,7 +211,7 @@ class TakenRun(HandlerRun):
     ) -> None:
         super().__init__(coordinator, config, handling, _body, observers, loop=loop)
         self.taken = TakenMessages(
-            self._dispatcher, loop, handling.workers, self._observers, self._read_data
+            self._dispatcher, loop, handling.workers, self._observers, self._context
         )
         self.outcome: Future[None] | None = None
         """The end of the run, once it was begun."""

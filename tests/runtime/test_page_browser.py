@@ -152,6 +152,7 @@ class Run:
 
     def _handle(self, message: Message) -> None:
         if message.value == b"hang":
+            message.note(HOSTILE)
             assert self.release.wait(deadline(60))
         if message.value == b"fail" and not self.release.is_set():
             raise ValueError(HOSTILE)
@@ -214,7 +215,8 @@ def test_the_stack_of_a_running_handler_is_shown_by_a_click(chromium: Any) -> No
     with Run() as run:
         tab = Tab(chromium, run.port)
         run.publish(("order-17", b"hang"))
-        tab.shows("#runs", "order-17")
+        tab.shows("#runs", "order-17", f"{HOSTILE} (", " s ago)")
+        assert tab.count("img") == 0, "a note is text"
         tab.click("#runs td button")
         tab.shows("#stack[open]", "order-17", "in _handle", "self.release.wait(deadline(60))")
         tab.click("#stack form button")

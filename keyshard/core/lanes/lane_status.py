@@ -4,7 +4,7 @@ run."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import accumulate
@@ -13,6 +13,7 @@ from typing import NamedTuple, TypedDict
 from keyshard.core.dead_letter import DeadLetterKind
 from keyshard.core.lanes.key_queue import KeyQueue
 from keyshard.core.lanes.lanes import Lanes
+from keyshard.core.message import Message
 from keyshard.core.range_watchdog import KeyFacts, RangeFacts, most_blocking, shown_key
 from keyshard.core.ring.hash_range import HashRange, overlap
 
@@ -159,25 +160,43 @@ class RunStatus(TypedDict):
     runningSeconds: float | None
     retryInSeconds: float | None
     error: str
+    note: str | None
+    noteSecondsAgo: float | None
 
 
-def runs_of(lanes: Lanes, now_s: float, count_max: int) -> list[RunStatus]:
+class Note(NamedTuple):
+    """A line about the current step of a handler, which the handler set."""
+
+    text: str
+    at_s: float
+    """Time of the clock of the lanes, seconds."""
+
+
+def runs_of(
+    lanes: Lanes, now_s: float, count_max: int, note_of: Callable[[Message], Note | None]
+) -> list[RunStatus]:
     """Return the messages in handlers, longest first, then those that wait for a retry.
 
     Args:
         lanes: Waiting and running messages.
         now_s: Time of the clock of the lanes.
         count_max: Maximum number of messages.
+        note_of: Returns the newest note of a message.
     """
     facts = ((queue, key_facts(queue, now_s)) for queue in _troubled(lanes))
     longest = nlargest(
         count_max, facts, key=lambda one: (one[1].running_s is not None, one[1].running_s or 0.0)
     )
-    return [_run_status(queue, one, now_s) for queue, one in longest]
+    return [_run_status(queue, one, now_s, note_of) for queue, one in longest]
 
 
-def _run_status(queue: KeyQueue, facts: KeyFacts, now_s: float) -> RunStatus:
-    message = queue.work[0].message
+def _run_status(
+    queue: KeyQueue, facts: KeyFacts, now_s: float, note_of: Callable[[Message], Note | None]
+) -> RunStatus:
+    head = queue.work[0]
+    message, note = head.message, note_of(head.message)
+    if note is not None and queue.running and note.at_s < head.started_s:
+        note = None  # An earlier attempt set it.
     return {
         "key": facts.key,
         "range": queue.owner,
@@ -189,6 +208,8 @@ def _run_status(queue: KeyQueue, facts: KeyFacts, now_s: float) -> RunStatus:
         "runningSeconds": None if facts.running_s is None else round(facts.running_s, 1),
         "retryInSeconds": None if facts.retry_in_s is None else round(facts.retry_in_s, 1),
         "error": facts.error,
+        "note": None if note is None else note.text,
+        "noteSecondsAgo": None if note is None else round(max(0.0, now_s - note.at_s), 1),
     }
 
 

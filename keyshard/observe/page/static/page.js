@@ -463,6 +463,7 @@ function showRuns() {
     ["attempt", "Attempt", (run) => run.attempts, (run) => String(run.attempts + 1), "number"],
     ["elapsed", "Runs for", (run) => run.runningSeconds, (run) => durationOf(run.runningSeconds), "number"],
     ["retry", "Next retry", (run) => run.retryInSeconds, (run) => durationOf(run.retryInSeconds), "number"],
+    ["note", "Note", (run) => run.note ?? "", (run) => (run.note === null ? "" : `${run.note} (${durationOf(run.noteSecondsAgo)} ago)`), "text"],
     ["error", "Last failure", (run) => run.error, (run) => run.error, "text"],
     ["stack", "Stack", (run) => run.runningSeconds, (run) => (run.state === "running"
       ? element("button", { type: "button", "data-of": `${run.messageId} ${nameOf(run)}`, onclick: () => openStack(run) }, "show")
