@@ -75,7 +75,7 @@ def test_a_process_knows_its_acknowledgements_although_the_broker_forgot() -> No
     assert again.broken == SAME_PROCESS.format(0)
 
 
-def test_a_batch_in_hand_comes_again_and_no_other() -> None:
+def test_only_unacknowledged_messages_of_an_ended_process_come_again() -> None:
     course = Course().done(0, 1, 2)
     course.promises.left([name(1), name(2)])
     assert not course.next_life().done(1, 2).broken

@@ -43,7 +43,9 @@ def unused_port() -> int:
 
 
 @pytest.mark.parametrize("wrong", ["service_url", "admin_url"])
-def test_a_broker_that_is_not_there(spark: SparkSession, topic: SparkTopic, wrong: str) -> None:
+def test_a_broker_that_is_not_there_is_a_clear_error(
+    spark: SparkSession, topic: SparkTopic, wrong: str
+) -> None:
     # tests/integration/test_unreachable.py measures the deadline, without Spark's start.
     scheme = {"service_url": "pulsar", "admin_url": "http"}[wrong]
     options = {wrong: f"{scheme}://127.0.0.1:{unused_port()}", "operationTimeoutMillis": "2000"}
@@ -118,7 +120,7 @@ CORRUPT: tuple[tuple[Callable[[dict[str, Any]], None], str, str], ...] = (
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_checkpoint_that_is_corrupt_or_not_its_own(
+def test_a_checkpoint_that_is_corrupt_or_of_another_source_is_refused(
     spark: SparkSession, topic: SparkTopic, committed: bool
 ) -> None:
     topic.produce(20)
@@ -165,7 +167,7 @@ def test_a_chunked_message_is_refused_and_nothing_of_it_is_acknowledged(
     assert topic.backlog() == chunks
 
 
-def test_an_interpreter_without_pyarrow(
+def test_an_interpreter_without_pyarrow_is_a_clear_error(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"

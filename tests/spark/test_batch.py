@@ -288,7 +288,9 @@ def three() -> type[DataSource]:
 
 @pytest.mark.skipif(not pyspark.__version__.startswith("4.3"), reason="this was seen in 4.3")
 @pytest.mark.pyspark(4, 1)
-def test_why_filters_are_not_taken_from_spark(spark: SparkSession) -> None:
+def test_filters_pushed_by_spark_leave_too_few_rows_for_a_query_without_one(
+    spark: SparkSession,
+) -> None:
     """1. A query with a filter; 2. one without it, on the same DataFrame: it has too few rows.
 
     When this fails, Spark plans each of them by itself, and ``pushFilters`` is for every query.

@@ -302,7 +302,7 @@ def test_tables_follow_their_topics_and_no_other_table_changes(tenant: Tenant) -
     assert tenant.tables() == ["later", "mine"], "the database has tables of somebody else"
 
 
-def test_syncs_at_the_same_time_are_one_after_the_other(tenant: Tenant) -> None:
+def test_syncs_at_the_same_time_run_one_after_the_other(tenant: Tenant) -> None:
     for name in ("one", "two", "three"):
         tenant.send(name, BytesSchema(), b"x")
     with ThreadPoolExecutor(3) as pool:

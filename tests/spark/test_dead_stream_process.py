@@ -110,7 +110,7 @@ def check(error: str) -> None:
     assert "standard error of the driver" in error
 
 
-def test_at_its_start(dying: DyingQuery) -> None:
+def test_a_query_whose_stream_process_dies_at_its_start_says_so(dying: DyingQuery) -> None:
     killing = threading.Thread(target=dying.kill)
     killing.start()
     dying.start(count)
@@ -118,7 +118,7 @@ def test_at_its_start(dying: DyingQuery) -> None:
     check(dying.error())
 
 
-def test_between_batches(dying: DyingQuery) -> None:
+def test_a_query_whose_stream_process_dies_between_batches_says_so(dying: DyingQuery) -> None:
     """Spark said ``java.io.EOFException``."""
     dying.start(count)
     wait_until(lambda: any(one["numInputRows"] for one in dying.query.recentProgress), deadline(60))
@@ -127,7 +127,7 @@ def test_between_batches(dying: DyingQuery) -> None:
     wait_until(dying.is_gone, deadline(15))
 
 
-def test_while_tasks_read(dying: DyingQuery) -> None:
+def test_a_query_whose_stream_process_dies_while_tasks_read_says_so(dying: DyingQuery) -> None:
     """The task named an option of the network, for a process that was dead."""
 
     def kill_and_count(rows: DataFrame, _: int) -> None:

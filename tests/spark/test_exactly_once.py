@@ -143,7 +143,9 @@ class OneOfSeveral(DevCluster):
         self.start()
 
 
-def test_exactly_once_in_order_under_kills_of_everything_and_changes_of_n(tmp_path: Path) -> None:
+def test_rows_are_stored_once_in_order_under_kills_of_everything_and_changes_of_n(
+    tmp_path: Path,
+) -> None:
     broker = OneOfSeveral(BROKERS) if BROKERS > 1 else DevBroker(PULSAR)
     with broker:
         sent = sent_to(broker, "exactly-once", LOAD)
@@ -157,7 +159,7 @@ def test_exactly_once_in_order_under_kills_of_everything_and_changes_of_n(tmp_pa
         assert sum(runs.duplicates_dropped()) > 0, "the faults brought nothing back"
 
 
-def test_rows_come_once_and_in_order_over_a_broker_kill_and_a_restart(
+def test_rows_are_stored_once_in_order_over_a_broker_kill_and_a_restart(
     dev_broker: DevBroker, topic_name: str, tmp_path: Path
 ) -> None:
     if BROKERS > 1:
@@ -177,7 +179,7 @@ def test_rows_come_once_and_in_order_over_a_broker_kill_and_a_restart(
     judge(runs, sent, {})
 
 
-def test_exactly_once_in_order_with_the_checkpoint_files_that_the_guide_recommends(
+def test_rows_are_stored_once_in_order_with_the_recommended_checkpoint_files(
     dev_broker: DevBroker, topic_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting = re.search(

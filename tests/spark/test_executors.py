@@ -52,7 +52,7 @@ def counted(notes: Path) -> Counter[str]:
     return total
 
 
-def test_rows_go_from_executor_to_executor_and_none_is_lost_with_one(
+def test_rows_go_between_executors_and_none_is_lost_with_a_killed_executor(
     dev_broker: DevBroker, topic_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = tmp_path / "notes"

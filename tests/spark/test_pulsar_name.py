@@ -167,7 +167,7 @@ def test_history_is_read_from_bookies_and_with_an_index(
     assert (rows, report.by_bookies, report.skipped) == ([], 0, 6)
 
 
-def test_offsets_of_the_jvm_connector_begin_and_end_where_they_did_there(
+def test_offsets_of_the_jvm_connector_mean_the_same_positions_here(
     spark: SparkSession, dev_broker: DevBroker, topic: str, tmp_path: Path
 ) -> None:
     given = options(dev_broker, topic)
@@ -278,7 +278,7 @@ def test_a_stream_continues_from_a_checkpoint_of_the_jvm_connector(
     assert sorted(rest) == sorted(bytes(row["__messageId"]) for row in plain[3:])
 
 
-def test_the_name_stays_the_jvm_connectors_where_its_jar_is(
+def test_format_pulsar_stays_the_jvm_connector_where_its_jar_is_present(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(PulsarDataSource, "name", staticmethod(lambda: "rate"))

@@ -300,7 +300,7 @@ def test_two_versions_and_a_malformed_message_are_read(
 
 
 @pytest.mark.pyspark(4, 2)
-def test_a_partition_by_name_has_the_rows_of_every_version_of_its_topic(
+def test_a_topic_partition_read_by_name_has_the_rows_of_every_schema_version(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
     send(topic, AvroSchema(First), First(id=1, name="a"))
@@ -324,7 +324,7 @@ def test_a_partition_by_name_has_the_rows_of_every_version_of_its_topic(
 
 
 @pytest.mark.pyspark(4, 2)
-def test_versions_come_rows_are_left_out_and_the_schema_goes_while_a_query_runs(
+def test_a_query_decodes_new_schema_versions_and_fails_by_name_at_a_deleted_one(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
     names: list[str | None] = []
@@ -404,7 +404,7 @@ def reading_names(
 
 
 @pytest.mark.pyspark(4, 2)
-def test_a_topic_that_is_created_again_is_not_read_by_the_schema_that_it_had(
+def test_a_topic_that_is_created_again_is_not_read_by_its_old_schema(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
     names: list[str | None] = []
@@ -431,7 +431,7 @@ def test_a_topic_that_is_created_again_is_not_read_by_the_schema_that_it_had(
 
 
 @pytest.mark.pyspark(4, 2)
-def test_a_topic_that_was_made_again_is_not_read_by_its_old_schema(
+def test_a_topic_created_again_before_a_check_is_not_read_by_its_old_schema(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
     names: list[str | None] = []

@@ -14,7 +14,7 @@ from tests.support.tested_pulsar import PULSAR
 pytestmark = pytest.mark.spark
 
 
-def test_a_stream_over_tls_with_a_token(
+def test_a_stream_reads_over_tls_with_a_token(
     spark: SparkSession, topic_name: str, tmp_path: Path
 ) -> None:
     with DevBroker(PULSAR, tls=True, tokens=True) as broker:

@@ -62,7 +62,7 @@ def api(dev_broker: DevBroker) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_topics_come_grow_and_go_while_the_query_runs(
+def test_rows_come_once_while_topics_come_grow_and_go(
     dev_broker: DevBroker, api: httpx.Client, topic_name: str, tmp_path: Path
 ) -> None:
     grows, goes, plain, late = (f"{topic_name}-{name}" for name in ("a", "b", "c", "d"))

@@ -71,7 +71,7 @@ def test_available_now_ends_at_its_target_under_an_endless_producer(
     assert topic.backlog() == len(topic.sent) - len(before)
 
 
-def test_available_now_serves_late_data_empty_partitions_and_foreign_acknowledgements(
+def test_available_now_ends_without_new_rows_and_names_foreign_acknowledgements(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
     topic.produce(400, keys=1)  # one of three partitions has data
@@ -117,7 +117,9 @@ def test_available_now_leaves_delayed_messages_that_are_not_due(
         topic.produce(30)
 
 
-def test_available_now_without_admin_url(spark: SparkSession, topic: SparkTopic) -> None:
+def test_available_now_reads_all_rows_without_admin_url(
+    spark: SparkSession, topic: SparkTopic
+) -> None:
     topic.produce(300)
     ended(topic.start(topic.rows(spark, admin_url="")))
     assert set(topic.values()) == set(topic.sent)
@@ -173,7 +175,7 @@ def test_two_actions_of_foreach_batch_read_the_same_rows_in_the_same_order(
     assert topic.values() == dict.fromkeys(topic.sent, 2)
 
 
-def test_a_self_join_and_a_second_query_name_the_other_side(
+def test_a_self_join_and_a_second_query_on_one_subscription_are_refused(
     spark: SparkSession, topic: SparkTopic
 ) -> None:
     topic.produce(10)

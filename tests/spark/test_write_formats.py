@@ -136,7 +136,7 @@ def test_the_guarantee_at_least_once_needs_no_deduplication(
     assert stored(dev_broker, f"{topic}-3") == {"k": ["a"]}
 
 
-def test_the_writer_of_the_jvm_connector_is_that_of_keyshard(
+def test_a_write_with_format_pulsar_uses_the_writer_of_keyshard(
     spark: SparkSession, dev_broker: DevBroker, target: str
 ) -> None:
     options = {"service.url": dev_broker.service_url, "pulsar.producer.compressionType": "ZLIB"}

@@ -119,7 +119,7 @@ def test_a_role_that_may_not_read_is_refused_before_the_first_row(
     assert read(broker, topic_name) == [("k", b"v")]
 
 
-def test_a_topic_that_does_not_exist_and_is_not_created(
+def test_a_write_to_a_topic_that_is_not_created_automatically_is_refused(
     spark: SparkSession, broker: DevBroker
 ) -> None:
     namespace = closed_namespace(broker)
@@ -189,7 +189,7 @@ def test_a_row_that_is_too_large_sends_nothing_and_is_stored_once_it_fits(
     assert stored(dev_broker, target) == {"a": sent[::2], "b": sent[1::2]}
 
 
-def test_a_schema_of_the_columns_that_the_topic_does_not_admit(
+def test_a_schema_of_columns_that_the_topic_does_not_admit_is_refused(
     spark: SparkSession, broker: DevBroker, topic_name: str
 ) -> None:
     """The schema is refused before the first row, and one that the topic admits is registered."""

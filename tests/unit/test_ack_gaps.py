@@ -39,12 +39,14 @@ def test_without_evidence_a_first_floor_is_not_invented() -> None:
     assert result(state("7:3-9"), GapEvidence()) == (None, "7:3-9", 0)
 
 
-def test_a_known_floor_moves_over_the_entries_behind_it() -> None:
+def test_a_known_floor_moves_over_the_entries_after_it() -> None:
     assert result(state("7:3-9,11", (7, 2)), GapEvidence()) == ((7, 9), "7:11", 0)
 
 
 @pytest.mark.parametrize(("base", "floor"), [((7, 3), (7, 9)), ((7, 2), (7, 1)), ((3, 0), None)])
-def test_a_base_gives_the_first_floor(base: tuple[int, int], floor: tuple[int, int] | None) -> None:
+def test_the_base_of_the_evidence_gives_the_first_floor(
+    base: tuple[int, int], floor: tuple[int, int] | None
+) -> None:
     after = result(state("7:3-9"), GapEvidence(EntryId(*base)))
     assert after == (floor, "" if floor == (7, 9) else "7:3-9", 0)
 
@@ -54,7 +56,7 @@ def test_resolved_ack_gaps_join_the_set_and_the_floor_moves_over_both() -> None:
     assert result(state("7:3,5,7,9,11", (7, 2)), proofs) == ((7, 7), "7:9,11-12", 3)
 
 
-def test_an_ack_gap_behind_an_unresolved_one_is_kept_in_the_set() -> None:
+def test_an_ack_gap_after_an_unresolved_one_is_kept_in_the_set() -> None:
     proofs = GapEvidence(resolved=parse("7:5-8"))
     assert result(state("7:4,9", (7, 2)), proofs) == ((7, 2), "7:4-9", 4)
 
@@ -105,13 +107,13 @@ def test_the_list_of_ledgers_proves_ends_and_deleted_ledgers() -> None:
     assert result(before, proofs) == ((7, 3), "9:0", 3)
 
 
-def test_a_list_that_is_shorter_than_the_delivered_entries_ends_nothing() -> None:
+def test_a_ledger_listed_shorter_than_its_delivered_entries_has_no_proven_end() -> None:
     before = state("7:0-3;9:0", (6, 1))
     broker = CursorState({7: 0, 9: 1})
     assert 7 not in evidence_of_ledgers(before, ack_gaps_of(before, broker), broker).ledger_ends
 
 
-def test_borders_are_behind_each_ledger_and_at_the_very_beginning() -> None:
+def test_ledger_borders_are_after_each_older_ledger_and_without_a_floor_at_the_start() -> None:
     assert str(ledger_borders(state("7:3,5;9:2"))) == "0:0;7:6"
     assert str(ledger_borders(state("9:2", (7, 5)))) == "7:6"
     assert ledger_borders(state("")) == EntrySet()
@@ -129,7 +131,7 @@ def test_evidence_is_dropped_once_a_checkpoint_has_it() -> None:
     assert not proofs
 
 
-def test_lasting_returns_entries_that_stayed_and_starts_again_for_others() -> None:
+def test_entries_that_stay_for_the_period_are_returned_and_others_start_again() -> None:
     lasting = AgedEntries(100)
     assert not lasting.update(0, parse("1:0-4"))
     assert not lasting.update(60, parse("1:0-3,9"))
@@ -140,5 +142,5 @@ def test_lasting_returns_entries_that_stayed_and_starts_again_for_others() -> No
     assert str(lasting.update(10_000, parse("1:0-4"))) == "1:0-4"
 
 
-def test_the_very_first_position_is_below_all() -> None:
+def test_the_first_position_is_the_lowest_entry_id() -> None:
     assert EntryId(0, 0) == FIRST

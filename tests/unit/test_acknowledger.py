@@ -61,7 +61,7 @@ def test_entries_go_to_a_consumer_of_their_partition(setup: AcknowledgerSetup) -
     assert acks.acknowledged == 5
 
 
-def test_many_entries_go_in_turns(
+def test_many_entries_are_acknowledged_in_several_limited_requests(
     setup: AcknowledgerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acknowledger, "ENTRIES_PER_TURN", 4)

@@ -111,7 +111,9 @@ def test_a_name_that_no_url_can_contain_is_refused(answers: Callable[[Answer], N
     assert len(str(caught.value)) < 2_000
 
 
-def test_refused_values_are_reported_by_kind(answers: Callable[[Answer], None]) -> None:
+def test_rejected_credentials_and_missing_permissions_are_different_errors(
+    answers: Callable[[Answer], None],
+) -> None:
     answers(lambda _: httpx.Response(401, text="<html> Authentication required </html>"))
     with pytest.raises(AuthenticationError, match="rejects"):
         ask()
@@ -126,7 +128,7 @@ def test_refused_values_are_reported_by_kind(answers: Callable[[Answer], None]) 
     assert len(str(caught.value)) < 2_000
 
 
-def test_basic_is_a_header(answers: Callable[[Answer], None]) -> None:
+def test_basic_authentication_is_sent_as_a_header(answers: Callable[[Answer], None]) -> None:
     answers(lambda request: httpx.Response(200, json=request.headers["Authorization"]))
     connection = Connection(admin_url="https://a:1", authentication=Basic("ann", "b"))
     with closing(AdminHttp(connection)) as admin:
@@ -211,7 +213,7 @@ def test_missing_permission_to_ask_for_transactions_is_an_error(
         admin.held_back_behind(where)
 
 
-def test_an_entry_that_is_not_shown_is_not_stored_yet() -> None:
+def test_entries_after_the_last_one_that_consumers_may_see_are_left_out() -> None:
     ledgers = [Ledger(3, 10, 1_000), Ledger(5, 4, 400), Ledger(7, 2, 200)]
     assert shown(ledgers, None) == tuple(ledgers)
     assert shown(ledgers, EntryId(7, 1)) == tuple(ledgers)
@@ -402,7 +404,7 @@ def test_invalid_statistics_and_settings_are_a_named_error(
     ],
     ids=lambda output: repr(output[:20]),
 )  # fmt: skip
-def test_an_answer_of_any_shape_has_a_meaning_or_is_an_error_by_name(
+def test_an_answer_of_any_shape_is_understood_or_a_named_error(
     answers: Callable[[Answer], None], output: bytes, status: int
 ) -> None:
     """Numbers without end and lists without end were raw errors; so were lists that are none."""
@@ -459,7 +461,7 @@ def test_limits_of_consumers_are_those_of_the_topic_its_namespace_or_the_broker(
         assert admin.consumer_limits("persistent://public/default/t") == limits
 
 
-def test_a_role_that_may_not_see_where_ledgers_are_stored_still_sees_them(
+def test_a_role_that_may_not_see_ledger_locations_still_sees_ledgers(
     answers: Callable[[Answer], None],
 ) -> None:
     stats = {

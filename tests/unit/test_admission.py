@@ -129,7 +129,7 @@ def test_the_queues_of_many_ranges_become_smaller_before_the_window_does(ranges:
     assert held(10**7, 5, ranges).rows >= 49_000
 
 
-def test_without_room_for_one_row_beside_the_smallest_queues_there_is_none() -> None:
+def test_no_row_is_held_if_the_smallest_queues_fill_the_limit_of_the_broker() -> None:
     assert held(200_000, 5, 1_000, per_subscription=1_001)[:3] == (1, 49_000, 1)
     assert held(200_000, 5, 1_000, per_subscription=1_000).rows == 0
     assert held(200_000, 5, per_consumer=1).rows == 0

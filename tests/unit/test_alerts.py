@@ -48,7 +48,7 @@ def names_in(expressions: list[str]) -> set[str]:
     return {name for one in expressions for name in re.findall(r"\bkeyshard_\w+", one)}
 
 
-def test_the_files_are_those_of_the_tables() -> None:
+def test_the_stored_alert_rules_and_board_are_made_from_the_tables() -> None:
     for file, module in [("alerts.yml", alerts), ("grafana.json", board)]:
         assert (DOCS / "operations" / file).read_text() == module.document(), (
             f"write it: python -m {module.__name__} > docs/operations/{file}"

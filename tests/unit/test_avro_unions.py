@@ -121,7 +121,7 @@ EACH: list[tuple[list[Any], list[tuple[int, Any, Any]]]] = [
 
 
 @pytest.mark.parametrize(("kind", "each"), EACH)
-def test_each_type_of_a_union_is_the_field_of_its_place(
+def test_a_value_of_a_union_is_in_the_member_field_of_its_type(
     kind: list[Any], each: list[tuple[int, Any, Any]]
 ) -> None:
     values = [stored(kind[place], place, value) for place, value, _ in each]
@@ -188,7 +188,7 @@ UNFIT: list[tuple[Any, int, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("written", "place", "value", "wanted", "found"), VERSIONS)
-def test_another_version_becomes_the_same_type_or_the_first_that_it_fits(
+def test_a_value_of_another_version_has_the_same_type_or_the_first_that_it_fits(
     written: Any, place: int, value: Any, wanted: Any, found: Any
 ) -> None:
     data = stored(written[place], place, value)
@@ -196,7 +196,7 @@ def test_another_version_becomes_the_same_type_or_the_first_that_it_fits(
 
 
 @pytest.mark.parametrize(("written", "place", "value", "wanted"), UNFIT)
-def test_a_type_that_the_other_version_lacks_is_a_row_with_a_reason(
+def test_a_value_of_a_type_that_the_other_version_lacks_has_a_reason(
     written: Any, place: int, value: Any, wanted: Any
 ) -> None:
     rows, reasons = rows_of(
@@ -259,7 +259,7 @@ def test_a_record_that_contains_itself_is_named(kind: str) -> None:
         codec_of(inside, TOPIC)
 
 
-def test_an_enumeration_without_end_is_refused_and_not_written_out_for_ever() -> None:
+def test_a_schema_with_too_many_symbols_of_enumerations_is_refused() -> None:
     many = {"type": "enum", "name": "M", "symbols": [f"S{number}" for number in range(1_000)]}
     fields = {f"f{number}": "M" for number in range(1_001)}
     kind = ["null", record("I", first=many, **fields), "string"]

@@ -226,7 +226,7 @@ def test_all_entries_come_in_order(digest: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_the_first_requests_of_a_group_go_where_later_ones_count_from(size: int) -> None:
+def test_first_requests_of_a_group_ask_the_same_bookies_as_later_ones(size: int) -> None:
     """They are made for the whole group at once; the others, entry by entry, by the same rule."""
     for quorum in range(1, size + 1):
         with closing(Bookies({})) as connections:
@@ -515,7 +515,7 @@ def test_entries_that_arrive_before_their_turn_take_no_more_memory_than_allowed(
 
 
 @pytest.mark.usefixtures("_versions")
-def test_large_entries_are_returned_in_steps_of_few() -> None:
+def test_large_entries_are_returned_in_steps_of_few_entries() -> None:
     """Bookies send the next entries while a step is decoded, so a step has only some of them."""
 
     def answer(entry: int) -> bytes:
@@ -600,7 +600,7 @@ names = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5, unique=True
 
 
 @given(names=names, data=st.data(), entry=st.integers(0, 10_000))
-def test_an_entry_is_on_the_bookies_from_its_number_onward(
+def test_the_bookies_of_an_entry_start_at_its_number_modulo_the_ensemble(
     names: list[str], data: st.DataObject, entry: int
 ) -> None:
     quorum = data.draw(st.integers(1, len(names)))
@@ -752,7 +752,7 @@ def test_a_bookie_is_only_asked_for_entries_that_it_stores(
         assert asked == dict.fromkeys(range(reader._next, 1_000), 1)
 
 
-def test_a_ledger_that_was_left_to_the_broker_is_left_from_the_same_entry_on() -> None:
+def test_a_ledger_left_to_the_broker_is_left_from_its_first_failed_entry_on() -> None:
     now = [0.0]
     failures = Failures(lambda: now[0])
     failures.note_ledger("a", EntryId(3, 20), "later")
@@ -1051,7 +1051,7 @@ def test_a_bookie_that_admits_no_plain_read_is_given_up_at_once() -> None:
     assert sum(asked.values()) <= ledger_reader.AHEAD_MAX
 
 
-def test_a_failure_without_tls_is_no_failure_with_it(
+def test_a_bookie_that_failed_without_tls_is_still_asked_over_tls(
     authority: Authority, server: ssl.SSLContext
 ) -> None:
     failures, tls = Failures(), over_tls(authority)

@@ -169,7 +169,7 @@ def test_hostile_values_are_refused(name: str, value: str) -> None:
     assert len(refused(**{name: value})) < 1_000
 
 
-def test_edges_are_words_in_any_case_as_spark_has_them() -> None:
+def test_earliest_and_latest_are_accepted_in_any_case() -> None:
     read = parse_bounded(MINIMAL | {"startingOffsets": " Earliest ", "endingOffsets": "LATEST"})
     assert (read.start, read.end) == (Edge.EARLIEST, Edge.LATEST)
     of_partitions = '{"orders-partition-0": "Latest"}'
@@ -185,7 +185,7 @@ def test_an_option_of_streams_in_a_batch_read_is_named_as_one() -> None:
         KeyShardDataSource({"topic": "t", "Parallelism": "3"}).schema()
 
 
-def test_tls_with_bookies_reaches_segments(tmp_path: Path) -> None:
+def test_tls_options_of_bookies_are_parsed_or_refused(tmp_path: Path) -> None:
     ca, certificate, key = (str(tmp_path / name) for name in ("ca", "certificate", "key"))
     for path in (ca, certificate, key):
         Path(path).touch()

@@ -33,7 +33,7 @@ def test_a_broker_that_stays_away_is_an_error() -> None:
         unacknowledged_limits(admin, [P0], 0.0)
 
 
-def test_a_refused_question_leaves_the_defaults() -> None:
+def test_default_limits_hold_if_the_broker_refuses_to_tell_its_limits() -> None:
     admin = MovingAdmin(AdminError("forbidden"))
     assert unacknowledged_limits(admin, [P0], 10.0) == UnacknowledgedLimits()
 
