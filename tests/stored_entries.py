@@ -272,9 +272,12 @@ def reference_only() -> Iterator[None]:
 
 
 def look_at(data: bytes) -> bool:
-    """Decode what may be an entry: messages or an error that names it; whether it is messages.
+    """Decode bytes that may be no entry. An error must name the entry.
 
-    Where the compiled decoder answers, the reference says the same.
+    If the compiled decoder answers, it must agree with the reference.
+
+    Returns:
+        Whether the bytes decoded to messages.
     """
     entries = [raw(data)]
     compiled = native_decoder.decode(entries, keeps_values=True, metadata=tuple(METADATA.names))

@@ -73,7 +73,7 @@ class Injector:
         self._poison.clear()
 
     def at(self, query: Query, step: Step) -> None:
-        """A step begins; may end the process, or raise :class:`UserError`."""
+        """Begin a step; a fault may end the process, or raise :class:`UserError`."""
         self._note_full(query, step)
         self._visits[step] += 1
         for fault in self.faults:
@@ -111,7 +111,7 @@ class Injector:
             scheduler.sleep(0.002)
 
     def _note_full(self, query: Query, step: Step) -> None:
-        """A full window is no event: it is so in the step that ends, and in the one that begins."""
+        """Count a full window for the step that ends and for the step that begins."""
         coordinator = query.coordinator
         before, self._full_before = self._full_before, step
         small = any(fault.kind is Kind.MEMORY for fault in self.faults)
@@ -122,7 +122,7 @@ class Injector:
     # -- faults ---------------------------------------------------------------------------------
 
     def _act(self, kind: Kind, query: Query) -> bool:
-        """Make a fault happen now; whether there was something that it could hit."""
+        """Make a fault happen now. Return whether there was something that it could hit."""
         step = query.step
         if kind is Kind.MEMORY:
             return True
@@ -190,7 +190,7 @@ class Injector:
         return self._remembers() and self._broker(query)
 
     def _remembers(self) -> bool:
-        """Whether anything was acknowledged since a cursor was written: only that is forgotten."""
+        """Whether there are acknowledgements that no cursor has stored: a crash forgets them."""
         world = self._world
         found = [
             world.cluster.subscriptions(where).get(SUBSCRIPTION)
@@ -202,7 +202,11 @@ class Injector:
         return self._world.wiped is None and self._broker(query, self._world.wipe)
 
     def _foreign(self, query: Query) -> bool:
-        """Half of the publish times of entries that came without a connection: they never come."""
+        """Acknowledge entries as another client. Return whether there were any.
+
+        In half of the cases, publish them while the source is disconnected, so that it never
+        receives them.
+        """
         world = self._world
         found = [
             (where, subscriptions[SUBSCRIPTION])

@@ -94,7 +94,7 @@ class Network:
         """Owner of the threads that nobody else has."""
 
     def travel(self) -> None:
-        """The time that one message takes."""
+        """Let the time pass that one message takes."""
         roll = self.random.random()
         if roll < 0.5:
             self.scheduler.point()
@@ -383,7 +383,7 @@ class Consumer:
             one is not self and one.hash_range == self.hash_range and one._owns
             for one in self._neighbours()
         )
-        # Closed for another it goes on owning, unless its successor is there already.
+        # A consumer that is closed for its successor owns its range until that one exists.
         if self._owns and (others or not for_another):
             self._owns = False
             if not others and self._client.heard:
@@ -399,7 +399,7 @@ class Consumer:
         self._inner.flush()
 
     def lose(self) -> bool:
-        """Lose the connection; whether there was one."""
+        """Lose the connection. Return whether there was one."""
         was = self.is_live
         self._inner.drop()
         return was
@@ -410,18 +410,21 @@ class Consumer:
         return [one for one in consumers if one.topic_partition == self.topic_partition]
 
     def _way(self) -> MemoryConsumer:
-        """Whose connection an acknowledgement takes: any, while they share one that stands."""
+        """Return the consumer whose connection carries acknowledgements of this one.
+
+        If this one has lost its connection, that is any live consumer of the topic partition.
+        """
         live = [one for one in self._neighbours() if one.is_live]
         return self._inner if self.is_live or not live else live[0]._inner
 
     def regain(self) -> bool:
-        """Try to get the connection back; whether nothing is left to try."""
+        """Try to reconnect. Return true if connected, or if no further attempt makes sense."""
         if not self.closed and not self._client.process.dead:
             self._inner.reconnect()
             connected = self._inner.is_connected()
             deletions = self._network.record.deletions(self.topic_partition)
             if connected and self._owns and deletions > self._gains:
-                # It owns its range of the one that follows, too.
+                # The topic partition was created again. The range of the new one is owned, too.
                 self._gained()
             return connected
         return True

@@ -38,7 +38,7 @@ class Debts:
         self._left_out: set[tuple[Any, ...]] = set()
         """Entries that have nothing else."""
         self._inside: set[tuple[Any, ...]] = set()
-        """Entries inside which the source begins, perhaps behind their last message."""
+        """Entries inside which the source begins, perhaps after their last message."""
         self.skipped: dict[tuple[TopicPartition, EntryId], bool] = {}
         """Entries that another client acknowledged whole; whether the source must notice it."""
         self.skipped_entries: set[tuple[Any, ...]] = set()
@@ -123,7 +123,8 @@ class Debts:
     def is_given_up(self, place: Place) -> bool:
         """Whether the source rightly takes an entry for gone or not its own, and acknowledges it.
 
-        For an entry without a receiver, a broker forgot the acknowledgement in a crash.
+        A broker acknowledges entries without a receiver by itself. If a crash makes it forget
+        that, the source acknowledges them.
         """
         if place[:4] in self._left_out:
             return True

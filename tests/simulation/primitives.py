@@ -233,7 +233,7 @@ _Lock: TypeAlias = Lock
 
 
 class Threading:
-    """Stands where the module ``threading`` stood.
+    """Replaces the module ``threading``.
 
     Args:
         quiet: Whether a free lock is no scheduling point; see :class:`Lock`.
@@ -269,7 +269,7 @@ class Threading:
 
 
 class Time:
-    """Stands where the module ``time`` stood."""
+    """Replaces the module ``time``."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -306,7 +306,7 @@ class Future:
         self._callbacks: list[Callable[[Future], object]] = []
 
     def run(self, action: Callable[[], Any]) -> None:
-        """Make the outcome; the death of the process is none."""
+        """Run the action and store its result or error. If the process dies, store nothing."""
         try:
             self._result = action()
         except Exception as exc:  # noqa: BLE001 - the caller of the result gets it
@@ -314,7 +314,7 @@ class Future:
         self._end()
 
     def cancel(self) -> None:
-        """It never began, and never will."""
+        """Cancel a call that has not begun."""
         self._error = CancelledError()
         self._end()
 
@@ -325,7 +325,7 @@ class Future:
             self._callbacks.append(callback)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for the end; whether it came."""
+        """Wait for the end. Return whether it came."""
         return self._done.wait(timeout)
 
     def _end(self) -> None:
@@ -345,7 +345,7 @@ class Future:
 
 
 class Pool:
-    """Stands where :class:`keyshard.threads.Pool` stood."""
+    """Replaces :class:`keyshard.threads.Pool`."""
 
     def __init__(self, scheduler: Scheduler, threads_max: int, thread_name_prefix: str) -> None:
         self._scheduler = scheduler
@@ -399,7 +399,7 @@ class Pool:
 
 
 def wait(futures: Iterable[Future], timeout: float | None = None) -> None:
-    """Stands where ``concurrent.futures.wait`` stood; each future may take the whole time-out."""
+    """Replaces ``concurrent.futures.wait``; each future may take the whole time-out."""
     for future in sorted(futures, key=lambda one: one.number):
         future.wait(timeout)
 
@@ -415,7 +415,7 @@ class SecretsModule:
 
 
 class RandomModule:
-    """Stands where the module ``random`` stood."""
+    """Replaces the module ``random``."""
 
     def __init__(self, random: Random) -> None:
         self._random = random

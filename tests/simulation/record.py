@@ -145,7 +145,7 @@ class Record:
         lost = debts.lost
         names = {(one.topic, one.partition) for one in existing}
 
-        # What a broker no longer takes for acknowledged comes late, after others of its key.
+        # If a broker forgets a foreign acknowledgement, its message comes after others of its key.
         crashed = any(event.kind == "crashed" and event.worker == "broker" for event in self.events)
         late = crashed or debts.unsubscribed
         skipped = debts.skipped_entries if late else set()

@@ -239,7 +239,8 @@ class Query:
                 for part in self.reader.read(partition):
                     found += part.to_pylist()
                     self._scheduler.point()
-                # Read again because a worker that kept it is gone, all of it may be gone, too.
+                # If the worker that kept the content is gone, its entries are read again. By
+                # then, all of them may be deleted.
                 assert found or self._loss_accepted, "a partition of the host without rows"
                 assert rows.setdefault(index, found) == found, "reading again gave other rows"
                 if attempt == 1:
@@ -276,7 +277,7 @@ def tickets(partitions: Iterable[InputPartition]) -> list[BatchTicket]:
 
 @dataclass(frozen=True)
 class _Ticket:
-    """Stands where a Flight ticket stood."""
+    """Replaces a Flight ticket."""
 
     batches: Batches
     batch_id: str
@@ -285,7 +286,7 @@ class _Ticket:
 
 
 class _Server:
-    """Stands where the Flight server stood."""
+    """Replaces the Flight server."""
 
     malformed = 0
 
@@ -315,7 +316,7 @@ def _read(ticket: _Ticket) -> Iterator[pa.RecordBatch]:
 
 
 class NoMonitor:
-    """Stands where the monitor of a query or a sink stood; the handlers' world has monitors."""
+    """Replaces the monitor of a query or a sink; the handlers' world has monitors."""
 
     def stopping(self) -> None:
         """Nothing shows it."""
@@ -343,7 +344,8 @@ def without_processes(*, rows_per_partition_min: int) -> Iterator[None]:
     for module, name, value in stand_ins:
         setattr(module, name, value)
     layout.ROWS_PER_PARTITION_MIN = rows_per_partition_min
-    # Batches of simulated hosts are short. So many have several tasks, and their number changes.
+    # Batches of simulated hosts are short. With these costs, many have several tasks, and the
+    # number of tasks changes.
     task_costs.TASK_COST_S, task_costs.BATCH_COST_S = rows_per_partition_min * 1e-4, 0.0
     try:
         yield

@@ -1,4 +1,4 @@
-"""Starts of the source behind the earliest message, and its metadata columns.
+"""Starting positions after the earliest message, and metadata columns of the source.
 
 Drawn from random streams of their own, so that other draws of a seed stay the same.
 """
@@ -77,7 +77,8 @@ class Positions:
         """A client sets the cursor of a subscription without consumers."""
         begins = self._of.get(where, MessageId(0, 0, 0))
         cluster.reset_cursor(where, subscription, entry_id)
-        # At its own entry the source continues inside the entry; otherwise at whole entries.
+        # If the cursor is set to the entry of the start, the source still begins inside that entry.
+        # At any other entry it begins with the whole entry.
         same = EntryId(*begins[:2]) == entry_id
         self._begin_at(cluster, where, begins if same else MessageId(*entry_id, 0))
 
@@ -90,7 +91,7 @@ class Positions:
             last = entries[-1].id
             return MessageId(last.ledger, last.entry + 1, 0)
         entry = self._random.choice(entries)
-        # Also behind its last message, as the end of a read may be.
+        # The position may be after the last message, as the end of a read may be.
         index = self._random.randint(1, len(entry.messages) or 1) if kind == "inside" else 0
         return MessageId(*entry.id, index)
 
@@ -137,7 +138,7 @@ class Starts:
     # -- before the first life -------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Something is published, and somewhere in it the source is to begin."""
+        """Publish messages, and draw the start of the source among them."""
         if not self.inside:
             return
         world, random = self._world, self._random
@@ -152,7 +153,10 @@ class Starts:
     # -- each life -------------------------------------------------------------------------------
 
     def options(self) -> dict[str, Any]:
-        """Of the source of the next life; they may change once its subscriptions exist."""
+        """Return the options of the source of the next life.
+
+        They may change once its subscriptions exist.
+        """
         random = Random(f"{self._world.seed}:options:{self._world.lives}")
         named = [name for name in METADATA_COLUMNS if random.random() < 0.4] if self._names else []
         options: dict[str, Any] = {"metadata_columns": named}

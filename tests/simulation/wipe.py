@@ -52,9 +52,12 @@ class Wiped:
     def is_named_by(self, error: KeyShardError) -> bool:
         """Whether an error is the one that names a wiped cluster.
 
-        If a planned batch is read again without further evidence, its entries are missing. An
-        acknowledged entry of the new cursor, such as a marker, may be an ack gap that held another
-        one. A bounded run without new entries waits for its targets until its deadline.
+        Without evidence of the wipe, other errors may come first:
+
+        - A planned batch is read again, and its entries are missing.
+        - The new cursor has acknowledged an entry, such as a marker, with the id of an entry in
+          an old ack gap.
+        - A bounded run without new entries waits for its targets until its deadline.
         """
         named = isinstance(
             error,

@@ -146,7 +146,7 @@ class SimulatedWorker(Worker):
             raise WorkerUnreachableError(exc.message) from exc
 
     def _crossed(self, act: Callable[[], Any], timeout_s: float) -> Any:
-        """Let the worker do something, and hear of it."""
+        """Run a request at the worker, over the network, and return its answer."""
         end_s = self._scheduler.now_s + timeout_s
         answers: list[Any] = []
         refusals: list[str] = []
@@ -245,7 +245,7 @@ class WorkersWorld(World):
         return outcome
 
     def claims(self, by: Client, where: TopicPartition, hash_range: HashRange) -> None:
-        """A worker asks for a range; perhaps another one has it, as far as the broker knows."""
+        """Count a claim to a range that another worker still has at the broker."""
         self.met[Trouble.CLAIMED_TWICE] += any(
             consumer.is_live
             and (consumer.topic_partition, consumer.hash_range) == (where, hash_range)
@@ -278,7 +278,7 @@ class WorkersWorld(World):
         return (gone and brief and self._struck) or super()._rightful(error)
 
     def _settled(self) -> bool:
-        """Also: no worker is frozen, and each ended one was replaced."""
+        """Whether, in addition, no worker is frozen and each ended one was replaced."""
         workers = [one for workers in self._workers.values() for one in workers if not one.gone]
         if any(one.process.stopped for one in workers) or not super()._settled():
             return False
@@ -376,7 +376,7 @@ class WorkersWorld(World):
                 self.end_worker(worker)
 
         def leave() -> None:
-            """Their input has ended, or else their lease does."""
+            """Close the input of the workers. End those that remain before a lease is over."""
             for worker in left:
                 worker.leave()
             self.scheduler.sleep(self.strikes.uniform(0.0, LEASE_S))

@@ -123,7 +123,7 @@ class World:
         self.debts = Debts()
         self.starts = Starts(self)
         self.refused = Refused(self)
-        # Without an admin interface, what another client acknowledges is a gap for good.
+        # Without an admin interface, an entry that another client acknowledges stays an ack gap.
         foreign = any(fault.kind is Kind.FOREIGN for fault in self.injector.faults)
         self.delays = Delays(seed, self.scheduler, lasting_gaps=foreign)
         self.deletions = Deletions(seed)
@@ -222,8 +222,8 @@ class World:
         tells_s = scheduler.now_s + settle_s / 2
         while not self._settled():
             if self.wiped is not None and scheduler.now_s > tells_s:
-                # As long as producers' clocks may explain it, what came since shows nobody whether
-                # ids are given a second time; what comes later does.
+                # Publish times of entries sent soon after the wipe may be explained by different
+                # clocks of producers. Only later entries prove that ids are assigned again.
                 tells_s = inf
                 for topic in sorted({one.topic for one in self.topics.partitions()}):
                     self.publish(topic, [f"k{i}" for i in range(shape.keys)])

@@ -24,7 +24,7 @@ write = to_postgres.write
 
 
 def write_and_stand(batch: DataFrame, number: int, postgres: str, table: str) -> None:
-    """Write a batch; that of the number does not return."""
+    """Write a batch. After batch STANDS_AT, wait until the test kills this process."""
     write(batch, number, postgres, table)
     if number == STANDS_AT:
         threading.Event().wait(STANDS_S)

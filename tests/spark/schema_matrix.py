@@ -51,7 +51,7 @@ class Kind:
 
     def data(self) -> list[Any]:
         """The data of all messages, for a handler."""
-        # Where the key is apart, one is shown also beside nothing, as Java does.
+        # With the encoding SEPARATED, a message without a value is still a pair, as in Java.
         nothing = dict.fromkeys(self.columns) if "SEPARATED" in self.name else None
         return [*self.wanted, nothing, *self._by_text]
 
@@ -346,7 +346,7 @@ LABELS = Kind(
 
 
 def write(java: JavaClient, broker: DevBroker, kinds: Sequence[Kind]) -> None:
-    """Publish the values of types, and a null behind them; each producer registers its schema."""
+    """Publish the values of types, and a null after them; each producer registers its schema."""
     for kind in kinds:
         if kind.registered:
             add_schema(broker, kind.topic, kind.registered)

@@ -113,7 +113,7 @@ class SparkProcess:
         eventually(reached, timeout_s, f"{count} batches committed\n{self.tail()}")
 
     def wait_inside_batch(self, files_min: int, timeout_s: float = STEP_S) -> int:
-        """Wait until a batch is planned and partly written, but not committed; its number."""
+        """Wait until a batch is partly written and not committed; return its number."""
         found = -1
 
         def inside() -> bool:
@@ -134,7 +134,11 @@ class SparkProcess:
         return set(self.sink.glob("part-*.parquet"))
 
     def kill(self, victim: psutil.Process, gone_within_s: float = GONE_S) -> float:
-        """SIGKILL one process; everything of the run must end by itself. Seconds that took."""
+        """SIGKILL one process, and wait until all processes of the run have ended by themselves.
+
+        Returns:
+            The time that this took, seconds.
+        """
         everything = self.processes()
         began = time.monotonic()
         victim.send_signal(signal.SIGKILL)

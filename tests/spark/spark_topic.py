@@ -179,7 +179,7 @@ def ended(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> None:
 
 
 def failed(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> str:
-    """Wait until a query fails; its message."""
+    """Wait until a query fails. Return the message of its error."""
     try:
         with suppress(StreamingQueryException):
             assert not query.awaitTermination(int(timeout_s)), "the query ended without an error"
@@ -191,7 +191,7 @@ def failed(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> str:
 
 
 def without_last_commit(checkpoint: Path) -> Path:
-    """Leave what a driver leaves that dies after its write; return the file of the commit."""
+    """Remove the last commit, as if the driver died after its write; return its path."""
     commits = checkpoint / "commits"
     last = max((one for one in commits.iterdir() if one.name.isdigit()), key=lambda x: int(x.name))
     last.unlink()

@@ -291,9 +291,9 @@ def three() -> type[DataSource]:
 def test_filters_pushed_by_spark_leave_too_few_rows_for_a_query_without_one(
     spark: SparkSession,
 ) -> None:
-    """1. A query with a filter; 2. one without it, on the same DataFrame: it has too few rows.
+    """1. Run a query with a filter. 2. Run one without it, on the same DataFrame.
 
-    When this fails, Spark plans each of them by itself, and ``pushFilters`` is for every query.
+    If this test fails, Spark plans both on their own, and ``pushFilters`` suits every query.
     """
     spark.dataSource.register(three())
     spark.conf.set(PUSHDOWN, "true")

@@ -113,7 +113,7 @@ def test_a_session_without_configuration_finds_the_source(
     registered = type(clean.dataSource)
     with pytest.MonkeyPatch.context() as patch:  # Spark warns of a source that it knows
         patch.setattr(registered, "register", lambda *_: pytest.fail("it is registered again"))
-        spark_adapter.register(clean)  # as well, as programs do
+        spark_adapter.register(clean)  # programs may register a source that Spark has found
     assert clean.read.format("keyshard").options(**options).load().count() == 3
 
 

@@ -119,7 +119,7 @@ def test_a_query_whose_stream_process_dies_at_its_start_says_so(dying: DyingQuer
 
 
 def test_a_query_whose_stream_process_dies_between_batches_says_so(dying: DyingQuery) -> None:
-    """Spark said ``java.io.EOFException``."""
+    """Issue: the error was ``java.io.EOFException``."""
     dying.start(count)
     wait_until(lambda: any(one["numInputRows"] for one in dying.query.recentProgress), deadline(60))
     dying.kill()
@@ -128,7 +128,7 @@ def test_a_query_whose_stream_process_dies_between_batches_says_so(dying: DyingQ
 
 
 def test_a_query_whose_stream_process_dies_while_tasks_read_says_so(dying: DyingQuery) -> None:
-    """The task named an option of the network, for a process that was dead."""
+    """Issue: the error named an option of the network, though the process was dead."""
 
     def kill_and_count(rows: DataFrame, _: int) -> None:
         dying.kill()

@@ -102,7 +102,7 @@ class Runs:
 
 
 def complete_rows(path: Path) -> list[tuple[int, str]] | None:
-    """Message ids of a file, or ``None`` when a killed task did not finish it."""
+    """Message ids of a file, or ``None`` if a killed task did not finish it."""
     try:
         return message_ids(path)
     except pa.ArrowException:
@@ -122,7 +122,7 @@ def kill_and_compare_later(
 
 
 def same_rows_again(sink: Path, batch: int, leftovers: set[Path]) -> int:
-    """Compare the files of a killed run of a batch with those committed later; number compared."""
+    """Compare files of a killed run of a batch with those committed later; return how many."""
     committed = {task_of(path): path for path in committed_files(sink)[batch]}
     compared = 0
     for path in leftovers - set(committed.values()):
@@ -203,7 +203,11 @@ def test_rows_are_stored_once_in_order_with_the_recommended_checkpoint_files(
 
 
 def kill_everything(runs: Runs) -> dict[int, set[Path]]:
-    """N = 10, 10, 10, 16 with kills in between; files of batches killed over a change of N."""
+    """Run with parallelism 10, 10, 10 and 16, and kill each run.
+
+    Returns:
+        By batch, the files of each run that was killed before a change of parallelism.
+    """
     broker = runs.broker
     leftovers: dict[int, set[Path]] = {}
     run = runs.start(10)

@@ -121,7 +121,9 @@ def publish(topic: SparkTopic, messages: Iterable[tuple[str, datetime | None]]) 
 def test_windows_count_all_rows_except_those_that_are_too_late(
     spark: SparkSession, topic: SparkTopic, tmp_path: Path
 ) -> None:
-    """Rows of a bounded run and of the next one: late, without a time (now), too late."""
+    """A bounded run reads rows in time. The next run reads late rows, a row without event time,
+    and a row that is too late.
+    """
     now = datetime.now(timezone.utc).timestamp()
     first = datetime.fromtimestamp(now - now % 300, timezone.utc) - timedelta(hours=1)
     # Within the delay, so that nothing is late however batches are cut.

@@ -81,7 +81,7 @@ def test_rows_go_between_executors_and_none_is_lost_with_a_killed_executor(
     print(f"\nbytes before the kill: {dict(before)}\nat the end: {dict(counted(notes))}")
     assert before["task"] >= before["rows"] * LOAD.size_bytes > 0
     assert before["kept"] >= before["rows"]
-    # Keys come to the stream process, of deliveries that begin or end inside an entry.
+    # The stream process gets the keys of deliveries that begin or end inside an entry.
     assert before["heard"] < 0.05 * before["kept"] * LOAD.size_bytes, "content does"
     assert before["served"] == 0
     check = SinkCheck()

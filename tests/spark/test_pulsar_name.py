@@ -180,7 +180,7 @@ def test_offsets_of_the_jvm_connector_mean_the_same_positions_here(
         "endingOffsets": ids([plain[2], batched[1]]),
     }
     between = reader.options(**bounds).load().collect()
-    # Of a producer batch all messages, whichever is named.
+    # A message id selects all messages of its producer batch.
     assert sorted(map(tuple, between)) == sorted(map(tuple, plain[1:3] + batched))
 
     query, found = stream(
@@ -285,4 +285,4 @@ def test_format_pulsar_stays_the_jvm_connector_where_its_jar_is_present(
     spark_adapter.register(spark)
     assert "The JVM connector keeps format" in caplog.text
     if not is_before(4, 1):
-        spark_adapter.ReadReports(spark)  # for the other format
+        spark_adapter.ReadReports(spark)  # it registers format keyshard again

@@ -283,7 +283,7 @@ def test_two_versions_and_a_malformed_message_are_read(
     raw = table(spark, topic, valueFormat="raw").select("value").collect()
     assert len(raw) == 3
     assert raw[-1]["value"] == MALFORMED
-    # Columns that are never null: bytes, a struct, one that is null after all.
+    # Columns and fields declared NOT NULL are read; a null in one of them is an error.
     sure = "value binary NOT NULL, __key string NOT NULL, __topic string NOT NULL"
     assert table(spark, topic, schema=sure).count() == 3
     inner = StructType([StructField("sku", StringType(), nullable=False)])
@@ -417,7 +417,7 @@ def test_a_topic_that_is_created_again_is_not_read_by_its_old_schema(
         httpx.delete(url, params={"force": True}).raise_for_status()
         until(query, lambda: partitions(query, "partitionsGone") >= 1)
         until(query, lambda: is_created(url))
-        # Version 0 again, and its bytes read as one of those before as well.
+        # The new schema is version 0 again, and its bytes also decode by the old version 0.
         send(topic, AvroSchema(Alike), Alike(number=2, text="b"))
         text = failed(query)
     finally:
@@ -489,7 +489,7 @@ def test_a_topic_that_begins_to_match_and_does_not_fit_can_be_left_out(
 
 
 def is_created(url: str) -> bool:
-    """Create a topic of one partition; whether it is there, whatever the first answer was."""
+    """Create a topic of one partition. Return whether it exists, even if the request failed."""
     if httpx.put(url, json=1, timeout=deadline(30)).is_success:
         return True
     if httpx.get(url, timeout=deadline(30)).json().get("partitions") == 1:

@@ -277,7 +277,7 @@ def test_a_batch_write_stores_every_row_once_in_the_order_that_is_asked_for(
     assert stored(dev_broker, target) == {key: both * 2 for key, both in EXPECTED.items()}
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PySpark, of pandas
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PySpark warns about pandas
 def test_a_task_of_a_batch_write_that_runs_again_stores_nothing_twice(
     spark: SparkSession, dev_broker: DevBroker, target: str
 ) -> None:

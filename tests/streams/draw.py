@@ -21,10 +21,10 @@ class Topic:
     kind: str
     partitions: int
     versions: dict[int, int] = field(default_factory=dict)
-    """Numbers at the broker of what was registered."""
+    """Numbers at the broker of the registered versions."""
 
     def names(self) -> list[str]:
-        """Messages of its topic partitions at the broker."""
+        """Return the names of its topic partitions, or its own if it has none."""
         return [f"{self.name}-partition-{one}" for one in range(self.partitions)] or [self.name]
 
 
@@ -59,7 +59,7 @@ class Query:
 
     @property
     def has_bad(self) -> bool:
-        """Whether a start of it may be of a version that the others cannot be read as."""
+        """Whether a start may use version BAD, whose columns do not fit values of the others."""
         return any(BAD in topic.versions for topic in self.topics)
 
     @property
@@ -137,7 +137,7 @@ def query_of(
 
 
 def new_sink(folder: Path) -> str:
-    """Make the file of what batches have; its path."""
+    """Create the database of a sink, and return the path of its file."""
     path = folder / "sink.db"
     with closing(sqlite3.connect(path)) as made, made:
         made.execute("CREATE TABLE rows (batch INTEGER, place INTEGER, n INTEGER, columns TEXT)")

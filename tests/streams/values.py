@@ -110,7 +110,7 @@ def schema_of(kind: str, version: int) -> Schema | None:
 
 
 def other_schema() -> Schema:
-    """Return a value of another record with bytes that fit the first version."""
+    """Return the schema of another record, with values whose bytes fit the first version."""
     fields = [
         {"name": "number", "type": "long"},
         {"name": "text", "type": ["null", "string"], "default": None},

@@ -41,8 +41,13 @@ def rests_and_is_forgotten(script: Script, *, is_dead_letter: bool = True) -> No
 
 
 def handled_again(script: Script, seq: int, *, delivered: bool = True) -> Event:
-    """A handler of the next process gets a message done; a dead letter is not delivered for
-    that."""
+    """A handler of the next process completes a message.
+
+    Args:
+        script: The history.
+        seq: Number of the message.
+        delivered: Whether the broker redelivers it before; a dead letter is replayed without that.
+    """
     if delivered:
         script.add("delivered", message(seq), worker="second")
     started = script.add("started", message(seq), worker="second")

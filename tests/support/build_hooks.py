@@ -17,14 +17,14 @@ _INTERFACES = {
 
 
 def build_hook(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
-    """Return the module of ``packaging`` that is a hook."""
+    """Return the build hook of ``packaging`` with this name, loaded without hatchling."""
     for interface, base in _INTERFACES.items():
         monkeypatch.setitem(sys.modules, interface, SimpleNamespace(**{base: object}))
     return build_script(name)
 
 
 def build_script(name: str) -> ModuleType:
-    """Return the module of ``packaging``."""
+    """Return the script of ``packaging`` with this name, as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "packaging" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

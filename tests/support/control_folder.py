@@ -18,6 +18,6 @@ def own_control_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ks-") as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name) / "keyshard"
         patch.setenv("XDG_RUNTIME_DIR", name)
-        # Nor are those found that run on this machine with the usual temporary folder.
+        # Sources that run on this machine with the usual temporary folder are not found either.
         patch.setattr(control, "_candidates", lambda: iter([folder]))
         yield folder

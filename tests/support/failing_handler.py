@@ -28,7 +28,7 @@ class FailingHandler:
             time.sleep(POLL_S)
 
     def heal(self) -> None:
-        """The key ``poison`` fails no more."""
+        """End the failures of the key ``poison``."""
         (self.folder / "healed").touch()
 
     def let_go(self) -> None:
@@ -40,7 +40,7 @@ class FailingHandler:
         return (self.folder / "hung").exists()
 
     def hangs(self, message: Message) -> bool:
-        """Apply the rules to a message; returns whether to ask again."""
+        """Apply the rules to a message. Return whether to wait and call this again."""
         key, seq = parse_value(present(message.value))
         if key == "poison" and not (self.folder / "healed").exists():
             raise ValueError("it fails until it is healed")

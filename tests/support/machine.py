@@ -107,7 +107,7 @@ def is_verdict(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    """All errors behind one, and whether each happened before what another one reports."""
+    """Yield an error with all its causes and contexts, and whether each is only a context."""
     found: list[tuple[BaseException | None, bool]] = [(error, False)]
     seen: set[int] = set()
     while found:

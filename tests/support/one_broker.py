@@ -23,6 +23,6 @@ class OneBroker:
 
 
 def shared_at(at: Any, retrier: Retrier) -> Shared:
-    """Return the state for a connection; the retrier also nudges."""
+    """Return the state for a connection. One retrier also nudges silent brokers."""
     cluster = cast("ConnectionPool", OneBroker(at))
     return Shared(cluster, retrier, retrier, cast("Credentials", None), 5.0)

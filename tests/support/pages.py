@@ -174,7 +174,7 @@ def page_runner(folder: Path) -> Iterator[Page]:
     }  # fmt: skip
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ["PYTHONUNBUFFERED"] = "1"
-    environ["RAY_ADDRESS"] = "local"  # not another one that runs here, or is remembered
+    environ["RAY_ADDRESS"] = "local"  # not a Ray cluster that already runs
     ports: list[int] = []
     while len(ports) < 3:
         ports.append(free_port(ports))

@@ -40,7 +40,7 @@ class ParkingTopic(MemoryTopic):
         self.published: defaultdict[str, int] = defaultdict(int)
 
     def publish(self, *keys: str, ordering_key: str | None = None) -> None:
-        """One message for each key."""
+        """Publish one message of each key."""
         for key in keys:
             value = b"%d" % self.published[key]
             self.published[key] += 1
@@ -58,7 +58,12 @@ class ParkingTopic(MemoryTopic):
         self.handled[key].append(number)
 
     def run(self, handle: Any = None, **options: Any) -> ParkingRun:
-        """A source over it that runs until the block ends; options are its and those of the run."""
+        """Return a block in which a source of the topic runs.
+
+        Args:
+            handle: The handler; :meth:`handle` by default.
+            options: Options of the source or of its ``run()``.
+        """
         # This is the option ``workers`` of run().
         names = {field.name for field in fields(SourceConfig)} - {"workers"}
         settings = {name: options.pop(name) for name in names & options.keys()}

@@ -167,8 +167,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not counted:
         return
     _run_again(config, reporter, inconclusive)
-    reporter._set_main_color()  # the last line forgets new results otherwise
-    # Nothing but inconclusive tests may have made the run red.
+    reporter._set_main_color()  # without it, the summary line omits new results
+    # If any other test failed, the run stays failed.
     if session.testsfailed == counted and not (stats.get("failed") or stats.get("error")):
         session.exitstatus = INCONCLUSIVE if stats.get("inconclusive") else pytest.ExitCode.OK
 

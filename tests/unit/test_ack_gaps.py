@@ -47,6 +47,7 @@ def test_a_known_floor_moves_over_the_entries_after_it() -> None:
 def test_the_base_of_the_evidence_gives_the_first_floor(
     base: tuple[int, int], floor: tuple[int, int] | None
 ) -> None:
+    """All entries before the base are delivered or resolved."""
     after = result(state("7:3-9"), GapEvidence(EntryId(*base)))
     assert after == (floor, "" if floor == (7, 9) else "7:3-9", 0)
 

@@ -407,7 +407,7 @@ def test_invalid_statistics_and_settings_are_a_named_error(
 def test_an_answer_of_any_shape_is_understood_or_a_named_error(
     answers: Callable[[Answer], None], output: bytes, status: int
 ) -> None:
-    """Numbers without end and lists without end were raw errors; so were lists that are none."""
+    """Issue: huge numbers, unclosed lists and other values than lists raised raw errors."""
     answers(lambda _: httpx.Response(status, content=output))
     where = TopicPartition("persistent://public/default/t", 1)
     with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
@@ -443,7 +443,7 @@ def test_limits_of_consumers_are_those_of_the_topic_its_namespace_or_the_broker(
     answers: Callable[[Answer], None], of_topic: str | None, of_namespace: str,
     of_broker: str | None, limits: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Pulsar 5.0.1 answers with 204 if the topic has no policy, or with 405 if none may have."""
+    """Pulsar 5.0.1 answers 204 for a topic without a policy, and 405 if it disables policies."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         path = request.url.path

@@ -54,7 +54,7 @@ def connection() -> Iterator[Connection]:
 def test_a_slow_answer_is_waited_for(
     connection: Connection, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """One that reads a schema from a cold disk, or lists many topics, is there."""
+    """An interface that reads a schema from a cold disk, or lists many topics, is not away."""
     monkeypatch.setattr(schemas, "ANSWER_S", SLOW_S / 2)
     monkeypatch.setattr(schemas, "FIRST_TRIES_S", TRIES_S)
     monkeypatch.setattr(_Admin, "status", status)

@@ -126,7 +126,7 @@ def test_a_value_of_a_union_is_in_the_member_field_of_its_type(
 ) -> None:
     values = [stored(kind[place], place, value) for place, value, _ in each]
     wanted = [one for _, _, one in each]
-    # Also one alone, and where one of many is none.
+    # The values are read alone, and around a malformed one.
     assert rows_of(avro(kind), *values) == (wanted, {})
     rows, reasons = rows_of(avro(kind), *values, b"\x0e\x7f", *values)
     assert (rows, list(reasons)) == ([*wanted, None, *wanted], [len(each)])

@@ -227,7 +227,7 @@ def test_all_entries_come_in_order(digest: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_first_requests_of_a_group_ask_the_same_bookies_as_later_ones(size: int) -> None:
-    """They are made for the whole group at once; the others, entry by entry, by the same rule."""
+    """First requests are made for a whole group at once, and later ones for each entry."""
     for quorum in range(1, size + 1):
         with closing(Bookies({})) as connections:
             asked: dict[int, str] = {}

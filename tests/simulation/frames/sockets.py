@@ -241,7 +241,7 @@ class Descriptors:
 
 
 class Poll:
-    """Stands where a ``select.poll`` stood."""
+    """Replaces a ``select.poll``."""
 
     def __init__(self, scheduler: Scheduler, pipes: dict[int, _Pipe]) -> None:
         self._scheduler = scheduler

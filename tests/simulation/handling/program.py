@@ -108,19 +108,19 @@ class Program:
         return None
 
     def at(self, step: Step) -> None:
-        """A step begins; may end the process."""
+        """Begin a step; a fault may end the process."""
         self.world.scheduler.point()
         self.world.injector.at(self, step)
 
     def disturbed(self) -> None:
-        """Something happened that excuses repetitions."""
+        """Excuse repetitions of messages after a disturbance."""
         self.promises.disturbed()
         self._excuses += 1
 
     # -- life after life -------------------------------------------------------------------------
 
     def supervise(self) -> None:
-        """Start it again until the world ends."""
+        """Start the program again until the world ends."""
         scheduler = self.world.scheduler
         while not self.world.done:
             if self.forgets:
@@ -157,7 +157,7 @@ class Program:
         self.world.scheduler.kill(process)
 
     def _leave_batches(self) -> None:
-        """A process is gone: its messages in flight come again."""
+        """Record that the unacknowledged messages of an ended process come again."""
         for rows in self._in_hand.values():
             self.promises.left(name for name, _, _ in rows)
         self._in_hand.clear()
@@ -182,13 +182,13 @@ class Program:
                     raise
             elif isinstance(exc, CheckpointError) and "[Errno 28]" not in str(exc):
                 raise
-            # Nothing more was finished: it counts as a crash.
+            # A run that ends with an error may leave work unfinished, so it counts as a crash.
             self.record.add("crashed", worker=process.name)
             self.disturbed()
         else:
             self.record.note("the run has ended in order")
             if self.client is not None and self.client.loses_acks:
-                # It ended before its connection was cut: lost acknowledgements come again.
+                # It ended before its connection was cut: messages with lost acks come again.
                 self.record.add("disconnected", worker=process.name)
 
     def _run(self, source: KeyShardSource) -> None:
@@ -279,7 +279,7 @@ class Program:
         return action
 
     def _acknowledged(self, batch: Batch) -> bool:
-        """Acknowledge a batch; whether nothing is left to try."""
+        """Acknowledge a batch. Return false if the caller must try again."""
         try:
             batch.ack()
         except CheckpointError as exc:
@@ -351,7 +351,7 @@ class Program:
     def stored(
         self, found: DeadLetter | DoneMarker | RunsAgainNote | DoneUpToMarker, seq: int
     ) -> None:
-        """Something is stored in the dead-letter topic."""
+        """Record a message stored in the dead-letter topic."""
         if not isinstance(found, DeadLetter):
             self.record.note(f"marker of {found.key}: {found}")
             return
@@ -375,7 +375,7 @@ class Program:
     # -- an operator, in another thread of the process --------------------------------------------
 
     def stop(self) -> bool:
-        """Tell it to end; whether it runs."""
+        """Ask the source to stop, and return whether it was running."""
         world, source, process = self.world, self._source, self.process
         if source is None or process is None or process.dead:
             return False
@@ -397,11 +397,11 @@ class Program:
         return True
 
     def parked(self) -> list[str]:
-        """Keys of which dead letters rest, while it lives."""
+        """Keys with resting dead letters, if a process runs."""
         return [] if self._source is None else self.promises.unfinished()
 
     def unpark(self, *keys: str) -> None:
-        """Let keys out, as far as it runs."""
+        """Unpark keys, if the source runs."""
         source = self._source
         if source is None:
             return
@@ -411,7 +411,7 @@ class Program:
                 self.record.note(f"unpark {key}")
 
     def discard(self, key: str) -> None:
-        """Discard the dead letters of a parked key, as far as it runs."""
+        """Discard the dead letters of a parked key, if the source runs."""
         source = self._source
         if source is None:
             return
@@ -444,7 +444,7 @@ class Program:
                 raise
 
     def _operate(self) -> None:
-        """Look at it, and do this or that, until it ends."""
+        """Validate the state and run random operator commands, until the process ends."""
         scheduler, random, world = self.world.scheduler, self._random, self.world
         while True:
             scheduler.sleep(random.random() * 0.6)

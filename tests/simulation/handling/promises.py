@@ -83,7 +83,7 @@ class Promises:
         self._of_this_life.clear()
 
     def left(self, names: Iterable[Name]) -> None:
-        """A process ended before these were acknowledged: they come again, done or not."""
+        """Excuse that messages come again, done or not: their process ended without an ack."""
         for name in names:
             self._handled.pop(name, None)
 
@@ -162,7 +162,7 @@ class Promises:
         return sorted(key for key, resting in self._resting.items() if resting)
 
     def _older_runs(self, place: Place, seq: int) -> None:
-        """A replayed message runs again behind an older one, if its original may come again."""
+        """Excuse second runs, after this older message, of replayed ones that may come again."""
         for name, newer in self._replayed.get(place, {}).items():
             if newer > seq and self._stored[name] < self._disturbances:
                 self._handled.pop(name, None)

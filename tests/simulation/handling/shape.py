@@ -37,7 +37,7 @@ def _negative(_state: tenacity.RetryCallState) -> float:
 
 
 def _none(_state: tenacity.RetryCallState) -> None:
-    """No time at all."""
+    """Return None instead of a time, as a faulty wait strategy does."""
 
 
 _HOSTILE_WAITS: tuple[Callable[[tenacity.RetryCallState], Any], ...] = (

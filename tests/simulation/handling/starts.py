@@ -1,4 +1,4 @@
-"""Starts of a program with handlers behind the earliest message.
+"""Starting positions after the earliest message, for a program with handlers.
 
 Drawn from a random stream of its own, so that other draws of a seed stay the same.
 """
@@ -46,7 +46,7 @@ class Starts:
         self._positions = Positions(self._random, self.debts)
 
     def prepare(self) -> None:
-        """Something is published, and somewhere in it the program is to begin."""
+        """Publish messages, and draw the start of the program among them."""
         if not self._inside:
             return
         world, random = self._world, self._random
@@ -61,7 +61,10 @@ class Starts:
         world.scheduler.spawn(world.process, "fault", self._kill_early)
 
     def options(self) -> dict[str, Any]:
-        """Of the source of the next life; they may change once its subscriptions exist."""
+        """Return the options of the source of the next life.
+
+        They may change once its subscriptions exist.
+        """
         if not self._inside:
             return {}
         world, (program,) = self._world, self._world.programs

@@ -37,7 +37,7 @@ class SimulatedFiles(AbstractFileSystem):
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:  # noqa: ARG002
         if value:
             self._disk(path).save(path, value)
-        else:  # a start sees whether it could write
+        else:  # a start writes an empty file to check its permissions
             self._disk(path).files[path] = value
 
     def rm_file(self, path: str) -> None:

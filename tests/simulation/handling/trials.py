@@ -80,7 +80,8 @@ class Trial:
             keys = random.choice((KEYS_MIN, 9))
             self._repeats = 2 * share * sum(shape.topics) // keys + 1
         elif shape.rate is not None:
-            # A rate limit makes other keys wait behind them. All keys tried meanwhile would fail.
+            # Under a rate limit, healthy keys wait for poison keys. With KEYS_MIN poison keys, all
+            # keys tried lately fail, and the circuit breaker opens.
             keys = min(keys, KEYS_MIN - 1)
         self._poison = [f"p{at}" for at in range(keys)]
         self._hang_s = random.choice((0.0, 5.0, 30.0))
@@ -93,7 +94,7 @@ class Trial:
         self._published: dict[Name, tuple[str, float]] = {}
 
     def attempt(self, program: Program, key: str | None) -> bool:
-        """A handler begins with a message; whether it is to fail."""
+        """Begin an attempt of a handler. Return whether it must fail."""
         if key not in self._failing:
             return False
         hung = self._hung[program]

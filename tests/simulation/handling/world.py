@@ -72,7 +72,7 @@ class HandlerWorld:
         self.injector = Injector(self, Random(f"{seed}:faults"))
         self._random = Random(f"{seed}:world")
         steps = {fault.step for fault in self.injector.faults}
-        # An own generator: the other draws of a seed stay.
+        # Rates have their own generator, so that the other draws of a seed stay the same.
         self.shape = Shape.of(self._random, steps, Random(f"{seed}:rates"))
         names = ("billing", "audit") if self.shape.neighbour else ("billing",)
         self.programs = [Program(self, name, trace_max) for name in names]
@@ -119,11 +119,11 @@ class HandlerWorld:
         return HandlerClient(program, process)
 
     def topic_partitions(self) -> list[TopicPartition]:
-        """Those that are consumed."""
+        """Return the topic partitions that are consumed."""
         return [where for topic in self.topics for where in self.cluster.partitions(topic)]
 
     def crash_broker(self, away_s: float) -> bool:
-        """Kill the broker for a while; whether it was there."""
+        """Kill the broker for a while. Return whether it was up."""
         networks = [program.network for program in self.programs]
         if not all(network.up for network in networks):
             return False
@@ -337,7 +337,7 @@ class HandlerWorld:
     def publish(
         self, topic: str, keys: list[str], batching: Batching | None = None, *, delay_s: float = 0.0
     ) -> list[tuple[Name, str]]:
-        """Publish a message of each key; where they lie, with their keys."""
+        """Publish a message of each key. Return their names with their keys."""
         names: list[tuple[Name, str]] = []
         due_ms = self.cluster.now_ms() + int(delay_s * 1000) if delay_s else None
         messages = []
@@ -376,10 +376,10 @@ class HandlerWorld:
 
 
 class _Control:
-    """Stands where the control socket stood."""
+    """Replaces the control socket."""
 
     def __init__(self, *_: object, **_named: object) -> None:
-        """Nobody asks."""
+        """Ignore the arguments, and serve no requests."""
 
     def close(self) -> None:
         """Nothing is open."""

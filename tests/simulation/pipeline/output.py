@@ -137,7 +137,7 @@ class Output:
     # -- faults ----------------------------------------------------------------------------------
 
     def trouble(self, enabled: Callable[[], bool]) -> None:
-        """Do harm until that is over."""
+        """Inject faults at random times while `enabled` returns true."""
         while enabled():
             self._scheduler.sleep(self._random.expovariate(1 / TROUBLE_S))
             if enabled():
@@ -197,7 +197,7 @@ class Output:
         self.reached[what, None] += 1
 
     def _forget(self, where: TopicPartition) -> bool:
-        """Forget all names that nothing uses; whether there were any."""
+        """Forget all names that nothing uses. Return whether there were any."""
         with self.cluster.lock:
             publishing = self.cluster.publishing
             if publishing._held.get(where):
