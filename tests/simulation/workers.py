@@ -376,7 +376,7 @@ class WorkersWorld(World):
                 self.end_worker(worker)
 
         def leave() -> None:
-            """Close the input of the workers. End those that remain before a lease is over."""
+            """Close the input of the workers. Within one lease, end those that still run."""
             for worker in left:
                 worker.leave()
             self.scheduler.sleep(self.strikes.uniform(0.0, LEASE_S))

@@ -83,7 +83,7 @@ class Promises:
         self._of_this_life.clear()
 
     def left(self, names: Iterable[Name]) -> None:
-        """Excuse that messages come again, done or not: their process ended without an ack."""
+        """Excuse that messages come again: their process ended before they were acknowledged."""
         for name in names:
             self._handled.pop(name, None)
 
@@ -162,7 +162,7 @@ class Promises:
         return sorted(key for key, resting in self._resting.items() if resting)
 
     def _older_runs(self, place: Place, seq: int) -> None:
-        """Excuse second runs, after this older message, of replayed ones that may come again."""
+        """Let newer replayed messages run again after this one, if their originals may come."""
         for name, newer in self._replayed.get(place, {}).items():
             if newer > seq and self._stored[name] < self._disturbances:
                 self._handled.pop(name, None)
