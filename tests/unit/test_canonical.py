@@ -162,7 +162,7 @@ def test_times_before_the_epoch_and_nulls_in_maps_are_refused_with_their_row() -
         outgoing_of(pa.record_batch(columns))
 
 
-def test_text_that_is_no_text_and_times_that_no_broker_stores_are_refused() -> None:
+def test_text_that_is_not_utf_8_and_times_that_are_too_late_are_refused() -> None:
     ends = pa.array([0, 1, 3], pa.int32()).buffers()[1]
     broken = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"a\xff\xfe")])
     maps = pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), pa.array(["a", "b"]), broken)

@@ -57,7 +57,7 @@ def test_a_name_with_any_character_is_quoted() -> None:
         (["Aa", "aA"], {}, ["Aa", "aA"]),
     ],
 )
-def test_a_name_does_not_go_from_one_topic_to_another(
+def test_the_lower_case_topic_gets_the_name_if_topics_differ_only_in_case(
     topics: list[str], chosen: dict[str, str], left: list[str]
 ) -> None:
     assert named(topics, case_sensitive=False) == (chosen, left)
@@ -70,7 +70,7 @@ def test_columns_that_spark_cannot_distinguish_are_refused() -> None:
     assert columns_alike(["id", "name"], case_sensitive=False) is None
 
 
-def test_a_query_has_the_options_of_its_kind_after_its_own() -> None:
+def test_query_options_win_and_table_options_of_the_other_kind_are_dropped() -> None:
     columns = with_options(COLUMNS, OPTIONS)
     assert columns[0].dataType == BinaryType()
     batch = {name: text for name, text in OPTIONS.items() if name != "subscription"}
@@ -98,7 +98,7 @@ def test_the_catalog_of_hive_is_refused_by_name() -> None:
 
 
 def test_the_modules_that_spark_looks_for_give_sources_and_never_fail(tmp_path: Path) -> None:
-    """One that fails takes the data sources of all other packages away."""
+    """A module that fails takes the data sources of all other packages away."""
     found = Path(__file__).parents[2] / "spark_adapter" / "discovered"
     old = tmp_path / "pyspark"
     old.mkdir()

@@ -47,14 +47,14 @@ def test_every_round_has_every_kind_and_the_first_kill_comes_inside_a_batch(
     assert max(one.lasts_s for one in drawn[0]) < 15
 
 
-def test_only_handlers_are_rescaled_and_let_keys_out() -> None:
+def test_only_handlers_are_rescaled_and_unpark_keys() -> None:
     of_handlers = {Kind.RESTARTED, Kind.RESCALED, Kind.UNPARKED}
     for workers in WORKERS:
         more = set(Subject.HANDLERS.kinds(workers)) - set(Subject.STREAM.kinds(workers))
         assert more == of_handlers
 
 
-def test_workers_are_killed_and_stopped_where_there_are_any_within_and_beyond_their_lease() -> None:
+def test_workers_are_killed_and_stopped_for_less_and_more_than_their_lease() -> None:
     of_workers = {Kind.WORKER_KILLED, Kind.WORKER_STOPPED}
     embedded, processes = (set(Subject.STREAM.kinds(workers)) for workers in WORKERS)
     assert processes - embedded == of_workers
@@ -134,7 +134,7 @@ def test_forgotten_entries_come_again_after_an_acknowledgement_before_the_crash(
     events = [
         *(delivery(0.0, entry) for entry in range(4)),
         *(acknowledgement(1.0, entry) for entry in (0, 1)),
-        delivery(1.5, 0),  # The broker lives: it comes again for another reason.
+        delivery(1.5, 0),  # Without a crash: it comes again for another reason.
         acknowledgement(5.0, 2),
         Event(5.1, "crashed", worker=BROKER),  # It may not have heard of entry 2.
         *(delivery(6.0, entry) for entry in (1, 2, 3)),

@@ -57,7 +57,9 @@ def test_a_broken_promise_is_status_1_and_shows_its_events(
     assert f"{TOPIC} key '[k]' seq 0 was sent, but never done.\n  {LOST.to_json()}\n" in out
 
 
-def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str], good: str, bad: str) -> None:
+def test_json_has_every_verdict_and_its_offending_events(
+    capsys: pytest.CaptureFixture[str], good: str, bad: str
+) -> None:
     code, out, _ = run(capsys, good, "--json")
     result = json.loads(out)
     assert (code, result["holds"], len(result["verdicts"])) == (0, True, 11)

@@ -109,7 +109,7 @@ def again_after_a_fault(script: Script) -> str:
 
 
 def again_behind_what_waited_when_the_broker_forgot(script: Script) -> str:
-    """Found by the simulation, seed 917176806: a life that ended had acknowledged 0 and 1."""
+    """Found by the simulation, seed 917176806: a process that ended had acknowledged 0 and 1."""
     for seq in (0, 1):
         script.add("started", message(seq), worker="first")
     script.add("started", message(2), worker="second")
@@ -120,7 +120,10 @@ def again_behind_what_waited_when_the_broker_forgot(script: Script) -> str:
 
 
 def again_behind_an_attempt_of_what_was_in_hand(script: Script) -> str:
-    """Found by the simulation, seed 917175287: the next run gets forgotten messages."""
+    """Found by the simulation, seed 917175287.
+
+    The broker forgets acknowledgements, so the next run gets these messages again.
+    """
     for seq in (0, 1, 2):
         script.add("delivered", message(seq), worker="first")
         script.add("started", message(seq), worker="first")
@@ -170,7 +173,10 @@ def again_behind_a_dead_letter_that_was_let_out_meanwhile(script: Script) -> str
 
 
 def again_behind_a_dead_letter_that_failed_again_meanwhile(script: Script) -> str:
-    """Found by the simulation, seed 290712540811683 of handlers-frames."""
+    """Found by the simulation ``handlers-frames``, seed 290712540811683.
+
+    The replayed dead letter 2 fails once before message 1 is handled again.
+    """
     rests_and_is_forgotten(script)
     handled_again(script, 0)
     # Delivered before the attempt begins: the dead letter was in the lane already.
@@ -183,7 +189,7 @@ def again_behind_a_dead_letter_that_failed_again_meanwhile(script: Script) -> st
 
 
 def again_behind_a_dead_letter_that_does_not_come_again(script: Script) -> str:
-    """Found by the simulation, seed 16487916614727: only what is older was not acknowledged."""
+    """Found by the simulation, seed 16487916614727: only older messages lacked acknowledgement."""
     rests_and_is_forgotten(script)
     handled_again(script, 0)
     handled_again(script, 2, delivered=False)
@@ -193,7 +199,7 @@ def again_behind_a_dead_letter_that_does_not_come_again(script: Script) -> str:
 
 
 def again_behind_a_dead_letter_of_a_process_that_was_killed(script: Script) -> str:
-    """A handler had the message when it was killed; for its successor it waited with its key."""
+    """A process is killed while its handler has message 2. The next process parks the message."""
     rests_and_is_forgotten(script, is_dead_letter=False)
     script.add("started", message(2), worker="second")
     script.add("crashed", worker="second")
@@ -237,11 +243,11 @@ def broken_off_run(script: Script) -> str:
 
 
 def runs_broken_off_in_different_parts(script: Script) -> str:
-    """Found by the simulation, seed 77001184: two runs of a batch that crashes broke off.
+    """Found by the simulation, seed 77001184: two runs of a batch were killed.
 
-    1. two tasks begin, and the first run has a row of part 2 when it is killed
-    2. the second run has two rows of part 0, and none of part 2 yet, when it is killed
-    3. the third one ends; it holds both
+    1. Two tasks begin. The first run has a row of part 2 when it is killed.
+    2. The second run has two rows of part 0, and none of part 2, when it is killed.
+    3. The third run ends with the rows of both.
     """
     one, two = message(0, key="b", part=0), message(1, key="b", part=0)
     three = message(2, part=2)
@@ -374,7 +380,7 @@ def test_a_message_that_a_worker_starts_twice_at_once_is_found_after_any_fault(
     assert again in verdict.offending
 
 
-def test_a_message_that_starts_again_after_its_worker_crashed_is_right() -> None:
+def test_a_message_may_start_again_after_its_worker_crashed() -> None:
     script = Script()
     script.add("started", message(0), worker="w")
     script.add("crashed", worker="w")
@@ -402,7 +408,7 @@ def crashes_and_gains(script: Script, count: int) -> None:
 
 
 def rescales(script: Script, count: int) -> None:
-    """Two numbers of many ranges in turn, each range for itself."""
+    """In each turn, every range of the ring is gained and then lost, one at a time."""
     ranges = max(4, round((count / 4) ** 0.5))
     for turn in range(2 * ranges):
         ring = [str(one) for one in split_ring(ranges)]
@@ -413,7 +419,7 @@ def rescales(script: Script, count: int) -> None:
 
 
 def ranges_at_once(script: Script, count: int) -> None:
-    """One range for each event, and messages for their owners."""
+    """A worker gains many ranges, and then gets as many messages."""
     ring = [str(one) for one in split_ring(min(65_536, count // 2))]
     for hash_range in ring:
         script.add("range_gained", range=hash_range, worker="w", epoch=0)
@@ -470,7 +476,7 @@ def test_the_time_of_a_check_grows_with_the_history_and_not_with_its_square(
 
 
 def cpu_s(write: Callable[[Script, int], None], count: int) -> float:
-    """Processor time of a check; the shortest of three."""
+    """Return the shortest processor time of three checks, seconds."""
     script = Script()
     write(script, count)
     times = []

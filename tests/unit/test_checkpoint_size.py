@@ -23,7 +23,7 @@ def text_bytes(delivered: EntrySet, taken: Received) -> int:
     return len(str(delivered | batch)) + len(str(batch))
 
 
-def test_neighbours_fit_however_many_they_are() -> None:
+def test_any_number_of_consecutive_entries_fits() -> None:
     assert fitting(EntrySet(), received(*range(50_000)), PARTITION_BYTES + 100) == 50_000
 
 
@@ -60,9 +60,10 @@ def test_late_entries_use_the_last_quarter() -> None:
         (25, (0,), {1}, set()),
     ],
 )
-def test_a_range_is_restrained_with_its_share_of_half_the_window(
+def test_a_range_is_restrained_when_it_holds_its_share_of_half_the_budget(
     rows: int, owners: tuple[int, ...], paused: set[int], late_only: set[int]
 ) -> None:
+    """A restrained range pauses. If it owes missing entries, it takes only late entries."""
     assert kept({0: 1, 1: rows, -1: 100}, 1.0, (100, 10**9), 2, owners) == (paused, late_only)
 
 

@@ -110,7 +110,7 @@ def test_a_link_stays_and_the_checkpoint_goes_where_it_leads(tmp_path: Path) -> 
 def test_a_checkpoint_file_has_one_source_over_all_its_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alias: str, elsewhere: bool
 ) -> None:
-    """The lock of a link lay under the name of the link."""
+    """The lock file of a link was named after the link, not after its target."""
     state = tmp_path / "state"
     state.mkdir()
     (tmp_path / "link.json").symlink_to(state / "orders.json")
@@ -118,7 +118,7 @@ def test_a_checkpoint_file_has_one_source_over_all_its_paths(
     monkeypatch.chdir(tmp_path)
     store = CheckpointStore(state / "orders.json")
     store.open()
-    if alias == "hard link":  # of the lock, as another mount of the same folder shows it
+    if alias == "hard link":  # Another mount of the folder shows the same lock file.
         (tmp_path / "mount").mkdir()
         (tmp_path / "mount" / "orders.json.lock").hardlink_to(state / "orders.json.lock")
         alias = "mount/orders.json"
@@ -142,7 +142,7 @@ def test_a_checkpoint_file_has_one_source_over_all_its_paths(
 
 
 def test_a_folder_that_is_missing_is_named_and_not_made(tmp_path: Path) -> None:
-    """A volume that is not mounted left its checkpoint on the disk below it."""
+    """The checkpoint of an unmounted volume was written below its mount point."""
     (tmp_path / "app.json").symlink_to(tmp_path / "volume" / "orders.json")
     for path in (tmp_path / "volume" / "orders.json", tmp_path / "app.json"):
         with pytest.raises(CheckpointError, match=r"the folder .*/volume does not exist"):
@@ -240,7 +240,7 @@ class _Refusing(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
 
 class _Tearing(MemoryFileSystem):  # type: ignore[misc]
-    """A store as SFTP, whose connection may end in the middle of a write."""
+    """A store such as SFTP, whose connection may end in the middle of a write."""
 
     protocol = "tearing"
     store: ClassVar[dict[str, Any]] = {}

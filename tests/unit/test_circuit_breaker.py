@@ -23,7 +23,7 @@ from tests.helpers import present
 
 
 def opened(at_s: float = 0.0, circuit: CircuitBreaker | None = None) -> CircuitBreaker:
-    """One that opens at a time, because nothing succeeds before it."""
+    """Return a breaker whose circuit opens at ``at_s``, because nothing succeeds before."""
     circuit = circuit or CircuitBreaker()
     began_s = at_s - QUIET_S
     counts = [circuit.failed(f"k{n}", began_s, "no database") for n in range(KEYS_MIN)]
@@ -46,7 +46,7 @@ def probe(circuit: CircuitBreaker, now_s: float) -> list[str]:
 
 
 def works(circuit: CircuitBreaker, key: str, now_s: float) -> bool:
-    """An attempt takes no time and succeeds."""
+    """Record a success that takes no time; return whether it closes the circuit."""
     closes = circuit.succeeded(key, now_s, now_s)
     circuit.validate()
     return closes
@@ -131,7 +131,7 @@ def works_since(circuit: CircuitBreaker, key: str, began_s: float, now_s: float)
 
 
 def test_under_suspicion_keys_that_succeeded_before_are_tried_at_once() -> None:
-    """Issue: they waited behind all keys never tried, and after 1 s it opened."""
+    """Issue: such keys waited behind all untried keys, and the circuit opened after 1 s."""
     circuit = CircuitBreaker()
     for n in range(10):
         works(circuit, f"good{n}", n / 10)
@@ -163,7 +163,7 @@ def test_a_success_refutes_only_failures_from_before_it_started() -> None:
     assert circuit.failed("k0", 3.0, "bad", 1.0), "its retries count"
 
 
-def test_failures_of_another_time_do_not_count() -> None:
+def test_old_failures_are_no_evidence_of_an_outage() -> None:
     circuit = CircuitBreaker()
     for n in range(10 * KEYS_MIN):
         now = n * MEMORY_S / (KEYS_MIN - 1) * 1.01
@@ -222,7 +222,8 @@ def test_a_key_that_succeeded_before_is_tried_at_once_while_it_is_open() -> None
     assert works(circuit, str(key), 10.0)
 
 
-def test_controls_that_fail_end_until_the_next_round() -> None:
+def test_a_round_tries_few_controls_and_the_next_round_others() -> None:
+    """A control is a key that succeeded before. It is tried at once."""
     circuit = CircuitBreaker()
     for n in range(10):
         works(circuit, f"good{n}", n / 10)
@@ -239,7 +240,7 @@ def test_controls_that_fail_end_until_the_next_round() -> None:
     assert next(circuit.controls()) not in tried
 
 
-def test_a_successful_probe_closes_the_circuit() -> None:
+def test_an_attempt_that_began_under_suspicion_closes_the_circuit_if_it_succeeds() -> None:
     circuit = CircuitBreaker()
     for n in range(KEYS_MIN):
         circuit.failed(f"k{n}", 0.0, "bad")
@@ -341,7 +342,7 @@ def test_probes_come_to_a_key_that_succeeds_soon_wherever_it_waits() -> None:
     assert now < 30.0
 
 
-def test_failures_count_while_it_is_stuck_but_only_of_keys_on_trial() -> None:
+def test_while_no_key_can_succeed_only_failures_of_keys_on_trial_count() -> None:
     circuit = opened()
     circuit.stuck(1.0, is_stuck=True)
     circuit.stuck(2.0, is_stuck=True)
@@ -375,7 +376,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_facts_of_the_circuit_agree_and_a_probe_comes(
+def test_any_events_keep_the_invariants_and_another_key_is_tried_in_time(
     steps: list[tuple[str, int, float]],
 ) -> None:
     circuit, now = CircuitBreaker(), 0.0
@@ -406,7 +407,7 @@ def test_the_facts_of_the_circuit_agree_and_a_probe_comes(
             circuit.state is not CircuitState.OPEN
             or present(circuit.status(now)["nextProbeInSeconds"]) <= PAUSE_MAX_S
         )
-    # Whatever hangs: at the latest after a round and a pause, another key is tried.
+    # Even if probes hang, another key is tried after a round and the time until the next one.
     circuit.may_start(now)
     circuit.may_start(now + PAUSE_MAX_S)
     assert circuit.may_start(now + 2 * PAUSE_MAX_S) or circuit.may_start(now + 3 * PAUSE_MAX_S)

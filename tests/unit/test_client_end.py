@@ -72,7 +72,7 @@ sys.exit(3)
 @pytest.mark.parametrize(
     "thread_and_end", [("daemon", "closed"), ("daemon", "left open"), ("not daemon", "closed")]
 )
-def test_a_thread_that_waits_for_a_silent_broker_changes_nothing(
+def test_a_thread_that_waits_for_a_silent_broker_keeps_the_exit_status(
     asked: str, thread_and_end: tuple[str, str]
 ) -> None:
     ended = subprocess.run(
@@ -81,9 +81,9 @@ def test_a_thread_that_waits_for_a_silent_broker_changes_nothing(
     )  # fmt: skip
     assert ended.returncode == STATUS, ended.stderr
     output = ended.stdout.split()
-    if thread_and_end[0] != "daemon":  # which may end before it can say so
+    if thread_and_end[0] != "daemon":  # A daemon thread may end before it prints.
         assert "BrokerError" in output
-    # Without a bound of its own it would wait for an answer that never comes.
+    # Each request has a time limit, though its answer never comes.
     assert all(float(one) < END_S / 2 for one in output if one != "BrokerError")
 
 

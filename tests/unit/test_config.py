@@ -32,7 +32,7 @@ def test_a_single_string_is_one_topic() -> None:
 
 
 def test_options_that_acknowledge_need_a_subscription() -> None:
-    """All sources without one shared the subscription ``keyshard``, and each other's backlog."""
+    """Sources without the option shared the subscription ``keyshard``, and so one backlog."""
     source = KeyShardSource("t", service_url="memory://nowhere", admin_url="memory://nowhere")
     spark = KeyShardSource("t", service_url="pulsar://nowhere:1")
     for start in (
@@ -132,7 +132,7 @@ def test_only_the_batch_limit_may_be_unset() -> None:
     "url",
     ["pulsar://localhost:6650", "pulsar+ssl://a:6651/", "pulsar://a:1,b:2", "pulsar://[::1]:6650"],
 )
-def test_service_urls(url: str) -> None:
+def test_valid_service_urls_are_kept_as_given(url: str) -> None:
     assert config(service_url=url).service_url == url
 
 
@@ -176,7 +176,7 @@ def test_an_in_memory_cluster_has_its_admin_interface_at_its_own_url() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://a:8080", "https://a:8443/"])
-def test_admin_urls(url: str) -> None:
+def test_valid_admin_urls_are_kept_as_given(url: str) -> None:
     assert config(admin_url=url).admin_url == url
 
 
@@ -239,7 +239,7 @@ def test_an_unknown_column_is_refused_with_its_reason(given: object, sentence: s
     assert caught.value.message.endswith(".")
 
 
-def test_columns_beside_the_default_ones_are_named_one_or_several() -> None:
+def test_metadata_columns_are_given_as_one_name_or_as_a_list() -> None:
     assert config().metadata_columns == ()
     found = config(metadata_columns="__producer")
     assert found.metadata_columns == ("__producer",)

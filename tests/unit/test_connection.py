@@ -309,7 +309,9 @@ def test_a_client_conf_is_a_connection(tmp_path: Path, pem: str) -> None:
         ({"listenrName": "x"}, "listenerName"),
     ],
 )
-def test_an_unavailable_result_is_one_sentence(given: dict[str, str], output: str) -> None:
+def test_an_unusable_client_option_is_refused_in_one_line_without_its_secret(
+    given: dict[str, str], output: str
+) -> None:
     with pytest.raises(ConfigError, match=output) as caught:
         fields_of(given)
     assert SECRET not in str(caught.value)

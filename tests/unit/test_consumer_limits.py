@@ -88,7 +88,8 @@ def test_a_refused_start_names_the_limit_and_the_consumers_of_others() -> None:
         open_three(broker, None)
 
 
-def test_a_client_that_drops_the_text_leaves_the_choice_to_the_numbers() -> None:
+def test_without_the_brokers_text_the_counts_decide_if_a_limit_was_reached() -> None:
+    """pulsar-client drops the text of a refusal. The admin interface has the limit and counts."""
     with pytest.raises(RangeConflictError) as busy, translated("subscribe to", P0):
         raise pulsar.ConsumerBusy
     broker = Full(busy.value)

@@ -316,7 +316,7 @@ def test_closing_twice_is_fine_and_removes_the_socket(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_requests_that_no_thread_can_be_started_for_end_no_source(
+def test_requests_for_which_no_thread_starts_do_not_end_the_source(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     errors: list[KeyShardError] = []

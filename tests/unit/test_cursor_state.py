@@ -49,7 +49,9 @@ def test_entries_of_the_ledger_before_are_not_counted_for_the_new_one() -> None:
         ("3:1", "[(3:4..4:2]]", "3:0-1,5-7;4:0-2"),
     ],
 )
-def test_forms_of_a_cursor(position: str, deleted: str, acknowledged: str) -> None:
+def test_the_position_and_intervals_of_a_cursor_give_the_acknowledged_entries(
+    position: str, deleted: str, acknowledged: str
+) -> None:
     cursor = {"markDeletePosition": position, "individuallyDeletedMessages": deleted}
     ledgers = [{"ledgerId": 3, "entries": 8}, {"ledgerId": 4, "entries": 9}]
     stats = {"ledgers": ledgers, "lastConfirmedEntry": "4:8", "cursors": {"s": cursor}}

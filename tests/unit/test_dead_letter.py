@@ -96,7 +96,7 @@ def test_the_documentation_names_every_property() -> None:
     assert named == {*dead_letter.own_properties(), PARTS, HEAD}
 
 
-def test_event_time_in_milliseconds() -> None:
+def test_the_event_time_is_in_milliseconds_and_0_if_it_is_unset() -> None:
     dead_letter = DeadLetter(message(), "billing", DeadLetterKind.PARKED, 5, "no")
     assert dead_letter.event_ms == 1_714_564_800_123
     unset = DeadLetter(
@@ -146,7 +146,7 @@ def test_a_marker_is_read_back_as_it_was(marker: DoneMarker | DoneUpToMarker) ->
     assert parse(marker_message(marker)) == marker
 
 
-def test_other_messages_are_neither() -> None:
+def test_other_messages_are_neither_dead_letters_nor_markers() -> None:
     assert parse(message()) is None
     assert parse(message()._replace(properties={"keyshard.kind": "noted"})) is None
 

@@ -29,7 +29,7 @@ PARKED, REJECTED = DeadLetterKind.PARKED, DeadLetterKind.REJECTED
         (REJECTED, 0, "it has no key", "rejected"),
     ],
 )
-def test_the_kind_of_an_error(
+def test_an_error_kind_is_a_class_name_or_waiting_rejected_or_other(
     kind: DeadLetterKind, attempts: int, error: str, is_kind: str
 ) -> None:
     message = dead_letter(0).message
@@ -48,7 +48,7 @@ def test_wrong_conditions_are_refused(given: dict[str, Any]) -> None:
         DeadLetterFilter(**given)
 
 
-def test_a_replay_or_discard_has_to_be_stated() -> None:
+def test_a_replay_or_discard_needs_either_a_condition_or_all() -> None:
     for wanted in (DeadLetterFilter("k"), DeadLetterFilter(rejected=True)):
         assert wanted.checked(all=False) is wanted
     for wanted in (DeadLetterFilter(), DeadLetterFilter(rejected=True)):
@@ -76,6 +76,6 @@ def test_a_plan_counts_all_keys_and_names_the_first() -> None:
     assert [one.key for one in plan.first] == [f"k{number}" for number in range(100)]
 
 
-def test_a_replay_leaves_out_keys_that_rest_no_more() -> None:
+def test_a_replay_leaves_out_keys_whose_dead_letters_are_done() -> None:
     at = [EntryId(1, 1)]
     assert replay_of({"a": at, "b": at, "c": []}, {"a": 4, "c": 2}) == [KeyPlan("a", 4, 1)]

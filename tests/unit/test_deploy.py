@@ -73,7 +73,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert "billing.service" not in output
 
 
-def test_each_place_waits_for_the_drain_and_has_room_for_the_window() -> None:
+def test_compose_systemd_and_kubernetes_wait_for_the_drain_and_hold_the_window() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["billing"]
     pod = kubernetes()["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]

@@ -1,4 +1,4 @@
-"""The archive of the classes that a broker loads: made once for each Java, and not needed."""
+"""The archive of the loaded classes: made once for each Java; a broker starts without it, too."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_it_is_made_once_for_each_java(homes: Homes) -> None:
 
 
 def test_a_java_without_an_archive_of_its_own_classes_gets_one(homes: Homes) -> None:
-    """Releases 5.0 needed 17 to 40 s for a start with the Java of the wheel."""
+    """Pulsar 5.0 needed 17 to 40 s to start with the Java of the wheel."""
     home, java = homes
     java_of(java, 'case "$1" in -Xshare:dump) : > "${2#*=}" ;; *) exit 1 ;; esac')
     given: list[Sequence[str]] = []

@@ -236,7 +236,9 @@ def test_a_changed_jar_is_refused(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["4.2.4", "5.0.1"])
-def test_the_jars_of_a_release_are_those_of_one_broker(version: str) -> None:
+def test_the_jars_of_a_release_are_distinct_and_have_one_broker_of_its_version(
+    version: str,
+) -> None:
     jars = distribution.jars_of(version)
     assert len({jar.file_name for jar in jars}) == len(jars)
     broker = [jar for jar in jars if jar.file_name.startswith("org.apache.pulsar.pulsar-broker-")]
@@ -247,7 +249,7 @@ def test_the_jars_of_a_release_are_those_of_one_broker(version: str) -> None:
 
 
 def test_an_archive_has_the_configuration_of_its_own_release(tmp_path: Path) -> None:
-    """That of Pulsar 4.0 has old defaults, which later releases have changed."""
+    """The configuration of Pulsar 4.0 has old defaults, which later releases have changed."""
     own = distribution.template(tmp_path, "standalone.conf")
     assert "clusterName=standalone" in own
     assert "dispatcherMaxReadBatchSize" not in own

@@ -42,7 +42,7 @@ def test_ports_are_checked() -> None:
         DevBroker(port=6650, admin_port=6650)
 
 
-def test_a_broker_with_tls_only_is_asked_for_by_its_argument() -> None:
+def test_a_broker_with_tls_only_needs_the_argument_tls() -> None:
     with pytest.raises(ConfigError, match=r"(?s)webServicePort is empty.*tls=True"):
         DevBroker(settings={"webServicePort": ""})
     DevBroker(settings={"webServicePort": ""}, tls=True)
@@ -110,7 +110,7 @@ def test_a_data_directory_of_a_newer_release_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimised", [False, True])
-def test_a_broker_to_be_measured_compiles_as_one_that_runs_long(
+def test_only_an_optimised_broker_uses_the_full_jit_compiler(
     tmp_path: Path, optimised: bool
 ) -> None:
     broker = DevBroker(data_dir=tmp_path, optimised=optimised)
@@ -177,7 +177,7 @@ def test_kill_returns_when_the_group_is_gone(tmp_path: Path) -> None:
     running.kill()
 
 
-def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+def test_a_broker_process_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     script = (

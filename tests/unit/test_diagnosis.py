@@ -82,7 +82,7 @@ def test_key_based_and_no_batching_are_distinguished_and_keyless_messages_named(
     assert levels(judge_batching(Sample())) == {"batching": Level.WARNING}
 
 
-def test_a_subscription_that_is_fine_or_not_there() -> None:
+def test_a_sound_or_missing_subscription_is_no_problem() -> None:
     assert levels(judge_subscription({P0: {}}, "s")) == {"subscription": Level.OK}
     assert levels(judge_subscription({P0: {"s": IDLE}}, "s")) == {"subscription": Level.OK}
     assert levels(judge_subscription({P0: {"s": WHOLE}}, "s")) == {
@@ -136,7 +136,7 @@ def test_a_subscription_that_is_frozen_is_a_problem() -> None:
     assert levels(findings)["unacknowledged"] is Level.PROBLEM
 
 
-def test_orphans_are_others_that_hold_data_and_have_no_consumer() -> None:
+def test_orphans_are_other_subscriptions_with_data_and_without_consumers() -> None:
     states = {
         P0: {
             "s": replace(IDLE, backlog=5),

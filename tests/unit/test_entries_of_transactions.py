@@ -1,4 +1,4 @@
-"""Entries of closed ledgers whose visibility only the broker knows, and those that look so."""
+"""Closed ledgers: entries whose visibility only the broker knows, and entries that look alike."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Stored:
 
 
 class Silent:
-    """A broker that notes where it is asked; its Readers are at their end."""
+    """A broker that records the start of each reader. The readers are at their end."""
 
     def __init__(self) -> None:
         self.asked: list[EntryId] = []

@@ -103,7 +103,7 @@ def test_a_reader_knows_every_slot_that_may_have_routed_an_entry() -> None:
     assert block(1, 0, None).possible_slots == ()
 
 
-def test_the_memory_of_blocks_is_the_sum_of_theirs() -> None:
+def test_the_memory_of_several_blocks_is_the_sum_of_the_memory_of_each() -> None:
     mixed = block(1, 1, "a", "b", "c", properties={"name": "value"})
     later = replace(block(1, 2, "a", "b", of=4), start=3).joined(block(1, 2, "a", of=4, first=2))
     plain = [block(1, 3, "a", "a"), replace(block(1, 4, ordering_key="k"), start=2)]

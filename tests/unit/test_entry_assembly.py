@@ -118,7 +118,8 @@ def test_a_connection_that_broke_and_a_silence_at_the_same_index_prove_nothing()
     assert assembly.end_early().indices == [0, 1]
 
 
-def test_an_entry_that_always_ends_with_a_receive_is_partial_at_last() -> None:
+def test_an_entry_that_ends_early_at_the_same_index_often_enough_is_partial() -> None:
+    """A reconnect can explain each single end (``after_gap``)."""
     assembly = EntryAssembly()
     for _ in range(entry_assembly.UNSURE_ENDS_ALIKE - 1):
         feed(assembly, part(0, 0, 1, of=3))

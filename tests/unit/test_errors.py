@@ -134,7 +134,7 @@ def test_a_quoted_text_that_ends_with_a_full_stop_gets_no_second_one(text: str, 
     assert KeyShardError(text).message == shown
 
 
-def test_once_is_not_one_times() -> None:
+def test_a_count_of_one_is_shown_as_once() -> None:
     assert [times(count) for count in (1, 2, 1_000)] == ["once", "2 times", "1,000 times"]
 
 

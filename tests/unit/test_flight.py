@@ -310,7 +310,7 @@ class LostOnce:
 
 
 def opened_by(monkeypatch: pytest.MonkeyPatch) -> tuple[KeptClient, list[str]]:
-    """Begin without a kept connection; return what keeps one, and the endpoints connected to."""
+    """Start without a kept connection; return the ``KeptClient`` and a list of used endpoints."""
     kept, opened, connect = KeptClient(), list[str](), flight.connect
 
     def connecting(endpoint: str, **options: object) -> flight.FlightClient:
@@ -340,7 +340,7 @@ def test_an_abandoned_read_leaves_the_server_serving(
 def test_an_unexpected_error_of_the_server_is_named_in_the_task(
     batches: ServedBatches, ticket: BatchTicket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The task said that the endpoint cannot be reached."""
+    """The error of the task said that the endpoint cannot be reached."""
     batches.error = ZeroDivisionError("in a thread of Flight")
     with pytest.raises(UnexpectedError, match=r"Reading a batch ended.*in a thread of Flight"):
         list(read_batch(ticket))

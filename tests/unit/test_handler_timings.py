@@ -1,4 +1,4 @@
-"""The histogram of handlers, and its usual duration."""
+"""The histogram of handler durations, and the usual duration of a handler."""
 
 from __future__ import annotations
 

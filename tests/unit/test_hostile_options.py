@@ -61,7 +61,7 @@ NOT_NONE = {
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(SourceConfig)])
-def test_a_source_refuses_by_a_sentence(name: str) -> None:
+def test_a_source_refuses_unexpected_values_in_one_sentence(name: str) -> None:
     for value in [*VALUES, *([] if name in NOT_NONE else [None])]:
         given = {"topics": "t", "subscription": "s"} | {name: value}
         if name == "topics_pattern":
@@ -74,7 +74,7 @@ def test_a_source_refuses_by_a_sentence(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(HandlerConfig)])
-def test_a_run_refuses_by_a_sentence(name: str) -> None:
+def test_a_run_refuses_unexpected_values_in_one_sentence(name: str) -> None:
     optional = {
         "workers", "dead_letter_topic", "checkpoint", "metrics_port", "ui_port", "ui_token",
         "rate_limit", "rate_burst",
@@ -88,7 +88,7 @@ def test_a_run_refuses_by_a_sentence(name: str) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_spark_refuses_by_a_sentence(option: Any) -> None:
+def test_spark_takes_unexpected_values_or_refuses_them_in_one_line(option: Any) -> None:
     for text in ["", "\ud800", "9" * 5_000, "nan", "-1", "1e400", "\0"]:
         base = {"topic": "t", "subscription": "s"}
         given = {key: one for key, one in base.items() if key != option.name} | {option.name: text}
@@ -99,7 +99,7 @@ def test_spark_refuses_by_a_sentence(option: Any) -> None:
         assert len(output) < 500 or output.startswith("KeyShardSource(")
 
 
-def test_calls_refuse_by_a_sentence() -> None:
+def test_calls_of_a_source_refuse_unexpected_values() -> None:
     source = KeyShardSource("t")
     for value in ("8", True, 0, -1, 65_537, 1.5, math.nan, b"8"):
         with pytest.raises(ConfigError, match="ranges is"):
@@ -121,7 +121,7 @@ def test_calls_refuse_by_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5_000, "", "NaN", "\0"])
-def test_no_text_is_a_checkpoint_by_accident(text: str) -> None:
+def test_text_that_is_no_checkpoint_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError):
         Checkpoint.from_json(text)
 

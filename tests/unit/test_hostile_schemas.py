@@ -72,7 +72,7 @@ LIST_OF_TIMES = {"type": "array", "items": TIME}
         (record(("o", record(("a", "int"), ("a", "int"), name="I"))), "'o' .*two fields named 'a'"),
     ],
 )
-def test_a_schema_without_end_or_sense_is_refused_with_the_way_out(
+def test_a_too_large_or_invalid_schema_is_refused_with_a_remedy(
     kind: str, schema: Any, why: str
 ) -> None:
     with pytest.raises(SchemaError, match=rf"(?s){why}.*valueFormat=raw"):
@@ -163,7 +163,7 @@ def test_a_value_that_may_be_null_as_a_whole_is_read() -> None:
         ("JSON", record(("a", MICROS)), b'{"a": 1}', b'{"a": 86400000000}'),
     ],
 )
-def test_a_time_beyond_its_day_is_a_reason_of_the_row(
+def test_a_time_beyond_its_day_gives_its_row_a_reason(
     kind: str, schema: Any, good: bytes, bad: bytes
 ) -> None:
     rows, reasons = rows_of(kind, schema, good, bad, good)

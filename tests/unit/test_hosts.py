@@ -1,4 +1,4 @@
-"""Several hosts of a service URL, several IP addresses of a host, and hosts that stand still."""
+"""Several hosts of a service URL, several IP addresses of a host, and hosts that freeze."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def hasty_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked_first(*brokers: ScriptedBroker, topics: tuple[str, ...] = ()) -> frozenset[str]:
-    """The first question to the hosts of a service URL."""
+    """Send the first request to the hosts of a service URL; return the topics that are missing."""
     connection = Connection("pulsar://" + ",".join(one.host for one in brokers))
     return preflight.missing_topics(connection, Credentials(connection), topics)
 
@@ -106,7 +106,7 @@ def test_the_error_names_each_host_and_its_failure(
 def test_the_first_question_continues_to_the_next_host(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that answers too late on a busy machine is asked again."""
+    """A host that answers too late on a busy machine is asked again."""
     monkeypatch.setattr(preflight, "ANSWER_S", deadline(0.3))
     silent, starting, well = cluster.broker(), cluster.broker(), cluster.broker()
     silent.accepts = False
@@ -180,7 +180,7 @@ def test_the_first_question_goes_to_the_next_host_if_a_greeted_one_fails(
 def test_brokers_of_earlier_look_ups_answer_for_a_frozen_host(
     cluster: Cluster, connect: Callable[..., WireBroker]
 ) -> None:
-    """1. The only host of the URL freezes and its connection ends. 2. The topic's restarts."""
+    """1. The only host of the URL freezes; its connection ends. 2. The topic's broker restarts."""
     frozen, healthy = cluster.broker(), cluster.broker()
     cluster.owner_of = lambda _: 1
     consumer = consumer_of(connect(frozen, **LONG))

@@ -158,7 +158,7 @@ def told(value: object) -> str:
 
 
 @pytest.mark.parametrize(("kind", "values"), OTHER_FORMS, ids=lambda one: str(one)[:40])
-def test_other_forms_that_java_reads_are_read(kind: object, values: dict[str, str]) -> None:
+def test_other_forms_of_a_value_are_read_as_listed(kind: object, values: dict[str, str]) -> None:
     assert of_field(kind, *values) == (list(values.values()), {})
 
 
@@ -193,14 +193,14 @@ def test_a_number_too_long_for_any_type_leaves_the_other_fields() -> None:
     assert list(reasons) == [0]
 
 
-def test_items_that_no_column_holds_leave_the_others() -> None:
+def test_items_that_no_column_holds_do_not_affect_the_others() -> None:
     schema = record({"name": "l", "type": {"type": "array", "items": "int"}})
     found, reasons = decoded(schema, '{"l":[1,9999999999,2,-9999999999,9999999999,3]}')
     assert found.to_pylist() == [{"l": [1, None, 2, None, None, 3]}]
     assert list(reasons) == [0]
 
 
-def test_a_field_that_cannot_be_read_leaves_the_others() -> None:
+def test_a_field_that_cannot_be_read_does_not_affect_the_others() -> None:
     inner = {"type": "record", "name": "Inner", "fields": [
         {"name": "n", "type": "int"}, {"name": "at", "type": logical("long", "timestamp-micros")},
     ]}  # fmt: skip

@@ -74,7 +74,7 @@ def test_a_dead_letter_is_replaced_by_the_next_one_before_newer_messages() -> No
     assert run(lanes) == b"7"
 
 
-def test_attempts_count_again_for_each_dead_letter() -> None:
+def test_attempts_begin_at_zero_for_each_dead_letter() -> None:
     lanes = lanes_with()
     lanes.insert(resting(1))
     work = lanes.next(0.0)

@@ -1,4 +1,4 @@
-"""Ranges by weight: even loads from few pieces, and the floor that a hot key or slot sets."""
+"""Ranges by weight: even loads from few pieces, and the lower bound of a hot key or slot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Zipf:
             self.sampled.add(self.slots[number], key=self.keys[number])
 
     def max_over_mean(self, assignment: Assignment) -> float:
-        """Of all the load, not of the sample."""
+        """Return the maximum over the mean of all load, not of the sample."""
         shares = [
             sum(sum(self.slot_shares[part.start : part.end + 1]) for part in ranges)
             for ranges in assignment
@@ -60,7 +60,7 @@ def test_ten_ranges_of_a_zipf_load_are_within_a_tenth_of_the_mean(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_key_with_more_than_a_mean_sets_the_floor_and_is_named(seed: int) -> None:
+def test_a_key_with_more_than_a_mean_sets_the_lower_bound_and_is_named(seed: int) -> None:
     zipf = Zipf(1.2, seed)
     found = balance(assign(10), zipf.sampled)
     floor = 10 * zipf.hottest_share
@@ -81,7 +81,7 @@ def test_a_key_with_more_than_a_mean_sets_the_floor_and_is_named(seed: int) -> N
     assert max(shares) / (sum(shares) / len(shares)) <= 1.1, "the others share the rest evenly"
 
 
-def test_keys_that_share_a_slot_stay_together_and_the_slot_is_the_floor() -> None:
+def test_keys_of_one_slot_stay_together_and_the_slot_is_the_lower_bound() -> None:
     load = SlotLoad()
     hot = HashRange(5_000, 5_000)
     keys = [key_in(hot, number) for number in range(2)]
@@ -139,7 +139,7 @@ def test_two_hot_slots_of_one_owner_get_an_owner_each() -> None:
     assert found.max_over_mean_after == pytest.approx(4 * 1_000 / 2_300, rel=0.01)
 
 
-def test_only_where_there_is_load_does_the_busiest_count() -> None:
+def test_max_over_mean_is_1_without_load_and_else_that_of_the_busiest_owner() -> None:
     load = SlotLoad()
     assert max_over_mean(assign(3), load) == 1
     load.add(0, 5)

@@ -81,7 +81,7 @@ def test_keys_of_the_last_minutes_count_most(sampling: Sampling) -> None:
     assert sampling.shares()["new"] > 0.8
 
 
-def test_each_message_of_an_entry_may_be_the_one(sampling: Sampling) -> None:
+def test_each_message_of_the_first_delivery_of_an_entry_may_be_sampled(sampling: Sampling) -> None:
     for _ in range(200):
         sampling.now_s += SAMPLE_S
         sampling.sample.add([block(1, 0, "a", "b").joined(block(1, 0, "c", first=2, of=3))])

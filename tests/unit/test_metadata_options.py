@@ -32,7 +32,9 @@ def table(options: dict[str, str]) -> KeyShardDataSource:
 
 
 @pytest.mark.parametrize("options", [STREAM, BATCH])
-def test_by_default_there_are_none_and_named_ones_come_last(options: dict[str, str]) -> None:
+def test_metadata_columns_are_absent_by_default_and_named_ones_come_last(
+    options: dict[str, str],
+) -> None:
     assert table(options).schema().fieldNames() == list(COLUMNS)
     named = table({**options, "metadataColumns": "__producer , __keyBytes"}).schema()
     assert named.fieldNames() == [*COLUMNS, "__producer", "__keyBytes"]
@@ -51,7 +53,7 @@ def test_only_the_columns_of_the_rows_are_decoded() -> None:
     assert table({**STREAM, **named}).streamReader(plain)._source.metadata_columns == ()
 
 
-def test_the_jvm_connectors_name_has_them_last_under_their_own_names() -> None:
+def test_the_format_pulsar_has_metadata_columns_last_under_its_own_names() -> None:
     options = {"service.url": "pulsar://a:1", "valueFormat": "raw", **BATCH}
     source = PulsarDataSource({**options, "metadataColumns": "__producer"})
     schema = source.schema()

@@ -42,7 +42,7 @@ def test_the_nearest_option_is_named(call: Callable[..., Any], wrong: str, meant
         call(**{wrong: 2})
 
 
-def test_the_class_that_a_program_names_is_in_the_error() -> None:
+def test_the_error_names_the_class_that_the_program_calls() -> None:
     with pytest.raises(ConfigError, match=r"KeyShardSink has no option 'zzz'"):
         KeyShardSink("t", zzz=1)  # type: ignore[call-arg]
 

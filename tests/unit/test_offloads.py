@@ -79,7 +79,7 @@ def test_offloads_written_by_pulsar_are_read(way: Way) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_files_of_the_other_tests_are_those_of_the_offloaders(way: Way) -> None:
-    """Those of compressed records differ by the compressor, so only their entries are compared."""
+    """Files of compressed records differ by the compressor, so only their entries are compared."""
     data, index = sample(way)
     layout = opened(way, data, index)
     offset, _ = layout.place_of(0)
@@ -165,7 +165,7 @@ def test_a_ledger_that_is_not_in_the_store_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["objects", "RECORD", "NONE"])
 def test_a_damaged_number_does_not_make_an_entry_another_one(way: Way, tmp_path: Path) -> None:
-    """The index says which entry the first one of a block or a stretch is."""
+    """The index has the number of the first entry of each block or run of records."""
     entries = [b"entry %d" % number for number in range(8)]
     data, _ = write_offload(way, tmp_path, WHERE, UUID, LEDGER, entries, interval=4)
     content = data.read_bytes()

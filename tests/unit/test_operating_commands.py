@@ -189,11 +189,12 @@ def test_a_watch_shows_rates_and_ends_with_a_sentence_when_the_source_stops(
     assert code == 0
     assert err == f"The source of 's', pid {os.getpid()}, has stopped.\n"
     assert out.count("per second: received -, completed -,") == 1
-    assert out.count("completed 1,000, failed attempts 0") == 3  # a count once, a pace twice
+    # Once it is a count, and twice a rate per second.
+    assert out.count("completed 1,000, failed attempts 0") == 3
     assert "handled/s" in out
 
 
-def test_rates_are_taken_over_some_looks_and_again_after_a_rescale() -> None:
+def test_rates_cover_a_few_statuses_and_restart_after_a_rescale() -> None:
     rates = watching.Rates()
 
     def count(told: Mapping[str, Any]) -> int | None:
@@ -444,7 +445,7 @@ def test_rescale_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_a_plan_without_a_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_a_rescale_needs_no_source(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
         "rescale", "11", "--dry-run", "--from", "10", "--handler-ms", "10", "--lanes", "4",
     )  # fmt: skip

@@ -57,7 +57,9 @@ def test_rare_samples_still_have_a_rate() -> None:
     ],
     ids=["growing", "shrinking", "steady", "nothing", "saw-tooth", "too short", "unknown"],
 )
-def test_the_trend_of_a_lag(values: list[float | None], trend: Trend | None) -> None:
+def test_the_lag_trend_is_growing_shrinking_steady_or_unknown(
+    values: list[float | None], trend: Trend | None
+) -> None:
     assert paced(*values).trend("one") is trend
 
 

@@ -78,7 +78,9 @@ def test_other_sites_get_no_data(headers: dict[str, list[str]], status: int) -> 
         ("POST", "/api/ask", ["application/x-www-form-urlencoded"], 415),
     ],
 )  # fmt: skip
-def test_methods_and_types(method: str, path: str, kind: list[str], status: int) -> None:
+def test_wrong_methods_and_content_types_are_refused(
+    method: str, path: str, kind: list[str], status: int
+) -> None:
     headers = {"host": ["localhost"]} | ({"content-type": kind} if kind else {})
     assert status_of(LOCAL, headers, method, path) == status
 

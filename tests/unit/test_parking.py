@@ -26,7 +26,7 @@ def original(number: int) -> MessageId:
 
 
 def folded(*dead_letters: tuple[int, str, int]) -> TopicState:
-    """(position, key, original) of each dead letter."""
+    """Fold dead letters, each as (position, key, number of its original)."""
     parked = TopicState()
     for position, key, number in dead_letters:
         parked.dead_letter(at(position), key, P0, original(number))
@@ -38,7 +38,7 @@ def resting(parked: TopicState) -> dict[str, list[EntryId]]:
     return {key: one.in_order() for key, one in parked.keys.items()}
 
 
-def test_a_key_is_parked_while_dead_letters_of_it_rest() -> None:
+def test_a_key_is_parked_until_all_its_dead_letters_are_done() -> None:
     parked = folded((0, "a", 1), (1, "b", 2), (2, "a", 3))
     assert resting(parked) == {"a": [at(0), at(2)], "b": [at(1)]}
     parked.replayed(at(3), "a", P0, original(1))
@@ -85,7 +85,7 @@ def test_a_sweep_calls_all_dead_letters_of_a_key_done_up_to_its_position() -> No
     parked.validate()
 
 
-def test_the_rest_of_a_sweep_is_seen_by_a_marker() -> None:
+def test_a_later_marker_of_the_key_applies_a_postponed_sweep() -> None:
     parked = folded((0, "a", 1), (1, "a", 2), (2, "a", 3))
     parked.swept(at(3), "a", at(0))
     parked.swept(at(4), "a", at(1))
@@ -336,7 +336,7 @@ def test_events_lead_to_the_states_of_the_table_and_no_other_occurs(
         assert keys.state("a") is state
 
 
-def test_a_key_is_released_from_every_state_and_is_none_before() -> None:
+def test_a_key_without_dead_letters_leaves_every_parking_state() -> None:
     assert TRANSITIONS[ParkingEvent.RELEASED] == dict.fromkeys(ParkingState)
     replaying = in_state(ParkingState.REPLAYING)
     replaying.replayed(at(1), "a", P0, original(1))

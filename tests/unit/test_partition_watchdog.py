@@ -49,10 +49,10 @@ class Looks:
     [
         (WITHHELD, StallKind.UNDELIVERED, UNDELIVERED_S),
         (replace(WITHHELD, backlog=502, delayed=499), StallKind.UNDELIVERED, UNDELIVERED_S),
-        # Its ranges ask for them, so it is no reason that they wait for their ranges.
+        # The ranges ask for the entries in the replay queue, so that queue explains no delay.
         (replace(WITHHELD, in_replay=149), StallKind.UNDELIVERED, UNDELIVERED_S),
         (FULL, StallKind.LOOK_AHEAD, STALL_S),
-        # At the limit, it matters neither how many are unacknowledged nor who asks for more.
+        # At the limit, neither unacknowledged messages nor permits of other consumers matter.
         (replace(FULL, consumers=ASKING[:1], in_replay=100), StallKind.LOOK_AHEAD, STALL_S),
     ],
 )

@@ -53,7 +53,7 @@ def test_the_end_of_a_log_is_bounded() -> None:
     assert last_lines("") == ""
 
 
-def test_of_a_crash_its_cause_and_its_stack_remain() -> None:
+def test_the_cause_and_the_stack_of_a_crash_remain() -> None:
     assert last_lines(CRASH).split("\n") == [
         "Fatal Python error: Segmentation fault",
         "Current thread 0x00007f2 (most recent call first):",

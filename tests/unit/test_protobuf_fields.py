@@ -79,7 +79,9 @@ def test_repeated_numbers_are_read_packed_and_unpacked_and_a_tombstone_is_null()
         ("GROUP", "a group"),
     ],
 )
-def test_a_field_without_numbers_is_named_if_it_is_wanted(kind: str, why: str) -> None:
+def test_a_field_of_an_undescribed_type_is_refused_only_if_it_is_wanted(
+    kind: str, why: str
+) -> None:
     schema = listed((1, "a", "INT32", 0), (2, "b", kind, None), (3, "c", "STRING", ""))
     output = rf"(?s)Field 'b' of the schema of {TOPIC} is {why}.*schema\(\.\.\.\).*valueFormat=raw"
     codec = codec_of(schema, TOPIC)

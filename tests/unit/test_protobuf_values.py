@@ -88,7 +88,7 @@ def test_a_pair_of_a_map_without_key_or_value_has_their_defaults(
 
 
 def test_a_default_as_long_as_the_missing_bytes_is_read() -> None:
-    """It took as many bytes as with the missing value, and so was malformed."""
+    """A message was malformed if its explicit defaults were as long as the bytes it lacks."""
     file = file_of(syntax="proto3")
     add_map(file, FIELD.TYPE_INT32, FIELD.TYPE_MESSAGE, ".p.N")
     # The value of 5 is missing; that of 6 says x = 0.
@@ -110,7 +110,7 @@ def test_unsigned_keys_of_maps_are_signed_as_all_numbers_are() -> None:
 
 @pytest.mark.parametrize("of", [timestamp_pb2.Timestamp, duration_pb2.Duration])
 @pytest.mark.parametrize("label", [FIELD.LABEL_OPTIONAL, FIELD.LABEL_REPEATED])
-def test_a_time_beyond_microseconds_is_a_reason_of_the_row(of: Any, label: Any) -> None:
+def test_a_time_beyond_microseconds_gives_its_row_a_reason(of: Any, label: Any) -> None:
     known = descriptor_pb2.FileDescriptorProto.FromString(of.DESCRIPTOR.file.serialized_pb)
     file = file_of(syntax="proto3", dependency=[known.name])
     file.message_type[1].field.add(
@@ -125,7 +125,7 @@ def test_a_time_beyond_microseconds_is_a_reason_of_the_row(of: Any, label: Any) 
     assert found.is_valid().to_pylist() == [True, False, False, True, True]
 
 
-def test_a_group_is_refused_with_the_way_out() -> None:
+def test_a_group_is_refused_with_a_remedy() -> None:
     file = file_of(syntax="proto2")
     inner = file.message_type[1].nested_type.add(name="A")
     inner.field.add(name="x", number=1, label=1, type=FIELD.TYPE_INT32)
@@ -136,7 +136,7 @@ def test_a_group_is_refused_with_the_way_out() -> None:
         codec_of(schema_of(file), TOPIC)
 
 
-def test_an_edition_that_its_package_does_not_know_is_refused_with_the_way_out() -> None:
+def test_an_edition_that_its_package_does_not_know_is_refused_with_a_remedy() -> None:
     file = file_of(syntax="editions", edition=descriptor_pb2.EDITION_2023)
     file.message_type[1].field.add(name="a", number=1, label=1, type=FIELD.TYPE_INT32)
     with pytest.raises(SchemaError, match=r"(?s)descriptor of .*cannot be used.*valueFormat=raw"):

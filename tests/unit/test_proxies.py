@@ -94,7 +94,9 @@ def version_of(url: str) -> str:
         ("fe80::/129,10.0.0.0/99,[,],://,:,.", "http://10.1.2.3", False),
     ],
 )
-def test_hosts_that_need_no_proxy(no_proxy: str, url: str, direct: bool) -> None:
+def test_hosts_of_no_proxy_and_of_loopback_need_no_proxy(
+    no_proxy: str, url: str, direct: bool
+) -> None:
     assert is_direct(urlsplit(url), no_proxy) is direct
 
 
@@ -132,9 +134,7 @@ def test_a_request_has_the_proxy_of_its_scheme(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("user", ["", f"ann:{SECRET}@", f"ann:x@{SECRET}/y@"])
-def test_a_value_that_is_no_proxy_is_one_sentence_without_its_password(
-    value: str, user: str
-) -> None:
+def test_a_value_that_is_no_proxy_is_refused_without_its_password(value: str, user: str) -> None:
     variables = {"all": Variable("ALL_PROXY", value.format(user)), "no": Variable("no_proxy", "a")}
     with pytest.raises(ConfigError) as caught:
         proxy_for(URL, variables)
@@ -307,7 +307,7 @@ def test_a_proxy_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variables_of_trusted_files_do_not_matter(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Trust is the business of ``tls_trust_certs_file_path``."""
+    """Only ``tls_trust_certs_file_path`` sets the trusted certificates."""
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing"))
     monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path / "missing"))
     broker, _ = start(200, b"5.0.1")
@@ -317,7 +317,7 @@ def test_variables_of_trusted_files_do_not_matter(
 
 
 def test_httpx_reads_no_variable() -> None:
-    """Its own reading fails for values that a request does not need."""
+    """httpx fails for invalid values of variables that a request does not need."""
     for path in Path(keyshard.__file__).parent.rglob("*.py"):
         text = path.read_text()
         made = text.count("httpx.Client(") + text.count("httpx.get(")

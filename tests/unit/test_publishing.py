@@ -38,7 +38,7 @@ def test_a_sequence_id_is_that_of_a_batch_its_layout_and_a_row(
     assert sequence_id(batch + 1, 0) > made
 
 
-def test_rows_of_an_earlier_attempt_are_followed_only_under_their_layout() -> None:
+def test_a_batch_continues_after_an_earlier_attempt_only_with_an_equal_layout() -> None:
     first = sequence_id(7, 0, 3)
     assert first_row(NOTHING, first, 10) == 0
     assert first_row(sequence_id(6, 9, 200), first, 10) == 0
@@ -121,7 +121,7 @@ def test_no_entry_could_take_the_next_message(
         (0, NOTHING, [(0, 3)], Resume(0, 0, split=True)),
     ],
 )
-def test_messages_sent_after_a_lost_connection(
+def test_after_a_lost_connection_only_entries_that_the_broker_lacks_are_sent(
     last: int, confirmed: int, entries: list[tuple[int, int]], expected: Resume
 ) -> None:
     assert resume(last, confirmed, entries) == expected

@@ -161,7 +161,7 @@ DISCONNECTED = 46
 
 
 def lost(callback: Any) -> None:
-    """The connection is lost while the client asks: its values beside the result."""
+    """Call back as the client does if it loses the connection: with a result and no value."""
     callback(pulsar.Result(DISCONNECTED), None)
 
 
@@ -193,7 +193,7 @@ def test_a_callback_that_the_client_keeps_drops_its_arguments() -> None:
     assert reader() is None
 
 
-def test_no_partitions_are_no_answer(client: RecordedClient) -> None:
+def test_an_answer_without_partitions_is_an_error(client: RecordedClient) -> None:
     client.get_topic_partitions = lambda _topic: []  # type: ignore[attr-defined]
     with pytest.raises(BrokerUnavailableError):
         ClientBroker(Connection("pulsar://nowhere")).partitions("t")

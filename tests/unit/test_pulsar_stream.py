@@ -105,7 +105,7 @@ def values(reader: PulsarStreamReader, start: Offset, end: Offset) -> list[str]:
 
 
 def all_behind(reader: PulsarStreamReader, start: Offset, count: int) -> tuple[list[str], Offset]:
-    """Batches until so many rows came, each committed as Spark does it; where the last ends."""
+    """Commit batches as Spark does until ``count`` rows came; return the rows and the last end."""
     found: list[str] = []
     while len(found) < count:
         ends: list[Offset] = []
@@ -176,7 +176,7 @@ def test_the_first_batch_here_runs_again_after_a_restart_exactly(setup: StreamSe
     assert sorted([*before, *rest]) == left
 
 
-def test_a_batch_without_rows_is_none_and_the_very_first_one_cannot_be_planned(
+def test_an_empty_batch_has_no_parts_and_the_jvm_connectors_first_one_is_refused(
     setup: StreamSetup,
 ) -> None:
     reader, end = setup.reader(), setup.offset((1, 1))

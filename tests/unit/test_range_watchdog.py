@@ -40,7 +40,7 @@ RETRYING = KeyFacts("k", "1:2:0", attempts=3, retry_in_s=4.0, error="ValueError(
         (RangeFacts(0, draining=True, disconnected=("t",)), RangeState.DISCONNECTED),
     ],
 )
-def test_the_state_of_a_range(facts: RangeFacts, state: RangeState) -> None:
+def test_the_state_of_a_range_follows_from_its_facts(facts: RangeFacts, state: RangeState) -> None:
     assert state_of(facts, stalled=False) is state
     assert state_of(facts, stalled=True) is RangeState.STALLED
 

@@ -46,7 +46,7 @@ class Slow:
 
 
 def test_rows_that_were_taken_are_held_no_more_while_the_actor_has_others() -> None:
-    """They had left the window, and their content stayed until the end of the next call."""
+    """The rows had left the window, but their content stayed until the end of the next call."""
     exchange = JobState([ActorSlot(0, None)], 1, 0.0, 256 * MB)
     actor = Slow()
     feeder = ActorFeeder(
@@ -87,7 +87,7 @@ class Failing:
 
 @pytest.mark.parametrize(("takes", "handles", "tokens"), [("messages", 1, 2), ("arrow", 0, 0)])
 def test_a_failed_attempt_has_used_its_token(takes: Takes, handles: int, tokens: int) -> None:
-    """A hold in the pause before a retry gave back the tokens of rows that had been tried."""
+    """If actors were held (``hold``) before a retry, tried rows gave back their tokens."""
     limit = RateLimit(1e-6, 4)
     exchange = JobState([ActorSlot(0, None)], 1_000, 0.0, 256 * MB, limit)
     actor, patient = Failing(handles), RetryPolicy(wait=tenacity.wait_fixed(600))
@@ -112,7 +112,7 @@ def test_a_failed_attempt_has_used_its_token(takes: Takes, handles: int, tokens:
 
 @pytest.mark.parametrize("actors", [1, 2, 8])
 def test_all_calls_together_copy_a_part_of_the_window(actors: int) -> None:
-    """Each had up to 64 MiB, however small the window and however many the actors."""
+    """Each call had up to 64 MiB, however small the window and however many the actors."""
     exchange = JobState([ActorSlot(index, None) for index in range(actors)], 10**6, 0.0, 16 * MB)
     value = b"x" * 100_000
     exchange.push([(WHERE, block(1, n, "a", values=[value])) for n in range(150)])
@@ -199,7 +199,7 @@ def test_rows_that_the_handler_did_not_get_do_not_count(monkeypatch: pytest.Monk
     assert limited.got == [(100.0, 4)] * 5
 
 
-def test_retries_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_count_towards_the_rate_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limited = Limited(monkeypatch, rate=1, burst=4)
     limited.exchange.push([(WHERE, block(1, 0, *"aaaa")), (WHERE, block(1, 1, "a"))])
     limited.take()
@@ -230,7 +230,7 @@ def test_actors_get_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_retries_wait_in_turn() -> None:
-    """They took each token as it came, and later rows waited for as many as a call takes."""
+    """Retries took each token as it came. Later rows waited for as many as a call takes."""
     exchange = JobState(
         [ActorSlot(0, None), ActorSlot(1, None)], 1_000, 0.0, 256 * MB, RateLimit(20, 10)
     )

@@ -100,7 +100,7 @@ def test_seconds_are_not_taken_for_milliseconds(seconds: int) -> None:
         parse_bound("end", seconds)
 
 
-def test_each_topic_partition_may_have_its_own() -> None:
+def test_each_topic_partition_may_have_its_own_bound() -> None:
     named = {P0.name: "3:5", P1: "latest"}
     assert parse_bounds("start", named, [P0, P1]) == {P0: MessageId(3, 5, 0), P1: Edge.LATEST}
     assert parse_bounds("start", "3:5", [P0]) == {P0: MessageId(3, 5, 0)}

@@ -82,7 +82,7 @@ def test_a_resting_range_is_received_from_after_its_time_if_there_is_room(
 
 
 @pytest.mark.parametrize("state", list(ReceiveState))
-def test_only_an_idle_range_is_queued_when_its_client_rings(state: ReceiveState) -> None:
+def test_only_an_idle_range_is_queued_when_its_client_notifies_it(state: ReceiveState) -> None:
     reception = in_state(state)
     assert reception.rings() is (state is ReceiveState.IDLE)
     assert reception.state is (ReceiveState.READY if state is ReceiveState.IDLE else state)

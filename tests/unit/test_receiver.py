@@ -195,7 +195,7 @@ def test_entries_received_without_a_connection_are_not_taken(start: Started) -> 
 
 
 def test_entries_received_during_a_reconnect_are_requested_again(start: Started) -> None:
-    """It is unknown whether the client kept it, or got it now."""
+    """The client may have kept the entries, or received them after the reconnect."""
 
     class Returning(FakeConsumer):
         def receive(self, timeout_ms: int) -> list[EntryBlock]:
@@ -213,7 +213,7 @@ def test_entries_received_during_a_reconnect_are_requested_again(start: Started)
     assert ids(start.sink.of(range_consumer)) == [(1, 0)]
 
 
-def test_a_ring_for_a_successor_that_was_taken_meanwhile_is_ignored(start: Started) -> None:
+def test_a_notification_for_a_successor_that_was_taken_meanwhile_is_ignored(start: Started) -> None:
     range_consumer, lost = lane_of()
     start(range_consumer)
     wait_until(lambda: lost.bell)
@@ -221,7 +221,7 @@ def test_a_ring_for_a_successor_that_was_taken_meanwhile_is_ignored(start: Start
     start.sink.next_consumers = [successor]
     lost.give([])
     wait_until(lambda: successor.bell)
-    range_consumer.wake()  # it was subscribed before, but its thread was slow to ring
+    range_consumer.wake()  # the notification of the successor, which came late
     threading.Event().wait(0.05)
     assert start.sink.failures == []
     assert successor.bell
@@ -257,7 +257,7 @@ def test_half_an_entry_that_could_not_be_taken_comes_again_after_a_rest(
 
 
 class StandingStill(FakeConsumer):
-    """Its worker reports nothing any more; by the last report, it was connected."""
+    """Its worker no longer reports. According to the last report, it was connected."""
 
     asked = 0
     """Times that it was asked whether it has given all."""
@@ -310,7 +310,8 @@ def test_an_early_end_is_asked_about_once_and_then_taken_as_partial(start: Start
     assert range_consumer.assembly.open is None
 
 
-def test_in_a_queue_taken_one_by_one_two_early_ends_are_no_proof(start: Started) -> None:
+def test_with_a_polled_queue_two_early_ends_do_not_prove_an_entry_partial(start: Started) -> None:
+    """Messages of a polled queue come one by one, and a reconnect may lie between any two."""
     again = [part(1, 0, 1, of=3), block(1, 2)]
     range_consumer, _ = lane_of(again)
     range_consumer.queue = ReceiverQueueSize(10**6, 1)
@@ -399,7 +400,7 @@ def test_a_stop_of_the_source_ends_the_thread_silently(start: Started) -> None:
     assert start.sink.failures == []
 
 
-def test_an_idle_lane_costs_nothing_until_its_client_rings(start: Started) -> None:
+def test_an_idle_range_consumer_costs_nothing_until_its_client_notifies_it(start: Started) -> None:
     busy, consumer = lane_of(*([block(1, entry)] for entry in range(200)))
     idle = [lane_of(where=P1) for _ in range(8)]
     start(busy, *(range_consumer for range_consumer, _ in idle))
@@ -412,7 +413,7 @@ def test_an_idle_lane_costs_nothing_until_its_client_rings(start: Started) -> No
     assert ids(start.sink.of(range_consumer)) == [(5, 0)]
 
 
-def test_a_ring_of_a_consumer_that_was_replaced_is_ignored(
+def test_a_notification_of_a_replaced_consumer_is_ignored(
     start: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receiver, "ENTRY_QUIET_S", 0.02)
@@ -432,7 +433,7 @@ def test_the_thread_never_keeps_a_process_alive(start: Started) -> None:
     assert start(range_consumer)._thread.daemon
 
 
-def test_lanes_are_added_and_dropped_while_it_runs(start: Started) -> None:
+def test_range_consumers_are_added_and_dropped_while_the_receiver_runs(start: Started) -> None:
     range_consumer, consumer = lane_of([block(1, 0)])
     running = start(range_consumer)
     other, added = lane_of([block(5, 0)], where=P1)

@@ -25,7 +25,7 @@ def test_it_begins_with_as_many_messages_of_a_guessed_size_as_fit() -> None:
     assert ReceiverQueueSize(1, 1_000).size == 1
 
 
-def test_small_messages_change_nothing() -> None:
+def test_small_messages_do_not_change_the_receiver_queue_size() -> None:
     queue = ReceiverQueueSize(SHARE, 1_000)
     assert all(queue.suits(50, 50 * size) for size in (100, 0, 10_000, 100))
     assert queue.size == 250
@@ -95,7 +95,7 @@ def test_permits_never_exceed_the_memory_and_at_most_double(
 
 
 @given(st.integers(1, 10**9), st.lists(st.integers(0, 10**7), min_size=1, max_size=30))
-def test_it_only_ever_becomes_smaller(share: int, sizes: list[int]) -> None:
+def test_the_receiver_queue_size_never_grows(share: int, sizes: list[int]) -> None:
     queue = ReceiverQueueSize(share, 1_000)
     for size in sizes:
         before = queue.size

@@ -137,7 +137,7 @@ def test_a_torn_end_is_left_out_where_that_is_asked(tmp_path: Path, length: int)
     assert list(read_history(path)) == [SENT, Event(2, "crashed")]
 
 
-def test_a_torn_end_longer_than_the_searched_part(tmp_path: Path) -> None:
+def test_a_torn_end_longer_than_the_searched_part_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text(f'{SENT.to_json()}\n{{"t": "{"x" * 300_000}')
     HistoryWriter(path).close()

@@ -178,7 +178,7 @@ def test_a_frozen_broker_does_not_delay_reconnects_to_a_healthy_one(
 def test_a_broker_that_leaves_a_ping_unanswered_is_named_and_its_connection_stays(
     cluster: Cluster, connect: Callable[..., WireBroker]
 ) -> None:
-    """It stands still within a frame; later it sends the rest and answers."""
+    """The broker freezes within a frame. Later it sends the rest and answers."""
     broker = cluster.broker()
     answers = threading.Event()
     answers.set()
@@ -256,7 +256,7 @@ def test_refused_acknowledgements_are_asked_again_in_small_requests(
 def test_acknowledgements_that_are_refused_for_good_end_a_consumer_by_name(
     cluster: Cluster, connect: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(brokering, "CONFIRM_S", 0.05)  # of the connection's end, in vain
+    monkeypatch.setattr(brokering, "CONFIRM_S", 0.05)  # Closing waits for a receipt in vain.
     broker = cluster.broker()
     consumer = consumer_of(connect(broker))
     broker.refuses("ack", 4)
@@ -342,11 +342,11 @@ def test_an_invalid_host_is_an_error_of_the_option(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["[::1]", "a" * 63, "broker.", "127.0.0.1", "a_b", "käse.de"])
-def test_a_host_that_may_be_one_is_taken(host: str) -> None:
+def test_a_host_that_may_be_valid_is_accepted(host: str) -> None:
     assert Connection(f"pulsar://{host}:6650").hosts == [f"{host}:6650"]
 
 
-def test_attempts_in_one_lane_do_not_hold_up_those_in_another() -> None:
+def test_attempts_at_one_resource_do_not_hold_up_those_at_another() -> None:
     made, release, done = Retrier(lane_threads_max=2), threading.Event(), threading.Event()
 
     def stuck() -> Steps:
@@ -362,7 +362,7 @@ def test_attempts_in_one_lane_do_not_hold_up_those_in_another() -> None:
         made.until_true(stuck)
     made.until_true(free)
     assert done.wait(DEADLINE_S)
-    # At most two in each of three lanes, one of them for first steps, and an idle one.
+    # At most two threads in each of three lanes (one is for first steps), and an idle thread.
     assert sum(one.is_alive() for one in made._threads) <= 3 * 2 + 1
     release.set()
     made.close()
@@ -438,7 +438,7 @@ def test_a_broker_that_only_listens_costs_attempts_little(
 def test_attempts_continue_where_the_system_starts_no_thread_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thread that did not start was counted as one that waits: no other was started again."""
+    """A thread that did not start counted as a waiting one, so no other thread was started."""
     start, full = threading.Thread.start, threading.Event()
 
     def limited(thread: threading.Thread) -> None:

@@ -181,7 +181,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def check_redacted(case: Case, texts: str) -> None:
-    """None of the encodings of a secret is in a text."""
+    """Assert that a text has no secret, in any encoding."""
     for secret in case.secrets:
         data = secret.encode()
         for form in (
@@ -199,7 +199,7 @@ def everything(error: BaseException, logged: pytest.LogCaptureFixture) -> str:
 
 
 def _raised(trace: str) -> str:
-    """The lines of a traceback that say an error, without the source lines of this test."""
+    """Return the lines of a traceback that have errors, without the source lines of this test."""
     return "\n".join(line for line in trace.splitlines() if not line.startswith(" "))
 
 
@@ -217,7 +217,7 @@ def test_no_secret_is_shown_if_the_admin_interface_echoes_it(
     assert any(secret in echo.decode_error for secret in case.secrets)
 
 
-def test_a_redirect_may_echo_it(
+def test_no_secret_is_shown_if_a_redirect_echoes_it(
     case: Case, connection: Connection, echo: Echo, logged: Any
 ) -> None:
     echo.as_header, echo.status = True, 307
@@ -230,7 +230,7 @@ def test_a_redirect_may_echo_it(
 
 @pytest.mark.parametrize("case", ["oauth2", "oauth2 file"], indirect=True)
 @pytest.mark.parametrize("status", [0, 400])
-def test_an_issuer_may_echo_the_secret_of_its_client(
+def test_no_secret_is_shown_if_an_issuer_echoes_it(
     case: Case, connection: Connection, echo: Echo, logged: Any, status: int
 ) -> None:
     echo.issues, echo.status = False, status
@@ -303,7 +303,7 @@ def test_no_secret_is_shown_if_a_broker_echoes_the_connection(
 
 
 @pytest.mark.usefixtures("echo")
-def test_a_broker_may_echo_it_in_any_refusal_and_in_a_worker(
+def test_no_secret_is_shown_in_any_refusal_or_by_a_worker(
     case: Case, connection: Connection
 ) -> None:
     credentials = Credentials(connection)
@@ -339,7 +339,7 @@ def test_secrets_are_known_while_they_live_and_no_longer() -> None:
     assert redacted("a kn0wn-while-alive b") == "a kn0wn-while-alive b"
 
 
-def test_a_short_secret_is_a_word_and_leaves_other_words_alone() -> None:
+def test_a_short_secret_is_hidden_only_as_a_word_and_a_single_letter_never() -> None:
     secret = Secret("top")
     assert redacted("top: topic stop 'top' (top) x=top&y") == "***: topic stop '***' (***) x=***&y"
     tiny = Secret("a")

@@ -15,7 +15,7 @@ from keyshard.errors import ConfigError
 @pytest.mark.parametrize(
     ("before", "after", "percent"), [(10, 11, 9.1), (10, 20, 50.0), (10, 9, 10.0), (4, 8, 50.0)]
 )
-def test_no_more_moves_than_must(before: int, after: int, percent: float) -> None:
+def test_a_rescale_moves_no_more_than_it_must(before: int, after: int, percent: float) -> None:
     plan = RescaleDryRun.make(assign(before), after)
     assert plan.optimum_fraction * 100 == pytest.approx(percent, abs=0.05)
     assert plan.moved_fraction == pytest.approx(

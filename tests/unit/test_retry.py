@@ -65,7 +65,7 @@ def test_without_time_there_is_one_attempt() -> None:
     assert len(calls) == 1
 
 
-def test_a_stop_before_the_first_attempt_leaves_that_attempt() -> None:
+def test_a_stop_before_the_first_attempt_does_not_prevent_it() -> None:
     stop = threading.Event()
     stop.set()
     action, calls = failing(BrokerUnavailableError("a"))

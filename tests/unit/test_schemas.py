@@ -122,7 +122,7 @@ def test_a_malformed_primitive_is_named_and_the_others_are_decoded(
 
 
 @pytest.mark.parametrize("kind", ["INT32", "BOOLEAN", "INSTANT", "LOCAL_DATE", "STRING", "BYTES"])
-def test_no_value_is_null(kind: str) -> None:
+def test_a_missing_value_is_null(kind: str) -> None:
     good, wanted = next((one[1], one[2]) for one in PRIMITIVES if one[0] == kind)
     assert decoded(TopicSchema(kind), None, good, None, good) == [None, wanted, None, wanted]
     assert decoded(TopicSchema(kind), None) == [None]
@@ -227,9 +227,7 @@ def test_named_types_are_found_again_in_their_namespace() -> None:
         ([[]], "not an Avro schema"),
     ],
 )
-def test_a_schema_that_no_column_can_hold_is_refused_with_the_way_out(
-    schema: Any, why: str
-) -> None:
+def test_a_schema_that_no_column_can_hold_is_refused_with_a_remedy(schema: Any, why: str) -> None:
     with pytest.raises(SchemaError, match=rf"(?s){why}.*valueFormat=raw"):
         codec_of(avro(schema), TOPIC)
 
@@ -319,11 +317,11 @@ DEFAULTS: list[tuple[Any, Any]] = [
     ({"type": "array", "items": ["bytes", "null"]}, ["\u00fe"]),
     (logical("bytes", "decimal", precision=9, scale=2), "\u00ff\u0085"),
 ]
-"""Convert default bytes: JSON writes them as characters, and fastavro returns these."""
+"""Types and defaults with bytes. JSON writes bytes as characters, and fastavro returns those."""
 
 
 def as_bytes(value: Any) -> Any:
-    """The meaning of such a default."""
+    """Return the value of a default in :data:`DEFAULTS`: bytes instead of characters."""
     if isinstance(value, list):
         return [as_bytes(one) for one in value]
     data = value.encode("latin-1")
@@ -373,7 +371,7 @@ SOME = record(
 
 @pytest.mark.parametrize("bad", [b"\x01", b"\xff" * 20, b"\x02\x02\x7f"])
 @pytest.mark.parametrize("extra", [[], [field("raw", "bytes")]], ids=["compiled", "fastavro"])
-def test_one_bad_value_among_many_leaves_the_others(bad: bytes, extra: list[Any]) -> None:
+def test_one_bad_value_among_many_does_not_affect_the_others(bad: bytes, extra: list[Any]) -> None:
     schema = SOME | {"fields": [*SOME["fields"], *extra]}
     values = [
         {"id": i, "name": None, "tags": ["t"], **({"raw": b"r"} if extra else {})}
@@ -410,7 +408,7 @@ def test_damaged_avro_is_a_row_with_a_reason_or_a_value(seed: int) -> None:
         assert all(rows[i] is not None for i in range(5) if i not in reasons)
 
 
-def test_no_avro_or_json_value_is_null_and_an_empty_one_is_wrong() -> None:
+def test_a_missing_avro_or_json_value_is_null_and_an_empty_one_is_wrong() -> None:
     (data,) = written(SOME, {"id": 1, "name": None, "tags": []})
     rows, reasons = rows_of(avro(SOME), [None, data, b"", None])
     assert rows == [None, {"id": 1, "name": None, "tags": []}, None, None]
@@ -612,7 +610,7 @@ def test_protobuf_messages_become_columns() -> None:
     assert set(reasons) == {2, 3}
 
 
-def test_protobuf_without_a_descriptor_is_refused_with_the_way_out() -> None:
+def test_protobuf_without_a_descriptor_is_refused_with_a_remedy() -> None:
     output = r"(?s)neither a descriptor nor.*__PARSING_INFO__.*PROTOBUF_NATIVE.*valueFormat=raw"
     with pytest.raises(SchemaError, match=output):
         codec_of(TopicSchema("PROTOBUF", json.dumps(TWO).encode()), TOPIC)

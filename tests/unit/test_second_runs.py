@@ -188,7 +188,7 @@ def test_a_run_that_ends_early_stays_red(tmp_path: Path, ends: tuple[str, ...]) 
 
 
 def caught(raises: Callable[[], object]) -> BaseException:
-    """The error that a function raises."""
+    """Return the error that a function raises."""
     try:
         raises()
     except BaseException as exc:  # noqa: BLE001 - also the errors of pytest
@@ -199,7 +199,7 @@ def caught(raises: Callable[[], object]) -> BaseException:
 def behind(
     first: BaseException, error: BaseException, *, cause: BaseException | None = None
 ) -> BaseException:
-    """An error that is raised by the cleaning up after another one."""
+    """Return an error that the cleanup after another error raises."""
 
     def raises() -> None:
         try:
@@ -243,7 +243,7 @@ def test_the_cause_of_a_translated_error_is_no_verdict() -> None:
 
 
 class GroupError(Exception):
-    """Several errors, as the groups of Python 3.11."""
+    """Several errors, such as an exception group of Python 3.11."""
 
     exceptions = (OSError(), AssertionError("lost"))
 
@@ -282,7 +282,7 @@ def test_a_failure_that_the_product_may_have_caused_counts(error: BaseException)
     assert trouble(error, Since()) is None
 
 
-def test_a_program_ends_early_by_the_last_thing_it_says() -> None:
+def test_the_end_of_the_output_tells_if_an_early_end_is_a_machine_error() -> None:
     late = "SparkException: Python worker failed to connect back.\n"
     assert isinstance(ended_early(late), MachineError)
     for output in (

@@ -403,7 +403,7 @@ def test_once_is_refused(setup: ReaderSetup) -> None:
 def test_an_unexpected_error_while_a_batch_is_read_again_is_named(
     setup: ReaderSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It left a thread of the pool as it was, and reached Spark without a code."""
+    """Spark got the error as a thread of the pool raised it, without a code."""
     setup.publish(30)
     host = setup.host()
     initial = host.reader.initialOffset()

@@ -64,7 +64,7 @@ def test_a_right_row_passes_and_a_wrong_one_fails(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [AVRO, JSON])
-def test_the_version_that_no_other_can_be_read_as_is_malformed(kind: str) -> None:
+def test_values_are_malformed_if_writer_and_reader_schemas_are_incompatible(kind: str) -> None:
     for written, reader in ((BAD, 0), (0, BAD)):
         payload = encoded(kind, written, 5, "né5", "k")
         assert decoded(replace(SENT, kind=kind, version=written, payload=payload), reader)[1]

@@ -10,7 +10,7 @@ from keyshard.core.ring.hash_range import HashRange, gaps, split_ring
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 
 
-def test_gaps_of_the_ring() -> None:
+def test_the_gaps_of_the_ring_are_found() -> None:
     assert gaps(split_ring(7)) == ()
     assert gaps([]) == (HashRange(0, 65535),)
     assert gaps([HashRange(5, 9), HashRange(7, 8), HashRange(12, 65534)]) == (

@@ -118,7 +118,9 @@ def test_more_cores_are_noticed_when_the_work_needs_them() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 4, 7, 10, 16])
 @pytest.mark.parametrize("tasks", [1, 2, 5, 10, 16])
-def test_the_tasks_at_once_are_seen_in_the_times_they_begin(at_once: int, tasks: int) -> None:
+def test_the_number_of_concurrent_tasks_follows_from_their_start_times(
+    at_once: int, tasks: int
+) -> None:
     began = [i // at_once for i in range(tasks)]
     assert tasks_at_once(began, max(began) + 1) == min(at_once, tasks)
 

@@ -35,7 +35,7 @@ def test_an_error_of_a_thread_ends_its_owner_by_name(error: BaseException) -> No
     assert errors[0].__cause__ is error
 
 
-def test_an_error_with_a_name_keeps_it_and_a_stop_is_none() -> None:
+def test_a_known_error_reaches_the_owner_as_it_is_and_a_stop_does_not() -> None:
     errors: list[KeyShardError] = []
     with owned_by(errors.append):
         begin("keyshard-x", raises, ConfigError("wrong")).join(DEADLINE_S)

@@ -71,7 +71,7 @@ def test_ledgers_that_grew_or_were_trimmed_are_no_alarm(ledgers: dict[int, int])
 
 
 @pytest.mark.parametrize("ledgers", [{7: 10}, {7: 9, 8: 3}, {7: 10, 8: 2}])
-def test_ledgers_that_are_shorter_than_the_checkpoint_knows_are_others(
+def test_ledgers_shorter_than_the_checkpoint_belong_to_another_topic(
     ledgers: dict[int, int],
 ) -> None:
     with pytest.raises(TopicRecreatedError, match="according to the checkpoint"):

@@ -73,7 +73,7 @@ def test_a_pattern_matches_whole_names_of_one_namespace(
 
 @pytest.mark.parametrize("regex", ["orders-[", "[[", "[[a-z]+", "a[b||c]", "a{99999999999}"])
 def test_an_invalid_regular_expression_is_refused(regex: str) -> None:
-    """Python warned on standard error about a set within a set, as other languages have it."""
+    """Python warned on standard error about a nested character class, as other languages have."""
     for _ in range(2):
         with pytest.raises(ConfigError, match="not a regular expression") as caught:
             TopicPattern.parse(regex)

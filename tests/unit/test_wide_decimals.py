@@ -132,7 +132,7 @@ def test_an_invalid_decimal_is_ignored_as_avro_says_and_named(
     assert "not valid in Avro" in caplog.messages[0]
 
 
-def test_a_decimal_of_38_digits_is_one_and_nothing_is_told(
+def test_a_decimal_of_38_digits_stays_a_decimal_without_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     schema = record(decimal(38))

@@ -75,7 +75,7 @@ def test_a_cut_takes_received_entries_and_names_them_in_the_checkpoint() -> None
     assert window.cut() is None
 
 
-def test_delivered_grows_and_batch_is_of_this_cut_only() -> None:
+def test_a_checkpoint_has_all_delivered_entries_and_only_the_batch_of_its_cut() -> None:
     window = window_of(P0, P1)
     give(window, 0, 1)
     give(window, 0, where=P1)

@@ -154,7 +154,7 @@ def scripted() -> Iterator[ScriptedBroker]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine may be so busy that a broker seems silent."""
+    """Count no broker as silent, however busy the machine is."""
     monkeypatch.setattr(consuming, "QUIET_S", 3_600.0)
 
 
@@ -668,7 +668,7 @@ def test_a_corrupt_entry_is_named_where_it_lies_and_never_acknowledged(
 
 
 def next_of(take: Callable[[int], list[EntryBlock]]) -> int | str:
-    """Number of the next entry that comes; a text of one that cannot be read."""
+    """Return the number of the next entry, or its id as text if it cannot be read."""
     try:
         (block,) = take(5_000)
     except CorruptEntryError as exc:
@@ -860,7 +860,7 @@ def test_an_acknowledgement_without_a_receipt_is_sent_again_with_the_next_subscr
 def test_unconfirmed_acknowledgements_of_a_consumer_go_through_another(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker]
 ) -> None:
-    """Another one may have received it: then it does not come again with the next consumer."""
+    """Another consumer may have received the entry. Then the next one does not get it again."""
 
     def moving(session: Session, _: int, fields: Fields) -> None:
         session.reply(ERROR, {1: fields[5], 2: 6, 3: b"moving"})
@@ -889,10 +889,10 @@ def test_unconfirmed_acknowledgements_of_a_consumer_go_through_another(
     assert stays.unconfirmed(DEADLINE_S) == 0
 
 
-def test_after_an_absence_nothing_is_acknowledged_that_was_so_before(
+def test_acknowledgements_from_before_a_long_absence_are_not_sent_again(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster that was wiped meanwhile has new entries by these ids."""
+    """If the cluster was wiped meanwhile, other entries have the ids acknowledged before."""
     monkeypatch.setattr(ack_grouping, "SENT_AGAIN_WITHIN_S", 0.1, raising=False)
 
     def moving(session: Session, _: int, fields: Fields) -> None:
@@ -917,7 +917,7 @@ def test_after_an_absence_nothing_is_acknowledged_that_was_so_before(
     assert named == [0, 2]
 
 
-def test_the_end_waits_for_receipts(
+def test_closing_waits_for_receipts(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consuming, "CONFIRM_S", DEADLINE_S)
@@ -961,7 +961,7 @@ def test_without_receipts_no_more_than_a_limit_is_acknowledged(
     consumer.acknowledge([EntryId(7, 5)])
 
 
-def test_the_end_names_acknowledgements_without_a_receipt(
+def test_closing_names_acknowledgements_without_a_receipt(
     scripted: ScriptedBroker,
     brokers: Callable[..., WireBroker],
     monkeypatch: pytest.MonkeyPatch,
@@ -1003,7 +1003,7 @@ def test_a_refused_acknowledgement_is_sent_again(
 def test_a_connection_that_is_replaced_ends_with_its_last_consumer(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else each renewal of credentials leaves a connection and a thread behind."""
+    """Otherwise each renewal of credentials leaves a connection and a thread behind."""
     monkeypatch.setattr(connection_pool, "RETIRE_AGE_S", 0.0)
     broker = brokers(scripted)
     before: list[WireConnection] = []
@@ -1186,7 +1186,7 @@ def test_entries_beyond_the_memory_of_a_queue_are_dropped_and_requested_again(
 def test_an_unexpected_error_of_a_reading_thread_ends_the_source_by_name(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although the connection is opened by a thread without an owner."""
+    """A thread without an owner opens the connection."""
     errors: list[KeyShardError] = []
     with owned_by(errors.append):
         broker = brokers(scripted)

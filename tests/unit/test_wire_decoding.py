@@ -61,7 +61,10 @@ from tests.support.deadlines import deadline
 
 @pytest.fixture(scope="module", params=["compiled", "not_copied", "reference"], autouse=True)
 def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The decoder; the compiled one gets small frames as one copy, and others where they are."""
+    """Choose the decoder: the compiled one or the reference.
+
+    The compiled one copies small frames into one buffer, or, if "not_copied", decodes all in place.
+    """
     if request.param == "reference":
         with reference_only():
             yield
@@ -94,7 +97,7 @@ def test_compiled_code_is_there_where_it_can_be_built(tmp_path: Path) -> None:
 
 
 def check(found: list[Message], sent: list[dict[str, Any]]) -> None:
-    """The messages that were decoded are those that were encoded."""
+    """Assert that the decoded messages are those that were encoded."""
     assert len(found) == len(sent)
     for got, one in zip(found, sent, strict=True):
         of_bytes = one["key_bytes"]
@@ -144,7 +147,7 @@ def test_a_batch_has_the_messages_of_its_producer(
         (b"", None),
     ],
 )
-def test_the_version_of_the_schema_is_reported_where_it_is_one(
+def test_the_schema_version_is_reported_if_it_is_a_valid_number(
     written: bytes | None, output: int | None
 ) -> None:
     found = decoded(batch([plain()] * 2, NONE, written), single(plain(), NONE, written))
@@ -190,7 +193,7 @@ def _signed(number: int | None) -> int | None:
     return number if number is None or number < 2**63 else number - 2**64
 
 
-def test_columns_without_a_reader_are_not_built() -> None:
+def test_columns_that_nobody_reads_are_not_built() -> None:
     whole = batch([plain()] * 2, broker=message({1: 1_700_000_000_000}))
     (block,) = decoded(whole).blocks
     assert block.content.schema == CONTENT
@@ -247,7 +250,7 @@ def test_messages_of_a_replicated_batch_name_its_cluster_and_count_it_in_their_m
     assert look_at(replicated)
 
 
-def test_refused_entries_leave_nothing_beside_the_content() -> None:
+def test_a_refused_entry_leaves_no_rows_in_the_content() -> None:
     bad = stored(message(BASE | {11: 3}), batch_payload([plain()] * 2))
     found = decoded(single(plain()), bad, columns=EVERYTHING)
     assert found.refused is not None
@@ -404,7 +407,7 @@ def test_an_entry_of_more_messages_than_an_entry_may_have_is_named(count: int) -
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_extreme_entries_are_an_error_that_names_them_or_messages(seed: int) -> None:
+def test_extreme_entries_become_messages_or_an_error_that_names_them(seed: int) -> None:
     look_at(extreme(random.Random(seed), 30_000))
 
 
@@ -447,11 +450,11 @@ def test_a_property_of_a_message_names_no_format_of_its_entry() -> None:
     st.sampled_from([b"", message({1: 1_700_000_000_123}), b"\x08\x80", b"\x0a\x01\x02"]),
 )
 @settings(deadline=None, max_examples=150)
-def test_damaged_entries_are_an_error_that_names_them_or_messages(
+def test_damaged_entries_become_messages_or_an_error_that_names_them(
     messages: list[dict[str, Any]], compression: int, damage: list[Any], batched: bool,
     broker: bytes,
 ) -> None:  # fmt: skip
-    """Return an entry with a valid checksum, so that its damage reaches the decoder."""
+    """The checksum is valid, so that the damage reaches the decoder."""
     whole = batch(messages, compression) if batched else single(messages[0], compression)
     found = damaged(whole, damage)
     look_at(with_broker(broker, found) if broker else found)

@@ -122,7 +122,7 @@ def test_entries_that_follow_one_another_cost_no_request(unmoved: Readers) -> No
 
 
 def test_gaps_count_while_the_cursor_stays_before_them(unmoved: Readers) -> None:
-    """A marker, and the end of a ledger: one request for all of them."""
+    """There is one request for all gaps: a marker, and the end of a ledger."""
     reader = unmoved.open()
     come = [*entries(7, 10, 12, 13), *entries(8, 0, 2)]
     assert unmoved.give(reader, *come) == come
@@ -170,7 +170,7 @@ def test_a_confirmed_start_proves_no_later_gap(unmoved: Readers) -> None:
 
 
 def test_the_cursor_of_another_subscription_proves_nothing(unmoved: Readers) -> None:
-    """1. The cursor is moved. 2. The reader is lost while it asks. 3. The new cursor is not."""
+    """1. The cursor moves. 2. The reader is lost while it asks. 3. The new cursor has not moved."""
     reader = unmoved.open()
     assert unmoved.give(reader, *entries(7, 10, 11)) == entries(7, 10, 11)
     unmoved.at.loses = reader
@@ -181,7 +181,7 @@ def test_the_cursor_of_another_subscription_proves_nothing(unmoved: Readers) -> 
 @pytest.mark.parametrize(
     ("start", "first"), [(EntryId(0, 20), EntryId(0, 61)), (EntryId(0, 0), EntryId(7, 3))]
 )
-def test_a_start_in_the_first_ledger_or_before_all_is_looked_at(
+def test_a_gap_at_the_start_is_noticed_in_ledger_0_and_at_the_earliest_position(
     unmoved: Readers, start: EntryId, first: EntryId
 ) -> None:
     reader = unmoved.open(start)

@@ -258,7 +258,7 @@ def test_a_late_report_takes_no_room_back() -> None:
 
 
 def test_a_consumer_with_room_again_does_not_wait_for_a_request() -> None:
-    """While a consumer waits for room, questions are short: the next may say that it has some."""
+    """While a consumer has no room, requests wait only briefly: the next may report room."""
     with hosted() as at:
         at.publish(100)
         seq = 0
@@ -354,7 +354,7 @@ class Ends:
 
 
 def test_without_a_connection_nothing_is_given_that_came_before() -> None:
-    """It comes again with the next one, and may be something else by then: not twice in hand."""
+    """The entries come again on the next connection, and may be other entries by then."""
     ends = Ends()
     where = TopicPartition("persistent://a/b/c")
     wanted = SubscriptionSpec(where, "s", split_ring(1)[0], "c", 10)
@@ -365,8 +365,9 @@ def test_without_a_connection_nothing_is_given_that_came_before() -> None:
     consumer.arrived(WorkerDelivery(1, (), connected=False))
     assert not consumer.is_connected()
     assert not consumer.receive(0)
-    assert ends.taken.messages == rows  # or its worker would wait until they are taken
-    consumer.arrived(WorkerDelivery(1, before))  # was on its way
+    # The worker waits until all rows are taken, so dropped rows count.
+    assert ends.taken.messages == rows
+    consumer.arrived(WorkerDelivery(1, before))  # sent before the loss
     consumer.arrived(WorkerDelivery(1, (), BrokerUnavailableError("told all the same")))
     with pytest.raises(BrokerUnavailableError, match="told all the same"):
         consumer.receive(0)
@@ -667,7 +668,7 @@ def test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges() -> None
 
 
 def test_a_worker_of_another_version_is_refused_by_name() -> None:
-    """Before any content of the other version is read."""
+    """The refusal comes before any content of the other version is read."""
     server, hello = start_server("0.0.9", "no setup of this version")
     assert server is None
     with pytest.raises(WorkerEnvironmentError) as caught:

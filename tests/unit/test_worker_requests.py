@@ -153,7 +153,7 @@ def test_a_server_shows_the_token_with_every_answer() -> None:
         client.close()
 
 
-def test_a_proof_is_of_one_command_number_asker_server_and_endpoint() -> None:
+def test_a_proof_holds_for_one_command_number_asker_server_and_endpoint() -> None:
     prover, verifier = met()
     number, body = prover.request("acknowledge", {"x": 1})
     asked, proof = verifier.read(body, "acknowledge")
@@ -192,8 +192,9 @@ def refuses(verifier: questions.RequestVerifier, body: bytes, command: str) -> b
 
 
 def test_a_proof_that_was_overheard_is_worth_nothing() -> None:
-    """A program on the network repeated a question with other arguments, such as other entries to
-    acknowledge, or repeated one that keeps the lease of a worker or starts another.
+    """A program on the network sent a request again with other entries to acknowledge.
+
+    It could also repeat a request that keeps the lease of a worker, or that starts a worker.
     """
     prover, verifier = met()
     number, body = prover.request("acknowledge", {"entries": [[1, 2]]})
@@ -267,7 +268,7 @@ def test_a_setup_of_something_else_is_refused(text: str) -> None:
 def test_an_unexpected_error_of_a_command_reaches_the_source(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was a worker that does not answer: the source replaced it, and met the error again."""
+    """The source took the error for silence, replaced the worker, and met the error again."""
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("in a thread of Flight")

@@ -115,7 +115,7 @@ class SupervisedWorker:
         return self.supervisor.subscribe(WANTED, StartPosition.EARLIEST, self.holders)
 
     def second(self, what: Callable[[Hosts], object]) -> Hosts:
-        """The worker that takes the place of the first, once something of it holds."""
+        """Return the replacement of the first worker, once ``what`` is true for it."""
         wait_until(lambda: len(self.workers) == 2 and what(self.workers[1]))
         return self.workers[1]
 
@@ -144,7 +144,7 @@ def test_a_worker_that_is_given_up_is_ended_before_another_one_has_its_ranges() 
 def test_the_end_of_a_worker_is_explained(
     status: int | None, text: str, hint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It had ended, whatever had ended it."""
+    """The message said that the worker had ended, and never why."""
     with supervised() as at:
         consumer = at.subscribe()
         at.next_answers = False
@@ -159,7 +159,7 @@ def test_the_end_of_a_worker_is_explained(
 
 
 def test_a_replacement_knows_the_size_of_the_messages() -> None:
-    """It began with one permit. Pulsar 5.0 sent nothing for 22 to 48 s then."""
+    """The replacement began with one permit. Then Pulsar 5.0 sent nothing for 22 to 48 s."""
     with supervised() as at:
         consumer = at.subscribe()
         blocks = [block(0, 0, "a", "b", "c"), block(0, 1)]

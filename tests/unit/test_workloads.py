@@ -140,7 +140,7 @@ def test_a_refusal_has_its_reason(admin: Admin) -> None:
         create_partitioned_topic("http://127.0.0.1:1", "t", 3)
 
 
-def test_a_topic_without_a_broker_or_with_a_bad_address() -> None:
+def test_a_topic_needs_a_broker_a_valid_address_and_one_partition_or_more() -> None:
     with pytest.raises(BrokerUnavailableError, match="keyshard broker start"):
         create_partitioned_topic("http://127.0.0.1:1", "t", 3)
     for url in ("127.0.0.1:8080", "ftp://x", "http://[", ""):
