@@ -43,7 +43,7 @@ WAIT_S = 60.0
 def run(
     broker: DevBroker, folder: Path, workers: str, load: Workload, every_s: float
 ) -> tuple[str, bool]:
-    """Take all messages while workers are killed; figures, and whether everything held."""
+    """Take all messages while workers are killed; return a report and whether all checks hold."""
     topic = f"workers-{uuid.uuid4().hex[:8]}"
     create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
     source = KeyShardSource(
@@ -103,7 +103,7 @@ class Struck:
     """Strikes at workers, one after the other, every few seconds.
 
     Args:
-        workers: Those that there are.
+        workers: Returns the workers of the source.
         every_s: Time between two strikes, seconds.
     """
 
@@ -119,7 +119,7 @@ class Struck:
         self._spawn(self._strike)
 
     def end(self) -> None:
-        """Until everyone that was stopped goes on."""
+        """End the strikes, and wait until every stopped worker continues."""
         self._ended.set()
         while self._threads:
             self._threads.pop().join()
@@ -145,7 +145,7 @@ class Struck:
 
     def _let_go_on(self, pid: int) -> None:
         self._ended.wait(STOPPED_S)
-        with suppress(ProcessLookupError):  # who asked it has killed it
+        with suppress(ProcessLookupError):  # The source has killed it meanwhile.
             os.kill(pid, signal.SIGCONT)
 
 

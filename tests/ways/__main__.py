@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 def main() -> int:
-    """Run; 0: everything came out or was named."""
+    """Run the draws; return 0 if every message came, or an error named its absence."""
     parser = argparse.ArgumentParser(prog="python -m tests.ways", description=__doc__)
     parser.add_argument("--draws", type=int, default=20, help="number of topics (default: 20)")
     parser.add_argument("--seed", type=int, help="of the first; default: another each time")

@@ -30,7 +30,7 @@ SCHEMA = "KEYSHARD_SCHEMA"
 
 
 def verdict(made: Published, how: Reading, out: Outcome) -> list[str]:
-    """The defects; empty if there is none."""
+    """Return the defects of a reading; empty if there are none."""
     sent = {one.number: one for one in made.sent}
     counted = Counter(int(row["n"]) for row in out.rows)
     problems = list(out.problems)
@@ -54,7 +54,7 @@ def verdict(made: Published, how: Reading, out: Outcome) -> list[str]:
 
 
 def disagreement(first: tuple[Reading, Outcome], second: tuple[Reading, Outcome]) -> list[str]:
-    """Columns in which two readings of one topic differ."""
+    """Return the columns in which two readings of one topic differ."""
     (one_way, one), (other_way, other) = first, second
     by_number = {row["n"]: row["facts"] for row in one.rows}
     by_client = CLIENT in (one_way.transport, other_way.transport)
@@ -67,7 +67,7 @@ def disagreement(first: tuple[Reading, Outcome], second: tuple[Reading, Outcome]
 
 
 def hazards(made: Published) -> set[int]:
-    """Messages that some schema of the topic does not fit."""
+    """Return the messages that some schema of the topic does not fit."""
     newest_is_bad = BAD in made.topic.versions
     return {
         one.number
@@ -82,7 +82,7 @@ def _decodes(how: Reading) -> bool:
     """Whether a reading needs the values decoded."""
     if how.columns == BYTES or how.way in ("batches", "ray"):
         return False
-    # Spark has every column of a table read, whichever it selects.
+    # Spark reads all columns of a table, even if a query selects fewer.
     return how.columns != METADATA or how.way in ("table", "table stream")
 
 
@@ -96,7 +96,7 @@ def _stored(made: Published, how: Reading, one: Sent | None, row: Mapping[str, A
 
 
 def _error(made: Published, how: Reading, out: Outcome) -> list[str]:
-    """An error is right where it names something that the topic has."""
+    """Return a defect if this topic cannot cause the error that ended the reading."""
     allowed = {CHUNKED} if made.chunked else set()
     if made.encrypted and not how.skips_encrypted:
         allowed.add(ENCRYPTED)

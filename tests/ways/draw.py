@@ -53,7 +53,7 @@ class Published:
         return self.topic.kind
 
     def expected(self, how: Reading) -> int:
-        """Number of messages that a consumer gets, or ends at."""
+        """Return the number of messages that a consumer gets, or that end it by an error."""
         skipped = self.encrypted if how.skips_encrypted else set()
         return len({one.number for one in self.sent} - skipped - self.later)
 
@@ -205,7 +205,7 @@ def _drafts(drawn: random.Random, made: Published, version: int, shares: Shares)
 def readings(
     drawn: random.Random, ways: Sequence[str], made: Published, count: int
 ) -> list[Reading]:
-    """Some ways in, each with options of its own."""
+    """Return some ways to read a topic, each with its own options."""
     found = []
     for way in drawn.sample(ways, min(count, len(ways))):
         spark = way in SPARK
@@ -228,19 +228,19 @@ def readings(
 
 
 SPARK = ("spark batch", "spark stream", "table", "table stream")
-"""Ways in of Spark."""
+"""Ways to read with Spark."""
 NAMED = ("spark batch", "spark stream")
-"""Ways in that name a format."""
+"""Ways to read that name a format."""
 STREAMS = ("spark stream", "table stream")
-"""Ways in that are queries."""
+"""Ways to read that are streaming queries."""
 HANDLERS = ("handlers", "coroutines", "taken", "park", "ray job")
-"""Ways in that give messages, not rows."""
+"""Ways to read that give messages, not rows."""
 LIVE = ("spark stream", "embedded", "batches", *HANDLERS)
-"""Ways in that consume, and may have workers."""
+"""Ways to read that consume, and may have workers."""
 SKIPPING = (*LIVE, "table stream")
-"""Ways in that have ``onEncrypted``."""
+"""Ways to read that have ``onEncrypted``."""
 PLANS = ("spark batch", "table", "read", "ray")
-"""Ways in that read storage, without a subscription: messages that are not due as well."""
+"""Ways to read storage without a subscription. They also read messages that are not due."""
 BY_CLIENT = (*(way for way in LIVE if way != "park"), *PLANS)
-"""Ways in that are read with pulsar-client, too."""
+"""Ways to read that are also read with pulsar-client."""
 WAYS = (*SPARK, "embedded", "batches", *HANDLERS, "read", "ray")

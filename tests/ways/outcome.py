@@ -20,12 +20,12 @@ from tests.ways.kinds import KINDS
 
 DEADLINE_S = 60.0
 QUIET_S = 2.0
-"""A live way in waits so long for surplus rows after the last expected one."""
+"""Time that a live way to read waits for surplus rows after the last expected row, seconds."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of one way in."""
+    """Outcome of one way to read a topic."""
 
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     """The rows, with the message number ``n``, their ``facts``, their stored bytes ``raw`` if the
@@ -58,11 +58,11 @@ class Place:
 
 
 def source_of(place: Place, made: Published, how: Reading) -> KeyShardSource:
-    """Return the source of a way in Python."""
+    """Return the source of a way to read in Python."""
     wanted: tuple[str, ...] = () if how.way in HANDLERS else facts.ON_REQUEST
     wanted += () if how.way in HANDLERS or how.transport == CLIENT else facts.BY_WIRE
     if how.way in HANDLERS and made.kind == SEPARATED:
-        wanted = ("__keyBytes",)  # a handler needs those of a key that stands apart from its value
+        wanted = ("__keyBytes",)  # A handler decodes a separate key from its bytes.
     return KeyShardSource(
         made.read_as,
         subscription=place.name,

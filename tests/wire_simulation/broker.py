@@ -79,7 +79,7 @@ class Session(SocketSession):
             self._changed.notify()
 
     def cut(self) -> None:
-        # In this order: closed first, it would stay open for as long as it is read.
+        # Shut down first: a closed socket stays open while a thread receives from it.
         super().cut()
         with self._changed:
             self._cut = True
@@ -109,7 +109,7 @@ class Session(SocketSession):
                     elif self._written == self._rest_at:
                         time.sleep(RESTED_MAX_S)
                     elif self._written == self._mute_at:
-                        # For longer than anybody waits.
+                        # Longer than any client waits.
                         with self._changed:
                             self._changed.wait_for(lambda: self._cut, 5.0)
         self.stream.close()

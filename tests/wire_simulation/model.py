@@ -53,7 +53,7 @@ def stored(number: int, draw: random.Random) -> Stored:
     payload = b"%d" % number
     if count:
         metadata.num_messages_in_batch = left = count
-        # Of each message: its payload has two bytes (3), and its key (2).
+        # Each message has the size of its payload (field 3) and its key (field 2).
         one = b"\x18\x02\x12" + bytes([len(key)]) + key.encode()
         payload = (struct.pack(">I", len(one)) + one + b"vv") * count
         if count > 2 and not draw.randrange(3):
@@ -127,7 +127,7 @@ class Model:
         self.stir(name)
 
     def stir(self, name: str) -> None:
-        """Something happened to the subscription of a topic partition."""
+        """Count an event of a topic partition for its parked members, and serve all others."""
         for member in list(self.members.values()):
             if member.topic == name:
                 member.parked = max(0, member.parked - 1)
@@ -212,7 +212,7 @@ class Model:
 
 
 def int32(number: int) -> int:
-    """As a broker counts."""
+    """Return a number as a broker counts it: in 32 bits, with wrap-around."""
     return (number + 2**31) % 2**32 - 2**31
 
 

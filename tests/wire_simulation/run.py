@@ -181,7 +181,7 @@ class World:
             self._check()
 
     def end(self) -> None:
-        """Everything is acknowledged: receipts, permits and an end in order."""
+        """Acknowledge everything and close; check the receipts, the permits and the end."""
         self.troubles.left = 0
         for consumer in self.consumers:
             self._acknowledge(consumer)
