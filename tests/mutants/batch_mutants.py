@@ -345,7 +345,7 @@ OF_BATCHES = (
         killers=(
             killer(
                 "runtime/test_ack_gaps",
-                "test_evidence_that_a_doubt_dropped_is_gathered_again",
+                "test_evidence_dropped_by_an_uncertain_topic_identity_is_gathered_again",
             ),
         ),
     ),
@@ -395,7 +395,10 @@ OF_BATCHES = (
                 "runtime/test_rescale",
                 "test_ranges_that_another_client_holds_go_back_to_their_owners",
             ),
-            killer("runtime/test_rescale", "test_a_gap_that_cannot_be_closed_ends_the_source"),
+            killer(
+                "runtime/test_rescale",
+                "test_ranges_that_get_no_consumer_in_a_rescale_end_the_source",
+            ),
         ),
     ),
     Mutant(

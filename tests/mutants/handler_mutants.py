@@ -58,7 +58,7 @@ OF_HANDLERS = (
         killers=(
             killer(
                 "runtime/test_parking",
-                "test_a_key_is_released_whose_last_dead_letter_is_discarded_at_its_confirmation",
+                "test_a_key_is_unparked_if_its_last_dead_letter_is_discarded_at_its_confirmation",
             ),
         ),
     ),
@@ -306,7 +306,10 @@ OF_HANDLERS = (
             ),
         ),
         killers=(
-            killer("runtime/test_batches", "test_the_source_ends_when_an_ack_in_progress_has"),
+            killer(
+                "runtime/test_batches",
+                "test_the_source_waits_for_an_ack_in_progress_before_it_ends",
+            ),
         ),
     ),
     Mutant(

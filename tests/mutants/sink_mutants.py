@@ -13,7 +13,7 @@ TOPIC_WRITE = "runtime/test_topic_write"
 STREAM_WRITER = "spark_adapter/stream_writer.py"
 TOPIC_WRITER = "spark_adapter/topic_writer.py"
 WRITE_OPTIONS = "spark_adapter/write_options.py"
-LOOKED_AGAIN = "test_rows_that_another_attempt_stored_since_the_look_are_looked_for_again"
+LOOKED_AGAIN = "test_rows_that_another_attempt_stored_after_the_search_are_searched_again"
 
 OF_SINK = (
     Mutant(

@@ -48,14 +48,16 @@ def run(broker: DevBroker, *arguments: str) -> str:
     return done.stdout
 
 
-def test_count_per_key(dev_broker: DevBroker, orders: tuple[str, dict[str, int]]) -> None:
+def test_the_example_counts_the_messages_of_each_key(
+    dev_broker: DevBroker, orders: tuple[str, dict[str, int]]
+) -> None:
     topic, sent = orders
     out = run(dev_broker, "examples.ray_count", topic, "--messages", str(LOAD.messages))
     counted = dict(line.split() for line in out.splitlines() if line.startswith("k"))
     assert {key: int(count) for key, count in counted.items()} == sent
 
 
-def test_train_on_yesterday(dev_broker: DevBroker) -> None:
+def test_the_example_trains_only_on_the_orders_of_yesterday(dev_broker: DevBroker) -> None:
     """Orders of the days before and after have other prices."""
     midnight = datetime.now(timezone.utc).replace(hour=0, minute=0, second=0, microsecond=0)
     midnight_ms, day_ms = round(midnight.timestamp()) * 1000, 86_400_000
@@ -103,7 +105,7 @@ def test_score_in_key_order(
         assert scores[key] == expected
 
 
-def test_a_dataset_to_a_topic(dev_broker: DevBroker) -> None:
+def test_the_example_writes_a_dataset_to_a_topic(dev_broker: DevBroker) -> None:
     with admin_of(dev_broker) as admin:
         totals = topic_of(admin, deduplicate=True)
     harness = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)

@@ -34,7 +34,9 @@ STEPS = [
 
 
 @pytest.mark.parametrize("step", STEPS, ids=":".join)
-def test_an_unexpected_error_ends_the_job_by_name(orders: RayTopic, step: Step) -> None:
+def test_an_unexpected_error_in_a_thread_ends_the_job_and_is_named_in_its_error(
+    orders: RayTopic, step: Step
+) -> None:
     before, calls = keyshard_threads(), Calls(DEPTH, step)
     error = _error_of(orders, calls)
     assert calls.raised.is_set(), "the thread does not come by there"
@@ -45,7 +47,7 @@ def test_an_unexpected_error_ends_the_job_by_name(orders: RayTopic, step: Step) 
     wait_until(lambda: not keyshard_threads() - before)
 
 
-def test_every_thread_of_a_job_is_in_the_table(orders: RayTopic) -> None:
+def test_every_thread_of_a_job_is_in_the_list_of_steps(orders: RayTopic) -> None:
     calls = Calls(DEPTH)
     assert _error_of(orders, calls) is None
     found = {step.thread for step in calls.steps if step.thread.startswith("keyshard-ray")}

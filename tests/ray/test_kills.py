@@ -55,7 +55,7 @@ def test_a_signal_drains_so_that_nothing_handled_is_left_out_of_the_checkpoint(
     assert not left
 
 
-def test_a_node_that_dies_costs_no_message_and_no_order(tmp_path: Path) -> None:
+def test_the_death_of_a_node_loses_no_message_and_keeps_the_order(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.ray.node_death", str(tmp_path)],
         cwd=ROOT, check=False, timeout=deadline(170), capture_output=True, text=True,

@@ -106,7 +106,7 @@ def test_five_partitions_with_13_splits_have_every_message_once_and_leave_nothin
         assert stats["cursors"] == {}
 
 
-def test_the_name_and_the_reports_count_entries_of_bookies_and_of_the_broker(
+def test_the_statistics_of_ray_and_the_reports_tell_bookies_from_the_broker(
     dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
     topic = filled(harness, 2)
@@ -209,7 +209,7 @@ def test_yesterday_is_read_by_time(dev_broker: DevBroker, harness: PulsarHarness
     assert sorted(int(row["value"]) for row in text.take_all()) == expected
 
 
-def test_a_known_disorder_reads_less_and_finds_all(
+def test_a_read_with_a_known_disorder_reads_less_and_finds_all_rows(
     dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
     topic = harness.create_topic()
@@ -249,7 +249,7 @@ def _position(row: dict[str, Any]) -> list[int]:
     return [int(part) for part in row["__messageId"].split(":")]
 
 
-def test_nothing_is_a_dataset_with_columns_and_no_rows(
+def test_an_empty_read_is_a_dataset_with_columns_and_no_rows(
     dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
     source = source_of(dev_broker, filled(harness, 1))
@@ -276,7 +276,7 @@ class Killer:
         return len(self.killed)
 
 
-def test_a_killed_worker_costs_no_row_and_doubles_none(
+def test_a_killed_worker_neither_loses_nor_duplicates_rows(
     dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
     """The task ends after some of its blocks were taken, and runs again from its beginning."""

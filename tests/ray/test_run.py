@@ -54,7 +54,9 @@ def test_results_come_in_order_per_key_and_are_acknowledged(orders: RayTopic) ->
     assert not keyshard_threads() - before
 
 
-def test_a_class_begins_once_in_each_actor_and_a_function_may_be_async(orders: RayTopic) -> None:
+def test_an_actor_constructs_a_handler_class_once_and_a_function_may_be_async(
+    orders: RayTopic,
+) -> None:
     orders.publish(keys=20, per_key=5)
     counting = partial(CountsFrom, 100, step=2)
     seen: dict[int, list[int]] = {}
@@ -81,7 +83,7 @@ def test_a_function_of_this_program_travels_by_value(orders: RayTopic) -> None:
 
 
 @pytest.mark.broker
-def test_a_handler_has_the_data_of_a_message_whose_key_stands_apart(
+def test_a_handler_has_the_data_of_a_message_with_a_separated_key(
     dev_broker: DevBroker, topic_name: str
 ) -> None:
     kinds = {"key.schema.type": "STRING", "value.schema.type": "STRING"}
@@ -201,7 +203,7 @@ def test_two_jobs_of_one_process_go_side_by_side(orders: RayTopic) -> None:
     assert sorted(a for a, _ in taken) == sorted(b for _, b in taken)
 
 
-def test_an_empty_topic_ends_at_a_drain_and_a_stop_of_its_source(orders: RayTopic) -> None:
+def test_a_job_on_an_empty_topic_ends_at_a_drain_and_at_a_stop(orders: RayTopic) -> None:
     with ray_adapter.run(orders.source(), key_and_seq, parallelism=1) as job:
         threading.Timer(0.3, job.drain).start()
         assert list(job) == []
@@ -279,7 +281,7 @@ def test_rows_without_a_key_and_batches_of_several_keys_are_all_done(orders: Ray
     assert orders.backlog() == 0
 
 
-def test_slow_messages_come_one_second_at_a_time(orders: RayTopic) -> None:
+def test_results_of_slow_messages_come_before_all_messages_are_handled(orders: RayTopic) -> None:
     orders.publish(keys=1, per_key=1_000)
     with ray_adapter.run(orders.source(), slowly, parallelism=1) as job:
         began_s = time.monotonic()

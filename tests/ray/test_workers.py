@@ -30,7 +30,7 @@ PARTITIONS = 2
 
 
 @pytest.mark.broker
-def test_nothing_is_lost_twice_or_out_of_order_when_an_actor_is_killed(
+def test_a_killed_actor_neither_loses_nor_repeats_nor_reorders_messages(
     dev_broker: DevBroker, topic_name: str
 ) -> None:
     create_partitioned_topic(dev_broker.admin_url, topic_name, PARTITIONS)
@@ -64,7 +64,7 @@ def test_nothing_is_lost_twice_or_out_of_order_when_an_actor_is_killed(
     assert not keyshard_threads() - before
 
 
-def test_a_program_that_minds_sigterm_minds_it_after_connecting_to_ray() -> None:
+def test_connecting_to_ray_keeps_the_sigterm_handler_of_the_program() -> None:
     """Else the end of a container would end a run in the middle of its handlers."""
     program = (
         "import signal; from ray_adapter.cluster import connect\n"
@@ -97,12 +97,12 @@ def test_a_worker_of_another_version_is_refused_by_its_actor() -> None:
         ({"resources": {"": 1}}, r"the options of Ray workers are 'num_cpus' and 'resources\."),
     ],
 )
-def test_an_invalid_amount_is_refused(options: dict[str, object], why: str) -> None:
+def test_an_invalid_option_of_ray_workers_is_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         ray_adapter.workers(2, **options)  # type: ignore[arg-type]
 
 
-def test_the_public_way_is_a_text_that_spark_takes_too() -> None:
+def test_ray_workers_are_a_text_in_which_unknown_options_are_refused() -> None:
     text = ray_adapter.workers(3, num_cpus=0.5, resources={"a & b": 1})
     assert text == "ray:3?num_cpus=0.5&resources.a+%26+b=1"
     with pytest.raises(ConfigError, match="options of Ray workers are 'num_cpus'"):

@@ -264,7 +264,7 @@ def test_arguments_that_do_not_fit_are_refused(dev_broker: DevBroker, topic: str
     assert messages_of_topic(dev_broker.service_url, topic) == []
 
 
-def test_a_ray_that_makes_rows_again_is_refused(
+def test_a_ray_version_that_may_compute_rows_again_is_refused(
     dev_broker: DevBroker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(Datasink, "min_bytes_per_write")
@@ -272,7 +272,9 @@ def test_a_ray_that_makes_rows_again_is_refused(
         ray_adapter.write(numbered(5, 5, 1), sink_of(dev_broker, topic))
 
 
-def test_a_progress_that_raises_ends_no_write(dev_broker: DevBroker, topic: str) -> None:
+def test_a_progress_callback_that_raises_does_not_end_a_write(
+    dev_broker: DevBroker, topic: str
+) -> None:
     def raises(report: DatasetReport) -> None:
         raise ValueError
 
@@ -280,7 +282,7 @@ def test_a_progress_that_raises_ends_no_write(dev_broker: DevBroker, topic: str)
     assert report.rows == 25
 
 
-def test_all_columns_arrive_and_others_order_the_rows(dev_broker: DevBroker, topic: str) -> None:
+def test_all_columns_arrive_and_order_by_orders_the_rows(dev_broker: DevBroker, topic: str) -> None:
     time = datetime(2026, 11, 24, 8, tzinfo=timezone.utc)
     rows = ray.data.from_arrow(pa.Table.from_pylist(
         [

@@ -34,7 +34,7 @@ def test_every_refusal_is_survived_or_ends_by_name_or_is_in_the_status() -> None
     assert not wrong
 
 
-def test_the_waits_of_the_product_keep_their_promises() -> None:
+def test_some_refusals_are_survived_or_named_with_the_waits_of_the_product() -> None:
     wrong = {str(cell): error for cell, _, error in run_cells(REAL_TIME, real_time=True) if error}
     assert not wrong
 

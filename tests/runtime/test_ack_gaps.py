@@ -116,7 +116,9 @@ def test_entries_in_flight_are_not_read_if_the_broker_lists_them(
         coordinator.stop()
 
 
-def test_evidence_that_a_doubt_dropped_is_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evidence_dropped_by_an_uncertain_topic_identity_is_gathered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Found by the simulation, seed 7077 of workers: the floor never rose again."""
     monkeypatch.setattr("keyshard.coordinator.gap_resolver.ACK_GAP_AGE_MS", 20)
     monkeypatch.setattr("keyshard.coordinator.gap_resolver.ROUND_S", 0.02)
@@ -437,7 +439,7 @@ def test_entries_acknowledged_before_the_first_start_are_resolved_at_once(topic:
         pass
 
 
-def test_a_restart_after_the_first_batch_takes_nothing_of_before_for_a_loss(
+def test_a_restart_after_the_first_batch_takes_no_earlier_entry_for_a_loss(
     topic: GapTopic,
 ) -> None:
     """Entries acknowledged before the first start are in the first checkpoint, at any position."""
@@ -598,7 +600,7 @@ def test_entries_that_are_delivered_during_a_look_are_not_lost(
         coordinator.stop()
 
 
-def test_entries_that_come_after_all_are_not_counted_as_lost(
+def test_entries_that_still_arrive_are_not_counted_as_lost(
     topic: GapTopic, counting: CountingAdmin
 ) -> None:
     """A broker that evicts a backlog acknowledges also entries that consumers have already.

@@ -20,7 +20,7 @@ TENANT: ContextVar[str | None] = ContextVar("tenant", default=None)
 
 
 @pytest.mark.parametrize(("workers", "most"), [(1, 1), (3, 3), (None, 40)])
-def test_workers_is_the_most_coroutines_at_the_same_time(
+def test_workers_limits_the_coroutines_that_run_at_the_same_time(
     orders: HandledTopic, workers: int | None, most: int
 ) -> None:
     running, seen = 0, []
@@ -89,7 +89,7 @@ def test_the_wait_for_the_event_loop_is_no_time_of_the_handler(
     assert all(before <= start for before, start in zip(began, counted[1:], strict=False))
 
 
-def test_the_task_of_a_retry_is_not_forgotten_with_that_of_the_attempt_before(
+def test_the_executor_keeps_the_task_of_a_retry_when_the_earlier_attempt_ends(
     orders: HandledTopic, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried: set[object] = set()

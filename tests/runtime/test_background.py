@@ -23,7 +23,7 @@ from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic
 
 
-def test_a_block_begins_when_the_source_is_ready_and_ends_with_its_end(
+def test_a_block_begins_with_a_ready_source_and_stops_the_source_at_its_end(
     orders: HandledTopic,
 ) -> None:
     source = orders.source()
@@ -132,7 +132,7 @@ def test_everything_is_handled_until_the_source_is_idle(orders: HandledTopic) ->
     assert run_until_idle(orders.source(), orders.note)["counters"]["completed"] == 0
 
 
-def test_retries_and_dead_letters_are_no_rest(orders: HandledTopic) -> None:
+def test_a_run_until_idle_waits_for_retries_and_dead_letters(orders: HandledTopic) -> None:
     attempts: list[bytes | None] = []
 
     def handle(message: Message) -> None:

@@ -13,7 +13,7 @@ ROWS = 440
 
 @pytest.mark.parametrize("parallelism", [1, 3, 10])
 @pytest.mark.parametrize("keyed", [True, False])
-def test_its_rows_lie_in_the_same_partitions_under_another_parallelism(
+def test_a_replayed_batch_has_the_same_partitions_under_another_parallelism(
     parallelism: int, keyed: bool
 ) -> None:
     cluster = MemoryCluster()

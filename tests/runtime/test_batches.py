@@ -147,7 +147,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     disk.free.set()
 
 
-def test_the_source_ends_when_an_ack_in_progress_has(
+def test_the_source_waits_for_an_ack_in_progress_before_it_ends(
     orders: HandledTopic, tmp_path: Path, disk: SlowDisk
 ) -> None:
     """Else its checkpoint replaces a newer one, or it returns and nothing is acknowledged."""
@@ -172,7 +172,7 @@ def test_the_source_ends_when_an_ack_in_progress_has(
     assert orders.backlog() == 0
 
 
-def test_an_ack_that_hangs_keeps_its_checkpoint_and_not_the_end(
+def test_a_hanging_ack_keeps_its_checkpoint_in_use_and_does_not_prevent_the_end(
     orders: HandledTopic, tmp_path: Path, disk: SlowDisk
 ) -> None:
     orders.publish(keys=5, per_key=4)
@@ -194,7 +194,7 @@ def test_an_ack_that_hangs_keeps_its_checkpoint_and_not_the_end(
         assert store.open() is not None
 
 
-def test_nothing_can_be_unparked_of_batches(orders: HandledTopic) -> None:
+def test_a_source_of_batches_refuses_to_unpark(orders: HandledTopic) -> None:
     orders.publish(keys=1, per_key=1)
     source = orders.source()
     for batch in source.batches(max_wait_s=0.1):

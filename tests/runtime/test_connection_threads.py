@@ -181,7 +181,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("workers", "step"), CASES, ids=str)
-def test_an_unexpected_error_ends_the_source_by_name(workers: str, step: Step) -> None:
+def test_an_unexpected_error_in_a_thread_ends_the_source_and_is_in_its_error(
+    workers: str, step: Step
+) -> None:
     """In a worker, one of ``keyshard-resubscribe`` was lost, and its range with it."""
     before = set(connection._connections)  # of other tests, such as simulated ones
     calls = Calls(DEPTH, step)
@@ -195,7 +197,9 @@ def test_an_unexpected_error_ends_the_source_by_name(workers: str, step: Step) -
 
 
 @pytest.mark.parametrize(("workers", "steps"), [("embedded", STEPS), ("processes:1", WORKER_STEPS)])
-def test_every_thread_of_such_a_source_is_in_a_table(workers: str, steps: list[Step]) -> None:
+def test_every_thread_of_a_connected_source_is_in_a_list_of_steps(
+    workers: str, steps: list[Step]
+) -> None:
     calls = Calls(DEPTH)
     wanted = {step.thread for step in steps}
     assert ConnectedSource(calls, workers).run(lambda: wanted <= _threads(calls)) is None

@@ -343,7 +343,7 @@ def _without_last(block: EntryBlock) -> EntryBlock:
     return only(block, frozenset(block.indices[:-1]))
 
 
-def test_entries_that_stay_partial_are_delivered_in_part_and_run_again_so(
+def test_entries_that_stay_partial_are_delivered_and_replayed_in_part(
     orders: CoordinatedTopic,
 ) -> None:
     where = orders.where[0]
@@ -463,7 +463,7 @@ def test_an_error_in_a_receive_thread_surfaces_at_the_next_call(orders: Coordina
         coordinator.stop()
 
 
-def test_ids_that_are_handed_out_again_stop_the_source_unacknowledged(
+def test_reused_entry_ids_stop_the_source_before_it_acknowledges(
     orders: CoordinatedTopic,
 ) -> None:
     orders.publish(4, publish_ms=2_000)
@@ -770,7 +770,7 @@ def test_a_cut_waits_for_the_fewest_rows_until_the_delay_is_over(orders: Coordin
         wait_until(lambda: coordinator.batches.cut() is not None)
 
 
-def test_an_idle_cut_looks_at_no_pause(
+def test_a_cut_checks_no_backpressure_while_every_topic_partition_has_room(
     orders: CoordinatedTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[TopicPartition] = []

@@ -95,7 +95,7 @@ def test_a_corrupt_entry_ends_the_source_by_default_and_is_not_acknowledged() ->
 
 
 @pytest.mark.parametrize("with_admin", [False, True])
-def test_a_bounded_run_ends_behind_them(with_admin: bool) -> None:
+def test_a_bounded_run_ends_behind_skipped_corrupt_entries(with_admin: bool) -> None:
     topic = CorruptTopic()
     topic.publish(40)
     topic.corrupt(0, 5, 29, 30, 38, 39)

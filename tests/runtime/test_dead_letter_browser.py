@@ -113,7 +113,9 @@ def test_a_dead_letter_in_parts_is_shown_whole(dlq: DeadLetterTopic) -> None:
         assert numbers(one) == [0, 1]
 
 
-def test_equal_ids_need_the_topic(dlq: DeadLetterTopic) -> None:
+def test_an_id_that_several_topic_partitions_have_needs_the_topic_partition(
+    dlq: DeadLetterTopic,
+) -> None:
     dead_letters = dlq.open()
     first = dead_letter(0)
     other = first.message._replace(partition=3)

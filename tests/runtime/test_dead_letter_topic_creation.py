@@ -183,7 +183,7 @@ def test_a_topic_that_was_created_for_a_dead_letter_that_never_came_is_empty(dlq
     assert dlq.cluster.backlog(WHERE, "unit-parked") == 1
 
 
-def test_a_producer_that_may_not_come_back_ends_a_dead_letter_by_name() -> None:
+def test_a_dead_letter_of_a_producer_without_permission_raises_the_refusal() -> None:
     """The client of one that waits to come back only says that time is up."""
     revoked = Revoked(MemoryCluster())
     source = config("orders", acknowledge_timeout_ms=3_000)
@@ -238,7 +238,7 @@ def test_first_dead_letters_at_the_same_time_are_all_kept(dlq: NewTopic) -> None
     assert len(dlq.open().keys.parking.states()) == 16
 
 
-def test_a_resting_dead_letter_is_missed_where_the_topic_is_gone(dlq: NewTopic) -> None:
+def test_a_resting_dead_letter_is_reported_lost_if_its_topic_was_deleted(dlq: NewTopic) -> None:
     dead_letters = dlq.open()
     dead_letters.send(dead_letter(0))
     saved = dead_letters.checkpoint(COMMITTED)

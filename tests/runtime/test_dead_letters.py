@@ -291,7 +291,7 @@ def test_dead_letters_that_a_checkpoint_knows_are_missed_when_they_expired(
     assert again.keys.parking.states() == {}
 
 
-def test_a_loss_shows_in_the_other_stored_entries(dlq: DeadLetterTopic) -> None:
+def test_a_lost_dead_letter_is_detected_from_the_other_stored_entries(dlq: DeadLetterTopic) -> None:
     dead_letters = dlq.open()
     dead_letters.send(dead_letter(0))
     for number in range(1, 3):

@@ -250,7 +250,7 @@ def test_malformed_rows_are_left_out_whichever_columns_are_selected(
 
 
 @every_way
-def test_the_payload_is_there_of_malformed_rows_too(declared: DeclaredTopics, way: Way) -> None:
+def test_malformed_rows_keep_their_payload(declared: DeclaredTopics, way: Way) -> None:
     topic = declared.topic("orders", ("JSON", FIRST))
     columns = struct(value=BinaryType(), __topic=StringType())
     rows = way(topic, {"mode": "DROPMALFORMED"}, columns)

@@ -475,7 +475,7 @@ def test_a_topic_that_was_set_aside_before_it_had_an_id_is_no_loss() -> None:
         assert not found.without
 
 
-def test_properties_that_are_no_texts_are_refused() -> None:
+def test_properties_that_are_not_strings_are_refused() -> None:
     topic = Deleting()
     topic.make(StartPosition.EARLIEST)
     topic.cluster.subscription(topic.at, NAME).properties = {ID_PROPERTY: 5}  # type: ignore[dict-item]

@@ -294,7 +294,7 @@ def test_entries_committed_before_a_new_topic_is_noticed_come_once(
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_ranges_of_a_topic_created_again_are_owned_on(
+def test_ranges_of_a_recreated_topic_keep_their_owners(
     changing: ChangingTopics, again: bool
 ) -> None:
     """Handlers continue with their messages; only the ranges of a deleted topic are given up."""
@@ -334,7 +334,7 @@ def test_a_topic_that_another_client_writes_to_again_is_kept(changing: ChangingT
         assert changing.got == changing.sent
 
 
-def test_fewer_partitions_after_a_new_creation(changing: ChangingTopics) -> None:
+def test_a_topic_recreated_with_fewer_partitions_is_consumed(changing: ChangingTopics) -> None:
     changing.cluster.create_topic("t", 3)
     with changing.running(changing.source("t")) as coordinator:
         for client in changing.cluster._clients:

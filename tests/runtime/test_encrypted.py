@@ -93,7 +93,9 @@ def test_many_encrypted_entries_hold_up_no_other_range() -> None:
 
 @pytest.mark.parametrize("with_admin", [False, True])
 @pytest.mark.parametrize("choice", ["skip", "fail"])
-def test_a_bounded_run_counts_them_or_ends_with_an_error(choice: str, with_admin: bool) -> None:
+def test_a_bounded_run_counts_encrypted_entries_or_ends_with_an_error(
+    choice: str, with_admin: bool
+) -> None:
     topic = EncryptedTopic()
     topic.publish(10)
     topic.publish(3, encrypted=True)
@@ -161,7 +163,7 @@ def test_parked_encrypted_entries_become_dead_letters_before_they_are_acknowledg
     assert sum(map(len, parking.handled.values())) == 18
 
 
-def test_handlers_count_skipped_ones(parking: ParkingTopic) -> None:
+def test_a_source_with_handlers_counts_skipped_encrypted_entries(parking: ParkingTopic) -> None:
     parking.publish(*"abc")
     parking.cluster.publish(parking.topic, Message(b"secret", key="a"), encrypted=True)
     with parking.run(on_encrypted="skip") as run:
@@ -180,7 +182,7 @@ def test_dead_letters_are_for_handlers_only(parking: ParkingTopic, use: str) -> 
 
 
 @pytest.mark.parametrize("choice", ["skip", "park"])
-def test_pulsar_client_comes_to_a_stand_behind_batches_and_is_refused(
+def test_pulsar_client_is_refused_because_encrypted_batches_use_up_its_permits(
     choice: Literal["skip", "park"],
 ) -> None:
     with pytest.raises(ConfigError, match=r"on_encrypted is .*permit"):

@@ -79,7 +79,7 @@ def test_the_only_gap_is_resolved_although_one_run_follows_the_floor() -> None:
         wait_until(lambda: floor_is_behind(second))
 
 
-def test_a_skipped_entry_at_the_end_of_a_ledger_is_resolved_after_a_doubt() -> None:
+def test_a_skipped_last_entry_of_a_ledger_is_resolved_after_evidence_is_dropped() -> None:
     """It was read as the border of the ledger, of which a Reader proves no end."""
     topic = GapTopic(entries_per_ledger=4)
     source = topic.source(on_encrypted="skip")
@@ -132,7 +132,9 @@ def test_evidence_of_a_deleted_topic_says_nothing_about_one_with_the_same_ids() 
             assert not one_more(topic, coordinator).covers(late)
 
 
-def test_evidence_from_before_a_doubt_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evidence_from_before_the_topic_identity_became_uncertain_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     topic = GapTopic()
     topic.publish(FAST_KEY)
     marker = topic.cluster.publish_marker(topic.where)
@@ -189,7 +191,7 @@ def test_a_reader_that_needs_longer_than_a_look_proves_gaps_at_last(
         resolved_by_batches(topic, coordinator)
 
 
-def test_existing_entries_without_number_keep_no_gap_from_being_resolved(
+def test_ack_gaps_are_resolved_beside_any_number_of_existing_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The gap resolver remembers the slots of only some entries."""

@@ -64,7 +64,7 @@ def broken(recorded: RecordedRun, per_key: Mapping[str, int]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_retries_parking_rejects_and_rescale(
+def test_the_history_of_retries_parking_rejects_and_a_rescale_breaks_no_promise(
     make_recorded: MakeRecorded, mode: str, tmp_path: Path
 ) -> None:
     handle = MODES[mode](tmp_path)
@@ -95,7 +95,7 @@ def test_retries_parking_rejects_and_rescale(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_handler_that_never_returns(
+def test_a_handler_that_never_returns_blocks_only_its_key_and_breaks_no_promise(
     make_recorded: MakeRecorded, mode: str, tmp_path: Path
 ) -> None:
     handle = MODES[mode](tmp_path)
@@ -121,7 +121,9 @@ def test_a_handler_that_never_returns(
     assert second.handled["stuck"] == list(range(8))
 
 
-def test_batches_with_a_restart_and_a_rescale(make_recorded: MakeRecorded) -> None:
+def test_the_history_of_batches_with_a_restart_and_a_rescale_breaks_no_promise(
+    make_recorded: MakeRecorded,
+) -> None:
     recorded = make_recorded(lambda _: None, options=OPTIONS)
     recorded.end()
     recorded.publish(*KEYS * 20)

@@ -109,7 +109,9 @@ def test_a_repeated_kind_is_logged_again_with_its_count(
     assert tracebacks == [True, True, False, False, False, False, False]
 
 
-def test_unlimited_kinds_are_logged_as_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_kinds_of_errors_above_the_limit_are_logged_as_one_kind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log, _ = outcome_log()
     with caplog.at_level(logging.INFO):
         for number in range(KINDS_MAX + 100):

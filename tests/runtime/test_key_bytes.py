@@ -73,7 +73,7 @@ def rows_by_partition(coordinator: Coordinator, end: object) -> dict[int, list[d
     return {index: pa.Table.from_batches(batch.read(index)).to_pylist() for index in indices}
 
 
-def test_order_holds_while_ranges_get_small_enough_to_decide_the_key() -> None:
+def test_order_holds_while_ranges_become_small_enough_to_tell_the_slot_of_a_key() -> None:
     slots: Counter[int] = Counter()
 
     def handle(message: Message) -> None:

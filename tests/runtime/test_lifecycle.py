@@ -101,7 +101,9 @@ def host(tmp_path: Path) -> Iterator[Callable[..., Host]]:
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
 
-def test_it_leaves_after_stopping_when_the_host_is_killed(host: Callable[..., Host]) -> None:
+def test_the_stream_process_stops_and_exits_when_its_host_is_killed(
+    host: Callable[..., Host],
+) -> None:
     process = host()
     process.parent.kill()
     process.parent.wait(DEADLINE_S)
@@ -109,21 +111,21 @@ def test_it_leaves_after_stopping_when_the_host_is_killed(host: Callable[..., Ho
     assert process.stops == 1
 
 
-def test_it_leaves_with_status_0_after_stopping_on_sigterm(host: Callable[..., Host]) -> None:
+def test_the_stream_process_stops_and_exits_on_sigterm(host: Callable[..., Host]) -> None:
     process = host()
     os.kill(process.child, signal.SIGTERM)
     wait_until(lambda: not process.alive(), LEFT_S)
     assert process.stops == 1
 
 
-def test_it_leaves_though_stopping_raises(host: Callable[..., Host]) -> None:
+def test_the_stream_process_exits_though_stopping_raises(host: Callable[..., Host]) -> None:
     process = host("raises")
     os.kill(process.child, signal.SIGTERM)
     wait_until(lambda: not process.alive(), LEFT_S)
     assert process.stops == 1
 
 
-def test_it_leaves_in_time_though_stopping_hangs(host: Callable[..., Host]) -> None:
+def test_the_stream_process_exits_in_time_though_stopping_hangs(host: Callable[..., Host]) -> None:
     process = host("hangs", 0.3)
     began = time.monotonic()
     os.kill(process.child, signal.SIGTERM)
@@ -157,7 +159,7 @@ def test_it_logs_that_its_parent_is_gone(host: Callable[..., Host]) -> None:
     assert f"its parent process {process.parent.pid} has ended" in process.output
 
 
-def test_it_leaves_after_stopping_when_the_context_of_a_living_host_is_stopped(
+def test_the_stream_process_exits_when_the_context_of_a_living_host_is_stopped(
     host: Callable[..., Host],
 ) -> None:
     """The JVM lives as long as its Python program; its stopped context has no directory."""

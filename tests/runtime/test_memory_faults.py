@@ -177,7 +177,7 @@ def test_a_frozen_client_does_not_reconnect_after_a_crash_until_it_is_thawed() -
     assert consumer.is_connected()
 
 
-def test_entries_of_a_closed_consumer_count_no_longer() -> None:
+def test_entries_of_a_closed_consumer_do_not_count_as_unacknowledged() -> None:
     topic = ClockedTopic(unacked_limits=UnackedLimits(per_subscription=4))
     low, high = topic.subscribe(LOW), topic.subscribe(HIGH)
     sent = topic.publish(*[LOW_KEY] * 4, HIGH_KEY)

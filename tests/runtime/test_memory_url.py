@@ -27,12 +27,12 @@ EXAMPLES = re.findall(
 )
 
 
-def test_the_page_has_examples() -> None:
+def test_the_documentation_page_has_examples() -> None:
     assert len(EXAMPLES) == 2
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_an_example_of_the_page_holds(code: str) -> None:
+def test_an_example_of_the_documentation_page_holds(code: str) -> None:
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)  # noqa: S102 - it is our own
     (test,) = [found for name, found in names.items() if name.startswith("test_")]

@@ -68,7 +68,7 @@ def named(rows: list[dict[str, Any]], columns: tuple[str, ...] = NAMED) -> list[
     return [tuple(row[name] for name in columns) for row in rows]
 
 
-def test_a_batch_that_is_read_again_after_a_restart_has_the_same(topic: Topic) -> None:
+def test_a_batch_read_again_after_a_restart_has_the_same_metadata_columns(topic: Topic) -> None:
     source = config(topic.name, metadata_columns=NAMED)
     first = Coordinator(source, lambda: MemoryBroker(topic.cluster), None)
     first.start(None)
@@ -84,7 +84,7 @@ def test_a_batch_that_is_read_again_after_a_restart_has_the_same(topic: Topic) -
     again.stop()
 
 
-def test_batches_and_streams_of_python_have_them_behind_the_others(topic: Topic) -> None:
+def test_batches_and_streams_of_python_have_metadata_columns_last(topic: Topic) -> None:
     columns = columns_of(NAMED)
     with topic.source(subscription="open").open() as stream:
         rows: list[dict[str, Any]] = []
@@ -107,7 +107,7 @@ def test_batches_and_streams_of_python_have_them_behind_the_others(topic: Topic)
         assert all(part.schema == SCHEMA for part in batch)
 
 
-def test_decoded_rows_have_them_too(topic: Topic) -> None:
+def test_decoded_rows_have_metadata_columns_too(topic: Topic) -> None:
     fields = [{"name": "id", "type": "long"}]
     definition = json.dumps({"type": "record", "name": "R", "fields": fields}).encode()
     topic.cluster.schemas[topic.name] = [TopicSchema("JSON", definition, 0)]

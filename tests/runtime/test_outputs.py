@@ -182,7 +182,9 @@ def test_a_failed_attempt_publishes_nothing(copied: Copied) -> None:
 
 
 @pytest.mark.parametrize("result", [{"value": b"x"}, [b"x"], "text", 7, [Produce(b"x"), None]])
-def test_another_result_ends_the_run_by_name(copied: Copied, result: object) -> None:
+def test_a_result_that_is_no_output_ends_the_run_and_acknowledges_nothing(
+    copied: Copied, result: object
+) -> None:
     copied.publish(keys=1, per_key=1)
     with copied.running(copied.source(), lambda _: result, sink=copied.sink) as run:
         run.thread.join(DEADLINE_S)
@@ -204,7 +206,7 @@ def test_an_output_without_a_sink_ends_the_run_by_name(copied: Copied, result: o
     assert copied.backlog() == 1
 
 
-def test_a_generator_without_a_sink_is_refused_as_before(copied: Copied) -> None:
+def test_a_generator_without_a_sink_is_refused(copied: Copied) -> None:
     for handle in (one_by_one, yielded):
         with pytest.raises(UnfitHandlerError):
             copied.source().run(handle)

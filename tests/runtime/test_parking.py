@@ -320,7 +320,7 @@ def test_a_redelivered_message_that_fails_is_replayed_before_newer_dead_letters(
     assert parking.handled["b"] == [0, 1, 2, 1, 2, 3, 4, 5]
 
 
-def test_a_restart_that_lets_a_key_out_at_once_ends_with_its_newest_message(
+def test_a_restart_that_unparks_a_key_at_once_ends_with_its_newest_message(
     parking: ParkingTopic,
 ) -> None:
     parking.publish("b")
@@ -389,7 +389,9 @@ def test_a_rejected_message_becomes_a_dead_letter_and_its_key_continues(
     assert parking.resting() == 1, "it stays until somebody takes it"
 
 
-def test_a_message_may_go_without_its_key(parking: ParkingTopic) -> None:
+def test_a_failed_message_may_become_a_dead_letter_without_parking_its_key(
+    parking: ParkingTopic,
+) -> None:
     parking.broken = {"b"}
     parking.publish(*"ab" * 3)
     with parking.run(on_failure="dead_letter"):
@@ -776,7 +778,7 @@ def test_dead_letters_of_parked_keys_are_discarded(parking: ParkingTopic) -> Non
         assert run.source.unpark(all=True) == 0
 
 
-def test_a_key_is_released_whose_last_dead_letter_is_discarded_at_its_confirmation(
+def test_a_key_is_unparked_if_its_last_dead_letter_is_discarded_at_its_confirmation(
     parking: ParkingTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = DeadLetterStore.send

@@ -67,7 +67,7 @@ def test_handlers_begin_no_faster_than_the_limit(orders: HandledTopic, way: str)
     assert orders.backlog() == 0
 
 
-def test_retries_count(orders: HandledTopic) -> None:
+def test_retries_count_against_the_rate_limit(orders: HandledTopic) -> None:
     starts = Starts(orders)
     orders.publish(keys=3, per_key=1)
 

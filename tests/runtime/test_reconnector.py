@@ -71,7 +71,9 @@ def test_a_consumer_that_is_away_for_long_is_subscribed_again(
     rescaled.check()
 
 
-def test_one_topic_partition_is_enough(make_source: MakeSource) -> None:
+def test_the_loss_of_one_topic_partition_keeps_the_consumers_of_the_others(
+    make_source: MakeSource,
+) -> None:
     rescaled = make_source()
     rescaled.keep_publishing()
     rescaled.more()
@@ -241,7 +243,9 @@ def test_a_refusal_that_does_not_pass_ends_the_source_by_name(
     assert rescaled.error is error
 
 
-def test_a_range_that_is_another_owners_for_long_ends_the_source(make_source: MakeSource) -> None:
+def test_a_range_that_another_client_holds_for_long_ends_the_source(
+    make_source: MakeSource,
+) -> None:
     rescaled = make_source(subscribe_timeout_ms=200)
     rescaled.keep_publishing()
     rescaled.more()

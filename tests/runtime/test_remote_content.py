@@ -224,7 +224,7 @@ def test_entries_that_are_delivered_again_leave_nothing_behind(at: WorkerSource)
     assert values(at.read(at.cut())) == list(range(ROWS))
 
 
-def test_a_batch_that_is_gone_meanwhile_is_no_batch(at: WorkerSource) -> None:
+def test_a_read_of_a_batch_released_after_its_workers_died_is_refused(at: WorkerSource) -> None:
     at.publish(100)
     end = at.cut()
     at.kill(at.workers[0])

@@ -187,7 +187,9 @@ def test_ranges_that_another_client_holds_go_back_to_their_owners(
     rescaled.check()
 
 
-def test_a_gap_that_cannot_be_closed_ends_the_source(make_rescaled: MakeRescaled) -> None:
+def test_ranges_that_get_no_consumer_in_a_rescale_end_the_source(
+    make_rescaled: MakeRescaled,
+) -> None:
     rescaled = make_rescaled(4, subscribe_timeout_ms=50)
     rescaled.broker.refuse = lambda _: BrokerUnavailableError("gone")
     with pytest.raises(RescaleError, match="have no consumer, so the source ends"):
@@ -209,7 +211,7 @@ def test_a_gap_that_a_defect_leaves_ends_the_source(
         rescaled.coordinator.check()
 
 
-def test_a_window_that_cannot_follow_ends_the_source(
+def test_a_window_that_cannot_adopt_the_new_ranges_ends_the_source(
     make_rescaled: MakeRescaled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rescaled = make_rescaled(4)

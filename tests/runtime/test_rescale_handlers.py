@@ -242,7 +242,7 @@ def test_batches_continue_too() -> None:
     assert got == sent
 
 
-def test_a_rescale_needs_a_running_source_and_one_wish() -> None:
+def test_a_rescale_needs_a_running_source_and_exactly_one_argument() -> None:
     source = KeyShardSource("orders")
     with pytest.raises(NotRunningError):
         source.rescale(4)

@@ -86,7 +86,7 @@ def owners(run: RecordedRun) -> Assignment:
     return found
 
 
-def test_a_restart_has_as_many_ranges_each_in_one_piece(
+def test_a_restart_keeps_the_number_of_ranges_and_makes_each_contiguous(
     recorded: RecordedHandler, again: Again, checkpoint: Path
 ) -> None:
     recorded.publish(*(f"k{number}" for number in range(50)))
@@ -102,7 +102,7 @@ def test_a_restart_has_as_many_ranges_each_in_one_piece(
     run.judge(recorded.per_key)
 
 
-def test_it_has_as_many_lanes_and_threads(
+def test_a_restart_keeps_the_number_of_lanes_and_threads(
     recorded: RecordedHandler, checkpoint: Path, again: Again
 ) -> None:
     recorded.rescale(9)
@@ -111,7 +111,7 @@ def test_it_has_as_many_lanes_and_threads(
     assert status["workers"] == 9 * status["lanes"]
 
 
-def test_the_pieces_of_a_balance_stay(
+def test_a_restart_keeps_the_hash_ranges_of_a_balance(
     recorded: RecordedHandler, again: Again, checkpoint: Path
 ) -> None:
     busy = [key_in(assign(4)[1][0], number) for number in range(30)]
@@ -127,7 +127,7 @@ def test_the_pieces_of_a_balance_stay(
     run.judge(recorded.per_key)
 
 
-def test_another_parallelism_counts_more(
+def test_a_changed_parallelism_overrides_the_last_rescale(
     recorded: RecordedHandler, again: Again, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "keyshard")
@@ -154,7 +154,7 @@ def test_a_rescale_back_to_parallelism_is_nothing_to_remember(
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_kill_before_or_after_the_next_commit(
+def test_a_restart_after_a_kill_has_the_ranges_of_the_stored_checkpoint(
     recorded: RecordedHandler, again: Again, checkpoint: Path, stored: bool
 ) -> None:
     keys = [f"k{number}" for number in range(50)]
@@ -190,7 +190,7 @@ def test_a_damaged_assignment_starts_nothing(recorded: RecordedHandler, checkpoi
         )
 
 
-def test_batches_remember_too_and_open_does_not(checkpoint: Path) -> None:
+def test_batches_remember_the_last_rescale_and_open_does_not(checkpoint: Path) -> None:
     name = f"rescale-restart-{time.monotonic_ns()}"
     cluster = MemoryCluster.named(name)
     topic = cluster.create_topic("orders", partitions=2)

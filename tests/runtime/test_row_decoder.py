@@ -153,7 +153,7 @@ KINDS: list[tuple[str, Any, bytes]] = [
 
 
 @pytest.mark.parametrize(("kind", "schema", "value"), KINDS)
-def test_a_value_of_another_type_is_malformed_and_no_other_value(
+def test_a_value_written_as_another_type_is_malformed_and_not_converted(
     shop: Shop, kind: str, schema: Any, value: bytes
 ) -> None:
     """If its policy allows it, a broker accepts any schema after any other."""
@@ -174,7 +174,7 @@ def test_a_value_of_another_type_is_malformed_and_no_other_value(
             data(found)
 
 
-def test_a_union_of_a_version_before_is_no_matter_of_columns(shop: Shop) -> None:
+def test_columns_follow_the_newest_version_when_an_older_one_has_other_unions(shop: Shop) -> None:
     of_many = {"name": "u", "type": ["null", "int", "string"]}
     before = FIRST | {"fields": [*FIELDS, of_many, of_many | {"name": "v"}]}
     kept = {"name": "v", "type": ["null", "string"]}
@@ -479,7 +479,7 @@ def test_data_with_an_undescribed_field_is_refused(shop: Shop) -> None:
         MessageDecoder(shop.connection)(message)
 
 
-def test_columns_without_such_a_field_are_read_of_any_version(shop: Shop) -> None:
+def test_columns_without_an_undescribed_field_are_read_in_any_version(shop: Shop) -> None:
     topic = of_java(shop)
     plan = shop.plan(topic)
     for ask in (lambda: plan.columns, lambda: plan.only(["id", "state"])):

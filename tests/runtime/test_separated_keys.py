@@ -163,7 +163,7 @@ def test_a_version_with_keys_apart_that_follows_another_type_is_malformed(topic:
         read(one._replace(value=b"v", schema_version=1))
 
 
-def test_pulsar_client_cannot_have_them(topic: Topic) -> None:
+def test_pulsar_client_cannot_read_separated_keys(topic: Topic) -> None:
     apart = topic.cluster.schemas[topic.name][0]
     connection = Connection("pulsar://localhost:1", transport="client")
     plan = plan_decoding(Connection(topic.url), [topic.name])

@@ -408,7 +408,7 @@ def test_rows_that_a_broker_may_have_stored_are_looked_for_first(old_world: Worl
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_rows_that_another_attempt_stored_since_the_look_are_looked_for_again(
+def test_rows_that_another_attempt_stored_after_the_search_are_searched_again(
     old_world: World, monkeypatch: pytest.MonkeyPatch, *, late: bool
 ) -> None:
     """An attempt without a connection looks, and opens its producer when another has stored all.

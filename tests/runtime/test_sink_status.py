@@ -175,7 +175,7 @@ def test_a_message_that_waits_for_others_is_unconfirmed_and_in_no_entry(world: W
     assert unconfirmed["oldestSeconds"] is None
 
 
-def test_counts_settle_in_order_and_forget_settled_batches() -> None:
+def test_batches_settle_in_order_once_all_entries_are_confirmed_or_failed() -> None:
     counts, where = SinkCounts(), TopicPartition("t", 0)
     first, second, third = [Future[None]() for _ in range(3)]
     counts.add(where, [2, 5], 50, [first, second])
@@ -358,7 +358,7 @@ def test_the_commands_find_a_sink_until_it_closes(
     assert run(capsys, "ps")[1] == "No source runs, and no sink is open.\n"
 
 
-def test_a_sink_is_listed_below_a_source_and_no_command_for_sources_meets_it(
+def test_a_sink_is_listed_below_a_source_and_ignored_by_commands_for_sources(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world.sink().write_batch(ROWS, 0)

@@ -196,7 +196,7 @@ def test_times_select_exactly_however_they_are_out_of_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_known_disorder_prunes_and_loses_nothing(seed: int) -> None:
+def test_a_read_with_a_known_disorder_is_pruned_and_loses_nothing(seed: int) -> None:
     disorder, chance = 15, random.Random(seed)
     topic = Topic(1, 0)
     newest = 0
@@ -221,7 +221,7 @@ def test_a_message_without_a_publish_time_lies_in_no_bounds_of_time() -> None:
     assert topic.read(topic.plan("earliest", 2 * T0)) == topic.ids[1:]
 
 
-def test_nothing_between_the_bounds_is_no_split(topic: Topic) -> None:
+def test_bounds_without_entries_between_them_have_no_split(topic: Topic) -> None:
     assert cut(topic.plan("latest"), 5) == []
     assert cut(topic.plan("earliest", "earliest"), 5) == []
     assert cut(Topic(2, 0).plan(), 5) == []
@@ -275,7 +275,7 @@ def test_a_reader_that_ends_inside_an_entry_is_followed_by_another(
     assert len(cut_off) > 3
 
 
-def test_an_entry_that_always_ends_early_is_an_error_that_may_pass(
+def test_an_entry_that_always_ends_early_is_a_retriable_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topic = Topic(1)
@@ -301,7 +301,9 @@ def test_an_entry_that_always_ends_early_is_an_error_that_may_pass(
         topic.read(topic.plan(), broker)
 
 
-def test_silence_is_no_end(topic: Topic, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_receives_nothing_raises_an_error_and_does_not_end(
+    topic: Topic, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (split,) = cut(topic.plan(), 3)[:1]
 
     class Silent(MemoryBroker):

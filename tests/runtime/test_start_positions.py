@@ -281,7 +281,7 @@ def test_a_stream_begins_where_a_read_of_everything_ended(seed: int) -> None:
     assert Counter(before + behind) == Counter(topic.sent)
 
 
-def test_edges_may_stand_for_positions() -> None:
+def test_earliest_and_latest_may_stand_for_positions() -> None:
     topic = Topic(random.Random(1))
     first, second = topic.partitions
     start = json.dumps({first.name: "latest", second.name: "earliest"})
@@ -290,7 +290,7 @@ def test_edges_may_stand_for_positions() -> None:
     assert Counter(found) == Counter(topic.sent) - Counter(earlier)
 
 
-def test_a_time_is_where_the_broker_finds_it() -> None:
+def test_a_stream_from_a_time_has_the_same_messages_as_a_read_from_that_time() -> None:
     topic = Topic(random.Random(2))
     behind = topic.read(start=T0 + 9)
     found = topic.stream(len(behind), starting_position="2023-11-14T22:13:20.009Z")

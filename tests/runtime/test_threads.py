@@ -124,7 +124,7 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("step", [*STEPS, *ASYNC_STEPS], ids=":".join)
-def test_an_unexpected_error_ends_the_source_by_name(step: Step) -> None:
+def test_an_unexpected_error_in_a_thread_ends_the_source_and_is_in_its_error(step: Step) -> None:
     calls = Calls(ASYNC_DEPTH if step in ASYNC_STEPS else 1, step)
     error = EveryThread(calls, asynchronous=step in ASYNC_STEPS).run(lambda: False)
     assert calls.raised.is_set(), "the thread does not come by there"
@@ -132,7 +132,7 @@ def test_an_unexpected_error_ends_the_source_by_name(step: Step) -> None:
     assert f"InjectedError('{step.function}')" in error.message
 
 
-def test_every_thread_that_a_source_has_is_in_the_table() -> None:
+def test_every_thread_of_an_in_memory_source_is_in_the_list_of_steps() -> None:
     calls = Calls(1)
     assert (
         EveryThread(calls).run(lambda: {step.thread for step in STEPS} <= _threads(calls)) is None

@@ -23,7 +23,9 @@ def planned_over(changing: ChangingTopics, *topics: str) -> Checkpoint:
     return end
 
 
-def test_a_topic_no_longer_configured_ends_its_planned_batch_only(changing: ChangingTopics) -> None:
+def test_only_the_planned_batch_of_a_topic_no_longer_configured_is_delivered(
+    changing: ChangingTopics,
+) -> None:
     for name in ("old", "new"):
         changing.cluster.create_topic(name, 2)
         changing.publish(name, 4)

@@ -97,7 +97,7 @@ def test_a_schema_is_made_of_the_columns_if_that_is_asked_for(value_format: str)
         (Target(), ROWS, "raw", "Column n is not a column of a message"),
     ],
 )  # fmt: skip
-def test_other_rows_and_schemas_are_refused_by_name(
+def test_rows_and_formats_that_do_not_fit_the_schema_are_refused_with_a_reason(
     target: Target, rows: pa.RecordBatch, value_format: str, text: str
 ) -> None:
     with pytest.raises((ConfigError, SchemaError), match=text):

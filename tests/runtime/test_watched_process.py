@@ -126,7 +126,7 @@ def test_the_pending_call_of_spark_gets_the_end_as_its_error(
     assert spark.error() == "", "no call waits for the rest of an answer"
 
 
-def test_a_call_after_the_end_gets_it_too(spark: Spark) -> None:
+def test_a_call_after_the_end_gets_the_end_as_its_error(spark: Spark) -> None:
     os.kill(spark.pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{spark.pid}").exists(), DEADLINE_S)
     spark.call("the next call")
@@ -162,7 +162,7 @@ def test_a_task_keeps_its_error_if_the_process_runs(
     assert spark.ended_at.ask() is None
 
 
-def test_the_log_goes_on_to_the_driver_and_its_end_into_the_error(spark: Spark) -> None:
+def test_the_log_is_forwarded_to_the_driver_and_its_end_is_in_the_error(spark: Spark) -> None:
     spark.call("os.write(2, b'one\\ntwo\\n')")
     wait_until(lambda: spark.log == "one\ntwo\n", DEADLINE_S)
     os.kill(spark.pid, signal.SIGKILL)
@@ -204,7 +204,7 @@ def test_a_process_that_ignores_the_request_to_end_is_killed(spark: Spark) -> No
     assert not _lives(spark.pid)
 
 
-def test_both_end_with_spark(tmp_path: Path) -> None:
+def test_both_processes_end_with_spark(tmp_path: Path) -> None:
     """The process that stands for Spark is killed; the two below it must end."""
     host = (
         "import sys; sys.path.insert(0, '.')\n"

@@ -86,7 +86,7 @@ def test_every_topic_partition_advances_however_many_there_are(count: int, budge
     assert Checkpoint.from_json(window.newest.to_json()) == window.newest
 
 
-def test_a_ledger_that_follows_is_no_reason_to_stop() -> None:
+def test_entries_of_following_ledgers_are_committed_in_every_topic_partition() -> None:
     where = partitions(5_000)
     window = window_of(where)
     for ledger in (1, 5, 9):
@@ -95,7 +95,7 @@ def test_a_ledger_that_follows_is_no_reason_to_stop() -> None:
         assert window.plan_completed(taken(window)) == {}
 
 
-def test_room_is_the_rest_that_others_leave() -> None:
+def test_a_topic_partition_may_use_the_checkpoint_room_that_others_leave() -> None:
     first, *others = partitions(100)
     window = window_of([first, *others])
     give(window, first, *range(0, 40_000, 2))
