@@ -53,7 +53,7 @@ class Planned:
 
 
 class Lane:
-    """One consumer: the entries that the broker will send, and its assembly."""
+    """The model of a consumer: the entries that the broker will send, and their assembly."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[Stored, int]] = []
@@ -61,10 +61,10 @@ class Lane:
         self.sent: list[Stored] = []
 
     def ends_as_before(self) -> bool:
-        """Whether the open entry ended here so often that one more end is taken for a partial one.
+        """Return whether one more early end here makes the open entry count as partial.
 
-        So many breaks of a connection at the same index of the same entry cannot be told apart
-        from somebody else's acknowledgement of the rest of it.
+        The assembly cannot tell so many breaks of a connection at the same index from another
+        client's acknowledgement of the rest of the entry.
         """
         held = self.assembly.open
         if held is None or held.id not in self.assembly.doubted:

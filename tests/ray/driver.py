@@ -19,7 +19,7 @@ from tests.ray.ray_topic import Recorded
 
 
 class Located(Recorded):
-    """Return the message with its position."""
+    """A handler that returns the message with its position."""
 
     def __call__(self, message: Message) -> Any:
         ledger, entry, _ = message.message_id

@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
         for raylet in node.all_processes["raylet"]:
             raylet.process.kill()
         os.kill(found["Pid"], signal.SIGKILL)
-        # At once: handling may start again before Ray has removed the node.
+        # Record the crash now: handling may start again before Ray has removed the node.
         with HistoryWriter(orders.history) as writer:
             Recorder(writer, f"actor {found['Pid']}").crashed()
         cluster.remove_node(node, allow_graceful=False)

@@ -42,7 +42,7 @@ class RayTopic(MemoryTopic):
         self.taken: list[Result] = []
 
     def publish(self, keys: int, per_key: int) -> int:
-        """Messages of ``keys`` keys in turn; how many."""
+        """Publish messages of ``keys`` keys in turn; return their number."""
         messages = []
         for _ in range(per_key):
             for key in (f"k{number}" for number in range(keys)):
@@ -61,7 +61,7 @@ class RayTopic(MemoryTopic):
                 job.drain()
 
     def check_taken(self) -> None:
-        """Everything was taken once, in order per key."""
+        """Check that everything was taken once, in order per key."""
         seen: dict[str, list[int]] = defaultdict(list)
         for key, seq in self.taken:
             seen[key].append(seq)
@@ -104,7 +104,7 @@ def even_only(message: Message) -> Result | None:
 
 
 class CountsFrom:
-    """Made once in each actor."""
+    """A handler class that counts its calls from a first number, in steps."""
 
     def __init__(self, first: int, *, step: int = 1) -> None:
         self.next, self.step = first, step

@@ -1,4 +1,4 @@
-"""An unexpected error in a thread of a Ray job ends the job by name."""
+"""An unexpected error in a thread of a Ray job ends the job, whose error names it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_thread_of_a_job_is_in_the_list_of_steps(orders: RayTopic) -> None
 
 
 def _error_of(orders: RayTopic, calls: Calls) -> KeyShardError | None:
-    """Take all messages of a job; the error that ended it."""
+    """Take all messages of a job; return the error that ended it."""
     orders.publish(keys=4, per_key=3)
     try:
         with (

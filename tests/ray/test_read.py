@@ -279,7 +279,7 @@ class Killer:
 def test_a_killed_worker_neither_loses_nor_duplicates_rows(
     dev_broker: DevBroker, harness: PulsarHarness
 ) -> None:
-    """The task ends after some of its blocks were taken, and runs again from its beginning."""
+    """A read task ends after some of its blocks were taken, and runs again from its beginning."""
     topic = harness.create_topic(2)
     value = b"x" * 20_000
     messages = [Message(b"%d:%s" % (i, value), key=f"k{i % 7}") for i in range(3_000)]

@@ -105,7 +105,8 @@ def test_an_actor_may_die_while_the_number_of_actors_changes(orders: RayTopic) -
     died = Path(f"{orders.history}.died")
     with ray_adapter.run(orders.source(), recorded, parallelism=1, max_wait_s=1.0) as job:
         results = iter(job)
-        # The message that it dies of may lie behind the first two portions: results make room.
+        # The message that ends the actor may come after the first two portions. Taken
+        # results make room for more messages.
         while not died.exists():
             orders.taken.append(next(results))
         job.rescale(2)
@@ -235,7 +236,7 @@ def test_actors_without_a_place_are_an_error(orders: RayTopic) -> None:
 
 
 def test_resources_that_no_node_has_are_named_soon(orders: RayTopic) -> None:
-    """It took 60 s, the default of ``start_timeout_s``."""
+    """The error came only after 60 s, the default of ``start_timeout_s``."""
     began_s = time.monotonic()
     _, error = failing(orders, key_and_seq, parallelism=2, num_gpus=1)
     assert time.monotonic() - began_s < deadline(10)

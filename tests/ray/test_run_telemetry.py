@@ -38,7 +38,10 @@ class Lines(SpanExporter):
 
 
 class Follow:
-    """Returns what the current span says; the actor exports spans late."""
+    """A handler that returns the facts of the current span.
+
+    Its actor exports spans only after an hour, so all come from the export at the end.
+    """
 
     def __init__(self, path: Path) -> None:
         provider = TracerProvider()

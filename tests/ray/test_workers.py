@@ -65,7 +65,7 @@ def test_a_killed_actor_neither_loses_nor_repeats_nor_reorders_messages(
 
 
 def test_connecting_to_ray_keeps_the_sigterm_handler_of_the_program() -> None:
-    """Else the end of a container would end a run in the middle of its handlers."""
+    """Otherwise the end of a container would end a run in the middle of its handlers."""
     program = (
         "import signal; from ray_adapter.cluster import connect\n"
         "def mine(*_): ...\n"
@@ -103,6 +103,7 @@ def test_an_invalid_option_of_ray_workers_is_refused(options: dict[str, object],
 
 
 def test_ray_workers_are_a_text_in_which_unknown_options_are_refused() -> None:
+    """Spark takes the same text in its option ``workers``."""
     text = ray_adapter.workers(3, num_cpus=0.5, resources={"a & b": 1})
     assert text == "ray:3?num_cpus=0.5&resources.a+%26+b=1"
     with pytest.raises(ConfigError, match="options of Ray workers are 'num_cpus'"):

@@ -219,7 +219,7 @@ def test_a_topic_without_deduplication_is_refused_before_the_first_row(
     with pytest.raises(DeduplicationError, match="set-deduplication public/ray-"):
         ray_adapter.write(numbered(5, 5, 1), sink_of(dev_broker, topic))
     assert messages_of_topic(dev_broker.service_url, topic) == []
-    # Without the admin interface, the first entry tells.
+    # Without the admin interface, only the first stored entry shows that deduplication is off.
     with pytest.raises(DeduplicationError, match="set-deduplication public/ray-"):
         ray_adapter.write(
             numbered(5, 5, 1), KeyShardSink(topic, service_url=dev_broker.service_url)

@@ -220,8 +220,8 @@ class Session(SocketSession):
         ))  # fmt: skip
 
     def _send(self, sent: Any) -> None:
-        # Magic number, checksum, length of the metadata, metadata, and the value of a dead letter:
-        # the number of its entry: the value of the message.
+        # A frame has the magic number, the checksum, the length of the metadata, the metadata, and
+        # the value. The value of a dead letter is that of its message: the number of its entry.
         (length,) = struct.unpack_from(">I", self.carried, 6)
         self.cluster.dead_letters.append(int(self.carried[10 + length :]))
         where = api.MessageId(ledger=DEAD_LETTER_LEDGER, entry=len(self.cluster.dead_letters) - 1)

@@ -238,7 +238,7 @@ def _ends(cell: Cell) -> bool:
 def _disturb(
     moment: str, run: Run, cluster: Cluster, broker: ScriptedBroker
 ) -> Callable[[], object]:
-    """Bring about the moment; returns whether it is over, if it ends by itself."""
+    """Bring about a moment; return a function that tells whether the moment is over."""
     if moment == "return":
         broker.cut_all()
     elif moment == "ack":
@@ -272,11 +272,11 @@ def _disturb(
 
 
 def _went_on(cell: Cell, run: Run, cluster: Cluster, broker: ScriptedBroker) -> str:
-    """Judge its end, or its recovery with the broker."""
+    """Judge the end of a run, or its recovery with the broker; return the outcome."""
     broker.is_well()
     if (cell.request, cell.answer) == ("ack", SILENT):
         assert not run.ended, f"ended by {run.error!r}"
-        # It is named, and not sent again while its connection stands.
+        # The status names the acknowledgement. It is sent again only on a new connection.
         broker.cut_all()
     if not run.ended:
         before = run.rows
@@ -321,7 +321,7 @@ def _of_dead_letters(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> st
 
 
 def _ends_dead_letters(cell: Cell) -> bool:
-    # Why nothing is confirmed that it sends, the client of a producer does not say.
+    # The client of a producer does not say why a message that it sends is not confirmed.
     if not isinstance(cell.answer, int) or cell.request == "send":
         return False
     if cell.moment == "producer's return" and cell.request in ("connect", "lookup"):

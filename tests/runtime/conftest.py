@@ -51,7 +51,7 @@ def dlq() -> Iterator[DeadLetterTopic]:
 
 @pytest.fixture
 def changing(request: pytest.FixtureRequest) -> Iterator[ChangingTopics]:
-    """A parameter is the release of Pulsar."""
+    """A cluster whose topics a test creates and deletes; a parameter sets its release of Pulsar."""
     topics = ChangingTopics(getattr(request, "param", DEFAULT_VERSION))
     yield topics
     topics.cluster.validate()

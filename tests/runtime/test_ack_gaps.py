@@ -536,7 +536,10 @@ def counting(topic: GapTopic, monkeypatch: pytest.MonkeyPatch) -> CountingAdmin:
 
 
 class LateAdmin(MemoryAdmin):
-    """An admin interface during whose answer about known losses something happens, once."""
+    """An admin interface that calls ``happens`` once, while the gap resolver waits for an answer.
+
+    ``seen`` decides whether the request for a topic partition is the one.
+    """
 
     def __init__(self, cluster: MemoryCluster) -> None:
         super().__init__(cluster)
@@ -603,11 +606,11 @@ def test_entries_that_are_delivered_during_a_look_are_not_lost(
 def test_entries_that_still_arrive_are_not_counted_as_lost(
     topic: GapTopic, counting: CountingAdmin
 ) -> None:
-    """A broker that evicts a backlog acknowledges also entries that consumers have already.
+    """A broker that evicts a backlog also acknowledges entries that consumers already hold.
 
-    1. entries wait for a slow range, an ack gap and 20 above all that is delivered
-    2. the broker acknowledges them
-    3. the slow range receives them
+    1. Entries wait for a slow range: one in an ack gap, and 20 above the delivered ones.
+    2. The broker acknowledges them.
+    3. The slow range receives them.
     """
     gate = Gate()
     source = topic.source(fail_on_data_loss=False, settle_after_ms=40)

@@ -150,7 +150,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
 def test_the_source_waits_for_an_ack_in_progress_before_it_ends(
     orders: HandledTopic, tmp_path: Path, disk: SlowDisk
 ) -> None:
-    """Else its checkpoint replaces a newer one, or it returns and nothing is acknowledged."""
+    """Otherwise the ack replaces a newer checkpoint, or returns and has acknowledged nothing."""
     orders.publish(keys=5, per_key=4)
     checkpoint = tmp_path / "c.json"
     source = orders.source()

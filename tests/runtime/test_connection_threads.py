@@ -129,7 +129,7 @@ class ConnectedSource:
         )  # fmt: skip
 
     def run(self, until: Callable[[], bool]) -> BaseException | None:
-        """Run until something holds or the source ends; the error that ended it."""
+        """Run until something holds or the source ends; return the error that ended it."""
         with hurried(), self._calls.watched():
             thread = threading.Thread(target=self._consume, name="consumes", daemon=True)
             thread.start()
@@ -184,8 +184,8 @@ CASES = [
 def test_an_unexpected_error_in_a_thread_ends_the_source_and_is_in_its_error(
     workers: str, step: Step
 ) -> None:
-    """In a worker, one of ``keyshard-resubscribe`` was lost, and its range with it."""
-    before = set(connection._connections)  # of other tests, such as simulated ones
+    """An error of ``keyshard-resubscribe`` in a worker was lost, and its range got no consumer."""
+    before = set(connection._connections)  # connections of other tests, such as simulated ones
     calls = Calls(DEPTH, step)
     source = ConnectedSource(calls, workers)
     error = source.run(lambda: False)

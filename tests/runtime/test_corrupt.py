@@ -340,7 +340,7 @@ def test_an_untaken_entry_that_becomes_readable_is_handled(
 def test_entries_behind_unreadable_ones_are_taken_after_a_restart(
     parking: ParkingTopic, later: str, tmp_path: Path
 ) -> None:
-    """They cannot show that the topic is what it was, and the higher ids behind them do."""
+    """Unreadable entries cannot show that the topic is the same; higher ids behind them can."""
     options = {"on_corrupt": "park", "checkpoint": str(tmp_path / "checkpoint")}
     parking.publish(*"abcdefgh")
     for where, entry in stored(parking):

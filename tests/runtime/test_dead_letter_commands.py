@@ -31,7 +31,8 @@ def control() -> RunningSource:
 
 
 def test_dead_letters_are_counted_before_they_are_discarded(parking: ParkingTopic) -> None:
-    parking.rejected = {b"1"}  # of d; the others park before
+    # Only key d reaches its message 1: the other keys are parked at their message 0.
+    parking.rejected = {b"1"}
     parking.cluster.create_topic("other")
     with parking.run(topics=BOTH):
         parking.broken = {"a", "c"}

@@ -37,7 +37,7 @@ WHERE = TopicPartition("persistent://public/default/letters")
 
 
 class NewTopic:
-    """A cluster without topics, and sources that park in one of it."""
+    """A cluster without topics, and clients that open one dead-letter topic in it."""
 
     def __init__(self) -> None:
         self.cluster = MemoryCluster()
@@ -60,7 +60,7 @@ class NewTopic:
 
 
 class NoProducerAtFirst(MemoryBroker):
-    """One that makes no producer the first times."""
+    """A broker that refuses the first producers."""
 
     def __init__(self, cluster: MemoryCluster, times: int) -> None:
         super().__init__(cluster)
@@ -184,7 +184,7 @@ def test_a_topic_that_was_created_for_a_dead_letter_that_never_came_is_empty(dlq
 
 
 def test_a_dead_letter_of_a_producer_without_permission_raises_the_refusal() -> None:
-    """The client of one that waits to come back only says that time is up."""
+    """A producer that waits for its reconnection only reports a timeout."""
     revoked = Revoked(MemoryCluster())
     source = config("orders", acknowledge_timeout_ms=3_000)
     dead_letters = open_dead_letters(revoked, WHERE.topic, source, fail=print)
@@ -198,7 +198,10 @@ def test_a_dead_letter_of_a_producer_without_permission_raises_the_refusal() -> 
 
 
 class Revoked(MemoryBroker):
-    """A broker whose producers send nothing, and that makes no new one, once it refuses."""
+    """A broker that refuses producers from now on, once ``refuses`` is set.
+
+    Its open producers then send nothing, and new ones are refused for lack of permission.
+    """
 
     refuses = False
     open_producers = 0

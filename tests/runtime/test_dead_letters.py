@@ -153,7 +153,7 @@ def test_a_replay_that_was_cut_off_continues_behind_its_last_marker(dlq: DeadLet
         dead_letters.send(dead_letter(number))
     assert replay(dead_letters, most=2) == [0, 1]
     dlq.die()
-    # The broker forgets what was acknowledged; the markers it does not.
+    # The broker forgets the acknowledgements, but keeps the markers.
     dlq.cluster.crash()
     again = dlq.open()
     assert dlq.kept == 4, "what is finished with was acknowledged again"
@@ -247,7 +247,7 @@ def test_markers_are_finished_with_when_a_checkpoint_is_stored_behind_them(
 
 
 def expired(dlq: DeadLetterTopic, before: EntryId) -> None:
-    """Retention removes what rests."""
+    """Stop the client, and let retention remove the dead letters before an entry."""
     dlq.die()
     dlq.cluster.trim(dlq.where, before)
 

@@ -1,6 +1,8 @@
-"""The structure of rows follows the schema that a topic declares, however the topic is named and
-read: by its own name or by one of a partition, as a batch or a stream, with or without columns of
-the query's own, as a table, under either name of the format."""
+"""The structure of rows follows the schema that a topic declares.
+
+This holds for each name of a topic, its own or that of a partition, and for each way to read it: as
+a batch, a stream or a table, with or without the query's own columns, by either name of the format.
+"""
 
 from __future__ import annotations
 

@@ -118,8 +118,9 @@ def test_a_source_without_room_fills_its_window_and_reports_it(
 ) -> None:
     """1. Delayed messages fill the checkpoint. 2. They become due.
 
-    Every range owes a delayed message, so none paused: the window held all that was published. The
-    range of a message without a key is unknown: that range paused, and took it at no time.
+    Every range had a delayed message to receive, so no range paused, and the window held all
+    published messages. If a delayed message has no key, its range is unknown. That range paused,
+    and never received the message.
     """
     look_often(monkeypatch)
     # A ledger with one gap takes five bytes, so a few hundred fill the checkpoint.
@@ -232,7 +233,7 @@ class Acknowledging:
 def test_batches_wait_for_room_beyond_the_timeout_of_a_full_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All batches are acknowledged, and the error asked to acknowledge them."""
+    """An error asked to acknowledge batches, although all of them were acknowledged."""
     look_often(monkeypatch)
     topic = Delaying(entries_per_ledger=2)
     topic.publish_pairs(800)

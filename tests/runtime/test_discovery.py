@@ -297,7 +297,7 @@ def test_entries_committed_before_a_new_topic_is_noticed_come_once(
 def test_ranges_of_a_recreated_topic_keep_their_owners(
     changing: ChangingTopics, again: bool
 ) -> None:
-    """Handlers continue with their messages; only the ranges of a deleted topic are given up."""
+    """Handlers continue with their messages; the source gives up only ranges of a deleted topic."""
     events: list[Event] = []
     coordinator = Coordinator(
         changing.source("t"),

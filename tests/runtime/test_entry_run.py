@@ -1,4 +1,4 @@
-"""A run whose owner commits messages of unfinished entries with their outputs."""
+"""An ``EntryRun`` commits single messages of unfinished entries with their output messages."""
 
 from __future__ import annotations
 

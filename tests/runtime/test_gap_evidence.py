@@ -61,7 +61,7 @@ def test_a_gap_before_an_unreadable_entry_is_resolved(
 
 
 def test_the_only_gap_is_resolved_although_one_run_follows_the_floor() -> None:
-    """It was looked at only once there was a second one, and the floor stayed."""
+    """The gap was inspected only after a second gap had come, and the floor stayed."""
     topic = GapTopic()
     with running(topic.cluster, topic.source()) as coordinator:
 
@@ -80,7 +80,7 @@ def test_the_only_gap_is_resolved_although_one_run_follows_the_floor() -> None:
 
 
 def test_a_skipped_last_entry_of_a_ledger_is_resolved_after_evidence_is_dropped() -> None:
-    """It was read as the border of the ledger, of which a Reader proves no end."""
+    """The entry was taken for the border of its ledger, where a Reader proves no end."""
     topic = GapTopic(entries_per_ledger=4)
     source = topic.source(on_encrypted="skip")
     with running(topic.cluster, source) as coordinator:

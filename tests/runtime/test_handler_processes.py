@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class OwnReject(Reject):
-    """Can be pickled, but not loaded."""
+    """An error that can be pickled, but not unpickled."""
 
     def __init__(self, account: str, code: int) -> None:
         super().__init__(f"no account {account}, code {code}")
@@ -35,7 +35,7 @@ class OwnLater(RetryLater):
 
 
 class SecretError(Exception):
-    """Cannot be pickled."""
+    """An error that cannot be pickled."""
 
     def __reduce__(self) -> NoReturn:
         raise SystemExit("not for you")
@@ -45,7 +45,7 @@ class SecretError(Exception):
 
 
 class OtherError(Exception):
-    """Becomes something else on its way."""
+    """An error that becomes an ``int`` when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return int, ("7",)

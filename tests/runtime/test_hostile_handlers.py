@@ -22,7 +22,7 @@ from tests.support.handled_topic import AT_ONCE, HandledTopic
 
 
 class MuteError(Exception):
-    """Its text cannot be had."""
+    """An error whose text raises."""
 
     def __str__(self) -> str:
         raise SystemExit("no text")
@@ -31,7 +31,7 @@ class MuteError(Exception):
 
 
 class LyingError(Exception):
-    """Nothing of it can be asked."""
+    """An error without a hash; its comparison, class and truth value raise."""
 
     __hash__ = None  # type: ignore[assignment]
 

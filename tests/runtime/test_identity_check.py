@@ -142,7 +142,7 @@ def test_an_unchanged_topic_continues_after_an_absence(running_source: RunningSo
 def test_entries_buffered_before_a_wipe_are_not_delivered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is known of the topic partition yet, and receiving pauses until it is away."""
+    """No entry of the topic partition is known, and none is received before the connection ends."""
     monkeypatch.setattr(reconnector, "LOOK_S", 0.01)
     cluster = MemoryCluster()
     where = TopicPartition(cluster.create_topic("orders"))
@@ -214,9 +214,12 @@ def test_entries_below_all_that_is_known_keep_nothing_waiting(
 
 
 def known_ahead(running_source: RunningSource, entries: int) -> IdentityCheck:
-    """Only the entry that is so many after the last one that is stored is known, from now on.
+    """Make the entry that is ``entries`` behind the last stored one the only known entry.
 
-    No entry comes to the window by itself any more. Returns the object that compares.
+    From now on, the window receives no entry by itself.
+
+    Returns:
+        The check that compares stored entries with the known one.
     """
     commit(running_source.coordinator)
     wait_until(lambda: not running_source.backlog)
@@ -239,8 +242,11 @@ def known_ahead(running_source: RunningSource, entries: int) -> IdentityCheck:
 def test_newer_entries_under_lower_ids_wait_for_evidence_from_later_entries(
     running_source: RunningSource,
 ) -> None:
-    """Found by the simulation: an entry of a wiped cluster that was taken showed at the next start
-    that nothing had changed, and one under the id of an old one was lost in silence."""
+    """Found by the simulation: a new entry of a wiped cluster was lost in silence.
+
+    It had the id of an old entry. Another new entry, which was taken, had shown at the next start
+    that nothing had changed.
+    """
     compares = known_ahead(running_source, 3)
     running_source.publish(BEFORE_MS + CLOCK_SKEW_MS, LOW)
     newest = running_source.cluster.log(running_source.where).last_id
@@ -279,7 +285,7 @@ def test_an_unreadable_known_entry_delays_nothing_below_it(
 def test_much_newer_entries_in_the_place_of_known_ones_are_named_before_one_has_their_id(
     running_source: RunningSource,
 ) -> None:
-    """Else the source would wait, for as long as the new cluster has fewer entries."""
+    """Otherwise the source would wait for as long as the new cluster has fewer entries."""
     compares = known_ahead(running_source, 100)
     running_source.publish(AFTER_MS, LOW)
     newest = running_source.cluster.log(running_source.where).last_id

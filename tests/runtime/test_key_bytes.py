@@ -74,6 +74,7 @@ def rows_by_partition(coordinator: Coordinator, end: object) -> dict[int, list[d
 
 
 def test_order_holds_while_ranges_become_small_enough_to_tell_the_slot_of_a_key() -> None:
+    """The text of a key has two possible slots; a range that holds only one of them decides."""
     slots: Counter[int] = Counter()
 
     def handle(message: Message) -> None:

@@ -17,7 +17,7 @@ from tests.helpers import DEADLINE_S, wait_until
 from tests.support.deadlines import deadline
 
 LEFT_S = deadline(10)
-"""After this the process must have left, seconds."""
+"""Longest time until the stream process has ended, seconds."""
 
 CHILD = """
 import pathlib, sys, threading

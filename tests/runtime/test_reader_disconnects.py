@@ -166,7 +166,7 @@ def test_the_first_entry_of_a_gap_is_found_wherever_the_connection_is_cut(topic:
 
 
 def acknowledged(topic: Topic) -> None:
-    """Everything, and the source's own subscription knows it."""
+    """Acknowledge all entries of the topic on the source's own subscription."""
     consumer = MemoryBroker(topic.cluster).subscribe(
         SubscriptionSpec(topic.where, "unit", RING, consumer_name="c", receiver_queue_size=100),
         StartPosition.EARLIEST,
@@ -192,7 +192,7 @@ def test_the_audit_names_foreign_acknowledgements_wherever_the_connection_is_cut
 
 
 def test_the_audit_resolves_nothing_that_it_could_not_look_at(topic: Topic) -> None:
-    """It took entries that no Reader had shown by its deadline for markers."""
+    """The audit took entries for markers that no Reader had shown by its deadline."""
     acknowledged(topic)
     source = config(topic.where.topic, operation_timeout_ms=1_000)
     end = topic.checkpoint(EntrySet.of(topic.entries[:4]))

@@ -86,7 +86,7 @@ class WorkerSource:
         return sum(len(one.host._kept) for one in self.workers if not one.lost)
 
     def kill(self, worker: LocalWorker) -> None:
-        """End it, connections and all."""
+        """End a worker and its connections."""
         worker.host.close()
         worker._server.shutdown()
 

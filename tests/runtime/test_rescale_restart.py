@@ -69,7 +69,7 @@ def again(recorded: RecordedHandler, checkpoint: Path) -> Iterator[Again]:
 
 
 def rescaled(checkpoint: Path) -> Any:
-    """Its ranges in the stored checkpoint."""
+    """Return the last rescale in the stored checkpoint, if there is one."""
     return json.loads(checkpoint.read_text()).get("rescaled") if checkpoint.exists() else None
 
 

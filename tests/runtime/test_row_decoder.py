@@ -461,7 +461,7 @@ def test_a_handler_has_the_data_of_each_message(shop: Shop, kind: str) -> None:
 
 
 def of_java(shop: Shop) -> str:
-    """A topic of messages with a field that nothing tells the numbers of."""
+    """Return a topic with an enumeration field whose numbers no schema gives."""
     topic = shop.topic("orders")
     info = [
         {"number": 1, "name": "state", "type": "ENUM", "label": "LABEL_OPTIONAL"},

@@ -1,4 +1,4 @@
-"""Keys that stand apart from their values: as a producer set them, as bytes or as text."""
+"""Separated keys of KEY_VALUE schemas: as a producer set them, as bytes or as text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WANTED = [
 
 
 class Topic:
-    """One with keys apart, and messages of each sort."""
+    """A topic with separated keys, and messages of each sort."""
 
     def __init__(self, properties: dict[str, str] = APART) -> None:
         self.url = f"memory://apart-{next(_names)}"

@@ -411,12 +411,14 @@ def test_rows_that_a_broker_may_have_stored_are_looked_for_first(old_world: Worl
 def test_rows_that_another_attempt_stored_after_the_search_are_searched_again(
     old_world: World, monkeypatch: pytest.MonkeyPatch, *, late: bool
 ) -> None:
-    """An attempt without a connection looks, and opens its producer when another has stored all.
+    """The producer of an attempt loses its connection after the search for stored rows.
 
-    The broker that it opens it at has loaded the topic, and knows no id of the batch.
+    1. Another attempt stores all rows.
+    2. A broker loads the topic, and knows no id of the batch.
+    3. The producer of the first attempt reconnects to this broker.
 
     Args:
-        late: Whether it opens the producer when its rows wait for it, not before.
+        late: Whether the producer reconnects only when rows wait in it, not before.
     """
     world, look = old_world, last_stored_id
     rows: Rows = [("a", b"%d" % number) for number in range(3)]

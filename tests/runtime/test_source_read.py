@@ -319,7 +319,7 @@ def test_an_entry_that_cannot_be_read_ends_the_iteration_and_closes_it(topic: To
 
 
 def test_a_read_of_an_in_memory_cluster_is_refused_in_another_process(topic: Topic) -> None:
-    """It was a loss of data, because the other process has a cluster of this name without it."""
+    """The read lost its rows: the other process has an empty cluster of the same name."""
     copy = pickle.loads(pickle.dumps(topic.read()))
     copy._pid += 1
     with pytest.raises(ConfigError, match="in-memory cluster of another process"):

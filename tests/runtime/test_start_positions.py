@@ -83,7 +83,7 @@ class Topic:
         """The position of an entry, or the one behind it, such as the end of a ledger."""
         ledger, entry = self.chance.choice(self.places[where])
         if self.chance.random() < 0.5:
-            # Also behind the last message of a batch, or of what is none.
+            # The index may be beyond the last message of the entry, and the entry may be no batch.
             return f"{ledger}:{entry}:{self.chance.randrange(6)}"
         return f"{ledger}:{entry + self.chance.randrange(2)}"
 
@@ -230,7 +230,7 @@ def test_a_cursor_that_was_set_back_begins_at_whole_entries_again() -> None:
     subscription.properties = output
     everything = topic.read()
     assert Counter(topic.stream(len(everything))) == Counter(everything)
-    # Nor does it begin there when it stands there later.
+    # The position in the entry is removed, so it has no effect if the cursor comes there later.
     assert subscription.properties.pop(ID_PROPERTY)
     assert subscription.properties == {"team": "billing"}
 

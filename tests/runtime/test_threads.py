@@ -1,4 +1,4 @@
-"""An unexpected error in any thread of a source ends the source by name."""
+"""An unexpected error in any thread of a source ends the source, whose error names it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class EveryThread:
         self._async = asynchronous
 
     def run(self, until: Callable[[], bool], deadline_s: float = 10.0) -> BaseException | None:
-        """Run until something holds or the source ends; the error that ended it."""
+        """Run until something holds or the source ends; return the error that ended it."""
         orders = self.orders
         source = orders.source(
             admin_url=orders.url, discovery_interval_ms=10, settle_after_ms=100, parallelism=2

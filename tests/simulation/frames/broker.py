@@ -37,7 +37,7 @@ CUT_SHARE = 0.1
 BARRED_S = 4.0
 """Longest time that a broker does not let a consumer that it ended come back, seconds."""
 Key = tuple["FramedClient", TopicPartition, HashRange]
-"""Whose range of what."""
+"""A client, a topic partition, and the range that the client has there."""
 
 
 class Cluster:
@@ -77,11 +77,11 @@ class Cluster:
         return made
 
     def bar(self, key: Key) -> None:
-        """Give somebody a range no more, for a while."""
+        """Refuse a client its range for ``BARRED_S`` seconds."""
         self._barred[key] = self.network.scheduler.now_s + BARRED_S
 
     def admit(self, key: Key) -> None:
-        """Give it again."""
+        """Let a client have its range again."""
         self._barred.pop(key, None)
 
     def bars(self, key: Key) -> bool:
@@ -108,7 +108,7 @@ class Cluster:
         return []
 
     def reconnect(self, handles: Iterable[Any]) -> None:
-        """They come back by themselves."""
+        """Do nothing: clients reconnect by themselves."""
 
 
 @dataclass(slots=True)
@@ -128,8 +128,8 @@ class Session(PublishingSession):
     """The broker's end of one connection.
 
     Args:
-        cluster: Whose.
-        client: Who came.
+        cluster: The brokers of the network.
+        client: The client that connected.
         broker: Number of the broker.
         socket: The client's end.
     """
@@ -150,7 +150,7 @@ class Session(PublishingSession):
         socket.out, socket.closed = self._in, lambda: self._in.finish(self.cut)
 
     def cut(self) -> None:
-        """Break it off, between any two bytes in both directions. Idempotent."""
+        """Break the connection off, between any two bytes in both directions. Idempotent."""
         if self._over:
             return
         with self._stored.lock:
@@ -164,7 +164,7 @@ class Session(PublishingSession):
             self.end_publishers(lambda _: True, told=False)
 
     def end(self, which: Callable[[Standing], bool]) -> bool:
-        """Tell consumers and Readers that they have ended; whether there were any."""
+        """Tell consumers and Readers that they have ended; return whether there were any."""
         with self._stored.lock:
             found = [number for number, one in self._standing.items() if which(one)]
             for number in found:

@@ -211,7 +211,7 @@ class Session(FrameSession):
                 self._run.scheduler.sleep(draw.random())
 
     def flood(self) -> None:
-        """Far more than anybody asked for."""
+        """Send far more than the client asked for."""
         for consumer_id in list(self.consumers):
             for _ in range(3 * self._run.queue + 300):
                 self._message(consumer_id, harmful=False)
@@ -250,7 +250,7 @@ class Session(FrameSession):
         self.send("message", content, stored)
 
     def noise(self) -> None:
-        """Frames that answer nothing, or are none."""
+        """Send bytes that answer no request, or that are no frames."""
         self._random.choice((self._garbage, self._garbage, self._unasked, self._many, self.flood))()
 
     def _garbage(self) -> None:
@@ -290,7 +290,7 @@ class Session(FrameSession):
             self.send(*what)
 
     def fall_silent(self) -> None:
-        """Bring nothing whole any more; the client has to notice."""
+        """Send no complete frame any more; the client has to notice."""
         how = self._random.choice(SILENT)
         data = struct.pack(">I", 1 << 20)
         if how != "nothing":
@@ -474,7 +474,7 @@ class Run:
                 session.noise()
 
     def _watch(self) -> None:
-        """The memory of a client has a limit."""
+        """Check that the threads and the memory of a client stay below their limits."""
         while True:
             self.scheduler.sleep(0.05)
             living = [one for one in self.client.tasks if not one.done]

@@ -241,7 +241,7 @@ class Descriptors:
 
 
 class Poll:
-    """Replaces a ``select.poll``."""
+    """Replaces ``select.poll``."""
 
     def __init__(self, scheduler: Scheduler, pipes: dict[int, _Pipe]) -> None:
         self._scheduler = scheduler

@@ -103,11 +103,11 @@ class Anomalies:
 
     @property
     def refuses(self) -> bool:
-        """Whether there are such entries."""
+        """Whether some entries are refused."""
         return bool(self._choices)
 
     def options(self, program: Program) -> dict[str, Any]:
-        """Of the source of the next life."""
+        """Return the options ``on_...`` for the source of a program's next life."""
         return {f"on_{kind}": self._choice(program, kind) for kind in self._choices}
 
     def _choice(self, program: Program, kind: str) -> str:
@@ -115,12 +115,12 @@ class Anomalies:
         return "skip" if choice == "fail" and program in self._allowed else choice
 
     def among(self) -> None:
-        """Sometimes publish one among the messages of a producer."""
+        """Sometimes publish a refused entry among the messages of a producer."""
         if self._choices and self._among.random() < AMONG:
             self._publish()
 
     def publish(self) -> None:
-        """Publish some at the end."""
+        """Publish some refused entries at the end."""
         for _ in range(self._among.randint(1, 5) if self._choices else 0):
             self._publish()
 
@@ -145,7 +145,7 @@ class Anomalies:
         return name in self._refused
 
     def acked(self, program: Program, name: Name) -> bool:
-        """An entry is acknowledged; whether it is one of them."""
+        """Judge the acknowledgement of an entry; return whether the entry is a refused one."""
         kind = self._refused.get(name)
         if kind is None:
             return False
@@ -155,7 +155,7 @@ class Anomalies:
         return True
 
     def ends(self, program: Program, error: KeyShardError) -> bool:
-        """Whether an error is that of such an entry; from now on these are skipped."""
+        """Return whether an error is that of a refused entry. If so, skip these from now on."""
         if not isinstance(error, UnreadableEntryError) or "fail" not in self._choices.values():
             return False
         self._allowed.add(program)

@@ -30,7 +30,7 @@ class NoText(Exception):  # noqa: N818
 
 
 class Stubborn(BaseException):
-    """No ``Exception``, as the interrupts of some libraries are."""
+    """An error that is no ``Exception``, like the interrupts of some libraries."""
 
 
 _ORDINARY: tuple[Callable[[], BaseException], ...] = (

@@ -100,8 +100,8 @@ class HandlerNetwork(Network):
     def _reconnect(self, lost: Sequence[Consumer], back_s: float) -> None:
         super()._reconnect(lost, back_s)
         self._disturbed()
-        # Dead letters may be replayed while the connection is away: what comes again comes from now
-        # on.
+        # Record the event now, not at the loss: dead letters may be replayed while the connection
+        # is away, and redeliveries begin only when it is back.
         self.record.add("disconnected", worker=lost[0].worker)
 
 
