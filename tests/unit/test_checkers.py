@@ -411,7 +411,7 @@ def rescales(script: Script, count: int) -> None:
     """In each turn, every range of the ring is gained and then lost, one at a time."""
     ranges = max(4, round((count / 4) ** 0.5))
     for turn in range(2 * ranges):
-        ring = [str(one) for one in split_ring(ranges)]
+        ring = [str(one) for one in split_ring(ranges + turn % 2)]
         for number, hash_range in enumerate(ring):
             script.add("range_gained", range=hash_range, worker=f"w{number}", epoch=turn)
         for number, hash_range in enumerate(ring):

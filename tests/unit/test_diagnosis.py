@@ -151,6 +151,7 @@ def test_orphans_are_other_subscriptions_with_data_and_without_consumers() -> No
     assert finding.level is Level.WARNING
     assert "'old' (8 entries)" in finding.text
     assert "used" not in finding.text
+    assert "reader-1" not in finding.text
     assert levels(judge_orphans({P0: {"s": IDLE}}, "s")) == {"orphans": Level.OK}
 
 
