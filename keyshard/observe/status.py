@@ -284,8 +284,8 @@ class StatusView:
         for where in owned.gaps:
             facts, age_ms = known.get(where), ages_ms.get(where)
             backlog = None if facts is None else facts.backlog
-            if age_ms is None and not backlog:
-                age_ms = 0  # The source holds no row, and no backlog is known.
+            if age_ms is None and backlog == 0:
+                age_ms = 0
             elif age_ms is None and facts is not None and facts.oldest_ms:
                 age_ms = max(0, round(now_ms - facts.oldest_ms))
             lags[where] = {

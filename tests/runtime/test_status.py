@@ -402,6 +402,15 @@ def test_a_paused_source_shows_how_long_its_messages_have_waited(job: Job, quick
     assert len(job.handled) == published
 
 
+def test_a_lag_is_unknown_without_an_admin_interface(job: Job) -> None:
+    """Issue: an idle source showed a lag of 0 s, although the broker may hold messages."""
+    job.start()
+    job.source._active()._monitor.view._broker_facts = None  # type: ignore[union-attr]
+    assert set(job.status()["lag"].values()) == {None}
+    job.publish((KEYS[1], b"hang"))
+    wait_until(lambda: (job.status()["lag"]["seconds"] or 0) > 0)
+
+
 def test_lag_rates_and_the_newest_error_are_shown(
     job: Job, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
