@@ -186,7 +186,7 @@ def test_a_result_that_is_no_message_ends_the_job(copied: Copied) -> None:
     copied.publish(keys=1, per_key=3)
     with (
         ray_adapter.run(copied.source(), text, sink=copied.sink, parallelism=1) as job,
-        pytest.raises(HandlerFailedError, match="With a sink, it returns None"),
+        pytest.raises(HandlerFailedError, match="With a sink, return None"),
     ):
         job.wait()
     assert copied.backlog() == 3

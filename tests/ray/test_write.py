@@ -197,7 +197,10 @@ def test_killed_tasks_store_every_row_once_in_order_per_key(
 @pytest.mark.parametrize(
     ("columns", "complaint"),
     [
-        ({"valeu": ["1"]}, "Column valeu is not a column of a message. Did you mean value?"),
+        (
+            {"valeu": ["1"]},
+            r"Column valeu is not a column of a message\.\nRemedy: Did you mean value\?",
+        ),
         ({"__key": ["k"]}, "Column value is missing"),
         ({"value": [1]}, "Column value has the type int64"),
         ({"value": ["1"], "__key": [b"k"]}, "Column __key has the type"),
