@@ -72,7 +72,7 @@ def measure(keys: int, measured_s: float = MEASURED_S) -> dict[str, float]:
             published[value] = time.monotonic()
             cluster.publish(topic, Stored(value, key=f"good-{number % GOOD_KEYS}"))
         time.sleep(EVERY_S)
-    left = source.status()["parkedKeys"]
+    left = source.status()["parkedKeys"] or 0
     let_out = (keys - left) / (time.monotonic() - began_s)
     source.stop()
     thread.join()

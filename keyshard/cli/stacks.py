@@ -90,9 +90,9 @@ def _text(one: RunningStack) -> str:
         f"{key}, message {plain(run['messageId'])} of {plain(run['topic'])}, partition "
         f"{run['partition']}, attempt {attempt}, for {age(seconds)}:"
     )
-    note = [] if run["note"] is None else [
-        f"note, {age(run['noteSecondsAgo'] or 0.0)} ago: {plain(run['note'])}"
-    ]  # fmt: skip
+    note = []
+    if run.get("note"):  # Older sources send none.
+        note = [f"note, {age(run['noteSecondsAgo'] or 0.0)} ago: {plain(run['note'] or '')}"]
     problem = [] if one["problem"] is None else [f"({plain(one['problem'])})"]
     lines = ["".join(char if char.isprintable() else "?" for char in line) for line in one["stack"]]
     return "\n  ".join([head, *note, *lines, *problem])

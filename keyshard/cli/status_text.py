@@ -108,7 +108,7 @@ def status_view(status: Status, rates: Rates | None, *, all_ranges: bool | None)
     named = [each["key"] for each in status["parked"][:_PARKED_MAX]]
     if named:
         names = ", ".join(map(repr, named))
-        left = status["parkedKeys"] - len(named)
+        left = (status["parkedKeys"] or 0) - len(named)
         more = f" and {left:,} more" if left else ""
         parts.append(Text.from_markup(f"[yellow]parked[/]: {escape(names)}{more}"))
     if status["malformedDeadLetters"]:
@@ -189,12 +189,13 @@ def _ranges_summary(rows: list[RangeStatus]) -> str:
 
 
 def _partitions_summary(rows: list[PartitionStatus]) -> str:
-    backlogs = [each["backlog"] for each in rows if each["backlog"] is not None]
+    known = [each["backlog"] for each in rows if each["backlog"] is not None]
+    backlog = sum(known) if known and len(known) == len(rows) else None
     gaps = sum(not each["covered"] for each in rows)
     stalled = sum(each["stalled"] is not None for each in rows)
     return (
         f"{plural(len(rows), 'topic partition')}: backlog "
-        f"{_number(sum(backlogs) if backlogs else None)}, {gaps:,} with slots without a consumer"
+        f"{_number(backlog)}, {gaps:,} with slots without a consumer"
         f", {stalled:,} stalled"
     )
 
@@ -250,7 +251,7 @@ def _received(status: Status) -> int | None:
 
 def _paces(status: Status, rates: Rates) -> str:
     received = rates.of(_received)
-    if status["executor"] == "batches":
+    if status["executor"] in ("batches", "ray"):
         return f"per second: received {pace(received)}"
     completed = rates.of(lambda status: status["counters"]["completed"])
     failed = rates.of(lambda status: status["counters"]["failedAttempts"])

@@ -268,7 +268,7 @@ class Rescaler:
         rescale = Rescale(
             self._range_consumers.epoch, len(before), len(after), moved / RING_SIZE,
             round(1_000 * (now_s - began_s), 3),
-            max((pause.pause_ms for pause in pauses), default=0.0), error,
+            None if error else max((pause.pause_ms for pause in pauses), default=0.0), error,
         )  # fmt: skip
         shared = self._consumers.shared
         with shared.lock:

@@ -37,7 +37,7 @@ class RescaleStatus(TypedDict):
     after: int
     movedFraction: float
     durationMillis: float
-    pauseMillis: float
+    pauseMillis: float | None
     """Longest pause of a range."""
     error: str
     """Why nothing moved; empty if it succeeded."""
@@ -67,7 +67,7 @@ class Rescale:
     after: int
     moved_fraction: float
     duration_ms: float
-    pause_ms: float
+    pause_ms: float | None
     error: str = ""
 
 

@@ -80,6 +80,9 @@ class BrokerPoll:
         self.known: dict[TopicPartition, PartitionFacts] = {}
         """Replaced as a whole after each round."""
         self._deliveries = PartitionWatchdog()
+        self._limits: BrokerLimits | None = None
+        self._limits_s = -math.inf
+        """Time at which the limits were fetched, monotonic seconds."""
         self._last: TopicPartition | None = None
         """The topic partition with which the last round ended early."""
         self.error = ""
@@ -97,18 +100,11 @@ class BrokerPoll:
 
     def _run(self) -> None:
         admin = self._admin()
-        limits, asked_s = BrokerLimits(), -math.inf
         try:
             while not self._stopping.is_set():
                 began_s = time.monotonic()
                 failed: list[Exception] = []
-                failed_s = 0.0
-                try:
-                    if began_s - asked_s >= LIMITS_S:
-                        limits, asked_s = _limits_of(admin), began_s
-                    failed_s = self._round(admin, limits, failed)
-                except (KeyShardError, ValueError) as exc:
-                    failed.append(exc)
+                failed_s = self._round(admin, failed)
                 self.error = one_line(failed[0]) if failed else ""
                 if failed:
                     _log.info("broker facts are unknown, asking again: %s", one_line(failed[0]))
@@ -117,7 +113,17 @@ class BrokerPoll:
         finally:
             admin.close()
 
-    def _round(self, admin: Admin, limits: BrokerLimits, failed: list[Exception]) -> float:
+    def _current_limits(self, admin: Admin, failed: list[Exception]) -> BrokerLimits | None:
+        """Return the limits of the broker; ``None`` until it has returned them once."""
+        now_s = time.monotonic()
+        if now_s - self._limits_s >= LIMITS_S:
+            try:
+                self._limits, self._limits_s = _limits_of(admin), now_s
+            except (KeyShardError, ValueError) as exc:
+                failed.append(exc)
+        return self._limits
+
+    def _round(self, admin: Admin, failed: list[Exception]) -> float:
         """Take the facts of each topic partition; return the time of failed requests, seconds.
 
         Topic partitions without an answer keep their old facts for a while. They are not stalled,
@@ -126,14 +132,18 @@ class BrokerPoll:
 
         Args:
             admin: The admin interface.
-            limits: Limits of the broker.
             failed: Gets the errors.
         """
+        began_s = time.monotonic()
+        limits = self._current_limits(admin, failed)
+        failed_s = time.monotonic() - began_s if failed else 0.0
+        if limits is None:
+            return failed_s
         asked = self._asked()
         partitions = sorted(asked)
         first = 0 if self._last is None else bisect_right(partitions, self._last)
         partitions = partitions[first:] + partitions[:first]
-        holding, old, failed_s = self._holding(), self.known, 0.0
+        holding, old = self._holding(), self.known
         answers: dict[TopicPartition, SubscriptionState | None] = {}
         self._last = None
         for where in partitions:

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from datetime import datetime, timezone
 
 from keyshard.broker.connect import decoder_of, transport_of
@@ -84,6 +84,7 @@ class StatusView:
         self._watchdog = RangeWatchdog()
         self._pace, self._loads = Pace(), Loads()
         self._began_s = time.monotonic()
+        self._handles = subject.kind == "handlers"
 
     def watch(self) -> list[Stall]:
         """Sample rates, lags and loads, and look for stalls; return the stalls to log now."""
@@ -100,8 +101,8 @@ class StatusView:
         lags = self._lags(owned, progress)
         values: dict[Hashable, float | None] = {
             "received": progress["rowsReceived"],
-            "completed": counters["completed"],
-            "failedAttempts": counters["failedAttempts"],
+            "completed": counters["completed"] if self._handles else None,
+            "failedAttempts": counters["failedAttempts"] if self._handles else None,
             "lag": _extent(_joined(lags.values())),
         }
         values |= {where: _extent(lags[where]) for where in sorted(lags)[:TRENDS_MAX]}
@@ -140,6 +141,7 @@ class StatusView:
         for where, trend in trends.items():
             lags[where]["trend"] = _value(trend)
         config, parked = subject.config, subject.parked()
+        nothing_yet = None if subject.phase == "starting" else 0
         return {
             "version": VERSION,
             "kind": subject.kind,
@@ -180,12 +182,12 @@ class StatusView:
                 )
                 for where, missing in sorted(owned.gaps.items())
             ],
-            "parkedKeys": 0 if parked is None else len(parked),
+            "parkedKeys": nothing_yet if parked is None else len(parked),
             "parked": [
                 {"key": key, "deadLetters": dead_letters}
                 for key, dead_letters in (() if parked is None else parked.some(PARKED_MAX))
             ],
-            "malformedDeadLetters": 0 if parked is None else parked.malformed,
+            "malformedDeadLetters": nothing_yet if parked is None else parked.malformed,
             "counters": totals.counters,
             "handlerSeconds": totals.timings,
             "circuit": totals.circuit,
@@ -279,7 +281,7 @@ class StatusView:
         ages_ms, now_ms = self._subject.coordinator.oldest_ms(), time.time() * 1000
         known = {} if self._broker_facts is None else self._broker_facts.known
         entries = progress["entriesReceived"]
-        per_entry = progress["rowsReceived"] / entries if entries else 1.0
+        per_entry = progress["rowsReceived"] / entries if entries else None
         lags: dict[TopicPartition, Lag] = {}
         for where in owned.gaps:
             facts, age_ms = known.get(where), ages_ms.get(where)
@@ -290,7 +292,7 @@ class StatusView:
                 age_ms = max(0, round(now_ms - facts.oldest_ms))
             lags[where] = {
                 "entries": backlog,
-                "rows": None if backlog is None else round(backlog * per_entry),
+                "rows": _rows(backlog, per_entry),
                 "seconds": None if age_ms is None else age_ms / 1000,
                 "trend": None,
             }
@@ -416,17 +418,36 @@ def _lag() -> Lag:
     return {"entries": None, "rows": None, "seconds": None, "trend": None}
 
 
+def _rows(entries: int | None, per_entry: float | None) -> int | None:
+    """Return the rows of a backlog; ``None`` if its entries or the rows of each are unknown."""
+    if not entries or per_entry is None:
+        return None if entries else entries
+    return round(entries * per_entry)
+
+
 def _joined(lags: Collection[Lag]) -> Lag:
-    """Return the lag of a source: the sums of known entries and rows, and the highest age."""
-    entries = [each["entries"] for each in lags if each["entries"] is not None]
-    rows = [each["rows"] for each in lags if each["rows"] is not None]
+    """Return the lag of a source.
+
+    Entries and rows are sums, unknown if those of a topic partition are. The age is the highest
+    known one.
+    """
     seconds = [each["seconds"] for each in lags if each["seconds"] is not None]
     return {
-        "entries": sum(entries) if entries else None,
-        "rows": sum(rows) if rows else None,
+        "entries": _sum(each["entries"] for each in lags),
+        "rows": _sum(each["rows"] for each in lags),
         "seconds": max(seconds, default=None),
         "trend": None,
     }
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """Return a sum; ``None`` if there are no counts, or one is unknown."""
+    total: int | None = None
+    for count in counts:
+        if count is None:
+            return None
+        total = (total or 0) + count
+    return total
 
 
 def _extent(lag: Lag) -> float | None:

@@ -140,9 +140,9 @@ class Status(TypedDict):
     executor: str
     ranges: list[RangeStatus]
     partitions: list[PartitionStatus]
-    parkedKeys: int
+    parkedKeys: int | None
     parked: list[ParkedKeyStatus]
-    malformedDeadLetters: int
+    malformedDeadLetters: int | None
     counters: OutcomeCounts
     handlerSeconds: HandlerSeconds
     circuit: CircuitStatus

@@ -242,7 +242,7 @@ class Handlers:
         output = self._status
         with suppress(NotRunningError):
             status = self._source.status()
-            output.parked = status["parkedKeys"]
+            output.parked = status["parkedKeys"] or 0
             if (window := status["window"]) is not None:
                 output.acknowledged = window["entriesAcknowledged"]
                 output.duplicates_dropped = window["duplicatesDropped"]

@@ -411,6 +411,15 @@ def test_a_thousand_ranges_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -
         assert "2 ranges: 1 stalled, 1 running" in run(capsys, "status", "--summary")[1]
 
 
+@pytest.mark.parametrize(("backlogs", "shown"), [((3, 4), "7"), ((3, None), "-")])
+def test_the_backlog_of_a_summary_is_unknown_if_one_is(
+    capsys: pytest.CaptureFixture[str], backlogs: tuple[int | None, ...], shown: str
+) -> None:
+    partitions = [partition_status(at, backlog=count) for at, count in enumerate(backlogs)]
+    with Asked(status(partitions=partitions)):
+        assert f"backlog {shown}, " in run(capsys, "status", "--summary")[1]
+
+
 def test_stalled_topic_partitions_are_named_also_in_a_summary(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -13,7 +13,7 @@ const svgOf = (name) => document.createElementNS("http://www.w3.org/2000/svg", n
 const state = {
   chosen: null, look: null, histories: new Map(), arcs: new Map(), arc: null, all: new Set(),
   sorts: { owners: ["trouble", -1], partitions: ["lag", -1], runs: ["elapsed", -1], dead: ["none", 1], rescales: ["ago", 1] },
-  runs: [], stream: null, dead: null, letter: null, pressed: null,
+  runs: [], noRuns: "", stream: null, dead: null, letter: null, pressed: null,
 };
 
 document.addEventListener("pointerdown", (event) => { state.pressed = event.target; });
@@ -168,7 +168,8 @@ function remember(source, status) {
   for (const partition of status.partitions) {
     const name = `${source} ${nameOf(partition)}`;
     const history = state.histories.get(name) ?? [];
-    history.push(partition.lag.rows ?? partition.lag.seconds ?? 0);
+    const lag = partition.lag.rows ?? partition.lag.seconds;
+    if (lag !== null) history.push(lag);
     state.histories.set(name, history.slice(-HISTORY));
   }
 }
@@ -205,7 +206,7 @@ function showFacts(status) {
   byId("facts").replaceChildren(...[
     fact("State", element("span", { class: `state ${status.state}` }, status.state), status.kind),
     fact("Lag", durationOf(lag.seconds), trend),
-    fact("Backlog", numberOf(lag.rows), lag.rows === null ? "needs admin_url" : "rows"),
+    fact("Backlog", numberOf(lag.rows), lag.rows !== null ? "rows" : status.brokerError ? "no answer" : "unknown, see admin_url"),
     fact("Received", paceOf(rates.received), "rows/s"),
     handles ? fact("Completed", paceOf(rates.completed), "messages/s") : null,
     handles ? fact("Failed attempts", paceOf(rates.failedAttempts), "per second") : null,
@@ -433,14 +434,14 @@ function showHistory(history) {
   }));
   const sum = (name) => commits.reduce((total, one) => total + one[name], 0);
   const sizes = commits.filter((one) => one.checkpointBytes !== null);
-  byId("commits-text").textContent = `${numberOf(sum("commits"))} commits, ${numberOf(sum("entries"))} entries` +
+  byId("commits-text").textContent = history === null ? "" : `${numberOf(sum("commits"))} commits, ${numberOf(sum("entries"))} entries` +
     (sizes.length ? `, checkpoint ${numberOf(sizes.at(-1).checkpointBytes)} bytes` : "");
   table("rescales", [
     ["ago", "Rescale", (one) => one.secondsAgo, (one) => `${durationOf(one.secondsAgo)} ago`, "number"],
     ["ranges", "Ranges", (one) => one.after, (one) => `${numberOf(one.before)} to ${numberOf(one.after)}`, "text"],
     ["moved", "Moved", (one) => one.movedFraction, (one) => `${(one.movedFraction * 100).toFixed(1)} % of the ring`, "text"],
     ["took", "Took", (one) => one.durationMillis, (one) => durationOf(one.durationMillis / 1000), "number"],
-    ["pause", "Longest pause", (one) => one.pauseMillis, (one) => durationOf(one.pauseMillis / 1000), "number"],
+    ["pause", "Longest pause", (one) => one.pauseMillis, (one) => durationOf(one.pauseMillis === null ? null : one.pauseMillis / 1000), "number"],
     ["error", "Error", (one) => one.error, (one) => one.error, "text"],
   ], rescales, ROWS, "No rescale since the start.");
 }
@@ -449,7 +450,13 @@ function showHistory(history) {
 
 async function refreshRuns() {
   if (state.look?.status?.kind === "handlers" && !document.hidden) {
-    try { state.runs = (await ask("runs")).runs; } catch { state.runs = []; }
+    try {
+      state.runs = (await ask("runs")).runs;
+      state.noRuns = "No handler runs, and no message waits for a retry.";
+    } catch {
+      state.runs = [];
+      state.noRuns = "The source does not answer.";
+    }
     showRuns();
   }
   setTimeout(refreshRuns, 1000);
@@ -463,12 +470,12 @@ function showRuns() {
     ["attempt", "Attempt", (run) => run.attempts, (run) => String(run.attempts + 1), "number"],
     ["elapsed", "Runs for", (run) => run.runningSeconds, (run) => durationOf(run.runningSeconds), "number"],
     ["retry", "Next retry", (run) => run.retryInSeconds, (run) => durationOf(run.retryInSeconds), "number"],
-    ["note", "Note", (run) => run.note ?? "", (run) => (run.note === null ? "" : `${run.note} (${durationOf(run.noteSecondsAgo)} ago)`), "text"],
+    ["note", "Note", (run) => run.note ?? "", (run) => (!run.note ? "" : `${run.note} (${durationOf(run.noteSecondsAgo)} ago)`), "text"],
     ["error", "Last failure", (run) => run.error, (run) => run.error, "text"],
     ["stack", "Stack", (run) => run.runningSeconds, (run) => (run.state === "running"
       ? element("button", { type: "button", "data-of": `${run.messageId} ${nameOf(run)}`, onclick: () => openStack(run) }, "show")
       : null), ""],
-  ], state.runs, 200, "No handler runs, and no message waits for a retry.");
+  ], state.runs, 200, state.noRuns);
 }
 
 async function openStack(run) {
