@@ -249,9 +249,9 @@ FAULTS = (
         _from("5.0.0"),
     ),
     Fault(
-        "If the topic has, or once had, a policy of its own, of any kind, the broker may know too "
-        "few stored messages after it has loaded the topic, and store them twice. Sinks look for "
-        "them in the topic; other producers with names do not.",
+        "If the topic has, or once had, a policy of its own, of any kind, the broker may not know "
+        "all stored sequence ids once it has loaded the topic. It may then store a message twice. "
+        "Sinks look for it in the topic; other producers with names do not.",
         "apache/pulsar#25953",
         _NEVER_BEFORE_5,
         of_sinks=True,
