@@ -72,8 +72,8 @@ OPTIONS = (
     Option(
         "parallelism",
         "parallelism",
-        "Number of hash ranges, and so most Spark tasks of a batch, for any number of topic "
-        "partitions. You may change it between runs.",
+        "Number of hash ranges, and so the largest number of Spark tasks of a batch. It does not "
+        "depend on the number of topic partitions. You may change it between runs.",
     ),
     Option(
         "startingOffsets",
@@ -93,13 +93,13 @@ OPTIONS = (
     Option(
         "maxOffsetsPerTrigger",
         "batch_rows_max",
-        "Most rows of a micro-batch. They are divided among topic partitions by their available "
-        "rows. Default: all received rows, up to half of the window.",
+        "Largest number of rows of a micro-batch. They are divided among topic partitions by their "
+        "available rows. Default: all received rows, up to half of the window.",
     ),
     Option(
         "maxBytesPerTrigger",
         "batch_bytes_max",
-        "Most payload bytes of a micro-batch. A single larger entry forms a batch alone.",
+        "Largest payload of a micro-batch, bytes. A single larger entry forms a batch alone.",
     ),
     Option(
         "minOffsetsPerTrigger",
@@ -116,16 +116,17 @@ OPTIONS = (
     Option(
         "tasksPerBatch",
         "batch_tasks",
-        "Tasks of each micro-batch, at most `parallelism`. Default: as few as the rows are worth. "
-        "The first batch has one task for 50,000 rows or 8 MiB; later ones follow the time that "
-        "the previous batch took. The wait for the next trigger does not count if the "
-        "trigger interval is a second or longer.",
+        "Number of tasks of each micro-batch, at most `parallelism`. Default: few tasks for few "
+        "rows. The first batch has one task for 50,000 rows or 8 MiB; later ones follow the time "
+        "that the previous batch took. If the trigger interval is a second or longer, the wait for "
+        "the next trigger is not part of this time.",
     ),
     Option(
         "onMisrouted",
         "on_misrouted",
-        "`warn` or `fail`, if a message is outside the range that received it. Then its producer "
-        "batches by default instead of by key, and the order per key is lost.",
+        "`warn` or `fail`, if a message is outside the range that received it. Such a message "
+        "means that its producer batches by default instead of by key, so the order per key is "
+        "lost.",
     ),
     Option(
         "onCorrupt",
@@ -153,10 +154,10 @@ OPTIONS = (
         "mode",
         "malformed",
         "Action if a value does not fit the schema. `FAILFAST`: the query ends, and the error "
-        "names topic, message, field and reason. `PERMISSIVE`: what cannot be read is null "
-        "(of a JSON object single fields, else all columns), and column "
-        "`_corrupt_record` has the bytes. `DROPMALFORMED`: the row is left out; to find such "
-        "rows, keyshard decodes every value. With `valueFormat` `raw`, every value fits.",
+        "names topic, message, field and reason. `PERMISSIVE`: fields that cannot be read are null "
+        "(for a JSON object only these fields, otherwise all columns), and column "
+        "`_corrupt_record` has the bytes. `DROPMALFORMED`: the row is left out; to find such rows, "
+        "keyshard decodes every value. With `valueFormat` `raw`, every value fits.",
     ),
     Option(
         "metadataColumns",
@@ -167,19 +168,18 @@ OPTIONS = (
     Option(
         "windowMaxRows",
         "window_rows_max",
-        "Most rows that are received and not committed, over all ranges. By default "
+        "Largest number of rows that are received and not committed, over all ranges. By default, "
         "`windowMaxBytes` and the broker's limits on unacknowledged messages are reached first: "
-        "keyshard holds at most nine tenths of 200,000 rows of a topic partition.",
+        "keyshard holds at most nine tenths of the broker's 200,000 for each topic partition.",
     ),
-    Option("windowMaxBytes", "window_bytes_max", "Most memory of these rows, bytes."),
+    Option("windowMaxBytes", "window_bytes_max", "Largest memory of these rows, bytes."),
     Option(
         "workers",
         "workers",
         "Processes that host the consumers. `embedded`: the driver process of the query. "
-        "`processes:4`: four processes on the driver's machine. `spark:4`: four executors, "
-        "started with `spark_adapter.start_workers(spark, 4)`; tasks fetch rows from them. "
-        "`ray:4` or `ray:4?num_cpus=1`: four actors of a Ray cluster. Packages may add other "
-        "backends.",
+        "`processes:4`: four processes on the driver's machine. `spark:4`: four executors, started "
+        "with `spark_adapter.start_workers(spark, 4)`; tasks fetch rows from them. `ray:4` or "
+        "`ray:4?num_cpus=1`: four actors of a Ray cluster. Packages may add other backends.",
     ),
     Option(
         "workerHost",
@@ -209,11 +209,7 @@ OPTIONS = (
         "ui_host",
         "Address that the page binds. If other machines can reach it, `ui.token` is required.",
     ),
-    Option(
-        "ui.token",
-        "ui_token",
-        "Token that a browser has to give, at least 16 characters.",
-    ),
+    Option("ui.token", "ui_token", "Token that a browser has to give, at least 16 characters."),
     Option(
         "telemetry",
         "telemetry",
@@ -246,16 +242,17 @@ OPTIONS = (
     Option(
         "maxCheckpointBytes",
         "checkpoint_bytes_max",
-        "Size of a checkpoint at which the entries after gaps wait. Slow ranges and delayed "
-        "messages make gaps: about one bit for each entry from the first gap to the last.",
+        "Size of a checkpoint, bytes, at which entries after ack gaps wait until missing ones "
+        "come. Slow ranges and delayed messages make gaps: about one bit for each entry from the "
+        "first gap to the last.",
     ),
     Option(
         "failOnDataLoss",
         "fail_on_data_loss",
         "`true`: the query fails if entries of a planned batch are no longer stored, if entries "
-        "were deleted after the subscription was, or if another client acknowledged entries that "
-        "no batch contains. `false`: it logs a warning, counts them in `entriesLost`, and "
-        "continues.",
+        "were deleted after the subscription was deleted, or if another client acknowledged "
+        "entries that no batch contains. `false`: it logs a warning, counts them in `entriesLost`, "
+        "and continues.",
     ),
 )
 
@@ -312,7 +309,8 @@ BATCH_OPTIONS = (
     Option(
         "maxRowsPerPartition",
         "rows_max",
-        "Most rows of a Spark partition. It counts entries: a producer batch counts as one row.",
+        "Largest number of entries of a Spark partition. A producer batch is one entry, so it "
+        "counts once.",
     ),
     Option(
         "keys",
@@ -330,8 +328,8 @@ BATCH_OPTIONS = (
     Option(
         "maxBytesInFlight",
         "bytes_in_flight_max",
-        "Most bytes of entries that a task receives ahead, 1 MiB to 1 GiB. Raise it for bookies or "
-        "stores that are far away. Default 33554432 (32 MiB).",
+        "Largest size of the entries that a task receives ahead, 1 MiB to 1 GiB, in bytes. Raise "
+        "it for bookies or stores that are far away. Default 33554432 (32 MiB).",
     ),
     Option(
         "segments",
@@ -421,16 +419,16 @@ SINK_OPTIONS = (
     Option(
         "orderBy",
         "order_by",
-        "Columns, separated by commas, that order the rows of each key. Those that are neither of "
-        "a message nor in the schema are not written.",
+        "Columns, separated by commas, that order the rows of each key. Those that are neither "
+        "message columns nor fields of the schema are not written.",
     ),
     Option("compression", "compression", "`none`, `lz4`, `zlib`, `zstd` or `snappy`."),
-    Option("entryMaxMessages", "entry_messages_max", "Most messages of an entry."),
-    Option("entryMaxBytes", "entry_bytes_max", "Most bytes of an entry before compression."),
+    Option("entryMaxMessages", "entry_messages_max", "Largest number of messages of an entry."),
+    Option("entryMaxBytes", "entry_bytes_max", "Largest entry before compression, bytes."),
     Option(
         "maxPendingBytes",
         "pending_bytes_max",
-        "Most bytes of a task without a confirmation.",
+        "Largest size of the unconfirmed messages of a task, bytes.",
     ),
     Option(
         "sendTimeoutMillis",
