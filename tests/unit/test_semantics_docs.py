@@ -50,7 +50,7 @@ def test_every_fault_of_sinks_links_a_test() -> None:
     assert outcome.strip() == "outcome"
     assert len(body) > 10
     for fault, found in body:
-        assert re.search(r"\[.+\]\[\w+\]", found) or "next five rows" in found, fault
+        assert re.search(r"\[.+\]\[\w+\]", found), fault
 
 
 def test_every_cell_links_a_test_or_is_marked_as_not_shown() -> None:
