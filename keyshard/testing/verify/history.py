@@ -28,7 +28,7 @@ KINDS: dict[str, str] = {
     "delivered": "a worker received a message; with batch: it is a row of that batch's run",
     "started": "a handler begins with a message; without a message: a run of a batch begins",
     "completed": "the handler has completed it; without a message: the run has delivered every row",
-    "parked": "the message rests as a dead letter, whether a handler had it or not",
+    "parked": "the message is stored as a dead letter, whether a handler had it or not",
     "failed": "the handler returned without completing the message, which is tried again",
     "acked": "a worker acknowledges an entry, or with index one of its messages",
     "range_gained": "a worker owns a hash range from now on",
