@@ -211,7 +211,7 @@ class NonPersistentTopicError(KeyShardError, ValueError):
 
 
 class ChunkedMessageError(KeyShardError):
-    """A chunked message was received. Its id names only the last of its entries."""
+    """A chunked message was received. Its id names only one of its entries."""
 
     code = "KEYSHARD_CHUNKED_MESSAGE"
 
