@@ -19,7 +19,7 @@ OLDEST := $(VENV)/oldest
 OLDEST_WARNINGS := -W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning
 OLDEST_TESTS := exactly_once.py schemas.py batch.py catalog.py write_batch.py write_formats.py
 
-# Everything here starts many short processes, and each would compile keyshard again.
+# Everything here starts many short processes. If Python wrote no bytecode, each would compile keyshard again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all $(KINDS:%=test-%) test-preempt landing cluster oldest unit simulate chaos lint format docs bench wheel protocol help
@@ -52,7 +52,7 @@ test-fresh: $(INSTALLED) ## properties and simulations with fresh seeds
 	@$(BIN)/python -m pytest --kind gate -m hypothesis --hypothesis-profile fresh -n $(PROCESSES)
 	@$(BIN)/python -m tests.simulation --seeds 20 --seed-start $$(date +%s)
 
-test-preempt: $(INSTALLED) ## tests of the gate that have threads, which stop at random calls: SEED=... (half an hour)
+test-preempt: $(INSTALLED) ## tests of the gate that have threads; the threads stop at random calls: SEED=... (half an hour)
 	@KEYSHARD_TEST_FACTOR=$${KEYSHARD_TEST_FACTOR:-4} $(BIN)/python -m pytest --kind gate --preempt $(or $(SEED),$$(date +%s)) \
 	  -n 8 tests/unit tests/runtime tests/contract tests/integration
 
@@ -60,7 +60,7 @@ landing: $(INSTALLED) ## what CI runs, in a fresh clone of HEAD; notes the commi
 	@.ci/landing
 
 oldest: $(INSTALLED) ## the main path of Spark on the oldest PySpark of each minor version (about 20 minutes on 2 cores)
-	@# All else is that of $(VENV), behind it on the path.
+	@# All other packages come from $(VENV), which stands after this environment on the path.
 	@for version in $(OLDEST_PYSPARK); do \
 	  echo "PySpark $$version"; \
 	  $(PYTHON) -m venv $(OLDEST)/$$version && \
@@ -80,7 +80,7 @@ simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WOR
 chaos: $(INSTALLED) ## MINUTES of faults on a real broker (20), then the verdict; SEED=... repeats them, SUBJECT=stream|handlers|pipeline, WORKERS=embedded|processes:2, TRANSPORT=wire|client
 	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(TRANSPORT),--transport $(TRANSPORT)) --json chaos.json
 
-cluster: $(INSTALLED) ## the contract, kills under Spark and chaos on two brokers and two bookies; MINUTES=20, SEED=...
+cluster: $(INSTALLED) ## the contract, exactly-once tests and chaos on two brokers and two bookies; MINUTES=20, SEED=...
 	@KEYSHARD_TEST_BROKERS=2 $(BIN)/python -m pytest tests/contract tests/spark/test_exactly_once.py -m "broker or spark"
 	@$(BIN)/python -m tests.chaos --brokers 2 --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json chaos.json
 
@@ -102,10 +102,10 @@ docs: $(INSTALLED) ## build the documentation site in build/site; a warning is a
 	@$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b markdown -c docs -d build/doctrees . build/site
 	@echo "Open build/site/docs/index.html"
 
-bench: $(INSTALLED) ## BENCH=ingest (rows per second against a bare client), idle, lanes, skew or rescale
+bench: $(INSTALLED) ## BENCH=ingest (rows per second against a bare client); bench/README.md lists all
 	@$(BIN)/python -m bench $(BENCH)
 
-wheel: $(INSTALLED) ## sdist and wheel of this platform in dist/, tried in a clean environment without rustc (one minute)
+wheel: $(INSTALLED) ## sdist and wheel of this platform in dist/, tried in a clean environment without rustc (1 to 3 minutes)
 	@$(BIN)/python packaging/make_distributions.py
 
 protocol: ## generate keyshard/broker/wire/pulsar_api_pb2.py (this version's code runs with protobuf 4 to 7)
