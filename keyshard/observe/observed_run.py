@@ -57,3 +57,9 @@ class ObservedRun:
             return "stopping"
         started = self.coordinator.started if self.fixed else self.rescaler() is not None
         return "running" if started else "starting"
+
+    def parked_count(self, count: Callable[[ParkedKeys], int]) -> int | None:
+        """Return a count of the parked keys: ``None`` during the start, 0 if the run parks none."""
+        if (parked := self.parked()) is not None:
+            return count(parked)
+        return None if self.phase == "starting" else 0

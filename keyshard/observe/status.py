@@ -141,7 +141,6 @@ class StatusView:
         for where, trend in trends.items():
             lags[where]["trend"] = _value(trend)
         config, parked = subject.config, subject.parked()
-        nothing_yet = None if subject.phase == "starting" else 0
         return {
             "version": VERSION,
             "kind": subject.kind,
@@ -182,12 +181,12 @@ class StatusView:
                 )
                 for where, missing in sorted(owned.gaps.items())
             ],
-            "parkedKeys": nothing_yet if parked is None else len(parked),
+            "parkedKeys": subject.parked_count(len),
             "parked": [
                 {"key": key, "deadLetters": dead_letters}
                 for key, dead_letters in (() if parked is None else parked.some(PARKED_MAX))
             ],
-            "malformedDeadLetters": nothing_yet if parked is None else parked.malformed,
+            "malformedDeadLetters": subject.parked_count(lambda keys: keys.malformed),
             "counters": totals.counters,
             "handlerSeconds": totals.timings,
             "circuit": totals.circuit,
