@@ -187,7 +187,7 @@ class DeduplicationError(BrokerError):
 
 
 class AdminError(BrokerError):
-    """The admin REST interface refuses a request, or its answer cannot be understood."""
+    """A request to the admin REST interface failed or was refused, or had another effect."""
 
     code = "KEYSHARD_ADMIN"
 

@@ -146,7 +146,7 @@ GONE = (
 
 
 class JobCancelled(Exception):  # noqa: N818 - ends a wait, is no error
-    """The job has stopped or the actor was ended, so no thread waits for the actor's answer."""
+    """The job has stopped or the actor was ended, so the caller stops waiting for its answer."""
 
 
 class Session:

@@ -116,7 +116,7 @@ class Bookies:
 
         Args:
             name: The bookie.
-            ledger: Their ledger. Before a request of another ledger, all answers must have arrived.
+            ledger: Their ledger. Before a request for another one, all answers must have arrived.
             entries: The entries, ascending.
             batch: Most entries of a batch read. Entries that are not consecutive are requested one
                 by one.

@@ -227,7 +227,10 @@ class LedgerReader:
         self._ask(again[:room])
 
     def _take(self, name: str, frames: Sequence[bytes]) -> None:
-        """Accept answers: ask others for refused entries; give up a bookie with invalid answers."""
+        """Accept answers, and ask other bookies for refused or damaged entries.
+
+        A bookie that breaks the protocol, or does not admit this client, is given up.
+        """
         ledger, digest = self._replicas.ledger, self._replicas.digest
         slowed, is_fast, before = False, digest == "CRC32C", len(self._arrived)
         owed, arrived, waiting = self._bookies.owed(name), self._arrived, self._waiting

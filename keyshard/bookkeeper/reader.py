@@ -61,7 +61,7 @@ class BookieReads:
         bookies: Connections to the bookies.
         required: Whether it is an error if neither bookies nor the store of offloads return an
             entry of a stored ledger. If not, the broker is asked for it.
-        failures: Recent failures. Ledgers in it are left to the broker, and new ones are added.
+        failures: Recent failures, to which it adds. Ledgers in them are left to the broker.
         cluster: Key of the cluster in ``failures``, with the options that reach its storage.
         offloads: The store of offloaded ledgers, if any ledger is read from there.
     """

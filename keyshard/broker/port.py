@@ -318,8 +318,8 @@ class EntryProducer(Protocol):
                 some of these ids, only the other messages are stored.
 
         Returns:
-            Future id of the stored entry; ``None`` if all its messages were stored before. The
-            future fails with the errors below, or with:
+            A future of the stored entry's id, or of ``None`` if all messages were stored before. It
+            fails with the errors below, or with:
 
             - ``DeduplicationError``: the producer has a name, and the broker does not deduplicate.
               The first entry may be stored.

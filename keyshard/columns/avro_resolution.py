@@ -92,7 +92,8 @@ class _Resolution:
             place: Index of the branch in the wanted union, if that is known.
 
         Returns:
-            The renamed type; a record of one field if the branches of the wanted union are such.
+            The renamed type; a record of one field if the branches of the wanted union are records
+            of one field.
         """
         if not isinstance(wanted, list):
             return self._single(written, wanted)

@@ -152,8 +152,8 @@ def decode_rows(
     A null value stays null, unless the codec decodes messages without a value.
 
     Up to 8,192 values are decoded together. If that fails, each eighth of them is decoded again, so
-    one bad value about doubles the time. If at most 256 values are left, the codec names the bad
-    ones, so the time for each bad value does not grow with their number.
+    one bad value about doubles the time. If a part of at most 256 values fails, the codec names the
+    likely bad ones, so the time for each bad value does not grow with their number.
 
     Args:
         codec: Decodes the values.

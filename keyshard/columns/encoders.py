@@ -1,6 +1,7 @@
 """Encodes columns as the values of a schema; the inverse of :mod:`keyshard.columns.codecs`.
 
-The same packages decode. fastavro encodes the Avro schemas that the compiled code does not support.
+Compiled code encodes the Avro schemas that it supports, and fastavro the others. The packages are
+those that decode.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def encoded(values: pa.Array, encoder: Encoder, topic: str) -> pa.Array:
         topic: For errors.
 
     Raises:
-        SchemaError: A column or a value does not fit the schema, or a value cannot be encoded.
+        SchemaError: A column or a value does not fit the schema, and the error names its path. Or a
+            value cannot be encoded.
     """
     found = fitted(values, encoder.slot, topic)
     try:

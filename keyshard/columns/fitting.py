@@ -22,7 +22,7 @@ from keyshard.redaction import first_line
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A field or an item of a schema, and the values that it takes; no slot of the hash ring."""
+    """A field or an item of a schema, and the values that it takes; not a slot of the ring."""
 
     column: pa.DataType
     """Type of the column of a reader. Columns that cast to it without loss fit."""

@@ -13,6 +13,8 @@ ones before received entries are taken:
   doubt ends, and the received entries must come again.
 - Only entries that may be as old as the known ones are stored, such as late entries of a slow
   range: received entries are taken, but the doubt stays.
+- A stored entry proves that ids were assigned a second time, such as a known id with a later
+  publish time: :class:`TopicRecreatedError` ends the source.
 - Otherwise, no entry is taken, and the comparison is repeated later.
 """
 

@@ -156,8 +156,8 @@ class Receiving:
         """Record that entries of the range consumer could not be taken.
 
         Returns:
-            Whether the thread must check from now on if the rest is over. A range consumer that was
-            READY has its turn anyway.
+            Whether the thread must check from now on whether the rest is over. A range consumer
+            that was READY has its turn anyway.
         """
         self._rest_until_s = rest.until_s
         lines_up = self.state is ReceiveState.READY

@@ -56,7 +56,7 @@ def open_range_consumers(
     Raises:
         SubscriptionInUseError: Another consumer held a range until ``subscribe_timeout_ms``.
         LimitReachedError: The broker had no room for all consumers within 5 s.
-        SubscriptionNotFoundError: It does not exist, and the broker creates no subscriptions.
+        SubscriptionNotFoundError: The subscription does not exist, and the broker creates none.
         BrokerError: The broker cannot be reached, or refused.
     """
     stop = threading.Event()
@@ -164,8 +164,8 @@ class _Types:
     """Detects a conflict over the subscription type, which waiting does not resolve.
 
     Args:
-        admin: Asked for the type if the broker's error does not name it; ``None`` without
-            ``admin_url``.
+        admin: Asked once per topic partition for the type and the addresses of the holders, which
+            the broker's error may not name; ``None`` without ``admin_url``.
         subscription: Name of the subscription.
     """
 

@@ -252,7 +252,7 @@ class AvailableNow:
     # -- Missing entries and acknowledgements -----------------------------------------------------
 
     def _probe(self, quiet_s: float) -> str:
-        """Ask the broker for missing entries; return a text on the first one, or ``""``."""
+        """Ask the broker for missing entries; return the first thing to wait for, or ``""``."""
         for where, target in self._targets.items():
             if not target.reached:
                 missing = self._probe_partition(where, target, quiet_s)
@@ -461,6 +461,9 @@ def _search(
 
 
 def _is_delayed(block: EntryBlock) -> bool:
-    """Return whether the delivery time of an entry is still to come; ``False`` without one."""
+    """Return whether the delivery time of an entry is still to come.
+
+    ``False`` if the entry has none, or if the client does not tell it.
+    """
     due = block.column(DELIVER_AT)[0]
     return due is not None and bool(due.timestamp() > time.time())

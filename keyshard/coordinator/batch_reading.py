@@ -1,6 +1,6 @@
 """Reads a planned batch from :mod:`.batch_server`, in a task of the host.
 
-Each task imports this module. So it imports large modules only when they are needed.
+Each task imports this module, so it imports nothing of the coordinator but :mod:`.kept_client`.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class Batches:
     def _learn(self, batch_id: str) -> None:
         """Learn the cost of rows from the times at which the tasks of a batch began to read.
 
-        Called at the end of the batch. The times of other batches are dropped.
+        Called at the end of the batch. If it learns something, it drops the times of all batches.
         """
         began, cut_ms = self._began_s.pop(batch_id, None), self._cut_ms.pop(batch_id, None)
         if began is None or cut_ms is None:

@@ -94,7 +94,8 @@ class _GapEvidence:
 class GapResolver:
     """Resolves ack gaps in rounds, in one daemon thread.
 
-    A round gathers evidence about each topic partition with ack gaps, and gives it to the window.
+    A round gathers evidence about each topic partition with ack gaps or several ledgers, and gives
+    it to the window.
     Broker errors appear in the status, and the next round tries again.
 
     Args:
@@ -311,7 +312,8 @@ class GapResolver:
     ) -> None:
         """Give the window the evidence, and the ranges that still owe entries of ack gaps.
 
-        If the topic partition was doubted after the view was taken, the evidence is dropped.
+        If the topic partition was doubted, dropped or created again after the view was taken, the
+        evidence is dropped.
 
         Args:
             topic_partition: The topic partition.

@@ -109,7 +109,7 @@ class Drainable(Protocol):
         """Begin no more messages of keys in ``slots``, nor in the slots of earlier calls."""
 
     def wait_idle(self, timeout_s: float) -> Blocking | None:
-        """Wait at most ``timeout_s`` seconds until no handler works on a key in these slots.
+        """Wait at most ``timeout_s`` seconds until no handler works on a key in the held slots.
 
         Returns:
             ``None``, or the message whose handler has run longest.

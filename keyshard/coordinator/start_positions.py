@@ -154,8 +154,8 @@ def read_first_messages(
 ) -> dict[TopicPartition, MessageId]:
     """Return the first message of each subscription that begins inside a producer batch.
 
-    Every start of a source reads the first messages from the properties, because options may have
-    changed. If a broker lost acknowledgements, it delivers the whole producer batch again. If a
+    Every start of a source reads the first messages from the properties: options may have changed,
+    and a broker that lost acknowledgements delivers the whole producer batch again. If a
     cursor was reset to an earlier entry, the subscription no longer begins inside the batch.
 
     Args:

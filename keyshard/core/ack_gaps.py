@@ -295,7 +295,7 @@ class Trimmed(NamedTuple):
 
     @property
     def least(self) -> int:
-        """Lower bound of the number of deleted entries; those after ``newest`` count as one."""
+        """Number of entries to report as lost. All that may follow ``newest`` count as one."""
         return len(self.entries) + (self.newest is not None)
 
 

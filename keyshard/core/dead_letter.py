@@ -5,8 +5,8 @@ properties of the original; properties that begin with ``keyshard.`` describe it
 failure. A *marker* says one of three things: a dead letter is done; all dead letters of a key up to
 a position are done; or those of a key after an original no longer count as done.
 
-A dead letter *rests* until a marker says that it is done. Each dead letter and each marker name the
-oldest dead letter that rested when they were written. If the topic no longer stores that dead
+A dead letter *rests* until a marker says that it is done. Each dead letter and each marker names
+the oldest dead letter that rested when it was written. If the topic no longer stores that dead
 letter, and no later message says that it is done, the dead letter was lost.
 """
 

@@ -180,7 +180,7 @@ class Fault:
 
     @property
     def mended(self) -> tuple[Version, ...]:
-        """The first release of each line without the fault."""
+        """The first release without the fault, for each line that has one."""
         ends = {span.first.line: span.end for span in self.spans}
         # A line after all lines with the fault counts as fixed from its first release on.
         newer = [line for line in LINES if line > max(ends)]

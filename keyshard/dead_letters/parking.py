@@ -162,7 +162,7 @@ class Parking:
         return True
 
     def drained(self, key: str) -> list[EntryId]:
-        """Start the replay of a draining key. From now on its messages become no dead letters.
+        """Start the replay of a draining key, whose messages now become no more dead letters.
 
         The caller ensures that no message of the key runs, and that its dead letters are confirmed.
 

@@ -111,7 +111,7 @@ class DeadLetterStore:
     def send(self, dead_letter: DeadLetter) -> None:
         """Write a dead letter and wait for its confirmation; then its message counts as completed.
 
-        If its kind is ``PARKED``, its key is parked from now on. Then nothing is written if a dead
+        If its kind is ``PARKED``, its key is parked from now on, and nothing is written if a dead
         letter of the same original rests already.
 
         Raises:

@@ -228,7 +228,7 @@ class AsyncExecutor:
     async def _handle_bulk(self, bulk: Bulk) -> tuple[_Waits | None, BaseException | None]:
         """Handle messages until none is left, or a handler waits, fails, or uses the task.
 
-        Each ``TURN_S``, it lets the other tasks of the event loop run.
+        Every ``TURN_S`` seconds, it lets the other tasks of the event loop run.
         """
         todo, ends, now = bulk.todo, bulk.ends, time.monotonic
         task = asyncio.current_task()

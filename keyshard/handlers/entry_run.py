@@ -144,7 +144,7 @@ class EntryRun:
             self._save_behind()
         taken = self.coordinator.in_flight.take(timeout_s)
         if not taken and self._left:
-            # The gap resolver may have made room in the checkpoint, and no other commit may follow.
+            # The gap resolver may have made room in the checkpoint, and perhaps no commit follows.
             self.commit({})
         elif not taken and self._log is not None and self._log.unsaved:
             self._save_behind()

@@ -343,7 +343,10 @@ def _first(
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Block signals in the block. A process that it starts begins with them blocked, too."""
+    """Block :data:`SIGNALS` while the body runs.
+
+    A process that the body starts begins with them blocked, and unblocks them itself.
+    """
     # Starting the resource tracker unblocks the signals, so it is started before.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -419,7 +419,7 @@ class HandlerRun:
 
     @property
     def _waits(self) -> bool:
-        """Whether a commit is due. First ends the previous one if its outputs are confirmed."""
+        """Whether there is a commit to make. First releases one whose outputs are confirmed."""
         logged = self._logged
         if logged is not None and logged.settled():
             self._committer.release()

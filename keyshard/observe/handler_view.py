@@ -126,6 +126,7 @@ class HandlerView(Protocol):
 
         Args:
             key: The key.
-            slots: Its slots: one if producers set it as text, another if they set it as bytes.
+            slots: The slot of the key as text; also that of its bytes, if producers may have set it
+                as bytes.
             now_s: The time.
         """

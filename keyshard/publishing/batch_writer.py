@@ -269,7 +269,8 @@ class BatchWriter:
         The lowest topic partition is opened alone, and closed last. So of two attempts with the
         same rows, one opens all topic partitions while the other waits for the lowest. Attempts
         with different rows may each have the name where the other one waits for it. So an attempt
-        with producers waits for :data:`BUSY_S`, closes them, and begins again.
+        that has producers waits at most :data:`BUSY_S` for a busy name. Then it closes its
+        producers, and begins again, until ``send_timeout_ms`` is over.
 
         Raises:
             ProducerBusyError: Another program has the name (retriable).

@@ -405,7 +405,7 @@ KEY = "__key"
 
 
 class OnlyKeys:
-    """Chooses messages by partition key; checks all keys of one content together.
+    """Chooses messages by partition key; checks all keys of a record batch together.
 
     The slot does not decide, because an ordering key takes precedence in routing.
 

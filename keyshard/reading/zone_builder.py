@@ -76,7 +76,7 @@ def entries_per_zone(span: Span) -> int:
 
 
 class _OpenZone:
-    """A zone that lacks entries, and adjacent rows of one content that are not counted yet."""
+    """A zone that lacks entries, and adjacent rows of a record batch that are not counted."""
 
     def __init__(self, ledger: int, first: int, end: int) -> None:
         self._at = (ledger, first, end)
@@ -116,7 +116,7 @@ class _OpenZone:
         return Zone(ledger, first, end, self._rows, published, events, versions, keys)
 
     def _take(self, content: pa.RecordBatch, start: int, rows: int) -> None:
-        """Note rows; adjacent rows of one content are counted together."""
+        """Note rows; adjacent rows of a record batch are counted together."""
         if content is not self._content or start != self._stop:
             self._count()
             self._content, self._start = content, start

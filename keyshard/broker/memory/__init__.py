@@ -17,7 +17,7 @@ Behaviour of Pulsar that it reproduces, because programs often get it wrong, by 
   slots that do not. Within a slot, order is kept.
 - Entries of a range without a consumer, or with a full client queue, fill the replay queue. Then
   all ranges of the topic partition stop (:class:`LookAhead`). An acknowledged entry stays in the
-  queue until its range has a consumer that could receive it.
+  queue, and counts for its limit, until its range has a consumer that could receive it.
 - If a consumer closes or reconnects, its unacknowledged entries are redelivered from the first
   index. When the last consumer leaves, the cursor rewinds to its mark-delete.
 - Subscribing to a missing topic creates it, without partitions. So does a consumer whose topic is

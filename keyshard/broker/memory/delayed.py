@@ -20,8 +20,8 @@ class DelayedEntries:
     """Entries that wait for their time, by ordinal.
 
     Args:
-        look_ahead: Number of waiting entries at which the broker sends nothing until the first of
-            them is due. This applies if all entries since the first have ascending times.
+        look_ahead: From this number of waiting entries on, the broker sends nothing until the first
+            of them is due. This applies if all entries since the first have ascending times.
         now_ms: The clock, milliseconds.
         first_waits: Whether the first entry with a time is kept even if it is due.
     """

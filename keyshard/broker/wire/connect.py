@@ -35,7 +35,7 @@ class Address(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """``host:port``, as in a URL. If the port is 0, the host alone, which is a mere name."""
+        """``host:port``, as in a URL. If the port is 0, the host alone, as a label."""
         if not self.port:
             return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -382,7 +382,7 @@ class WireConnection:
                 return None
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Send bytes under the lock; return the sent number. The reading thread finds errors."""
+        """Send bytes under the lock; return how many. The reading thread finds errors."""
         try:
             return self._socket.send(data)
         except (OSError, ValueError):

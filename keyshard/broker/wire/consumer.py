@@ -294,8 +294,9 @@ class WireReader(WireSubscription):
     def _ahead_max(self) -> int:
         """Return the number of messages to request ahead.
 
-        At most the number of entries up to the last wanted one, if that is in the same ledger. The
-        broker reads as many entries as it has permits for messages, and sends them whole.
+        An entry has at least one message. So if the last wanted entry is in the current ledger, the
+        number of entries up to it is enough. The broker reads as many entries as it has permits for
+        messages, and sends them whole.
         """
         most, last = self._how.receiver_queue_size, self._how.last
         ledger, entry = self._start if self._passed is None else self._passed

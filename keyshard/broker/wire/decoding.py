@@ -1,4 +1,4 @@
-"""Decodes stored entries into blocks: one per entry, with the messages in Arrow columns.
+"""Decodes stored entries into blocks: at most one each, with the messages in Arrow columns.
 
 Stored bytes are untrusted: every length is checked against the available bytes, and no declared
 number alone causes an allocation. An unreadable entry becomes an error that names it. The decoder

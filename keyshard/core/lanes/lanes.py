@@ -402,7 +402,7 @@ class Lanes:
         )  # fmt: skip
 
     def retrying(self, count_max: int) -> Iterator[KeyQueue]:
-        """Yield at most ``count_max`` keys whose retry is not due."""
+        """Yield at most ``count_max`` keys that wait for a retry, which may have become due."""
         return islice(self._later, count_max)
 
     def queue(self, key: str) -> KeyQueue | None:

@@ -46,8 +46,8 @@ class Span:
     closed: Closed | None = None
     """The whole ledger, if it is closed and the index lacks some of the entries."""
     lacking: tuple[tuple[int, int], ...] = ()
-    """Entries of a closed ledger that the index lacks: first entries, and ends, exclusive. They
-    ascend, and may reach beyond the span."""
+    """Runs of entries of a closed ledger that the index lacks: the first entry and the end,
+    exclusive, of each, in ascending order. They may reach beyond the span."""
 
     @property
     def entries(self) -> int:

@@ -161,7 +161,8 @@ def held_max(
 
     Messages after the target of a bounded run are in no batch, so no commit acknowledges them. They
     are not part of that sum, but have a limit of their own: a quarter of the broker's limit for a
-    range. The broker sends nothing to a consumer at its limit until half is acknowledged.
+    consumer, or of a range's share of the limit for a subscription if that is smaller. The broker
+    sends nothing to a consumer at its limit until half is acknowledged.
 
     Args:
         window_rows_max: Most rows over all topic partitions.

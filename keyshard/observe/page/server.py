@@ -1,4 +1,7 @@
-"""Serves the page in a thread, with limits for connections, requests and the end."""
+"""Serves the page in a thread.
+
+The number of connections is limited, requests have deadlines, and the end waits for no client.
+"""
 
 from __future__ import annotations
 
