@@ -37,6 +37,7 @@ class _Recent(Generic[K]):
 
     def note(self, failed: K, why: str, entry: int = 0) -> None:
         with self._lock:
+            self._found.pop(failed, None)
             while len(self._found) >= FAILURES_MAX:
                 del self._found[next(iter(self._found))]
             self._found[failed] = _Failure(why, entry, self._clock() + REMEMBERED_S)

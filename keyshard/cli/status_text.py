@@ -59,6 +59,8 @@ def _lag(lag: Lag) -> str:
     """Return a lag in rows and seconds, with its trend, as far as they are known."""
     rows, seconds = lag["rows"], lag["seconds"]
     parts = [] if rows is None else [f"{rows:,} rows"]
+    if rows is None and lag["entries"] is not None:
+        parts = [f"{lag['entries']:,} entries"]
     parts += [] if seconds is None else [f"{seconds:.1f} s"]
     parts += [] if lag["trend"] is None else [lag["trend"]]
     return ", ".join(parts) or "-"

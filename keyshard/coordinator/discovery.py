@@ -424,7 +424,8 @@ class Discovery:
                 self._leftovers[topic_partition] = 0
                 stay.add(topic_partition)
                 _log.warning(
-                    "%s was created again by another client, so it is not deleted", topic_partition
+                    "%s exists again: another client uses it, or the broker does not delete it",
+                    topic_partition,
                 )
             else:
                 self._owned.forget(topic_partition)

@@ -225,6 +225,8 @@ class Dispatcher:
         if self._is_outage(work, setback, time.monotonic()):
             return
         if setback is None:
+            if self.notes.kept:
+                self.notes.forget(work.message)
             self._parking.handled(work)
             return
         now, failure, delay_s = time.monotonic(), setback.failure, setback.decision.delay_s
@@ -270,6 +272,7 @@ class Dispatcher:
         return True
 
     def _give_up(self, work: Work, failure: Failure) -> None:
+        self.notes.forget(work.message)
         if self._parking.give_up(work, failure):
             return
         self.lanes.again(work, math.inf, failure.reason)
@@ -343,6 +346,9 @@ class Dispatcher:
         durations = bulk.durations()
         if not durations:
             return
+        if self.notes.kept:
+            for one in bulk.messages[: len(durations)]:
+                self.notes.forget(one)
         self.tally.successes(durations)
         self._pace.add(durations)
         # Without a key, a message is a key of its own.

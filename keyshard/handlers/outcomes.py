@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from keyshard.core.lanes.failure import Reject, RetryLater, name_of, text_of, times
 from keyshard.core.lanes.key_queue import Work
 from keyshard.core.lanes.lane_status import Note
-from keyshard.core.message import Message, MessageId
+from keyshard.core.message import Message, Place, place_of
 from keyshard.handlers.handler_call import Handle
 
 NOTES_MAX = 10_000
-"""Maximum number of messages whose notes are kept: those that set one last."""
+"""Maximum number of notes. If more messages have one, the oldest notes are forgotten."""
 OBSERVER_KINDS_MAX = 100
 """Kinds of errors of observers that are logged, each once."""
 
@@ -23,28 +23,32 @@ _log = logging.getLogger(__name__)
 
 
 class Notes:
-    """The newest note of each message, for the messages that set one last. Thread-safe."""
+    """The newest note of each message that is not done. Thread-safe."""
 
     def __init__(self) -> None:
-        self._notes: dict[tuple[MessageId, str, int], Note] = {}
-        self._lock = threading.Lock()
+        self.kept: dict[Place, Note] = {}
+        """The notes; only its length may be read without a method."""
+        # Reentrant, because the handler of a signal may set a note.
+        self._lock = threading.RLock()
 
-    def take(self, message: Message, text: str) -> None:
+    def take(self, place: Place, text: str) -> None:
         """Keep the note of a message in place of its earlier one."""
-        at, now_s = _place(message), time.monotonic()
+        note = Note(text, time.monotonic())
         with self._lock:
-            self._notes.pop(at, None)
-            self._notes[at] = Note(text, now_s)
-            if len(self._notes) > NOTES_MAX:
-                del self._notes[next(iter(self._notes))]
+            self.kept.pop(place, None)
+            self.kept[place] = note
+            if len(self.kept) > NOTES_MAX:
+                del self.kept[next(iter(self.kept))]
+
+    def forget(self, message: Message) -> None:
+        """Forget the note of a message that is done."""
+        with self._lock:
+            self.kept.pop(place_of(message), None)
 
     def of(self, message: Message) -> Note | None:
         """Return the newest note of a message, which may be one of an earlier attempt."""
-        return self._notes.get(_place(message))
-
-
-def _place(message: Message) -> tuple[MessageId, str, int]:
-    return message.message_id, message.topic, message.partition
+        with self._lock:
+            return self.kept.get(place_of(message))
 
 
 class Observer(Protocol):

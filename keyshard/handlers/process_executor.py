@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import logging
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from keyshard.base_error import IGNORE
 from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
 from keyshard.core.lanes.key_queue import Work
-from keyshard.core.message import NO_CONTEXT, HandlerContext, Message, Produce
+from keyshard.core.message import NO_CONTEXT, HandlerContext, Message, Place, Produce
 from keyshard.core.process_end import ending, remedy
 from keyshard.errors import ConfigError, HandlerProcessError, UnfitHandlerError
 from keyshard.handlers.executors import ThreadExecutor, WorkSource
@@ -56,8 +57,8 @@ IDLE_ENDS_MAX = 3
 """Maximum number of replacements of a process that ends before it has a message."""
 
 
-TakeNote = Callable[[Message, str], None]
-"""Takes a message and a note that its handler set."""
+TakeNote = Callable[[Place, str], None]
+"""Takes a note, and the place of the message whose handler set it."""
 
 
 class _EndedIdleError(Exception):
@@ -215,10 +216,12 @@ class ProcessHandle:
         try:
             if request is not None:
                 connection.send_bytes(request)
-                began = self._received(connection) == BEGAN
+                began = self._received(connection, began=False) == BEGAN
             if not connection.poll(timeout_s):
                 raise TimeoutError
-            reply: Reply | Sequence[Produce] | None = pickle.loads(self._received(connection))
+            reply: Reply | Sequence[Produce] | None = pickle.loads(
+                self._received(connection, began=True)
+            )
         except (EOFError, OSError) as exc:
             # TimeoutError is an OSError: this also kills a process that was not ready in time.
             late = isinstance(exc, TimeoutError)
@@ -232,11 +235,12 @@ class ProcessHandle:
             raise HandlerProcessError(f"The handler process {what} while {doing}.", hint) from exc
         return reply
 
-    def _received(self, connection: Connection) -> bytes:
-        """Return the next answer; take the notes before it."""
+    def _received(self, connection: Connection, *, began: bool) -> bytes:
+        """Return the next answer. If the handler has begun, take the notes before it."""
         while (received := connection.recv_bytes()).startswith(NOTE):
-            if self._note is not None:
-                self._note(*pickle.loads(received[len(NOTE) :]))
+            if began and self._note is not None:
+                *place, text = json.loads(received[len(NOTE) :])
+                self._note(tuple(place), text)
         return received
 
     def _left(self, wait_s: float) -> int | None:
@@ -365,15 +369,22 @@ def _serve(connection: Connection, pickled: bytes) -> None:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     begin("keyshard-parent-watch", _end_with_parent)
-    sending = threading.Lock()
+    sending, handling = threading.Lock(), threading.Event()
 
     def send(answer: bytes) -> None:
         with sending:
             connection.send_bytes(answer)
 
-    def note(message: Message, text: str) -> None:
-        # Parents need only the position. A copy of the value would cost more than the note.
-        send(NOTE + pickle.dumps((message._replace(value=None, properties={}), text)))
+    def note(place: Place, text: str) -> None:
+        ledger, entry, index, topic, partition = place
+        # Plain values: an object of the user could fail in the parent, amid an answer.
+        values = int(ledger), int(entry), int(index), str(topic), int(partition), text
+        # A thread that outlives its handler sends nothing, nor does a signal amid an answer.
+        if handling.is_set() and sending.acquire(blocking=False):
+            try:
+                connection.send_bytes(NOTE + json.dumps(values).encode())
+            finally:
+                sending.release()
 
     try:
         handler, read_data, take = pickle.loads(pickled)
@@ -388,10 +399,12 @@ def _serve(connection: Connection, pickled: bytes) -> None:
             send(BEGAN)
         except (EOFError, OSError):
             return
+        handling.set()
         try:
             reply = pickle.dumps(handle(pickle.loads(request)))
         except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
             reply = pickle.dumps(Reply.of(exc))
+        handling.clear()
         send(reply)
 
 

@@ -104,7 +104,11 @@ class BrokerPoll:
             while not self._stopping.is_set():
                 began_s = time.monotonic()
                 failed: list[Exception] = []
-                failed_s = self._round(admin, failed)
+                failed_s = 0.0
+                try:
+                    failed_s = self._round(admin, failed)
+                except (KeyShardError, ValueError) as exc:
+                    failed.append(exc)
                 self.error = one_line(failed[0]) if failed else ""
                 if failed:
                     _log.info("broker facts are unknown, asking again: %s", one_line(failed[0]))

@@ -236,8 +236,8 @@ METRICS: tuple[Metric, ...] = (
            "Entries that somebody else acknowledged; with fail_on_data_loss, the source ends.",
            _one("window", "entriesLost")),
     Metric("keyshard_parked_keys", _GAUGE, "keys", (),
-           "Keys whose messages go to the dead-letter topic until they are unparked.",
-           _one("parkedKeys")),
+           "Keys whose messages go to the dead-letter topic until they are unparked; missing "
+           "during the start.", _one("parkedKeys")),
     Metric("keyshard_circuit_open", _GAUGE, "", (),
            "1 while most keys fail at once and handlers pause, else 0.",
            lambda status: [((), float(status["circuit"]["state"] != "closed"))]),

@@ -103,9 +103,10 @@ class StatusView:
             "received": progress["rowsReceived"],
             "completed": counters["completed"] if self._handles else None,
             "failedAttempts": counters["failedAttempts"] if self._handles else None,
-            "lag": _extent(_joined(lags.values())),
         }
-        values |= {where: _extent(lags[where]) for where in sorted(lags)[:TRENDS_MAX]}
+        judged = {where: lags[where] for where in sorted(lags)[:TRENDS_MAX]}
+        for name, lag in (("lag", _joined(lags.values())), *judged.items()):
+            values |= {(name, "rows"): lag["rows"], (name, "seconds"): lag["seconds"]}
         with self._lock:
             self._pace.look(now_s, values)
             self._loads.look(now_s, facts)
@@ -131,8 +132,8 @@ class StatusView:
         with self._lock:
             stalls = dict(self._watchdog.stalls)
             shares = [self._loads.shares(each.index) for each in facts]
-            trends = {where: self._pace.trend(where) for where in lags}
-            lag["trend"] = _value(self._pace.trend("lag"))
+            trends = {where: self._pace.trend((where, _unit(lags[where]))) for where in lags}
+            lag["trend"] = _value(self._pace.trend(("lag", _unit(lag))))
             rates: Rates = {
                 "received": _rounded(self._pace.rate("received")),
                 "completed": _rounded(self._pace.rate("completed")),
@@ -428,13 +429,14 @@ def _joined(lags: Collection[Lag]) -> Lag:
     """Return the lag of a source.
 
     Entries and rows are sums, unknown if those of a topic partition are. The age is the highest
-    known one.
+    known one; if that is 0 and another one is unknown, it is unknown, too.
     """
-    seconds = [each["seconds"] for each in lags if each["seconds"] is not None]
+    known = [each["seconds"] for each in lags if each["seconds"] is not None]
+    seconds = max(known, default=None)
     return {
         "entries": _sum(each["entries"] for each in lags),
         "rows": _sum(each["rows"] for each in lags),
-        "seconds": max(seconds, default=None),
+        "seconds": None if not seconds and len(known) < len(lags) else seconds,
         "trend": None,
     }
 
@@ -449,9 +451,9 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     return total
 
 
-def _extent(lag: Lag) -> float | None:
+def _unit(lag: Lag) -> str:
     """Return the number that decides the trend of a lag: rows, or seconds if they are unknown."""
-    return lag["seconds"] if lag["rows"] is None else lag["rows"]
+    return "seconds" if lag["rows"] is None else "rows"
 
 
 def _value(trend: Trend | None) -> str | None:

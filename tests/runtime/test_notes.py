@@ -6,15 +6,17 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import Any
 
 import pytest
+from tenacity import wait_none
 
-from keyshard import KeyShardSource, Message, RetryLater
+from keyshard import KeyShardSource, Message, RetryLater, RetryPolicy
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.control import running_source
-from keyshard.core.message import NOTE_CHARS
+from keyshard.core.message import NOTE_CHARS, place_of
 from keyshard.handlers.outcomes import NOTES_MAX, Notes
 from tests.helpers import until, wait_until
 from tests.support.command_line import run as command
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.usefixtures("control_folder")
 
 RELEASE = threading.Event()
 FAIL = threading.Event()
+LEFT: list[threading.Thread] = []
+"""A thread of a child that outlives its handler."""
 
 
 def handle(message: Message) -> None:
@@ -50,6 +54,19 @@ def handle_in_a_process(message: Message) -> None:
     for step in range(1, 2_001):
         message.note(f"step {step} of 2,000")
     time.sleep(60)  # The end of the run kills the process.
+
+
+def leave_a_thread_behind(message: Message) -> None:
+    if LEFT:
+        time.sleep(60)  # The end of the run kills the process.
+
+    def go_on_noting() -> None:
+        while True:
+            message.note("of the first attempt")
+
+    LEFT.append(threading.Thread(target=copy_context().run, args=[go_on_noting], daemon=True))
+    LEFT[0].start()
+    raise ValueError("once")
 
 
 def handle_and_fail_once(message: Message) -> None:
@@ -170,15 +187,67 @@ def test_outside_of_a_handler_a_note_does_nothing() -> None:
 
 def test_the_memory_of_notes_is_limited() -> None:
     notes, messages = Notes(), [Message.for_test(b"1")._replace(partition=n) for n in range(3)]
-    notes.take(messages[0], "a")
-    notes.take(messages[1], "b")
-    notes.take(messages[0], "c")
+    for number, text in ((0, "a"), (1, "b"), (0, "c")):
+        notes.take(place_of(messages[number]), text)
     for partition in range(3, NOTES_MAX + 2):
-        notes.take(messages[2]._replace(partition=partition), "others")
+        notes.take(place_of(messages[2]._replace(partition=partition)), "others")
     assert notes.of(messages[1]) is None, "the oldest one"
     found = notes.of(messages[0])
     assert found is not None
     assert found.text == "c"
+
+
+def test_notes_of_done_messages_are_forgotten(source: KeyShardSource) -> None:
+    """Issue: notes of many done messages displaced the note of a handler that hung."""
+    cluster = MemoryCluster.named(source.service_url.removeprefix("memory://"))
+    cluster.publish(source.topics[0], *(Stored(b"2", key=f"k{n % 7}") for n in range(300)))
+    handled: list[str | None] = []
+
+    def noted(message: Message) -> None:
+        message.note("begins")
+        if message.value == b"1":
+            assert RELEASE.wait(deadline(60))
+        handled.append(message.key)
+
+    with source.running(noted, lanes=3):
+        wait_until(lambda: len(handled) == 300)
+        run_with("begins")
+        notes = source._active()._dispatcher.notes.kept
+        wait_until(lambda: len(notes) == 1)
+        RELEASE.set()
+        wait_until(lambda: not notes)
+
+
+def test_a_note_of_an_earlier_attempt_does_not_come_back(source: KeyShardSource) -> None:
+    """Issue: it did while the message waited for a retry after an attempt without a note."""
+    attempts: list[int] = []
+
+    def noted(message: Message) -> None:
+        attempts.append(len(attempts))
+        if attempts[-1] == 0:
+            message.note("in the first attempt")
+            raise ValueError("first")
+        if attempts[-1] == 1:
+            raise RetryLater(deadline(60), "second")
+
+    with source.running(noted, retry=RetryPolicy(wait=wait_none())):
+        wait_until(lambda: len(attempts) == 2)
+        assert run_with(None, "retrying")["error"] == "second"
+
+
+def test_a_thread_of_a_child_that_outlives_its_handler_stops_no_other(
+    source: KeyShardSource,
+) -> None:
+    """Notes between two requests are read by the next one, and belong to no attempt of it."""
+    with source.running(
+        leave_a_thread_behind,
+        executor="processes",
+        workers=1,
+        retry=RetryPolicy(wait=wait_none()),
+        drain_timeout_s=0.1,
+    ):
+        wait_until(lambda: source.status()["counters"]["failedAttempts"] == 1)
+        wait_until(lambda: running_source("jobs").ask("runs")["runs"][0]["state"] == "running")
 
 
 def test_a_long_note_is_cut(source: KeyShardSource) -> None:

@@ -195,8 +195,8 @@ def _run_status(
 ) -> RunStatus:
     head = queue.work[0]
     message, note = head.message, note_of(head.message)
-    if note is not None and queue.running and note.at_s < head.started_s:
-        note = None  # An earlier attempt set it.
+    if note is not None and note.at_s < head.started_s:
+        note = None  # An earlier attempt set it, or the handler has returned.
     return {
         "key": facts.key,
         "range": queue.owner,

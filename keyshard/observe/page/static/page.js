@@ -164,13 +164,15 @@ function show(look) {
   byId("moves").hidden = status.kind === "spark" || status.kind === "stream";
 }
 
+function historyOf(source, partition) {
+  return `${source} ${nameOf(partition)} ${partition.lag.rows === null ? "seconds" : "rows"}`;
+}
+
 function remember(source, status) {
   for (const partition of status.partitions) {
-    const name = `${source} ${nameOf(partition)}`;
-    const history = state.histories.get(name) ?? [];
+    const name = historyOf(source, partition);
     const lag = partition.lag.rows ?? partition.lag.seconds;
-    if (lag !== null) history.push(lag);
-    state.histories.set(name, history.slice(-HISTORY));
+    if (lag !== null) state.histories.set(name, [...(state.histories.get(name) ?? []), lag].slice(-HISTORY));
   }
 }
 
@@ -181,7 +183,7 @@ function showSources(look) {
     return element("button", {
       type: "button", title: one.error || `${one.subscription}, pid ${one.pid}`,
       "aria-current": String(one.id === look.chosen),
-      onclick: () => { state.chosen = one.id; state.arc = null; state.runs = []; state.dead = null; showDead(); listen(); },
+      onclick: () => { state.chosen = one.id; state.arc = null; state.runs = []; state.noRuns = ""; state.dead = null; showDead(); listen(); },
     }, element("span", { class: `state ${is}` }), one.name, " ", element("small", {}, lag));
   });
   const nav = byId("sources");
@@ -206,7 +208,8 @@ function showFacts(status) {
   byId("facts").replaceChildren(...[
     fact("State", element("span", { class: `state ${status.state}` }, status.state), status.kind),
     fact("Lag", durationOf(lag.seconds), trend),
-    fact("Backlog", numberOf(lag.rows), lag.rows !== null ? "rows" : status.brokerError ? "no answer" : "unknown, see admin_url"),
+    fact("Backlog", numberOf(lag.rows ?? lag.entries),
+      lag.rows !== null ? "rows" : lag.entries !== null ? "entries" : status.brokerError ? "no answer" : "unknown, see admin_url"),
     fact("Received", paceOf(rates.received), "rows/s"),
     handles ? fact("Completed", paceOf(rates.completed), "messages/s") : null,
     handles ? fact("Failed attempts", paceOf(rates.failedAttempts), "per second") : null,
@@ -386,7 +389,7 @@ function showPartitions(status) {
     ["lag", "Lag", (one) => one.lag.seconds, (one) => durationOf(one.lag.seconds), "number"],
     ["rows", "Rows", (one) => one.lag.rows, (one) => numberOf(one.lag.rows), "number"],
     ["trend", "Trend", (one) => one.lag.trend, (one) => element("span", { class: one.lag.trend ?? "" }, one.lag.trend ?? "–"), ""],
-    ["spark", "Last 2 minutes", (one) => one.lag.rows, (one) => sparkOf(state.histories.get(`${state.look.chosen} ${nameOf(one)}`) ?? []), ""],
+    ["spark", "Last 2 minutes", (one) => one.lag.rows, (one) => sparkOf(state.histories.get(historyOf(state.look.chosen, one)) ?? []), ""],
     ["gaps", "Ack gaps", (one) => one.ackGaps, (one) => limited(one.ackGaps, one.ackGapsMax), "number"],
     ["replay", "Replay queue", (one) => one.replay, (one) => limited(one.replay, one.replayMax), "number"],
     ["covered", "Ring", (one) => (one.covered ? 0 : 1) + (one.error ? 2 : 0),
