@@ -23,7 +23,6 @@ from tests.support.thread_faults import Calls, Step
 STEPS = [
     Step("keyshard-ack", "keyshard.consumers.acknowledger.Acknowledger._hand_over"),
     Step("keyshard-audit", "keyshard.broker.retry.retry_until"),
-    Step("keyshard-broker-facts", "keyshard.observe.broker_poll._limits_of"),
     Step("keyshard-broker-facts", "keyshard.observe.broker_poll.BrokerPoll._round"),
     Step("keyshard-control", "keyshard.control._of_another_user"),
     Step("keyshard-control-answer", "keyshard.control.ControlServer._answer"),
