@@ -25,7 +25,6 @@ from tests.support.deadlines import deadline
 pytestmark = pytest.mark.usefixtures("control_folder")
 
 RELEASE = threading.Event()
-FAIL = threading.Event()
 LEFT: list[threading.Thread] = []
 """A thread of a child that outlives its handler."""
 
@@ -69,18 +68,14 @@ def leave_a_thread_behind(message: Message) -> None:
     raise ValueError("once")
 
 
-def handle_and_fail_once(message: Message) -> None:
-    if not FAIL.is_set():
-        message.note("before the failure")
-        FAIL.set()
-        raise RetryLater(deadline(0.5), "later")
-    assert RELEASE.wait(deadline(60))
+def handle_and_fail(message: Message) -> None:
+    message.note("before the failure")
+    raise RetryLater(deadline(60), "later")
 
 
 @pytest.fixture(autouse=True)
 def released() -> Iterator[None]:
     RELEASE.clear()
-    FAIL.clear()
     yield
     RELEASE.set()
 
@@ -144,13 +139,9 @@ def test_a_message_that_a_program_took_has_a_note(source: KeyShardSource) -> Non
     asyncio.run(take())
 
 
-def test_a_note_of_a_failed_attempt_is_listed_until_the_next_attempt(
-    source: KeyShardSource,
-) -> None:
-    with source.running(handle_and_fail_once):
+def test_a_note_of_a_failed_attempt_is_listed_before_the_retry(source: KeyShardSource) -> None:
+    with source.running(handle_and_fail):
         run_with("before the failure", "retrying")
-        assert run_with(None)["noteSecondsAgo"] is None
-        RELEASE.set()
 
 
 def test_the_command_prints_the_note(
