@@ -60,14 +60,20 @@ class KeyShardError(Exception):
         """The code, the problem and the remedy in one line, as logs have it."""
         return f"[{self.code}] {self.message}"
 
-    def __str__(self) -> str:
+    @property
+    def shown_remedy(self) -> str:
+        """The remedy, by default that of the class."""
         from keyshard.error_reference import remedy_of  # noqa: PLC0415 - it imports this module
 
+        return self.remedy or remedy_of(type(self))
+
+    def __str__(self) -> str:
         place = [f"Place: {self.place}"] if self.place else []
-        remedy = self.remedy or remedy_of(type(self))
         page = f"docs/errors.md#{self.code.lower()}"
         more = f"More: {page}, or run: keyshard error {self.code}"
-        return "\n".join([f"[{self.code}] {self.problem}", *place, f"Remedy: {remedy}", more])
+        return "\n".join(
+            [f"[{self.code}] {self.problem}", *place, f"Remedy: {self.shown_remedy}", more]
+        )
 
     def with_text(self: _Error, problem: str, remedy: str) -> _Error:
         """Return the same error with another problem and remedy."""
@@ -98,3 +104,11 @@ def placed(place: str) -> Iterator[None]:
 def one_line(error: object) -> str:
     """Return the text of an object for a log: the ``summary`` of a keyshard error, else ``str``."""
     return error.summary if isinstance(error, KeyShardError) else str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or all of an error of keyshard in one line.
+
+    gRPC adds a long debug context, which is left out.
+    """
+    return one_line(error).split("\n", 1)[0].split(". gRPC client debug context:", 1)[0]

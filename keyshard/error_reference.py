@@ -413,12 +413,12 @@ REFERENCES = (
     ),
 )
 """In the order of the document, which is that of the hierarchy in :mod:`keyshard.errors`."""
+BY_ERROR = {one.error: one for one in REFERENCES}
 
 
 def remedy_of(error: type[KeyShardError]) -> str:
     """Return the remedy of a class, or of its nearest base, without Markdown markup."""
-    remedies = {one.error: one.remedy for one in REFERENCES}
-    return next(remedies[one] for one in error.__mro__ if one in remedies).replace("`", "")
+    return next(BY_ERROR[one].remedy for one in error.__mro__ if one in BY_ERROR).replace("`", "")
 
 
 def document() -> str:

@@ -141,15 +141,6 @@ def redacted(text: str) -> str:
     return _PARAMETER.sub(r"\1***", _USER.sub("://***@", text))
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or all of an error of keyshard in one line.
-
-    gRPC adds a long debug context, which is left out.
-    """
-    text = getattr(error, "summary", None) or str(error)
-    return str(text).split("\n", 1)[0].split(". gRPC client debug context:", 1)[0]
-
-
 def scrubbed(error: _Error) -> _Error:
     """Redact an error of a library and the errors that caused it: tracebacks show them."""
     one: BaseException | None = error

@@ -13,7 +13,7 @@ from keyshard.config.connection import CLIENT, Connection
 from keyshard.config.segments import BYTES_IN_FLIGHT, Segments, check_bytes_in_flight
 from keyshard.config.source import SourceConfig
 from keyshard.core.metadata_columns import check_known, check_transport
-from keyshard.core.option_checks import as_sentence, check_integer, is_key, suggesting
+from keyshard.core.option_checks import check_integer, is_key, suggesting
 from keyshard.core.position.read_bounds import bound_text
 from keyshard.core.position.split import Split, cut, divided
 from keyshard.core.position.zones import Wanted
@@ -327,14 +327,14 @@ def wanted_columns(given: object, source: SourceConfig) -> list[str] | None:
 
     if given is None:
         return columns_of(source.metadata_columns) if source.metadata_columns else None
-    wanted = f"name some of {', '.join(COLUMNS.names)}"
+    wanted = f"Name some of {', '.join(COLUMNS.names)}."
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise ConfigError(f"columns is {shown(given)}.", as_sentence(wanted))
+        raise ConfigError(f"columns is {shown(given)}.", wanted)
     for name in given:
         check_known(name)
     unknown = [name for name in given if name not in COLUMNS.names]
     if unknown or len(set(given)) < len(given):
         what = f"has no column {shown(unknown[0])}" if unknown else "has a column twice"
-        raise ConfigError(f"columns is {shown(given)}, which {what}.", as_sentence(wanted))
+        raise ConfigError(f"columns is {shown(given)}, which {what}.", wanted)
     check_transport(given, by_client=source.transport == CLIENT)
     return list(given)

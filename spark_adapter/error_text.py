@@ -58,10 +58,13 @@ class as_spark_error(concise_errors):  # noqa: N801
         self._first = first
 
     def translate(self, error: KeyShardError) -> KeyShardError:
-        from keyshard.error_reference import remedy_of  # noqa: PLC0415 - only errors need it
-
         names, field = _names()
-        texts = error.problem, error.remedy or remedy_of(type(error))
+        texts = error.problem, error.shown_remedy
         problem, remedy = (field.sub(lambda found: names[found[1]], text) for text in texts)
-        word, space, rest = problem.partition(" ")
-        return error.with_text(self._first.get(word, word) + space + rest, remedy)
+        return error.with_text(renamed(problem, self._first), remedy)
+
+
+def renamed(problem: str, names: Mapping[str, str]) -> str:
+    """Return a problem with another name as its first word. The rest may be text of the user."""
+    word, space, rest = problem.partition(" ")
+    return names.get(word, word) + space + rest

@@ -29,6 +29,7 @@ from keyshard.core.position.read_bounds import (
 )
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
+from spark_adapter.error_text import renamed
 from spark_adapter.options import (
     BATCH_OPTIONS,
     CLIENT,
@@ -84,12 +85,10 @@ def parse_options(options: Mapping[str, str], *, stream: bool = True) -> KeyShar
     try:
         source = KeyShardSource(**_connected(fields, client))
     except ConfigError as exc:
-        # Translate only the field's name at the start: the rest may be text of the user.
         # Without the cause: Spark prints causes first, and this one has names of fields, not of
         # options.
-        field, space, rest = exc.problem.partition(" ")
         given |= {one.field: CLIENT + one.name for one in CONNECTION_OPTIONS}
-        raise exc.with_text(given.get(field, field) + space + rest, exc.remedy) from None
+        raise exc.with_text(renamed(exc.problem, given), exc.remedy) from None
     if source.in_memory:
         raise ConfigError(
             f"service.url is {shown(source.service_url)}, an in-memory cluster that only one "

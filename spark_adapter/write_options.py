@@ -31,6 +31,7 @@ from keyshard.publishing.preflight import check_topics
 from keyshard.publishing.staging import Staging
 from keyshard.publishing.values import Values, check_names
 from keyshard.redaction import shown
+from spark_adapter.error_text import renamed
 from spark_adapter.option_parsing import accumulator_id, integer, parts_of, truth
 from spark_adapter.options import CLIENT, CONNECTION_OPTIONS, SINK_OPTIONS
 from spark_adapter.query_columns import arrow_schema_of
@@ -159,8 +160,7 @@ def _sink(fields: dict[str, Any], client: Mapping[str, str]) -> KeyShardSink:
         # The error begins with the name of a field; the user knows the option.
         names = {option.field: option.name for option in SINK_OPTIONS}
         names |= {option.field: CLIENT + option.name for option in CONNECTION_OPTIONS}
-        field, space, rest = exc.problem.partition(" ")
-        raise exc.with_text(names.get(field, field) + space + rest, exc.remedy) from None
+        raise exc.with_text(renamed(exc.problem, names), exc.remedy) from None
     if sink.service_url.startswith("memory://"):
         raise ConfigError(
             f"service.url is {shown(sink.service_url)}, an in-memory cluster that only one "

@@ -80,7 +80,7 @@ def write_batch(
             has stored rows with the sink id.
     """
     check_integer("batch_id", batch_id, 0, BATCH_ID_MAX)
-    check_text("sink_id", sink_id, "name this query at the topic")
+    check_text("sink_id", sink_id, "Name this query at the topic.")
     check_length("sink_id", sink_id)
     # The tasks of a machine cannot share a port.
     sink = replace(KeyShardSink(topic, sink_id=sink_id, **options), metrics_port=None)

@@ -23,8 +23,9 @@ def of_entry(
     kind: type[Refused], where: TopicPartition, entry_id: EntryId, problem: str, remedy: str
 ) -> Refused:
     """Create an error that carries the position of its entry."""
-    facts = {"topic_partition": where.name, "ledger": entry_id.ledger, "entry": entry_id.entry}
-    return kind(problem, remedy, **facts)
+    return kind(
+        problem, remedy, topic_partition=where.name, ledger=entry_id.ledger, entry=entry_id.entry
+    )
 
 
 def corrupt_entry(

@@ -63,7 +63,7 @@ def error(
 ) -> None:
     """Explain the code of an error: its cause and its remedy. Without a code, list all codes."""
     from keyshard.core.option_checks import did_you_mean
-    from keyshard.error_reference import REFERENCES, meaning, section
+    from keyshard.error_reference import BY_ERROR, REFERENCES, meaning, section
     from keyshard.errors import BY_CODE, ConfigError
 
     if code is None:
@@ -80,7 +80,7 @@ def error(
     if found is None:
         hint = did_you_mean(name, BY_CODE, "To list all codes, run: keyshard error.")
         raise ConfigError(f"{code} is not the code of an error.", hint)
-    typer.echo(section(next(one for one in REFERENCES if one.error is found)), nl=False)
+    typer.echo(section(BY_ERROR[found]), nl=False)
 
 
 def _offline(key: str, parallelism: int) -> KeyAssignment:

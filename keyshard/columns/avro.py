@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from keyshard.base_error import first_line
 from keyshard.columns.avro_resolution import without_aliases, written_for
 from keyshard.columns.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, AvroType, parse
 from keyshard.columns.avro_unions import kind_of
@@ -29,7 +30,6 @@ from keyshard.columns.maps import with_keys_once
 from keyshard.columns.projection import cast_values
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
-from keyshard.redaction import first_line
 
 COMPILED_LACKS = {
     "bytes", "fixed", "decimal", "null", "nothing", "union of one", "union of numbers",

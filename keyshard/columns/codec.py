@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyarrow import compute
 
+from keyshard.base_error import first_line
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError
-from keyshard.redaction import first_line
 
 ALL_DESCRIBED: Mapping[str, str] = MappingProxyType({})
 INSTALL = "pip install 'keyshard[schemas]'"

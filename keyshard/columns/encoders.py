@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyarrow import compute
 
+from keyshard.base_error import first_line
 from keyshard.columns.avro import COMPILED_LACKS
 from keyshard.columns.avro_types import DECIMAL, UNION, AvroType, parse
 from keyshard.columns.avro_unions import is_member, kind_of
@@ -27,7 +28,6 @@ from keyshard.columns.primitives import PRIMITIVES
 from keyshard.columns.protobuf import ProtobufCodec
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
-from keyshard.redaction import first_line
 
 _Change = Callable[[Any], Any]
 _TOGETHER = 8_192

@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import compute
 
+from keyshard.base_error import first_line
 from keyshard.columns.projection import lossy, null_in
 from keyshard.core.option_checks import did_you_mean
 from keyshard.errors import SchemaError
-from keyshard.redaction import first_line
 
 
 @dataclass(frozen=True, slots=True)

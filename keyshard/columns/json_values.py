@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from keyshard.base_error import first_line
 from keyshard.columns.avro_types import parse
 from keyshard.columns.codec import ALL_DESCRIBED, UndecodableError, library, refused
 from keyshard.columns.json_forms import Form, must_convert
@@ -20,7 +21,6 @@ from keyshard.columns.json_scalars import BARE_IN_JSON
 from keyshard.columns.json_types import WRONG, Types, array_of, cast_array, formed_array
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
-from keyshard.redaction import first_line
 
 _BARE_BYTES = BARE_IN_JSON.encode()
 _FEW = 64

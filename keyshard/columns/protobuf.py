@@ -12,12 +12,12 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from pyarrow import compute
 
+from keyshard.base_error import first_line
 from keyshard.columns.avro_types import FIELDS_MAX
 from keyshard.columns.codec import Indivisible, UndecodableError, library, panics_as_errors, refused
 from keyshard.columns.maps import with_keys_once
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
-from keyshard.redaction import first_line
 
 _UNSIGNED = {pa.uint32(): pa.int64(), pa.uint64(): pa.decimal128(20)}
 _SATURATED = {-(2**63), 2**63 - 1}

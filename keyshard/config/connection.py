@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from keyshard.config.field_types import short_repr
 from keyshard.core.option_checks import (
-    as_sentence,
     check_bool,
     check_choice,
     check_integer,
@@ -64,7 +63,7 @@ class Token:
             name = check_text(
                 "environment",
                 self.environment,
-                "name the environment variable that contains the token",
+                "Name the environment variable that contains the token.",
             )
             if not os.environ.get(name):
                 raise ConfigError(
@@ -93,13 +92,13 @@ class OAuth2:
     """Instead of ``credentials_file``."""
 
     def __post_init__(self) -> None:
-        wanted = "write https://host/path"
-        url = check_text("issuer_url", self.issuer_url, wanted)
+        remedy = "Write https://host/path."
+        url = check_text("issuer_url", self.issuer_url, remedy)
         if url.partition("://")[0] not in ("http", "https") or not _host(url):
-            raise ConfigError(f"issuer_url is {shown(url)}.", as_sentence(wanted))
+            raise ConfigError(f"issuer_url is {shown(url)}.", remedy)
         for name in ("audience", "scope", "client_id"):
             if getattr(self, name) is not None:
-                check_text(name, getattr(self, name), "write the text that the issuer expects")
+                check_text(name, getattr(self, name), "Write the text that the issuer expects.")
         own = (self.client_id is not None, self.client_secret is not None)
         if (own != (True, True)) if self.credentials_file is None else any(own):
             raise ConfigError(
@@ -122,7 +121,7 @@ class Basic:
     password: Secret | str
 
     def __post_init__(self) -> None:
-        check_text("user", self.user, "name the user")
+        check_text("user", self.user, "Name the user.")
         if ":" in self.user:
             raise ConfigError(f"user is {shown(self.user)}; it must not contain a colon.")
         password = check_secret("password", self.password).reveal()
@@ -188,7 +187,7 @@ class Connection:
                 object.__setattr__(self, name, check_file(name, getattr(self, name)))
         check_bool("tls_hostname_verification", self.tls_hostname_verification)
         if self.listener_name is not None:
-            check_text("listener_name", self.listener_name, "name one of advertisedListeners")
+            check_text("listener_name", self.listener_name, "Name one of advertisedListeners.")
         check_integer("operation_timeout_ms", self.operation_timeout_ms, 1_000, 3_600_000)
         check_integer("connection_timeout_ms", self.connection_timeout_ms, 100, 3_600_000)
         check_choice("transport", self.transport, AUTO, CLIENT, WIRE)
@@ -198,7 +197,7 @@ class Connection:
         url = check_text("service_url", self.service_url, _SERVICE_WANTED)
         admin = self.admin_url
         if admin is not None:
-            check_text("admin_url", admin, "write http://host:port")
+            check_text("admin_url", admin, "Write http://host:port.")
         if self.in_memory:
             if admin not in (None, url):
                 raise ConfigError(
@@ -291,7 +290,7 @@ def check_file(name: str, path: object) -> str:
     """Check that a file can be read, and return its path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise ConfigError(f"{name} is {shown(path)}.", "Name a file.")
-    text = check_text(name, os.fspath(path), "name a file")
+    text = check_text(name, os.fspath(path), "Name a file.")
     try:
         with Path(text).open("rb"):
             return text

@@ -107,17 +107,17 @@ class HandlerConfig:
         check_bool("telemetry", self.telemetry)
         if self.ui_port is not None:
             check_integer("ui_port", self.ui_port, 0, 65_535)
-        check_text("ui_host", self.ui_host, "write an address, such as '0.0.0.0'")
+        check_text("ui_host", self.ui_host, "Write an address, such as '0.0.0.0'.")
         if self.ui_token is not None:
             check_token("ui_token", self.ui_token)
-        check_text("metrics_host", self.metrics_host, "write an address, such as '0.0.0.0'")
+        check_text("metrics_host", self.metrics_host, "Write an address, such as '0.0.0.0'.")
         if not isinstance(self.retry, RetryPolicy):
             raise ConfigError(f"retry is {shown(self.retry)}; it must be a keyshard.RetryPolicy.")
         check_seconds("drain_timeout_s", self.drain_timeout_s, 86_400)
         if self.checkpoint is not None:
             object.__setattr__(self, "checkpoint", checkpoint_url(self.checkpoint))
         if self.dead_letter_topic is not None:
-            topic = check_text("dead_letter_topic", self.dead_letter_topic, "name a topic")
+            topic = check_text("dead_letter_topic", self.dead_letter_topic, "Name a topic.")
             object.__setattr__(self, "dead_letter_topic", full_topic_name(topic))
 
     @property
@@ -177,4 +177,4 @@ def checkpoint_url(given: object) -> str:
         ConfigError: The value is neither.
     """
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
-    return check_text("checkpoint", path, "write a path or an fsspec URL of a file, or None")
+    return check_text("checkpoint", path, "Write a path or an fsspec URL of a file, or None.")

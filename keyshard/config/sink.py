@@ -86,10 +86,10 @@ class SinkConfig:
         return short_repr(self, always=("topic",))
 
     def __post_init__(self) -> None:
-        topic = check_text("topic", self.topic, "name the topic")
+        topic = check_text("topic", self.topic, "Name the topic.")
         object.__setattr__(self, "topic", full_topic_name(topic.strip()))
         if self.sink_id is not None:
-            name = check_text("sink_id", self.sink_id, "name this sink")
+            name = check_text("sink_id", self.sink_id, "Name this sink.")
             if name.strip() != name or len(name) > SINK_ID_MAX:
                 raise ConfigError(
                     f"sink_id is {shown(name)}; it must have at most {SINK_ID_MAX} characters, "
@@ -117,7 +117,7 @@ class SinkConfig:
         check_bool("telemetry", self.telemetry)
         if self.metrics_port is not None:
             check_integer("metrics_port", self.metrics_port, 0, 65_535)
-        check_text("metrics_host", self.metrics_host, "write an address, such as '0.0.0.0'")
+        check_text("metrics_host", self.metrics_host, "Write an address, such as '0.0.0.0'.")
         for name, low, high in _LIMITS:
             check_integer(name, getattr(self, name), low, high)
 

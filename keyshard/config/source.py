@@ -12,7 +12,6 @@ from keyshard.config.field_types import given_fields, in_both, short_repr
 from keyshard.config.workers import EMBEDDED, WorkersOption
 from keyshard.core.metadata_columns import check_metadata_columns
 from keyshard.core.option_checks import (
-    as_sentence,
     check_bool,
     check_choice,
     check_integer,
@@ -199,13 +198,15 @@ class SourceConfig:
         )
         object.__setattr__(self, "metadata_columns", metadata)
         self._check_unreadable()
-        check_text("ui_host", self.ui_host, "write an address, such as '0.0.0.0'")
+        check_text("ui_host", self.ui_host, "Write an address, such as '0.0.0.0'.")
         if self.ui_token is not None:
             check_token("ui_token", self.ui_token)
         if self.name is not None:
-            check_text("name", self.name, "write a name, or None for the subscription")
-        check_text("worker_host", self.worker_host, "write an address that the executors can reach")
-        check_text("metrics_host", self.metrics_host, "write an address, such as '0.0.0.0'")
+            check_text("name", self.name, "Write a name, or None for the subscription.")
+        check_text(
+            "worker_host", self.worker_host, "Write an address that the executors can reach."
+        )
+        check_text("metrics_host", self.metrics_host, "Write an address, such as '0.0.0.0'.")
         check_bool("fail_on_data_loss", self.fail_on_data_loss)
         check_bool("telemetry", self.telemetry)
         self._check_numbers()
@@ -255,7 +256,7 @@ class SourceConfig:
         if self.subscription is not None:
             name = check_text("subscription", self.subscription, _SUBSCRIPTION)
             if name.strip() != name:
-                raise ConfigError(f"subscription is {shown(name)}.", as_sentence(_SUBSCRIPTION))
+                raise ConfigError(f"subscription is {shown(name)}.", _SUBSCRIPTION)
 
     def check_subscribed(self) -> None:
         """Check that a subscription is named.
@@ -316,7 +317,7 @@ class SourceConfig:
             return
         if self.topics:
             raise ConfigError("topics_pattern and topics are both given.", "Give only one of them.")
-        pattern = check_text("topics_pattern", self.topics_pattern, "write tenant/namespace/regex")
+        pattern = check_text("topics_pattern", self.topics_pattern, "Write tenant/namespace/regex.")
         object.__setattr__(self, "topics_pattern", TopicPattern.parse(pattern).text)
         if self.admin_url is None:
             raise ConfigError(
@@ -376,7 +377,7 @@ def _topic_names(topics: object) -> tuple[str, ...]:
         raise ConfigError(
             f"topics is {shown(topics)}.", "Write the name of a topic, or a list of names."
         )
-    names = [check_text("topics", name, "write names of topics") for name in topics]
+    names = [check_text("topics", name, "Write names of topics.") for name in topics]
     return tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
 
 
@@ -394,7 +395,7 @@ _BY_CLIENT = {
 }
 SHORTHANDS = in_both(Connection, SourceConfig)
 """Fields that a source shares with its connection."""
-_SUBSCRIPTION = "name the Pulsar subscription that holds the backlog of this source"
+_SUBSCRIPTION = "Name the Pulsar subscription that holds the backlog of this source."
 _OPTIONAL = {one.name for one in fields(SourceConfig) if one.default is None}
 _LIMITS = (
     ("parallelism", 1, RING_SIZE),

@@ -56,7 +56,7 @@ class WorkersOption:
                 "Write 'embedded' or 'processes:4', the place of the consumers. The number of "
                 "concurrent handlers is the argument workers of run().",
             )
-        given = check_text("workers", text, "write 'embedded' or 'processes:4'")
+        given = check_text("workers", text, "Write 'embedded' or 'processes:4'.")
         if given == EMBEDDED:
             return None
         found = _FORM.fullmatch(given)

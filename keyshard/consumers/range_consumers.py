@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 
+from keyshard.base_error import AGAIN
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.connect import transport_of
 from keyshard.broker.port import Broker, Consumer, StartPosition
@@ -215,7 +216,7 @@ class RangeConsumers:
             raise BrokerUnavailableError(
                 f"Consumers of {', '.join(names)[:200]} were not closed within "
                 f"{DROP_TIMEOUT_S:.0f} s.",
-                "Check the broker. keyshard tries again.",
+                f"Check the broker. {AGAIN}",
             )
 
     def _is_done(self, receiver: Receiver, drop: Drop, deadline_s: float) -> bool:

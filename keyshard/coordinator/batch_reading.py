@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import pyarrow as pa
 from pyarrow import flight
 
+from keyshard.base_error import first_line
 from keyshard.coordinator.kept_client import KeptClient
 from keyshard.errors import BY_CODE, KeyShardError, WorkerUnreachableError
-from keyshard.redaction import first_line
 from keyshard.workers.authentication import with_token
 from keyshard.workers.flight_client import flight_client
 

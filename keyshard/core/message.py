@@ -35,12 +35,16 @@ Place = tuple[int, int, int, str, int]
 """Ledger, entry, batch index, topic and partition of a message, which identify it in a source."""
 
 
+TakeNote = Callable[[Place, str], None]
+"""Takes a note, and the place of the message whose handler set it."""
+
+
 class HandlerContext(NamedTuple):
     """The parts of a run that a message needs while a handler has it."""
 
     read_data: Callable[[Message], Any] | None = None
     """Decoder of message values."""
-    note: Callable[[Place, str], None] | None = None
+    note: TakeNote | None = None
     """Takes the notes of handlers; ``None``: nothing shows them."""
 
 

@@ -119,21 +119,16 @@ def check_choice(name: str, value: object, *choices: str) -> None:
         raise ConfigError(f"{name} is {shown(value)}.", f"Write {wanted}.")
 
 
-def as_sentence(advice: str) -> str:
-    """Return an imperative without a full stop as a sentence."""
-    return f"{advice[0].upper()}{advice[1:]}."
-
-
-def check_text(name: str, value: object, wanted: str) -> str:
+def check_text(name: str, value: object, remedy: str) -> str:
     """Check for a text that is not empty, fits UTF-8 and has no control characters.
 
     Args:
         name: The option.
         value: Its value.
-        wanted: Advice for the error: an imperative without a full stop.
+        remedy: Remedy of the error: a sentence.
     """
     if not isinstance(value, str) or not value or not _is_plain(value):
-        raise ConfigError(f"{name} is {shown(value)}.", as_sentence(wanted))
+        raise ConfigError(f"{name} is {shown(value)}.", remedy)
     return value
 
 
@@ -143,12 +138,12 @@ FOLDER_CHARS_MAX = 4_096
 
 def check_folder(name: str, value: object) -> str:
     """Check the text of a path or an fsspec URL of a folder; the folder itself is not checked."""
-    wanted = "write a path or an fsspec URL of a folder"
-    text = check_text(name, value, wanted)
+    wanted = "Write a path or an fsspec URL of a folder"
+    text = check_text(name, value, f"{wanted}.")
     if len(text) > FOLDER_CHARS_MAX:
         raise ConfigError(
             f"{name} has {len(text):,} characters.",
-            as_sentence(f"{wanted} with at most {FOLDER_CHARS_MAX:,}"),
+            f"{wanted} with at most {FOLDER_CHARS_MAX:,}.",
         )
     return text
 

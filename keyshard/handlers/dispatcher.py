@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 
 from keyshard.config.handlers import HandlerConfig
 from keyshard.coordinator.rescale import Blocking
@@ -225,8 +226,7 @@ class Dispatcher:
         if self._is_outage(work, setback, time.monotonic()):
             return
         if setback is None:
-            if self.notes.kept:
-                self.notes.forget(work.message)
+            self.notes.forget((work.message,))
             self._parking.handled(work)
             return
         now, failure, delay_s = time.monotonic(), setback.failure, setback.decision.delay_s
@@ -272,7 +272,7 @@ class Dispatcher:
         return True
 
     def _give_up(self, work: Work, failure: Failure) -> None:
-        self.notes.forget(work.message)
+        self.notes.forget((work.message,))
         if self._parking.give_up(work, failure):
             return
         self.lanes.again(work, math.inf, failure.reason)
@@ -346,9 +346,7 @@ class Dispatcher:
         durations = bulk.durations()
         if not durations:
             return
-        if self.notes.kept:
-            for one in bulk.messages[: len(durations)]:
-                self.notes.forget(one)
+        self.notes.forget(islice(bulk.messages, len(durations)))
         self.tally.successes(durations)
         self._pace.add(durations)
         # Without a key, a message is a key of its own.

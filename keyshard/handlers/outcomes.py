@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from keyshard.core.lanes.failure import Reject, RetryLater, name_of, text_of, times
@@ -40,10 +40,12 @@ class Notes:
             if len(self.kept) > NOTES_MAX:
                 del self.kept[next(iter(self.kept))]
 
-    def forget(self, message: Message) -> None:
-        """Forget the note of a message that is done."""
-        with self._lock:
-            self.kept.pop(place_of(message), None)
+    def forget(self, messages: Iterable[Message]) -> None:
+        """Forget the notes of messages that are done. Without notes, read no message."""
+        if self.kept:
+            with self._lock:
+                for one in messages:
+                    self.kept.pop(place_of(one), None)
 
     def of(self, message: Message) -> Note | None:
         """Return the newest note of a message, which may be one of an earlier attempt."""

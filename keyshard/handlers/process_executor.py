@@ -27,7 +27,14 @@ from typing import Any, NamedTuple
 from keyshard.base_error import IGNORE
 from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
 from keyshard.core.lanes.key_queue import Work
-from keyshard.core.message import NO_CONTEXT, HandlerContext, Message, Place, Produce
+from keyshard.core.message import (
+    NO_CONTEXT,
+    HandlerContext,
+    Message,
+    Place,
+    Produce,
+    TakeNote,
+)
 from keyshard.core.process_end import ending, remedy
 from keyshard.errors import ConfigError, HandlerProcessError, UnfitHandlerError
 from keyshard.handlers.executors import ThreadExecutor, WorkSource
@@ -55,10 +62,6 @@ NOTE = b"note:"
 """Begins a note of the handler, which a child sends before its answer."""
 IDLE_ENDS_MAX = 3
 """Maximum number of replacements of a process that ends before it has a message."""
-
-
-TakeNote = Callable[[Place, str], None]
-"""Takes a note, and the place of the message whose handler set it."""
 
 
 class _EndedIdleError(Exception):
@@ -216,12 +219,10 @@ class ProcessHandle:
         try:
             if request is not None:
                 connection.send_bytes(request)
-                began = self._received(connection, began=False) == BEGAN
+                began = connection.recv_bytes() == BEGAN
             if not connection.poll(timeout_s):
                 raise TimeoutError
-            reply: Reply | Sequence[Produce] | None = pickle.loads(
-                self._received(connection, began=True)
-            )
+            reply: Reply | Sequence[Produce] | None = pickle.loads(self._answer(connection))
         except (EOFError, OSError) as exc:
             # TimeoutError is an OSError: this also kills a process that was not ready in time.
             late = isinstance(exc, TimeoutError)
@@ -235,10 +236,10 @@ class ProcessHandle:
             raise HandlerProcessError(f"The handler process {what} while {doing}.", hint) from exc
         return reply
 
-    def _received(self, connection: Connection, *, began: bool) -> bytes:
-        """Return the next answer. If the handler has begun, take the notes before it."""
+    def _answer(self, connection: Connection) -> bytes:
+        """Return the answer; take the notes before it."""
         while (received := connection.recv_bytes()).startswith(NOTE):
-            if began and self._note is not None:
+            if self._note is not None:
                 *place, text = json.loads(received[len(NOTE) :])
                 self._note(tuple(place), text)
         return received
@@ -298,14 +299,18 @@ class ProcessExecutor(ThreadExecutor):
         self._processes: list[ProcessHandle] = []
         # When the interpreter ends, multiprocessing sends SIGTERM to children and waits for them.
         atexit.register(self._end_all)
-        spare = [_first(pickled, self._processes.append, context.note)]
+
+        def new() -> ProcessHandle:
+            return ProcessHandle(pickled, self._processes.append, context.note)
+
+        spare = [_first(new())]
 
         def made() -> Handle:
             # The first thread takes the process that has already loaded the handler.
             try:
                 process = spare.pop()
             except IndexError:
-                process = ProcessHandle(pickled, self._processes.append, context.note)
+                process = new()
             return observed(process)
 
         super().__init__(dispatcher, count, made)
@@ -330,10 +335,7 @@ class ProcessExecutor(ThreadExecutor):
             process.end()
 
 
-def _first(
-    pickled: bytes, started: Callable[[ProcessHandle], None], note: TakeNote | None
-) -> ProcessHandle:
-    process = ProcessHandle(pickled, started, note)
+def _first(process: ProcessHandle) -> ProcessHandle:
     try:
         process.start()
     except HandlerProcessError as exc:
@@ -369,43 +371,41 @@ def _serve(connection: Connection, pickled: bytes) -> None:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     begin("keyshard-parent-watch", _end_with_parent)
-    sending, handling = threading.Lock(), threading.Event()
-
-    def send(answer: bytes) -> None:
-        with sending:
-            connection.send_bytes(answer)
+    # Held by a note that is being sent, and by this thread while no handler runs: notes of threads
+    # that outlive their handler must not come between two answers.
+    noting = threading.Lock()
+    noting.acquire()
 
     def note(place: Place, text: str) -> None:
         ledger, entry, index, topic, partition = place
         # Plain values: an object of the user could fail in the parent, amid an answer.
         values = int(ledger), int(entry), int(index), str(topic), int(partition), text
-        # A thread that outlives its handler sends nothing, nor does a signal amid an answer.
-        if handling.is_set() and sending.acquire(blocking=False):
+        if noting.acquire(blocking=False):
             try:
                 connection.send_bytes(NOTE + json.dumps(values).encode())
             finally:
-                sending.release()
+                noting.release()
 
     try:
         handler, read_data, take = pickle.loads(pickled)
         handle = HandlerCall(handler, HandlerContext(read_data, note), take)
     except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
-        send(pickle.dumps(Reply(FailureKind.UNFIT, Failure.of(exc).reason)))
+        connection.send_bytes(pickle.dumps(Reply(FailureKind.UNFIT, Failure.of(exc).reason)))
         return
-    send(pickle.dumps(None))
+    connection.send_bytes(pickle.dumps(None))
     while True:
         try:
             request = connection.recv_bytes()
-            send(BEGAN)
+            connection.send_bytes(BEGAN)
         except (EOFError, OSError):
             return
-        handling.set()
+        noting.release()
         try:
             reply = pickle.dumps(handle(pickle.loads(request)))
         except BaseException as exc:  # noqa: BLE001 - any exception of a handler is its failure
             reply = pickle.dumps(Reply.of(exc))
-        handling.clear()
-        send(reply)
+        noting.acquire()
+        connection.send_bytes(reply)
 
 
 def _end_with_parent() -> None:

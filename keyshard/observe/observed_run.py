@@ -61,9 +61,3 @@ class ObservedRun:
     def has_started(self) -> bool:
         """Whether the start is over."""
         return self.coordinator.started if self.fixed else self.rescaler() is not None
-
-    def parked_count(self, count: Callable[[ParkedKeys], int]) -> int | None:
-        """Return a count of the parked keys: ``None`` during the start, 0 if the run parks none."""
-        if (parked := self.parked()) is not None:
-            return count(parked)
-        return 0 if self.has_started else None

@@ -84,7 +84,6 @@ class StatusView:
         self._watchdog = RangeWatchdog()
         self._pace, self._loads = Pace(), Loads()
         self._began_s = time.monotonic()
-        self._handles = subject.kind == "handlers"
 
     def watch(self) -> list[Stall]:
         """Sample rates, lags and loads, and look for stalls; return the stalls to log now."""
@@ -99,10 +98,11 @@ class StatusView:
         counters = handling.totals(now_s).counters
         progress = self._subject.coordinator.status()
         lags = self._lags(owned, progress)
+        handles = self._subject.kind == "handlers"
         values: dict[Hashable, float | None] = {
             "received": progress["rowsReceived"],
-            "completed": counters["completed"] if self._handles else None,
-            "failedAttempts": counters["failedAttempts"] if self._handles else None,
+            "completed": counters["completed"] if handles else None,
+            "failedAttempts": counters["failedAttempts"] if handles else None,
         }
         judged = {where: lags[where] for where in sorted(lags)[:TRENDS_MAX]}
         for name, lag in (("lag", _joined(lags.values())), *judged.items()):
@@ -116,8 +116,7 @@ class StatusView:
 
     def status(self) -> Status:
         """Return the whole status; see ``docs/status.md``."""
-        subject = self._subject
-        now_s = time.monotonic()
+        subject, now_s = self._subject, time.monotonic()
         started = subject.coordinator.started
         owned = self._owned() if started else Ownership({}, {}, set(), {})
         facts = subject.handling.ranges(now_s, owned) if started else []
@@ -141,6 +140,7 @@ class StatusView:
             }
         for where, trend in trends.items():
             lags[where]["trend"] = _value(trend)
+        none_parked = 0 if subject.has_started else None
         config, parked = subject.config, subject.parked()
         return {
             "version": VERSION,
@@ -182,12 +182,12 @@ class StatusView:
                 )
                 for where, missing in sorted(owned.gaps.items())
             ],
-            "parkedKeys": subject.parked_count(len),
+            "parkedKeys": none_parked if parked is None else len(parked),
             "parked": [
                 {"key": key, "deadLetters": dead_letters}
                 for key, dead_letters in (() if parked is None else parked.some(PARKED_MAX))
             ],
-            "malformedDeadLetters": subject.parked_count(lambda keys: keys.malformed),
+            "malformedDeadLetters": none_parked if parked is None else parked.malformed,
             "counters": totals.counters,
             "handlerSeconds": totals.timings,
             "circuit": totals.circuit,
@@ -420,9 +420,9 @@ def _lag() -> Lag:
 
 def _rows(entries: int | None, per_entry: float | None) -> int | None:
     """Return the rows of a backlog; ``None`` if its entries or the rows of each are unknown."""
-    if not entries or per_entry is None:
-        return None if entries else entries
-    return round(entries * per_entry)
+    if not entries:
+        return entries
+    return None if per_entry is None else round(entries * per_entry)
 
 
 def _joined(lags: Collection[Lag]) -> Lag:
@@ -443,12 +443,8 @@ def _joined(lags: Collection[Lag]) -> Lag:
 
 def _sum(counts: Iterable[int | None]) -> int | None:
     """Return a sum; ``None`` if there are no counts, or one is unknown."""
-    total: int | None = None
-    for count in counts:
-        if count is None:
-            return None
-        total = (total or 0) + count
-    return total
+    known = list(counts)
+    return sum(one for one in known if one is not None) if known and None not in known else None
 
 
 def _unit(lag: Lag) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from keyshard.base_error import first_line
 from keyshard.broker.schemas import first_tries_s, schema_of
 from keyshard.columns.codec import Codec, UndecodableError, decode_rows
 from keyshard.columns.codecs import KEY_VALUE, codec_of, keys_apart
@@ -19,7 +20,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import MalformedMessageError, SchemaError, UnfitHandlerError
 from keyshard.reading.decoder import keep_newest, writer_of
 from keyshard.reading.decoding_plan import WITHOUT_SCHEMA, Decoding, check_same, plan_decoding
-from keyshard.redaction import first_line, shown
+from keyshard.redaction import shown
 
 LEDGERS_MAX = 100_000
 """Ledgers whose decoding is remembered, about 25 MB."""

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from keyshard.base_error import first_line
 from keyshard.broker.at_exit import close_at_exit
 from keyshard.broker.connect import connect
 from keyshard.broker.port import Broker
 from keyshard.config.connection import Connection
 from keyshard.config.workers import PROCESSES, WorkersOption, backends
 from keyshard.errors import ConfigError
-from keyshard.redaction import first_line
 
 if TYPE_CHECKING:
     from keyshard.workers.worker import Worker

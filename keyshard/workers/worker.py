@@ -17,10 +17,11 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
+from keyshard.base_error import first_line
 from keyshard.config.connection import Connection
 from keyshard.core.process_end import ending, remedy
 from keyshard.errors import UnexpectedError, WorkerUnreachableError
-from keyshard.redaction import first_line, shown
+from keyshard.redaction import shown
 from keyshard.workers.authentication import INTRODUCE, RequestSigner
 from keyshard.workers.encoding import (
     DeliveredTotals,

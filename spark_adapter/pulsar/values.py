@@ -9,8 +9,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from keyshard.base_error import one_line
-from keyshard.core.option_checks import as_sentence
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.read_bounds import Edge
 from keyshard.core.position.serialized_id import BYTES_MAX, SerializedId
@@ -95,18 +93,16 @@ def position_of(name: str, topic_partition: str, given: list[Any], *, behind: bo
         ConfigError: The bytes are not a message id, or the message is in another topic partition.
     """
     wanted = (
-        "write a position 'ledger:entry', or the bytes of a message id as JsonUtils.topicOffsets "
-        "does"
+        "Write a position 'ledger:entry', or the bytes of a message id as JsonUtils.topicOffsets "
+        "does."
     )
     bytes_only = all(type(one) is int and -128 <= one < 256 for one in given)
     if not given or not bytes_only or len(given) > BYTES_MAX:
-        raise ConfigError(f"{name} is {shown(given)}, no message id.", as_sentence(wanted))
+        raise ConfigError(f"{name} is {shown(given)}, no message id.", wanted)
     try:
         found = SerializedId.from_bytes(bytes(one % 256 for one in given))
     except ValueError as exc:
-        raise ConfigError(
-            f"{name} is {shown(given)}, and {one_line(exc)}.", as_sentence(wanted)
-        ) from None
+        raise ConfigError(f"{name} is {shown(given)}, and {exc}.", wanted) from None
     if found.earliest:
         return Edge.EARLIEST.value
     if found.latest:
@@ -118,7 +114,7 @@ def position_of(name: str, topic_partition: str, given: list[Any], *, behind: bo
             "Give each topic partition a position of its own.",
         )
     if found.ledger < 0 or found.entry < -1:
-        raise ConfigError(f"{name} is {shown(given)}, which no message has.", as_sentence(wanted))
+        raise ConfigError(f"{name} is {shown(given)}, which no message has.", wanted)
     return f"{found.ledger}:{found.entry + 1 if behind else max(found.entry, 0)}"
 
 

@@ -23,9 +23,9 @@ from weakref import WeakSet
 from pyspark import BarrierTaskContext, InheritableThread
 from pyspark.accumulators import AccumulatorParam
 
+from keyshard.base_error import first_line
 from keyshard.core.option_checks import check_integer
 from keyshard.errors import ClusterError, ConfigError, KeyShardError
-from keyshard.redaction import first_line
 from keyshard.threads import begin
 from spark_adapter.preflight import check_workers
 from spark_adapter.workers import registry

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from keyshard.base_error import first_line
 from keyshard.config.connection import Connection, Token
 from keyshard.config.connection_names import fields_of
 from keyshard.core.releases import DEFAULT_VERSION, Version
 from keyshard.errors import ConfigError, DevBrokerError
-from keyshard.redaction import first_line
 from keyshard.testing.devbroker.distribution import install, template
 from keyshard.testing.devbroker.java import class_options, java_of, jvm_command
 from keyshard.testing.devbroker.process import (

@@ -236,7 +236,7 @@ def create_partitioned_topic(connection: Connection | str, topic: str, partition
         BrokerUnavailableError: The interface cannot be reached.
     """
     _between("partitions", partitions, 1, PARTITIONS_MAX)
-    check_text("topic", topic, "name a topic")
+    check_text("topic", topic, "Name a topic.")
     if isinstance(connection, str):
         connection = Connection(admin_url=connection)
     with closing(PulsarAdmin(connection)) as admin, _hinted():
