@@ -19,6 +19,7 @@ import ray
 from ray import exceptions
 
 import keyshard
+from keyshard.base_error import first_line
 from keyshard.core.lanes.failure import text_of
 from keyshard.errors import (
     ClusterError,
@@ -183,7 +184,7 @@ class ActorPool:
         except DEATHS as exc:
             self.session.check()
             raise HandlerProcessError(
-                f"The actor ended while it handled rows: {_first_line(exc)}.",
+                f"The actor ended while it handled rows: {first_line(exc).rstrip('.')}.",
                 "Look for a crash, or for its memory limit.",
             ) from exc
         except exceptions.RayError as exc:
@@ -363,7 +364,3 @@ def _refused(error: Exception) -> ConfigError:
     return ConfigError(
         f"Ray rejects the resources of the actors: {text_of(error)}.", "Correct them."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return text_of(error).strip().partition("\n")[0].rstrip(".")

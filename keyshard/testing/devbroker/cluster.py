@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from keyshard.broker.admin.http import AdminHttp
@@ -23,6 +22,7 @@ from keyshard.testing.devbroker.members import START_S, Bookie, ClusterBroker, C
 from keyshard.testing.devbroker.process import (
     LOOPBACK,
     BrokerProcess,
+    StartedByBlock,
     free_port,
     give_back,
     log_tail,
@@ -41,7 +41,7 @@ _BROKER = ("org.apache.pulsar.PulsarBrokerStarter", "--broker-conf")
 _INITIALIZE = "org.apache.pulsar.PulsarClusterMetadataSetup"
 
 
-class DevCluster:
+class DevCluster(StartedByBlock):
     """ZooKeeper, bookies and brokers on loopback, for tests with several brokers.
 
     Topics are spread over the brokers by bundles. The load balancer moves none by itself: only
@@ -98,22 +98,6 @@ class DevCluster:
         ]
         for broker in self.brokers:
             broker.admin_port = self._port()
-
-    def __enter__(self) -> DevCluster:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def members(self) -> Sequence[ClusterMember]:

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from keyshard.base_error import first_line
 from keyshard.config.connection import Connection, Token
@@ -23,12 +22,13 @@ from keyshard.testing.devbroker.process import (
     BrokerProcess,
     LogWatch,
     ProcessOwner,
+    StartedByBlock,
     StartResult,
     free_port,
     give_back,
-    log_tail,
     loopback_interface,
     port_is_free,
+    start_error,
     wait_until_ready,
 )
 from keyshard.testing.devbroker.security import (
@@ -45,7 +45,7 @@ _MEMORY = "-Xms256m -Xmx1g -XX:MaxDirectMemorySize=1g"
 _STATE = "devbroker.json"
 
 
-class DevBroker(ProcessOwner):
+class DevBroker(StartedByBlock, ProcessOwner):
     """A Pulsar standalone broker that listens on the loopback address only.
 
     Several can run side by side, each with its own ports and data directory. As a context manager
@@ -114,22 +114,6 @@ class DevBroker(ProcessOwner):
         self._tokens = tokens
         self._optimised = optimised
         self._class_options: Sequence[str] | None = None
-
-    def __enter__(self) -> DevBroker:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = f"running, pid {self.pid}" if self.is_running() else "not running"
@@ -240,12 +224,7 @@ class DevBroker(ProcessOwner):
             log_from = self.log_path.stat().st_size if self.log_path.exists() else 0
             outcome = self._launch(home, java, log_from, deadline)
         if outcome is not StartResult.READY:
-            raise DevBrokerError(
-                f"The broker did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
-                f"{self.log_path} and ends:\n{log_tail(self.log_path, log_from)}",
-                log_path=str(self.log_path),
-                outcome=outcome.name,
-            )
+            raise start_error("The broker", outcome, timeout_s, self.log_path, log_from)
 
     def _launch(self, home: Path, java: Path, log_from: int, deadline: float) -> StartResult:
         """Start the process and wait; kill it again unless it becomes ready."""

@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
+from keyshard.base_error import first_line
 from keyshard.core.releases import DEFAULT_VERSION, TESTED
 from keyshard.errors import ConfigError, DevBrokerError
 from keyshard.testing.devbroker.cache import Announcer, cache_dir, file_lock
@@ -348,18 +349,14 @@ def _fetch_retrying(
     except OSError as exc:
         if exc.errno in _FULL_DISK:
             raise
+        reason = first_line(exc).rstrip(".") or type(exc).__name__
         raise DevBrokerError(
-            f"Apache Pulsar {version} could not be downloaded: {_first_line(exc)}. It is needed "
-            "once (about 250 MB).",
+            f"Apache Pulsar {version} could not be downloaded: {reason}. It is needed once (about "
+            "250 MB).",
             f"Connect to the network and try again, or copy the folder {_home(version)} from a "
             "machine that has it.",
             version=version,
         ) from exc
-
-
-def _first_line(exc: BaseException) -> str:
-    lines = str(exc).splitlines()
-    return lines[0].rstrip(".") if lines else type(exc).__name__
 
 
 def _verify(archive: Path, algorithm: str, expected: str) -> None:

@@ -19,7 +19,7 @@ from keyshard.testing.devbroker.process import (
     LogWatch,
     ProcessOwner,
     StartResult,
-    log_tail,
+    start_error,
     wait_until_ready,
 )
 
@@ -75,12 +75,7 @@ class ClusterMember(ProcessOwner):
         """
         outcome = self._serves(time.monotonic() + timeout_s)
         if outcome is not StartResult.READY:
-            raise DevBrokerError(
-                f"{self.name} did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
-                f"{self.log_path} and ends:\n{log_tail(self.log_path, self._log_from)}",
-                log_path=str(self.log_path),
-                outcome=outcome.name,
-            )
+            raise start_error(self.name, outcome, timeout_s, self.log_path, self._log_from)
 
     def start(self, timeout_s: float = START_S) -> None:
         """Start the process and wait until it serves.

@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from keyshard.broker.admin.http import AdminHttp
 from keyshard.broker.auth.credentials import Credentials
@@ -28,6 +30,7 @@ STOP_S = 20.0
 _POLL_S = 0.02
 _KILL_TIMEOUT_S = 10.0
 _LOG_LINES = 15
+_Started = TypeVar("_Started", bound="StartedByBlock")
 
 # A pipe detects the death of the parent from any cause. (PR_SET_PDEATHSIG would also fire when only
 # the *thread* that started the broker ends, and needs code between fork and exec.) A line means
@@ -142,6 +145,27 @@ class ProcessOwner:
         if self._process is not None:
             self._process.kill()
             self._process = None
+
+
+class StartedByBlock(ABC):
+    """Base of context managers that start on entry, and close on exit or if the start fails."""
+
+    @abstractmethod
+    def start(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self: _Started) -> _Started:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def kill_group(pid: int, reap: Callable[[], object] | None = None) -> None:
@@ -260,6 +284,18 @@ class StartResult(Enum):
         "it refuses the credentials of DevBroker. Use DevBroker(tokens=True), or give "
         "brokerClientAuthenticationPlugin and brokerClientAuthenticationParameters of a superuser "
         "in settings"
+    )
+
+
+def start_error(
+    name: str, outcome: StartResult, timeout_s: float, log_path: Path, log_from: int
+) -> DevBrokerError:
+    """Return the error of a start; its text has the end of the log from ``log_from`` on."""
+    return DevBrokerError(
+        f"{name} did not start: {outcome.value} (limit {timeout_s:g} s). Its log is "
+        f"{log_path} and ends:\n{log_tail(log_path, log_from)}",
+        log_path=str(log_path),
+        outcome=outcome.name,
     )
 
 
