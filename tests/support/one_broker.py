@@ -12,7 +12,7 @@ from keyshard.broker.wire.reconnect import Shared
 
 
 class OneBroker:
-    """A cluster of one broker."""
+    """A pool with one connection."""
 
     def __init__(self, at: Any) -> None:
         self.at = at
@@ -24,5 +24,5 @@ class OneBroker:
 
 def shared_at(at: Any, retrier: Retrier) -> Shared:
     """Return the state for a connection. One retrier also nudges silent brokers."""
-    cluster = cast("ConnectionPool", OneBroker(at))
-    return Shared(cluster, retrier, retrier, cast("Credentials", None), 5.0)
+    pool = cast("ConnectionPool", OneBroker(at))
+    return Shared(pool, retrier, retrier, cast("Credentials", None), 5.0)

@@ -416,7 +416,7 @@ def test_a_broker_that_only_listens_costs_attempts_little(
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     broker = connect(first, connection_timeout_ms=400, operation_timeout_ms=10_000)
     address = connection_pool._address(f"127.0.0.1:{listening.getsockname()[1]}", tls=False)
-    shared = broker._shared.cluster
+    shared = broker._shared.pool
     began_s, errors = time.monotonic(), list[str]()
 
     def ask() -> None:

@@ -1012,7 +1012,7 @@ def test_a_connection_that_is_replaced_ends_with_its_last_consumer(
         at, _ = first.standing()
         assert at is not None
         assert len(scripted.sessions) == renewals + 1
-        first._shared.cluster.retire(at)
+        first._shared.pool.retire(at)
         first.close()
         assert second.is_connected(), "one that is in use stays"
         if renewals % 2:

@@ -129,7 +129,7 @@ def shared(broker: NamingBroker) -> Iterator[Shared]:
         DEADLINE_S,
     )
     yield made
-    made.cluster.close(DEADLINE_S)
+    made.pool.close(DEADLINE_S)
 
 
 def opened(shared: Shared) -> WireProducer:
@@ -178,7 +178,7 @@ def test_a_request_without_an_answer_gives_its_name_back(
     """A broker that was frozen may close a producer before it has opened it, and then open it."""
     setattr(broker, how, True)
     waiting = WireProducer(
-        Shared(shared.cluster, shared.reconnects, shared.nudges, shared.credentials, 0.3),
+        Shared(shared.pool, shared.reconnects, shared.nudges, shared.credentials, 0.3),
         WHERE, PublishOptions("name"),
     )  # fmt: skip
     with pytest.raises((BrokerUnavailableError, ProducerBusyError)):

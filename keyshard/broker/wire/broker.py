@@ -89,14 +89,14 @@ class WireBroker:
         def attempt(left_s: float) -> int:
             nonlocal reason
             try:
-                return self._shared.cluster.partitions(topic, left_s, create=create)
+                return self._shared.pool.partitions(topic, left_s, create=create)
             except RefusedError as exc:
                 if exc.code == TOPIC_NOT_FOUND and not create:
                     return 0
                 who = self._credentials.who()
                 raise error_of(exc, "look up", topic, topic, who, permission=EITHER) from exc
             except BrokerUnavailableError as exc:
-                if self._shared.cluster.has_connected:
+                if self._shared.pool.has_connected:
                     raise
                 reason = reason or self._why_no_host_answers()
                 raise reason or exc from exc
@@ -123,7 +123,7 @@ class WireBroker:
 
         timeout_s = min(self._shared.timeout_s, WATCH_S)
         try:
-            return self._shared.cluster.watch(prefix, report, timeout_s)
+            return self._shared.pool.watch(prefix, report, timeout_s)
         except RefusedError as exc:
             raise error_of(exc, "watch", prefix, prefix, self._credentials.who()) from exc
 
@@ -171,7 +171,7 @@ class WireBroker:
                 _log.debug(
                     "could not close what is open on %s: %s", handle.topic_partition, exc.summary
                 )
-        self._shared.cluster.close(LEAVE_S)
+        self._shared.pool.close(LEAVE_S)
         self._shared.reconnects.join(LEAVE_S)
         self._shared.nudges.join(LEAVE_S)
 

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 class Shared:
     """State that all handles of one broker connection share."""
 
-    cluster: ConnectionPool
+    pool: ConnectionPool
     reconnects: Retrier
     """Opens handles again; its lanes are the addresses of brokers."""
     nudges: Retrier
@@ -190,7 +190,7 @@ class ReconnectingHandle(ABC):
         at: WireConnection | None = None
         try:
             yield from self._before_opening(timeout_s)
-            path = self._shared.cluster.path(self.topic_partition.name, timeout_s)
+            path = self._shared.pool.path(self.topic_partition.name, timeout_s)
             at, left_s = yield from path
             at.register(handle_id, self)
             answer = at.ask(
@@ -201,7 +201,7 @@ class ReconnectingHandle(ABC):
             if at is not None:
                 at.unregister(handle_id)
                 if isinstance(exc, RefusedError) and exc.code == NOT_AUTHENTICATED:
-                    self._shared.cluster.retire(at)
+                    self._shared.pool.retire(at)
                 if isinstance(exc, BrokerUnavailableError) and at.is_open:
                     # The broker may still answer. The handle must not stay open there.
                     self._forget(at, handle_id)

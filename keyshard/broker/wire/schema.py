@@ -25,15 +25,15 @@ def ask_schema(
         BrokerError: The broker refuses.
     """
     credentials = Credentials(connection)
-    cluster = ConnectionPool(connection, credentials)
+    pool = ConnectionPool(connection, credentials)
     try:
-        return cluster.schema(topic, version, timeout_s)
+        return pool.schema(topic, version, timeout_s)
     except RefusedError as exc:
         if exc.code == _NONE:
             return None
         raise error_of(exc, "ask for", "the schema", topic, credentials.who()) from exc
     finally:
-        cluster.close(LEAVE_S)
+        pool.close(LEAVE_S)
 
 
 def declared(schema: TopicSchema) -> Any:
