@@ -12,6 +12,8 @@ AGAIN = "keyshard tries again."
 """Remedy of errors that pass without an action."""
 IGNORE = "Ignore this error."
 """Remedy of errors that only a stop causes."""
+UNREACHABLE = "Check service_url, and check that the broker is running."
+"""Remedy if no broker answers."""
 _Error = TypeVar("_Error", bound="KeyShardError")
 
 

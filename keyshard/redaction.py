@@ -168,6 +168,13 @@ def shown(value: object, length_max: int = SHOWN_MAX) -> str:
     return text if len(text) <= length_max else f"{text[:length_max]}..."
 
 
+def listed(things: Iterable[object], at_most: int = 3) -> str:
+    """Return the first things for a sentence, and the number of the others."""
+    texts = [str(one) for one in things]
+    more = f" and {len(texts) - at_most} more" if len(texts) > at_most else ""
+    return ", ".join(texts[:at_most]) + more
+
+
 def sentence(text: str) -> str:
     """Return a message without secrets. The middle of a very long one is left out.
 

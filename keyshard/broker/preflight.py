@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from urllib.parse import urlsplit
 
+from keyshard.base_error import UNREACHABLE
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.auth.errors import lacks, no_host_answers, no_ip_answers, not_accepted
 from keyshard.broker.auth.tls import tls_context, tls_error
@@ -51,7 +52,6 @@ _PASSING = {0, 1, 2, 6, 14}
 """Numbers of transient errors, such as those of a broker that is starting."""
 _TLS_ALERT = b"\x15\x03"
 """First bytes of the alert with which a TLS server answers a plain-text client."""
-_HINT = "Check service_url, and check that the broker is running"
 
 
 def missing_topics(
@@ -220,7 +220,7 @@ def _explained(host: str, connection: Connection) -> Iterator[None]:
         error = tls_error(exc, f"The broker at {host}", connection)
         raise error or failed(
             f"the TLS handshake with {host} failed ({exc.reason or exc})",
-            "Check service_url: without TLS, it begins with pulsar://",
+            "Check service_url: without TLS, it begins with pulsar://.",
         ) from None
     except TimeoutError:
         raise failed(
@@ -229,7 +229,7 @@ def _explained(host: str, connection: Connection) -> Iterator[None]:
     except OSError:
         raise failed(
             f"{host} closes the connection",
-            "Check service_url: with TLS, it begins with pulsar+ssl://",
+            "Check service_url: with TLS, it begins with pulsar+ssl://.",
         ) from None
     except ConfigError:
         # It is about the credentials and not about the answer, although it is a ValueError.
@@ -238,11 +238,9 @@ def _explained(host: str, connection: Connection) -> Iterator[None]:
         raise failed(
             f"the program at {host} does not speak Pulsar's protocol",
             "Check the port in service_url. The default port of a broker is 6650; 8080 is the "
-            "port of the admin interface",
+            "port of the admin interface.",
         ) from None
 
 
-def _failed(connection: Connection, why: str, hint: str = _HINT) -> BrokerUnavailableError:
-    return BrokerUnavailableError(
-        f"No broker answers at {connection.service_url}: {why}.", f"{hint}."
-    )
+def _failed(connection: Connection, why: str, remedy: str = UNREACHABLE) -> BrokerUnavailableError:
+    return BrokerUnavailableError(f"No broker answers at {connection.service_url}: {why}.", remedy)

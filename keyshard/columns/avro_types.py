@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from keyshard.columns.avro_unions import kind_of, members, with_member
+from keyshard.columns.codec import AS_BYTES
 from keyshard.columns.json_forms import (
     LOGICAL,
     PAIRS,
@@ -120,7 +121,7 @@ def parse(definition: bytes, topic: str, *, unions: bool = True, forms: bool = F
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise SchemaError(
             f"The schema of {topic} is not an Avro schema ({exc!r}).",
-            "Set valueFormat=raw to get the bytes.",
+            AS_BYTES,
         ) from exc
     for sentence in parser.warnings:
         _warn_once(sentence)
@@ -202,7 +203,7 @@ class _Parser:
     ) -> SchemaError:
         return SchemaError(
             f"Field {path.lstrip('.') or 'value'!r} of the schema of {self._topic} {why}, {so}.",
-            "Set valueFormat=raw to get the bytes.",
+            AS_BYTES,
         )
 
     def _union(self, branches: list[Any], namespace: str, path: str) -> AvroType:

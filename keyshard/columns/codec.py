@@ -16,6 +16,8 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError
 
 ALL_DESCRIBED: Mapping[str, str] = MappingProxyType({})
+AS_BYTES = "Set valueFormat=raw to get the bytes."
+"""Remedy of schemas that keyshard does not decode."""
 INSTALL = "pip install 'keyshard[schemas]'"
 _PARTS = 8
 """Number of parts into which values are divided if one of them cannot be decoded. With fewer parts,

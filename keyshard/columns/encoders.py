@@ -30,6 +30,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
 
 _Change = Callable[[Any], Any]
+_ENCODE = "Encode the bytes yourself, and set valueFormat=raw."
 _TOGETHER = 8_192
 """Most values that are turned into Python objects together."""
 
@@ -75,7 +76,7 @@ def encoder_of(schema: TopicSchema, topic: str) -> Encoder:
         return _ProtobufEncoder(schema, topic)
     raise SchemaError(
         f"keyshard does not encode values by a schema of type {schema.type}, which {topic} has.",
-        "Encode the bytes yourself, and set valueFormat=raw.",
+        _ENCODE,
         topic=topic,
     )
 
@@ -124,7 +125,7 @@ class _AvroEncoder:
             # fastavro may raise any exception. If it refuses the schema, no value can be encoded.
             raise SchemaError(
                 f"The Avro schema of {topic} cannot be used ({first_line(exc)}).",
-                "Encode the bytes yourself, and set valueFormat=raw.",
+                _ENCODE,
                 topic=topic,
             ) from exc
         plain = bool(self.slot.fields) and not self._type.kinds & {*COMPILED_LACKS, UNION}
@@ -163,7 +164,7 @@ class _JsonEncoder:
         if not self.slot.fields:
             raise SchemaError(
                 f"The JSON schema of {topic} is not a record with fields.",
-                "Encode the bytes yourself, and set valueFormat=raw.",
+                _ENCODE,
                 topic=topic,
             )
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from keyshard.base_error import first_line
 from keyshard.columns.avro_types import parse
-from keyshard.columns.codec import ALL_DESCRIBED, UndecodableError, library, refused
+from keyshard.columns.codec import ALL_DESCRIBED, AS_BYTES, UndecodableError, library, refused
 from keyshard.columns.json_forms import Form, must_convert
 from keyshard.columns.json_parts import Parts
 from keyshard.columns.json_scalars import BARE_IN_JSON
@@ -55,7 +55,7 @@ class JsonCodec:
         if not pa.types.is_struct(self.type):
             raise SchemaError(
                 f"The JSON schema of {topic} is not a record.",
-                "Set valueFormat=raw to get the bytes.",
+                AS_BYTES,
             )
         self._form = self._wanted.form or Form()
         plain = str(self.type).isascii()
@@ -65,7 +65,7 @@ class JsonCodec:
         except (ValueError, TypeError, RecursionError) as exc:
             raise SchemaError(
                 f"The JSON schema of {topic} cannot be used ({first_line(exc)}).",
-                "Set valueFormat=raw to get the bytes.",
+                AS_BYTES,
                 topic=topic,
             ) from exc
         forms = self._form.fields

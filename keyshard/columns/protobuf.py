@@ -14,7 +14,14 @@ from pyarrow import compute
 
 from keyshard.base_error import first_line
 from keyshard.columns.avro_types import FIELDS_MAX
-from keyshard.columns.codec import Indivisible, UndecodableError, library, panics_as_errors, refused
+from keyshard.columns.codec import (
+    AS_BYTES,
+    Indivisible,
+    UndecodableError,
+    library,
+    panics_as_errors,
+    refused,
+)
 from keyshard.columns.maps import with_keys_once
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import SchemaError
@@ -77,7 +84,7 @@ class ProtobufCodec(Indivisible):
                 raise
             raise SchemaError(
                 f"The protobuf descriptor of {topic} cannot be used ({first_line(exc)}).",
-                "Set valueFormat=raw to get the bytes.",
+                AS_BYTES,
             ) from exc
 
     def decode(
@@ -199,7 +206,7 @@ def _count_fields(
         raise SchemaError(
             f"Message {descriptor.full_name} of the schema of {topic} contains its own type, "
             "which no column can represent.",
-            "Set valueFormat=raw to get the bytes.",
+            AS_BYTES,
         )
     for one in descriptor.fields:
         if one.type == one.TYPE_GROUP:
@@ -218,7 +225,7 @@ def _count_fields(
         raise SchemaError(
             f"Message {descriptor.full_name} of the schema of {topic} exceeds the limit of "
             f"{FIELDS_MAX} fields, counted over all levels.",
-            "Set valueFormat=raw to get the bytes.",
+            AS_BYTES,
         )
     return known[descriptor.full_name]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 from keyshard.config.field_types import short_repr
@@ -284,6 +284,34 @@ class Connection:
 
 
 _FILES = ("tls_trust_certs_file_path", "tls_certificate_file_path", "tls_key_file_path")
+
+
+def set_shorthands(
+    config: Any, names: Iterable[str], connection: object, before: object = None
+) -> None:
+    """Set options of a source or a sink to the values of its connection.
+
+    Args:
+        config: The source or the sink.
+        names: The options, which are fields of both.
+        connection: The connection.
+        before: A connection whose values do not contradict it; ``None`` for none.
+
+    Raises:
+        ConfigError: It is not a connection, or an option has another value.
+    """
+    if not isinstance(connection, Connection):
+        raise ConfigError(f"connection is {shown(connection)}.", "Give a keyshard.Connection.")
+    for name in names:
+        unsaid = [type(config).__dataclass_fields__[name].default, getattr(connection, name)]
+        if isinstance(before, Connection):
+            unsaid.append(getattr(before, name))
+        if getattr(config, name) not in unsaid:
+            raise ConfigError(
+                f"{name} is given, but the connection has another value.",
+                "Set it in the connection only.",
+            )
+        object.__setattr__(config, name, getattr(connection, name))
 
 
 def check_file(name: str, path: object) -> str:

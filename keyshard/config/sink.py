@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from keyshard.config.connection import SERVICE_URL, Connection
+from keyshard.config.connection import SERVICE_URL, Connection, set_shorthands
 from keyshard.config.field_types import short_repr
 from keyshard.core.option_checks import (
     check_bool,
@@ -96,11 +96,7 @@ class SinkConfig:
                     "and no space at its ends."
                 )
         if self.connection is not None:
-            if not isinstance(self.connection, Connection):
-                raise ConfigError(
-                    f"connection is {shown(self.connection)}.", "Give a keyshard.Connection."
-                )
-            self._set_from(self.connection)
+            set_shorthands(self, ("service_url", "admin_url"), self.connection)
         self.how_to_connect()
         check_choice("compression", self.compression, "none", "lz4", "zlib", "zstd", "snappy")
         check_choice("hashing_scheme", self.hashing_scheme, "java", "murmur3")
@@ -130,20 +126,6 @@ class SinkConfig:
         """The sink, as errors name it."""
         name = "" if self.sink_id is None else f" {self.sink_id!r}"
         return f"sink{name} of {self.topic}"
-
-    def _set_from(self, connection: Connection) -> None:
-        """Set the URLs of a connection; raise if others are given."""
-        for name in ("service_url", "admin_url"):
-            default, value = (
-                type(self).__dataclass_fields__[name].default,
-                getattr(connection, name),
-            )
-            if getattr(self, name) not in (default, value):
-                raise ConfigError(
-                    f"{name} is given, but the connection has another value.",
-                    "Set it in the connection only.",
-                )
-            object.__setattr__(self, name, value)
 
 
 def check_sink_of(run: str, sink: object, checkpoint: object) -> None:

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Literal
 
-from keyshard.config.connection import AUTO, SERVICE_URL, WIRE, Connection, Transport
+from keyshard.config.connection import (
+    AUTO,
+    SERVICE_URL,
+    WIRE,
+    Connection,
+    Transport,
+    set_shorthands,
+)
 from keyshard.config.field_types import given_fields, in_both, short_repr
 from keyshard.config.workers import EMBEDDED, WorkersOption
 from keyshard.core.metadata_columns import check_metadata_columns
@@ -30,7 +37,7 @@ from keyshard.errors import (
     UnreadableEntryError,
 )
 from keyshard.notebook import table
-from keyshard.redaction import shown
+from keyshard.redaction import listed, shown
 
 MIB = 1024 * 1024
 FAILFAST, PERMISSIVE, DROPMALFORMED = MODES = ("FAILFAST", "PERMISSIVE", "DROPMALFORMED")
@@ -236,20 +243,8 @@ class SourceConfig:
         object.__setattr__(self, "shorthands_of", made)
         if made is None:
             self.how_to_connect()
-            return
-        if not isinstance(made, Connection):
-            raise ConfigError(f"connection is {shown(made)}.", "Give a keyshard.Connection.")
-        for name in SHORTHANDS:
-            own, said = getattr(self, name), getattr(made, name)
-            unsaid = [type(self).__dataclass_fields__[name].default]
-            if isinstance(before, Connection):
-                unsaid.append(getattr(before, name))
-            if own not in (said, *unsaid):
-                raise ConfigError(
-                    f"{name} is given, but the connection has another value.",
-                    "Set it in the connection only.",
-                )
-            object.__setattr__(self, name, said)
+        else:
+            set_shorthands(self, SHORTHANDS, made, before)
 
     def _check_subscription(self) -> None:
         """Check the name of the subscription. Bounded reads have none."""
@@ -299,10 +294,8 @@ class SourceConfig:
     @property
     def place(self) -> str:
         """The source, as errors name it."""
-        shown_topics = [self.topics_pattern] if self.topics_pattern else list(self.topics)
-        more = f" and {len(shown_topics) - 3} more" if len(shown_topics) > 3 else ""
         of = f", subscription {self.subscription!r}" if self.subscription else ""
-        return f"source of {', '.join(shown_topics[:3])}{more}{of}"
+        return f"source of {self.topics_pattern or listed(self.topics)}{of}"
 
     @property
     def in_memory(self) -> bool:

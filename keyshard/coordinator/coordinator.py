@@ -113,15 +113,15 @@ class Coordinator:
             BrokerError: The broker cannot be reached, or a topic does not exist.
         """
         assert not self.started, "a coordinator is started once"
-        try:
-            with owned_by(self.fail), placed(self._config.place):
+        with placed(self._config.place), owned_by(self.fail):
+            try:
                 self._start(checkpoint, assignment, planned=planned, available_now=available_now)
-        except Exception as exc:
-            # If a thread failed, its error is the cause, and that of the start is a consequence.
-            error = self._failure or unexpected("The start of the source", exc)
-            if error is exc:
-                raise
-            raise error from exc
+            except Exception as exc:
+                # If a thread failed, its error is the cause, that of the start a consequence.
+                error = self._failure or unexpected("The start of the source", exc)
+                if error is exc:
+                    raise
+                raise error from exc
         if self._failure is not None:
             self.consumers.shared.fail(self._failure)
 
@@ -285,7 +285,6 @@ class Coordinator:
 
     def fail(self, error: KeyShardError) -> None:
         """End the source with an error. A start that still runs raises it."""
-        error.place = error.place or self._config.place
         self._failure = self._failure or error
         if self.started:
             self.consumers.shared.fail(error)

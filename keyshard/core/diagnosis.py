@@ -6,7 +6,7 @@ Each check is a function from facts to findings. ``keyshard doctor`` gathers the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +14,7 @@ from keyshard.core.limits import ConsumerLimits
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition, namespace_of
 from keyshard.core.releases import LINES, TESTED, Fault, Version, faults_of
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
+from keyshard.redaction import listed
 
 States = Mapping[TopicPartition, Mapping[str, SubscriptionState]]
 """Every subscription of each topic partition, by name."""
@@ -342,7 +343,7 @@ def _clashes(found: Mapping[TopicPartition, SubscriptionState], subscription: st
             clashing.setdefault((reason, bool(state.consumers)), []).append(where)
     findings = []
     for (reason, in_use), places in clashing.items():
-        on = f"{subscription!r} {reason} on {_listed(places)}"
+        on = f"{subscription!r} {reason} on {listed(places)}"
         if in_use:
             findings.append(
                 Finding(
@@ -375,7 +376,7 @@ def _partly_missing(
         Finding(
             Level.WARNING,
             "subscription",
-            f"{subscription!r} does not exist on {_listed(missing)}, but exists on the other "
+            f"{subscription!r} does not exist on {listed(missing)}, but exists on the other "
             "topic partitions.",
             "Start the source. It creates the missing subscriptions, which begin at the "
             "earliest entry.",
@@ -397,7 +398,7 @@ def _coverage(found: Mapping[TopicPartition, SubscriptionState]) -> list[Finding
         Finding(
             Level.PROBLEM,
             "coverage",
-            f"The slots {_listed(ranges)} of {where} have no consumer. Their messages wait, "
+            f"The slots {listed(ranges)} of {where} have no consumer. Their messages wait, "
             "until the broker stops all ranges of the topic partition.",
             "Start the source that owns them. One source owns the whole ring.",
         )
@@ -408,7 +409,7 @@ def _coverage(found: Mapping[TopicPartition, SubscriptionState]) -> list[Finding
             Finding(
                 Level.PROBLEM,
                 "coverage",
-                f"{_listed(unconsumed)} has no consumer, but the other topic partitions have "
+                f"{listed(unconsumed)} has no consumer, but the other topic partitions have "
                 "consumers.",
                 "Check the log of the source, and its topic partitions with keyshard status.",
             )
@@ -428,14 +429,8 @@ def _frozen(found: Mapping[TopicPartition, SubscriptionState]) -> list[Finding]:
         Finding(
             Level.PROBLEM,
             "unacknowledged",
-            f"{_listed(frozen)}: too many messages are unacknowledged, so the broker delivers "
+            f"{listed(frozen)}: too many messages are unacknowledged, so the broker delivers "
             "nothing.",
             "Find the range that does not acknowledge with keyshard status.",
         )
     ]
-
-
-def _listed(things: Iterable[object]) -> str:
-    texts = list(map(str, things))
-    more = f" and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
-    return ", ".join(texts[:_NAMES_MAX]) + more

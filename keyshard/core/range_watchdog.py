@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum, IntEnum
 
+from keyshard.redaction import listed
+
 KEY_CHARS_MAX = 1_000
 """Most characters of a key that a status shows."""
 BLOCKS_S = 1.0
@@ -364,9 +366,7 @@ class RangeWatchdog:
 
 
 def _away(disconnected: Sequence[str]) -> str:
-    names = ", ".join(disconnected[:3])
-    more = f" and {len(disconnected) - 3} more" if len(disconnected) > 3 else ""
-    return f"its consumer is not connected to {names}{more}"
+    return f"its consumer is not connected to {listed(disconnected)}"
 
 
 def _stillness(facts: RangeFacts, pause: Pause | None) -> tuple[StallKind, str]:

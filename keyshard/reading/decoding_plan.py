@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from keyshard.broker.schemas import schema_of
+from keyshard.columns.codec import AS_BYTES
 from keyshard.columns.codecs import codec_of, same
 from keyshard.columns.projection import check_described, columns_of
 from keyshard.columns.record_batches import COLUMNS, SCHEMA
@@ -68,7 +69,7 @@ class Decoding:
                 raise SchemaError(
                     f"The schema of {topic} has a field {taken[0]!r}, which is the name of a "
                     "metadata column.",
-                    "Set valueFormat=raw to get the bytes.",
+                    AS_BYTES,
                     topic=topic,
                 )
             if found is None:

@@ -52,6 +52,7 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
+from keyshard.redaction import listed
 from keyshard.threads import Pool
 
 if TYPE_CHECKING:
@@ -441,15 +442,14 @@ def _log_placements(planned: Sequence[Split]) -> None:
     for one in planned:
         left = [span for span in one.spans if isinstance(span.placement, str)]
         offloaded = sum(isinstance(span.placement, OffloadedLedger) for span in one.spans)
-        why = [f"{span.ledger} ({span.placement})" for span in left[:NAMED_MAX]]
-        more = f" and {len(left) - NAMED_MAX} more" if len(left) > NAMED_MAX else ""
+        why = listed((f"{span.ledger} ({span.placement})" for span in left), NAMED_MAX)
         level = logging.WARNING if left and len(left) == len(one.spans) else logging.INFO
         _log.log(
             level,
-            "%s: %d of %d ledgers are read from bookies%s. The broker is asked for these: %s%s.",
+            "%s: %d of %d ledgers are read from bookies%s. The broker is asked for these: %s.",
             one.topic_partition, len(one.spans) - len(left) - offloaded, len(one.spans),
             f", and {offloaded} from the store of offloads" if offloaded else "",
-            ", ".join(why) or "none", more,
+            why or "none",
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pulsar
 
+from keyshard.base_error import UNREACHABLE
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
@@ -63,7 +64,7 @@ def translated(action: str, what: object) -> Iterator[None]:
     except UNAVAILABLE as exc:
         raise BrokerUnavailableError(
             f"Could not {action} {what}: {exc}.",
-            "Check service_url, and check that the broker is running.",
+            UNREACHABLE,
         ) from exc
     except pulsar.PulsarException as exc:
         raise BrokerError(f"Could not {action} {what}: {exc}.", "See the broker's log.") from exc

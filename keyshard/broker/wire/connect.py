@@ -10,6 +10,7 @@ from concurrent.futures import TimeoutError as NoAnswerError
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from keyshard.base_error import UNREACHABLE
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.auth.errors import not_accepted
 from keyshard.broker.auth.tls import tls_context, tls_error
@@ -82,25 +83,25 @@ def open_socket(address: Address, connection: Connection, timeout_s: float) -> s
 
 @contextmanager
 def _explained(address: Address, connection: Connection) -> Iterator[None]:
-    hint = "Check service_url, and check that the broker is running."
     try:
         yield
     except socket.gaierror as exc:
         raise BrokerUnavailableError(
-            f"No broker answers at {address}: the host name is unknown.", hint
+            f"No broker answers at {address}: the host name is unknown.", UNREACHABLE
         ) from exc
     except ssl.SSLError as exc:
         error: BrokerError | None = tls_error(exc, f"The broker at {address}", connection)
         raise error or BrokerUnavailableError(
-            f"The TLS handshake with the broker at {address} failed ({exc.reason or exc}).", hint
+            f"The TLS handshake with the broker at {address} failed ({exc.reason or exc}).",
+            UNREACHABLE,
         ) from exc
     except TimeoutError as exc:
         raise BrokerUnavailableError(
-            f"The broker at {address} does not answer in time.", hint
+            f"The broker at {address} does not answer in time.", UNREACHABLE
         ) from exc
     except OSError as exc:
         raise BrokerUnavailableError(
-            f"No broker answers at {address}: {exc.strerror or exc}.", hint
+            f"No broker answers at {address}: {exc.strerror or exc}.", UNREACHABLE
         ) from exc
 
 
@@ -144,7 +145,7 @@ def greeted(
         raise BrokerUnavailableError(
             f"The broker at {address} accepts the connection, but does not answer within "
             f"{timeout_s:.1f} s.",
-            "Check service_url, and check that the broker is running.",
+            UNREACHABLE,
         ) from exc
     except RefusedError as exc:
         if exc.code in (3, 4):

@@ -19,7 +19,7 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.entry import TopicPartition, full_topic_name
 from keyshard.core.position.ledger import Ledger
 from keyshard.errors import ConfigError, NonPersistentTopicError
-from keyshard.redaction import shown
+from keyshard.redaction import listed, shown
 
 SECONDS_BELOW_MS = 10**11
 """Positive numbers below this are refused as times: as milliseconds they mean before 1973, so
@@ -86,14 +86,14 @@ def _by_partition(
         if topic_partition not in known:
             raise ConfigError(
                 f"{name} names {topic_partition}, which is not part of the read.",
-                f"Choose from: {_listed(sorted(known))}.",
+                f"Choose from: {listed(sorted(known))}.",
             )
         if topic_partition in found:
             raise ConfigError(f"{name} names {topic_partition} twice.", "Name it once.")
         found[topic_partition] = parse_bound(f"{name} of {topic_partition}", value)
     if missing := sorted(known - found.keys()):
         raise ConfigError(
-            f"{name} has no position for {_listed(missing)}.",
+            f"{name} has no position for {listed(missing)}.",
             "Name every topic partition. A position may also be 'earliest' or 'latest'.",
         )
     return found
@@ -109,12 +109,6 @@ def _topic_partition(name: str, key: object) -> TopicPartition:
             f"{name} has the key {shown(key)}.",
             "Name a topic partition, such as 'persistent://public/default/orders-partition-0'.",
         ) from exc
-
-
-def _listed(topic_partitions: Collection[TopicPartition]) -> str:
-    names = [topic_partition.name for topic_partition in topic_partitions]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def parse_bound(name: str, given: object) -> Bound:
