@@ -15,11 +15,12 @@ from typing import Any
 import pyarrow as pa
 
 from keyshard.base_error import first_line
-from keyshard.columns.avro_resolution import without_aliases, written_for
+from keyshard.columns.avro_resolution import PROMOTED_NUMBERS, without_aliases, written_for
 from keyshard.columns.avro_types import DECIMAL, DECIMAL_DIGITS_MAX, AvroType, parse
 from keyshard.columns.avro_unions import kind_of
 from keyshard.columns.codec import (
     ALL_DESCRIBED,
+    AS_BYTES,
     Indivisible,
     UndecodableError,
     library,
@@ -99,7 +100,7 @@ class AvroCodec(Indivisible):
             # A package may raise any exception. Without a reader, no value can be decoded.
             raise SchemaError(
                 f"The Avro schema of {self._topic} cannot be used ({first_line(exc)}).",
-                "Set valueFormat=raw to get the bytes.",
+                AS_BYTES,
                 topic=self._topic,
             ) from exc
 
@@ -286,10 +287,6 @@ class _Defaults:
 # differs, a nullable value where the other schema has no null, a default that is no scalar.
 
 _Make = Callable[[pa.StructArray], pa.Array]
-_PROMOTED = {
-    ("int", "long"), ("int", "float"), ("int", "double"), ("long", "float"), ("long", "double"),
-    ("float", "double"),
-}  # fmt: skip
 
 
 def resolution(written: AvroType, wanted: AvroType) -> Callable[[pa.StructArray], pa.Array] | None:
@@ -332,7 +329,7 @@ def _same_field(theirs: Any, ours: Any, place: int, kind: pa.DataType) -> _Make 
     """Return a function that makes the column of a field that both schemas have."""
     their_kind, ours_kind = _without_null(theirs), _without_null(ours)
     may_be_null = isinstance(theirs, list) and not isinstance(ours, list)
-    promoted = (str(their_kind), str(ours_kind)) in _PROMOTED
+    promoted = str(ours_kind) in PROMOTED_NUMBERS.get(str(their_kind), ())
     if may_be_null or not (promoted or (their_kind == ours_kind and _is_whole(ours_kind))):
         return None
     return lambda values: values.field(place).cast(kind, safe=False)

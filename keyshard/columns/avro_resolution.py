@@ -18,10 +18,10 @@ from typing import Any
 from keyshard.columns.avro_unions import PREFIX, is_member, kind_of, record_of, without_member
 
 _NAMED = ("record", "error", "enum", "fixed")
-_PROMOTED = {
+PROMOTED_NUMBERS = {
     "int": ("long", "float", "double"), "long": ("float", "double"), "float": ("double",),
-    "string": ("bytes",), "bytes": ("string",),
 }  # fmt: skip
+_PROMOTED = {**PROMOTED_NUMBERS, "string": ("bytes",), "bytes": ("string",)}
 _SYMBOLS_MAX = 1_000_000
 """Most symbols of all enumerations of a version, because a type is written out at each use."""
 _UNREAD = f"{PREFIX}none"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from keyshard.columns.avro import AvroCodec
-from keyshard.columns.codec import Codec, UndecodableError, decode_rows, refused
+from keyshard.columns.codec import AS_BYTES, Codec, UndecodableError, decode_rows, refused
 from keyshard.columns.json_values import JsonCodec
 from keyshard.columns.primitives import PRIMITIVES, PrimitiveCodec
 from keyshard.core.topic_schema import TopicSchema
@@ -20,6 +20,9 @@ _SIZE = struct.Struct(">i")
 _NULL = -1
 """Size of a null key or value."""
 KEY_VALUE = "KEY_VALUE"
+_Pair = Sequence[bytes | None]
+_Read = Callable[[bytes], _Pair]
+_NO_PAIR = (None, None)
 
 
 def keys_apart(schema: TopicSchema) -> bool:
@@ -53,7 +56,7 @@ def codec_of(schema: TopicSchema, topic: str) -> Codec:
         return KeyValueCodec(schema, topic)
     raise SchemaError(
         f"The schema of {topic} has the unknown type {schema.type}.",
-        "Set valueFormat=raw to get the bytes.",
+        AS_BYTES,
     )
 
 
@@ -84,7 +87,7 @@ class KeyValueCodec:
 
     def decode(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
         columns = []
-        for decoded, reasons in self._parts(self._raw(values, keys, writer), writer):
+        for decoded, reasons in self._parts(self._raw(values, keys, writer, _pair), writer):
             if reasons:
                 raise UndecodableError(next(iter(reasons.values())))
             columns.append(decoded)
@@ -94,27 +97,21 @@ class KeyValueCodec:
         self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
     ) -> Sequence[int]:
         try:
-            raw = self._raw(values, keys, writer)
+            raw = self._raw(values, keys, writer, _pair)
         except UndecodableError:
             return refused(values, lambda value: value is None or _pair(value))
         return sorted({row for _, reasons in self._parts(raw, writer) for row in reasons})
 
     def readable(self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None) -> pa.Array:
-        if not self._is_separated(writer):
-            broken = set(refused(values, lambda value: value is None or _pair(value)))
-            given = enumerate(values.to_pylist())
-            values = pa.array([None if row in broken else one for row, one in given], pa.binary())
-        raw = self._raw(values, keys, writer)
+        raw = self._raw(values, keys, writer, _readable_pair)
         parts = [found for found, _ in self._parts(raw, writer, in_parts=True)]
         return pa.StructArray.from_arrays(parts, fields=list(self.type))
 
     def _raw(
-        self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None
+        self, values: pa.Array, keys: pa.Array, writer: TopicSchema | None, pair: _Read
     ) -> tuple[pa.Array, pa.Array]:
-        return (keys, values) if self._is_separated(writer) else _split(values)
-
-    def _is_separated(self, writer: TopicSchema | None) -> bool:
-        return self.has_null if writer is None else keys_apart(writer)
+        separated = self.has_null if writer is None else keys_apart(writer)
+        return (keys, values) if separated else _split(values, pair)
 
     def _parts(
         self,
@@ -129,15 +126,22 @@ class KeyValueCodec:
             yield decode_rows(codec, values, nothing, written, in_parts=in_parts)
 
 
-def _split(values: pa.Array) -> tuple[pa.Array, pa.Array]:
-    pairs = [(None, None) if one is None else _pair(one) for one in values.to_pylist()]
+def _split(values: pa.Array, pair: _Read) -> tuple[pa.Array, pa.Array]:
+    pairs = [_NO_PAIR if one is None else pair(one) for one in values.to_pylist()]
     return (
         pa.array([key for key, _ in pairs], pa.binary()),
         pa.array([value for _, value in pairs], pa.binary()),
     )
 
 
-def _pair(value: bytes) -> list[bytes | None]:
+def _readable_pair(value: bytes) -> _Pair:
+    try:
+        return _pair(value)
+    except UndecodableError:
+        return _NO_PAIR
+
+
+def _pair(value: bytes) -> _Pair:
     found: list[bytes | None] = []
     position = 0
     try:
@@ -175,7 +179,7 @@ def parts_of(schema: TopicSchema, topic: str) -> list[TopicSchema]:
     except (ValueError, KeyError, TypeError, UndecodableError) as exc:
         raise SchemaError(
             f"The KEY_VALUE schema of {topic} cannot be read ({exc!r}).",
-            "Set valueFormat=raw to get the bytes.",
+            AS_BYTES,
         ) from exc
 
 

@@ -195,7 +195,8 @@ class BatchRun(EntryRun):
             size += sum(block.column_bytes for _, block in taken)
             if rows and not deadline:
                 deadline = now + self._wait_max_s
-            if taken or not self.full or self.without_room:
+            entries = self.coordinator.in_flight
+            if taken or not entries.full or entries.without_room:
                 full_since_s = now
             elif now - full_since_s > self._full_timeout_s:
                 raise WindowFullError(

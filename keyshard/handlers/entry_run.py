@@ -151,16 +151,6 @@ class EntryRun:
         located = [(topic_partition, block) for topic_partition, _, block in taken]
         return self._unhandled(located) if self._handled else located
 
-    @property
-    def full(self) -> bool:
-        """Whether a topic partition has no room in the window."""
-        return self.coordinator.in_flight.full
-
-    @property
-    def without_room(self) -> bool:
-        """Whether the checkpoint has no room for some entries of a topic partition."""
-        return self.coordinator.in_flight.without_room
-
     def status(self) -> Status:
         """Return the status as plain JSON values; it shows no lane at work."""
         view = StatusView(self._subject, None) if self._monitor is None else self._monitor.view

@@ -79,10 +79,7 @@ class EntrySet:
                 by_ledger[ledger] = [entry]
             else:
                 own.append(entry)
-        ascending = sorted(by_ledger) if len(by_ledger) > 1 else by_ledger
-        result = cls()
-        result._ledgers = {ledger: settled(runs_of(by_ledger[ledger])) for ledger in ascending}
-        return result
+        return cls._of({ledger: settled(runs_of(own)) for ledger, own in by_ledger.items()})
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, int, int]]) -> EntrySet:
