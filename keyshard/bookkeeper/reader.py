@@ -52,7 +52,7 @@ _OF_BROKER = frozenset(one.name for one in STORED if one.origin is Origin.BROKER
 _log = logging.getLogger(__name__)
 
 
-class BookieReads:
+class StorageReads:
     """Opens Readers of one topic partition that read closed ledgers where they are stored.
 
     Args:
@@ -155,7 +155,7 @@ class SegmentReader:
     """A Reader that takes each ledger from where it is stored, or from the broker."""
 
     def __init__(
-        self, reads: BookieReads, topic_partition: TopicPartition, start: EntryId, how: ReadOptions
+        self, reads: StorageReads, topic_partition: TopicPartition, start: EntryId, how: ReadOptions
     ) -> None:
         self._reads = reads
         self._topic_partition = topic_partition

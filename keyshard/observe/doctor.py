@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.connect import COMPILED_REMEDY, decoded_in_python, decoder_of
@@ -32,7 +33,7 @@ from keyshard.core.limits import ConsumerLimits
 from keyshard.core.load_diagnosis import Load, judge_load
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.releases import release_of
-from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
+from keyshard.core.subscription_state import BrokerLimits, CursorState, SubscriptionState
 from keyshard.errors import (
     ChunkedMessageError,
     KeyShardError,
@@ -47,6 +48,8 @@ SAMPLE_PARTITIONS = 8
 """Maximum number of topic partitions whose entries are examined."""
 SAMPLE_S = 10.0
 """Longest time to examine entries, seconds."""
+_Stored = Mapping[TopicPartition, CursorState | None]
+"""Ledgers of each topic partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +89,20 @@ def examine(
         limits = _limits(admin, topic, version)
         states = _states(admin, partitions)
         consumer_limits = ConsumerLimits(*admin.consumer_limits(topic))
-        ended = _terminated(admin, partitions)
+        stored = _stored(admin, partitions)
     except KeyShardError as exc:
         return [*findings, Finding(Level.PROBLEM, "broker", exc.message)]
     findings += judge_subscription(states, config.subscription)
     findings += judge_consumers(states, config.subscription, config.parallelism, consumer_limits)
     findings += judge_fill(states, config.subscription, limits)
     findings += judge_orphans(states, config.subscription)
-    findings += judge_termination(ended, len(partitions))
+    findings += judge_termination(_terminated(stored), len(partitions))
     sample = Sample()
     unreadable: dict[EntryId, UnreadableEntryError] = {}
     try:
         broker = connect()
         try:
-            _look_into(broker, admin, partitions, sample, unreadable)
+            _look_into(broker, stored, sample, unreadable)
         finally:
             broker.close()
         findings += judge_batching(sample)
@@ -163,7 +166,7 @@ def examine_sink(topic: str, connect: Callable[[], Broker], admin: Admin) -> lis
             findings.append(
                 Finding(Level.OK, "topic", f"{topic} has {len(partitions)} topic partition(s).")
             )
-            ended = _terminated(admin, partitions)
+            ended = _terminated(_stored(admin, partitions))
             findings += judge_termination(ended, len(partitions), of_sink=True)
             broker.entry_producer(partitions[0], PublishOptions()).close()
             findings.append(Finding(Level.OK, "permission", "The broker accepts a producer."))
@@ -203,10 +206,13 @@ def _states(admin: Admin, partitions: Sequence[TopicPartition]) -> States:
     }
 
 
-def _terminated(admin: Admin, partitions: Sequence[TopicPartition]) -> list[TopicPartition]:
+def _stored(admin: Admin, partitions: Sequence[TopicPartition]) -> _Stored:
+    return {where: admin.broker_state(where, "") for where in partitions}
+
+
+def _terminated(stored: _Stored) -> list[TopicPartition]:
     """Return the topic partitions to which nothing can be published any more."""
-    found = ((where, admin.broker_state(where, "")) for where in partitions)
-    return [where for where, state in found if state is not None and state.terminated]
+    return [where for where, state in stored.items() if state is not None and state.terminated]
 
 
 def _unreadable(found: Mapping[EntryId, UnreadableEntryError], *, by_client: bool) -> list[Finding]:
@@ -225,20 +231,18 @@ def _unreadable(found: Mapping[EntryId, UnreadableEntryError], *, by_client: boo
 
 def _look_into(
     broker: Broker,
-    admin: Admin,
-    partitions: Sequence[TopicPartition],
+    stored: _Stored,
     sample: Sample,
     unreadable: dict[EntryId, UnreadableEntryError],
 ) -> None:
     """Read the newest entries of some topic partitions, evenly spread over all."""
     deadline = time.monotonic() + SAMPLE_S
-    step = max(1, -(-len(partitions) // SAMPLE_PARTITIONS))
-    for where in partitions[::step]:
-        state = admin.broker_state(where, "")
-        stored = [item for item in (state.ledgers if state else {}).items() if item[1]]
-        if not stored:
+    step = max(1, -(-len(stored) // SAMPLE_PARTITIONS))
+    for where, state in islice(stored.items(), 0, None, step):
+        ledgers = [item for item in (state.ledgers if state else {}).items() if item[1]]
+        if not ledgers:
             continue
-        ledger, entries = stored[-1]
+        ledger, entries = ledgers[-1]
         start = EntryId(ledger, max(0, entries - SAMPLE_ENTRIES))
         left = SAMPLE_ENTRIES
         with Scan(broker, where, start, None, unreadable=unreadable) as scan:

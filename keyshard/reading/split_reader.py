@@ -48,7 +48,7 @@ from keyshard.reading.split_planner import created, open_index, open_offloads
 from keyshard.reading.zone_builder import ZoneBuilder
 
 if TYPE_CHECKING:
-    from keyshard.bookkeeper.reader import BookieReads
+    from keyshard.bookkeeper.reader import StorageReads
 
 QUEUE_MIN, QUEUE_MAX = 10, 1_000
 """Fewest and most messages that the client holds ahead."""
@@ -122,13 +122,13 @@ def read_splits(
 
 def _bookies(
     segments: Segments | None, cluster: str, opened: ExitStack
-) -> Callable[[Broker, Split], BookieReads | None] | None:
+) -> Callable[[Broker, Split], StorageReads | None] | None:
     """Return a function that makes the Readers of a split; ``None`` if only the broker is read."""
     if segments is None or segments.by_broker_only:
         return None
     from keyshard.bookkeeper.bookies import Bookies  # noqa: PLC0415 - few reads need it
     from keyshard.bookkeeper.failures import OF_PROCESS, Failures  # noqa: PLC0415
-    from keyshard.bookkeeper.reader import BookieReads  # noqa: PLC0415
+    from keyshard.bookkeeper.reader import StorageReads  # noqa: PLC0415
 
     required = segments.source == BOOKIES
     # If only bookies may be read, a task that a host runs again must ask a failed bookie again. So
@@ -138,11 +138,11 @@ def _bookies(
     bookies = opened.enter_context(closing(Bookies(segments.bookies_map, failures, tls)))
     offloads = None if segments.offloads is None else open_offloads(segments.offloads)
 
-    def of(broker: Broker, split: Split) -> BookieReads | None:
+    def of(broker: Broker, split: Split) -> StorageReads | None:
         placements = {span.ledger: span.placement for span in split.spans}
         if all(isinstance(one, str) for one in placements.values()):
             return None
-        return BookieReads(
+        return StorageReads(
             broker,
             placements,
             bookies,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from keyshard.bookkeeper.bookies import Bookies
-from keyshard.bookkeeper.reader import BookieReads
+from keyshard.bookkeeper.reader import StorageReads
 from keyshard.broker.port import DEFAULT_READ_OPTIONS, Broker, ReadOptions
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
@@ -25,15 +25,15 @@ class ReadsBookies(WireHarness):
         self._names: Mapping[str, str] = (
             {} if isinstance(dev_broker, DevCluster) else dev_broker.bookies_map
         )
-        self._reads: list[BookieReads] = []
+        self._reads: list[StorageReads] = []
         self.keep_all()
 
     def broker(self) -> Broker:
         self._brokers.append(_BookieBroker(self, Connection(self._service_url)))
         return self._brokers[-1]
 
-    def reads(self, broker: WireBroker, where: TopicPartition) -> BookieReads:
-        """Close all ledgers with entries, and return the ``BookieReads`` for one Reader.
+    def reads(self, broker: WireBroker, where: TopicPartition) -> StorageReads:
+        """Close all ledgers with entries, and return the ``StorageReads`` for one Reader.
 
         All entries that are stored now then come from bookies.
         """
@@ -47,7 +47,7 @@ class ReadsBookies(WireHarness):
         if not are_closed():
             self.unload(where)
             wait_until(are_closed)
-        self._reads.append(BookieReads(broker, placed, Bookies(self._names), required=True))
+        self._reads.append(StorageReads(broker, placed, Bookies(self._names), required=True))
         return self._reads[-1]
 
     @property

@@ -17,7 +17,7 @@ from keyshard import KeyShardSource
 from keyshard.bookkeeper import failures as failures_module
 from keyshard.bookkeeper.bookies import Bookies
 from keyshard.bookkeeper.failures import Failures
-from keyshard.bookkeeper.reader import BookieReads
+from keyshard.bookkeeper.reader import StorageReads
 from keyshard.broker.connect import connect_admin
 from keyshard.broker.port import Reader
 from keyshard.config.segments import Segments
@@ -135,7 +135,7 @@ def test_offloaded_ledgers_are_read_without_the_broker(stores: Stores, store: st
     wanted = pa.Table.from_batches(list(read_splits(source.how_to_connect(), [plan], COLUMNS)))
     placed = {span.ledger: span.placement for span in plan.spans}
     with closing(connect_admin(source.how_to_connect())) as admin, closing(Bookies({})) as bookies:
-        reads = BookieReads(NoBroker(), placed, bookies, offloads=Offloads(stores.urls[store]))
+        reads = StorageReads(NoBroker(), placed, bookies, offloads=Offloads(stores.urls[store]))
         found = pa.Table.from_batches(list(read_split(reads, admin, plan, COLUMNS, 30.0)))
     assert found.equals(wanted)
 

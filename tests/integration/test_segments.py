@@ -26,7 +26,7 @@ from keyshard.bookkeeper.bookies import Bookies
 from keyshard.bookkeeper.failures import Failures
 from keyshard.bookkeeper.ledger_reader import EntryNotReadError, LedgerReader
 from keyshard.bookkeeper.protocol import right_at, split_batch
-from keyshard.bookkeeper.reader import BookieReads
+from keyshard.bookkeeper.reader import StorageReads
 from keyshard.broker.admin.http import AdminHttp
 from keyshard.broker.auth.tls import of_bookies
 from keyshard.broker.connect import connect_admin
@@ -193,7 +193,7 @@ def test_closed_ledgers_are_read_without_the_broker(
     source: KeyShardSource, closed: Split, by_broker: pa.Table
 ) -> None:
     with closing(connect_admin(source.how_to_connect())) as admin, closing(Bookies({})) as bookies:
-        reads = BookieReads(NoBroker(), placements(closed), bookies)
+        reads = StorageReads(NoBroker(), placements(closed), bookies)
         found = pa.Table.from_batches(list(read_split(reads, admin, closed, COLUMNS, 30.0)))
     assert found.equals(by_broker.slice(0, LEDGERS * LOAD.messages))
 
@@ -346,7 +346,7 @@ def test_bytes_that_changed_on_the_disk_of_a_bookie_are_read_from_another_one(
             with closing(connect_admin(source.how_to_connect())) as admin, closing(
                 Bookies({})
             ) as bookies:  # fmt: skip
-                reads = BookieReads(NoBroker(), placements(closed), bookies, required=required)
+                reads = StorageReads(NoBroker(), placements(closed), bookies, required=required)
                 found = pa.Table.from_batches(list(read_split(reads, admin, closed, COLUMNS, 30.0)))
             assert found.equals(wanted)
     assert sum("wrong digest" in one for one in caplog.messages) > 0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyshard.bookkeeper.bookies import Bookies
-from keyshard.bookkeeper.reader import BookieReads
+from keyshard.bookkeeper.reader import StorageReads
 from keyshard.broker.port import DEFAULT_READ_OPTIONS, OpensReaders, Reader, ReadOptions
 from keyshard.broker.wire.decoding import decode
 from keyshard.broker.wire.entries import RawEntry
@@ -175,6 +175,6 @@ def test_bookies_return_the_same_entries_as_the_broker(
     bookies = ScriptedBookies(entries, drawn)
     ledger = LedgerReplicas(LEDGER, last, len(NAMES), "CRC32C", ((0, NAMES),))
     try:
-        assert read(BookieReads(broker, {LEDGER: ledger}, bookies), last) == read(broker, last)
+        assert read(StorageReads(broker, {LEDGER: ledger}, bookies), last) == read(broker, last)
     finally:
         bookies.close()

@@ -36,7 +36,7 @@ from keyshard.bookkeeper.protocol import (
     TOO_MANY_REQUESTS,
     answer_of,
 )
-from keyshard.bookkeeper.reader import BookieReads
+from keyshard.bookkeeper.reader import StorageReads
 from keyshard.broker.auth.tls import TlsOptions, of_bookies
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.wire.entries import RawEntry
@@ -797,7 +797,7 @@ def test_a_read_tells_how_it_got_each_ledger() -> None:
     broker = MemoryBroker(MemoryCluster())
     with closing(Bookies({})) as connections:
         placed: dict[int, Placement] = {3: replicas("a"), 4: replicas("a"), 5: "it is not closed"}
-        reads = BookieReads(broker, placed, connections)
+        reads = StorageReads(broker, placed, connections)
         reads.from_storage[3] += 1_200
         reads.leave(EntryId(4, 0), "it has markers")
         spans = tuple(Span(one, 0, 2_000, 1, where) for one, where in placed.items())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from keyshard.bookkeeper import reader as reader_module
 from keyshard.bookkeeper.bookies import Bookies
-from keyshard.bookkeeper.reader import BookieReads, _belongs_to_broker, _plain
+from keyshard.bookkeeper.reader import StorageReads, _belongs_to_broker, _plain
 from keyshard.broker.port import DEFAULT_READ_OPTIONS, Reader, ReadOptions
 from keyshard.broker.wire.entries import RawEntry
 from keyshard.broker.wire.frames import api
@@ -169,7 +169,7 @@ def test_the_broker_is_asked_from_the_first_such_entry_on(
     broker = Silent()
     ledger = LedgerReplicas(LEDGER, 5, 1, "CRC32C", ((0, ("a",)),))
     with closing(Bookies({})) as bookies:
-        reads = BookieReads(broker, {LEDGER: ledger}, bookies)
+        reads = StorageReads(broker, {LEDGER: ledger}, bookies)
         reader = reads.reader(WHERE, EntryId(LEDGER, 0))
         found: list[EntryId] = []
         while not reader.at_end():

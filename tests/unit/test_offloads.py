@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from keyshard import Connection, KeyShardSource
 from keyshard.bookkeeper.bookies import Bookies
 from keyshard.bookkeeper.failures import Failures
-from keyshard.bookkeeper.reader import BookieReads
+from keyshard.bookkeeper.reader import StorageReads
 from keyshard.broker.admin.rest import PulsarAdmin
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
@@ -182,7 +182,7 @@ def test_a_damaged_number_does_not_make_an_entry_another_one(way: Way, tmp_path:
 def test_offloaded_ledgers_of_a_plan_are_read_by_the_broker_if_no_store_is_given() -> None:
     ledgers: dict[int, Placement] = {3: OffloadedLedger(3, 5, 60, UUID), 4: REPLICAS}
     with closing(Bookies({})) as bookies:
-        reads = BookieReads(Silent(), ledgers, bookies)
+        reads = StorageReads(Silent(), ledgers, bookies)
     assert reads.left == {3: "no store of offloads is given"}
     assert list(reads.stored) == [4]
 
@@ -261,7 +261,7 @@ def test_a_store_that_fails_is_not_asked_for_each_ledger(
     failures, broker = Failures(), Silent()
     with closing(Bookies({})) as bookies:
         for _ in range(2):
-            reads = BookieReads(
+            reads = StorageReads(
                 broker, ledgers, bookies, failures=failures, offloads=Offloads(str(tmp_path))
             )
             reader = reads.reader(WHERE, EntryId(1, 0), ReadOptions(10, last=EntryId(3, 5)))

@@ -20,7 +20,6 @@ from keyshard.core.position.entry import (
     TopicPartition,
     full_topic_name,
     is_system_topic,
-    namespace_of,
 )
 from keyshard.core.position.ledger import (
     Ledger,
@@ -213,7 +212,7 @@ class PulsarAdmin:
 
     def creates_subscriptions(self, topic: str) -> bool:
         """Whether the broker creates subscriptions of a topic; true if this role may not ask."""
-        path = f"namespaces/{namespace_of(topic)}/{_SUBSCRIPTIONS}"
+        path = _of_namespace(topic, _SUBSCRIPTIONS)
         try:
             response = self._checked(path, self._request("GET", path))
             if response.content:
@@ -241,8 +240,7 @@ class PulsarAdmin:
         return per_topic, per_subscription
 
     def _consumer_limit(self, topic: str, of_topic: str, name: str) -> int:
-        namespace = "/".join(_path(topic).split("/")[1:3])
-        for path in f"{_path(topic)}/{of_topic}?applied=true", f"namespaces/{namespace}/{name}":
+        for path in f"{_path(topic)}/{of_topic}?applied=true", _of_namespace(topic, name):
             response = self._request("GET", path)
             if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:  # no topic policies
                 continue
@@ -256,7 +254,7 @@ class PulsarAdmin:
         path = f"{_path(topic)}/deduplicationEnabled?applied=true"
         response = self._request("GET", path)
         if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:
-            path = f"namespaces/{'/'.join(_path(topic).split('/')[1:3])}/deduplication"
+            path = _of_namespace(topic, "deduplication")
             response = self._request("GET", path)
         self._checked(path, response)
         if response.content:
@@ -277,7 +275,7 @@ class PulsarAdmin:
         response = self._request("GET", path)
         if response.status_code != httpx.codes.METHOD_NOT_ALLOWED:
             return int(self._understood(path, self._checked(path, response), _number) or 0)
-        path = f"namespaces/{'/'.join(_path(topic).split('/')[1:3])}/{of_namespace}"
+        path = _of_namespace(topic, of_namespace)
         response = self._checked(path, self._request("GET", path))
         limit = self._understood(path, response, _number) if response.content else None
         return default if limit is None else limit
@@ -492,3 +490,7 @@ def _subscription_path(topic_partition: TopicPartition, subscription: str) -> st
 def _path(topic: str) -> str:
     tenant, namespace, name = topic.removeprefix("persistent://").split("/")
     return f"{_namespace(tenant, namespace)}/{quote(name, safe='')}"
+
+
+def _of_namespace(topic: str, policy: str) -> str:
+    return f"namespaces/{'/'.join(_path(topic).split('/')[1:3])}/{policy}"
