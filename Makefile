@@ -50,7 +50,7 @@ test-gate test-clock test-broker test-spark test-ray test-proofs: test-%: $(INST
 
 test-fresh: $(INSTALLED) ## properties and simulations with fresh seeds
 	@$(BIN)/python -m pytest --kind gate -m hypothesis --hypothesis-profile fresh -n $(PROCESSES)
-	@$(BIN)/python -m tests.simulation --seeds 20 --seed-start $$(date +%s)
+	@$(BIN)/python -m tests.proofs simulation --seeds 20 --seed-start $$(date +%s)
 
 test-preempt: $(INSTALLED) ## tests of the gate that have threads; the threads stop at random calls: SEED=... (half an hour)
 	@KEYSHARD_TEST_FACTOR=$${KEYSHARD_TEST_FACTOR:-4} $(BIN)/python -m pytest --kind gate --preempt $(or $(SEED),$$(date +%s)) \
@@ -74,15 +74,15 @@ unit: $(INSTALLED) ## unit and property tests only (one minute on 2 cores)
 	@$(BIN)/python -m pytest -n $(PROCESSES) tests/unit tests/property -m "not broker and not spark"
 
 simulate: $(INSTALLED) ## seeded runs with faults: SEEDS=10000 SEED_START=0, WORLD=spark, handlers, workers or pipeline, or with -frames (not workers), VERBOSE=1
-	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(WORLD),--world $(WORLD)) $(if $(VERBOSE),--verbose)
-	@$(if $(WORLD)$(VERBOSE),:,$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --seed-start $(SEED_START))
+	@$(BIN)/python -m tests.proofs simulation --seeds $(SEEDS) --seed-start $(SEED_START) $(if $(WORLD),--world $(WORLD)) $(if $(VERBOSE),--verbose)
+	@$(if $(WORLD)$(VERBOSE),:,$(BIN)/python -m tests.proofs fuzz --seeds $(SEEDS) --seed-start $(SEED_START))
 
 chaos: $(INSTALLED) ## MINUTES of faults on a real broker (20), then the verdict; SEED=... repeats them, SUBJECT=stream|handlers|pipeline, WORKERS=embedded|processes:2, TRANSPORT=wire|client
-	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(TRANSPORT),--transport $(TRANSPORT)) --json chaos.json
+	@$(BIN)/python -m tests.proofs chaos --fault-minutes $(MINUTES) $(if $(SEED),--seed-start $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT)) $(if $(WORKERS),--workers $(WORKERS)) $(if $(TRANSPORT),--transport $(TRANSPORT)) --json chaos.json
 
 cluster: $(INSTALLED) ## the contract, exactly-once tests and chaos on two brokers and two bookies; MINUTES=20, SEED=...
 	@KEYSHARD_TEST_BROKERS=2 $(BIN)/python -m pytest tests/contract tests/spark/test_exactly_once.py -m "broker or spark"
-	@$(BIN)/python -m tests.chaos --brokers 2 --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json chaos.json
+	@$(BIN)/python -m tests.proofs chaos --brokers 2 --fault-minutes $(MINUTES) $(if $(SEED),--seed-start $(SEED)) --json chaos.json
 
 lint: $(INSTALLED) ## format, lint, types, import rules and the release workflow
 	@$(BIN)/ruff format --check .

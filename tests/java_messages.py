@@ -1,19 +1,19 @@
 """Random messages of the Java client, read over the wire with both decoders, field by field.
 
-``python -m tests.java_messages --minutes 5 --seed 7`` publishes round after round, each by a
+``python -m tests.proofs java --minutes 5`` publishes round after round, each by a
 producer of its own; a round that is not read as it was published is named by its seed.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import tempfile
 import time
 import uuid
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.testing.devbroker import DevBroker
+from tests.proofs.runner import ENDLESS, Options, Outcomes, Proof, outcome_of
 from tests.stored_entries import reference_only
 from tests.support.deadlines import in_time
 from tests.support.java_client import JavaClient
@@ -264,33 +265,24 @@ def hold(java: JavaClient, broker: Broker, made: Round) -> None:
         raise
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.java_messages", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first round (default: 0)")
-    parser.add_argument("--messages", type=int, default=200, help="most of a round (default: 200)")
-    options = parser.parse_args()
-    until_s = time.monotonic() + 60 * options.minutes
-    seed, messages = options.seed, 0
-    with tempfile.TemporaryDirectory() as folder, DevBroker(PULSAR) as dev_broker:
-        java = JavaClient(dev_broker.service_url, Path(folder) / "java.log")
-        broker = WireBroker(Connection(dev_broker.service_url))
-        try:
-            while time.monotonic() < until_s:
-                made = round_of(seed, options.messages)
-                hold(java, broker, made)
-                seed, messages = seed + 1, messages + len(made.sent)
-                if not seed % 50:
-                    print(f"{seed - options.seed} rounds hold", file=sys.stderr, flush=True)
-        finally:
-            broker.close()
-            java.close()
-    print(
-        f"{seed - options.seed} rounds from seed {options.seed} hold, {messages:,} messages; "
-        f"compiled: {native_decoder.is_available()}"
-    )
-    return 0
+def _outcomes(given: Options, seeds: range) -> Outcomes:
+    print(f"compiled: {native_decoder.is_available()}")
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        url = opened.enter_context(DevBroker(PULSAR)).service_url
+        java = opened.enter_context(closing(JavaClient(url, folder / "java.log")))
+        broker = opened.enter_context(closing(WireBroker(Connection(url))))
+
+        def run(seed: int) -> Counter[str]:
+            made = round_of(seed, given.messages)
+            hold(java, broker, made)
+            return Counter(messages=len(made.sent))
+
+        for seed in seeds:
+            yield outcome_of(seed, run)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROOF = Proof(
+    _outcomes, seeds=ENDLESS, seed_start=0, minutes=1.0,
+    options={"--messages": {"type": int, "default": 200, "help": "most of a round (200)"}},
+)  # fmt: skip

@@ -1,16 +1,16 @@
 """Entries as a producer and a broker write them: an encoder that shares no code with the decoders.
 
-``python -m tests.stored_entries --inputs 1000000 --seed 7`` decodes random and damaged entries with
-both decoders.
+``python -m tests.proofs entries --seeds 1000000`` decodes random and damaged entries with both
+decoders.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import struct
 import zlib
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +28,7 @@ from keyshard.columns.content import CONTENT, METADATA
 from keyshard.columns.messages import messages_of
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.protobuf import Value, message
+from tests.proofs.runner import Options, Outcomes, Proof, outcome_of
 
 WHERE = TopicPartition("persistent://public/default/t", 2)
 ID = EntryId(7, 11)
@@ -352,27 +353,14 @@ def _random_entry(draw: random.Random) -> bytes:
     return with_broker(broker, found) if broker else found
 
 
-def main() -> None:
-    """Decode as many entries as asked for."""
-    arguments = argparse.ArgumentParser(description="Decode random and damaged entries.")
-    arguments.add_argument("--inputs", type=int, default=100_000, help="how many (100000)")
-    arguments.add_argument("--seed", type=int, default=0, help="of the first of them (0)")
-    options = arguments.parse_args()
-    whole = 0
-    for number in range(options.inputs):
-        seed = options.seed + number
-        try:
-            whole += look_at(_random_entry(random.Random(seed)))
-        except BaseException:
-            print(f"input {seed}: python -m tests.stored_entries --inputs 1 --seed {seed}")
-            raise
-        if not (number + 1) % 50_000:
-            print(f"{number + 1:,} inputs, {whole:,} of them messages", flush=True)
-    print(
-        f"{options.inputs:,} inputs hold, {whole:,} of them messages; "
-        f"compiled: {native_decoder.is_available()}"
-    )
+def _look_at(seed: int) -> Counter[str]:
+    return Counter({"messages of them": int(look_at(_random_entry(random.Random(seed))))})
 
 
-if __name__ == "__main__":
-    main()
+def _outcomes(_: Options, seeds: range) -> Outcomes:
+    print(f"compiled: {native_decoder.is_available()}")
+    for seed in seeds:
+        yield outcome_of(seed, _look_at)
+
+
+PROOF = Proof(_outcomes, seeds=100_000, seed_start=0)

@@ -1,16 +1,15 @@
 """Kills of workers of a source, on a real broker; the checkers judge.
 
-``python -m tests.worker_kills --workers ray:2 --messages 100000``: while that many messages come,
-workers are killed (SIGKILL) and stopped for longer than their lease (SIGSTOP, SIGCONT), in turn.
+``python -m tests.proofs worker-kills --workers ray:2 --messages 100000``: while that many
+messages come, workers are killed (SIGKILL) and stopped for longer than their lease (SIGSTOP,
+SIGCONT), in turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -31,6 +30,7 @@ from keyshard.testing.verify.history import HistoryWriter, read_history
 from keyshard.testing.verify.recorder import Recorder
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from keyshard.workers.backends import connect_source
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof
 from tests.support.tested_pulsar import PULSAR
 
 PARTITIONS = 3
@@ -149,20 +149,22 @@ class Struck:
             os.kill(pid, signal.SIGCONT)
 
 
-def main() -> int:
-    """Kill, and judge."""
-    parser = argparse.ArgumentParser(prog="python -m tests.worker_kills", description=__doc__)
-    parser.add_argument("--workers", default="processes:2")
-    parser.add_argument("--messages", type=int, default=100_000)
-    parser.add_argument("--rate", type=float, default=2_500.0)
-    parser.add_argument("--every", type=float, default=4.0)
-    arguments = parser.parse_args()
-    load = Workload(arguments.messages, keys=500, entry_messages=4, rate_per_s=arguments.rate)
-    with tempfile.TemporaryDirectory() as folder, DevBroker(PULSAR) as broker:
-        report, held = run(broker, Path(folder), arguments.workers, load, arguments.every)
-    print(report)
-    return 0 if held else 1
+def _outcomes(given: Options, seeds: range) -> Outcomes:
+    """Nothing is drawn: a seed is one more run."""
+    load = Workload(given.messages, keys=500, entry_messages=4, rate_per_s=given.rate)
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder, DevBroker(PULSAR) as broker:
+            report, held = run(broker, Path(folder), given.workers, load, given.every)
+        print(report, flush=True)
+        yield Outcome(seed, "" if held else "a check fails, see the report")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROOF = Proof(
+    _outcomes, seed_start=0,
+    options={
+        "--workers": {"default": "processes:2", "help": "of the source (default: processes:2)"},
+        "--messages": {"type": int, "default": 100_000, "help": "how many (default: 100000)"},
+        "--rate": {"type": float, "default": 2_500.0, "help": "messages per second (2500)"},
+        "--every": {"type": float, "default": 4.0, "help": "seconds between two faults (4)"},
+    },
+)  # fmt: skip

@@ -1,25 +1,22 @@
 """Chaos for bounded reads: topics, bounds and faults by seed, compared with the stored messages.
 
-``python -m tests.chaos.bounded --seed 7 --rounds 20`` starts a broker of its own. A round writes
-a topic and keeps the id of every message that the broker confirmed; then it reads between drawn
-bounds, while something happens to the broker, its admin interface, the connections or the topic. A
+``python -m tests.proofs bounded`` starts a broker of its own. The round of a seed writes a topic
+and keeps the id of every message that the broker confirmed; then it reads between drawn bounds,
+while something happens to the broker, its admin interface, the connections or the topic. A
 read has to give exactly what is stored between its start and the end that its plan tells, or to
 fail by name, in time; and to leave nothing behind.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import shutil
-import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +48,7 @@ from tests.chaos.admin_proxy import DRIPS, HANGS, AdminProxy
 from tests.chaos.cluster import Cluster
 from tests.contract.raw_protocol import ABORT, COMMIT, RawConnection
 from tests.helpers import wait_until
+from tests.proofs.runner import Options, Outcomes, Proof, outcome_of
 
 TIMEOUT_MS = 6_000
 """``operation_timeout_ms`` of reads."""
@@ -124,9 +122,8 @@ class Violation(Exception):  # noqa: N818 - what is looked for
 class World:
     """A broker and its faults."""
 
-    def __init__(self, cluster: Cluster, admin: AdminProxy, seed: int) -> None:
-        self.cluster, self.admin, self.seed = cluster, admin, seed
-        self.counts: Counter[str] = Counter()
+    def __init__(self, cluster: Cluster, admin: AdminProxy) -> None:
+        self.cluster, self.admin = cluster, admin
         self.client = self._connected()
         self._numbers = 0
 
@@ -427,12 +424,12 @@ def _inside(bound: Any, one: Stored, topic: Topic, *, edge: bool) -> bool:
 class Round:
     """One topic, and reads of it."""
 
-    def __init__(self, world: World, number: int, tell: Callable[[str], None]) -> None:
-        self.world, self.number, self.tell = world, number, tell
-        self.chance = random.Random(f"{world.seed}: {number}")
-        chance = self.chance
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self.seed = world, seed
+        self.counts: Counter[str] = Counter()
+        chance = self.chance = random.Random(seed)
         self.loses = chance.random() < 0.25
-        namespace = world.namespace(f"r{number}", 0 if self.loses else -1)
+        namespace = world.namespace(f"r{seed}", 0 if self.loses else -1)
         self.topic = world.create(f"{namespace}/t", chance.choice([0, 0, 1, 2, 4]))
         self.source = KeyShardSource(
             self.topic.name,
@@ -441,19 +438,22 @@ class Round:
             operation_timeout_ms=TIMEOUT_MS,
         )
 
-    def run(self) -> None:
-        """Write, read, and judge."""
+    def run(self) -> Counter[str]:
+        """Write, read, and judge; return the outcomes of reads under each fault."""
+        spoilt = self.world.admin.spoilt
         self._write()
         self._know()
         if self.loses:
             self._read(self.chance.choice(LASTING))
-            return
+            return self.counts
         for _ in range(READS):
             self._read(self.chance.choice(PASSING))
             if self.topic.opened and self.chance.random() < 0.3:
                 self.world.end_transactions(self.topic, self.chance)
         self._chain()
         self._left_nothing()
+        self.counts["spoilt answers of the admin interface"] = self.world.admin.spoilt - spoilt
+        return self.counts
 
     def _write(self) -> None:
         world, topic, chance = self.world, self.topic, self.chance
@@ -526,7 +526,7 @@ class Round:
     def _spoilt(self, fault: str, rate: float) -> Iterator[None]:
         kinds = {"hang": (HANGS,), "drip": (DRIPS,)}
         if fault in _GARBAGE:
-            seed = f"{self.world.seed} {self.number} {rate}"
+            seed = f"{self.seed} {rate}"
             self.world.admin.spoil(seed, rate, *([kinds[fault]] if fault in kinds else []))
         try:
             yield
@@ -563,10 +563,10 @@ class Round:
         return read
 
     def _judge(self, read: Read, fault: str) -> None:
-        world, topic = self.world, self.topic
+        topic = self.topic
         outcome = "rows" if read.error is None else type(read.error).__name__
-        world.counts[f"{fault}: {outcome}"] += 1
-        what = f"round {self.number}, {fault}, {read.start} to {read.end}, {read.parts} parts"
+        self.counts[f"{fault}: {outcome}"] += 1
+        what = f"{fault}, {read.start} to {read.end}, {read.parts} parts"
         if read.took_s > DEADLINE_S:
             raise Violation(f"{what}: took {read.took_s:.0f} s, {outcome}")
         if read.error is not None:
@@ -641,7 +641,7 @@ class Round:
                 writer.join(60)
             if time.monotonic() > end_s + CHAIN_END_S:
                 alive = "the writer still runs" if writer.is_alive() else "no read succeeds"
-                raise Violation(f"round {self.number}, chain: {alive}, last error {error!r}")
+                raise Violation(f"chain: {alive}, last error {error!r}")
             is_last = not writer.is_alive()
             if self.chance.random() < 0.2:
                 world.roll(topic)
@@ -652,10 +652,10 @@ class Round:
                 if isinstance(error, UNAVAILABLE):
                     continue
                 stop.set()
-                raise Violation(f"round {self.number}, chain: {error!r}")
+                raise Violation(f"chain: {error!r}")
             rows.extend(read.rows)
             starts = {one.topic_partition: one.end for one in read.splits}
-            world.counts["chained"] += 1
+            self.counts["chained"] += 1
             if is_last:
                 break
         # What was sent again after an unload is confirmed without its id.
@@ -664,7 +664,7 @@ class Round:
         ))  # fmt: skip
         if got != wanted:
             missing, more = Counter(wanted) - Counter(got), Counter(got) - Counter(wanted)
-            raise Violation(f"round {self.number}, chain: missing {missing}, twice {more}")
+            raise Violation(f"chain: missing {missing}, twice {more}")
 
     def _left_nothing(self) -> None:
         end_s = time.monotonic() + 30
@@ -675,49 +675,18 @@ class Round:
                 if not cursors:
                     break
                 if time.monotonic() > end_s:
-                    raise Violation(f"round {self.number}: left {sorted(cursors)}")
+                    raise Violation(f"left {sorted(cursors)}")
                 time.sleep(0.2)
 
 
-def main() -> int:
-    """Return 0 if every promise held, else 1; print the command that repeats a failure."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.bounded", description=__doc__)
-    parser.add_argument("--seed", type=int, help="decides everything; default: another each time")
-    parser.add_argument("--rounds", type=int, default=20, help="topics (default: 20)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first round")
-    parser.add_argument("--minutes", type=float, default=10, help="no round begins after that")
-    parser.add_argument("--keep-going", action="store_true", help="do not end at the first")
-    given = parser.parse_args()
-    seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
-    directory = Path(tempfile.mkdtemp(prefix="keyshard-bounded-"))
-    print(f"seed {seed}, files in {directory}", flush=True)
-    end_s, broken = time.monotonic() + given.minutes * 60, 0
-    with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(directory, SETTINGS))
-        admin = stack.enter_context(AdminProxy(cluster.admin_url))
-        world = World(cluster, admin, seed)
-        stack.callback(world.close)
-        for number in range(given.first, given.first + given.rounds):
-            if time.monotonic() > end_s:
-                break
-            try:
-                Round(world, number, print).run()
-            except Violation as exc:
-                broken += 1
-                print(
-                    f"BAD {exc}\nTo run it again:\n    python -m tests.chaos.bounded --seed {seed} "
-                    f"--first {number} --rounds 1",
-                    flush=True,
-                )
-                if not given.keep_going:
-                    break
-            print(f"round {number} ended; {sum(world.counts.values())} reads", flush=True)
-        for what, times in sorted(world.counts.items()):
-            print(f"{times:9,} {what}")
-        print(f"{admin.spoilt:9,} spoilt answers of the admin interface")
-    shutil.rmtree(directory)
-    return 1 if broken else 0
+def _outcomes(_: Options, seeds: range) -> Outcomes:
+    with ExitStack() as opened:
+        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="keyshard-bounded-"))
+        cluster = opened.enter_context(Cluster(Path(folder), SETTINGS))
+        admin = opened.enter_context(AdminProxy(cluster.admin_url))
+        world = opened.enter_context(closing(World(cluster, admin)))
+        for seed in seeds:
+            yield outcome_of(seed, lambda seed: Round(world, seed).run())
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROOF = Proof(_outcomes, seeds=20, minutes=10.0)

@@ -1,6 +1,6 @@
 """Chaos for reads from bookies: a cluster whose bookies and brokers fail while history is read.
 
-``python -m tests.chaos.segments --messages 1000000`` starts two brokers and three bookies, and
+``python -m tests.proofs segments --messages 1000000`` starts two brokers and three bookies, and
 publishes to three topic partitions in many ledgers; the last ones stay open. It reads them by the
 broker. Then two processes read the same plan with ``segments`` ``auto``, while bytes change on the
 disk of a bookie, and again and again while one is killed, another one frozen, and a broker killed.
@@ -11,9 +11,7 @@ ledgers are deleted while they are read (``segment_losses``).
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +32,7 @@ from keyshard.testing.devbroker.members import Bookie
 from keyshard.testing.verify.workloads import Workload, produce
 from tests.chaos.segment_losses import READ_BEFORE, Losses, wait_for
 from tests.chaos.segment_tasks import AUTO, attempted, quiet, read
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof
 from tests.support.tested_pulsar import PULSAR
 
 TOPIC = "persistent://public/default/history"
@@ -52,8 +51,8 @@ LOG_HEAD, CHANGED_EVERY = 4_096, 20_000
 """Bytes of an entry log that stay right at its beginning, and the distance of changed ones."""
 
 
-def run(messages: int) -> int:
-    """Read under faults; return 0 if every row is there once."""
+def run(messages: int) -> bool:
+    """Read under faults; return whether every row is there once."""
     settings = {
         "managedLedgerMaxEntriesPerLedger": str(max(10, messages // ENTRY_MESSAGES // LEDGERS)),
         "managedLedgerMinLedgerRolloverTimeMinutes": "0",
@@ -100,7 +99,7 @@ def run(messages: int) -> int:
             good = good and fine and not digests
             good &= Losses(cluster, pool, source, splits, wanted).run()
     print("ok" if good else "BAD", f"{rounds} reads while members failed, and one after them")
-    return 0 if good else 1
+    return good
 
 
 def _round(
@@ -227,13 +226,15 @@ def _faults(cluster: DevCluster) -> Iterator[threading.Event]:
         raise failed[0]
 
 
-def main() -> int:
-    """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.segments", description=__doc__)
-    parser.add_argument("--messages", type=int, default=1_000_000)
+def _outcomes(given: Options, seeds: range) -> Outcomes:
+    """Nothing is drawn: a seed is one more run."""
     quiet()
-    return run(parser.parse_args().messages)
+    for seed in seeds:
+        good = run(given.messages)
+        yield Outcome(seed, "" if good else "rows or digests are wrong, see the lines above")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROOF = Proof(
+    _outcomes, seed_start=0,
+    options={"--messages": {"type": int, "default": 1_000_000, "help": "how many (1000000)"}},
+)  # fmt: skip

@@ -51,7 +51,8 @@ def chaos(folder: Path, subject: Subject, brokers: int = 1) -> dict[str, Any]:
     figures = folder / "figures.json"
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.chaos", "--minutes", "0", "--seed", str(SEED)),
+            *(sys.executable, "-m", "tests.proofs", "chaos", "--fault-minutes", "0"),
+            *("--seed-start", str(SEED)),
             *("--subject", subject.value, "--workers", EMBEDDED, "--json", str(figures)),
             *("--brokers", str(brokers)),
         ],

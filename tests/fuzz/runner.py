@@ -21,6 +21,7 @@ from tests.fuzz import (
     options,
     protobuf_values,
 )
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof
 from tests.support.deadlines import deadline
 
 TARGETS: tuple[Callable[[Random, str], None], ...] = (
@@ -64,3 +65,12 @@ def run_seeds(first: int, count: int, processes: int) -> Iterator[tuple[int, str
         ProcessPoolExecutor(processes, context, os.chdir, (folder,)) as pool,
     ):
         yield from pool.map(run_seed, range(first, first + count), chunksize=4)
+
+
+def _outcomes(_: Options, seeds: range) -> Outcomes:
+    processes = len(os.sched_getaffinity(0))
+    for seed, error in run_seeds(seeds.start, len(seeds), processes):
+        yield Outcome(seed, error)
+
+
+PROOF = Proof(_outcomes, seeds=1_000, seed_start=0)

@@ -1,4 +1,4 @@
-"""Messages of the Java client, field by field (longer: ``python -m tests.java_messages``)."""
+"""Messages of the Java client, field by field (longer: ``python -m tests.proofs java``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small draw of ``python -m tests.memory``, and the shapes that once took several windows."""
+"""A small draw of ``tests.proofs memory``, and the shapes that once took several windows."""
 
 from __future__ import annotations
 

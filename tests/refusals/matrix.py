@@ -6,8 +6,10 @@ After the refusal the broker is well again; a run that has not ended has to go o
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +23,7 @@ from keyshard.config.connection import Connection
 from keyshard.core import refusal_timer
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import KeyShardError
+from tests.proofs.runner import ENDLESS, Options, Outcome, Outcomes, Proof
 from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
 from tests.refusals.run import GOES_ON_S, TOPIC, LetterRun, Run, hurried, unhurried, until
 from tests.support.deadlines import deadline
@@ -363,3 +366,33 @@ def _of_handle(cell: Cell, broker: ScriptedBroker) -> str:
         broker.is_well()
         made.close()
         assert took_s < NAMED_S, f"it took {took_s:.1f} s"
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def _outcomes(given: Options, seeds: range) -> Outcomes:
+    """A seed is the number of a cell."""
+    logging.getLogger("keyshard").setLevel(logging.CRITICAL)
+    cells = REAL_TIME if given.real_time else CELLS
+    chosen = {
+        number: cell
+        for number, cell in enumerate(cells)
+        if number in seeds and given.only in str(cell)
+    }
+    found = run_cells(tuple(chosen.values()), real_time=given.real_time)
+    for number, (cell, outcome, error) in zip(chosen, found, strict=True):
+        counts = Counter({f"{cell.request} at {cell.moment}: {outcome or 'WRONG'}": 1})
+        yield Outcome(number, error and f"{cell}: {error}", counts=counts)
+
+
+PROOF = Proof(
+    _outcomes, seeds=ENDLESS, seed_start=0, keep_going=True,
+    options={
+        "--only": {"default": "", "help": "cells whose name has this in it"},
+        "--real-time": {
+            "action": "store_true",
+            "help": "a share of the cells with the waits of the product, numbered from 0",
+        },
+    },
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""A few cells of the matrix; all of them by ``python -m tests.refusals``."""
+"""A few cells of the matrix; all of them by ``python -m tests.proofs refusals``."""
 
 from __future__ import annotations
 

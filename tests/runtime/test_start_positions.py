@@ -189,7 +189,7 @@ def test_an_entry_of_which_nothing_is_left_ends_no_bounded_run_too_late() -> Non
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_an_entry_of_which_nothing_is_left_is_no_loss_where_no_checkpoint_has_it(left: int) -> None:
-    """Found by ``python -m tests.simulation --world workers --seed-start 91391483325405``.
+    """Found by ``tests.proofs simulation --world workers --seed-start 91391483325405``.
 
     1. A batch is planned of what other ranges have.
     2. The entry that the source begins behind comes, and is acknowledged: nothing of it is owed.

@@ -60,14 +60,21 @@ def run_seeds(
         yield from pool.imap(run, seeds, CHUNK)
 
 
-def describe(outcome: Outcome, world: str = "spark") -> str:
-    """All that is needed to look into a run that failed."""
+def details(outcome: Outcome) -> str:
+    """Return all that is needed to look into a run that failed."""
     faults = "\n".join(f"    {fault}" for fault in outcome.faults)
     trace = "\n".join(outcome.trace)
     return (
-        f"seed {outcome.seed} breaks a promise: {outcome.error}\n\n"
-        f"{outcome.details}\n"
-        f"  {outcome.shape}\n  faults:\n{faults}\n  the end of its trace:\n{trace}\n\n"
+        f"\n{outcome.details}\n"
+        f"  {outcome.shape}\n  faults:\n{faults}\n  the end of its trace:\n{trace}\n"
+    )
+
+
+def describe(outcome: Outcome, world: str = "spark") -> str:
+    """Return the text about a run that failed, for a test."""
+    command = f"python -m tests.proofs simulation --seeds 1 --seed-start {outcome.seed}"
+    return (
+        f"seed {outcome.seed} breaks a promise: {outcome.error}\n{details(outcome)}\n"
         f"seed {outcome.seed} breaks a promise. To run it again, with its whole trace:\n"
-        f"    make simulate WORLD={world} SEEDS=1 SEED_START={outcome.seed} VERBOSE=1\n"
+        f"    {command} --world {world} --verbose\n"
     )

@@ -1,4 +1,4 @@
-"""The promises hold over frames as well; few seeds here, more by ``python -m tests.simulation``."""
+"""The promises hold over frames as well; few seeds here, more by ``tests.proofs simulation``."""
 
 from __future__ import annotations
 

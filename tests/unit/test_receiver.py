@@ -270,7 +270,7 @@ class StandingStill(FakeConsumer):
 def test_half_an_entry_is_not_taken_for_all_of_it_while_its_worker_stands_still(
     start: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by ``python -m tests.simulation --world workers --seed-start 18321275505345``.
+    """Found by ``tests.proofs simulation --world workers --seed-start 18321275505345``.
 
     1. An entry ends early: it is asked for again.
     2. The worker stands still between the same messages, and its consumer seems to be connected.

@@ -514,7 +514,7 @@ class Broken(MemoryBroker):
 def test_the_end_of_an_entry_is_not_given_when_its_beginning_went_with_a_connection(
     back_meanwhile: bool,
 ) -> None:
-    """Found by ``python -m tests.chaos --seed 10254 --subject handlers --workers processes:2``.
+    """Found by ``tests.proofs chaos --seed-start 10254 --subject handlers --workers processes:2``.
 
     1. A connection is lost between the first messages of an entry and its last ones.
     2. The first ones are let pass, because all of it comes again.

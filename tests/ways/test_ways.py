@@ -1,4 +1,4 @@
-"""A few topics in a few ways; ``python -m tests.ways --draws 300`` draws more."""
+"""A few topics in a few ways; ``python -m tests.proofs ways --seeds 300`` draws more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 106
 @pytest.mark.timeout(LIMIT_S + 10)
 def test_each_value_round_trips_or_is_named() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.ways", "--draws", "6", "--seed", str(SEED)],
+        [sys.executable, "-m", "tests.proofs", "ways", "--seeds", "6", "--seed-start", str(SEED)],
         cwd=ROOT,
         capture_output=True,
         text=True,

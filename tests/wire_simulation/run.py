@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import TypeVar
 from unittest.mock import patch
 
@@ -34,6 +35,7 @@ from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.errors import BrokerError, BrokerUnavailableError, UnreadableEntryError
 from keyshard.reading import scan as scanning
 from keyshard.reading.scan import Scan
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof
 from tests.support.deadlines import deadline
 from tests.wire_simulation.broker import ServedBroker, Troubles
 from tests.wire_simulation.model import LATE, LEDGER, Model
@@ -52,17 +54,6 @@ class BrokenPromiseError(AssertionError):
     """A broken promise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a seed."""
-
-    seed: int
-    error: str
-    entries: int = 0
-    troubles: int = 0
-    losses: int = 0
-
-
 def run(seed: int) -> Outcome:
     """Run a seed; never raises."""
     before = threads()
@@ -78,7 +69,11 @@ def run(seed: int) -> Outcome:
             until(lambda: not threads() - before, "threads are left")
         except (BrokenPromiseError, BrokerError) as exc:
             return Outcome(seed, f"{type(exc).__name__}: {exc}")
-    return Outcome(seed, "", world.entries, world.troubles.met, world.losses)
+    counts = {
+        "entries": world.entries, "connections and answers broken": world.troubles.met,
+        "subscriptions lost": world.losses,
+    }  # fmt: skip
+    return Outcome(seed, counts=Counter(counts))
 
 
 @contextmanager
@@ -362,3 +357,11 @@ class World:
         with self.model.lock:
             if self.model.broken:
                 raise BrokenPromiseError("; ".join(self.model.broken))
+
+
+def _outcomes(_: Options, seeds: range) -> Outcomes:
+    logging.getLogger("keyshard").setLevel(logging.ERROR)
+    yield from map(run, seeds)
+
+
+PROOF = Proof(_outcomes, seeds=200, seed_start=0)

@@ -1,6 +1,6 @@
 """Hostile brokers: frames and answers that no broker sends, against the wire transport.
 
-python -m tests.simulation.frames.hostile --seeds 1000 --seed-start 0
+python -m tests.proofs hostile --seeds 1000
 
 Threads, sockets and time are simulated, so a byte each second costs nothing. Each call ends in time
 with an answer or one of keyshard's errors, no consumer gets rows of another, no request goes in a
@@ -9,10 +9,9 @@ circle, and the memory of a client has a limit.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import struct
-import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from random import Random
@@ -33,6 +32,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import BrokerUnavailableError, KeyShardError
 from tests.helpers import present
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof
 from tests.simulation.frames.client import Frames
 from tests.simulation.frames.sockets import Socket, Way
 from tests.simulation.install import installed, replaced
@@ -490,22 +490,11 @@ class Run:
                     raise HarmError(f"{held} bytes of a frame are held")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation.frames.hostile")
-    parser.add_argument("--seeds", type=int, default=200, help="how many (default: 200)")
-    parser.add_argument("--seed-start", type=int, default=0, help="the first one (default: 0)")
-    arguments = parser.parse_args()
+def _outcomes(_: Options, seeds: range) -> Outcomes:
     logging.disable(logging.CRITICAL)
-    entries = 0
-    for seed in range(arguments.seed_start, arguments.seed_start + arguments.seeds):
+    for seed in seeds:
         run = Run(seed)
-        if harm := run.run():
-            print(f"seed {seed}: {harm}")
-            return 1
-        entries += run.numbers
-    print(f"{arguments.seeds} seeds hold, {entries:,} entries sent")
-    return 0
+        yield Outcome(seed, run.run(), counts=Counter({"entries sent": run.numbers}))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROOF = Proof(_outcomes, seeds=200, seed_start=0)

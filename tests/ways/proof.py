@@ -1,15 +1,13 @@
-"""``python -m tests.ways``: random topics, read in every way, compared with their messages."""
+"""``python -m tests.proofs ways``: random topics, read in every way and compared."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +15,7 @@ from typing import NamedTuple
 from pyspark.sql import SparkSession
 
 import spark_adapter
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof
 from tests.streams.cluster import Broker
 from tests.ways.check import disagreement, verdict
 from tests.ways.draw import WAYS, Publisher, readings
@@ -53,63 +52,44 @@ class Run(NamedTuple):
     java: JavaProducers
     kind: str | None
     way: str | None
-    done: Counter[str]
-    """Number of readings by way and outcome."""
 
-    def hold(self, seed: int) -> list[str]:
-        """Publish a topic and read it; returns the defects."""
+    def hold(self, seed: int) -> Outcome:
+        """Publish a topic and read it; its counts are readings by way and outcome."""
         drawn = random.Random(seed)
         made = Publisher(drawn, self.broker, self.java).published(f"ways-{seed}", self.kind)
         found, read = [], []
+        counts = Counter({f"{made.kind} by {made.producer}": 1})
         try:
             whole = made.read_as == made.topic.name
             possible = [way for way in WAYS if whole or not way.startswith("table")]
             for how in readings(drawn, [self.way] if self.way else possible, made, TOGETHER):
                 out = self.reader.read(made, how)
-                self.done[f"{how.way}, {how.transport}: {out.code or 'whole'}"] += 1
+                counts[f"{how.way}, {how.transport}: {out.code or 'whole'}"] += 1
                 found += [f"{how}\n    {one}" for one in verdict(made, how, out)]
                 read.append((how, out))
             found += [one for pair in combinations(read, 2) for one in disagreement(*pair)]
         finally:
             self.broker.delete(made.topic.name, made.topic.partitions)
-        self.done[f"{made.kind} by {made.producer}"] += 1
         # The first defects of a seed tell the others.
-        return [f"BAD seed {seed}: {made.text()}\n    {one}" for one in found[:SHOWN_MAX]]
+        details = "\n".join(found[:SHOWN_MAX])
+        return Outcome(seed, made.text() if found else "", details, counts)
 
 
-def main() -> int:
-    """Run the draws; return 0 if every message came, or an error named its absence."""
-    parser = argparse.ArgumentParser(prog="python -m tests.ways", description=__doc__)
-    parser.add_argument("--draws", type=int, default=20, help="number of topics (default: 20)")
-    parser.add_argument("--seed", type=int, help="of the first; default: another each time")
-    parser.add_argument("--kind", choices=tuple(KINDS), help="of all values; default: drawn")
-    parser.add_argument("--way", choices=WAYS, help="the only one; default: two of them are drawn")
-    given = parser.parse_args()
-    first = random.SystemRandom().randrange(10**9) if given.seed is None else given.seed
-    print(f"{given.draws} draws from seed {first}", flush=True)
-    ways: Counter[str] = Counter()
-    bad, began = [], time.monotonic()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Broker(Path(folder) / "broker") as broker,
-        closing(JavaProducers(broker.service_url, Path(folder))) as java,
-    ):
+def _outcomes(given: Options, seeds: range) -> Outcomes:
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        broker = opened.enter_context(Broker(folder / "broker"))
+        java = opened.enter_context(closing(JavaProducers(broker.service_url, folder)))
         spark = session()
-        reader = Reader(broker, spark, Path(folder))
-        run = Run(broker, reader, java, given.kind, given.way, ways)
-        for seed in range(first, first + given.draws):
-            problems = run.hold(seed)
-            for problem in problems:
-                print(problem, flush=True)
-            bad += [seed] if problems else []
-            if not (seed + 1 - first) % 20:
-                print(f"{seed + 1 - first} draws, {time.monotonic() - began:.0f} s", flush=True)
-        spark.stop()
-    for name, times in sorted(ways.items()):
-        print(f"{times:6,} {name}")
-    print(f"{given.draws} draws from seed {first}: {len(bad)} bad {bad}")
-    return 1 if bad else 0
+        opened.callback(spark.stop)
+        run = Run(broker, Reader(broker, spark, folder), java, given.kind, given.way)
+        yield from map(run.hold, seeds)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PROOF = Proof(
+    _outcomes, seeds=20, keep_going=True,
+    options={
+        "--kind": {"choices": tuple(KINDS), "help": "of all values (default: drawn)"},
+        "--way": {"choices": WAYS, "help": "the only one (default: two of them are drawn)"},
+    },
+)  # fmt: skip

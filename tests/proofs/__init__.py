@@ -1,0 +1,1 @@
+"""One command for every search by seed: ``python -m tests.proofs NAME``."""

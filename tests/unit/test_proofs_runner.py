@@ -1,0 +1,122 @@
+"""The one runner of the searches by seed: its loop, its report, its command to repeat a seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.proofs.__main__ import PROOFS, proof
+from tests.proofs.runner import Options, Outcome, Outcomes, Proof, outcome_of, parser_of, run
+
+BROKEN = {4, 6}
+
+
+def of_broken(_: Options, seeds: range) -> Outcomes:
+    for seed in seeds:
+        yield Outcome(seed, "rows lost" if seed in BROKEN else "", counts=Counter(rows=seed))
+
+
+def seeded(**changes: Any) -> Proof:
+    options = {"--world": {}, "--verbose": {"action": "store_true"}, "--json": {}}
+    fields: dict[str, Any] = {"seeds": 3, "seed_start": 3, "options": options}
+    return Proof(of_broken, **fields | changes)
+
+
+def test_seeds_that_hold_end_with_status_0_and_a_line_that_sums_their_counts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("wire", seeded(), ["--seed-start", "7"]) == 0
+    assert capsys.readouterr().out.startswith("3 of 3 seeds hold, 24 rows, in ")
+
+
+def test_a_broken_seed_ends_the_run_with_status_1_and_the_command_that_repeats_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("wire", seeded(), []) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "seed 4 breaks a promise: rows lost",
+        "To run it again:",
+        "    python -m tests.proofs wire --seeds 1 --seed-start 4",
+        "",
+    ]
+    assert last.startswith("1 of 2 seeds hold, 7 rows, in ")
+
+
+@pytest.mark.parametrize(
+    ("default", "options", "done"),
+    [(False, ["--keep-going"], 5), (True, [], 5), (True, ["--no-keep-going"], 2)],
+)
+def test_a_run_that_keeps_going_reports_each_broken_seed(
+    capsys: pytest.CaptureFixture[str], *, default: bool, options: list[str], done: int
+) -> None:
+    assert run("wire", seeded(keep_going=default), ["--seeds", "5", *options]) == 1
+    broken = BROKEN & set(range(3, 3 + done))
+    out = capsys.readouterr().out
+    assert f"{done - len(broken)} of {done} seeds hold" in out
+    assert all(f"--seeds 1 --seed-start {seed}\n" in out for seed in broken)
+
+
+def test_options_that_were_given_and_those_of_the_seed_are_in_the_command_that_repeats_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def outcomes(_: Options, seeds: range) -> Outcomes:
+        yield Outcome(seeds.start, "rows lost", options={"verbose": True})
+
+    words = ["--world", "a b", "--seed-start", "9", "--json", "figures", "--minutes", "1"]
+    run("wire", Proof(outcomes, options=seeded().options), words)
+    command = "python -m tests.proofs wire --seeds 1 --seed-start 9 --world 'a b' --verbose\n"
+    assert command in capsys.readouterr().out
+
+
+def test_no_seed_begins_after_the_given_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--minutes", "0"], ["--minutes", "0", "--seeds", "9"]):
+        run("wire", seeded(seed_start=10), words)
+        assert "1 of 1 seeds hold" in capsys.readouterr().out
+
+
+def test_the_default_of_minutes_limits_no_given_number_of_seeds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, done in (([], 1), (["--seeds", "9"], 9)):
+        run("wire", seeded(seed_start=10, minutes=0.0), words)
+        assert f"{done} of {done} seeds hold" in capsys.readouterr().out
+
+
+def test_a_first_seed_that_is_drawn_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def outcomes(_: Options, seeds: range) -> Outcomes:
+        seen.append(seeds.start)
+        yield Outcome(seeds.start)
+
+    run("wire", Proof(outcomes), [])
+    assert capsys.readouterr().out.startswith(f"The first seed is {seen[0]}.\n")
+
+
+def test_what_a_proof_keeps_open_is_closed_when_a_broken_seed_ends_the_run() -> None:
+    closed = []
+
+    def outcomes(_: Options, seeds: range) -> Outcomes:
+        try:
+            yield from (Outcome(seed, "rows lost") for seed in seeds)
+        finally:
+            closed.append(True)
+
+    assert run("wire", Proof(outcomes, seeds=9), []) == 1
+    assert closed == [True]
+
+
+def test_an_error_that_a_seed_raises_breaks_it() -> None:
+    def raises(seed: int) -> Counter[str]:
+        raise AssertionError(f"rows of {seed} lost")
+
+    assert outcome_of(3, raises).error.endswith("AssertionError: rows of 3 lost\n")
+
+
+@pytest.mark.parametrize("name", PROOFS)
+def test_each_proof_has_a_parser_with_the_common_options(name: str) -> None:
+    text = parser_of(name, proof(name))[0].format_help()
+    assert all(one in text for one in ("--seeds", "--seed-start", "--minutes", "--keep-going"))
