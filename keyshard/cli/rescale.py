@@ -1,4 +1,4 @@
-"""``keyshard rescale``: change the number of ranges; ``--dry-run`` shows what would move."""
+"""``keyshard rescale``: change the number of ranges; show what would move, and past rescales."""
 
 # ruff: noqa: PLC0415 - each command imports its modules when it runs, so that --help is fast.
 from __future__ import annotations
@@ -18,9 +18,8 @@ from keyshard.cli.output import (
     ServiceUrlOption,
     SubscriptionOption,
     console,
-    plural,
 )
-from keyshard.errors import ConfigError
+from keyshard.errors import ConfigError, NotRunningError
 
 if TYPE_CHECKING:
     from keyshard.control import RunningSource
@@ -28,7 +27,23 @@ if TYPE_CHECKING:
     from keyshard.observe.status_types import Status
 
 _LANES = 16
-_MOVES_MAX = 20
+_StartOption = Annotated[
+    int | None,
+    typer.Option(
+        "--from",
+        min=1,
+        max=65_536,
+        help="With --dry-run: number of equal ranges before. Default: the ranges of a running "
+        "source.",
+    ),
+]
+_HistoryOption = Annotated[
+    bool,
+    typer.Option(
+        "--history",
+        help="Show the last rescales with the time of each phase, and the one that runs.",
+    ),
+]
 _HandlerMsOption = Annotated[
     float | None,
     typer.Option(
@@ -70,16 +85,8 @@ def rescale(  # noqa: PLR0917 - one argument per option
             help="Show the moves and the limits of the handlers, without moving anything.",
         ),
     ] = False,
-    start: Annotated[
-        int | None,
-        typer.Option(
-            "--from",
-            min=1,
-            max=65_536,
-            help="With --dry-run: number of equal ranges before. Default: the ranges of a "
-            "running source.",
-        ),
-    ] = None,
+    start: _StartOption = None,
+    history: _HistoryOption = False,
     handler_ms: _HandlerMsOption = None,
     lanes: _LanesOption = None,
     workers: _WorkersOption = None,
@@ -93,6 +100,16 @@ def rescale(  # noqa: PLR0917 - one argument per option
 
     from keyshard.core.ring.assignment import assign
 
+    source = partial(source_of, subscription, service_url, client_conf, pid)
+    if history:
+        if ranges is not None or balance or dry_run:
+            raise ConfigError(
+                "--history changes nothing, so it takes no number of ranges, --balance or "
+                "--dry-run.",
+                "Leave them out.",
+            )
+        _show_history(source(), as_json=as_json)
+        return
     if (ranges is None) != balance:
         raise ConfigError("A rescale needs a number of ranges or --balance.", "Give one of them.")
     of_dry_run = {
@@ -101,7 +118,6 @@ def rescale(  # noqa: PLR0917 - one argument per option
         "--lanes": lanes,
         "--workers": workers,
     }
-    source = partial(source_of, subscription, service_url, client_conf, pid)
     if not dry_run:
         if useless := [name for name, value in of_dry_run.items() if value is not None]:
             raise ConfigError(
@@ -131,6 +147,21 @@ def _rescale(source: RunningSource, ranges: int | None, *, balance: bool, as_jso
         typer.echo(json.dumps(report, indent=2) if as_json else _moved(report))
 
 
+def _show_history(source: RunningSource, *, as_json: bool) -> None:
+    from keyshard.cli.rescale_text import history_text
+
+    status: Status = source.ask("status")
+    with source.read():
+        history = status["history"]
+        if history is None:
+            raise NotRunningError("The source is still starting.", "Try again later.")
+        if as_json:
+            rescales = {name: value for name, value in history.items() if name != "commits"}
+            typer.echo(json.dumps(rescales, indent=2))
+        else:
+            console().print(history_text(history))
+
+
 def _show_running(source: RunningSource, show: Callable[[Assignment, Status], None]) -> None:
     status: Status = source.ask("status")
     with source.read():
@@ -158,7 +189,9 @@ def _show(
     if as_json:
         typer.echo(json.dumps(_as_json(made, ceilings, lanes, handler_s), indent=2))
     else:
-        _print(made, ceilings, lanes, handler_s)
+        from keyshard.cli.rescale_text import dry_run_text
+
+        console().print(dry_run_text(made, ceilings, lanes, handler_s), highlight=False)
 
 
 def _moved(report: dict[str, Any]) -> str:
@@ -213,34 +246,3 @@ def _as_json(
             for name, ceiling in zip(names, ceilings, strict=True)
         },
     }
-
-
-def _print(
-    made: RescaleDryRun, ceilings: list[Ceiling], lanes: int, handler_s: float | None
-) -> None:
-    from rich.table import Table
-
-    from_, to = len(made.before), len(made.after)
-    out = console()
-    out.print(
-        f"{plural(from_, 'range')} to {to}: {made.moved_fraction:.1%} of the ring moves in "
-        f"{plural(len(made.moves), 'piece')}; the optimum is {made.optimum_fraction:.1%}.",
-        highlight=False,
-    )
-    if made.moves:
-        table = Table("slots", "from range", "to range", "of the ring")
-        for move in made.moves[:_MOVES_MAX]:
-            part = len(move.hash_range) / 65_536
-            table.add_row(str(move.hash_range), str(move.source), str(move.target), f"{part:.2%}")
-        out.print(table)
-        if len(made.moves) > _MOVES_MAX:
-            out.print(f"... and {len(made.moves) - _MOVES_MAX} more; --json lists them all.")
-    table = Table("ranges", "lanes each", "keys at once", "messages/s at most", "limited by")
-    for count, ceiling in zip((from_, to), ceilings, strict=True):
-        rate = "-" if ceiling.rows_per_s is None else f"{ceiling.rows_per_s:,.0f}"
-        table.add_row(str(count), str(lanes), f"{ceiling.keys:,}", rate, ceiling.limited_by)
-    out.print(table)
-    if handler_s is None:
-        out.print("To see messages per second, add --handler-ms.")
-    else:
-        out.print(f"Handler time: {handler_s * 1000:.2f} ms.", highlight=False)

@@ -7,9 +7,9 @@
                   end; then the same for the other keys of those consumers, which run until
                   then; at the deadline the old assignment stays
     3. close      the receive threads close those consumers, which hands over acknowledgements
-    4. epoch + 1
-    5. subscribe  the new hash ranges; retried while the broker reports a conflict or is silent
-    6. adopt      window and lanes follow; receiving and handlers continue
+    4. subscribe  the new hash ranges in epoch + 1; retried while the broker reports a conflict or
+                  is silent
+    5. adopt      window and lanes follow; receiving and handlers continue
 
 :data:`TRANSITIONS` names the step that follows each step on success and on failure.
 
@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -37,7 +38,12 @@ from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer
 from keyshard.coordinator.consumer_limits import check_consumer_limits
 from keyshard.coordinator.startup import window_budget
-from keyshard.core.recent_history import Rescale
+from keyshard.core.rescale_history import (
+    DrainedMessage,
+    Rescale,
+    RescaleEnd,
+    RescaleHistory,
+)
 from keyshard.core.ring.assignment import (
     Assignment,
     fewest_moved,
@@ -58,10 +64,12 @@ class Step(Enum):
 
     DRAIN = auto()
     """1 and 2: no range has another owner yet."""
-    EXCHANGE = auto()
-    """3 to 5."""
+    CLOSE = auto()
+    """3."""
+    SUBSCRIBE = auto()
+    """4."""
     ADOPT = auto()
-    """6."""
+    """5."""
     RESTORE = auto()
     """Hash ranges of the old assignment that have no consumer are subscribed again."""
     MOVED = auto()
@@ -80,8 +88,9 @@ class Follows(NamedTuple):
 
 
 TRANSITIONS: Mapping[Step, Follows] = {
-    Step.DRAIN: Follows(done=Step.EXCHANGE, failed=Step.KEPT),
-    Step.EXCHANGE: Follows(done=Step.ADOPT, failed=Step.RESTORE),
+    Step.DRAIN: Follows(done=Step.CLOSE, failed=Step.KEPT),
+    Step.CLOSE: Follows(done=Step.SUBSCRIBE, failed=Step.RESTORE),
+    Step.SUBSCRIBE: Follows(done=Step.ADOPT, failed=Step.RESTORE),
     Step.ADOPT: Follows(done=Step.MOVED, failed=Step.LOST),
     Step.RESTORE: Follows(done=Step.KEPT, failed=Step.LOST),
 }
@@ -100,6 +109,13 @@ class Blocking:
     key: str | None
     message_id: str
     running_s: float
+
+    def status(self) -> DrainedMessage:
+        """Return JSON values."""
+        return {
+            "key": self.key, "messageId": self.message_id,
+            "runningSeconds": round(self.running_s, 1),
+        }  # fmt: skip
 
 
 class Drainable(Protocol):
@@ -206,6 +222,8 @@ class Rescaler:
         self._admin = admin
         self._work = work
         self._drain_timeout_s = drain_timeout_s
+        self._lost = False
+        """Whether parts of the ring have no consumer after the newest change."""
 
     def rescale(self, count: int) -> RescaleReport:
         """Spread the ring over ``count`` ranges, and move as few slots as possible.
@@ -216,7 +234,9 @@ class Rescaler:
             RescaleError: The broker refused the new consumers. The old assignment holds, or the
                 source ends with this error.
         """
-        return self._change(lambda now: (reassign(now, count), fewest_moved(now, count), None))
+        return self._change(
+            {"ranges": count}, lambda now: (reassign(now, count), fewest_moved(now, count), None)
+        )
 
     def balance(self) -> RescaleReport:
         """Give the ranges equal loads, as measured since the rescaler was created.
@@ -230,10 +250,11 @@ class Rescaler:
             found = balance(now, load)
             return found.assignment, None, found
 
-        return self._change(balanced)
+        return self._change({"balance": True}, balanced)
 
     def _change(
         self,
+        asked: Mapping[str, int | bool],
         decide: Callable[[Assignment], tuple[Assignment, int | None, Balance | None]],
     ) -> RescaleReport:
         with self._consumers.changing, owned_by(self._consumers.shared.fail):
@@ -241,10 +262,15 @@ class Rescaler:
             self._consumers.shared.check()
             now = self._range_consumers.assignment
             new, fewest, balanced = decide(now)
+            with self._history() as history:
+                history.begins(Rescale(asked, len(now), len(new), began_s, self._drain_timeout_s))
             try:
                 pauses = self._move(new) if new != now else ()
-            except KeyShardError as exc:
-                self._remember(now, new, 0, (), began_s=began_s, error=exc.message)
+            except BaseException as exc:
+                self._end(
+                    RescaleEnd.LOST if self._lost else RescaleEnd.KEPT,
+                    error=exc.message if isinstance(exc, KeyShardError) else repr(exc),
+                )
                 raise
             moved = moved_slots(now, new)
             report = RescaleReport(
@@ -252,31 +278,42 @@ class Rescaler:
                 None if fewest is None else fewest / RING_SIZE, sum(map(len, new)), pauses,
                 round(1_000 * (time.monotonic() - began_s), 3), balanced,
             )  # fmt: skip
-            self._remember(now, new, moved, pauses, began_s=began_s)
+            pause_ms = max((pause.pause_ms for pause in pauses), default=0.0)
+            self._end(
+                RescaleEnd.UNCHANGED if new == now else RescaleEnd.MOVED,
+                moved_fraction=report.moved_fraction, pause_ms=pause_ms,
+            )  # fmt: skip
         _log.info(
             "%d ranges -> %d in epoch %d: %.1f %% of the ring moved, longest pause %.0f ms",
             report.ranges_before, report.ranges_after, report.epoch, 100 * report.moved_fraction,
-            max((pause.pause_ms for pause in pauses), default=0.0),
+            pause_ms,
         )  # fmt: skip
         return report
 
-    def _remember(
-        self, before: Assignment, after: Assignment, moved: int, pauses: Sequence[Pause], *,
-        began_s: float, error: str = "",
-    ) -> None:  # fmt: skip
-        now_s = time.monotonic()
-        rescale = Rescale(
-            self._range_consumers.epoch, len(before), len(after), moved / RING_SIZE,
-            round(1_000 * (now_s - began_s), 3),
-            None if error else max((pause.pause_ms for pause in pauses), default=0.0), error,
-        )  # fmt: skip
+    @contextmanager
+    def _history(self) -> Iterator[RescaleHistory]:
         shared = self._consumers.shared
         with shared.lock:
-            shared.history.rescaled(now_s, rescale)
+            yield shared.history.rescales
+
+    def _begin(self, phase: str) -> None:
+        with self._history() as history:
+            history.phase_begins(time.monotonic(), phase)
+
+    def _end(
+        self, end: RescaleEnd, *, moved_fraction: float = 0.0, pause_ms: float | None = None,
+        error: str = "",
+    ) -> None:  # fmt: skip
+        with self._history() as history:
+            history.ends(
+                time.monotonic(), end, epoch=self._range_consumers.epoch,
+                moved_fraction=moved_fraction, pause_ms=pause_ms, error=error,
+            )  # fmt: skip
 
     def _move(self, new: Assignment) -> tuple[Pause, ...]:
         consumers, work = self._range_consumers, self._work
         count, timeout_s = sum(map(len, new)), self._config.operation_timeout_ms / 1000
+        self._begin("check")
         check_consumer_limits(self._admin, consumers.consumed, count, timeout_s)
         budget = window_budget(self._config, self._admin, consumers.consumed, count)
         consumers.queue_max = budget.queue_max
@@ -295,8 +332,7 @@ class Rescaler:
                 work.hold(slots)
                 self._drain(began_s)
 
-        def exchange() -> None:
-            consumers.close(leaving)
+        def subscribe() -> None:
             consumers.epoch += 1
             opened.extend(consumers.subscribe(self._missing(new)))
 
@@ -307,13 +343,14 @@ class Rescaler:
 
         actions = {
             Step.DRAIN: drain,
-            Step.EXCHANGE: exchange,
+            Step.CLOSE: lambda: consumers.close(leaving),
+            Step.SUBSCRIBE: subscribe,
             Step.ADOPT: adopt,
             Step.RESTORE: self._restore,
         }
         consumers.suspend(leaving)
         try:
-            end, errors = _walk(actions)
+            end, errors = _walk(actions, lambda step: self._begin(step.name.lower()))
             if end is not Step.MOVED:
                 self._raise(end, errors)
         finally:
@@ -327,6 +364,8 @@ class Rescaler:
             self._consumers.shared.check()
             left_s = deadline_s - time.monotonic()
             blocking = self._work.wait_idle(max(0.0, min(DRAIN_LOOK_S, left_s)))
+            with self._history() as history:
+                history.drain_waits(None if blocking is None else blocking.status())
             if blocking is None:
                 return
             if left_s <= 0:
@@ -354,8 +393,9 @@ class Rescaler:
             errors: The errors, by step.
         """
         *_, newest = errors.values()
-        why = errors.get(Step.EXCHANGE, newest)
+        why = errors.get(Step.CLOSE, errors.get(Step.SUBSCRIBE, newest))
         if end is Step.LOST:
+            self._lost = True
             if Step.ADOPT in errors:
                 what = f"The ranges moved, but the window does not match them: {_text(newest)}"
             else:
@@ -407,9 +447,13 @@ def _pauses(opened: Sequence[RangeConsumer], began_s: float) -> tuple[Pause, ...
 
 
 def _walk(
-    actions: Mapping[Step, Callable[[], None]],
+    actions: Mapping[Step, Callable[[], None]], begin: Callable[[Step], None]
 ) -> tuple[Step, dict[Step, BaseException]]:
     """Run the actions of a rescale, step by step, until a step without an action is reached.
+
+    Args:
+        actions: The action of each step.
+        begin: Called before the action of a step.
 
     Returns:
         That last step, and the errors by step.
@@ -417,6 +461,7 @@ def _walk(
     step, errors = Step.DRAIN, dict[Step, BaseException]()
     while step in TRANSITIONS:
         follows = TRANSITIONS[step]
+        begin(step)
         try:
             actions[step]()
         except BaseException as exc:  # noqa: BLE001 - raised when the walk has ended

@@ -6,14 +6,17 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypedDict
 
+from keyshard.core.rescale_history import (
+    RescaleHistory,
+    RescaleStatus,
+    RescaleSummary,
+    RunningRescaleStatus,
+)
+
 INTERVAL_S = 10.0
 """Length of an interval of commits, seconds."""
 INTERVALS_MAX = 30
 """Most intervals that are kept, those without a commit included."""
-RESCALES_MAX = 20
-"""Most rescales that are kept."""
-ERROR_MAX = 500
-"""Most characters of the error of a rescale."""
 
 
 class CommitsStatus(TypedDict):
@@ -28,26 +31,14 @@ class CommitsStatus(TypedDict):
     """Size of the newest checkpoint that the source stored itself; ``None`` if it stored none."""
 
 
-class RescaleStatus(TypedDict):
-    """A rescale or balance, as JSON values."""
-
-    secondsAgo: float
-    epoch: int
-    before: int
-    after: int
-    movedFraction: float
-    durationMillis: float
-    pauseMillis: float | None
-    """Longest pause of a range."""
-    error: str
-    """Why nothing moved; empty if it succeeded."""
-
-
 class HistoryStatus(TypedDict):
     """The last minutes, oldest first."""
 
     commits: list[CommitsStatus]
     rescales: list[RescaleStatus]
+    rescaling: RunningRescaleStatus | None
+    """The rescale that runs; ``None`` without one."""
+    rescaleSummary: RescaleSummary
 
 
 @dataclass(slots=True)
@@ -58,19 +49,6 @@ class _Interval:
     checkpoint_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Rescale:
-    """One rescale or balance."""
-
-    epoch: int
-    before: int
-    after: int
-    moved_fraction: float
-    duration_ms: float
-    pause_ms: float | None
-    error: str = ""
-
-
 class History:
     """The newest commits and rescales. Not thread-safe: the owner calls it under one lock.
 
@@ -79,7 +57,7 @@ class History:
 
     def __init__(self) -> None:
         self._intervals: deque[_Interval] = deque(maxlen=INTERVALS_MAX)
-        self._rescales: deque[tuple[float, Rescale]] = deque(maxlen=RESCALES_MAX)
+        self.rescales = RescaleHistory()
 
     def committed(self, now_s: float, entries: int) -> None:
         """Count a commit and its entries; one without entries does not count."""
@@ -92,12 +70,8 @@ class History:
         """Note the size of a stored checkpoint, bytes."""
         self._interval(now_s).checkpoint_bytes = checkpoint_bytes
 
-    def rescaled(self, now_s: float, rescale: Rescale) -> None:
-        """Add a rescale."""
-        self._rescales.append((now_s, rescale))
-
     def status(self, now_s: float) -> HistoryStatus:
-        """Return the last intervals with a commit or a checkpoint, and the last rescales."""
+        """Return the last intervals with a commit or a checkpoint, and the rescales."""
         oldest = _number(now_s) - INTERVALS_MAX
         return {
             "commits": [
@@ -110,19 +84,9 @@ class History:
                 for one in self._intervals
                 if one.number > oldest
             ],
-            "rescales": [
-                {
-                    "secondsAgo": round(now_s - at_s, 1),
-                    "epoch": one.epoch,
-                    "before": one.before,
-                    "after": one.after,
-                    "movedFraction": one.moved_fraction,
-                    "durationMillis": one.duration_ms,
-                    "pauseMillis": one.pause_ms,
-                    "error": one.error[:ERROR_MAX],
-                }
-                for at_s, one in self._rescales
-            ],
+            "rescales": self.rescales.last(now_s),
+            "rescaling": self.rescales.running(now_s),
+            "rescaleSummary": self.rescales.summary(),
         }
 
     def _interval(self, now_s: float) -> _Interval:

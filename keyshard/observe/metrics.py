@@ -16,6 +16,7 @@ from typing import Any
 
 from keyshard.coordinator.progress import SourceWorker
 from keyshard.core.range_watchdog import RangeState
+from keyshard.core.rescale_history import RescaleEnd
 from keyshard.observe.status_types import PartitionStatus, RangeStatus, Status
 from keyshard.version import VERSION
 
@@ -65,6 +66,13 @@ def _one(*path: str) -> Callable[[Any], Iterable[Sample]]:
         return [] if value is None else [((), float(value))]
 
     return read
+
+
+def _rescales(status: Any) -> Iterable[Sample]:
+    history = status["history"]
+    if history is not None:
+        summary = history["rescaleSummary"]
+        yield from (((end.value,), float(summary[end.value])) for end in RescaleEnd)
 
 
 def _ranges(value_of: Callable[[RangeStatus], float | None]) -> Any:
@@ -154,6 +162,9 @@ METRICS: tuple[Metric, ...] = (
            _one("workers")),
     Metric("keyshard_epoch", _GAUGE, "", (), "Number of the assignment; a rescale adds 1.",
            _one("epoch")),
+    Metric("keyshard_rescales_total", _COUNTER, "rescales", ("end",),
+           "Rescales and balances by their end: moved, unchanged (as asked already), kept (failed, "
+           "the old assignment holds) or lost (failed, the source ends).", _rescales),
     Metric("keyshard_range_state", _GAUGE, "", ("range", "state"),
            "1 for the state that a range is in, 0 for the others.", _states),
     Metric("keyshard_range_waiting_messages", _GAUGE, "messages", _RANGE,

@@ -142,7 +142,7 @@ class Run:
         self.release = threading.Event()
         self.options: dict[str, Any] = {
             "ui_port": 0,
-            "drain_timeout_s": 5.0,
+            "drain_timeout_s": deadline(30),
             "retry": RetryPolicy(),
         } | options
         self.thread = threading.Thread(target=self._run)
@@ -197,8 +197,12 @@ def test_a_hung_handler_a_failing_key_and_a_rescale_are_seen_live(chromium: Any)
         tab.click("#arcs path[data-range='5']")
         tab.shows("#arc", "Range 5", f"blocked by {key}", "stalled")
         tab.shot("page")
+        rescale = threading.Thread(target=run.source.rescale, args=(12,))
+        rescale.start()
+        tab.shows("#rescaling", "from 8 to 12 ranges", "now in drain", "It waits at most", key)
+        tab.shot("rescaling")
         run.release.set()
-        run.source.rescale(12)
+        rescale.join(deadline(60))
         tab.shows("#arcs", "12 ranges", "epoch 1")
         wait_until(lambda: "stalled" not in tab.text("#owners"))
         assert {f"{n}" for n in range(12)} == set(
@@ -286,7 +290,11 @@ def test_a_rescale_by_clicks_shows_its_plan_first(chromium: Any) -> None:
         tab.click("#yes")
         tab.shows("#moves-note", "8 to 16 ranges in", "50.0 % of the ring moved")
         tab.shows("#arcs", "16 ranges", "epoch 1")
-        tab.shows("#rescales", "8 to 16", "50.0 % of the ring")
+        tab.shows("#rescales", "16 ranges", "8 to 16", "moved", "50.0 % of the ring")
+        tab.shows("#rescales", "check", "drain", "close", "subscribe", "adopt")
+        assert tab.count("#rescales .phases rect") == 5
+        tab.shows("#rescale-summary", "Rescales since the start: 1 moved", "longest pause")
+        assert tab.count("#rescaling:empty") == 1
         run.publish(*((f"k{one}", b"1") for one in range(40)))
         tab.shows("#commits-text", "40 entries")
         tab.shows("#facts", "Hot keys", "2.5 % of messages")

@@ -30,7 +30,13 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
 from keyshard.core import pace, partition_watchdog, range_watchdog
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.recent_history import CommitsStatus, RescaleStatus
+from keyshard.core.recent_history import CommitsStatus
+from keyshard.core.rescale_history import (
+    DrainedMessage,
+    RescaleStatus,
+    RescaleSummary,
+    RunningRescaleStatus,
+)
 from keyshard.core.ring.hash_range import range_index, split_ring
 from keyshard.core.ring.key_slot import key_slot, possible_slots
 from keyshard.errors import (
@@ -58,7 +64,18 @@ from tests.support.deadlines import deadline
 pytestmark = pytest.mark.usefixtures("control_folder")
 
 NEWEST = get_type_hints(NewestErrorStatus)
-RESCALE, COMMITS = get_type_hints(RescaleStatus), get_type_hints(CommitsStatus)
+HISTORY = [
+    *chain.from_iterable(
+        get_type_hints(one)
+        for one in (
+            CommitsStatus,
+            RescaleStatus,
+            RunningRescaleStatus,
+            DrainedMessage,
+            RescaleSummary,
+        )
+    )
+]
 RANGES = 4
 KEYS = [key_in(hash_range) for hash_range in split_ring(RANGES)]
 FAILING = RetryPolicy(wait=tenacity.wait_fixed(60), stop=tenacity.stop_never)
@@ -386,7 +403,7 @@ def test_every_field_is_documented(job: Job) -> None:
     range_, partition = status["ranges"][0], status["partitions"][0]
     nested = (status["counters"], status["handlerSeconds"], status["lag"], status["rates"])
     shares = get_type_hints(Shares)
-    history = [*present(status["history"]), *RESCALE, *COMMITS]
+    history = [*present(status["history"]), *HISTORY]
     for name in [*status, *chain(*nested), *range_, *partition, *shares, *NEWEST, *history]:
         assert f"`{name}`" in output, name
     for state in range_watchdog.RangeState:
@@ -652,13 +669,48 @@ def test_commits_and_rescales_are_remembered(job: Job, tmp_path: Path) -> None:
     wait_until(lambda: job.hung)
     with pytest.raises(DrainTimeoutError):
         job.source.rescale(3)
-    moved, failed = present(job.status()["history"])["rescales"]
+    job.source.rescale(8)
+    history = present(job.status()["history"])
+    moved, failed, unchanged = history["rescales"]
     assert (moved["epoch"], moved["before"], moved["after"]) == (1, 4, 8)
     assert (moved["movedFraction"], moved["error"]) == (0.5, "")
     assert 0 < present(moved["pauseMillis"]) <= moved["durationMillis"]
     assert (failed["epoch"], failed["before"], failed["after"]) == (1, 8, 3)
     assert (failed["movedFraction"], failed["pauseMillis"]) == (0, None)
     assert "handler" in failed["error"]
+    assert (moved["asked"], moved["end"]) == ({"ranges": 8}, "moved")
+    phases = [one["phase"] for one in moved["phases"]]
+    assert phases == ["check", "drain", "close", "subscribe", "adopt"]
+    assert sum(one["millis"] for one in moved["phases"]) <= moved["durationMillis"] + 0.01
+    assert (failed["asked"], failed["end"]) == ({"ranges": 3}, "kept")
+    assert [one["phase"] for one in failed["phases"]] == ["check", "drain"]
+    assert failed["phases"][-1]["millis"] >= 100, "the drain took its whole timeout"
+    assert (unchanged["end"], unchanged["phases"]) == ("unchanged", [])
+    assert history["rescaling"] is None
+    summary = history["rescaleSummary"]
+    assert (summary["moved"], summary["kept"], summary["unchanged"]) == (1, 1, 1)
+    assert summary["maxMillis"] == moved["durationMillis"]
+
+
+def test_a_rescale_that_drains_shows_the_message_that_it_waits_for(job: Job) -> None:
+    job.start(drain_timeout_s=60)
+    job.publish((KEYS[3], b"hang"))
+    wait_until(lambda: job.hung)
+    rescale = threading.Thread(target=job.source.rescale, args=(3,))
+    rescale.start()
+
+    def rescaling() -> RunningRescaleStatus | None:
+        return present(job.status()["history"])["rescaling"]
+
+    wait_until(lambda: (running := rescaling()) is not None and running["waitsFor"] is not None)
+    running = present(rescaling())
+    assert (running["asked"], running["before"], running["after"]) == ({"ranges": 3}, 4, 3)
+    assert [one["phase"] for one in running["phases"]] == ["check", "drain"]
+    assert present(running["waitsFor"])["key"] == KEYS[3]
+    assert running["drainTimeoutSeconds"] == 60
+    job.release.set()
+    rescale.join(deadline(60))
+    assert rescaling() is None
 
 
 def test_batches_are_shown_too(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from keyshard.coordinator.progress import Progress
 from keyshard.core.lanes.circuit_breaker import CircuitBreaker
 from keyshard.core.lanes.lane_status import LatencyHistogram
+from keyshard.core.recent_history import History
 from keyshard.observe.metrics import METRICS, Metric
 from keyshard.observe.metrics_server import StatusCollector
 from keyshard.observe.sink_status import SinkStatus
@@ -143,7 +144,7 @@ def status(**changes: Any) -> Status:
         "rateLimit": None,
         "window": progress(),
         "hotKeys": [],
-        "history": {"commits": [], "rescales": []},
+        "history": History().status(0.0),
         "brokerError": "",
     }
     return cast("Status", plain | changes)

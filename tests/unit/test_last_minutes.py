@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from keyshard.core.recent_history import (
-    ERROR_MAX,
     INTERVAL_S,
     INTERVALS_MAX,
-    RESCALES_MAX,
     History,
-    Rescale,
 )
+from keyshard.core.rescale_history import ERROR_MAX, RESCALES_MAX, Rescale, RescaleEnd
 
 
 def test_commits_are_summed_by_interval() -> None:
@@ -19,32 +17,83 @@ def test_commits_are_summed_by_interval() -> None:
     history.committed(109.9, 7)
     history.saved(109.9, 4_000)
     history.committed(125.0, 1)
-    assert history.status(126.0) == {
-        "commits": [
-            {"secondsAgo": 26.0, "commits": 2, "entries": 12, "checkpointBytes": 4_000},
-            {"secondsAgo": 6.0, "commits": 1, "entries": 1, "checkpointBytes": None},
-        ],
-        "rescales": [],
-    }
+    assert history.status(126.0)["commits"] == [
+        {"secondsAgo": 26.0, "commits": 2, "entries": 12, "checkpointBytes": 4_000},
+        {"secondsAgo": 6.0, "commits": 1, "entries": 1, "checkpointBytes": None},
+    ]
 
 
 def test_old_intervals_and_rescales_are_forgotten() -> None:
     history = History()
     for number in range(3 * INTERVALS_MAX):
-        history.committed(number * INTERVAL_S, 1)
-        history.rescaled(
-            number * INTERVAL_S, Rescale(number, 4, 8, 0.5, 120.0, 90.0, "x" * 2 * ERROR_MAX)
-        )
-    now_s = (3 * INTERVALS_MAX - 1) * INTERVAL_S
+        now_s = number * INTERVAL_S
+        history.committed(now_s, 1)
+        history.rescales.begins(rescale(now_s))
+        history.rescales.ends(now_s, RescaleEnd.KEPT, epoch=number, error="x" * 2 * ERROR_MAX)
     status = history.status(now_s)
     assert len(status["commits"]) == INTERVALS_MAX
     assert [each["epoch"] for each in status["rescales"]] == list(
         range(3 * INTERVALS_MAX - RESCALES_MAX, 3 * INTERVALS_MAX)
     )
-    assert status["rescales"][-1] == {
-        "secondsAgo": 0.0, "epoch": 89, "before": 4, "after": 8, "movedFraction": 0.5,
-        "durationMillis": 120.0, "pauseMillis": 90.0, "error": "x" * ERROR_MAX,
-    }  # fmt: skip
+    assert status["rescales"][-1]["error"] == "x" * ERROR_MAX
+    assert status["rescaleSummary"]["kept"] == 3 * INTERVALS_MAX, "all count"
     later = history.status(now_s + 10 * INTERVAL_S)
     assert len(later["commits"]) == INTERVALS_MAX - 10, "a source that commits nothing"
     assert history.status(now_s + INTERVALS_MAX * INTERVAL_S)["commits"] == []
+
+
+def rescale(began_s: float) -> Rescale:
+    return Rescale({"ranges": 8}, 4, 8, began_s, drain_timeout_s=60.0)
+
+
+def test_a_rescale_is_shown_by_phase_while_it_runs_and_after_its_end() -> None:
+    rescales = History().rescales
+    assert rescales.running(0.0) is None
+    rescales.begins(rescale(100.0))
+    began = rescales.running(100.5)
+    assert began is not None
+    assert (began["forSeconds"], began["phases"], began["waitsFor"]) == (0.5, [], None)
+    rescales.phase_begins(100.5, "check")
+    rescales.phase_begins(101.0, "drain")
+    rescales.drain_waits({"key": "a", "messageId": "1:2:0", "runningSeconds": 7.0})
+    assert rescales.running(104.0) == {
+        "asked": {"ranges": 8}, "before": 4, "after": 8, "forSeconds": 4.0,
+        "phases": [{"phase": "check", "millis": 500.0}, {"phase": "drain", "millis": 3_000.0}],
+        "drainTimeoutSeconds": 60.0,
+        "waitsFor": {"key": "a", "messageId": "1:2:0", "runningSeconds": 7.0},
+    }  # fmt: skip
+    rescales.phase_begins(105.0, "close")
+    closing = rescales.running(105.0)
+    assert closing is not None
+    assert closing["waitsFor"] is None, "only a drain waits for a message"
+    rescales.ends(105.25, RescaleEnd.MOVED, epoch=1, moved_fraction=0.5, pause_ms=4_250.0)
+    assert rescales.running(106.0) is None
+    assert rescales.last(115.25) == [{
+        "secondsAgo": 10.0, "asked": {"ranges": 8}, "epoch": 1, "before": 4, "after": 8,
+        "movedFraction": 0.5, "durationMillis": 5_250.0,
+        "phases": [
+            {"phase": "check", "millis": 500.0}, {"phase": "drain", "millis": 4_000.0},
+            {"phase": "close", "millis": 250.0},
+        ],
+        "pauseMillis": 4_250.0, "end": "moved", "error": "",
+    }]  # fmt: skip
+
+
+def test_the_summary_of_rescales_counts_their_ends_and_measures_those_that_moved() -> None:
+    rescales = History().rescales
+    assert rescales.summary() == {
+        "moved": 0, "unchanged": 0, "kept": 0, "lost": 0, "meanMillis": None, "maxMillis": None,
+        "maxPauseMillis": None,
+    }  # fmt: skip
+    for seconds, end, pause_ms in (
+        (0.1, RescaleEnd.MOVED, 80.0),
+        (0.3, RescaleEnd.MOVED, 60.0),
+        (60.0, RescaleEnd.KEPT, None),
+        (0.0, RescaleEnd.UNCHANGED, 0.0),
+    ):
+        rescales.begins(rescale(100.0))
+        rescales.ends(100.0 + seconds, end, epoch=1, pause_ms=pause_ms)
+    assert rescales.summary() == {
+        "moved": 2, "unchanged": 1, "kept": 1, "lost": 0, "meanMillis": 200.0, "maxMillis": 300.0,
+        "maxPauseMillis": 80.0,
+    }  # fmt: skip

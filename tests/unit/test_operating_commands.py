@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -15,6 +16,8 @@ import pytest
 from keyshard.cli.output import duration
 from keyshard.control import ControlServer
 from keyshard.core.lanes.lane_status import LatencyHistogram
+from keyshard.core.recent_history import History
+from keyshard.core.rescale_history import Rescale, RescaleEnd
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ConfigError
 from tests.support.command_line import run
@@ -452,6 +455,47 @@ def test_rescale_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
         {"do": "rescale", "ranges": 11, "balance": False},
         {"do": "rescale", "ranges": None, "balance": True},
     ]
+
+
+def test_past_and_running_rescales_are_shown_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    history = History()
+    rescales = history.rescales
+    now_s = time.monotonic()
+    rescales.begins(Rescale({"ranges": 8}, 4, 8, now_s - 9.0, 60.0))
+    rescales.phase_begins(now_s - 8.0, "drain")
+    rescales.phase_begins(now_s - 5.0, "subscribe")
+    rescales.ends(now_s - 4.75, RescaleEnd.MOVED, epoch=1, moved_fraction=0.5, pause_ms=3_200.0)
+    rescales.begins(Rescale({"balance": True}, 8, 8, now_s - 4.0, 60.0))
+    rescales.ends(now_s - 3.0, RescaleEnd.KEPT, epoch=1, error="No range moved: [red]\x1b[31mx")
+    rescales.begins(Rescale({"ranges": 3}, 8, 3, now_s - 2.0, 60.0))
+    rescales.phase_begins(now_s - 2.0, "drain")
+    rescales.drain_waits({"key": "a\x1b[31m", "messageId": "1:2:0", "runningSeconds": 90.0})
+    with Asked(status(history=history.status(now_s))):
+        code, out, _ = run(capsys, "rescale", "--history")
+        told = json.loads(run(capsys, "rescale", "--history", "--json")[1])
+    assert code == 0
+    lines = " ".join(out.split())
+    assert "from 8 to 3 ranges has run for 2 s: drain 2.0 s. It waits at most 60 s, for" in lines
+    assert "message 1:2:0 of key 'a" in lines
+    assert "whose handler has run for 1 min 30 s." in lines
+    assert "8 ranges 4 to 8 moved 50.0% 4.2 s drain 3.0 s, subscribe 250 ms 3.2 s" in lines
+    assert "balance 8 to 8 kept 0.0% 1.0 s" in lines
+    assert "No range moved: [red]" in lines
+    assert "1 moved, 1 kept. Those that moved slots took 4.2 s on average" in lines
+    assert "\x1b" not in out
+    assert told.keys() == {"rescales", "rescaling", "rescaleSummary"}
+
+
+def test_a_history_of_rescales_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Asked(status(history=None)) as source:
+        for arguments in (("8",), ("--balance",), ("--dry-run",)):
+            code, _, err = run(capsys, "rescale", "--history", *arguments)
+            assert code == 2
+            assert "--history changes nothing" in err
+        assert source.requests == []
+        code, _, err = run(capsys, "rescale", "--history")
+        assert code == 1
+        assert "still starting" in err
 
 
 def test_a_dry_run_of_a_rescale_needs_no_source(capsys: pytest.CaptureFixture[str]) -> None:

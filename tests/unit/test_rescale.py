@@ -74,7 +74,9 @@ def walked(failing: Collection[Step]) -> tuple[list[Step], Step]:
 
         return act
 
-    end, errors = _walk({step: action(step) for step in TRANSITIONS})
+    begun: list[Step] = []
+    end, errors = _walk({step: action(step) for step in TRANSITIONS}, begun.append)
+    assert begun == taken
     assert errors.keys() == set(failing) & set(taken)
     return taken, end
 
@@ -82,15 +84,20 @@ def walked(failing: Collection[Step]) -> tuple[list[Step], Step]:
 @pytest.mark.parametrize(
     ("failing", "taken", "end"),
     [
-        ((), (Step.DRAIN, Step.EXCHANGE, Step.ADOPT), Step.MOVED),
+        ((), (Step.DRAIN, Step.CLOSE, Step.SUBSCRIBE, Step.ADOPT), Step.MOVED),
         ((Step.DRAIN,), (Step.DRAIN,), Step.KEPT),
-        ((Step.EXCHANGE,), (Step.DRAIN, Step.EXCHANGE, Step.RESTORE), Step.KEPT),
+        ((Step.CLOSE,), (Step.DRAIN, Step.CLOSE, Step.RESTORE), Step.KEPT),
         (
-            (Step.EXCHANGE, Step.RESTORE),
-            (Step.DRAIN, Step.EXCHANGE, Step.RESTORE),
+            (Step.SUBSCRIBE,),
+            (Step.DRAIN, Step.CLOSE, Step.SUBSCRIBE, Step.RESTORE),
+            Step.KEPT,
+        ),
+        (
+            (Step.SUBSCRIBE, Step.RESTORE),
+            (Step.DRAIN, Step.CLOSE, Step.SUBSCRIBE, Step.RESTORE),
             Step.LOST,
         ),
-        ((Step.ADOPT,), (Step.DRAIN, Step.EXCHANGE, Step.ADOPT), Step.LOST),
+        ((Step.ADOPT,), (Step.DRAIN, Step.CLOSE, Step.SUBSCRIBE, Step.ADOPT), Step.LOST),
     ],
 )
 def test_a_failed_rescale_moves_keeps_or_reports_the_ring(

@@ -421,7 +421,8 @@ function sparkOf(history) {
 const MINUTES_S = 300;
 
 function showHistory(history) {
-  const { commits, rescales } = history ?? { commits: [], rescales: [] };
+  const { commits, rescales, rescaling, rescaleSummary } =
+    history ?? { commits: [], rescales: [], rescaling: null, rescaleSummary: null };
   const most = Math.max(1, ...commits.map((one) => one.entries));
   byId("commits").replaceChildren(...commits.map((one) => {
     const bar = svgOf("rect");
@@ -439,14 +440,62 @@ function showHistory(history) {
   const sizes = commits.filter((one) => one.checkpointBytes !== null);
   byId("commits-text").textContent = history === null ? "" : `${numberOf(sum("commits"))} commits, ${numberOf(sum("entries"))} entries` +
     (sizes.length ? `, checkpoint ${numberOf(sizes.at(-1).checkpointBytes)} bytes` : "");
+  byId("rescaling").textContent = rescaling === null ? "" : rescalingOf(rescaling);
+  byId("rescale-summary").textContent = summaryOf(rescaleSummary);
   table("rescales", [
     ["ago", "Rescale", (one) => one.secondsAgo, (one) => `${durationOf(one.secondsAgo)} ago`, "number"],
+    ["asked", "Asked", (one) => askedOf(one), (one) => askedOf(one), "text"],
     ["ranges", "Ranges", (one) => one.after, (one) => `${numberOf(one.before)} to ${numberOf(one.after)}`, "text"],
+    ["end", "End", (one) => one.end, (one) => element("span", { class: one.error ? "bad" : "" }, one.end), "text"],
     ["moved", "Moved", (one) => one.movedFraction, (one) => `${(one.movedFraction * 100).toFixed(1)} % of the ring`, "text"],
     ["took", "Took", (one) => one.durationMillis, (one) => durationOf(one.durationMillis / 1000), "number"],
+    ["phases", "Phases", (one) => one.durationMillis, phasesOf, ""],
     ["pause", "Longest pause", (one) => one.pauseMillis, (one) => durationOf(one.pauseMillis === null ? null : one.pauseMillis / 1000), "number"],
     ["error", "Error", (one) => one.error, (one) => one.error, "text"],
   ], rescales, ROWS, "No rescale since the start.");
+}
+
+const askedOf = (rescale) => (rescale.asked.balance ? "balance" : `${numberOf(rescale.asked.ranges)} ranges`);
+const millisOf = (millis) => (millis < 1000 ? `${Math.round(millis)} ms` : durationOf(millis / 1000));
+
+function rescalingOf(running) {
+  const phase = running.phases.at(-1);
+  const waits = running.waitsFor;
+  return `A rescale from ${numberOf(running.before)} to ${numberOf(running.after)} ranges runs for ` +
+    `${durationOf(running.forSeconds)}` + (phase ? `, now in ${phase.phase} for ${millisOf(phase.millis)}` : "") +
+    (waits === null ? "." : `. It waits at most ${durationOf(running.drainTimeoutSeconds)}, for message ` +
+      `${waits.messageId} of key ${keyOf(waits.key)}, whose handler has run for ${durationOf(waits.runningSeconds)}.`);
+}
+
+function summaryOf(summary) {
+  if (summary === null) return "";
+  const counts = ["moved", "unchanged", "kept", "lost"].filter((end) => summary[end])
+    .map((end) => `${numberOf(summary[end])} ${end}`);
+  if (!counts.length) return "";
+  return `Rescales since the start: ${counts.join(", ")}` + (summary.meanMillis === null ? "." :
+    `. Those that moved slots took ${millisOf(summary.meanMillis)} on average and ${millisOf(summary.maxMillis)} ` +
+    `at most; the longest pause of a range was ${millisOf(summary.maxPauseMillis)}.`);
+}
+
+function phasesOf(rescale) {
+  const bar = svgOf("svg");
+  bar.setAttribute("class", "phases");
+  bar.setAttribute("viewBox", "0 0 100 10");
+  bar.setAttribute("preserveAspectRatio", "none");
+  const whole = Math.max(1e-3, rescale.phases.reduce((sum, one) => sum + one.millis, 0));
+  let from = 0;
+  for (const one of rescale.phases) {
+    const part = svgOf("rect");
+    part.setAttribute("class", one.phase);
+    part.setAttribute("x", from);
+    part.setAttribute("y", 0);
+    part.setAttribute("width", (100 * one.millis) / whole);
+    part.setAttribute("height", 10);
+    from += (100 * one.millis) / whole;
+    bar.append(part);
+  }
+  const text = rescale.phases.map((one) => `${one.phase} ${millisOf(one.millis)}`).join(", ");
+  return element("span", { class: "phased" }, bar, element("small", {}, text));
 }
 
 // -- Runs now --------------------------------------------------------------------------------------
