@@ -37,6 +37,7 @@ ROWS: dict[str, dict[str, tuple[str, ...]]] = {
         "Messages in the window": ("keyshard_window_messages",),
         "Ranges, lanes, workers": ("keyshard_ranges", "keyshard_lanes", "keyshard_workers"),
         "Assignment": ("keyshard_epoch",),
+        "Rescales": ("keyshard_rescales_total",),
         "Paused": ("keyshard_paused",),
         "Received": ("keyshard_messages_received_total", "keyshard_entries_acknowledged_total"),
         "Batches and acknowledgements": (
