@@ -133,6 +133,9 @@ class SubscriptionState:
     oldest_ms: int | None = None
     """Time at which the first unacknowledged entry was published, milliseconds since the epoch;
     ``None`` if there is none or it was not asked for."""
+    age_s: int | None = None
+    """Age of the backlog, seconds, as the broker measured it at its newest check of quotas
+    (PIP-492); ``None`` if it does not measure it."""
 
     @classmethod
     def from_stats(cls, stats: Mapping[str, Any]) -> SubscriptionState:
@@ -143,6 +146,7 @@ class SubscriptionState:
         """
         try:
             oldest_ms = int(stats.get("earliestMsgPublishTimeInBacklog", 0))
+            age_s = int(stats.get("oldestBacklogMessageAgeSeconds", -1))
             return cls(
                 # The type is "None" if no consumer has connected since the broker loaded the topic.
                 kind="" if stats.get("type") in (None, "None") else str(stats["type"]),
@@ -157,6 +161,7 @@ class SubscriptionState:
                 delayed=int(stats.get("msgDelayed", 0)),
                 delivered=int(stats.get("msgOutCounter", 0)),
                 oldest_ms=oldest_ms if oldest_ms > 0 else None,
+                age_s=age_s if age_s >= 0 else None,
             )
         except (AttributeError, KeyError, OverflowError, TypeError) as exc:
             raise ValueError(f"the statistics of the subscription are incomplete: {exc!r}") from exc

@@ -20,7 +20,10 @@ TOP = 10
 
 ROWS: dict[str, dict[str, tuple[str, ...]]] = {
     "Is it well?": {
-        "Lag": ("keyshard_lag_seconds", "keyshard_partition_lag_seconds"),
+        "Lag": (
+            "keyshard_lag_seconds", "keyshard_partition_lag_seconds",
+            "keyshard_partition_broker_lag_seconds",
+        ),
         "Ranges by state": ("keyshard_range_state",),
         "Stalled ranges": ("keyshard_range_stalled_seconds",),
         "Completed, failed, rejected": (

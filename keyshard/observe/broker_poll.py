@@ -50,6 +50,8 @@ class PartitionFacts:
     oldest_ms: int | None
     """Time at which the first entry of the backlog was published, milliseconds since the epoch;
     ``None`` if it is unknown."""
+    age_s: int | None
+    """Age of the backlog as the broker measured it, seconds; ``None`` if it does not."""
     known_s: float
     """Time at which the facts were fetched, monotonic seconds."""
 
@@ -181,6 +183,7 @@ class BrokerPoll:
                 limits.replay(len(state.consumers)),
                 # An entry that waits for its time is not late.
                 None if state.delayed else state.oldest_ms,
+                state.age_s,
                 now_s,
             )
             for where, state in states.items()

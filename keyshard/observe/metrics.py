@@ -185,6 +185,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("keyshard_partition_lag_seconds", _GAUGE, "seconds", _PARTITION,
            "The same for each topic partition.",
            _partitions(lambda each: each["lag"]["seconds"])),
+    Metric("keyshard_partition_broker_lag_seconds", _GAUGE, "seconds", _PARTITION,
+           "Age of the backlog as the broker measured it at its newest check of quotas; missing "
+           "unless it does (exposeSubscriptionBacklogAgeInPrometheus); needs admin_url.",
+           _partitions(lambda each: each["lag"]["brokerSeconds"])),
     Metric("keyshard_window_messages", _GAUGE, "messages", (),
            "Messages received and not acknowledged yet.", _one("window", "windowRows")),
     Metric("keyshard_window_fill_ratio", _GAUGE, "ratio", (),

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 
 from keyshard.broker.connect import decoder_of, transport_of
@@ -294,6 +294,7 @@ class StatusView:
                 "entries": backlog,
                 "rows": _rows(backlog, per_entry),
                 "seconds": None if age_ms is None else age_ms / 1000,
+                "brokerSeconds": None if facts is None else facts.age_s,
                 "trend": None,
             }
         return lags
@@ -415,7 +416,7 @@ def _held_back(rate: RateLimitStatus | None) -> bool:
 
 
 def _lag() -> Lag:
-    return {"entries": None, "rows": None, "seconds": None, "trend": None}
+    return {"entries": None, "rows": None, "seconds": None, "brokerSeconds": None, "trend": None}
 
 
 def _rows(entries: int | None, per_entry: float | None) -> int | None:
@@ -428,17 +429,22 @@ def _rows(entries: int | None, per_entry: float | None) -> int | None:
 def _joined(lags: Collection[Lag]) -> Lag:
     """Return the lag of a source.
 
-    Entries and rows are sums, unknown if those of a topic partition are. The age is the highest
+    Entries and rows are sums, unknown if those of a topic partition are. An age is the highest
     known one; if that is 0 and another one is unknown, it is unknown, too.
     """
-    known = [each["seconds"] for each in lags if each["seconds"] is not None]
-    seconds = max(known, default=None)
     return {
         "entries": _sum(each["entries"] for each in lags),
         "rows": _sum(each["rows"] for each in lags),
-        "seconds": None if not seconds and len(known) < len(lags) else seconds,
+        "seconds": _highest([each["seconds"] for each in lags]),
+        "brokerSeconds": _highest([each["brokerSeconds"] for each in lags]),
         "trend": None,
     }
+
+
+def _highest(ages: Sequence[float | None]) -> float | None:
+    known = [age for age in ages if age is not None]
+    highest = max(known, default=None)
+    return None if not highest and len(known) < len(ages) else highest
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:

@@ -38,6 +38,8 @@ class Lag(TypedDict):
     seconds: float | None
     """Age of the oldest row that was received and is not acknowledged; without one, that of the
     oldest entry that the broker holds."""
+    brokerSeconds: float | None
+    """Age of the backlog as the broker measured it at its newest check of quotas."""
     trend: str | None
 
 

@@ -29,7 +29,12 @@ from tests.support.tested_pulsar import PULSAR
 pytestmark = [pytest.mark.broker]
 
 PARTITIONS, RANGES = 2, 3
-SETTINGS = {"keySharedLookAheadMsgInReplayThresholdPerConsumer": "100"}
+SETTINGS = {
+    "keySharedLookAheadMsgInReplayThresholdPerConsumer": "100",
+    "exposeSubscriptionBacklogAgeInPrometheus": "true",
+    "preciseTimeBasedBacklogQuotaCheck": "true",
+    "backlogQuotaCheckIntervalInSeconds": "1",
+}
 LIMITS = release_of(PULSAR).limits.with_settings(SETTINGS)
 
 
@@ -193,3 +198,22 @@ def test_the_status_names_a_topic_partition_that_stands_still_because_of_one_ran
         monkeypatch.undo()
         wait_until(lambda: job.handled == 2_001)
         wait_until(lambda: not any(job.partitions("stalled")))
+
+
+def test_the_age_of_the_backlog_is_the_one_that_the_broker_measured(
+    broker: DevBroker, topic_name: str
+) -> None:
+    with Job(broker, topic_name) as job:
+        job.source.pause()
+        produce(Workload(messages=50, keys=40, batching="none"), broker.service_url, topic_name)
+        wait_until(lambda: (job.source.status()["lag"]["seconds"] or 0) > 3)
+        if not PULSAR.startswith("5."):
+            assert job.source.status()["lag"]["brokerSeconds"] is None
+            return
+
+        def measured() -> float:
+            return job.source.status()["lag"]["brokerSeconds"] or 0
+
+        wait_until(lambda: measured() >= 3)
+        # The broker measured it at its last check, so its number is never the greater one.
+        assert measured() <= present(job.source.status()["lag"]["seconds"]) + 1

@@ -438,6 +438,29 @@ def test_a_lag_is_unknown_without_an_admin_interface(job: Job) -> None:
     wait_until(lambda: (job.status()["lag"]["seconds"] or 0) > 0)
 
 
+def test_the_age_of_a_backlog_is_also_shown_as_the_broker_measured_it(
+    job: Job, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ages = {0: 90, 1: -1}
+    subscription = MemoryAdmin.subscription
+
+    def measured(admin: MemoryAdmin, where: TopicPartition, *args: Any, **kwargs: Any) -> Any:
+        stats = subscription(admin, where, *args, **kwargs)
+        return stats and {**stats, "oldestBacklogMessageAgeSeconds": ages[where.partition]}
+
+    monkeypatch.setattr(MemoryAdmin, "subscription", measured)
+    job.start()
+
+    def shown() -> list[float | None]:
+        status = job.status()
+        lags = [status["lag"], *(one["lag"] for one in status["partitions"])]
+        return [one["brokerSeconds"] for one in lags]
+
+    wait_until(lambda: shown() == [90, 90, None])
+    ages[0] = 0
+    wait_until(lambda: shown() == [None, 0, None])
+
+
 def test_lag_rates_and_the_newest_error_are_shown(
     job: Job, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

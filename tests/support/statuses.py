@@ -19,7 +19,8 @@ from keyshard.observe.status_types import Status
 
 def lag(**changes: Any) -> dict[str, Any]:
     """A lag of which nothing is known."""
-    return {"entries": None, "rows": None, "seconds": None, "trend": None} | changes
+    names = ("entries", "rows", "seconds", "brokerSeconds", "trend")
+    return dict.fromkeys(names) | changes
 
 
 def range_status(index: int, **changes: Any) -> dict[str, Any]:

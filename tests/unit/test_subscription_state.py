@@ -57,6 +57,15 @@ def test_the_age_of_the_backlog_is_known_if_it_was_asked_for(
     assert state.oldest_ms == known
 
 
+@pytest.mark.parametrize(("stated", "known"), [(-1, None), (0, 0), (90, 90)])
+def test_the_age_that_the_broker_measured_is_known_if_it_measures_one(
+    stated: int, known: int | None
+) -> None:
+    stats = {"msgBacklog": 1, "oldestBacklogMessageAgeSeconds": stated}
+    assert SubscriptionState.from_stats(stats).age_s == known
+    assert SubscriptionState.from_stats({"msgBacklog": 1}).age_s is None, "before Pulsar 4.0.14"
+
+
 def test_statistics_that_lack_the_backlog_are_refused() -> None:
     with pytest.raises(ValueError, match="msgBacklog"):
         SubscriptionState.from_stats({"type": "Shared"})

@@ -386,7 +386,7 @@ function showPartitions(status) {
   };
   table("partitions", [
     ["name", "Topic partition", nameOf, nameOf, "text"],
-    ["lag", "Lag", (one) => one.lag.seconds, (one) => durationOf(one.lag.seconds), "number"],
+    ["lag", "Lag", (one) => one.lag.seconds, lagAgeOf, "number"],
     ["rows", "Rows", (one) => one.lag.rows, (one) => numberOf(one.lag.rows), "number"],
     ["trend", "Trend", (one) => one.lag.trend, (one) => element("span", { class: one.lag.trend ?? "" }, one.lag.trend ?? "–"), ""],
     ["spark", "Last 2 minutes", (one) => one.lag.rows, (one) => sparkOf(state.histories.get(historyOf(state.look.chosen, one)) ?? []), ""],
@@ -415,6 +415,12 @@ function sparkOf(history) {
   spark.append(title, line);
   return spark;
 }
+
+const lagAgeOf = (partition) => {
+  const { seconds, brokerSeconds } = partition.lag;
+  const title = brokerSeconds === null ? "" : `The broker says ${durationOf(brokerSeconds)}.`;
+  return element("span", { title }, durationOf(seconds));
+};
 
 // -- The last minutes ------------------------------------------------------------------------------
 
