@@ -194,6 +194,8 @@ def test_a_hung_handler_a_failing_key_and_a_rescale_are_seen_live(chromium: Any)
         assert tab.count("img") == 0, "a key and an error are text"
         assert tab.browser.title == "billing - keyshard"
         wait_until(lambda: tab.count("#partitions polyline") == 3)
+        tab.shows("#workers", "handlers: threads", f"pid {os.getpid()}")
+        wait_until(lambda: tab.text("#workers tbody td:nth-child(3)") == "1")
         tab.click("#arcs path[data-range='5']")
         tab.shows("#arc", "Range 5", f"blocked by {key}", "stalled")
         tab.shot("page")

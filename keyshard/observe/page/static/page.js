@@ -12,7 +12,7 @@ const svgOf = (name) => document.createElementNS("http://www.w3.org/2000/svg", n
 
 const state = {
   chosen: null, look: null, histories: new Map(), arcs: new Map(), arc: null, all: new Set(),
-  sorts: { owners: ["trouble", -1], partitions: ["lag", -1], runs: ["elapsed", -1], dead: ["none", 1], rescales: ["ago", 1] },
+  sorts: { owners: ["trouble", -1], partitions: ["lag", -1], runs: ["elapsed", -1], dead: ["none", 1], rescales: ["ago", 1], workers: ["is", 1] },
   runs: [], noRuns: "", stream: null, dead: null, letter: null, pressed: null,
 };
 
@@ -156,6 +156,7 @@ function show(look) {
   showFacts(status);
   showRing(status);
   showOwners(status);
+  showWorkers(status);
   showPartitions(status);
   showHistory(status.history);
   byId("now").hidden = byId("letters").hidden = status.kind !== "handlers";
@@ -350,33 +351,62 @@ function showOwners(status) {
     ["flight", "In flight", (range) => range.inFlight, (range) => numberOf(range.inFlight), "number"],
     ["oldest", "Oldest", (range) => range.oldestUnacknowledgedMillis,
       (range) => durationOf(range.oldestUnacknowledgedMillis === null ? null : range.oldestUnacknowledgedMillis / 1000), "number"],
-    ["shares", "Busy, waiting, held back", (range) => range.shares?.busy, (range) => barOf(range.shares), ""],
+    ["shares", "Busy, waiting, held back", (range) => range.shares?.busy, (range) => sharesOf(range.shares), ""],
     ["reason", "Blocked by", (range) => range.reason, (range) => range.reason, "text"],
   ], status.ranges, ROWS, "The source has no range yet.");
 }
 
-function barOf(shares) {
-  if (!shares) return "–";
+function barOf(kind, parts) {
   const bar = svgOf("svg");
-  bar.setAttribute("class", "bar");
+  bar.setAttribute("class", kind);
   bar.setAttribute("viewBox", "0 0 100 10");
   bar.setAttribute("preserveAspectRatio", "none");
-  let x = 0;
-  const texts = [];
-  for (const name of ["busy", "waiting", "heldBack"]) {
+  const whole = parts.reduce((sum, [, size]) => sum + size, 0) || 1;
+  let from = 0;
+  for (const [name, size] of parts) {
     const part = svgOf("rect");
     part.setAttribute("class", name);
-    part.setAttribute("x", x);
-    part.setAttribute("width", shares[name] * 100);
+    part.setAttribute("x", from);
+    part.setAttribute("width", (100 * size) / whole);
     part.setAttribute("height", 10);
-    x += shares[name] * 100;
-    texts.push(`${name === "heldBack" ? "held back" : name} ${Math.round(shares[name] * 100)} %`);
+    from += (100 * size) / whole;
     bar.append(part);
   }
-  const title = svgOf("title");
-  title.textContent = texts.join(", ");
-  bar.append(title);
   return bar;
+}
+
+function sharesOf(shares) {
+  if (!shares) return "–";
+  const parts = ["busy", "waiting", "heldBack"].map((name) => [name, shares[name]]);
+  const bar = barOf("bar", parts);
+  const title = svgOf("title");
+  title.textContent = parts.map(([name, share]) =>
+    `${name === "heldBack" ? "held back" : name} ${Math.round(share * 100)} %`).join(", ");
+  bar.prepend(title);
+  return bar;
+}
+
+// Handlers have slots; a worker that hosts consumers has consumers.
+function showWorkers(status) {
+  const used = status.ranges.reduce((sum, range) => sum + range.inFlight, 0);
+  const handling = status.kind === "handlers" && status.workers
+    ? [{ is: `handlers: ${status.executor}`, where: `pid ${status.pid} on ${status.host}`, used,
+      free: Math.max(0, status.workers - used), seconds: status.uptimeSeconds, restarts: null, gone: false }]
+    : [];
+  const hosting = (status.window?.sourceWorkers ?? []).map((one) => ({
+    is: `consumers: ${one.kind}`, where: one.pid === null ? "gone" : `pid ${one.pid} on ${one.host}`,
+    used: one.consumers, free: null, seconds: one.forSeconds, restarts: one.restarts, gone: one.pid === null,
+  }));
+  byId("working").hidden = !handling.length && !hosting.length;
+  table("workers", [
+    ["is", "Of", (one) => one.is, (one) => one.is, "text"],
+    ["where", "Where", (one) => one.where, (one) => element("span", { class: one.gone ? "bad" : "" }, one.where), "text"],
+    ["used", "Used", (one) => one.used, (one) => numberOf(one.used), "number"],
+    ["free", "Free", (one) => one.free, (one) => numberOf(one.free), "number"],
+    ["share", "Share", (one) => one.used, (one) => (one.free === null ? "–" : barOf("bar", [["busy", one.used], ["free", one.free]])), ""],
+    ["restarts", "Restarts", (one) => one.restarts, (one) => numberOf(one.restarts), "number"],
+    ["seconds", "For", (one) => one.seconds, (one) => durationOf(one.seconds), "number"],
+  ], [...handling, ...hosting], ROWS, "");
 }
 
 function showPartitions(status) {
@@ -484,23 +514,8 @@ function summaryOf(summary) {
 }
 
 function phasesOf(rescale) {
-  const bar = svgOf("svg");
-  bar.setAttribute("class", "phases");
-  bar.setAttribute("viewBox", "0 0 100 10");
-  bar.setAttribute("preserveAspectRatio", "none");
-  const whole = Math.max(1e-3, rescale.phases.reduce((sum, one) => sum + one.millis, 0));
-  let from = 0;
-  for (const one of rescale.phases) {
-    const part = svgOf("rect");
-    part.setAttribute("class", one.phase);
-    part.setAttribute("x", from);
-    part.setAttribute("y", 0);
-    part.setAttribute("width", (100 * one.millis) / whole);
-    part.setAttribute("height", 10);
-    from += (100 * one.millis) / whole;
-    bar.append(part);
-  }
   const text = rescale.phases.map((one) => `${one.phase} ${millisOf(one.millis)}`).join(", ");
+  const bar = barOf("phases", rescale.phases.map((one) => [one.phase, one.millis]));
   return element("span", { class: "phased" }, bar, element("small", {}, text));
 }
 
