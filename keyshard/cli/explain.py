@@ -113,18 +113,18 @@ def _where(found: KeyAssignment) -> str:
 
 
 def _what(found: Explanation) -> str:
-    lane = found["lane"]
-    state = lane["state"]
-    if lane["messageId"] is not None:
+    lane, waiting = found["lane"], found["waiting"]
+    state = "none: the source has no handlers" if lane is None else lane["state"]
+    if lane is not None and lane["messageId"] is not None:
         state += f", message {lane['messageId']}, attempt {lane['attempts'] + 1}"
-    if lane["reason"]:
+    if lane is not None and lane["reason"]:
         state += f": {plain(lane['reason'])}"
     replay = f"keyshard dead-letters replay --key {shlex.quote(found['key'])}"
     parked = f"yes: {replay}" if found["parked"] else "no"
     lines = [
         f"owner   {found['owner']}",
         f"lane    {state}",
-        f"waiting {plural(found['waiting'], 'message')}",
+        f"waiting {'unknown' if waiting is None else plural(waiting, 'message')}",
         f"parked  {parked}",
         *_why_parked(found.get("parkedBy")),
     ]

@@ -177,17 +177,16 @@ def _table_of(
 def _ranges_summary(rows: list[RangeStatus]) -> str:
     states = Counter(each["state"] for each in rows)
     counts = ", ".join(f"{states[state]:,} {state}" for state in _STYLES if states[state])
-    waiting, running = sum(each["waiting"] for each in rows), sum(each["inFlight"] for each in rows)
+    waiting = [each["waiting"] for each in rows if each["waiting"] is not None]
+    running = [each["inFlight"] for each in rows if each["inFlight"] is not None]
+    work = f"; waiting {sum(waiting):,}, in flight {sum(running):,}" if waiting else ""
     ages = [
         each["oldestUnacknowledgedMillis"]
         for each in rows
         if each["oldestUnacknowledgedMillis"] is not None
     ]
     oldest = f", oldest {max(ages) / 1000:.1f} s" if ages else ""
-    return (
-        f"{plural(len(rows), 'range')}: {counts}; waiting {waiting:,}, in flight {running:,}"
-        f"{oldest}"
-    )
+    return f"{plural(len(rows), 'range')}: {counts}{work}{oldest}"
 
 
 def _partitions_summary(rows: list[PartitionStatus]) -> str:
@@ -283,13 +282,17 @@ def _ranges(rows: list[RangeStatus], rates: Rates | None) -> RenderableType:
             str(each["index"]),
             escape(" ".join(each["hashRanges"])),
             Text(state, _STYLES.get(state, "")),
-            f"{each['waiting']:,}",
-            f"{each['inFlight']:,}",
+            _count(each["waiting"]),
+            _count(each["inFlight"]),
             *([] if rates is None else [pace(rates.of(_handled(each["index"])))]),
             "-" if oldest is None else f"{oldest / 1000:.1f} s",
             escape(plain(_why(each), ERROR_MAX)),
         )
     return table
+
+
+def _count(count: int | None) -> str:
+    return "-" if count is None else f"{count:,}"
 
 
 def _why(each: RangeStatus) -> str:

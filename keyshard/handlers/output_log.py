@@ -134,6 +134,10 @@ class OutputLog:
         """Whether the batch was never given to the broker."""
         self.handled: Handled = {}
         """Handled messages of entries that are not delivered, as the checkpoint has them."""
+        self.published = 0
+        """Number of messages of all batches, with that of the checkpoint at the start."""
+        self.confirmed = 0
+        """Number of those that the broker confirmed."""
 
     def open(self, stored: Outputs | None) -> None:
         """Connect, and publish the batch of the checkpoint, which may not be stored yet.
@@ -156,6 +160,7 @@ class OutputLog:
         self._writer = self._new_writer()
         self.topic(None)
         self._batch = [self._restored(*item) for item in self._outputs.topics.items()]
+        self.published += self.unconfirmed
         self.publish()
 
     def known(self, name: str | None) -> OutputTopic | None:
@@ -197,6 +202,7 @@ class OutputLog:
             )
             for name, columns in rows.items()
         ]
+        self.published += self.unconfirmed
 
     def forget(self, entries: Mapping[TopicPartition, Iterable[EntryId]]) -> None:
         """Forget the handled messages of entries that are in the checkpoint."""
@@ -258,6 +264,7 @@ class OutputLog:
         except BaseException:
             self._writer.leave()
             raise
+        self.confirmed += self.unconfirmed
         self._batch = []
 
     def abandon(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.lanes.circuit_breaker import CircuitBreaker
-from keyshard.core.lanes.lane_status import HandlerCounters, OutputsStatus, RunStatus, lane_of
+from keyshard.core.lanes.lane_status import HandlerCounters, OutputsStatus, RunStatus
 from keyshard.core.lanes.rate_limit import RateLimitStatus
 from keyshard.core.message import MessageId
 from keyshard.core.range_watchdog import Pause, RangeFacts
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RangeOwners:
-    """Owners of slots. Nothing is handled here, so nothing is counted, and a rescale never waits.
+    """Owners of slots. Nothing is handled here, so only outputs count, and a rescale never waits.
 
     The rescaling thread changes it, and any thread may read it.
     """
@@ -77,6 +77,9 @@ class RangeOwners:
 
     def totals(self, now_s: float) -> Totals:
         tally = HandlerCounters()
+        if self._log is not None:
+            tally.outputs_published = self._log.published
+            tally.outputs_confirmed = self._log.confirmed
         return Totals(tally.counters(), tally.timings.status(), CircuitBreaker().status(now_s))
 
     def rate_limit(self, now_s: float) -> RateLimitStatus | None:
@@ -97,7 +100,7 @@ class RangeOwners:
         """Return ``None``: no handler runs."""
 
     def key_state(self, key: str, slots: Sequence[int], now_s: float) -> KeyState:  # noqa: ARG002
-        return KeyState([self._owners[slot] for slot in slots], lane_of(None, now_s), 0)
+        return KeyState([self._owners[slot] for slot in slots], None, None)
 
 
 def observe_stream(coordinator: Coordinator, config: SourceConfig, kind: str) -> Monitor:

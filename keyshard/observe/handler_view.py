@@ -77,8 +77,9 @@ class KeyState(NamedTuple):
 
     owners: list[int]
     """Index of the range that owns each requested slot."""
-    lane: LaneStatus
-    waiting: int
+    lane: LaneStatus | None
+    """``None`` without handlers."""
+    waiting: int | None
     """Waiting messages of the key."""
 
 

@@ -155,7 +155,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("keyshard_paused", _GAUGE, "", (), "1 while the source is paused, else 0.",
            lambda status: [((), float(status["state"] == "paused"))]),
     Metric("keyshard_ranges", _GAUGE, "ranges", (), "Number of hash ranges.",
-           lambda status: [((), float(len(status["ranges"])))]),
+           lambda status: [] if status["window"] is None else [((), float(len(status["ranges"])))]),
     Metric("keyshard_lanes", _GAUGE, "lanes", (), "Keys handled at the same time in a range.",
            _one("lanes")),
     Metric("keyshard_workers", _GAUGE, "workers", (), "Handlers that may run at the same time.",

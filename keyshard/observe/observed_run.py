@@ -46,6 +46,11 @@ class ObservedRun:
     nothing."""
 
     @property
+    def has_handlers(self) -> bool:
+        """Whether it runs handlers in lanes, and so knows the messages of each range."""
+        return self.kind == "handlers"
+
+    @property
     def paused(self) -> bool:
         """Whether it receives nothing until it is resumed."""
         return self.coordinator.paused

@@ -98,7 +98,7 @@ class StatusView:
         counters = handling.totals(now_s).counters
         progress = self._subject.coordinator.status()
         lags = self._lags(owned, progress)
-        handles = self._subject.kind == "handlers"
+        handles = self._subject.has_handlers
         values: dict[Hashable, float | None] = {
             "received": progress["rowsReceived"],
             "completed": counters["completed"] if handles else None,
@@ -352,9 +352,9 @@ class StatusView:
             "hashRanges": [str(one) for one in owned.owned.get(facts.index, ())],
             "owner": self._owner,
             "state": state_of(facts, stalled=stall is not None).value,
-            "waiting": facts.waiting,
-            "inFlight": facts.in_flight,
-            "handled": facts.handled,
+            "waiting": facts.waiting if self._subject.has_handlers else None,
+            "inFlight": facts.in_flight if self._subject.has_handlers else None,
+            "handled": facts.handled if self._subject.has_handlers else None,
             "oldestUnacknowledgedMillis": (
                 None if age is None else max(0, int(age.total_seconds() * 1000))
             ),

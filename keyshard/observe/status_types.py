@@ -73,9 +73,10 @@ class RangeStatus(TypedDict):
     hashRanges: list[str]
     owner: str
     state: str
-    waiting: int
-    inFlight: int
-    handled: int
+    waiting: int | None
+    """``None`` without handlers. So are the next two."""
+    inFlight: int | None
+    handled: int | None
     oldestUnacknowledgedMillis: int | None
     blockedBy: BlockingKey | None
     stalled: Stalled | None
@@ -214,8 +215,9 @@ class Explanation(KeyAssignment):
     """Range of a key, and its state in a running source."""
 
     owner: str
-    lane: LaneStatus
-    waiting: int
+    lane: LaneStatus | None
+    """``None`` without handlers."""
+    waiting: int | None
     parked: bool
     parkedBy: ParkedBy | None
     """``None`` if the key is not parked, or its dead letter is not confirmed."""

@@ -87,7 +87,7 @@ def _backlog(admin: Admin, source: KeyShardSource, status: Status) -> int:
     It is the larger of two counts: the broker's backlog, and the messages that wait for a handler
     or are in one, by the status.
     """
-    held = sum(one["waiting"] + one["inFlight"] for one in status["ranges"])
+    held = sum((one["waiting"] or 0) + (one["inFlight"] or 0) for one in status["ranges"])
     backlog = 0
     for one in status["partitions"]:
         where = TopicPartition(one["topic"], one["partition"])

@@ -133,7 +133,8 @@ def held_by(run: Run) -> int:
     """Messages in the window of a run; 0 before it has begun."""
     if "_running" not in run.source.__dict__:
         return 0
-    return sum(each["waiting"] + each["inFlight"] for each in run.source.status()["ranges"])
+    ranges = run.source.status()["ranges"]
+    return sum((each["waiting"] or 0) + (each["inFlight"] or 0) for each in ranges)
 
 
 @pytest.fixture

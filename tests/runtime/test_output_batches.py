@@ -60,8 +60,9 @@ def test_written_rows_are_published_and_then_the_batch_is_acknowledged(
     once: Copied, tmp_path: Path, checkpointed: bool
 ) -> None:
     count = once.publish(keys=5, per_key=40)
-    options = {"checkpoint": tmp_path / "checkpoint.json"} if checkpointed else {}
-    run = batches(once, once.sink, **options)
+    checkpoint = tmp_path / "checkpoint.json" if checkpointed else None
+    source = once.source()
+    run = source.batches(50, 0.05, sink=once.sink, checkpoint=checkpoint)
     for batch in run:
         half = batch.records.num_rows // 2
         batch.write(copy(batch.records.slice(0, half)))
@@ -71,6 +72,8 @@ def test_written_rows_are_published_and_then_the_batch_is_acknowledged(
         assert len(once.stored()) == rows + batch.records.num_rows
         if len(once.stored()) == count:
             break
+    counters = source.status()["counters"]
+    assert counters["outputsPublished"] == counters["outputsConfirmed"] == count
     run.close()
     assert once.backlog() == 0
     assert once.by_key() == once_each(5, 40)

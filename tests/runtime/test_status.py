@@ -751,6 +751,15 @@ def test_batches_are_shown_too(job: Job, capsys: pytest.CaptureFixture[str]) -> 
         main(["status", "jobs"])
     assert f"received {RANGES} rows, acknowledged 0 entries" in capsys.readouterr().out
     assert all(each["covered"] for each in status["partitions"])
+    first = status["ranges"][0]
+    assert [first[name] for name in ("waiting", "inFlight", "handled")] == [None] * 3
+    explained = running_source("jobs").ask("explain", key=KEYS[0])
+    assert (explained["range"], explained["lane"], explained["waiting"]) == (0, None, None)
+    with pytest.raises(SystemExit):
+        main(["explain", KEYS[0], "--subscription", "jobs"])
+    output = capsys.readouterr().out
+    assert "none: the source has no handlers" in output
+    assert "waiting unknown" in output
     assert running_source("jobs").ask("rescale", ranges=2)["epoch"] == 1
     assert len(job.status()["ranges"]) == 2
     batch.ack()

@@ -230,7 +230,7 @@ function showFacts(status) {
 // -- The ring --------------------------------------------------------------------------------------
 
 const HEATS = {
-  messages: (range) => range.waiting + range.inFlight,
+  messages: (range) => (range.waiting ?? 0) + (range.inFlight ?? 0),
   oldest: (range) => (range.oldestUnacknowledgedMillis ?? 0) / 1000,
   busy: (range) => range.shares?.busy ?? 0,
   held: (range) => range.shares?.heldBack ?? 0,
@@ -345,7 +345,7 @@ function table(id, columns, rows, limit, empty) {
 function showOwners(status) {
   table("owners", [
     ["index", "Range", (range) => range.index, (range) => String(range.index), "number"],
-    ["trouble", "State", (range) => (TROUBLE[range.state] ?? 0) * 1e12 + (range.reason ? 1e9 : 0) + range.waiting + range.inFlight,
+    ["trouble", "State", (range) => (TROUBLE[range.state] ?? 0) * 1e12 + (range.reason ? 1e9 : 0) + HEATS.messages(range),
       (range) => element("span", { class: `state ${range.state}` }, range.state), ""],
     ["waiting", "Waiting", (range) => range.waiting, (range) => numberOf(range.waiting), "number"],
     ["flight", "In flight", (range) => range.inFlight, (range) => numberOf(range.inFlight), "number"],
@@ -388,7 +388,7 @@ function sharesOf(shares) {
 
 // Handlers have slots; a worker that hosts consumers has consumers.
 function showWorkers(status) {
-  const used = status.ranges.reduce((sum, range) => sum + range.inFlight, 0);
+  const used = status.ranges.reduce((sum, range) => sum + (range.inFlight ?? 0), 0);
   const handling = status.kind === "handlers" && status.workers
     ? [{ is: `handlers: ${status.executor}`, where: `pid ${status.pid} on ${status.host}`, used,
       free: Math.max(0, status.workers - used), seconds: status.uptimeSeconds, restarts: null, gone: false }]
