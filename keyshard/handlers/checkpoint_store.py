@@ -22,6 +22,8 @@ from keyshard.redaction import scrubbed, shown
 _log = logging.getLogger(__name__)
 _ATOMIC = {"abfs", "abfss", "adl", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a"}
 """File systems of fsspec that replace an object at once, so that no reader sees a part of it."""
+COPY = ".new"
+"""End of the path of a copy."""
 _USER_OF_LOCAL = re.compile(r"://[^/].*@", re.DOTALL)
 """User and password of a URL. As part of a path they would not be recognised as secrets."""
 
@@ -63,7 +65,7 @@ class CheckpointStore:
         protocol = self._files.protocol
         names = {protocol} if isinstance(protocol, str) else set(protocol)
         self._copies = not (names & _ATOMIC or isinstance(self._files, LocalFileSystem))
-        self._copy = f"{self._path}.new"
+        self._copy = f"{self._path}{COPY}"
         self._only_copy = False
         """Whether the copy may be the only whole checkpoint."""
 
