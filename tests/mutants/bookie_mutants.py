@@ -39,7 +39,11 @@ OF_BOOKIES = (
                 "",
             ),
         ),
-        killers=(killer("unit/test_bookies", "test_responses_to_batch_reads_may_end_anywhere"),),
+        killers=(
+            killer(
+                "unit/test_bookies_batch_reads", "test_responses_to_batch_reads_may_end_anywhere"
+            ),
+        ),
     ),
     Mutant(
         name="forget the entries that the answer to a batch read left out",
@@ -70,7 +74,7 @@ OF_BOOKIES = (
         ),
         killers=(
             killer(
-                "unit/test_bookies",
+                "unit/test_bookies_batch_reads",
                 "test_a_bookie_that_refuses_batch_reads_is_named_once_and_remembered",
             ),
         ),
@@ -86,7 +90,10 @@ OF_BOOKIES = (
             ),
         ),
         killers=(
-            killer("unit/test_bookies", "test_a_bookie_is_only_asked_for_entries_that_it_stores"),
+            killer(
+                "unit/test_bookies_batch_reads",
+                "test_a_bookie_is_only_asked_for_entries_that_it_stores",
+            ),
         ),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Scripted brokers, and connections to them."""
+"""Scripted brokers and bookies, and connections to them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from keyshard.bookkeeper import bookies
 from keyshard.broker import retry
 from keyshard.broker.wire import keep_alive
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
 from keyshard.core import refusal_timer
 from tests.refusals.broker import Cluster, ScriptedBroker
+from tests.support import scripted_bookie
 from tests.support.deadlines import deadline
 
 
@@ -52,3 +54,14 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "LONGEST_WAIT_S", 0.1)
     monkeypatch.setattr(keep_alive, "PING_AFTER_S", 0.1)
     monkeypatch.setattr(keep_alive, "UNRESPONSIVE_S", deadline(1))
+
+
+@pytest.fixture(params=scripted_bookie.BATCHES)
+def bookie_versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with bookies of every version."""
+    monkeypatch.setattr(scripted_bookie, "batch", scripted_bookie.BATCHES[request.param])
+
+
+@pytest.fixture
+def impatient_bookies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bookies, "SILENT_S", deadline(2))
