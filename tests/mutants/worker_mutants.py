@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Edit, Mutant, killer
 
 HOSTED = "unit/test_worker_consumers"
+REMOTE = "unit/test_remote_consumer"
+SERVER = "unit/test_worker_server"
 HOSTING = "unit/test_worker_supervisor"
 HOST = "keyshard/workers/host.py"
 SUPERVISOR = "keyshard/workers/supervisor.py"
@@ -21,7 +23,7 @@ OF_WORKERS = (
             ),
         ),
         killers=(
-            killer(HOSTED, "test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges"),
+            killer(SERVER, "test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges"),
         ),
     ),
     Mutant(
@@ -46,7 +48,7 @@ OF_WORKERS = (
                 "        if version == VERSION != VERSION:\n",
             ),
         ),
-        killers=(killer(HOSTED, "test_a_worker_of_another_version_is_refused_by_name"),),
+        killers=(killer(SERVER, "test_a_worker_of_another_version_is_refused_by_name"),),
     ),
     Mutant(
         name="give the next answer to a question that comes twice",
@@ -86,7 +88,7 @@ OF_WORKERS = (
         ),
         killers=(
             killer(
-                HOSTED,
+                REMOTE,
                 "test_a_consumer_has_given_all_by_the_report_of_its_worker_not_by_silence",
             ),
         ),
@@ -103,7 +105,7 @@ OF_WORKERS = (
         ),
         killers=(
             killer(
-                HOSTED, "test_an_acknowledgement_goes_through_the_worker_that_the_entry_came_by"
+                REMOTE, "test_an_acknowledgement_goes_through_the_worker_that_the_entry_came_by"
             ),
         ),
     ),
@@ -118,7 +120,7 @@ OF_WORKERS = (
             ),
         ),
         killers=(
-            killer(HOSTED, "test_a_request_without_the_token_is_refused_unread_and_logged_once"),
+            killer(SERVER, "test_a_request_without_the_token_is_refused_unread_and_logged_once"),
         ),
     ),
     Mutant(

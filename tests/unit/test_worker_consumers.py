@@ -1,166 +1,30 @@
-"""Consumers behind workers: encoded deliveries, repeated requests, and permission to ask."""
+"""Consumers that a worker hosts: repeated requests, limits of memory, and lost connections."""
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import groupby
 from random import Random
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pyarrow import flight
 
-import keyshard
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
-from keyshard.broker.port import SubscriptionSpec
-from keyshard.broker.unreadable_entries import corrupt_entry
-from keyshard.columns.content import entry_block
-from keyshard.config.connection import Connection
-from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.position.entry import EntryBlock, TopicPartition
 from keyshard.errors import (
     BrokerError,
     BrokerUnavailableError,
     ChunkedMessageError,
-    CorruptEntryError,
-    KeyShardError,
     RangeConflictError,
-    WorkerEnvironmentError,
-    WorkerUnreachableError,
 )
-from keyshard.workers import authentication
 from keyshard.workers import host as hosted_host
-from keyshard.workers.consumer import EntryHolders, RemoteConsumer
-from keyshard.workers.encoding import (
-    NOTHING,
-    DeliveredTotals,
-    WorkerDelivery,
-    decode_deliveries,
-    decode_error,
-    encode_deliveries,
-    encode_error,
-    keys_of,
-)
+from keyshard.workers.encoding import DeliveredTotals, WorkerDelivery, decode_deliveries
 from keyshard.workers.host import ConsumerHost
-from keyshard.workers.server import LOOPBACK, Lease, WorkerServer, WorkerSetup, at, start_server
-from keyshard.workers.worker import Worker
-from tests.helpers import DEADLINE_S, wait_until
+from tests.helpers import wait_until
 from tests.support.deadlines import deadline
-from tests.support.worker_servers import worker_server
-
-QUEUE = 2
-TEXTS = [None, "", "k", "é漢", "a\x00b", "😀"]
-
-
-def block_of(chosen: Random) -> EntryBlock:
-    """An entry, or a part of one, with every field of messages."""
-    size = chosen.randint(1, 5)
-    indices = sorted(chosen.sample(range(size), chosen.randint(1, size)))
-
-    def each(what: Callable[[], object]) -> list[Any]:
-        return [what() for _ in indices]
-
-    block = entry_block(
-        EntryId(chosen.getrandbits(chosen.choice([1, 63])), chosen.getrandbits(63)),
-        batch_size=size,
-        batched=chosen.random() < 0.5,
-        indices=indices,
-        values=each(lambda: chosen.randbytes(chosen.randint(0, 5))),
-        partition_keys=each(lambda: chosen.choice(TEXTS)),
-        ordering_keys=each(lambda: chosen.choice(TEXTS)),
-        publish_ms=chosen.getrandbits(chosen.choice([1, 40, 63])),
-        event_ms=each(lambda: chosen.getrandbits(chosen.choice([1, 40, 63]))),
-        properties=each(lambda: {"p": "v"} if chosen.random() < 0.3 else {}),
-        schema_version=chosen.choice([None, 0, 7, 2**63 - 1]),
-    )
-    block.redelivered = chosen.random() < 0.5
-    block.complete |= chosen.random() < 0.5
-    return block
-
-
-def content_of(block: EntryBlock) -> list[list[object]]:
-    columns = ("value", "__key", "__orderingKey", "__eventTime", "__properties")
-    return [block.column(name) for name in columns]
-
-
-@given(st.integers(0, 2**64))
-def test_delivered_entries_equal_received_ones(seed: int) -> None:
-    chosen = Random(seed)
-    sent = [
-        (number, [block_of(chosen) for _ in range(chosen.randint(0, 3))])
-        for number in range(chosen.randint(0, 4))
-    ]
-    listed, content = encode_deliveries(WorkerDelivery(number, entries) for number, entries in sent)
-    came = decode_deliveries(json.loads(json.dumps(listed)), content)
-    assert [one.consumer for one in came] == [number for number, _ in sent]
-    for delivery, (_, entries) in zip(came, sent, strict=True):
-        assert len(delivery.blocks) == len(entries)
-        for after, before in zip(delivery.blocks, entries, strict=True):
-            assert list(after.indices) == list(before.indices)
-            for name in EntryBlock.__struct_fields__:
-                if name not in ("content", "start", "indices"):
-                    assert getattr(after, name) == getattr(before, name), name
-            assert content_of(after) == content_of(before)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RangeConflictError("somebody has it"),
-        ChunkedMessageError("too long", topic_partition=TopicPartition("persistent://a/b/c", 3)),
-        BrokerUnavailableError("away"),
-    ],
-)
-def test_an_error_keeps_its_class_across_processes(error: KeyShardError) -> None:
-    after = decode_error(json.loads(json.dumps(encode_error(error))))
-    assert type(after) is type(error)
-    assert (after.message, after.retriable) == (error.message, error.retriable)
-    assert after.facts == {name: str(fact) for name, fact in error.facts.items()} or after.facts
-
-
-def test_the_stored_bytes_of_an_unreadable_entry_travel_with_the_error() -> None:
-    error = corrupt_entry(TopicPartition("t"), EntryId(1, 2), "it is wrong", b"\x00\xff")
-    after = decode_error(json.loads(json.dumps(encode_error(error))))
-    assert isinstance(after, CorruptEntryError)
-    assert after.stored == b"\x00\xff"
-
-
-class HostedSource:
-    """A host over an in-memory cluster, with one consumer."""
-
-    def __init__(self) -> None:
-        self.cluster = MemoryCluster()
-        self.topic = self.cluster.create_topic("orders")
-        self.broker = MemoryBroker(self.cluster)
-        self.host = ConsumerHost(self.broker)
-        self.subscribe(1)
-
-    def subscribe(self, number: int, queue: int = QUEUE, queue_bytes: int | None = None) -> None:
-        self.host.subscribe(
-            number=number, topic=self.topic, partition=-1, subscription="s", start=0, end=65_535,
-            position="earliest", consumer_name="c", receiver_queue_size=queue,
-            receiver_queue_bytes=queue_bytes,
-        )  # fmt: skip
-
-    def publish(self, count: int) -> None:
-        self.cluster.publish(self.topic, *(Message(b"%d" % i, key="k") for i in range(count)))
-
-
-@contextmanager
-def hosted() -> Iterator[HostedSource]:
-    made = HostedSource()
-    try:
-        yield made
-    finally:
-        made.host.close()
+from tests.support.hosted_consumers import QUEUE, block_of, hosted
 
 
 def test_a_repeated_request_has_the_same_answer_and_a_late_one_none() -> None:
@@ -331,55 +195,6 @@ def test_an_error_of_a_consumer_is_a_delivery() -> None:
         assert not delivery.blocks
 
 
-class Ends:
-    """The worker as its consumers see it; records acknowledgements."""
-
-    def __init__(self) -> None:
-        self.acknowledged: list[EntryId] = []
-        self.closed: list[int] = []
-        self.taken = DeliveredTotals()
-
-    def acknowledge(self, number: int, entries: Sequence[EntryId]) -> None:
-        assert number not in self.closed
-        self.acknowledged += entries
-
-    def last_entry(self, number: int) -> EntryId | None: ...
-
-    def close_consumer(self, number: int, *, for_another: bool) -> None:
-        assert not for_another
-        self.closed.append(number)
-
-    def took(self, number: int, taken: DeliveredTotals) -> None:
-        self.taken = taken if number not in self.closed else DeliveredTotals()
-
-
-def test_without_a_connection_nothing_is_given_that_came_before() -> None:
-    """The entries come again on the next connection, and may be other entries by then."""
-    ends = Ends()
-    where = TopicPartition("persistent://a/b/c")
-    wanted = SubscriptionSpec(where, "s", split_ring(1)[0], "c", 10)
-    consumer = RemoteConsumer(wanted, ends, 1, EntryHolders())
-    before, after = [block_of(Random(1))], [block_of(Random(2))]
-    rows = before[0].rows
-    consumer.arrived(WorkerDelivery(1, before))
-    consumer.arrived(WorkerDelivery(1, (), connected=False))
-    assert not consumer.is_connected()
-    assert not consumer.receive(0)
-    # The worker waits until all rows are taken, so dropped rows count.
-    assert ends.taken.messages == rows
-    consumer.arrived(WorkerDelivery(1, before))  # sent before the loss
-    consumer.arrived(WorkerDelivery(1, (), BrokerUnavailableError("told all the same")))
-    with pytest.raises(BrokerUnavailableError, match="told all the same"):
-        consumer.receive(0)
-    assert ends.taken == DeliveredTotals().plus(WorkerDelivery(1, before)).plus(
-        WorkerDelivery(1, before)
-    )
-    assert ends.taken.messages == 2 * rows
-    consumer.arrived(WorkerDelivery(1, (), connected=True))
-    consumer.arrived(WorkerDelivery(1, after))
-    assert consumer.receive(0) == after
-
-
 def test_a_host_reports_a_lost_connection_between_the_entries_around_it() -> None:
     with hosted() as at:
         seq = 0
@@ -402,32 +217,6 @@ def test_a_host_reports_a_lost_connection_between_the_entries_around_it() -> Non
         assert [len(one.blocks) if one.connected is None else one.connected for one in came] == [
             True, 1, False, True, 1,
         ]  # fmt: skip
-
-
-def test_a_consumer_has_given_all_by_the_report_of_its_worker_not_by_silence() -> None:
-    where = TopicPartition("persistent://a/b/c")
-    consumer = RemoteConsumer(
-        SubscriptionSpec(where, "s", split_ring(1)[0], "c", 10), Ends(), 1, EntryHolders()
-    )
-    half = WorkerDelivery(1, [block_of(Random(1))])
-    said = encode_deliveries([WorkerDelivery(1, (), gave_all=True)])[0]
-    (gave_all,) = decode_deliveries(json.loads(json.dumps(said)), NOTHING)
-    after: list[Callable[[], object]] = [
-        lambda: consumer.arrived(half),
-        lambda: consumer.arrived(WorkerDelivery(1, (), connected=True)),
-        consumer.lost,
-        lambda: consumer.regaining(2),
-    ]
-    for what in after:
-        consumer.arrived(WorkerDelivery(1, (), connected=True))
-        assert consumer.is_connected()
-        assert not consumer.has_given_all()
-        consumer.arrived(gave_all)
-        assert consumer.has_given_all(), "also on the other side"
-        what()
-        assert not consumer.has_given_all()
-    consumer.arrived(gave_all)
-    assert not consumer.receive(0), "there is nothing to receive of what was only told"
 
 
 def test_a_host_reports_that_it_gave_all_if_an_entry_is_incomplete(
@@ -554,186 +343,3 @@ def test_the_end_of_an_entry_is_not_given_when_its_beginning_went_with_a_connect
     # If its connection is unknown, another consumer gets all of it.
     assert broker.refused == (0 if back_meanwhile else 1)
     host.close()
-
-
-def test_an_acknowledgement_goes_through_the_worker_that_the_entry_came_by() -> None:
-    """Entries that a worker loses come again only through its own consumers."""
-    where, holders, one, other = (
-        TopicPartition("persistent://a/b/c"),
-        EntryHolders(),
-        Ends(),
-        Ends(),
-    )
-    low, high = (
-        RemoteConsumer(SubscriptionSpec(where, "s", each, "c", 10), ends, number, holders)
-        for number, (each, ends) in enumerate(zip(split_ring(2), (one, other), strict=True))
-    )
-    entries = [block_of(Random(seed)) for seed in range(5)]
-    low.arrived(WorkerDelivery(0, entries[:3]))
-    high.arrived(WorkerDelivery(1, entries[3:]))
-    assert len(low.receive(0)) == 3
-    assert len(high.receive(0)) == 2
-    high.acknowledge([entry.id for entry in entries[1:]])
-    assert one.acknowledged == [entry.id for entry in entries[1:3]]
-    assert other.acknowledged == [entry.id for entry in entries[3:]]
-    low.close()
-    high.acknowledge([entries[0].id])  # no consumer has it: it comes again, or was acknowledged
-    assert other.acknowledged[-1] == entries[0].id
-    assert not holders._holders
-
-
-def test_acknowledgements_that_a_dead_worker_did_not_take_go_the_way_their_entries_came() -> None:
-    """Otherwise the broker waits for the consumer that has the entry, for ever."""
-    where, holders, one, other, dead = (
-        TopicPartition("persistent://a/b/c"), EntryHolders(), Ends(), Ends(), Ends()
-    )  # fmt: skip
-    dead.acknowledge = Mock(side_effect=BrokerUnavailableError("gone"))  # type: ignore[method-assign]
-    first, second, third = (
-        RemoteConsumer(SubscriptionSpec(where, "s", each, "c", 10), ends, number, holders)
-        for number, (each, ends) in enumerate(zip(split_ring(3), (dead, one, other), strict=True))
-    )
-    entries = [block_of(Random(seed)) for seed in range(4)]
-    for consumer, share in ((first, entries[:2]), (second, entries[2:])):
-        consumer.arrived(WorkerDelivery(consumer.number, share))
-        assert len(consumer.receive(0)) == 2
-    ids = [entry.id for entry in entries]
-    with pytest.raises(BrokerUnavailableError):
-        first.acknowledge(ids)
-    first.lost()
-    third.acknowledge(ids)
-    assert one.acknowledged == ids[2:]
-    assert other.acknowledged == ids[:2]
-    assert not holders._holders
-
-
-def test_a_lease_that_has_ended_never_begins_again() -> None:
-    now = [100.0]
-    lease = Lease(4.0, lambda: now[0])
-    now[0] += 3.9
-    assert lease.renew()
-    now[0] += 3.9
-    assert lease.left_s() == pytest.approx(0.1)
-    now[0] += 0.2
-    assert not lease.renew()
-    now[0] -= 1.0
-    assert not lease.renew()
-    assert lease.left_s() == 0
-
-
-MUCH = b"[" + b"0," * 1_000_000 + b"0]"
-
-
-@pytest.mark.parametrize(
-    "credential",
-    [
-        b"guess\n", b"guess", b"", b"\n", b" \n", b"a 1 b\n", b"\xff \xff \xff\n",
-        b"a " * 200 + b"\n",
-        b"0" * 32 + b" 1 " + b"0" * 64 + b"\n",
-    ],
-)  # fmt: skip
-def test_a_request_without_the_token_is_refused_unread_and_logged_once(
-    credential: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The JSON of a stranger was parsed before its token was compared."""
-    read: list[object] = []
-    monkeypatch.setattr(authentication, "_read", read.append)
-    with hosted() as at, worker_server(at.host) as (_, _, client):
-        for body in (b"{}", b"[" * 9_000, MUCH):
-            with pytest.raises(flight.FlightUnauthenticatedError):
-                list(client.do_action(flight.Action("last_entry", credential + body)))
-            with pytest.raises(flight.FlightUnauthenticatedError):
-                list(client.do_get(flight.Ticket(credential + body)))
-    assert caplog.text.count("another token") == 1
-    assert not read
-
-
-def test_a_worker_whose_lease_has_ended_neither_gives_nor_acknowledges() -> None:
-    with hosted() as at, worker_server(at.host, lease_s=0.3) as served:
-        server, setup, client = served
-        at.publish(1)
-        wait_until(lambda: at.host.take(1, {}, 0.1)[0]["deliveries"])
-        wait_until(lambda: server.lease.left_s() == 0)
-        prover = authentication.RequestSigner(setup.token, f"grpc://{LOOPBACK}:{server.port}")
-        introduction = flight.Action(authentication.INTRODUCE, prover.introduction())
-        (met,) = client.do_action(introduction)  # type: ignore[attr-defined]
-        assert prover.meet(bytes(met.body))
-        asked = {"arguments": {"number": 1, "entries": [[0, 0]]}}
-        _, body = prover.request("acknowledge", asked)
-        with pytest.raises(flight.FlightUnavailableError, match="lease"):
-            list(client.do_action(flight.Action("acknowledge", body)))
-        _, body = prover.request("take", {"seq": 1, "taken": {}, "wait_s": 0, "released": []})
-        with pytest.raises(flight.FlightUnavailableError, match="lease"):
-            list(client.do_get(flight.Ticket(body)))
-        assert at.cluster.backlog(TopicPartition(at.topic), "s") == 1
-
-
-def test_a_worker_of_another_version_is_refused_by_name() -> None:
-    """The refusal comes before any content of the other version is read."""
-    server, hello = start_server("0.0.9", "no setup of this version")
-    assert server is None
-    with pytest.raises(WorkerEnvironmentError) as caught:
-        Asked(hello)
-    for told_too in ("0.0.9", keyshard.__version__, socket.gethostname(), "same version"):
-        assert told_too in caught.value.message
-
-
-class Asked(Worker):
-    """A worker that was not started."""
-
-    def __init__(self, hello: str) -> None:
-        super().__init__(hello, "token", "worker")
-
-
-@pytest.mark.parametrize("hello", ["", "Welcome to Python!\n", "\0", "7", "[]", "{}", "[" * 10**5])
-def test_an_invalid_hello_is_refused(hello: str) -> None:
-    with pytest.raises(WorkerUnreachableError, match="not the output of a worker"):
-        Asked(hello)
-
-
-def test_a_silent_address_is_named_with_the_option() -> None:
-    with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
-        endpoint = at(LOOPBACK, free.getsockname()[1])
-    with pytest.raises(WorkerUnreachableError, match=f"{endpoint} within .* every worker"):
-        Asked(json.dumps({"endpoint": endpoint, "pid": 7, "host": "there"}))
-
-
-def test_a_worker_that_is_asked_to_leave_gives_its_ranges_back() -> None:
-    with hosted() as at_place:
-        setup = WorkerSetup(Connection("pulsar://nobody"), 60.0, level=30)
-        server = WorkerServer(at_place.host, setup)
-        gave_back: list[bool] = []
-        main = threading.Thread(target=lambda: gave_back.append(server.serve_to_the_end()))
-        main.start()
-        hello = {"endpoint": at(LOOPBACK, server.port), "pid": 7, "host": "there"}
-        worker = Worker(json.dumps(hello), setup.token, "worker")
-        worker.leave()
-        worker.end(5.0)
-        worker.end(5.0)
-        main.join(DEADLINE_S)
-        server.shutdown()
-        assert gave_back == [True]
-        at_place.host = ConsumerHost(MemoryBroker(at_place.cluster))
-        at_place.subscribe(1)  # the range is free
-
-
-def test_keys_cross_where_the_layout_may_ask_for_them() -> None:
-    def delivery(**changes: Any) -> WorkerDelivery:
-        fields: dict[str, Any] = {"batch_size": 1, "batched": False, "indices": [0]} | changes
-        block = entry_block(
-            EntryId(1, 2), values=[b"v"], partition_keys=["k"], ordering_keys=[None],
-            publish_ms=1, event_ms=[0], properties=[{}], **fields,
-        )  # fmt: skip
-        return WorkerDelivery(1, [block])
-
-    def crossing(*deliveries: WorkerDelivery) -> list[object]:
-        _, content = encode_deliveries(deliveries)
-        keys = keys_of(deliveries, content)
-        assert keys.schema.names == ["__key", "__orderingKey"]
-        return keys.column("__key").to_pylist()
-
-    part, of_bytes = delivery(batch_size=2, batched=True), delivery()
-    of_bytes.blocks[0].keys_of_bytes = True
-    assert crossing(delivery(), delivery()) == []
-    assert crossing(delivery(), part) == ["k", "k"]
-    assert crossing(of_bytes) == ["k"]
