@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from tests.support.avro_versions import CASES, REFUSED, ask, drawn, load, read
+from tests.support.avro_java_reader import ask
+from tests.support.avro_versions import CASES, REFUSED, drawn, load, read
 
 pytestmark = pytest.mark.broker
 
