@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from keyshard.observe.sink_status import SinkMonitor, SinkStatus
     from keyshard.observe.telemetry import Telemetry
     from keyshard.publishing.batch_writer import WriteReport
-    from keyshard.publishing.claim import Claim
     from keyshard.publishing.message_writer import MessageWriter
+    from keyshard.publishing.sink_claim import Claim
     from keyshard.publishing.values import Values
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from keyshard.columns.outgoing import TOPIC
 from keyshard.config.sink import EXACTLY_ONCE
 from keyshard.publishing.batch_writer import WriteReport
-from keyshard.publishing.claim import Claim
 from keyshard.publishing.preflight import check_reading
+from keyshard.publishing.sink_claim import Claim
 from keyshard.publishing.staging import StagedBatch, StagedFile, Staging
 from spark_adapter.error_text import concise_errors
 from spark_adapter.python_worker import exempt_imports

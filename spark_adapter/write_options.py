@@ -26,8 +26,8 @@ from keyshard.config.sink import SINK_ID_MAX, SinkConfig
 from keyshard.core.metadata_columns import DELIVER_AT
 from keyshard.core.option_checks import did_you_mean
 from keyshard.errors import ConfigError
-from keyshard.publishing.claim import Claim
 from keyshard.publishing.preflight import check_topics
+from keyshard.publishing.sink_claim import Claim
 from keyshard.publishing.staging import Staging
 from keyshard.publishing.values import Values, check_names
 from keyshard.redaction import shown

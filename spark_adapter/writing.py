@@ -25,7 +25,7 @@ from spark_adapter.write_options import QUERY_ID, WriteOptions, check_length, fi
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from keyshard.publishing.claim import Claim
+    from keyshard.publishing.sink_claim import Claim
 
 _REPORT = "rows bigint, entries bigint, already_stored bigint, topic_partitions bigint"
 

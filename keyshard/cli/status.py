@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keyshard.cli.connecting import ClientConfOption, others_of, source_of, sources_of
-from keyshard.cli.others import sink_view, sinks_table, worker_view, workers_table
 from keyshard.cli.output import (
     JsonOption,
     PidOption,
@@ -20,6 +19,7 @@ from keyshard.cli.output import (
     console,
 )
 from keyshard.cli.page_token import TokenFileOption, read_token
+from keyshard.cli.sink_and_worker_text import sink_view, sinks_table, worker_view, workers_table
 from keyshard.cli.status_text import SUMMARY_FROM, Rates, source_facts, status_view
 from keyshard.errors import ConfigError, ControlError
 

@@ -16,7 +16,7 @@ from keyshard.broker.port import Broker, Consumer, StartPosition, SubscriptionSp
 from keyshard.broker.retry import retry_until
 from keyshard.columns.content import content_columns
 from keyshard.config.source import SourceConfig
-from keyshard.consumers.limited import limit_behind, with_connected
+from keyshard.consumers.limit_report import limit_behind, with_connected
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer, close_quietly
 from keyshard.core.creation import subscriptions_missing
 from keyshard.core.position.entry import TopicPartition

@@ -8,8 +8,8 @@ from functools import partial
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.retry import retry_until
-from keyshard.core.limits import ConsumerLimits, limit_reached
 from keyshard.core.position.entry import TopicPartition, namespace_of
+from keyshard.core.refused_limits import ConsumerLimits, limit_reached
 from keyshard.errors import AdminError, AuthorizationError
 
 _log = logging.getLogger(__name__)

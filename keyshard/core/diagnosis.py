@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from keyshard.core.limits import ConsumerLimits
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition, namespace_of
+from keyshard.core.refused_limits import ConsumerLimits
 from keyshard.core.releases import LINES, TESTED, Fault, Version, faults_of
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
 from keyshard.redaction import listed

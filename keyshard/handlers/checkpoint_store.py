@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from keyshard.config.handlers import checkpoint_url
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import CheckpointError, CheckpointInUseError, ConfigError
-from keyshard.locations import location
+from keyshard.file_systems import location
 from keyshard.redaction import scrubbed, shown
 
 _log = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from keyshard.core.diagnosis import (
     judge_termination,
     judge_version,
 )
-from keyshard.core.limits import ConsumerLimits
 from keyshard.core.load_diagnosis import Load, judge_load
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.refused_limits import ConsumerLimits
 from keyshard.core.releases import release_of
 from keyshard.core.subscription_state import BrokerLimits, CursorState, SubscriptionState
 from keyshard.errors import (

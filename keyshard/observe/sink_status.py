@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypedDict
 from keyshard.broker.connect import transport_of
 from keyshard.config.sink import SinkConfig
 from keyshard.control import SINK, ControlServer
-from keyshard.core.pace import Pace
+from keyshard.core.rates import Pace
 from keyshard.errors import ControlError
 from keyshard.publishing.counts import Counts, SinkCounts
 from keyshard.redaction import redacted

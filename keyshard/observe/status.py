@@ -13,7 +13,6 @@ from keyshard.broker.connect import decoder_of, transport_of
 from keyshard.coordinator.progress import Progress
 from keyshard.core.dead_letter import DeadLetter
 from keyshard.core.lanes.rate_limit import RateLimitStatus
-from keyshard.core.pace import Loads, Pace, Trend
 from keyshard.core.partition_watchdog import PartitionStall
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.range_watchdog import (
@@ -27,6 +26,7 @@ from keyshard.core.range_watchdog import (
     shown_key,
     state_of,
 )
+from keyshard.core.rates import Loads, Pace, Trend
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import possible_slots
 from keyshard.errors import KeyShardError, NotRunningError

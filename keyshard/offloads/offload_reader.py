@@ -9,7 +9,7 @@ from keyshard.broker.wire.entries import RawEntry
 from keyshard.core.option_checks import check_folder
 from keyshard.core.position.entry import TopicPartition, entry_id_of
 from keyshard.core.position.replicas import OffloadedLedger
-from keyshard.locations import location
+from keyshard.file_systems import location
 from keyshard.offloads.blocks import Blocks, data_path
 from keyshard.offloads.layout import Layout, LayoutError
 from keyshard.offloads.map_file import MapFile, folder_of

@@ -38,9 +38,9 @@ from keyshard.errors import (
     ProducerBusyError,
 )
 from keyshard.publishing.batch_part import Part, publish, publish_unless_cut, set_first
-from keyshard.publishing.claim import Claim
 from keyshard.publishing.counts import Attempt, SinkCounts
 from keyshard.publishing.preflight import deduplication_off
+from keyshard.publishing.sink_claim import Claim
 from keyshard.publishing.topic_tail import last_stored_id
 from keyshard.threads import Pool
 

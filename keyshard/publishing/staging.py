@@ -21,7 +21,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from keyshard.errors import KeyShardError, ProducerFencedError, StagingError
-from keyshard.locations import location
+from keyshard.file_systems import location
 from keyshard.redaction import scrubbed
 
 MANIFEST, DONE = "manifest.json", "done"

@@ -22,7 +22,7 @@ from pyarrow import parquet
 from keyshard.core.option_checks import check_folder
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.zones import Storage, Zone
-from keyshard.locations import location
+from keyshard.file_systems import location
 from keyshard.redaction import redacted, scrubbed
 
 SUFFIX = ".zones.parquet"

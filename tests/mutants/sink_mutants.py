@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Edit, Mutant, killer
 
 SINK = "runtime/test_sink"
-CLAIMS = "runtime/test_claim"
-CLAIM = "keyshard/publishing/claim.py"
+CLAIMS = "runtime/test_sink_claim"
+CLAIM = "keyshard/publishing/sink_claim.py"
 DECISIONS = "keyshard/core/publishing.py"
 UNCONFIRMED = "keyshard/broker/unconfirmed.py"
 TOPIC_WRITE = "runtime/test_topic_write"

@@ -19,7 +19,7 @@ from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.cli import main
 from keyshard.control import ControlServer, answering_sources
 from keyshard.errors import ConfigError, UnexpectedError
-from keyshard.observe.page import app, looker, server
+from keyshard.observe.page import app, server, status_watcher
 from keyshard.observe.page.options import PageOptions, serve_page
 from keyshard.observe.page.server import PageServer
 from tests.helpers import wait_until
@@ -177,13 +177,13 @@ def test_a_source_of_another_release_is_listed_with_its_error(
 def test_nothing_is_asked_while_no_page_is_open(
     page: PageServer, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looker, "LOOK_S", 0.05)
+    monkeypatch.setattr(status_watcher, "LOOK_S", 0.05)
     asked = threading.Event()
     shown.server._handlers["status"] = lambda _: asked.set() or shown.status  # type: ignore[func-returns-value]
     next(events(page))
     assert asked.is_set()
     wait_until(lambda: page._app._watchers == 0)
-    wait_until(lambda: not page._app._looker._wanted.is_set())
+    wait_until(lambda: not page._app._status_watcher._wanted.is_set())
     asked.clear()
     asked.wait(0.5)  # a look that had begun
     asked.clear()
@@ -409,8 +409,8 @@ def test_an_error_of_the_page_ends_the_page_alone(
     def broken() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(page._app._looker, "look", broken)
-    page._app._looker.watched(by=1)
+    monkeypatch.setattr(page._app._status_watcher, "look", broken)
+    page._app._status_watcher.watched(by=1)
     wait_until(lambda: not page.serving)
     assert "has ended" in caplog.text
     with pytest.raises(UnexpectedError):

@@ -28,7 +28,7 @@ from keyshard.config.connection import Connection
 from keyshard.control import running_source, running_sources
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.progress import Progress
-from keyshard.core import pace, partition_watchdog, range_watchdog
+from keyshard.core import partition_watchdog, range_watchdog, rates
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.recent_history import CommitsStatus
 from keyshard.core.rescale_history import (
@@ -464,8 +464,8 @@ def test_the_age_of_a_backlog_is_also_shown_as_the_broker_measured_it(
 def test_lag_rates_and_the_newest_error_are_shown(
     job: Job, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "JUDGED_FROM_S", 0.1)
-    monkeypatch.setattr(pace, "SAMPLES_MAX", 10_000)  # the watchdog looks often here
+    monkeypatch.setattr(rates, "JUDGED_FROM_S", 0.1)
+    monkeypatch.setattr(rates, "SAMPLES_MAX", 10_000)  # the watchdog looks often here
     job.start(retry=FAILING)
     empty = {"entries": 0, "rows": 0, "seconds": 0.0}
     wait_until(lambda: empty.items() <= job.status()["lag"].items())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keyshard.core.range_watchdog import StallKind
-from keyshard.observe import alerts, board
+from keyshard.observe import alerts, grafana_board
 from keyshard.observe.alerts import ALERTS
 from keyshard.observe.metrics import METRICS, SINK_METRICS, MetricKind
 from keyshard.observe.status_types import Status
@@ -32,7 +32,9 @@ LIMIT = "is at 60% of a limit. At 100%,"
 def queries() -> list[str]:
     """The expressions of the board, with the variables of Grafana filled in."""
     found = [
-        target["expr"] for panel in board.board()["panels"] for target in panel.get("targets", ())
+        target["expr"]
+        for panel in grafana_board.board()["panels"]
+        for target in panel.get("targets", ())
     ]
     return [one.replace("$__rate_interval", "5m").replace("$subscription", ".*") for one in found]
 
@@ -49,7 +51,7 @@ def names_in(expressions: list[str]) -> set[str]:
 
 
 def test_the_stored_alert_rules_and_board_are_made_from_the_tables() -> None:
-    for file, module in [("alerts.yml", alerts), ("grafana.json", board)]:
+    for file, module in [("alerts.yml", alerts), ("grafana.json", grafana_board)]:
         assert (DOCS / "operations" / file).read_text() == module.document(), (
             f"write it: python -m {module.__name__} > docs/operations/{file}"
         )
@@ -60,7 +62,7 @@ def test_the_board_shows_every_metric_and_nothing_else() -> None:
         f"{metric.name}_bucket" if metric.kind is MetricKind.HISTOGRAM else metric.name
         for metric in (*METRICS, *SINK_METRICS)
     }
-    panels = board.board()["panels"]
+    panels = grafana_board.board()["panels"]
     assert len({json.dumps(panel["gridPos"]) for panel in panels}) == len(panels)
     assert len({panel["id"] for panel in panels}) == len(panels)
 

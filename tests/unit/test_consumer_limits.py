@@ -16,7 +16,7 @@ from keyshard.consumers.receiver import OwnedRange
 from keyshard.consumers.subscribe import open_range_consumers
 from keyshard.coordinator.consumer_limits import check_consumer_limits
 from keyshard.core.diagnosis import Level, judge_consumers
-from keyshard.core.limits import ConsumerLimits
+from keyshard.core.refused_limits import ConsumerLimits
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.subscription_state import ConsumerState, SubscriptionState
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize

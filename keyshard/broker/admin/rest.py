@@ -13,7 +13,6 @@ import httpx
 from keyshard.broker.admin.http import TIMEOUT_S, UNEXPECTED, AdminHttp
 from keyshard.broker.admin.port import BEGINS_PROPERTY
 from keyshard.config.connection import Connection
-from keyshard.core.limits import limit_in, limit_refused
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import (
     EntryId,
@@ -28,6 +27,7 @@ from keyshard.core.position.ledger import (
     placed_ledgers_of,
 )
 from keyshard.core.position.replicas import offloads_of
+from keyshard.core.refused_limits import limit_in, limit_refused
 from keyshard.core.releases import denies_partition
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema

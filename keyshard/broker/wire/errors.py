@@ -7,9 +7,9 @@ import re
 from keyshard.broker.auth.errors import lacks, not_accepted
 from keyshard.broker.unconfirmed import AcceptedLostError, MaybeStoredError
 from keyshard.core.creation import create_or_correct
-from keyshard.core.limits import limit_of, limit_refused
 from keyshard.core.position.entry import TopicPartition, namespace_of
 from keyshard.core.publishing import ForgottenError, OtherWriterError, UnfitError, UnsureError
+from keyshard.core.refused_limits import limit_of, limit_refused
 from keyshard.core.releases import denies_partition
 from keyshard.errors import (
     BrokerError,

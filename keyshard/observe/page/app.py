@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keyshard.control import RunningSource
 from keyshard.errors import ConfigError, ControlError, KeyShardError
 from keyshard.observe.page.guard import Guard
-from keyshard.observe.page.looker import Look, Looker
+from keyshard.observe.page.status_watcher import Look, StatusWatcher
 from keyshard.redaction import shown
 from keyshard.threads import Pool
 
@@ -91,7 +91,7 @@ class PageApp:
         self._looked = asyncio.Event()
         self._watchers = self._asked = 0
         self._closing = False
-        self._looker = Looker(sources, self._told)
+        self._status_watcher = StatusWatcher(sources, self._told)
         self._pool = Pool(ASKED_MAX, "keyshard-page-ask")
         routes = [Route(path, _file(path)) for path in FILES]
         routes += [
@@ -102,7 +102,7 @@ class PageApp:
         self.asgi: ASGIApp = _Guarded(Starlette(routes=routes), guard)
 
     def begin(self) -> None:
-        """Note the calling event loop, to which the looker sends each look. Returns at once."""
+        """Note the calling event loop, which gets each look. Returns at once."""
         self._loop = asyncio.get_running_loop()
 
     def end(self) -> None:
@@ -111,14 +111,14 @@ class PageApp:
         self._looked.set()
 
     def close(self) -> None:
-        """Stop the looker and the pool. Called after the event loop has ended. Idempotent."""
-        self._looker.close()
+        """Stop the watcher and the pool. Called after the event loop has ended. Idempotent."""
+        self._status_watcher.close()
         self._pool.shutdown()
 
     # -- looks -------------------------------------------------------------------------------------
 
     def _told(self, look: Look) -> None:
-        """Pass a new look to the event loop; called in the thread of the looker."""
+        """Pass a new look to the event loop; called in the thread of the status watcher."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._show, look)
 
@@ -135,7 +135,7 @@ class PageApp:
     async def stream(self, wanted: str | None, scope: Scope, send: Send) -> None:
         """Send a look each second until the client is gone or too slow, or the server ends."""
         self._watchers += 1
-        self._looker.watched(by=self._watchers)
+        self._status_watcher.watched(by=self._watchers)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         shown_number = 0
         try:
@@ -155,13 +155,13 @@ class PageApp:
             self._cut(scope.get("client"))
         finally:
             self._watchers -= 1
-            self._looker.watched(by=self._watchers)
+            self._status_watcher.watched(by=self._watchers)
 
     # -- requests ----------------------------------------------------------------------------------
 
     async def _status(self, request: Request) -> Response:
         wanted = request.query_params.get("source")
-        look = await self._in_pool(self._looker.look)
+        look = await self._in_pool(self._status_watcher.look)
         if isinstance(look, Response):
             return look
         if wanted is None:

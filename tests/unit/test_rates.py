@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from keyshard.core.pace import HISTORY_S, Loads, Pace, Trend
 from keyshard.core.range_watchdog import (
     KeyFacts,
     Load,
@@ -15,6 +14,7 @@ from keyshard.core.range_watchdog import (
     load_of,
     reason_of,
 )
+from keyshard.core.rates import HISTORY_S, Loads, Pace, Trend
 
 
 def paced(*values: float | None, every_s: float = 1.0) -> Pace:

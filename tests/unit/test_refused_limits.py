@@ -13,8 +13,8 @@ from keyshard.broker.retry import retry_until
 from keyshard.broker.wire import reconnect
 from keyshard.broker.wire.errors import RefusedError, error_of, producing_error
 from keyshard.broker.wire.reconnect import first_answer
-from keyshard.core.limits import ConsumerLimits, limit_of
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.refused_limits import ConsumerLimits, limit_of
 from keyshard.errors import (
     BrokerError,
     KeyShardError,

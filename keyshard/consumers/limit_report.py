@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from keyshard.broker.admin.port import Admin
-from keyshard.core.limits import ConsumerLimits, limit_reached
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.refused_limits import ConsumerLimits, limit_reached
 from keyshard.errors import BrokerError, LimitReachedError, RangeConflictError
 
 SUBSCRIPTIONS_NAMED = 5

@@ -1,6 +1,6 @@
 """A Grafana board with every metric of the table; ``docs/operations/grafana.json`` is this board.
 
-Write the file again with ``python -m keyshard.observe.board > docs/operations/grafana.json``.
+Write it again: ``python -m keyshard.observe.grafana_board > docs/operations/grafana.json``.
 """
 
 from __future__ import annotations

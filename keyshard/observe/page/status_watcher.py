@@ -53,7 +53,7 @@ class Look:
         return f"data: {text}\n\n".encode()
 
 
-class Looker:
+class StatusWatcher:
     """Polls the status of the running sources in its own thread while pages are open.
 
     Args:

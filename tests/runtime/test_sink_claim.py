@@ -19,7 +19,7 @@ from keyshard.broker.retry import retry_until
 from keyshard.core.publishing import key_partition, query_of
 from keyshard.errors import ProducerBusyError, SinkIdInUseError
 from keyshard.publishing import batch_part, batch_writer
-from keyshard.publishing.claim import Claim
+from keyshard.publishing.sink_claim import Claim
 from tests.runtime.test_sink import World, batch_of
 from tests.support.deadlines import deadline
 
