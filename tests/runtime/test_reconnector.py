@@ -29,6 +29,7 @@ from keyshard.errors import (
 )
 from tests.helpers import DEADLINE_S, config, received, wait_until
 from tests.support.changing_topics import PREFIX, ChangingTopics
+from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.rescaled_source import RescaledSource
 
 MakeSource = Callable[..., RescaledSource]
@@ -114,33 +115,25 @@ def test_an_attempt_that_fails_ends_nothing(make_source: MakeSource, error: Brok
     rescaled.keep_publishing()
     rescaled.more()
     before = [one.consumer for one in consumers(rescaled)]
-    rescaled.broker.refuse = lambda _: error
+    rescaled.subscribes.raises = error
     rescaled.broker.drop()
-    wait_until(lambda: rescaled.broker.refused >= 5)
+    wait_until(lambda: rescaled.subscribes.raised >= 5)
     assert rescaled.error is None
     assert [one.consumer for one in consumers(rescaled)] == before, "their clients go on trying"
-    rescaled.broker.refuse = lambda _: None
+    rescaled.subscribes.raises = None
     rescaled.more(600)
     rescaled.check()
 
 
-def test_while_the_broker_does_not_answer_nothing_is_tried(
-    make_source: MakeSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_the_broker_does_not_answer_nothing_is_tried(make_source: MakeSource) -> None:
     rescaled = make_source()
-    asked: list[object] = []
-
-    def away(topics: object) -> frozenset[str]:
-        asked.append(topics)
-        raise BrokerUnavailableError("away")
-
-    monkeypatch.setattr(rescaled.broker, "missing", away)
-    rescaled.broker.refuse = lambda _: BrokerUnavailableError("away")
+    missing = ScriptedCall(raises=BrokerUnavailableError("away"))
+    faulty(rescaled.broker, missing=missing)
+    rescaled.subscribes.raises = missing.raises
     rescaled.broker.drop()
-    wait_until(lambda: len(asked) >= 5)
-    assert rescaled.broker.refused == 0
-    monkeypatch.undo()
-    rescaled.broker.refuse = lambda _: None
+    wait_until(lambda: missing.raised >= 5)
+    assert rescaled.subscribes.raised == 0
+    missing.raises = rescaled.subscribes.raises = None
     rescaled.broker.reconnect()
     rescaled.publish(100)
     rescaled.check()
@@ -206,16 +199,18 @@ def test_an_outage_while_a_range_is_subscribed_again_is_survived(
     others = [
         other for other in consumers(rescaled) if other is not one and other.reception._received_s
     ]
-    rescaled.broker.refuse = lambda part: error if part == one.owned_range.hash_range else None
+    rescaled.subscribes.raises = lambda spec, _: (
+        error if spec.hash_range == one.owned_range.hash_range else None
+    )
     subscribe_again(one, rescaled)
-    wait_until(lambda: rescaled.broker.refused >= 5 or rescaled.error)
+    wait_until(lambda: rescaled.subscribes.raised >= 5 or rescaled.error)
     assert rescaled.error is None
     before = {id(other): other.reception._received_s for other in others}
     wait_until(lambda: all(other.reception._received_s > before[id(other)] for other in others))
     problems = rescaled.coordinator.consumers.problems()
     assert str(error.message) in problems[one.owned_range.topic_partition]
     assert error.message in rescaled.coordinator.status()["connectionError"]
-    rescaled.broker.refuse = lambda _: None
+    rescaled.subscribes.raises = None
     wait_until(lambda: all_connected(rescaled))
     assert rescaled.coordinator.consumers.problems() == {}
     rescaled.more(300)
@@ -234,7 +229,7 @@ def test_a_refusal_that_does_not_pass_ends_the_source_by_name(
     rescaled = make_source()
     rescaled.keep_publishing()
     rescaled.more()
-    rescaled.broker.refuse = lambda _: error
+    rescaled.subscribes.raises = error
     if anew:
         subscribe_again(newest(rescaled), rescaled)
     else:
@@ -250,7 +245,7 @@ def test_a_range_that_another_client_holds_for_long_ends_the_source(
     rescaled.keep_publishing()
     rescaled.more()
     error = RangeConflictError("taken for good")
-    rescaled.broker.refuse = lambda _: error
+    rescaled.subscribes.raises = error
     subscribe_again(newest(rescaled), rescaled)
     wait_until(lambda: rescaled.error is error)
 
@@ -261,18 +256,13 @@ def test_ranges_move_while_one_is_subscribed_again(make_source: MakeSource) -> N
     for count in (7, 3, 8, 2):
         rescaled.more()
         one = newest(rescaled)
-        refused = rescaled.broker.refused
-        away = BrokerUnavailableError("away")
-        rescaled.broker.refuse = lambda part, mine=one.owned_range.hash_range, error=away: (  # type: ignore[misc]
-            error if part == mine else None
+        rescaled.subscribes.raised = 0
+        rescaled.subscribes.raises = lambda spec, _, mine=one.owned_range.hash_range: (  # type: ignore[misc]
+            BrokerUnavailableError("away") if spec.hash_range == mine else None
         )
         subscribe_again(one, rescaled)
-
-        def refused_again(before: int = refused) -> bool:
-            return rescaled.broker.refused > before
-
-        wait_until(refused_again)
-        rescaled.broker.refuse = lambda _: None
+        wait_until(lambda: rescaled.subscribes.raised)
+        rescaled.subscribes.raises = None
         assert rescaled.rescaler.rescale(count).ranges_after == count
     wait_until(lambda: all_connected(rescaled))
     rescaled.more()
@@ -291,8 +281,8 @@ def test_a_consumer_that_takes_the_place_of_one_to_be_subscribed_again_stays_ope
     one = newest(rescaled)
     replacing, go_on = threading.Event(), threading.Event()
 
-    def refuse(part: HashRange) -> BrokerError | None:
-        if part != one.owned_range.hash_range or go_on.is_set():
+    def refuse(spec: SubscriptionSpec, _: object) -> BrokerError | None:
+        if spec.hash_range != one.owned_range.hash_range or go_on.is_set():
             return None
         if replacing.is_set():
             return BrokerUnavailableError("away")
@@ -300,12 +290,12 @@ def test_a_consumer_that_takes_the_place_of_one_to_be_subscribed_again_stays_ope
         go_on.wait(DEADLINE_S)
         return None
 
-    rescaled.broker.refuse = refuse
+    rescaled.subscribes.raises = refuse
     rescaled.broker.drop({one.owned_range.topic_partition})
     assert replacing.wait(DEADLINE_S)
     rescaled.broker.reconnect()
     subscribe_again(one, rescaled)
-    wait_until(lambda: rescaled.broker.refused > 0 or rescaled.error)
+    wait_until(lambda: rescaled.subscribes.raised > 0 or rescaled.error)
     go_on.set()
     wait_until(lambda: not one.lacking or rescaled.error)
     replacement = one.consumer

@@ -157,13 +157,9 @@ def test_the_broker_may_be_away_for_a_while(make_rescaled: MakeRescaled) -> None
     rescaled = make_rescaled(4)
     rescaled.keep_publishing()
     rescaled.more()
-
-    def refuse(_: object) -> BrokerUnavailableError | None:
-        return BrokerUnavailableError("away") if rescaled.broker.refused < 30 else None
-
-    rescaled.broker.refuse = refuse
+    rescaled.subscribes.errors.extend([BrokerUnavailableError("away")] * 30)
     assert rescaled.rescaler.rescale(6).epoch == 1
-    assert rescaled.broker.refused == 30
+    assert rescaled.subscribes.raised == 30
     rescaled.more()
     rescaled.check()
 
@@ -175,13 +171,15 @@ def test_ranges_that_another_client_holds_go_back_to_their_owners(
     rescaled.keep_publishing()
     rescaled.more()
     old = set(split_ring(4))
-    rescaled.broker.refuse = lambda part: None if part in old else RangeConflictError("taken")
+    rescaled.subscribes.raises = lambda spec, _: (
+        None if spec.hash_range in old else RangeConflictError("taken")
+    )
     with pytest.raises(RescaleError, match="hold them again"):
         rescaled.rescaler.rescale(8)
     assert rescaled.ring() == [(owner, part) for owner, part in enumerate(split_ring(4))]
     assert rescaled.coordinator.epoch == 2
     rescaled.more()
-    rescaled.broker.refuse = lambda _: None
+    rescaled.subscribes.raises = None
     assert rescaled.rescaler.rescale(8).ranges_after == 8
     rescaled.more()
     rescaled.check()
@@ -191,7 +189,7 @@ def test_ranges_that_get_no_consumer_in_a_rescale_end_the_source(
     make_rescaled: MakeRescaled,
 ) -> None:
     rescaled = make_rescaled(4, subscribe_timeout_ms=50)
-    rescaled.broker.refuse = lambda _: BrokerUnavailableError("gone")
+    rescaled.subscribes.raises = BrokerUnavailableError("gone")
     with pytest.raises(RescaleError, match="have no consumer, so the source ends"):
         rescaled.rescaler.rescale(8)
     with pytest.raises(RescaleError, match="have no consumer"):
@@ -203,7 +201,7 @@ def test_a_gap_that_a_defect_leaves_ends_the_source(
     make_rescaled: MakeRescaled, error: BaseException
 ) -> None:
     rescaled = make_rescaled(4)
-    rescaled.broker.refuse = lambda _: error  # type: ignore[assignment,return-value]
+    rescaled.subscribes.raises = error
     with pytest.raises(RescaleError, match=r"have no consumer, so the source ends") as caught:
         rescaled.rescaler.rescale(8)
     assert repr(error) in caught.value.message

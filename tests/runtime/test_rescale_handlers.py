@@ -12,7 +12,7 @@ import pytest
 import tenacity
 
 from keyshard import KeyShardSource, Message, RetryPolicy
-from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
+from keyshard.broker.memory import Batching, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.ring.assignment import assign, moved_ranges, reassign
 from keyshard.core.ring.hash_range import HashRange
@@ -26,8 +26,8 @@ from keyshard.errors import (
 from keyshard.handlers import run
 from tests.helpers import DEADLINE_S, key_in, present, wait_until
 from tests.support.deadlines import deadline
+from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.recorded_handler import RecordedHandler
-from tests.support.rescaled_source import Refusing
 
 MakeRecorded = Callable[..., RecordedHandler]
 
@@ -126,24 +126,20 @@ def test_a_stop_has_no_long_wait_for_ranges_that_no_broker_gives(
         entered.set()
         leave.wait(4 * DEADLINE_S)
 
-    class Outage(RecordedHandler):
-        def _connect(self) -> MemoryBroker:
-            self.connections.append(Refusing(self.cluster))
-            return self.connections[-1]
-
-    recorded = Outage(wait, options={"drain_timeout_s": 60.0}, subscribe_timeout_ms=60_000)
+    recorded = make_recorded(wait, options={"drain_timeout_s": 60.0}, subscribe_timeout_ms=60_000)
     [broker] = recorded.connections
-    assert isinstance(broker, Refusing)
     messages = [Stored(f"{moves}:{number}:".encode(), key=moves) for number in range(2)]
     recorded.cluster.publish(recorded.topic, *messages, batching=Batching.BY_KEY)
     assert entered.wait(DEADLINE_S)
-    broker.refuse = lambda _: None if broker._closed else BrokerUnavailableError("It is away.")
+    away = BrokerUnavailableError("It is away.")
+    subscribes = ScriptedCall(raises=lambda *_: None if broker._closed else away)
+    faulty(broker, subscribe=subscribes)
     lanes = recorded.source._active().lanes
     with ThreadPoolExecutor(1) as pool:
         rescaling = pool.submit(recorded.rescale, 8)
         wait_until(lambda: lanes.held)
         leave.set()
-        wait_until(lambda: broker.refused)
+        wait_until(lambda: subscribes.raised)
         recorded.source.stop()
         recorded.thread.join(DEADLINE_S)
         assert not recorded.thread.is_alive()

@@ -5,39 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryConsumer, Message
-from keyshard.broker.port import StartPosition, SubscriptionSpec
+from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
 from keyshard.consumers.receiver import RangeConsumer
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.rescale import Blocking, Rescaler
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
-from keyshard.errors import BrokerError, KeyShardError
+from keyshard.errors import KeyShardError
 from keyshard.source_stream import SourceBatch
 from keyshard.testing.verify.checkers import check
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recorder import Recorder
 from tests.helpers import DEADLINE_S, config, wait_until
 from tests.support.deadlines import deadline
-
-
-class Refusing(MemoryBroker):
-    """A connection whose subscriptions fail on request."""
-
-    def __init__(self, cluster: MemoryCluster) -> None:
-        super().__init__(cluster)
-        self.refuse: Callable[[HashRange], BrokerError | None] = lambda _: None
-        self.refused = 0
-
-    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> MemoryConsumer:
-        error = self.refuse(spec.hash_range)
-        if error is not None:
-            self.refused += 1
-            raise error
-        return super().subscribe(spec, start)
+from tests.support.faulty_broker import ScriptedCall, faulty
 
 
 class FakeWork:
@@ -74,7 +58,8 @@ class RescaledSource:
     def __init__(self, ranges: int = 4, drain_timeout_s: float = 5.0, **settings: Any) -> None:
         self.cluster = MemoryCluster(entries_per_ledger=50)
         self.topic = self.cluster.create_topic("orders", partitions=3)
-        self.broker = Refusing(self.cluster)
+        self.subscribes = ScriptedCall()
+        self.broker = faulty(MemoryBroker(self.cluster), subscribe=self.subscribes)
         self.events: list[Event] = []
         self.recorder = Recorder(self, "host")
         self.work = FakeWork()
