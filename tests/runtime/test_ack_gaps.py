@@ -18,16 +18,15 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.subscription_state import CursorState
 from keyshard.errors import BrokerUnavailableError, DataLossAckedElsewhereError, TopicRecreatedError
 from tests.helpers import commit, received, rows_of, running, wait_until
 from tests.support.deadlines import deadline
+from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.gap_topic import (
     FAST_KEY,
     SLOW_KEY,
     GapTopic,
     Gate,
-    GatedBroker,
     one_more,
     resolved_by_batches,
     running_gated,
@@ -88,27 +87,19 @@ def test_entries_in_flight_are_not_read_if_the_broker_lists_them(
 ) -> None:
     """A slow range's entries are ack gaps for long; a Reader over them would read everything
     twice."""
-
-    class Counting(MemoryAdmin):
-        rounds = 0
-
-        def broker_state(self, *args: Any) -> CursorState | None:
-            self.rounds += 1
-            return super().broker_state(*args)
-
     monkeypatch.setattr("keyshard.coordinator.gap_resolver.ACK_GAP_AGE_MS", 20)
     monkeypatch.setattr("keyshard.coordinator.gap_resolver.ROUND_S", 0.02)
-    admin, gate = Counting(topic.cluster), Gate()
+    rounds, gate = ScriptedCall(), Gate()
+    faulty(topic.admin, broker_state=rounds)
     source = topic.source(settle_after_ms=300_000)
     entries = [entry for _ in range(50) for entry in topic.publish(FAST_KEY, SLOW_KEY)]
-    coordinator = Coordinator(source, lambda: GatedBroker(topic.cluster, gate), admin)
+    coordinator = Coordinator(source, lambda: gate.broker(topic), topic.admin)
     coordinator.start()
     try:
         received(coordinator, 50)
         commit(coordinator)
         assert coordinator.status()["ackGaps"] >= 49
-        rounds = admin.rounds
-        wait_until(lambda: admin.rounds >= rounds + 10)
+        wait_rounds(rounds)
         assert gate.readers == 0
         topic.acknowledge(entries[1:9:2])
         wait_until(lambda: gate.readers)
@@ -210,9 +201,7 @@ def test_an_acknowledgement_by_another_client_ends_the_running_source(topic: Gap
     1. entries wait for a slow range
     2. another client acknowledges them, and they stay acknowledged for ``settle_after_ms``
     """
-    coordinator = Coordinator(
-        topic.source(), lambda: GatedBroker(topic.cluster, Gate()), topic.admin
-    )
+    coordinator = Coordinator(topic.source(), lambda: Gate().broker(topic), topic.admin)
     try:
         late_entries_acknowledged(topic, coordinator)
         ends_with_loss(topic, coordinator, r"20 entries of .*, first 1:1,3")
@@ -224,9 +213,7 @@ def test_an_acknowledgement_of_the_only_late_entry_ends_the_running_source(
     topic: GapTopic,
 ) -> None:
     """It lies between the floor and a single run, and the running source did not name it."""
-    coordinator = Coordinator(
-        topic.source(), lambda: GatedBroker(topic.cluster, Gate()), topic.admin
-    )
+    coordinator = Coordinator(topic.source(), lambda: Gate().broker(topic), topic.admin)
     coordinator.start()
     try:
         for _ in range(2):
@@ -246,7 +233,7 @@ def test_entries_acknowledged_by_another_client_are_resolved_if_loss_is_accepted
     topic: GapTopic,
 ) -> None:
     source = topic.source(fail_on_data_loss=False)
-    coordinator = Coordinator(source, lambda: GatedBroker(topic.cluster, Gate()), topic.admin)
+    coordinator = Coordinator(source, lambda: Gate().broker(topic), topic.admin)
     try:
         entries = late_entries_acknowledged(topic, coordinator)
         state = resolved_by_batches(topic, coordinator)
@@ -304,24 +291,17 @@ def test_a_marker_at_the_border_of_a_ledger_is_resolved_once_later_entries_come(
 
 
 def test_errors_of_the_broker_are_shown_and_tried_again(topic: GapTopic) -> None:
-    class Failing(MemoryAdmin):
-        fails = False
-
-        def broker_state(self, *args: Any) -> CursorState | None:
-            if self.fails:
-                raise BrokerUnavailableError("away")
-            return super().broker_state(*args)
-
-    admin = Failing(topic.cluster)
-    with running(topic.cluster, topic.source(), admin=admin) as coordinator:
+    asks = ScriptedCall()
+    faulty(topic.admin, broker_state=asks)
+    with running(topic.cluster, topic.source(), admin=topic.admin) as coordinator:
         topic.publish(FAST_KEY)
         topic.cluster.publish_marker(topic.where)
         topic.publish(FAST_KEY)
-        admin.fails = True
+        asks.raises = BrokerUnavailableError("away")
         received(coordinator, 2)
         commit(coordinator)
         wait_until(lambda: "away" in coordinator.status()["gapResolverError"])
-        admin.fails = False
+        asks.raises = None
         resolved_by_batches(topic, coordinator)
         wait_until(lambda: coordinator.status()["gapResolverError"] == "")
 
@@ -344,7 +324,7 @@ def test_ack_gaps_are_resolved_beside_unreadable_entries_that_a_handler_parks(
         topic.cluster.publish_marker(topic.where)
     source = topic.source(on_encrypted="park", on_corrupt="park")
     output: list[EntryId] = []
-    coordinator = Coordinator(source, lambda: GatedBroker(topic.cluster, gate))
+    coordinator = Coordinator(source, lambda: gate.broker(topic))
     coordinator.unreadable = lambda _where, entry_id, _why: output.append(entry_id)
     coordinator.start()
     try:
@@ -513,26 +493,20 @@ def test_trimmed_entries_of_a_planned_batch_are_left_out_where_loss_is_accepted(
         assert coordinator.status()["windowRows"] == 0
 
 
-class CountingAdmin(MemoryAdmin):
-    """Counts the rounds of the gap resolver."""
-
-    rounds = 0
-
-    def broker_state(self, *args: Any) -> CursorState | None:
-        self.rounds += 1
-        return super().broker_state(*args)
-
-    def wait_rounds(self) -> None:
-        """Wait for many more rounds than an acknowledgement needs to count as lasting."""
-        before = self.rounds
-        wait_until(lambda: self.rounds >= before + 10)
+def wait_rounds(rounds: ScriptedCall) -> None:
+    """Wait for many more rounds than an acknowledgement needs to count as lasting."""
+    before = len(rounds.asked)
+    wait_until(lambda: len(rounds.asked) >= before + 10)
 
 
 @pytest.fixture
-def counting(topic: GapTopic, monkeypatch: pytest.MonkeyPatch) -> CountingAdmin:
+def rounds(topic: GapTopic, monkeypatch: pytest.MonkeyPatch) -> ScriptedCall:
+    """The rounds in which the gap resolver asks the admin interface."""
     monkeypatch.setattr("keyshard.coordinator.gap_resolver.ROUND_S", 0.02)
     monkeypatch.setattr("keyshard.coordinator.gap_resolver.READ_SHARE", 1.0)
-    return CountingAdmin(topic.cluster)
+    made = ScriptedCall()
+    faulty(topic.admin, broker_state=made)
+    return made
 
 
 class LateAdmin(MemoryAdmin):
@@ -574,7 +548,7 @@ def test_entries_that_are_delivered_during_a_look_are_not_lost(
 
     monkeypatch.setattr(GapResolver, "__init__", noted)
     source = topic.source(fail_on_data_loss=False, settle_after_ms=40)
-    coordinator = Coordinator(source, lambda: GatedBroker(topic.cluster, gate), admin)
+    coordinator = Coordinator(source, lambda: gate.broker(topic), admin)
     entries = topic.publish(FAST_KEY, SLOW_KEY, FAST_KEY)
     coordinator.start()
     delivered: list[int] = []
@@ -604,7 +578,7 @@ def test_entries_that_are_delivered_during_a_look_are_not_lost(
 
 
 def test_entries_that_still_arrive_are_not_counted_as_lost(
-    topic: GapTopic, counting: CountingAdmin
+    topic: GapTopic, rounds: ScriptedCall
 ) -> None:
     """A broker that evicts a backlog also acknowledges entries that consumers already hold.
 
@@ -614,7 +588,7 @@ def test_entries_that_still_arrive_are_not_counted_as_lost(
     """
     gate = Gate()
     source = topic.source(fail_on_data_loss=False, settle_after_ms=40)
-    coordinator = Coordinator(source, lambda: GatedBroker(topic.cluster, gate), counting)
+    coordinator = Coordinator(source, lambda: gate.broker(topic), topic.admin)
     entries = topic.publish(FAST_KEY, SLOW_KEY, FAST_KEY)
     coordinator.start()
     try:
@@ -622,7 +596,7 @@ def test_entries_that_still_arrive_are_not_counted_as_lost(
         commit(coordinator)
         evicted = [entries[1], *topic.publish(*[SLOW_KEY] * 20)]
         topic.acknowledge(evicted)
-        counting.wait_rounds()
+        wait_rounds(rounds)
         gate.open()
         received(coordinator, 23)
         rows = rows_of(coordinator, end := cut(coordinator))
@@ -642,7 +616,7 @@ def cut(coordinator: Coordinator) -> Checkpoint:
 
 
 def test_a_loss_that_the_start_has_counted_is_not_counted_again(
-    topic: GapTopic, counting: CountingAdmin
+    topic: GapTopic, rounds: ScriptedCall
 ) -> None:
     source = topic.source(fail_on_data_loss=False, settle_after_ms=40)
     entries = topic.publish(*[FAST_KEY, SLOW_KEY] * 20)
@@ -651,9 +625,9 @@ def test_a_loss_that_the_start_has_counted_is_not_counted_again(
         checkpoint = commit(coordinator)
         wait_until(lambda: topic.backlog() == 20)
     topic.acknowledge(entries[1::2])
-    with running(topic.cluster, source, checkpoint, admin=counting) as coordinator:
+    with running(topic.cluster, source, checkpoint, admin=topic.admin) as coordinator:
         assert coordinator.status()["entriesLost"] == 20
-        counting.wait_rounds()
+        wait_rounds(rounds)
         assert coordinator.status()["entriesLost"] == 20
         one_more(topic, coordinator)
         one_more(topic, coordinator)

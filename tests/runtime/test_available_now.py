@@ -24,10 +24,10 @@ from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock
-from keyshard.core.subscription_state import CursorState
 from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError, TopicRecreatedError
 from tests.helpers import config, keys_of, rows_of
 from tests.support.deadlines import deadline
+from tests.support.faulty_broker import ScriptedCall, faulty
 
 KEYS = keys_of(4)
 QUIET_MS, TIMEOUT_MS = int(deadline(1.5) * 1_000), int(deadline(20) * 1_000)
@@ -301,24 +301,6 @@ def test_a_row_that_never_comes_ends_in_a_named_error() -> None:
             coordinator.batches.cut_available()
 
 
-class DeafBroker(MemoryBroker):
-    """Its consumers get nothing, and no Reader of it can be opened."""
-
-    def reader(self, *_: object) -> Any:
-        raise BrokerUnavailableError("away")
-
-
-class DeafAdmin(MemoryAdmin):
-    """Knows no cursor any more."""
-
-    away = False
-
-    def broker_state(self, *asked: Any) -> CursorState | None:
-        if self.away:
-            raise BrokerUnavailableError("away")
-        return super().broker_state(*asked)
-
-
 class DelayingTopic(BoundedTopic):
     """A topic on a broker whose clock can be put forward."""
 
@@ -439,11 +421,15 @@ def test_a_failed_question_does_not_end_a_run(what: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(MemoryConsumer, "receive", lambda *_: threading.Event().wait(0.01) or [])
     monkeypatch.setattr("keyshard.coordinator.available_now.READER_TIMEOUT_S", 0.1)
     source = topic.source(available_now_timeout_ms=2_000)
-    made = DeafBroker if what == "reader" else MemoryBroker
-    admin = DeafAdmin(topic.cluster) if what == "admin" else None
-    coordinator = Coordinator(source, lambda: made(topic.cluster), admin)
+    asks = ScriptedCall()
+    broker, admin = MemoryBroker(topic.cluster), admin_of(topic, what == "admin")
+    if admin is None:
+        faulty(broker, reader=asks)
+    else:
+        faulty(admin, broker_state=asks)
+    coordinator = Coordinator(source, lambda: broker, admin)
     coordinator.start(None, available_now=True)
-    monkeypatch.setattr(DeafAdmin, "away", True)
+    asks.raises = BrokerUnavailableError("away")
     try:
         with pytest.raises(AvailableNowTimeoutError, match="away"):
             coordinator.batches.cut_available()

@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import closing
-from typing import Any
 
 import pytest
 
-from keyshard.broker.memory import MemoryBroker, MemoryCluster
-from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.port import Consumer, StartPosition, SubscriptionSpec
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.errors import AdminError, BrokerError, BrokerUnavailableError, SubscriptionInUseError
+from keyshard.errors import AdminError, BrokerUnavailableError, SubscriptionInUseError
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recording_broker import RecordingBroker
 from tests.helpers import received, wait_until
 from tests.support.changing_topics import PREFIX, ChangingTopics
+from tests.support.faulty_broker import ScriptedCall, after, faulty
 
 
 def test_a_topic_filled_before_it_is_found_is_read_from_its_beginning(
@@ -226,28 +225,6 @@ def test_a_topic_that_comes_back_is_read_from_its_beginning(
         wait_until(lambda: changing.backlog("t") == 0)
 
 
-class CutsMeanwhile(MemoryAdmin):
-    """Has a row cut whenever it is asked something, once it knows the source."""
-
-    def __init__(self, cluster: MemoryCluster) -> None:
-        super().__init__(cluster)
-        self.coordinator: Coordinator | None = None
-        self.ends: list[Checkpoint] = []
-
-    def cut(self) -> None:
-        end = None if self.coordinator is None else self.coordinator.batches.cut(1)
-        if end is not None:
-            self.ends.append(end)
-
-    def partition_count(self, topic: str) -> int | None:
-        self.cut()
-        return super().partition_count(topic)
-
-    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
-        self.cut()
-        return super().remove_leftover(topic_partition, subscription)
-
-
 @pytest.mark.parametrize("partitions", [0, 2])
 def test_entries_committed_before_a_new_topic_is_noticed_come_once(
     changing: ChangingTopics, partitions: int
@@ -255,7 +232,6 @@ def test_entries_committed_before_a_new_topic_is_noticed_come_once(
     """1. A topic is deleted and created again. 2. Its consumers are back; their entries are
     committed. 3. The broker crashes and forgets the acknowledgements. 4. A round sees another
     topic, and batches of another one are cut meanwhile."""
-    changing.admin = admin = CutsMeanwhile(changing.cluster)
     changing.cluster.create_topic("other")
     changing.cluster.create_topic("t", partitions)
     changing.publish("t", 4)
@@ -277,14 +253,21 @@ def test_entries_committed_before_a_new_topic_is_noticed_come_once(
         client.drop()
         changing.cluster.crash()
         assert changing.backlog("t") == max(1, partitions) * 4, "acknowledgements are forgotten"
-        admin.coordinator = coordinator
+        ends: list[Checkpoint] = []
+
+        def cut() -> None:
+            if meanwhile and (end := coordinator.batches.cut(1)) is not None:
+                ends.append(end)
+
+        meanwhile = True
+        faulty(changing.admin, partition_count=after(cut), remove_leftover=after(cut))
         coordinator.discovery.round()
-        admin.coordinator = None
+        meanwhile = False
         client.reconnect()
-        assert admin.ends, "nothing was cut meanwhile"
-        for end in admin.ends:
+        assert ends, "nothing was cut meanwhile"
+        for end in ends:
             changing.read(coordinator, end)
-        coordinator.batches.release(admin.ends[-1])
+        coordinator.batches.release(ends[-1])
         changing.publish("t", 1)
         received(coordinator, changing.sent.total())
         wait_until(lambda: changing.take(coordinator) and changing.got >= changing.sent)
@@ -368,35 +351,14 @@ def test_without_admin_growth_and_deletion_of_partitioned_topics_are_seen(
         )
 
 
-class Flaky(MemoryAdmin):
-    """Fails a given number of times."""
-
-    def __init__(self, cluster: MemoryCluster) -> None:
-        super().__init__(cluster)
-        self.errors: list[BrokerError] = []
-
-    def partition_count(self, topic: str) -> int | None:
-        if self.errors:
-            raise self.errors.pop(0)
-        return super().partition_count(topic)
-
-
 def test_a_round_that_fails_is_visible_and_made_again(
     changing: ChangingTopics, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changing.admin = flaky = Flaky(changing.cluster)
+    asks = ScriptedCall()
+    faulty(changing.admin, partition_count=asks)
     changing.cluster.create_topic("t", 2)
     with changing.running(changing.source("t", discovery_interval_ms=10)) as coordinator:
-        away = threading.Event()
-
-        class Away(list[BrokerError]):
-            def __bool__(self) -> bool:
-                return not away.is_set()
-
-            def pop(self, *_: Any) -> BrokerError:
-                return BrokerUnavailableError("the interface is away")
-
-        flaky.errors = Away()
+        asks.raises = BrokerUnavailableError("the interface is away")
         with caplog.at_level(logging.WARNING, "keyshard.coordinator.discovery"):
             wait_until(lambda: "is away" in coordinator.status()["discoveryError"])
         assert len([r for r in caplog.records if "is away" in r.message]) == 1
@@ -404,7 +366,7 @@ def test_a_round_that_fails_is_visible_and_made_again(
         changing.publish("t", 2)
         received(coordinator, 4)
         coordinator.check()
-        away.set()
+        asks.raises = None
         received(coordinator, 6)
         wait_until(lambda: coordinator.status()["discoveryError"] == "")
 
@@ -412,10 +374,11 @@ def test_a_round_that_fails_is_visible_and_made_again(
 def test_one_topic_that_fails_does_not_keep_the_others_waiting(changing: ChangingTopics) -> None:
     for name in ("a", "b"):
         changing.cluster.create_topic(name, 2)
-    changing.admin = flaky = Flaky(changing.cluster)
+    asks = ScriptedCall()
+    faulty(changing.admin, partition_count=asks)
     with changing.running(changing.source(["a", "b"])) as coordinator:
         changing.cluster.grow_topic(PREFIX + "b", 3)
-        flaky.errors = [AdminError("refused")]
+        asks.errors.append(AdminError("refused"))
         with pytest.raises(AdminError):
             coordinator.discovery.round()
         assert coordinator.status()["topicPartitions"] == 5
@@ -437,16 +400,11 @@ def test_a_new_topic_whose_ranges_are_taken_is_tried_again(changing: ChangingTop
 
 
 def test_an_unforeseen_error_ends_the_source(changing: ChangingTopics) -> None:
-    class Broken(MemoryAdmin):
-        def created(self, topic_partition: TopicPartition) -> str:
-            return super().created(topic_partition)
+    def error_of(_topic: str) -> RuntimeError | None:
+        discovers = threading.current_thread().name == "keyshard-discovery"
+        return RuntimeError("a bug") if discovers else None
 
-        def partition_count(self, topic: str) -> int | None:
-            if threading.current_thread().name == "keyshard-discovery":
-                raise RuntimeError("a bug")
-            return super().partition_count(topic)
-
-    changing.admin = Broken(changing.cluster)
+    faulty(changing.admin, partition_count=ScriptedCall(raises=error_of))
     changing.cluster.create_topic("t")
     with changing.running(changing.source("t", discovery_interval_ms=10)) as coordinator:
 

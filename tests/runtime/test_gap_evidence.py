@@ -10,9 +10,10 @@ import pytest
 from keyshard.broker.memory import MemoryBroker, MemoryReader, Message
 from keyshard.coordinator import gap_resolver
 from keyshard.coordinator.coordinator import Coordinator
-from keyshard.core.position.entry import EntryBlock, EntryId
+from keyshard.core.position.entry import EntryId
 from keyshard.reading.gap_reader import GapReport, inspect_ack_gaps
 from tests.helpers import commit, config, received, running, wait_until
+from tests.support.faulty_broker import Fault, faulty
 from tests.support.gap_topic import (
     FAST_KEY,
     SLOW_KEY,
@@ -165,23 +166,20 @@ def test_a_reader_that_needs_longer_than_a_look_proves_gaps_at_last(
 ) -> None:
     monkeypatch.setattr(gap_resolver, "READ_S", 0.05)
 
-    class SlowBroker(MemoryBroker):
-        def reader(self, *arguments: Any) -> MemoryReader:
-            reader, begin_s = super().reader(*arguments), time.monotonic() + 0.3
-            read = reader.read
+    def slow(call: Fault, *arguments: Any) -> MemoryReader:
+        begin_s = time.monotonic() + 0.3
 
-            def late(timeout_ms: int) -> list[EntryBlock]:
-                waits_s = begin_s - time.monotonic()
-                if waits_s > 0:
-                    time.sleep(min(waits_s, timeout_ms / 1_000))
-                return read(timeout_ms) if time.monotonic() >= begin_s else []
+        def late(read: Fault, timeout_ms: int) -> Any:
+            waits_s = begin_s - time.monotonic()
+            if waits_s > 0:
+                time.sleep(min(waits_s, timeout_ms / 1_000))
+            return read(timeout_ms) if time.monotonic() >= begin_s else []
 
-            monkeypatch.setattr(reader, "read", late)
-            return reader
+        return faulty(call(*arguments), read=late)
 
     topic = GapTopic()
-    slow = running(topic.cluster, topic.source(), connect=lambda: SlowBroker(topic.cluster))
-    with slow as coordinator:
+    broker = faulty(MemoryBroker(topic.cluster), reader=slow)
+    with running(topic.cluster, topic.source(), connect=lambda: broker) as coordinator:
         topic.publish(FAST_KEY)
         topic.cluster.publish_marker(topic.where)
         topic.publish(FAST_KEY)

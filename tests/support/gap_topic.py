@@ -11,7 +11,6 @@ from keyshard.broker.memory import (
     MemoryBroker,
     MemoryCluster,
     MemoryConsumer,
-    MemoryReader,
     Message,
 )
 from keyshard.broker.memory.admin import MemoryAdmin
@@ -22,6 +21,7 @@ from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from tests.helpers import commit, config, key_in, running, wait_until
+from tests.support.faulty_broker import Fault, ScriptedCall, faulty
 
 FAST, SLOW = split_ring(2)
 FAST_KEY, SLOW_KEY = key_in(FAST), key_in(SLOW)
@@ -96,34 +96,28 @@ class Gate:
     def __init__(self, hash_range: HashRange = SLOW) -> None:
         self.hash_range = hash_range
         self.closed = True
-        self.readers = 0
+        self._reader = ScriptedCall()
+
+    @property
+    def readers(self) -> int:
+        return len(self._reader.asked)
 
     def open(self) -> None:
         self.closed = False
 
+    def broker(self, topic: GapTopic) -> MemoryBroker:
+        """A client whose consumers of the range receive nothing while the gate is closed."""
+        return faulty(MemoryBroker(topic.cluster), subscribe=self._subscribe, reader=self._reader)
 
-class GatedBroker(MemoryBroker):
-    def __init__(self, cluster: MemoryCluster, gate: Gate) -> None:
-        super().__init__(cluster)
-        self._gate = gate
-
-    def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> MemoryConsumer:
-        consumer = super().subscribe(spec, start)
-        take = consumer.receive
-        consumer.receive = lambda timeout_ms: (  # type: ignore[method-assign]
-            []
-            if self._gate.closed and consumer.hash_range == self._gate.hash_range
-            else take(timeout_ms)
-        )
+    def _subscribe(self, call: Fault, spec: SubscriptionSpec, start: StartPosition) -> Any:
+        consumer = call(spec, start)
+        if spec.hash_range == self.hash_range:
+            faulty(consumer, receive=lambda call, ms: [] if self.closed else call(ms))
         return consumer
-
-    def reader(self, *args: Any) -> MemoryReader:
-        self._gate.readers += 1
-        return super().reader(*args)
 
 
 def running_gated(
     topic: GapTopic, source: SourceConfig, gate: Gate
 ) -> AbstractContextManager[Coordinator]:
     """A started coordinator whose consumers a gate may stop."""
-    return running(topic.cluster, source, connect=lambda: GatedBroker(topic.cluster, gate))
+    return running(topic.cluster, source, connect=lambda: gate.broker(topic))
