@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,7 @@ from tests.helpers import (
     running,
     wait_until,
 )
+from tests.support.faulty_broker import Fault, ScriptedCall, faulty, giving
 
 RING = split_ring(1)[0]
 KEYS = [f"key-{i}" for i in range(12)]
@@ -318,25 +320,6 @@ def test_acknowledgements_go_through_a_consumer_that_is_connected(orders: Coordi
         wait_until(lambda: orders.backlog == 0)
 
 
-class AckedByAnother(MemoryBroker):
-    """Another client acknowledged the last message of every batch of three."""
-
-    def __init__(self, cluster: MemoryCluster) -> None:
-        super().__init__(cluster)
-        self.subscribed: list[tuple[TopicPartition, HashRange]] = []
-
-    def subscribe(self, *args: Any, **options: Any) -> MemoryConsumer:
-        consumer = super().subscribe(*args, **options)
-        self.subscribed.append((consumer.topic_partition, consumer.hash_range))
-        receive = consumer.receive
-
-        def receive_less(timeout_ms: int) -> list[EntryBlock]:
-            return [_without_last(block) for block in receive(timeout_ms)]
-
-        consumer.receive = receive_less  # type: ignore[method-assign]
-        return consumer
-
-
 def _without_last(block: EntryBlock) -> EntryBlock:
     if block.batch_size != 3 or block.rows < 3:
         return block
@@ -351,7 +334,16 @@ def test_entries_that_stay_partial_are_delivered_and_replayed_in_part(
         batch = [Message(b"%d-%d" % (number, i), key="k") for i in range(3)]
         orders.cluster.publish(where, *batch, batching=Batching.BY_KEY)
     orders.cluster.publish(where, Message(b"end", key="k"))
-    broker = AckedByAnother(orders.cluster)
+    subscribed: list[tuple[TopicPartition, HashRange]] = []
+
+    def subscribe(call: Fault, spec: SubscriptionSpec, start: StartPosition) -> MemoryConsumer:
+        """Another client acknowledged the last message of every batch of three."""
+        subscribed.append((spec.topic_partition, spec.hash_range))
+        return faulty(
+            call(spec, start), receive=lambda call, ms: [_without_last(one) for one in call(ms)]
+        )
+
+    broker = faulty(MemoryBroker(orders.cluster), subscribe=subscribe)
     # A queue so small that no consumer subscribes again to get a larger one.
     source = config(orders.topic, receiver_queue_size=100)
     first = Coordinator(source, lambda: broker)
@@ -365,8 +357,9 @@ def test_entries_that_stay_partial_are_delivered_and_replayed_in_part(
         first.stop()
     assert values(rows) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1", "end"]
     assert [*end.partitions[where].partial.values()] == [frozenset({0, 1})] * 3
-    asked = {owned_range: broker.subscribed.count(owned_range) for owned_range in broker.subscribed}
-    assert sorted(asked.values()) == [1] * 7 + [4], "each partial entry is asked about once"
+    assert sorted(Counter(subscribed).values()) == [1] * 7 + [4], (
+        "each partial entry is asked about once"
+    )
 
     with running(orders.cluster, orders.source, end, planned=True) as second:
         assert rows_of(second, end) == rows
@@ -435,17 +428,9 @@ def test_misrouted_and_keyless_messages_are_counted(orders: CoordinatedTopic) ->
 
 def test_an_error_in_a_receive_thread_surfaces_at_the_next_call(orders: CoordinatedTopic) -> None:
     error = BrokerError("The consumer is broken.")
-
-    class Breaking(MemoryBroker):
-        def subscribe(self, *args: Any, **options: Any) -> Any:
-            consumer = super().subscribe(*args, **options)
-            consumer.receive = broken  # type: ignore[method-assign]
-            return consumer
-
-    def broken(timeout_ms: int) -> Any:
-        raise error
-
-    coordinator = Coordinator(orders.source, lambda: Breaking(orders.cluster))
+    broker = MemoryBroker(orders.cluster)
+    faulty(broker, subscribe=giving(receive=ScriptedCall(raises=error)))
+    coordinator = Coordinator(orders.source, lambda: broker)
     coordinator.start()
     try:
         for call in (lambda: coordinator.batches.wait_for_rows(10), coordinator.batches.cut):
@@ -587,13 +572,10 @@ def test_a_role_that_may_not_list_clusters_keeps_the_cluster_of_the_checkpoint(
     orders: CoordinatedTopic,
 ) -> None:
     """Issue: a role with the permission consume could start no source on Pulsar 5.0."""
-
-    class Restricted(FakeAdmin):
-        def cluster(self) -> str:
-            raise AuthorizationError("Role r lacks the permission LIST_CLUSTERS.")
-
+    error = AuthorizationError("Role r lacks the permission LIST_CLUSTERS.")
+    admin = faulty(FakeAdmin(), cluster=ScriptedCall(raises=error))
     orders.publish(1)
-    coordinator = Coordinator(orders.source, lambda: MemoryBroker(orders.cluster), Restricted())
+    coordinator = Coordinator(orders.source, lambda: MemoryBroker(orders.cluster), admin)
     coordinator.start(Checkpoint("west", "unit", 4))
     try:
         received(coordinator, 1)
@@ -617,18 +599,12 @@ def test_a_topic_that_does_not_exist_is_refused_and_not_created(orders: Coordina
 
 
 def test_a_broker_that_is_away_at_the_start_is_asked_again(orders: CoordinatedTopic) -> None:
-    away = [BrokerUnavailableError("away"), BrokerUnavailableError("away")]
-
-    class Late(MemoryBroker):
-        def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
-            if away:
-                raise away.pop()
-            return super().partitions(topic, create=create)
-
-    coordinator = Coordinator(orders.source, lambda: Late(orders.cluster))
+    asks = ScriptedCall(BrokerUnavailableError("away"), BrokerUnavailableError("away"))
+    broker = faulty(MemoryBroker(orders.cluster), partitions=asks)
+    coordinator = Coordinator(orders.source, lambda: broker)
     coordinator.start()
     coordinator.stop()
-    assert away == []
+    assert asks.raised == 2
 
 
 def test_a_planned_batch_with_trimmed_entries_is_data_loss(orders: CoordinatedTopic) -> None:
@@ -689,13 +665,9 @@ def test_an_outage_at_the_end_is_no_error_of_the_run(
     orders: CoordinatedTopic, caplog: pytest.LogCaptureFixture
 ) -> None:
     """1. A source stops while connections stall. 2. The client's close times out."""
-
-    class Stalled(MemoryBroker):
-        def close(self) -> None:
-            super().close()
-            raise BrokerUnavailableError("Could not disconnect.")
-
-    coordinator = Coordinator(orders.source, lambda: Stalled(orders.cluster))
+    error = BrokerUnavailableError("Could not disconnect.")
+    broker = faulty(MemoryBroker(orders.cluster), close=ScriptedCall(error, answer_lost=True))
+    coordinator = Coordinator(orders.source, lambda: broker)
     coordinator.start()
     coordinator.stop()
     assert "Could not disconnect" in caplog.text

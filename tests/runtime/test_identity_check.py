@@ -24,6 +24,7 @@ from keyshard.core.topic_identity import CLOCK_SKEW_MS
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import KeyShardError, TopicRecreatedError
 from tests.helpers import commit, config, key_in, received, rows_of, wait_until
+from tests.support.faulty_broker import Fault, ScriptedCall, faulty
 from tests.support.rescaled_source import RescaledSource
 
 LOW, HIGH = (key_in(hash_range) for hash_range in split_ring(2))
@@ -314,22 +315,19 @@ def test_entries_from_before_a_wipe_are_not_taken_by_an_opening_source() -> None
     cluster.publish(topic, *(Message(b"old", key=key_in(one)) for one in ranges))
     wiped = threading.Lock()
 
-    class Late(MemoryBroker):
-        """The cluster is wiped after the first subscription."""
+    subscribes = ScriptedCall()
 
-        done = 0
+    def wipe_before_the_second(call: Fault, *what: Any) -> Any:
+        with wiped:
+            if len(subscribes.asked) == 1:
+                cluster.wipe()
+                cluster.create_topic("orders")
+                cluster.publish(topic, *(Message(b"new", key=key_in(one)) for one in ranges))
+            return subscribes(call, *what)
 
-        def subscribe(self, *what: Any, **how: Any) -> Any:
-            with wiped:
-                Late.done += 1
-                if Late.done == 2:
-                    cluster.wipe()
-                    cluster.create_topic("orders")
-                    cluster.publish(topic, *(Message(b"new", key=key_in(one)) for one in ranges))
-                return super().subscribe(*what, **how)
-
+    broker = faulty(MemoryBroker(cluster), subscribe=wipe_before_the_second)
     opened = open_range_consumers(
-        Late(cluster), None, config(topic, parallelism=2),
+        broker, None, config(topic, parallelism=2),
         [OwnedRange(where, i, one) for i, one in enumerate(ranges)], StartPosition.EARLIEST,
         make_queue=lambda: ReceiverQueueSize(2**20, 10),
     )  # fmt: skip

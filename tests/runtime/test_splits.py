@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import pairwise
@@ -15,8 +15,6 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.broker.memory.client import MemoryReader
-from keyshard.broker.port import DEFAULT_READ_OPTIONS, ReadOptions
 from keyshard.columns import record_batches
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.config.segments import Segments
@@ -42,7 +40,9 @@ from keyshard.errors import (
 )
 from keyshard.reading.split_planner import plan_read, stretches
 from keyshard.reading.split_reader import read_split, read_splits
+from tests.helpers import present
 from tests.support.disconnecting_readers import DisconnectingBroker, every_disconnect
+from tests.support.faulty_broker import Fault, ScriptedCall, after, answering, faulty, giving
 
 pytestmark = pytest.mark.usefixtures("reads_in_no_time")
 
@@ -99,6 +99,11 @@ def rows_of(batch: pa.RecordBatch) -> list[tuple[int, str]]:
     return list(zip(*(batch.column(name).to_pylist() for name in IDS), strict=True))
 
 
+def without(ids: Collection[int]) -> Fault:
+    """A fault of a list of ledgers that leaves some of them out."""
+    return lambda call, where: tuple(one for one in call(where) or () if one.id not in ids)
+
+
 @pytest.fixture
 def topic() -> Iterator[Topic]:
     made = Topic()
@@ -108,21 +113,10 @@ def topic() -> Iterator[Topic]:
 
 @pytest.mark.parametrize("limit", [1024 * 1024, 64 * 1024 * 1024])
 def test_readers_receive_ahead_as_many_bytes_as_the_read_says(topic: Topic, limit: int) -> None:
-    asked: list[ReadOptions] = []
-
-    class Noting(MemoryBroker):
-        def reader(
-            self,
-            topic_partition: TopicPartition,
-            start: EntryId,
-            how: ReadOptions = DEFAULT_READ_OPTIONS,
-        ) -> MemoryReader:
-            asked.append(how)
-            return super().reader(topic_partition, start, how)
-
-    found = topic.read(topic.plan(), Noting(topic.cluster), bytes_in_flight_max=limit)
-    assert found == topic.ids
-    assert {how.receiver_queue_bytes for how in asked} == {limit}
+    opens = ScriptedCall()
+    broker = faulty(MemoryBroker(topic.cluster), reader=opens)
+    assert topic.read(topic.plan(), broker, bytes_in_flight_max=limit) == topic.ids
+    assert {how.receiver_queue_bytes for _, _, how in opens.asked} == {limit}
 
 
 @pytest.mark.parametrize("splits", [1, 3, 4, 13, 63, 10_000])
@@ -240,81 +234,47 @@ def test_rows_are_exact_wherever_the_connection_is_cut(at_once: int) -> None:
             assert topic.read([split], cutting) == wanted
 
 
-def test_a_reader_that_ends_inside_an_entry_is_followed_by_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reader_that_ends_inside_an_entry_is_followed_by_another() -> None:
     """Later entries do not prove that the rest of an entry is gone."""
     topic = Topic(1)
-    broker = MemoryBroker(topic.cluster)
-    open_reader = broker.reader
+    log = topic.cluster.log(topic.partitions[0])
     cut_off: list[EntryId] = []
 
-    def reader(topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
-        made = open_reader(topic_partition, start, *how)
-        read = made.read
+    def partly(read: Fault, timeout_ms: int) -> list[EntryBlock]:
+        blocks: list[EntryBlock] = read(timeout_ms)
+        for i, block in enumerate(blocks):
+            if block.batch_size == 3 and block.id not in cut_off:
+                cut_off.append(block.id)
+                blocks[i] = present(log.get(present(log.ordinal(block.id)))).block([0, 1])
+                break
+        return blocks
 
-        def partly(timeout_ms: int) -> list[EntryBlock]:
-            blocks = read(timeout_ms)
-            for i, block in enumerate(blocks):
-                if block.batch_size == 3 and block.id not in cut_off:
-                    cut_off.append(block.id)
-                    entry = topic.cluster.log(topic_partition)
-                    ordinal = entry.ordinal(block.id)
-                    assert ordinal is not None
-                    stored = entry.get(ordinal)
-                    assert stored is not None
-                    blocks[i] = stored.block([0, 1])
-                    break
-            return blocks
-
-        made.read = partly  # type: ignore[method-assign]
-        return made
-
-    monkeypatch.setattr(broker, "reader", reader)
+    broker = faulty(MemoryBroker(topic.cluster), reader=giving(read=partly))
     assert topic.read(topic.plan(), broker) == topic.ids
     assert len(cut_off) > 3
 
 
-def test_an_entry_that_always_ends_early_is_a_retriable_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_entry_that_always_ends_early_is_a_retriable_error() -> None:
     topic = Topic(1)
-    broker = MemoryBroker(topic.cluster)
-    open_reader = broker.reader
 
-    def reader(topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
-        made = open_reader(topic_partition, start, *how)
-        read = made.read
+    def longer(read: Fault, timeout_ms: int) -> list[EntryBlock]:
+        blocks: list[EntryBlock] = read(timeout_ms)
+        for block in blocks:
+            if block.batch_size == 3:
+                block.batch_size, block.complete = 4, False
+        return blocks
 
-        def longer(timeout_ms: int) -> list[EntryBlock]:
-            blocks = read(timeout_ms)
-            for block in blocks:
-                if block.batch_size == 3:
-                    block.batch_size, block.complete = 4, False
-            return blocks
-
-        made.read = longer  # type: ignore[method-assign]
-        return made
-
-    monkeypatch.setattr(broker, "reader", reader)
+    broker = faulty(MemoryBroker(topic.cluster), reader=giving(read=longer))
     with pytest.raises(BrokerUnavailableError, match="lose their connection inside entry"):
         topic.read(topic.plan(), broker)
 
 
-def test_a_read_that_receives_nothing_raises_an_error_and_does_not_end(
-    topic: Topic, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_receives_nothing_raises_an_error_and_does_not_end(topic: Topic) -> None:
     (split,) = cut(topic.plan(), 3)[:1]
-
-    class Silent(MemoryBroker):
-        def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
-            made = super().reader(topic_partition, start, *how)
-            monkeypatch.setattr(made, "read", lambda _timeout_ms: [])
-            monkeypatch.setattr(made, "at_end", lambda: False)
-            return made
-
+    silent = giving(read=answering([]), at_end=lambda _: False)
+    broker = faulty(MemoryBroker(topic.cluster), reader=silent)
     with pytest.raises(ReplayTimeoutError, match="returned nothing for"):
-        list(read_split(Silent(topic.cluster), topic.admin, split, IDS, 0.05))
+        list(read_split(broker, topic.admin, split, IDS, 0.05))
 
 
 def test_a_broker_that_is_away_is_waited_for_until_the_deadline(topic: Topic) -> None:
@@ -341,16 +301,13 @@ def test_without_permission_to_ask_for_transactions_the_broker_reads_everything(
 ) -> None:
     """Bookies would return messages that the broker holds back behind an open transaction."""
 
-    class Refusing(MemoryAdmin):
-        def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
-            raise AuthorizationError(f"{topic_partition} is refused.")
+    def placed_ledgers(_call: Fault, topic_partition: TopicPartition) -> tuple[Ledger, ...]:
+        found = topic.admin.ledgers(topic_partition) or ()
+        stored = LedgerReplicas(0, 6, 1, "CRC32C", ((0, ("b:1",)),))
+        return tuple(replace(one, placement=replace(stored, ledger=one.id)) for one in found)
 
-        def placed_ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
-            found = self.ledgers(topic_partition) or ()
-            stored = LedgerReplicas(0, 6, 1, "CRC32C", ((0, ("b:1",)),))
-            return tuple(replace(one, placement=replace(stored, ledger=one.id)) for one in found)
-
-    topic.admin = Refusing(topic.cluster)
+    refuses = ScriptedCall(raises=lambda where: AuthorizationError(f"{where} is refused."))
+    faulty(topic.admin, held_back_behind=refuses, placed_ledgers=placed_ledgers)
     planned = topic.plan(segments=Segments("auto" if placed else "broker"))
     why = {span.placement for split in planned for span in split.spans}
     held = "it is unknown whether transactions hold back its entries"
@@ -370,14 +327,7 @@ def test_entries_of_deleted_ledgers_are_left_out_although_bookies_still_return_t
     first, last = stored[0], stored[-1]
     (split,) = topic.plan(f"{first.ledger}:0:2", f"{last.ledger}:{last.entry}:1")
     left = topic.ids[2:21] if gone else topic.ids[21:-2]
-    lost = (first, last)[gone].ledger
-
-    class Deleted(MemoryAdmin):
-        def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
-            listed = super().ledgers(topic_partition) or ()
-            return tuple(one for one in listed if one.id != lost)
-
-    topic.admin = Deleted(topic.cluster)
+    faulty(topic.admin, ledgers=without([(first, last)[gone].ledger]))
     with pytest.raises(DataLossTrimmedError, match="7 entries of"):
         topic.read([split])
     assert topic.read([split], fail_on_data_loss=False) == left
@@ -387,13 +337,9 @@ def test_a_ledger_that_is_trimmed_while_it_is_read_is_named(topic: Topic) -> Non
     where, split = topic.partitions[0], topic.plan()[0]
     ledgers = [span.ledger for span in split.spans]
 
-    class Trimming(MemoryBroker):
-        def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
-            topic.cluster.trim(where, EntryId(ledgers[1], 0))
-            return super().reader(topic_partition, start, *how)
-
+    trim = after(lambda: topic.cluster.trim(where, EntryId(ledgers[1], 0)))
     with pytest.raises(DataLossTrimmedError, match=f"7 entries of .* from {ledgers[0]}:0 to"):
-        topic.read([split], Trimming(topic.cluster))
+        topic.read([split], faulty(MemoryBroker(topic.cluster), reader=trim))
 
 
 @pytest.mark.parametrize(("read", "gone"), [(0, 0), (3, 0), (7, 1), (3, 2)])
@@ -407,40 +353,28 @@ def test_a_read_from_bookies_alone_goes_on_behind_a_ledger_that_is_deleted_meanw
     (split,) = topic.plan(f"{stored[0].ledger}:0:2")
     lost = split.spans[gone].ledger
 
-    class Deleted(MemoryAdmin):
-        def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
-            listed = super().ledgers(topic_partition) or ()
-            return tuple(one for one in listed if not deleted or one.id != lost)
+    def read_some(call: Fault, timeout_ms: int) -> list[EntryBlock]:
+        if deleted:
+            return list(call(timeout_ms))
+        blocks = [one for one in call(timeout_ms) if one.id < stored[read]]
+        if not blocks:
+            deleted.append(lost)
+            raise BookieReadError("No bookie returned it.")
+        return blocks
 
-    class OnlyBookies(MemoryBroker):
-        def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
-            reader = super().reader(topic_partition, start, *how)
-            before = reader.read
-
-            def read_some(timeout_ms: int) -> list[EntryBlock]:
-                if deleted:
-                    return before(timeout_ms)
-                blocks = [one for one in before(timeout_ms) if one.id < stored[read]]
-                if not blocks:
-                    deleted.append(True)
-                    raise BookieReadError("No bookie returned it.")
-                return blocks
-
-            reader.read = read_some  # type: ignore[method-assign]
-            return reader
-
-    deleted: list[bool] = []
-    topic.admin = Deleted(topic.cluster)
+    deleted: list[int] = []
+    faulty(topic.admin, ledgers=without(deleted))
+    only_bookies = faulty(MemoryBroker(topic.cluster), reader=giving(read=read_some))
     with pytest.raises(DataLossTrimmedError, match="7 entries of"):
-        topic.read([split], OnlyBookies(topic.cluster))
+        topic.read([split], only_bookies)
     deleted.clear()
-    found = topic.read([split], OnlyBookies(topic.cluster), fail_on_data_loss=False)
+    found = topic.read([split], only_bookies, fail_on_data_loss=False)
     rest = [one for one in topic.ids[3 * read :] if not one[1].startswith(f"{lost}:")]
     assert found == topic.ids[2 : 3 * read] + rest
     deleted.clear()
     topic.admin = MemoryAdmin(topic.cluster)
     with pytest.raises(BookieReadError):
-        topic.read([split], OnlyBookies(topic.cluster))
+        topic.read([split], only_bookies)
 
 
 def test_a_deleted_topic_is_named_and_not_made_again(topic: Topic) -> None:
@@ -509,13 +443,7 @@ def test_the_place_of_an_empty_ledger_that_the_broker_removed_is_the_next_one(
     """1. A read ends before the first entry of a ledger; 2. that closes empty, and is removed."""
     where, *others = topic.partitions
     ledgers = [span.ledger for span in topic.plan()[0].spans]
-
-    class Removed(MemoryAdmin):
-        def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
-            found = super().ledgers(topic_partition) or ()
-            return tuple(one for one in found if one.id != ledgers[1])
-
-    topic.admin = Removed(topic.cluster)
+    faulty(topic.admin, ledgers=without([ledgers[1]]))
     given = {where: f"{ledgers[1]}:0", **dict.fromkeys(others, "latest")}
     assert topic.plan(start=given)[0].first == EntryId(ledgers[2], 0)
     with pytest.raises(TopicRecreatedError):
@@ -668,19 +596,15 @@ def test_a_failed_plan_is_reported(
 
 
 def test_planning_1000_partitions_asks_each_once_and_several_at_a_time() -> None:
-    asked: list[TopicPartition] = []
     cluster = MemoryCluster()
     topic = cluster.create_topic("wide", 1_000)
     partitions = cluster.partitions(topic)
     for where in partitions[::2]:
         cluster.publish(where, Message(b"m", key="k"))
 
-    class Asked(MemoryAdmin):
-        def ledgers(self, topic_partition: TopicPartition) -> Any:
-            asked.append(topic_partition)
-            return super().ledgers(topic_partition)
-
+    asks = ScriptedCall()
+    admin = faulty(MemoryAdmin(cluster), ledgers=asks)
     starts, ends = (parse_bounds("start", one, partitions) for one in ("earliest", "latest"))
-    planned = stretches(Asked(cluster), starts, ends, 5.0)
-    assert sorted(asked) == sorted(partitions)
+    planned = stretches(admin, starts, ends, 5.0)
+    assert sorted(asks.asked) == [(where,) for where in sorted(partitions)]
     assert len(cut(planned, 8)) == 500

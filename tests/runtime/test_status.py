@@ -60,6 +60,7 @@ from keyshard.observe.status_types import (
 )
 from tests.helpers import key_in, present, wait_until
 from tests.support.deadlines import deadline
+from tests.support.faulty_broker import ScriptedCall, faulty
 
 pytestmark = pytest.mark.usefixtures("control_folder")
 
@@ -307,22 +308,13 @@ def test_topic_partitions_that_never_answer_hide_no_others_and_old_facts_are_for
         cluster.open_subscription(where, "jobs", StartPosition.EARLIEST)
     silent = set(wheres[:5])
 
-    class Admin(MemoryAdmin):
-        def version(self) -> str:
-            if len(silent) == len(wheres):
-                raise BrokerError("no answer")
-            return super().version()
-
-        def subscription(
-            self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
-        ) -> Mapping[str, Any] | None:
-            if topic_partition in silent:
-                raise BrokerError("no answer")
-            return super().subscription(topic_partition, subscription, oldest=oldest)
-
-    facts = BrokerPoll(
-        lambda: Admin(cluster), "jobs", lambda: dict.fromkeys(wheres, True), lambda: ()
+    error = BrokerError("no answer")
+    admin = faulty(
+        MemoryAdmin(cluster),
+        version=ScriptedCall(raises=lambda: error if len(silent) == len(wheres) else None),
+        subscription=ScriptedCall(raises=lambda where, _: error if where in silent else None),
     )
+    facts = BrokerPoll(lambda: admin, "jobs", lambda: dict.fromkeys(wheres, True), lambda: ())
     try:
         wait_until(lambda: facts.known.keys() == set(wheres[5:]))
         monkeypatch.setattr(broker_poll, "KEPT_S", 0.1)
