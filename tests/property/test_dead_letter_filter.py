@@ -133,8 +133,7 @@ def test_a_discard_removes_the_listed_dead_letters_and_the_others_keep_their_ord
     assert listed(dead_letters, DeadLetterFilter()) == [number for _, number in parked]
     for key in {key for key, _ in parked}:
         assert replay(dead_letters, key) == [number for of, number in parked if of == key]
-    for client in dlq.clients:
-        client.close()
+    dlq.close()
 
 
 def listed(dead_letters: DeadLetterStore, wanted: DeadLetterFilter) -> list[int]:

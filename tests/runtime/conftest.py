@@ -44,9 +44,7 @@ def parking() -> Iterator[ParkingTopic]:
 def dlq() -> Iterator[DeadLetterTopic]:
     topic = DeadLetterTopic()
     yield topic
-    topic.cluster.validate()
-    for client in topic.clients:
-        client.close()
+    topic.close()
 
 
 @pytest.fixture

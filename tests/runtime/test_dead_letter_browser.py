@@ -18,7 +18,6 @@ from keyshard.errors import ConfigError
 from tests.helpers import config, present
 from tests.support.dead_letter_topic import (
     DeadLetterTopic,
-    FaultyBroker,
     dead_letter,
     discard,
     large,
@@ -30,9 +29,8 @@ EVERY, REJECTED = DeadLetterFilter(), DeadLetterFilter(rejected=True)
 
 def offline(dlq: DeadLetterTopic) -> DeadLetterBrowser:
     """The dead letters as another process reads them, without a subscription of its own."""
-    dlq.clients.append(FaultyBroker(dlq.cluster))
     admin = MemoryAdmin(dlq.cluster)
-    return open_browser(dlq.clients[-1], admin, config("orders"), dlq.where.topic)
+    return open_browser(dlq.connect(), admin, config("orders"), dlq.where.topic)
 
 
 def numbers(browser: DeadLetterBrowser, wanted: DeadLetterFilter = EVERY) -> list[int]:

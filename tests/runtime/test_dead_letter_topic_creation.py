@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory.admin import MemoryAdmin
-from keyshard.core.dead_letter import DeadLetter, DeadLetterKind
-from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import TopicPartition
 from keyshard.dead_letters.parking import ParkingState
 from keyshard.dead_letters.startup import open_dead_letters
-from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import (
     AuthorizationError,
     BrokerUnavailableError,
@@ -29,65 +25,21 @@ from keyshard.errors import (
     SubscriptionNotFoundError,
     TopicNotFoundError,
 )
-from tests.helpers import COMMITTED, P0, config, wait_until
-from tests.support.dead_letter_topic import discard
+from tests.helpers import COMMITTED, config, wait_until
+from tests.support.dead_letter_topic import DeadLetterTopic, dead_letter, discard
+from tests.support.faulty_broker import Fault, ScriptedCall, faulty, giving
 from tests.support.parking_topic import ParkingTopic
 
 WHERE = TopicPartition("persistent://public/default/letters")
-
-
-class NewTopic:
-    """A cluster without topics, and clients that open one dead-letter topic in it."""
-
-    def __init__(self) -> None:
-        self.cluster = MemoryCluster()
-        self.clients: list[MemoryBroker] = []
-
-    def open(
-        self, parked: Mapping[str, Any] | None = None, *, unreachable: int = 0, **changes: Any
-    ) -> DeadLetterStore:
-        self.clients.append(NoProducerAtFirst(self.cluster, unreachable))
-        source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
-        return open_dead_letters(self.clients[-1], WHERE.topic, source, parked, fail=print)
-
-    def die(self) -> None:
-        """SIGKILL the newest client."""
-        self.clients.pop().kill()
-
-    @property
-    def topics(self) -> set[str]:
-        return set(self.cluster.topics())
-
-
-class NoProducerAtFirst(MemoryBroker):
-    """A broker that refuses the first producers."""
-
-    def __init__(self, cluster: MemoryCluster, times: int) -> None:
-        super().__init__(cluster)
-        self._times = times
-
-    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Any:
-        if self._times:
-            self._times -= 1
-            raise BrokerUnavailableError("No producer.")
-        return super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
+NO_PRODUCER = BrokerUnavailableError("No producer.")
 
 
 @pytest.fixture
-def dlq() -> Iterator[NewTopic]:
-    made = NewTopic()
+def dlq() -> Iterator[DeadLetterTopic]:
+    """A cluster without topics."""
+    made = DeadLetterTopic(exists=False)
     yield made
-    made.cluster.validate()
-    for client in made.clients:
-        client.close()
-
-
-def dead_letter(number: int, key: str = "k", by: str = "unit") -> DeadLetter:
-    message = Message(
-        b"%d" % number, key, None, MessageId(7, number, 0), P0.topic, P0.partition,
-        datetime(2024, 5, 1, tzinfo=timezone.utc), None, {}, None, redelivered=False,
-    )  # fmt: skip
-    return DeadLetter(message, by, DeadLetterKind.PARKED, 3, "broken")
+    made.close()
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -139,9 +91,9 @@ def _state(source: KeyShardSource) -> str:
         return "not running yet"
 
 
-def test_the_second_writer_learns_that_another_source_parks_there(dlq: NewTopic) -> None:
+def test_the_second_writer_learns_that_another_source_parks_there(dlq: DeadLetterTopic) -> None:
     first, second = dlq.open(), dlq.open()
-    assert dlq.topics == set()
+    assert set(dlq.cluster.topics()) == set()
     first.send(dead_letter(0))
     with pytest.raises(SubscriptionInUseError, match="parks keys there"):
         second.send(dead_letter(1, "other"))
@@ -151,7 +103,7 @@ def test_the_second_writer_learns_that_another_source_parks_there(dlq: NewTopic)
     assert dlq.open().keys.parking.states() == {"k": ParkingState.PARKED}
 
 
-def test_dead_letters_that_came_since_the_start_are_not_written_over(dlq: NewTopic) -> None:
+def test_dead_letters_that_came_since_the_start_are_not_written_over(dlq: DeadLetterTopic) -> None:
     late = dlq.open()
     dlq.open().send(dead_letter(0))
     dlq.die()
@@ -163,7 +115,7 @@ def test_dead_letters_that_came_since_the_start_are_not_written_over(dlq: NewTop
     assert again.keys.parking.parked.keys["k"].count == 1
 
 
-def test_dead_letters_of_another_subscription_are_no_hindrance(dlq: NewTopic) -> None:
+def test_dead_letters_of_another_subscription_are_no_hindrance(dlq: DeadLetterTopic) -> None:
     ours, theirs = dlq.open(), dlq.open(subscription="theirs")
     theirs.send(dead_letter(0, by="theirs"))
     ours.send(dead_letter(1))
@@ -171,13 +123,18 @@ def test_dead_letters_of_another_subscription_are_no_hindrance(dlq: NewTopic) ->
     assert dlq.cluster.backlog(WHERE, "theirs-parked") == 2
 
 
-def test_a_topic_that_was_created_for_a_dead_letter_that_never_came_is_empty(dlq: NewTopic) -> None:
-    dead_letters = dlq.open(unreachable=1_000)
+def test_a_topic_that_was_created_for_a_dead_letter_that_never_came_is_empty(
+    dlq: DeadLetterTopic,
+) -> None:
+    dead_letters = dlq.open()
+    dlq.producers.raises = NO_PRODUCER
     with pytest.raises(BrokerUnavailableError):
         dead_letters.send(dead_letter(0))
-    assert dlq.topics == {WHERE.topic}
+    assert set(dlq.cluster.topics()) == {WHERE.topic}
     dlq.die()
-    again = dlq.open(unreachable=2)
+    dlq.producers.raises = None
+    dlq.producers.errors.extend([NO_PRODUCER] * 2)
+    again = dlq.open()
     assert again.keys.parking.states() == {}
     again.send(dead_letter(0))
     assert dlq.cluster.backlog(WHERE, "unit-parked") == 1
@@ -185,48 +142,23 @@ def test_a_topic_that_was_created_for_a_dead_letter_that_never_came_is_empty(dlq
 
 def test_a_dead_letter_of_a_producer_without_permission_raises_the_refusal() -> None:
     """A producer that waits for its reconnection only reports a timeout."""
-    revoked = Revoked(MemoryCluster())
+    producers, sends, closes = ScriptedCall(), ScriptedCall(), ScriptedCall()
+    revoked = faulty(MemoryBroker(MemoryCluster()), producer=giving(send=sends, close=closes))
+    faulty(revoked, producer=producers)
     source = config("orders", acknowledge_timeout_ms=3_000)
     dead_letters = open_dead_letters(revoked, WHERE.topic, source, fail=print)
     dead_letters.send(dead_letter(0))
-    revoked.refuses = True
+    producers.raises = AuthorizationError("The role lacks produce.")
+    sends.raises = BrokerUnavailableError("Time is up.")
     with pytest.raises(AuthorizationError, match="produce"):
         dead_letters.send(dead_letter(1))
-    assert revoked.open_producers == 0
+    assert producers.raised
+    assert len(closes.asked) == len(producers.asked) - producers.raised, "none is left open"
     dead_letters.close()
     revoked.close()
 
 
-class Revoked(MemoryBroker):
-    """A broker that refuses producers from now on, once ``refuses`` is set.
-
-    Its open producers then send nothing, and new ones are refused for lack of permission.
-    """
-
-    refuses = False
-    open_producers = 0
-
-    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Any:
-        if self.refuses:
-            raise AuthorizationError("The role lacks produce.")
-        self.open_producers += 1
-        made = super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
-        send, close = made.send, made.close
-
-        def refused(*values: Any, **options: Any) -> Any:
-            if self.refuses:
-                raise BrokerUnavailableError("Time is up.")
-            return send(*values, **options)
-
-        def closed() -> None:
-            self.open_producers -= 1
-            close()
-
-        made.send, made.close = refused, closed  # type: ignore[method-assign]
-        return made
-
-
-def test_first_dead_letters_at_the_same_time_are_all_kept(dlq: NewTopic) -> None:
+def test_first_dead_letters_at_the_same_time_are_all_kept(dlq: DeadLetterTopic) -> None:
     dead_letters = dlq.open()
     threads = [
         threading.Thread(target=dead_letters.send, args=(dead_letter(n, f"k{n}"),))
@@ -241,7 +173,9 @@ def test_first_dead_letters_at_the_same_time_are_all_kept(dlq: NewTopic) -> None
     assert len(dlq.open().keys.parking.states()) == 16
 
 
-def test_a_resting_dead_letter_is_reported_lost_if_its_topic_was_deleted(dlq: NewTopic) -> None:
+def test_a_resting_dead_letter_is_reported_lost_if_its_topic_was_deleted(
+    dlq: DeadLetterTopic,
+) -> None:
     dead_letters = dlq.open()
     dead_letters.send(dead_letter(0))
     saved = dead_letters.checkpoint(COMMITTED)
@@ -254,7 +188,7 @@ def test_a_resting_dead_letter_is_reported_lost_if_its_topic_was_deleted(dlq: Ne
     assert accepted.keys.parking.states() == {"k": ParkingState.PARKED}
 
 
-def test_a_topic_that_is_gone_with_nothing_in_it_is_begun_again(dlq: NewTopic) -> None:
+def test_a_topic_that_is_gone_with_nothing_in_it_is_begun_again(dlq: DeadLetterTopic) -> None:
     dead_letters = dlq.open()
     dead_letters.send(dead_letter(0))
     assert discard(dead_letters, "k") == 1
@@ -262,27 +196,24 @@ def test_a_topic_that_is_gone_with_nothing_in_it_is_begun_again(dlq: NewTopic) -
     dlq.die()
     dlq.cluster.delete_topic(WHERE.topic)
     again = dlq.open(saved)
-    assert dlq.topics == set()
+    assert set(dlq.cluster.topics()) == set()
     again.send(dead_letter(1))
     saved = again.checkpoint(COMMITTED)
     dlq.die()
     assert dlq.open(saved).keys.parking.states() == {"k": ParkingState.PARKED}
 
 
-class CreatesNoTopics(MemoryBroker):
-    """A broker without auto-creation of topics."""
-
-    def partitions(self, topic: str, *, create: bool = False) -> tuple[TopicPartition, ...]:
-        if create and self.missing([topic]):
-            raise TopicNotFoundError("There is none.")
-        return super().partitions(topic)
-
-
 @pytest.mark.parametrize("needed", [True, False])
 def test_a_topic_that_is_not_created_by_itself_is_named_at_the_start_if_needed(
     *, needed: bool
 ) -> None:
-    broker, source = CreatesNoTopics(MemoryCluster()), config("orders")
+    def partitions(call: Fault, topic: str, *, create: bool = False) -> Any:
+        """A broker without auto-creation of topics."""
+        if create and broker.missing([topic]):
+            raise TopicNotFoundError("There is none.")
+        return call(topic)
+
+    broker, source = faulty(MemoryBroker(MemoryCluster()), partitions=partitions), config("orders")
     if needed:
         with pytest.raises(TopicNotFoundError, match=f"pulsar-admin topics create {WHERE}"):
             open_dead_letters(broker, WHERE.topic, source, fail=print)
@@ -291,22 +222,20 @@ def test_a_topic_that_is_not_created_by_itself_is_named_at_the_start_if_needed(
     broker.close()
 
 
-class CreatesNoSubscriptions(MemoryAdmin):
-    """The admin interface of a broker without auto-creation of subscriptions."""
-
-    def creates_subscriptions(self, topic: str) -> bool:  # noqa: ARG002
-        return False
-
-
-def test_a_subscription_that_is_not_created_by_itself_is_named_at_the_start(dlq: NewTopic) -> None:
-    broker, admin = MemoryBroker(dlq.cluster), CreatesNoSubscriptions(dlq.cluster)
+def test_a_subscription_that_is_not_created_by_itself_is_named_at_the_start(
+    dlq: DeadLetterTopic,
+) -> None:
+    broker = MemoryBroker(dlq.cluster)
+    admin = faulty(MemoryAdmin(dlq.cluster), creates_subscriptions=lambda *_: False)
     with pytest.raises(SubscriptionNotFoundError, match="--subscription unit-parked"):
         open_dead_letters(broker, WHERE.topic, config("orders"), admin=admin, fail=print)
-    assert dlq.topics == set()
+    assert set(dlq.cluster.topics()) == set()
     broker.close()
 
 
-def test_a_partitioned_topic_is_named_with_the_command_that_deletes_it(dlq: NewTopic) -> None:
+def test_a_partitioned_topic_is_named_with_the_command_that_deletes_it(
+    dlq: DeadLetterTopic,
+) -> None:
     dlq.cluster.create_topic(WHERE.topic, 2)
     command = f"pulsar-admin topics delete-partitioned-topic {WHERE}"
     with pytest.raises(ConfigError, match=f"(?s)is partitioned.*{command}"):

@@ -7,15 +7,15 @@ from datetime import datetime, timezone
 from typing import Any
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster
-from keyshard.broker.port import Producer, Reader
 from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, StoredDeadLetter
 from keyshard.core.dead_letter_filter import DeadLetterFilter
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.dead_letters.startup import open_dead_letters
 from keyshard.dead_letters.store import DeadLetterStore
-from keyshard.errors import BrokerUnavailableError, KeyShardError
+from keyshard.errors import KeyShardError
 from tests.helpers import P0, config, present
+from tests.support.faulty_broker import ScriptedCall, faulty, giving
 
 KEEPS = "unit-parked"
 PUBLISHED = datetime(2024, 5, 1, tzinfo=timezone.utc)
@@ -24,12 +24,25 @@ PUBLISHED = datetime(2024, 5, 1, tzinfo=timezone.utc)
 class DeadLetterTopic:
     """A cluster with a dead-letter topic that sources open one after the other."""
 
-    def __init__(self, entries_per_ledger: int = 3) -> None:
+    def __init__(self, entries_per_ledger: int = 3, *, exists: bool = True) -> None:
         self.cluster = MemoryCluster(entries_per_ledger=entries_per_ledger)
-        self.where = TopicPartition(self.cluster.create_topic("letters"))
-        self.clients: list[FaultyBroker] = []
+        self.where = TopicPartition("persistent://public/default/letters")
+        if exists:
+            self.cluster.create_topic("letters")
+        self.clients: list[MemoryBroker] = []
         self.errors: list[KeyShardError] = []
         """Errors that ended a source."""
+        self.producers = ScriptedCall()
+        """The calls of all clients that open a producer."""
+        self.sends = ScriptedCall(answer_lost=True)
+        """The calls that send; one that fails is stored and not confirmed."""
+        self.readers = ScriptedCall()
+        """The calls that open a Reader."""
+
+    def connect(self) -> MemoryBroker:
+        client = faulty(MemoryBroker(self.cluster), producer=giving(send=self.sends))
+        self.clients.append(faulty(client, producer=self.producers, reader=self.readers))
+        return client
 
     def open(
         self,
@@ -38,10 +51,9 @@ class DeadLetterTopic:
         checkpointed: bool = False,
         **changes: Any,
     ) -> DeadLetterStore:
-        self.clients.append(FaultyBroker(self.cluster))
         source = config("orders", **({"acknowledge_timeout_ms": 1_000} | changes))
         return open_dead_letters(
-            self.clients[-1], self.where.topic, source, parked,
+            self.connect(), self.where.topic, source, parked,
             checkpointed=checkpointed, fail=self.errors.append,
         )  # fmt: skip
 
@@ -49,63 +61,19 @@ class DeadLetterTopic:
         """SIGKILL the newest client."""
         self.clients[-1].kill()
 
+    def close(self) -> None:
+        self.cluster.validate()
+        for client in self.clients:
+            client.close()
+
+    @property
+    def starts(self) -> list[EntryId]:
+        """Where Readers began."""
+        return [start for _, start, *_ in self.readers.asked]
+
     @property
     def kept(self) -> int:
         return self.cluster.backlog(self.where, KEEPS)
-
-
-class FaultyBroker(MemoryBroker):
-    """A broker that may lose confirmations, and whose Readers may be slow."""
-
-    fails = 0
-    """Sends that are stored and not confirmed."""
-    stuck = False
-    """Whether readers give nothing."""
-
-    def __init__(self, cluster: MemoryCluster) -> None:
-        super().__init__(cluster)
-        self.starts: list[EntryId] = []
-
-    def producer(self, topic_partition: TopicPartition, *, send_timeout_ms: int) -> Any:
-        inner = super().producer(topic_partition, send_timeout_ms=send_timeout_ms)
-        return _Producer(self, inner)
-
-    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
-        self.starts.append(start)
-        reader = super().reader(topic_partition, start, *how)
-        return _StuckReader(reader) if self.stuck else reader
-
-
-class _Producer:
-    def __init__(self, broker: FaultyBroker, inner: Producer) -> None:
-        self._broker, self._inner = broker, inner
-
-    def send(self, value: bytes, **fields: Any) -> EntryId:
-        sent = self._inner.send(value, **fields)
-        if self._broker.fails:
-            self._broker.fails -= 1
-            raise BrokerUnavailableError("No confirmation.")
-        return sent
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _StuckReader:
-    def __init__(self, inner: Reader) -> None:
-        self._inner = inner
-
-    def read(self, _timeout_ms: int) -> list[Any]:
-        return []
-
-    def at_end(self) -> bool:
-        return False
-
-    def stayed_connected(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def dead_letter(
