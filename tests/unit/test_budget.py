@@ -7,40 +7,34 @@ import pytest
 from keyshard.coordinator.startup import UnacknowledgedLimits, unacknowledged_limits, window_budget
 from keyshard.errors import AdminError, BrokerUnavailableError, ConfigError
 from tests.helpers import P0, FakeAdmin, config
+from tests.support.faulty_broker import ScriptedCall, answering, faulty
 
 
-class MovingAdmin(FakeAdmin):
+def admin_with(*errors: Exception) -> FakeAdmin:
     """An admin interface that answers with errors first."""
-
-    def __init__(self, *errors: Exception) -> None:
-        super().__init__()
-        self.errors = list(errors)
-
-    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
-        if self.errors:
-            raise self.errors.pop(0)
-        return 100, 300
+    admin = faulty(FakeAdmin(), unacknowledged_limits=answering((100, 300)))
+    return faulty(admin, unacknowledged_limits=ScriptedCall(*errors))
 
 
 def test_a_broker_that_is_away_for_a_moment_is_asked_again() -> None:
-    admin = MovingAdmin(BrokerUnavailableError("away"), BrokerUnavailableError("away"))
+    admin = admin_with(BrokerUnavailableError("away"), BrokerUnavailableError("away"))
     assert unacknowledged_limits(admin, [P0], 10.0) == UnacknowledgedLimits(100, 300)
 
 
 def test_a_broker_that_stays_away_is_an_error() -> None:
-    admin = MovingAdmin(*[BrokerUnavailableError("away")] * 1000)
+    admin = admin_with(*[BrokerUnavailableError("away")] * 1000)
     with pytest.raises(BrokerUnavailableError):
         unacknowledged_limits(admin, [P0], 0.0)
 
 
 def test_default_limits_hold_if_the_broker_refuses_to_tell_its_limits() -> None:
-    admin = MovingAdmin(AdminError("forbidden"))
+    admin = admin_with(AdminError("forbidden"))
     assert unacknowledged_limits(admin, [P0], 10.0) == UnacknowledgedLimits()
 
 
 def test_the_budget_stays_below_the_limits() -> None:
     source = config("t", parallelism=2, receiver_queue_size=10)
-    budget = window_budget(source, MovingAdmin(), [P0], 2)
+    budget = window_budget(source, admin_with(), [P0], 2)
     assert (budget.partition_rows_max, budget.range_rows_max) == (180, 90)
 
 
@@ -52,4 +46,4 @@ def test_a_thousand_ranges_have_a_window_beside_their_queues() -> None:
 
 def test_more_ranges_than_the_broker_leaves_unacknowledged_are_refused() -> None:
     with pytest.raises(ConfigError, match="300 per subscription"):
-        window_budget(config("t", parallelism=300), MovingAdmin(), [P0], 300)
+        window_budget(config("t", parallelism=300), admin_with(), [P0], 300)

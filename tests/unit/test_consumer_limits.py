@@ -28,6 +28,7 @@ from keyshard.errors import (
     SubscriptionInUseError,
 )
 from tests.helpers import P0, FakeAdmin, FakeConsumer, config
+from tests.support.faulty_broker import ScriptedCall, faulty
 
 PER_TOPIC = "Topic reached max consumers limit"
 
@@ -114,11 +115,9 @@ def test_a_parallelism_above_a_limit_is_refused_before_anything_is_created() -> 
 
 
 def test_a_role_that_may_not_see_the_limits_starts_without_the_check() -> None:
-    class Forbidden(FakeAdmin):
-        def consumer_limits(self, topic: str) -> tuple[int, int]:
-            raise AdminError(f"{topic} is not yours.")
-
-    check_consumer_limits(Forbidden(), [P0], 3, 1.0)
+    forbidden = ScriptedCall(raises=AdminError("It is not yours."))
+    check_consumer_limits(faulty(FakeAdmin(), consumer_limits=forbidden), [P0], 3, 1.0)
+    assert forbidden.raised
 
 
 def test_doctor_counts_the_consumers_of_others_and_not_those_of_the_source() -> None:

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
-from keyshard import Checkpoint, KeyShardSource
-from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
-from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard import Checkpoint
+from keyshard.broker.memory import Batching, MemoryBroker, Message
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.columns.record_batches import SCHEMA
-from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.serialized_id import SerializedId
 from keyshard.core.ring.hash_range import HashRange
@@ -24,28 +22,18 @@ from spark_adapter import stream_runtime
 from spark_adapter.pulsar.stream import PulsarStreamReader
 from spark_adapter.task_rows import Rows
 from tests.helpers import wait_until
+from tests.support.memory_topic import MemoryTopic
 
 LIMIT = ReadMaxRows(1_000)
 ENTRIES, MESSAGES = 6, 3
 Offset = dict[str, Any]
 
 
-class MemorySource(KeyShardSource):
-    """A source on an in-memory cluster."""
-
-    cluster: MemoryCluster
-
-    def coordinator(self) -> Coordinator:
-        return Coordinator(self, lambda: MemoryBroker(self.cluster), MemoryAdmin(self.cluster))
-
-
-class StreamSetup:
+class StreamSetup(MemoryTopic):
     """Two topic partitions with producer batches, and the stream processes that read them."""
 
     def __init__(self) -> None:
-        self.cluster = MemoryCluster()
-        self.topic = self.cluster.create_topic("orders", partitions=2)
-        self.where = [TopicPartition(self.topic, number) for number in range(2)]
+        super().__init__()
         self.sent: dict[TopicPartition, dict[EntryId, list[str]]] = {}
         for where in self.where:
             for number in range(ENTRIES):
@@ -55,15 +43,13 @@ class StreamSetup:
                 self.sent.setdefault(where, {})[entry] = values
         self.readers: list[PulsarStreamReader] = []
 
-    def reader(
-        self, admin_url: str | None = "http://memory", made_up: str | None = None
-    ) -> PulsarStreamReader:
+    def reader(self, made_up: str | None = None, **changes: Any) -> PulsarStreamReader:
         """A new stream process, after the end of the one before."""
         self.stop()
-        source = type("Source", (MemorySource,), {"cluster": self.cluster})(
-            self.topic, subscription=made_up or "unit", parallelism=4, admin_url=admin_url,
-            starting_position="latest" if made_up is None else "earliest",
-        )  # fmt: skip
+        source = self.source(**{
+            "subscription": made_up or "unit", "admin_url": self.url,
+            "starting_position": "latest" if made_up is None else "earliest",
+        } | changes)  # fmt: skip
         made = PulsarStreamReader(source, Rows(SCHEMA.names), made_up=made_up is not None)
         self.readers.append(made)
         return made

@@ -18,6 +18,7 @@ from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import BrokerError, KeyShardError, RuntimeStoppedError, UnreadableEntryError
 from tests.helpers import DEADLINE_S, P0, P1, FakeConsumer, block, ids, part, wait_until
+from tests.support.faulty_broker import Fault, ScriptedCall, after, faulty
 
 RING = split_ring(1)[0]
 
@@ -197,13 +198,12 @@ def test_entries_received_without_a_connection_are_not_taken(start: Started) -> 
 def test_entries_received_during_a_reconnect_are_requested_again(start: Started) -> None:
     """The client may have kept the entries, or received them after the reconnect."""
 
-    class Returning(FakeConsumer):
-        def receive(self, timeout_ms: int) -> list[EntryBlock]:
-            blocks = super().receive(timeout_ms)
-            self.connected = True
-            return blocks
+    def receive(call: Fault, timeout_ms: int) -> list[EntryBlock]:
+        blocks: list[EntryBlock] = call(timeout_ms)
+        consumer.connected = True
+        return blocks
 
-    consumer = Returning(script=[[block(1, 0)]])
+    consumer = faulty(FakeConsumer(script=[[block(1, 0)]]), receive=receive)
     consumer.connected = False
     range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), consumer, ReceiverQueueSize(10**6, 100))
     start.sink.next_consumers = [FakeConsumer(script=[[block(1, 0)]])]
@@ -451,11 +451,8 @@ def test_range_consumers_are_added_and_dropped_while_the_receiver_runs(start: St
 
 
 def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started) -> None:
-    class Stubborn(FakeConsumer):
-        def close(self, *, for_another: bool = False) -> None:  # noqa: ARG002
-            raise BrokerError("the broker is away")
-
-    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), Stubborn(), ReceiverQueueSize(10**6, 1))
+    stubborn = faulty(FakeConsumer(), close=ScriptedCall(raises=BrokerError("the broker is away")))
+    range_consumer = RangeConsumer(OwnedRange(P0, 0, RING), stubborn, ReceiverQueueSize(10**6, 1))
     running = start(range_consumer)
     assert running.drop({OwnedRange(P0, 0, RING)}).done.wait(DEADLINE_S)
     assert running.range_consumers == 0
@@ -465,14 +462,12 @@ def test_a_consumer_that_cannot_be_closed_is_dropped_all_the_same(start: Started
 def test_an_order_to_close_is_taken_back_before_it_begins(start: Started) -> None:
     entered, leave = threading.Event(), threading.Event()
 
-    class Slow(FakeConsumer):
-        def receive(self, timeout_ms: int) -> list[EntryBlock]:
-            entered.set()
-            leave.wait(4 * DEADLINE_S)
-            return super().receive(timeout_ms)
+    def wait() -> None:
+        entered.set()
+        leave.wait(4 * DEADLINE_S)
 
     owned_range = OwnedRange(P0, 0, RING)
-    consumer = Slow()
+    consumer = faulty(FakeConsumer(), receive=after(wait))
     running = start(RangeConsumer(owned_range, consumer, ReceiverQueueSize(10**6, 1)))
     assert entered.wait(DEADLINE_S)
     drop = running.drop({owned_range})

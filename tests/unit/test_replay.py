@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from keyshard.broker.memory import (
     Batching,
     MemoryBroker,
     MemoryCluster,
-    MemoryReader,
     Message,
 )
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
@@ -30,6 +28,7 @@ from keyshard.reading import replay as replay_module
 from keyshard.reading.replay import replay
 from tests.helpers import P0, block, ids, part
 from tests.support.deadlines import deadline
+from tests.support.faulty_broker import ScriptedCall, answering, faulty
 
 
 def end_of(
@@ -61,24 +60,6 @@ def published(
             ):
                 found[topic_partition].append(entry_id)
     return cluster, where, found
-
-
-class CountingBroker(MemoryBroker):
-    """Counts Readers and fails the first ones on request."""
-
-    def __init__(self, cluster: MemoryCluster, *errors: BrokerError) -> None:
-        super().__init__(cluster)
-        self.errors = deque(errors)
-        self.starts: list[EntryId] = []
-        self.readers: list[MemoryReader] = []
-
-    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> MemoryReader:
-        if self.errors:
-            raise self.errors.popleft()
-        self.starts.append(start)
-        made = super().reader(topic_partition, start, *how)
-        self.readers.append(made)
-        return made
 
 
 def test_exactly_the_entries_of_the_batch_are_read_from_every_partition() -> None:
@@ -113,11 +94,12 @@ def test_each_ledger_and_each_long_gap_has_a_reader_and_all_are_closed(
     monkeypatch.setattr(replay_module, "GAP_ENTRIES_MAX", 3)
     cluster, (where,), found = published(30, per_ledger=20)
     batch = [found[where][i] for i in (0, 1, 4, 8, 19, 20, 22)]
-    broker = CountingBroker(cluster)
+    opens = ScriptedCall()
+    broker = faulty(MemoryBroker(cluster), reader=opens)
     blocks = replay(broker, end_of({where: EntrySet.of(batch)}), 10)[where]
     assert [at.id for at in blocks] == batch
-    assert broker.starts == [found[where][i] for i in (0, 8, 19, 20)]
-    assert all(reader._closed for reader in broker.readers)
+    assert [start for _, start, *_ in opens.asked] == [found[where][i] for i in (0, 8, 19, 20)]
+    assert all(reader._closed for reader in broker._readers)
 
 
 def test_entries_that_are_gone_are_data_loss_and_named() -> None:
@@ -153,23 +135,26 @@ def test_entries_behind_the_end_of_a_topic_are_data_loss_without_a_wait() -> Non
 
 def test_a_broker_that_is_away_for_a_moment_is_asked_again() -> None:
     cluster, (where,), found = published(3)
-    broker = CountingBroker(cluster, BrokerUnavailableError("away"), BrokerUnavailableError("away"))
+    opens = ScriptedCall(BrokerUnavailableError("away"), BrokerUnavailableError("away"))
+    broker = faulty(MemoryBroker(cluster), reader=opens)
     assert len(replay(broker, end_of({where: EntrySet.of(found[where])}), 10)[where]) == 3
 
 
 def test_a_broker_that_refuses_is_not_asked_again() -> None:
     cluster, (where,), found = published(1)
-    broker = CountingBroker(cluster, BrokerError("refused"))
+    opens = ScriptedCall(BrokerError("refused"))
+    broker = faulty(MemoryBroker(cluster), reader=opens)
     with pytest.raises(BrokerError, match="refused"):
         replay(broker, end_of({where: EntrySet.of(found[where])}), 10)
-    assert broker.starts == []
+    assert len(opens.asked) == 1
 
 
 def test_a_batch_without_entries_needs_no_reader() -> None:
     cluster, (where,), _ = published(1)
-    broker = CountingBroker(cluster)
+    opens = ScriptedCall()
+    broker = faulty(MemoryBroker(cluster), reader=opens)
     assert replay(broker, end_of({where: EntrySet()}), 10) == {}
-    assert broker.starts == []
+    assert opens.asked == []
 
 
 class ScriptedReader:
@@ -190,13 +175,8 @@ class ScriptedReader:
         self.closed = True
 
 
-class ScriptedBroker(MemoryBroker):
-    def __init__(self, reader: ScriptedReader) -> None:
-        super().__init__(MemoryCluster())
-        self.scripted = reader
-
-    def reader(self, *_: object) -> Any:
-        return self.scripted
+def broker_with(reader: ScriptedReader) -> MemoryBroker:
+    return faulty(MemoryBroker(MemoryCluster()), reader=answering(reader))
 
 
 def test_an_entry_read_in_parts_is_joined_even_when_the_reader_begins_it_again() -> None:
@@ -204,7 +184,7 @@ def test_an_entry_read_in_parts_is_joined_even_when_the_reader_begins_it_again()
         [part(0, 0, 1, of=3)], [], [part(0, 0, of=3)], [part(0, 1, of=3), part(0, 2, of=3)],
         at_end=lambda: False,
     )  # fmt: skip
-    (entry,) = replay(ScriptedBroker(reader), end_of({P0: EntrySet.parse("1:0")}), 10)[P0]
+    (entry,) = replay(broker_with(reader), end_of({P0: EntrySet.parse("1:0")}), 10)[P0]
     assert entry.indices == [0, 1, 2]
     assert reader.closed
 
@@ -214,7 +194,7 @@ def test_a_reader_that_goes_back_inside_an_entry_loses_nothing() -> None:
         [block(1, 0), part(1, 0, 1, of=3)], [block(1, 0), part(1, 0, 1, 2, of=3), block(1, 2)],
         at_end=lambda: False,
     )  # fmt: skip
-    blocks = replay(ScriptedBroker(reader), end_of({P0: EntrySet.parse("1:0-2")}), 10)[P0]
+    blocks = replay(broker_with(reader), end_of({P0: EntrySet.parse("1:0-2")}), 10)[P0]
     assert ids(blocks) == [(1, 0), (1, 1), (1, 2)]
     assert all(at.whole for at in blocks)
 
@@ -222,13 +202,13 @@ def test_a_reader_that_goes_back_inside_an_entry_loses_nothing() -> None:
 def test_half_an_entry_is_not_taken_for_all_of_it() -> None:
     reader = ScriptedReader([part(0, 0, of=2), block(1, 1)], at_end=lambda: True)
     with pytest.raises(DataLossTrimmedError, match=r"first 1:0"):
-        replay(ScriptedBroker(reader), end_of({P0: EntrySet.parse("1:0-1")}), 10)
+        replay(broker_with(reader), end_of({P0: EntrySet.parse("1:0-1")}), 10)
 
 
 def test_a_reader_that_delivers_nothing_ends_at_the_deadline() -> None:
     reader = ScriptedReader(at_end=lambda: False)
     with pytest.raises(ReplayTimeoutError, match=r"(?s)at 1:5.*raise replay_timeout_ms"):
-        replay(ScriptedBroker(reader), end_of({P0: EntrySet.parse("1:5")}), deadline(0.3))
+        replay(broker_with(reader), end_of({P0: EntrySet.parse("1:5")}), deadline(0.3))
     assert reader.closed
 
 
@@ -238,7 +218,7 @@ def test_an_entry_that_a_reader_cut_off_twice_is_read_again_instead_of_taken_in_
         [half, following, half, following], [part(0, 0, 1, 2, of=3), following],
         at_end=lambda: False,
     )  # fmt: skip
-    entries = replay(ScriptedBroker(reader), end_of({P0: EntrySet.parse("1:0-1")}), 10)[P0]
+    entries = replay(broker_with(reader), end_of({P0: EntrySet.parse("1:0-1")}), 10)[P0]
     assert [(list(entry.indices), entry.whole) for entry in entries] == [
         ([0, 1, 2], True),
         ([0], True),

@@ -9,38 +9,32 @@ import pytest
 
 import keyshard
 from keyshard import Checkpoint, KeyShardSource, SourceStream
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
-from keyshard.coordinator.coordinator import Coordinator
+from keyshard.broker.memory import Message
 from keyshard.errors import BatchReleasedError, CheckpointError, ConfigError, RuntimeStoppedError
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
-
-CLUSTER = MemoryCluster()
-
-
-class MemorySource(KeyShardSource):
-    """A source on the in-memory broker."""
-
-    def coordinator(self) -> Coordinator:
-        return Coordinator(self, lambda: MemoryBroker(CLUSTER))
+from tests.support.memory_topic import MemoryTopic
 
 
 @pytest.fixture
-def source(request: pytest.FixtureRequest) -> MemorySource:
-    topic = CLUSTER.create_topic(request.node.name, partitions=2)
-    return MemorySource(topic, subscription="s", parallelism=3, starting_position="earliest")
+def topic() -> MemoryTopic:
+    return MemoryTopic()
 
 
 @pytest.fixture
-def stream(source: MemorySource) -> Iterator[SourceStream]:
+def source(topic: MemoryTopic) -> KeyShardSource:
+    return topic.source(parallelism=3)
+
+
+@pytest.fixture
+def stream(source: KeyShardSource) -> Iterator[SourceStream]:
     with source.open() as stream:
         yield stream
 
 
-def publish(source: KeyShardSource, *numbers: int) -> None:
-    (topic,) = source.topics
+def publish(topic: MemoryTopic, *numbers: int) -> None:
     messages = [Message(b"%d" % number, key=f"key-{number % 5}") for number in numbers]
-    CLUSTER.publish(topic, *messages)
+    topic.cluster.publish(topic.topic, *messages)
 
 
 def take(stream: SourceStream, rows: int) -> list[int]:
@@ -54,25 +48,20 @@ def take(stream: SourceStream, rows: int) -> list[int]:
     return found
 
 
-def backlog(source: KeyShardSource) -> int:
-    (topic,) = source.topics
-    return sum(CLUSTER.backlog(where, "s") for where in CLUSTER.partitions(topic))
-
-
 def test_the_documented_loop_takes_everything_once(
-    source: MemorySource, stream: SourceStream
+    topic: MemoryTopic, stream: SourceStream
 ) -> None:
-    publish(source, *range(30))
+    publish(topic, *range(30))
     assert sorted(take(stream, 30)) == list(range(30))
     assert stream.next_batch(timeout_s=0) is None
-    wait_until(lambda: backlog(source) == 0)
+    wait_until(lambda: topic.backlog() == 0)
     assert stream.status()["entriesAcknowledged"] == 30
 
 
 def test_a_batch_is_read_by_partition_as_often_as_needed(
-    source: MemorySource, stream: SourceStream
+    topic: MemoryTopic, stream: SourceStream
 ) -> None:
-    publish(source, *range(30))
+    publish(topic, *range(30))
     wait_until(lambda: stream.status()["rowsReceived"] == 30)
     batch = stream.next_batch(timeout_s=deadline(10))
     assert batch is not None
@@ -87,8 +76,8 @@ def test_a_batch_is_read_by_partition_as_often_as_needed(
     assert len(by_partition) == 30
 
 
-def test_a_batch_is_no_larger_than_asked(source: MemorySource, stream: SourceStream) -> None:
-    publish(source, *range(30))
+def test_a_batch_is_no_larger_than_asked(topic: MemoryTopic, stream: SourceStream) -> None:
+    publish(topic, *range(30))
     wait_until(lambda: stream.status()["rowsReceived"] == 30)
     batch = stream.next_batch(timeout_s=deadline(10), rows_max=4)
     assert batch is not None
@@ -96,22 +85,24 @@ def test_a_batch_is_no_larger_than_asked(source: MemorySource, stream: SourceStr
 
 
 def test_committing_a_batch_commits_those_before_it(
-    source: MemorySource, stream: SourceStream
+    topic: MemoryTopic, stream: SourceStream
 ) -> None:
-    publish(source, *range(10))
+    publish(topic, *range(10))
     wait_until(lambda: stream.status()["rowsReceived"] == 10)
     first = stream.next_batch(timeout_s=deadline(10), rows_max=5)
     second = stream.next_batch(timeout_s=deadline(10))
     assert first is not None
     assert second is not None
     stream.commit(second)
-    wait_until(lambda: backlog(source) == 0)
+    wait_until(lambda: topic.backlog() == 0)
     with pytest.raises(BatchReleasedError):
         list(first)
 
 
-def test_opening_with_the_stored_checkpoint_continues_after_it(source: MemorySource) -> None:
-    publish(source, *range(20))
+def test_opening_with_the_stored_checkpoint_continues_after_it(
+    topic: MemoryTopic, source: KeyShardSource
+) -> None:
+    publish(topic, *range(20))
     with source.open() as stream:
         wait_until(lambda: stream.status()["rowsReceived"] == 20)
         batch = stream.next_batch(timeout_s=deadline(10), rows_max=8)
@@ -121,9 +112,9 @@ def test_opening_with_the_stored_checkpoint_continues_after_it(source: MemorySou
     with dataclasses.replace(source, parallelism=5).open(checkpoint) as stream:
         rest = take(stream, 20 - len(stored))
         assert stream.next_batch(timeout_s=0) is None
-        wait_until(lambda: backlog(source) == 0)
+        wait_until(lambda: topic.backlog() == 0)
     assert sorted(stored + rest) == list(range(20))
-    assert Checkpoint.from_json(checkpoint).subscription == "s"
+    assert Checkpoint.from_json(checkpoint).subscription == "keyshard"
 
 
 def test_an_invalid_checkpoint_is_refused_before_connecting() -> None:
@@ -132,7 +123,7 @@ def test_an_invalid_checkpoint_is_refused_before_connecting() -> None:
         source.open("nonsense")
 
 
-def test_a_closed_stream_is_named(source: MemorySource) -> None:
+def test_a_closed_stream_is_named(source: KeyShardSource) -> None:
     stream = source.open()
     stream.close()
     stream.close()
@@ -140,7 +131,7 @@ def test_a_closed_stream_is_named(source: MemorySource) -> None:
         stream.next_batch(timeout_s=0)
 
 
-def test_leaving_the_block_closes_the_stream_after_an_error_too(source: MemorySource) -> None:
+def test_leaving_the_block_closes_the_stream_after_an_error_too(source: KeyShardSource) -> None:
     with pytest.raises(ZeroDivisionError), source.open():
         raise ZeroDivisionError
     with dataclasses.replace(source, subscribe_timeout_ms=1).open():

@@ -10,12 +10,11 @@ import httpx
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from keyshard import Checkpoint, KeyShardSource
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard import Checkpoint
+from keyshard.broker.memory import Message
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.control import running_source, running_sources
 from keyshard.coordinator.batch_reading import report_malformed
-from keyshard.coordinator.coordinator import Coordinator
 from keyshard.errors import (
     AsyncProgressError,
     BatchReleasedError,
@@ -26,38 +25,19 @@ from keyshard.errors import (
 from spark_adapter import stream_runtime
 from spark_adapter.stream_reader import KeyShardStreamReader
 from spark_adapter.task_rows import Rows
-from tests.helpers import config, present, wait_until
+from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.exported import Exported
+from tests.support.memory_topic import MemoryTopic
 
 LIMIT = ReadMaxRows(20)
-
-
-class MemorySource(KeyShardSource):
-    """A source on an in-memory cluster."""
-
-    cluster: MemoryCluster
-
-    def coordinator(self) -> Coordinator:
-        return Coordinator(self, lambda: MemoryBroker(self.cluster))
 
 
 class Host:
     """Calls a reader as Spark does; each instance is one stream process."""
 
-    def __init__(self, cluster: MemoryCluster, topic: str, **changes: Any) -> None:
-        plain = config(topic, **changes)
-        source = MemorySource(
-            topic,
-            subscription="unit",
-            parallelism=4,
-            name=plain.name,
-            metrics_port=plain.metrics_port,
-            ui_port=plain.ui_port,
-            telemetry=plain.telemetry,
-            starting_position=plain.starting_position,
-        )
-        object.__setattr__(source, "cluster", cluster)
+    def __init__(self, topic: MemoryTopic, **changes: Any) -> None:
+        source = topic.source(subscription="unit", **changes)
         self.reader = KeyShardStreamReader(source, Rows(SCHEMA.names))
 
     def wait(self, rows: int) -> None:
@@ -78,19 +58,19 @@ class Host:
 
 
 def test_a_query_serves_metrics_until_it_stops() -> None:
-    cluster = MemoryCluster()
-    topic = cluster.create_topic("orders", partitions=2)
-    host = Host(cluster, topic, metrics_port=0)
-    cluster.publish(topic, *(Message(b"row", key=f"k{n}") for n in range(10)))
+    topic = MemoryTopic()
+    host = Host(topic, metrics_port=0)
+    topic.cluster.publish(topic.topic, *(Message(b"row", key=f"k{n}") for n in range(10)))
     host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
     host.wait(10)
     port = present(present(host.reader._runtime).monitor.metrics_port)
     url = f"http://127.0.0.1:{port}/"
     try:
         text = httpx.get(f"{url}metrics", trust_env=False).text
+        labels = f'partition="1",subscription="unit",topic="{topic.topic}"'
         for line in (
             'keyshard_messages_received_total{subscription="unit"} 10.0',
-            f'keyshard_partition_covered{{partition="1",subscription="unit",topic="{topic}"}} 1.0',
+            f"keyshard_partition_covered{{{labels}}} 1.0",
         ):
             assert line in text
         assert 'kind="spark"' in text
@@ -103,9 +83,8 @@ def test_a_query_serves_metrics_until_it_stops() -> None:
 
 
 def test_a_query_serves_its_page_until_it_stops() -> None:
-    cluster = MemoryCluster()
-    topic = cluster.create_topic("orders", partitions=2)
-    host = Host(cluster, topic, ui_port=0)
+    topic = MemoryTopic()
+    host = Host(topic, ui_port=0)
     host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
     try:
         port = host.reader._runtime.monitor.page_port  # type: ignore[union-attr]
@@ -120,15 +99,14 @@ def test_a_query_serves_its_page_until_it_stops() -> None:
 
 
 def test_a_query_is_found_by_its_name_until_it_stops() -> None:
-    cluster = MemoryCluster()
-    topic = cluster.create_topic("orders", partitions=2)
-    host = Host(cluster, topic, name="invoices")
+    topic = MemoryTopic()
+    host = Host(topic, name="invoices")
     host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
     try:
         found = running_source("invoices")
 
         def hot_keys_known() -> bool:
-            cluster.publish(topic, Message(b"row", key="hot"))
+            topic.cluster.publish(topic.topic, Message(b"row", key="hot"))
             return bool(found.ask("status")["hotKeys"])
 
         wait_until(hot_keys_known)
@@ -147,14 +125,13 @@ def test_a_micro_batch_is_a_span_from_its_plan_to_its_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exported = Exported(monkeypatch)
-    cluster = MemoryCluster()
-    topic = cluster.create_topic("orders", partitions=2)
-    host = Host(cluster, topic, telemetry=True)
+    topic = MemoryTopic()
+    host = Host(topic, telemetry=True)
     reader, start = host.reader, host.reader.initialOffset()
     reader.latestOffset(start, LIMIT)
     ends: list[str] = []
     for sent in (10, 20, 30):
-        cluster.publish(topic, *(Message(b"row", key=f"k{n}") for n in range(10)))
+        topic.cluster.publish(topic.topic, *(Message(b"row", key=f"k{n}") for n in range(10)))
         host.wait(sent)
         end = reader.latestOffset(start, LIMIT)
         reader.partitions(start, end)
@@ -173,22 +150,21 @@ def test_a_micro_batch_is_a_span_from_its_plan_to_its_commit(
         "messaging.system": "pulsar",
         "messaging.operation.name": "process",
         "messaging.operation.type": "process",
-        "messaging.destination.name": topic,
+        "messaging.destination.name": topic.topic,
         "messaging.destination.subscription.name": "unit",
         "messaging.batch.message_count": 10,
     }
-    assert {span.name for span in spans} == {f"process {topic}"}
+    assert {span.name for span in spans} == {f"process {topic.topic}"}
     assert told == [committed, committed, committed | {"error.type": "not_acknowledged"}]
 
 
 def test_a_plan_that_fails_is_an_error_of_its_span(monkeypatch: pytest.MonkeyPatch) -> None:
     exported = Exported(monkeypatch)
-    cluster = MemoryCluster()
-    topic = cluster.create_topic("orders", partitions=2)
-    host = Host(cluster, topic, telemetry=True)
+    topic = MemoryTopic()
+    host = Host(topic, telemetry=True)
     start = host.reader.initialOffset()
     host.reader.latestOffset(start, LIMIT)
-    cluster.publish(topic, Message(b"row", key="k"))
+    topic.cluster.publish(topic.topic, Message(b"row", key="k"))
     host.wait(1)
     end = host.reader.latestOffset(start, LIMIT)
     host.reader.partitions(start, end)
@@ -201,12 +177,11 @@ def test_a_plan_that_fails_is_an_error_of_its_span(monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
 
 
-class ReaderSetup:
-    """A cluster, its topic, and the stream processes on it."""
+class ReaderSetup(MemoryTopic):
+    """A topic, and the stream processes on it."""
 
     def __init__(self) -> None:
-        self.cluster = MemoryCluster()
-        self.topic = self.cluster.create_topic("orders", partitions=2)
+        super().__init__()
         self.sent: list[str] = []
         self.hosts: list[Host] = []
 
@@ -217,15 +192,10 @@ class ReaderSetup:
                 self.topic, Message(self.sent[-1].encode(), key=f"k{len(self.sent) % 9}")
             )
 
-    @property
-    def backlog(self) -> int:
-        where = self.cluster.partitions(self.topic)
-        return sum(self.cluster.backlog(one, "unit") for one in where)
-
     def host(self) -> Host:
         for host in self.hosts:
             host.reader.stop()
-        self.hosts.append(Host(self.cluster, self.topic))
+        self.hosts.append(Host(self))
         return self.hosts[-1]
 
 
@@ -256,7 +226,7 @@ def test_batches_in_the_order_of_a_new_query(setup: ReaderSetup) -> None:
         if end != start:
             host.reader.commit(start)
     assert Counter(got) == Counter(setup.sent)
-    wait_until(lambda: setup.backlog == 0)
+    wait_until(lambda: setup.backlog("unit") == 0)
 
 
 def test_the_first_batch_runs_again_after_a_restart_exactly(setup: ReaderSetup) -> None:
@@ -280,7 +250,7 @@ def test_the_first_batch_runs_again_after_a_restart_exactly(setup: ReaderSetup) 
             start = end
     assert Counter(got) == Counter(setup.sent)
     assert host.reader.latestOffset(start, LIMIT) == start
-    wait_until(lambda: setup.backlog == 0)
+    wait_until(lambda: setup.backlog("unit") == 0)
 
 
 def test_a_checkpoint_of_another_subscription_is_refused_at_the_first_batch_too(
@@ -319,7 +289,7 @@ def test_async_progress_is_refused_with_nothing_acknowledged(setup: ReaderSetup)
     with pytest.raises(AsyncProgressError):
         host.reader.partitions(first, second)
     host.reader.stop()
-    assert setup.backlog == 60
+    assert setup.backlog("unit") == 60
 
 
 def test_a_commit_of_an_older_batch_does_not_allow_the_next(setup: ReaderSetup) -> None:
@@ -352,7 +322,7 @@ def test_a_bounded_query_ends_and_stays_ended(setup: ReaderSetup) -> None:
         got += host.values(start, end)
         start = end
     assert len(got) == 50
-    assert setup.backlog == len(setup.sent) - 50
+    assert setup.backlog("unit") == len(setup.sent) - 50
     assert host.reader.latestOffset(start, LIMIT) == start
     output = host.reader.reportLatestOffset()
     assert output is not None
@@ -420,5 +390,5 @@ def test_an_unexpected_error_while_a_batch_is_read_again_is_named(
         patched.setattr("keyshard.reading.replay._replay_partition", broken)
         with pytest.raises(UnexpectedError, match=r"Reading a batch again.*ZeroDivisionError"):
             host.reader.partitions(initial, first)
-    assert setup.backlog == 30, "nothing was acknowledged"
+    assert setup.backlog("unit") == 30, "nothing was acknowledged"
     assert len(host.values(initial, first)) > 0
