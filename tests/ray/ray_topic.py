@@ -17,12 +17,12 @@ import pyarrow as pa
 from keyshard import Message
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.position.entry import full_topic_name
-from keyshard.testing.verify.checkers import check
 from keyshard.testing.verify.history import HistoryWriter, read_history
 from keyshard.testing.verify.recorder import Recorder
 from keyshard.testing.verify.workloads import parse_value
 from tests.helpers import present
 from tests.support.memory_topic import MemoryTopic
+from tests.support.recorded_source import held
 
 Result = tuple[str, int]
 """Key and sequence number of a message."""
@@ -71,9 +71,7 @@ class RayTopic(MemoryTopic):
         """The checkers judge what the handlers of :class:`Recorded` wrote."""
         with HistoryWriter(self.history) as writer:
             Recorder(writer, "test").sent(full_topic_name(self.topic), self.sent)
-        events = sorted(read_history(self.history), key=lambda event: event.t)
-        broken = [str(verdict) for verdict in check(events) if not verdict.holds]
-        assert not broken, broken
+        held(sorted(read_history(self.history), key=lambda event: event.t))
 
 
 def key_and_seq(message: Message) -> Result:

@@ -24,11 +24,8 @@ KEYS = [b64encode(b"customer-%d" % number).decode() for number in range(40)]
 class BytesWorld(RecordedHandler):
     """A topic whose producers set keys as bytes."""
 
-    def publish(self, *keys: str) -> None:
-        for key in keys:
-            value = f"{key}:{self.per_key[key]}:".encode()
-            self.cluster.publish(self.topic, Stored(value, key=key, key_is_base64=True))
-            self.per_key[key] += 1
+    def message(self, value: bytes, key: str) -> Stored:
+        return Stored(value, key=key, key_is_base64=True)
 
 
 def coordinator_of(cluster: MemoryCluster, topic: str, parallelism: int) -> Coordinator:

@@ -103,7 +103,7 @@ def test_a_consumer_that_reconnects_by_itself_is_left_alone(
         rescaled.broker.reconnect()
         wait_until(lambda: not any(one.replace_at_s for one in consumers(rescaled)))
     assert [one.consumer for one in consumers(rescaled)] == before
-    rescaled.publish(100)
+    rescaled.publish_many(100)
     rescaled.check()
 
 
@@ -135,7 +135,7 @@ def test_while_the_broker_does_not_answer_nothing_is_tried(make_source: MakeSour
     assert rescaled.subscribes.raised == 0
     missing.raises = rescaled.subscribes.raises = None
     rescaled.broker.reconnect()
-    rescaled.publish(100)
+    rescaled.publish_many(100)
     rescaled.check()
 
 
@@ -154,7 +154,7 @@ def test_ranges_move_while_their_consumers_are_away(make_source: MakeSource) -> 
 def test_topics_come_and_a_source_stops_while_consumers_are_away(make_source: MakeSource) -> None:
     rescaled = make_source()
     for _ in range(5):
-        rescaled.publish(200)
+        rescaled.publish_many(200)
         rescaled.broker.drop()
     rescaled.check()
 

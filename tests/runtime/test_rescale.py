@@ -75,7 +75,7 @@ def test_a_consumer_that_keeps_its_hash_range_is_not_touched(make_rescaled: Make
     assert {pause.hash_range for pause in report.pauses} == {
         owned_range.hash_range for owned_range in after.keys() - kept
     }
-    rescaled.publish(100)
+    rescaled.publish_many(100)
     rescaled.check()
 
 
@@ -248,7 +248,7 @@ def test_a_receive_thread_that_is_stuck_keeps_its_consumers(
     leave.set()
     assert [part for _, part in rescaled.ring()] == list(split_ring(4))
     assert stuck in rescaled.consumers[TopicPartition(rescaled.topic, 0)]
-    rescaled.publish(100)
+    rescaled.publish_many(100)
     wait_until(lambda: rescaled.rows == 101)
     assert rescaled.rescaler.rescale(8).ranges_after == 8
 
@@ -272,7 +272,7 @@ def test_topic_partitions_that_come_have_the_current_assignment(
     wait_until(lambda: TopicPartition(rescaled.topic, 4) in rescaled.consumers)
     assert rescaled.ring(4) == rescaled.ring(0)
     assert len({owner for owner, _ in rescaled.ring(4)}) == 3
-    rescaled.publish(200)
+    rescaled.publish_many(200)
     rescaled.check()
 
 

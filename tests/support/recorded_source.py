@@ -1,13 +1,23 @@
-"""A source on a broker that records a history."""
+"""A source on a broker that records a history, and the judgement of a history."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from keyshard import KeyShardSource
 from keyshard.broker.port import Broker
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.testing.verify.checkers import check
+from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recorder import Recorder
+
+
+def held(events: Iterable[Event]) -> set[str]:
+    """Let every checker judge a history; return the names of those that had something to judge."""
+    verdicts = check(list(events))
+    broken = [str(verdict) for verdict in verdicts if not verdict.holds]
+    assert not broken, broken
+    return {verdict.name for verdict in verdicts if verdict.checked}
 
 
 class RecordedSource(KeyShardSource):

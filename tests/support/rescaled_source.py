@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory import MemoryBroker
 from keyshard.consumers.receiver import RangeConsumer
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.rescale import Blocking, Rescaler
@@ -16,12 +15,13 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.errors import KeyShardError
 from keyshard.source_stream import SourceBatch
-from keyshard.testing.verify.checkers import check
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recorder import Recorder
-from tests.helpers import DEADLINE_S, config, wait_until
+from tests.helpers import config, wait_until
 from tests.support.deadlines import deadline
 from tests.support.faulty_broker import ScriptedCall, faulty
+from tests.support.recorded_handler import NumberedMessages
+from tests.support.recorded_source import held
 
 
 class FakeWork:
@@ -52,12 +52,11 @@ class FakeWork:
         self.held = False
 
 
-class RescaledSource:
-    """One topic of three partitions, consumed in batches by a thread; stopped by :meth:`end`."""
+class RescaledSource(NumberedMessages):
+    """A topic that a thread consumes in batches; stopped by :meth:`end`."""
 
     def __init__(self, ranges: int = 4, drain_timeout_s: float = 5.0, **settings: Any) -> None:
-        self.cluster = MemoryCluster(entries_per_ledger=50)
-        self.topic = self.cluster.create_topic("orders", partitions=3)
+        super().__init__(entries_per_ledger=50)
         self.subscribes = ScriptedCall()
         self.broker = faulty(MemoryBroker(self.cluster), subscribe=self.subscribes)
         self.events: list[Event] = []
@@ -70,36 +69,18 @@ class RescaledSource:
         )
         self.coordinator.start()
         self.rescaler: Rescaler = self.coordinator.rescaler(self.work, drain_timeout_s)
-        self.per_key: Counter[str] = Counter()
         self.rows = 0
         self.ranges_of_batches: list[int] = []
-        self._stopping = threading.Event()
         self.error: KeyShardError | None = None
         """The error that ended the source."""
         self._host = threading.Thread(target=self._run, name="host", daemon=True)
         self._host.start()
-        self._producer: threading.Thread | None = None
 
     def write_all(self, events: Iterable[Event]) -> None:
         self.events.extend(events)
 
-    def publish(self, messages: int, keys: int = 40) -> None:
-        for number in range(messages):
-            key = f"k{number % keys}"
-            value = f"{key}:{self.per_key[key]}:".encode()
-            self.cluster.publish(self.topic, Message(value, key=key))
-            self.per_key[key] += 1
-
-    def keep_publishing(self) -> None:
-        """Publish in the background until :meth:`end`."""
-
-        def run() -> None:
-            while not self._stopping.is_set():
-                self.publish(40)
-                threading.Event().wait(0.002)
-
-        self._producer = threading.Thread(target=run, name="producer", daemon=True)
-        self._producer.start()
+    def publish_many(self, messages: int) -> None:
+        self.publish(*(f"k{number % 40}" for number in range(messages)))
 
     def more(self, rows: int = 200) -> None:
         """Wait until more rows are committed."""
@@ -124,9 +105,7 @@ class RescaledSource:
 
     def end(self) -> None:
         """Stop publishing, let everything be committed, and stop."""
-        self._stopping.set()
-        if self._producer is not None:
-            self._producer.join(DEADLINE_S)
+        self.stop_publishing()
         try:
             self._host.join(deadline(30))
         finally:
@@ -137,11 +116,7 @@ class RescaledSource:
         self.end()
         assert self.error is None
         self.recorder.sent(self.topic, self.per_key)
-        verdicts = check(self.events)
-        broken = [verdict for verdict in verdicts if not verdict.holds]
-        assert not broken, broken
-        checked = {verdict.name for verdict in verdicts if verdict.checked}
-        assert checked >= {
+        assert held(self.events) >= {
             "no loss", "order per key", "exactly once into the checkpoint", "routed by key",
             "acknowledged after the checkpoint", "ring covered without overlap",
         }  # fmt: skip
@@ -155,8 +130,8 @@ class RescaledSource:
     def _consume(self) -> None:
         quiet = 0
         while quiet < 20:
-            complete = self.rows >= sum(self.per_key.values())
-            quiet = quiet + 1 if self._stopping.is_set() and complete else 0
+            complete = self.rows >= self.per_key.total()
+            quiet = quiet + 1 if self.stopping.is_set() and complete else 0
             if not self.coordinator.batches.wait_for_rows(0.01):
                 continue
             end = self.coordinator.batches.cut()
