@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from keyshard.testing.devbroker.members import ClusterBroker
 from keyshard.testing.verify.workloads import Workload, produce
 from tests.helpers import listening, wait_until
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import Run
 from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
@@ -52,42 +52,33 @@ def topic(cluster: DevCluster, topic_name: str) -> str:
     return full
 
 
-class Run:
+class CountingRun(Run):
     """Handlers in a thread that count their messages."""
+
+    end_s = deadline(60)
 
     def __init__(self, cluster: DevCluster, topic: str) -> None:
         self.seen: Counter[tuple[str | None, bytes | None]] = Counter()
         self.partitions: Counter[int] = Counter()
-        self.error: BaseException | None = None
-        self.source = KeyShardSource(
+        source = KeyShardSource(
             topic,
             subscription="cluster",
             service_url=cluster.service_url,
             parallelism=8,
             starting_position="earliest",
         )
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        try:
-            self.source.run(self._handle)
-        except BaseException as exc:  # noqa: BLE001 - the test reports it
-            self.error = exc
+        super().__init__(source, self._handle, {})
 
     def _handle(self, message: Message) -> None:
         self.seen[message.key, message.value] += 1
         self.partitions[message.partition] += 1
 
-    @contextmanager
-    def running(self) -> Iterator[Run]:
-        self._thread.start()
-        try:
-            yield self
-        finally:
-            if self._thread.is_alive():
-                self.source.stop()
-            self._thread.join(deadline(60))
-        assert not self._thread.is_alive()
+    def __enter__(self) -> CountingRun:
+        super().__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
         assert self.error is None, repr(self.error)
 
 
@@ -119,7 +110,7 @@ def test_a_source_starts_beside_a_frozen_broker(
     produce(LOAD, healthy.service_url, topic)
     with frozen_for_a_while(frozen):
         began = time.monotonic()
-        with Run(cluster, topic).running() as run:
+        with CountingRun(cluster, topic) as run:
             wait_until(lambda: sum(run.seen.values()) > 0 or run.error, START_S)
             took = time.monotonic() - began
             wait_until(lambda: len(run.seen) == LOAD.messages or run.error, END_S)
@@ -131,7 +122,7 @@ def test_topics_of_one_broker_continue_while_the_other_fails(
     cluster: DevCluster, topic: str, fault: str
 ) -> None:
     produce(LOAD, cluster.service_url, topic)
-    with Run(cluster, topic).running() as run:
+    with CountingRun(cluster, topic) as run:
         wait_until(lambda: len(run.seen) == LOAD.messages or run.error, END_S)
         failing, healthy = cluster.brokers
         getattr(failing, fault)()

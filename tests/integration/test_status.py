@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -23,6 +23,7 @@ from keyshard.testing.verify.workloads import Workload, create_partitioned_topic
 from tests.helpers import keys_of, present, wait_until
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import Run
 from tests.support.paused_range import pause_first_range
 from tests.support.tested_pulsar import PULSAR
 
@@ -51,26 +52,21 @@ def control_folder() -> Iterator[None]:
         yield
 
 
-class Job:
+class Job(Run):
     """A source that runs in a thread."""
+
+    end_s = deadline(60)
 
     def __init__(self, broker: DevBroker, topic: str) -> None:
         create_partitioned_topic(broker.admin_url, topic, PARTITIONS)
-        self.source = KeyShardSource(
+        source = KeyShardSource(
             topic, subscription="shown", parallelism=RANGES, starting_position="earliest",
             service_url=broker.service_url, admin_url=broker.admin_url,
         )  # fmt: skip
         self.hold = threading.Event()
         self.hold.set()
         self.handled = 0
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        try:
-            self.source.run(self._handle, drain_timeout_s=1, metrics_port=0)
-        except BaseException as exc:  # noqa: BLE001 - the test reports it
-            self.error = exc
+        super().__init__(source, self._handle, {"drain_timeout_s": 1, "metrics_port": 0})
 
     def _handle(self, _message: Message) -> None:
         assert self.hold.wait(deadline(100))
@@ -96,16 +92,13 @@ class Job:
         return [] if status is None else [each["state"] for each in status["ranges"]]
 
     def __enter__(self) -> Job:
-        self.thread.start()
+        super().__enter__()
         wait_until(self.status)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *details: object) -> None:
         self.hold.set()
-        with suppress(NotRunningError):
-            self.source.stop()
-        self.thread.join(deadline(60))
-        assert not self.thread.is_alive()
+        super().__exit__(*details)
 
 
 def test_the_status_shows_the_backlog_and_names_an_absent_broker_in_time(

@@ -28,6 +28,7 @@ from keyshard.errors import (
 from tests.helpers import COMMITTED, config, wait_until
 from tests.support.dead_letter_topic import DeadLetterTopic, dead_letter, discard
 from tests.support.faulty_broker import Fault, ScriptedCall, faulty, giving
+from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.parking_topic import ParkingTopic
 
 WHERE = TopicPartition("persistent://public/default/letters")
@@ -67,21 +68,13 @@ def test_the_first_dead_letter_creates_the_topic_and_none_is_lost(
 
 
 def test_looking_for_dead_letters_of_several_topics_creates_none() -> None:
-    cluster = MemoryCluster.named("first-letter-of-several")
-    names = [cluster.create_topic(name) for name in ("one", "two")]
-    stop = threading.Event()
-    source = KeyShardSource(
-        ["one", "two"], subscription="s", service_url="memory://first-letter-of-several"
-    )
-    thread = threading.Thread(target=lambda: source.run(lambda _: None))
-    thread.start()
-    try:
+    topic = MemoryTopic()
+    names = {topic.topic, topic.cluster.create_topic("two")}
+    source = topic.source(topics=names)
+    with Run(source, lambda _: None, {}) as run:
         wait_until(lambda: _state(source) == "running")
-        assert set(cluster.topics()) == set(names)
-    finally:
-        source.stop()
-        thread.join()
-        stop.set()
+        assert set(topic.cluster.topics()) == names
+    assert run.error is None
 
 
 def _state(source: KeyShardSource) -> str:

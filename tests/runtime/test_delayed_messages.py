@@ -6,7 +6,6 @@ On the in-memory broker, whose clock can be put forward.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -193,32 +192,21 @@ def test_a_stop_of_batches_repeats_nothing_either(tmp_path: Path) -> None:
     assert sorted(found[0] + found[1]) == list(range(2_000))
 
 
-class Acknowledging:
+class Acknowledging(Run):
     """A thread that acknowledges each batch of a source at once."""
 
     def __init__(self, source: KeyShardSource) -> None:
-        self.source = source
+        super().__init__(source, None, {})
         self.values: list[int] = []
-        self.errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def _run(self) -> None:
-        try:
-            for batch in self.source.batches(max_wait_s=0.05):
-                self.values += map(int, batch.records["value"].to_pylist())
-                batch.ack()
-        except BaseException as exc:  # noqa: BLE001 - judged by the test
-            self.errors.append(exc)
+    def consume(self) -> None:
+        for batch in self.source.batches(max_wait_s=0.05):
+            self.values += map(int, batch.records["value"].to_pylist())
+            batch.ack()
 
     def __enter__(self) -> Acknowledging:
-        self._thread.start()
+        super().__enter__()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._thread.is_alive():
-            self.source.stop()
-        self._thread.join(deadline(30))
-        assert not self._thread.is_alive()
 
     @property
     def without_room_ms(self) -> int:

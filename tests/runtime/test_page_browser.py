@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import tenacity
 
-from keyshard import KeyShardSource, RetryPolicy
-from keyshard.broker.memory import MemoryCluster
+from keyshard import RetryPolicy
 from keyshard.broker.memory import Message as Stored
 from keyshard.control import ControlServer
 from keyshard.core.message import Message
@@ -24,6 +23,7 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.observe.page.options import PageOptions, serve_page
 from tests.helpers import key_in, wait_until
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.statuses import range_status, status
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is missing: keyshard[dev]")
@@ -128,27 +128,15 @@ class Tab:
         return [one["message"] for one in self.browser.get_log("browser") if one["level"] in levels]
 
 
-class Run:
+class ShownRun(Run):
     """A source with a page, running in a thread."""
 
     def __init__(self, **options: Any) -> None:
-        url = f"memory://browser-{time.monotonic_ns()}"
-        self.cluster = MemoryCluster.named(url.removeprefix("memory://"))
-        self.topic = self.cluster.create_topic("orders", partitions=3)
-        self.source = KeyShardSource(
-            self.topic, subscription="billing", parallelism=8, service_url=url, admin_url=url,
-            starting_position="earliest",
-        )  # fmt: skip
+        self.topic = MemoryTopic(partitions=3)
+        source = self.topic.source(subscription="billing", parallelism=8, admin_url=self.topic.url)
         self.release = threading.Event()
-        self.options: dict[str, Any] = {
-            "ui_port": 0,
-            "drain_timeout_s": deadline(30),
-            "retry": RetryPolicy(),
-        } | options
-        self.thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        self.source.run(self._handle, **self.options)
+        plain = {"ui_port": 0, "drain_timeout_s": deadline(30), "retry": RetryPolicy()}
+        super().__init__(source, self._handle, plain | options)
 
     def _handle(self, message: Message) -> None:
         if message.value == b"hang":
@@ -158,17 +146,18 @@ class Run:
             raise ValueError(HOSTILE)
 
     def publish(self, *values: tuple[str, bytes]) -> None:
-        self.cluster.publish(self.topic, *(Stored(value, key=key) for key, value in values))
+        messages = (Stored(value, key=key) for key, value in values)
+        self.topic.cluster.publish(self.topic.topic, *messages)
 
-    def __enter__(self) -> Run:
-        self.thread.start()
+    def __enter__(self) -> ShownRun:
+        super().__enter__()
         wait_until(lambda: self.source.__dict__.get("_running") and self.source.status()["ranges"])
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *details: object) -> None:
         self.release.set()
-        self.source.stop()
-        self.thread.join(deadline(30))
+        super().__exit__(*details)
+        assert self.error is None, self.error
 
     @property
     def port(self) -> int:
@@ -178,7 +167,7 @@ class Run:
 
 def test_a_hung_handler_a_failing_key_and_a_rescale_are_seen_live(chromium: Any) -> None:
     key = key_in(split_ring(8)[5])
-    with Run() as run:
+    with ShownRun() as run:
         tab = Tab(chromium, run.port)
         tab.shows("#link", "live")
         tab.shows("#arcs", "8 ranges", "epoch 0")
@@ -218,7 +207,7 @@ def test_a_hung_handler_a_failing_key_and_a_rescale_are_seen_live(chromium: Any)
 
 
 def test_the_stack_of_a_running_handler_is_shown_by_a_click(chromium: Any) -> None:
-    with Run() as run:
+    with ShownRun() as run:
         tab = Tab(chromium, run.port)
         run.publish(("order-17", b"hang"))
         tab.shows("#runs", "order-17", f"{HOSTILE} (", " s ago)")
@@ -233,7 +222,7 @@ def test_the_stack_of_a_running_handler_is_shown_by_a_click(chromium: Any) -> No
 
 def test_dead_letters_are_shown_replayed_and_discarded_by_clicks(chromium: Any) -> None:
     once = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(1))
-    with Run(retry=once) as run:
+    with ShownRun(retry=once) as run:
         run.publish((HOSTILE, b"fail"), (HOSTILE, b'{"total": 7}'), ("order-9", b"fail"))
         wait_until(lambda: run.source.status()["counters"]["deadLettered"] == 3)
         tab = Tab(chromium, run.port)
@@ -248,7 +237,7 @@ def test_dead_letters_are_shown_replayed_and_discarded_by_clicks(chromium: Any) 
         tab.click("#dead tbody tr:nth-child(2) button")
         tab.shows("#letter", "Message", HOSTILE)
         tab.shows("#value", '{"total": 7}')
-        run.cluster.schemas[run.topic] = [TopicSchema("STRING", b"", 0)]
+        run.topic.cluster.schemas[run.topic.topic] = [TopicSchema("STRING", b"", 0)]
         for form, shown in (
             ("hex", "7b 22 74"), ("JSON", '  "total": 7'),
             ("schema", 'STRING schema, version 0:\n"{\\"total\\": 7}"'),
@@ -278,7 +267,7 @@ def test_dead_letters_are_shown_replayed_and_discarded_by_clicks(chromium: Any) 
 
 
 def test_a_rescale_by_clicks_shows_its_plan_first(chromium: Any) -> None:
-    with Run() as run:
+    with ShownRun() as run:
         tab = Tab(chromium, run.port)
         tab.shows("#arcs", "8 ranges")
         tab.type("#rescale [name='ranges']", "16")
@@ -308,7 +297,7 @@ def test_a_rescale_by_clicks_shows_its_plan_first(chromium: Any) -> None:
 
 
 def test_a_source_pauses_and_resumes_by_clicks(chromium: Any) -> None:
-    with Run() as run:
+    with ShownRun() as run:
         tab = Tab(chromium, run.port)
         tab.shows("#facts", "running")
         tab.click("#pause")
@@ -354,7 +343,7 @@ def test_tables_are_sorted_by_a_click_and_long_ones_are_cut(chromium: Any) -> No
 
 
 def test_a_token_is_asked_for_once_and_kept_in_the_tab(chromium: Any) -> None:
-    with Run(ui_token=TOKEN) as run:
+    with ShownRun(ui_token=TOKEN) as run:
         tab = Tab(chromium, run.port)
         tab.shows("#link", "a token is required")
         assert tab.count("#main[hidden]") == 1
@@ -377,7 +366,7 @@ def test_a_token_is_asked_for_once_and_kept_in_the_tab(chromium: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
 def test_a_phone_shows_the_page_without_scrolling_sideways(chromium: Any, scheme: str) -> None:
-    with Run() as run:
+    with ShownRun() as run:
         run.publish(*((f"k{n}", b"1") for n in range(100)))
         chromium.execute_cdp_cmd(
             "Emulation.setEmulatedMedia",

@@ -61,6 +61,7 @@ from keyshard.observe.status_types import (
 from tests.helpers import key_in, present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.faulty_broker import ScriptedCall, faulty
+from tests.support.memory_topic import MemoryTopic, Run
 
 pytestmark = pytest.mark.usefixtures("control_folder")
 
@@ -85,19 +86,14 @@ FAILING = RetryPolicy(wait=tenacity.wait_fixed(60), stop=tenacity.stop_never)
 class Job:
     """A source of four ranges over two topic partitions, running in a thread."""
 
-    def __init__(self, name: str) -> None:
-        self.url = f"memory://{name}"
-        self.cluster = MemoryCluster.named(name)
-        self.topic = self.cluster.create_topic("orders", partitions=2)
+    def __init__(self) -> None:
+        made = MemoryTopic()
+        self.url, self.cluster, self.topic = made.url, made.cluster, made.topic
         self.release = threading.Event()
         self.hung: list[Message] = []
         self.handled: list[Message] = []
-        self.source = KeyShardSource(
-            self.topic, subscription="jobs", parallelism=RANGES, service_url=self.url,
-            admin_url=self.url, starting_position="earliest",
-        )  # fmt: skip
-        self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
+        self.source = made.source(subscription="jobs", parallelism=RANGES, admin_url=made.url)
+        self.run: Run | None = None
 
     def handle(self, message: Message) -> None:
         """Hangs on the value ``hang``, raises on ``fail``."""
@@ -112,16 +108,10 @@ class Job:
         self.cluster.publish(self.topic, *(Stored(value, key=key) for key, value in values))
 
     def start(self, **options: Any) -> None:
-        def run() -> None:
-            try:
-                self.source.run(self.handle, **options)
-            except BaseException as exc:  # noqa: BLE001 - the test reports it
-                self.error = exc
-
-        self.thread = threading.Thread(target=run)
-        self.thread.start()
-        wait_until(lambda: self.error or self.shown())
-        assert self.error is None, self.error
+        self.run = run = Run(self.source, self.handle, options)
+        run.thread.start()
+        wait_until(lambda: run.error or self.shown())
+        assert run.error is None, run.error
 
     def shown(self) -> bool:
         try:
@@ -137,15 +127,13 @@ class Job:
 
     def stop(self) -> None:
         self.release.set()
-        if self.thread is not None and self.thread.is_alive():
-            self.source.stop()
-            self.thread.join(deadline(30))
-            assert not self.thread.is_alive()
+        if self.run is not None:
+            self.run.end()
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    made = Job(f"{request.node.originalname}-{time.monotonic_ns()}")
+def job() -> Iterator[Job]:
+    made = Job()
     yield made
     made.stop()
 
@@ -854,9 +842,9 @@ def test_probes_show_the_state_of_the_run(job: Job, monkeypatch: pytest.MonkeyPa
 def test_a_metrics_port_that_is_taken_ends_the_run_with_an_error(job: Job) -> None:
     job.start(metrics_port=0)
     port = job.source.__dict__["_running"]._monitor.metrics_port
-    other = Job(f"other-{time.monotonic_ns()}")
+    other = Job()
     with pytest.raises(AssertionError, match="metrics_port"):
         other.start(metrics_port=port)
-    assert other.thread is not None
-    other.thread.join(deadline(30))
-    assert not other.thread.is_alive()
+    assert other.run is not None
+    other.run.thread.join(deadline(30))
+    assert not other.run.thread.is_alive()

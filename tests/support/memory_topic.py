@@ -57,20 +57,21 @@ class Run:
         errors: Gets the error that ends the run.
     """
 
+    end_s = deadline(30)
+    """Longest wait for the end of the run, seconds."""
+
     def __init__(
         self, source: KeyShardSource, handle: Any, options: dict[str, Any],
         errors: list[BaseException] | None = None,
     ) -> None:  # fmt: skip
         self.source = source
         self.errors: list[BaseException] = [] if errors is None else errors
+        self._handler, self._options = handle, options
+        self.thread = threading.Thread(target=self._run, daemon=True)
 
-        def run() -> None:
-            try:
-                source.run(handle, **options)
-            except BaseException as exc:  # noqa: BLE001 - judged by the test
-                self.errors.append(exc)
-
-        self.thread = threading.Thread(target=run, daemon=True)
+    def consume(self) -> None:
+        """Run in the thread."""
+        self.source.run(self._handler, **self._options)
 
     @property
     def error(self) -> BaseException | None:
@@ -87,12 +88,18 @@ class Run:
     def end(self) -> None:
         """Stop the run, if it still runs."""
         wait_until(lambda: not self.thread.is_alive() or self._stopped())
-        self.thread.join(deadline(30))
+        self.thread.join(self.end_s)
         assert not self.thread.is_alive()
 
     def wait_started(self) -> None:
         """Wait until the source runs or has ended."""
         wait_until(lambda: self.errors or self._runs())
+
+    def _run(self) -> None:
+        try:
+            self.consume()
+        except BaseException as exc:  # noqa: BLE001 - judged by the test
+            self.errors.append(exc)
 
     def _runs(self) -> bool:
         try:
