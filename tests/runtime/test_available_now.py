@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from keyshard import KeyShardSource
 from keyshard.broker.memory import (
     LookAhead,
     MemoryBroker,
-    MemoryCluster,
     MemoryConsumer,
     Message,
     UnackedLimits,
@@ -25,22 +25,21 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock
 from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError, TopicRecreatedError
-from tests.helpers import config, keys_of, rows_of
+from tests.helpers import keys_of, rows_of
 from tests.support.deadlines import deadline
 from tests.support.faulty_broker import ScriptedCall, faulty
+from tests.support.memory_topic import SUBSCRIPTION, MemoryTopic
 
 KEYS = keys_of(4)
 QUIET_MS, TIMEOUT_MS = int(deadline(1.5) * 1_000), int(deadline(20) * 1_000)
 HOUR_MS = 3_600_000
 
 
-class BoundedTopic:
+class BoundedTopic(MemoryTopic):
     """A topic of three partitions, the last of them always empty."""
 
-    def __init__(self, **cluster: object) -> None:
-        self.cluster = MemoryCluster(entries_per_ledger=30, **cluster)  # type: ignore[arg-type]
-        self.topic = self.cluster.create_topic("orders", partitions=3)
-        self.where = self.cluster.partitions(self.topic)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(3, entries_per_ledger=30, **options)
         self.count = 0
 
     def publish(self, count: int, partitions: int = 2) -> list[str]:
@@ -53,13 +52,9 @@ class BoundedTopic:
             values.append(value)
         return values
 
-    @property
-    def backlog(self) -> int:
-        return sum(self.cluster.backlog(where, "unit") for where in self.where)
-
-    def source(self, **changes: object) -> SourceConfig:
+    def source(self, **changes: Any) -> KeyShardSource:
         fields = {"available_now_timeout_ms": TIMEOUT_MS, "available_now_quiet_ms": QUIET_MS}
-        return config(self.topic, **fields | changes)
+        return super().source(**fields | changes)
 
 
 @contextmanager
@@ -106,7 +101,7 @@ def test_a_run_ends_with_the_messages_present_at_its_start(with_admin: bool) -> 
         topic.publish(50)
         assert sorted(run(coordinator, 30)) == sorted(before)
         assert coordinator.batches.cut_available() is None
-        assert topic.backlog == 50
+        assert topic.backlog() == 50
 
 
 def test_an_empty_topic_ends_at_once(with_admin: bool) -> None:
@@ -129,7 +124,7 @@ def test_markers_and_the_ends_of_ledgers_are_not_waited_for(with_admin: bool) ->
     source = topic.source(available_now_quiet_ms=3_600_000)
     with bounded(topic, source, admin=admin_of(topic, with_admin)) as coordinator:
         assert sorted(run(coordinator, 25)) == sorted(before)
-    assert topic.backlog == 0
+    assert topic.backlog() == 0
 
 
 def test_a_subscription_that_begins_behind_the_data_has_nothing_to_wait_for(
@@ -148,12 +143,14 @@ def test_entries_acknowledged_by_another_client_are_not_waited_for(with_admin: b
     topic.cluster.publish(topic.where[0], Message(b"tail", key=KEYS[0]))
     with topic.cluster.lock:
         log = topic.cluster.log(topic.where[0])
-        other = topic.cluster.open_subscription(topic.where[0], "unit", StartPosition.EARLIEST)
+        other = topic.cluster.open_subscription(
+            topic.where[0], SUBSCRIPTION, StartPosition.EARLIEST
+        )
         other.acknowledge([3, 7, len(log) - 1])
     with bounded(topic, admin=admin_of(topic, with_admin)) as coordinator:
         got = run(coordinator)
     assert sorted(got) == sorted(set(values) - {values[6], values[14]})
-    assert topic.backlog == 0
+    assert topic.backlog() == 0
 
 
 def test_a_restart_continues_and_takes_a_new_target(with_admin: bool) -> None:
@@ -165,7 +162,7 @@ def test_a_restart_continues_and_takes_a_new_target(with_admin: bool) -> None:
     second = topic.publish(44, partitions=3)
     with bounded(topic, checkpoint=end, admin=admin_of(topic, with_admin)) as coordinator:
         assert sorted(run(coordinator)) == sorted(second)
-    assert topic.backlog == 0
+    assert topic.backlog() == 0
 
 
 @pytest.mark.parametrize("queue", [3, 50])
@@ -193,7 +190,7 @@ def test_an_endless_producer_neither_stops_nor_lengthens_a_run(
             stop.set()
             producer.join()
     assert sorted(got) == sorted(before)
-    assert topic.backlog == topic.count - len(before)
+    assert topic.backlog() == topic.count - len(before)
 
 
 def withholding(monkeypatch: pytest.MonkeyPatch, value: str) -> list[MemoryConsumer]:
@@ -227,7 +224,7 @@ def test_a_range_behind_its_target_asks_again_for_earlier_entries(
         topic.publish(60, partitions=1)
         assert sorted(run(coordinator)) == sorted(before)
     assert waiting
-    assert topic.backlog == 60
+    assert topic.backlog() == 60
 
 
 @pytest.mark.parametrize(
@@ -245,7 +242,7 @@ def test_rows_behind_the_target_do_not_reach_the_limits_of_the_broker(
         topic.publish(400, partitions=1)
         assert sorted(run(coordinator)) == sorted(before)
     assert waiting
-    assert topic.backlog == 400
+    assert topic.backlog() == 400
 
 
 def test_acknowledgements_that_the_broker_forgot_are_repeated_before_the_end() -> None:
@@ -263,7 +260,7 @@ def test_acknowledgements_that_the_broker_forgot_are_repeated_before_the_end() -
                 coordinator.consumers.shared.window.release(end)
         assert coordinator.batches.cut_available() is None
     assert sorted(got) == sorted(before)
-    assert topic.backlog == 0
+    assert topic.backlog() == 0
 
 
 def test_a_cluster_that_was_wiped_before_the_end_is_named_at_once() -> None:
@@ -332,12 +329,12 @@ def test_a_message_that_is_not_due_is_left_for_a_later_run(with_admin: bool) -> 
         assert sorted(run(coordinator)) == sorted(values)
         assert coordinator.status()["entriesNotDue"] == 2
         end = coordinator.newest
-    assert topic.backlog == 2
+    assert topic.backlog() == 2
     topic.ahead_ms = HOUR_MS
     with bounded(topic, checkpoint=end, admin=admin) as coordinator:
         assert sorted(run(coordinator)) == late
         assert coordinator.status()["entriesNotDue"] == 0
-    assert topic.backlog == 0
+    assert topic.backlog() == 0
 
 
 @pytest.mark.parametrize("with_admin", [True, False])
@@ -351,7 +348,7 @@ def test_the_rows_of_a_run_do_not_wait_for_more(with_admin: bool) -> None:
     source = topic.source(batch_rows_min=1_000, batch_delay_max_ms=60_000)
     with bounded(topic, source, admin=admin_of(topic, with_admin)) as coordinator:
         assert sorted(run(coordinator)) == sorted(values)
-    assert topic.backlog == 0
+    assert topic.backlog() == 0
 
 
 def test_rows_without_room_in_the_checkpoint_do_not_end_a_run_in_silence() -> None:

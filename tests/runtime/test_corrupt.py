@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keyshard import KeyShardSource
-from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory import Batching, MemoryBroker, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.memory.log import StoredEntry
 from keyshard.config.source import SourceConfig
@@ -23,37 +23,25 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.dead_letters.writer import DeadLetterWriter
 from keyshard.errors import BrokerError, ConfigError, CorruptEntryError
-from tests.helpers import commit, config, keys_of, present, received, rows_of, running, wait_until
+from tests.helpers import commit, keys_of, present, received, rows_of, running, wait_until
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import SUBSCRIPTION, NumberedTopic
 from tests.support.parking_topic import ParkingTopic
 
 KEYS = keys_of(4)
 
 
-class CorruptTopic:
-    """A topic without partitions, with numbered entries."""
+class CorruptTopic(NumberedTopic):
+    """A topic without partitions, some of whose entries are corrupt."""
 
     def __init__(self) -> None:
-        self.cluster = MemoryCluster(entries_per_ledger=30)
-        self.topic = self.cluster.create_topic("orders")
-        (self.where,) = self.cluster.partitions(self.topic)
-        self.ids: list[EntryId] = []
-
-    def publish(self, count: int) -> None:
-        for number in range(len(self.ids), len(self.ids) + count):
-            message = Message(b"%d" % number, key=KEYS[number % 4])
-            ((_, entry_id),) = self.cluster.publish(self.where, message)
-            self.ids.append(entry_id)
+        super().__init__(entries_per_ledger=30)
 
     def corrupt(self, *numbers: int) -> None:
-        self.cluster.corrupt(self.where, *(self.ids[number] for number in numbers))
+        self.cluster.corrupt(self.at, *(self.ids[number] for number in numbers))
 
-    def source(self, **changes: Any) -> SourceConfig:
-        return config(self.topic, **({"on_corrupt": "skip", "transport": "wire"} | changes))
-
-    @property
-    def backlog(self) -> int:
-        return self.cluster.backlog(self.where, "unit")
+    def source(self, **changes: Any) -> KeyShardSource:
+        return super().source(**{"on_corrupt": "skip"} | changes)
 
 
 def numbers(coordinator: Coordinator, end: Checkpoint) -> list[int]:
@@ -69,11 +57,11 @@ def test_skipped_entries_are_acknowledged_counted_named_and_no_ack_gap(
     with caplog.at_level(logging.WARNING), running(topic.cluster, topic.source()) as coordinator:
         received(coordinator, 16)
         wait_until(lambda: coordinator.status()["corruptSkipped"] == 4)
-        wait_until(lambda: topic.backlog == 16)  # before anything is committed
+        wait_until(lambda: topic.backlog() == 16)  # before anything is committed
         end = commit(coordinator)
-        wait_until(lambda: topic.backlog == 0)
+        wait_until(lambda: topic.backlog() == 0)
         assert coordinator.status()["ackGaps"] == 0
-    assert end.partitions[topic.where].delivered.run_count == 1
+    assert end.partitions[topic.at].delivered.run_count == 1
     (said,) = [one.getMessage() for one in caplog.records if "on_corrupt" in one.getMessage()]
     assert "its checksum is wrong" in said
 
@@ -91,7 +79,7 @@ def test_a_corrupt_entry_ends_the_source_by_default_and_is_not_acknowledged() ->
 
         with pytest.raises(CorruptEntryError, match=r"(?s)Entry \d+:3 .*set on_corrupt to skip"):
             wait_until(ended)
-        assert topic.backlog == 4
+        assert topic.backlog() == 4
 
 
 @pytest.mark.parametrize("with_admin", [False, True])
@@ -127,12 +115,12 @@ def test_a_batch_among_corrupt_entries_is_replayed_the_same(
         end = coordinator.batches.cut()
         assert end is not None
         before = numbers(coordinator, end)
-        wait_until(lambda: topic.backlog == 18)
+        wait_until(lambda: topic.backlog() == 18)
     source = topic.source(on_corrupt=on_corrupt)
     with running(topic.cluster, source, end, planned=True, admin=admin) as coordinator:
         assert numbers(coordinator, end) == before
         coordinator.batches.release(end)
-        wait_until(lambda: topic.backlog == 0)
+        wait_until(lambda: topic.backlog() == 0)
 
 
 def test_an_entry_of_a_batch_that_became_corrupt_is_named_and_not_left_out() -> None:
@@ -148,7 +136,7 @@ def test_an_entry_of_a_batch_that_became_corrupt_is_named_and_not_left_out() -> 
         pytest.raises(CorruptEntryError, match=r"Entry \d+:5 "),
     ):
         coordinator.batches.plan(end)
-    assert topic.backlog == 8
+    assert topic.backlog() == 8
 
 
 def test_an_entry_that_was_readable_is_not_acknowledged_before_its_batch() -> None:
@@ -157,12 +145,12 @@ def test_an_entry_that_was_readable_is_not_acknowledged_before_its_batch() -> No
     with running(topic.cluster, topic.source()) as coordinator:
         received(coordinator, 8)
         topic.corrupt(5)
-        assert topic.cluster.deliver_again(topic.where, "unit", topic.ids[5]) == 1
+        assert topic.cluster.deliver_again(topic.at, SUBSCRIPTION, topic.ids[5]) == 1
         topic.publish(4)
         received(coordinator, 12)
-        assert (topic.backlog, coordinator.status()["corruptSkipped"]) == (12, 0)
+        assert (topic.backlog(), coordinator.status()["corruptSkipped"]) == (12, 0)
         commit(coordinator)
-        wait_until(lambda: topic.backlog == 0)
+        wait_until(lambda: topic.backlog() == 0)
 
 
 def test_a_forgotten_acknowledgement_is_sent_again() -> None:
@@ -173,9 +161,9 @@ def test_a_forgotten_acknowledgement_is_sent_again() -> None:
         received(coordinator, 7)
         wait_until(lambda: coordinator.status()["corruptSkipped"] == 1)
         commit(coordinator)
-        wait_until(lambda: topic.backlog == 0)
+        wait_until(lambda: topic.backlog() == 0)
         topic.cluster.crash()
-        wait_until(lambda: topic.backlog == 0)
+        wait_until(lambda: topic.backlog() == 0)
         assert coordinator.status()["corruptSkipped"] == 1
 
 

@@ -30,28 +30,21 @@ from keyshard.errors import (
 )
 from tests.helpers import commit, config, key_in, received, rows_of, running, wait_until
 from tests.support.deadlines import deadline
-from tests.support.memory_topic import MemoryTopic, Run
+from tests.support.memory_topic import NumberedTopic, Run
 
 KEYS = [key_in(hash_range) for hash_range in split_ring(4)]
 NAME = "keyshard"
 
 
-class Deleting(MemoryTopic):
+class Deleting(NumberedTopic):
     """A topic of one partition, numbered messages, and subscriptions that come and go."""
 
     def __init__(self) -> None:
         super().__init__(partitions=1)
-        (self.at,) = self.where
         self.admin = MemoryAdmin(self.cluster)
-        self.published = 0
 
     def source(self, **changes: Any) -> KeyShardSource:
         return super().source(**{"admin_url": self.url} | changes)
-
-    def publish(self, count: int) -> None:
-        numbers = range(self.published, self.published + count)
-        self.cluster.publish(self.at, *(Message(b"%d" % n, KEYS[n % 4]) for n in numbers))
-        self.published += count
 
     def trim(self) -> None:
         """Close the ledger, and delete all that is stored."""

@@ -3,55 +3,32 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 from keyshard import KeyShardSource
-from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message, UnackedLimits
+from keyshard.broker.memory import Batching, MemoryBroker, Message, UnackedLimits
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.dead_letter import DeadLetterKind
 from keyshard.errors import ConfigError, EncryptedMessageError
-from tests.helpers import commit, config, keys_of, present, received, rows_of, running, wait_until
+from tests.helpers import commit, present, received, rows_of, running, wait_until
+from tests.support.memory_topic import NumberedTopic
 from tests.support.parking_topic import ParkingTopic
-
-KEYS = keys_of(4)
-
-
-class EncryptedTopic:
-    """A topic without partitions, some of whose entries are encrypted."""
-
-    def __init__(self, **cluster: Any) -> None:
-        self.cluster = MemoryCluster(entries_per_ledger=30, **cluster)
-        self.topic = self.cluster.create_topic("orders")
-        (self.where,) = self.cluster.partitions(self.topic)
-        self.sent = 0
-
-    def publish(self, count: int, *, encrypted: bool = False) -> None:
-        for _ in range(count):
-            message = Message(b"%d" % self.sent, key=KEYS[self.sent % 4])
-            self.cluster.publish(self.where, message, encrypted=encrypted)
-            self.sent += 1
-
-    def source(self, **changes: Any) -> SourceConfig:
-        return config(self.topic, **changes)
-
-    @property
-    def backlog(self) -> int:
-        return self.cluster.backlog(self.where, "unit")
 
 
 @pytest.mark.parametrize("transport", ["wire", "client"])
 def test_an_encrypted_entry_ends_the_source_by_default_and_is_not_acknowledged(
     transport: str,
 ) -> None:
-    topic = EncryptedTopic()
+    topic = NumberedTopic()
     topic.publish(3)
     topic.publish(1, encrypted=True)
     topic.publish(3)
-    with running(topic.cluster, topic.source(transport=transport)) as coordinator:
+    source = topic.source(service_url="pulsar://unused", transport=transport)
+    with running(topic.cluster, source) as coordinator:
 
         def ended() -> bool:
             coordinator.batches.cut()
@@ -59,13 +36,13 @@ def test_an_encrypted_entry_ends_the_source_by_default_and_is_not_acknowledged(
 
         with pytest.raises(EncryptedMessageError, match=r"(?s)\d+:3 of .*set on_encrypted to skip"):
             wait_until(ended)
-        assert topic.backlog == 7
+        assert topic.backlog() == 7
 
 
 def test_skipped_encrypted_entries_are_acknowledged_counted_named_and_no_ack_gap(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    topic = EncryptedTopic()
+    topic = NumberedTopic()
     for _ in range(4):
         topic.publish(4)
         topic.publish(2, encrypted=True)
@@ -73,18 +50,18 @@ def test_skipped_encrypted_entries_are_acknowledged_counted_named_and_no_ack_gap
     with caplog.at_level(logging.WARNING), running(topic.cluster, source) as coordinator:
         received(coordinator, 16)
         wait_until(lambda: coordinator.status()["encryptedSkipped"] == 8)
-        wait_until(lambda: topic.backlog == 16)  # before anything is committed
+        wait_until(lambda: topic.backlog() == 16)  # before anything is committed
         end = commit(coordinator)
-        wait_until(lambda: topic.backlog == 0)
+        wait_until(lambda: topic.backlog() == 0)
         status = coordinator.status()
         assert (status["ackGaps"], status["corruptSkipped"]) == (0, 0)
-    assert end.partitions[topic.where].delivered.run_count == 1
+    assert end.partitions[topic.at].delivered.run_count == 1
     (said,) = [one.getMessage() for one in caplog.records if "on_encrypted" in one.getMessage()]
     assert "is encrypted" in said
 
 
 def test_many_encrypted_entries_hold_up_no_other_range() -> None:
-    topic = EncryptedTopic(unacked_limits=UnackedLimits(per_consumer=5, per_subscription=10))
+    topic = NumberedTopic(unacked_limits=UnackedLimits(per_consumer=5, per_subscription=10))
     topic.publish(20, encrypted=True)
     topic.publish(4)
     with running(topic.cluster, topic.source(on_encrypted="skip")) as coordinator:
@@ -96,7 +73,7 @@ def test_many_encrypted_entries_hold_up_no_other_range() -> None:
 def test_a_bounded_run_counts_encrypted_entries_or_ends_with_an_error(
     choice: str, with_admin: bool
 ) -> None:
-    topic = EncryptedTopic()
+    topic = NumberedTopic()
     topic.publish(10)
     topic.publish(3, encrypted=True)
     source = topic.source(
@@ -120,7 +97,7 @@ def test_a_bounded_run_counts_encrypted_entries_or_ends_with_an_error(
         else:
             run()
             assert (rows, coordinator.status()["encryptedSkipped"]) == (10, 3)
-            assert topic.backlog == 0
+            assert topic.backlog() == 0
     finally:
         coordinator.stop()
 
@@ -128,7 +105,7 @@ def test_a_bounded_run_counts_encrypted_entries_or_ends_with_an_error(
 @pytest.mark.parametrize("choice", ["skip", "fail"])
 def test_entries_behind_the_targets_are_left_to_the_next_bounded_run(choice: str) -> None:
     """Issue: one that was published after the start ended the run, or was acknowledged by it."""
-    topic = EncryptedTopic()
+    topic = NumberedTopic()
     topic.publish(10)
     source = topic.source(on_encrypted=choice, available_now_quiet_ms=3_600_000)
     coordinator = Coordinator(source, lambda: MemoryBroker(topic.cluster))
@@ -141,7 +118,7 @@ def test_entries_behind_the_targets_are_left_to_the_next_bounded_run(choice: str
             rows += sum(map(len, rows_of(coordinator, end).values()))
             coordinator.batches.release(end)
         assert (rows, coordinator.status()["encryptedSkipped"]) == (10, 0)
-        assert topic.backlog == 6
+        assert topic.backlog() == 6
     finally:
         coordinator.stop()
 

@@ -8,11 +8,13 @@ import threading
 from typing import Any
 
 from keyshard import KeyShardSource
-from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.core.position.entry import EntryId
 from keyshard.errors import BrokerError, NotRunningError
-from tests.helpers import wait_until
+from tests.helpers import keys_of, wait_until
 from tests.support.deadlines import deadline
 
+SUBSCRIPTION = "keyshard"
 _numbers = itertools.count()
 
 
@@ -34,17 +36,39 @@ class MemoryTopic:
     def source(self, **changes: Any) -> KeyShardSource:
         """A source over it with four ranges, from the earliest message."""
         given: dict[str, Any] = {
-            "topics": self.topic, "subscription": "keyshard", "parallelism": 4,
+            "topics": self.topic, "subscription": SUBSCRIPTION, "parallelism": 4,
             "starting_position": "earliest", "service_url": self.url,
         }  # fmt: skip
         return KeyShardSource(**(given | changes))
 
-    def backlog(self, subscription: str = "keyshard") -> int:
+    def backlog(self, subscription: str = SUBSCRIPTION) -> int:
         """Messages not acknowledged; -1 before the subscription exists."""
         try:
             return sum(self.cluster.backlog(where, subscription) for where in self.where)
         except BrokerError:
             return -1
+
+
+class NumberedTopic(MemoryTopic):
+    """A topic with numbered messages of four keys, each an entry.
+
+    Args:
+        partitions: 1, or 0 for a topic without partitions.
+        options: Those of the cluster.
+    """
+
+    keys = tuple(keys_of(4))
+
+    def __init__(self, partitions: int = 0, **options: Any) -> None:
+        super().__init__(partitions, **options)
+        (self.at,) = self.where
+        self.ids: list[EntryId] = []
+
+    def publish(self, count: int, *, encrypted: bool = False) -> None:
+        for number in range(len(self.ids), len(self.ids) + count):
+            message = Message(b"%d" % number, key=self.keys[number % 4])
+            ((_, entry_id),) = self.cluster.publish(self.at, message, encrypted=encrypted)
+            self.ids.append(entry_id)
 
 
 class Run:
