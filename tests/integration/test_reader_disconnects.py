@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pulsar
 import pytest
 
 from keyshard.broker.connect import connect, connect_admin
-from keyshard.broker.port import Broker, Reader
+from keyshard.broker.port import Broker
 from keyshard.config.connection import Connection
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -21,6 +20,7 @@ from keyshard.errors import DataLossTrimmedError
 from keyshard.reading.replay import replay
 from keyshard.reading.split_reader import read_split
 from tests.chaos.cluster import TOPIC, Cluster
+from tests.support.faulty_broker import after, faulty, giving
 
 pytestmark = [pytest.mark.broker]
 
@@ -29,54 +29,23 @@ STEPS = range(8)
 """Steps of the Readers at which the connection is cut, run after run."""
 CUT_AFTER_S = (0.0, 0.01)
 """At once, so before the next call begins; or while it is under way."""
-T = TypeVar("T")
 
 
-class DisconnectingBroker:
-    """A client whose connection is cut at one step of its Readers."""
+def disconnecting(cluster: Cluster, cut_at: int, after_s: float) -> tuple[Broker, list[int]]:
+    """A client whose connection is cut at one step of its Readers, and the steps until now."""
+    steps: list[int] = []
 
-    def __init__(self, cluster: Cluster, step: int, after_s: float) -> None:
-        self._inner = connect(Connection(cluster.proxied_url, operation_timeout_ms=10_000))
-        self._proxy = cluster.proxy
-        self._step = step
-        self._after_s = after_s
-        self.steps = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
-        return _CutReader(self, self._inner.reader(topic_partition, start, *how))
-
-    def step(self) -> None:
-        """One more step of a Reader."""
-        if self.steps == self._step:
-            if self._after_s:
-                threading.Timer(self._after_s, self._proxy.cut).start()
+    def step() -> None:
+        if len(steps) == cut_at:
+            if after_s:
+                threading.Timer(after_s, cluster.proxy.cut).start()
             else:
-                self._proxy.cut()
-        self.steps += 1
+                cluster.proxy.cut()
+        steps.append(len(steps))
 
-
-class _CutReader:
-    def __init__(self, broker: DisconnectingBroker, inner: Reader) -> None:
-        self._broker, self._inner = broker, inner
-
-    def read(self, timeout_ms: int) -> Any:
-        return self._after_a_step(lambda: self._inner.read(timeout_ms))
-
-    def at_end(self) -> bool:
-        return self._after_a_step(self._inner.at_end)
-
-    def stayed_connected(self) -> bool:
-        return self._after_a_step(self._inner.stayed_connected)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _after_a_step(self, call: Callable[[], T]) -> T:
-        self._broker.step()
-        return call()
+    fault = after(step)
+    made = connect(Connection(cluster.proxied_url, operation_timeout_ms=10_000))
+    return faulty(made, reader=giving(read=fault, at_end=fault, stayed_connected=fault)), steps
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +75,12 @@ WHERE = TopicPartition(TOPIC, 0)
 def cut_at_each_step(cluster: Cluster, look: Callable[[Broker], None]) -> None:
     for after_s in CUT_AFTER_S:
         for step in STEPS:
-            broker: Any = DisconnectingBroker(cluster, step, after_s)
+            broker, steps = disconnecting(cluster, step, after_s)
             try:
                 look(broker)
             finally:
                 broker.close()
-            assert broker.steps >= 2, "nothing was cut"
+            assert len(steps) >= 2, "nothing was cut"
 
 
 def test_a_replay_gives_its_whole_batch(cluster: Cluster, entries: list[EntryId]) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from keyshard.broker.memory import MemoryBroker, MemoryCluster, MemoryReader
-from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
+from tests.support.faulty_broker import Fault, faulty
 
 NEVER = 10**9
 BACK_AFTER = (1, 2, 4, NEVER)
 """Steps until a Reader that was cut off has its connection again; the last is for good."""
-T = TypeVar("T")
 
 
 class DisconnectingBroker(MemoryBroker):
@@ -34,9 +34,18 @@ class DisconnectingBroker(MemoryBroker):
         self._lost: dict[MemoryReader, int] = {}
 
     def reader(self, topic_partition: TopicPartition, start: EntryId, *how: Any) -> Any:
-        inner = super().reader(topic_partition, start, *how)
-        self.step(inner)
-        return _DisconnectingReader(self, inner)
+        reader = super().reader(topic_partition, start, *how)
+        self.step(reader)
+
+        def between_steps(call: Fault, *args: Any) -> Any:
+            self.step(reader)
+            answer = call(*args)
+            self.step(reader)
+            return answer
+
+        return faulty(
+            reader, read=between_steps, at_end=between_steps, stayed_connected=between_steps
+        )
 
     def step(self, reader: MemoryReader) -> None:
         """One more step."""
@@ -47,29 +56,6 @@ class DisconnectingBroker(MemoryBroker):
             elif self.steps >= self._lost.get(reader, NEVER) + self.back_after:
                 reader.reconnect()
             self.steps += 1
-
-
-class _DisconnectingReader:
-    def __init__(self, broker: DisconnectingBroker, inner: MemoryReader) -> None:
-        self._broker, self._inner = broker, inner
-
-    def read(self, timeout_ms: int) -> list[EntryBlock]:
-        return self._between_steps(lambda: self._inner.read(timeout_ms))
-
-    def at_end(self) -> bool:
-        return self._between_steps(self._inner.at_end)
-
-    def stayed_connected(self) -> bool:
-        return self._between_steps(self._inner.stayed_connected)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _between_steps(self, call: Callable[[], T]) -> T:
-        self._broker.step(self._inner)
-        answer = call()
-        self._broker.step(self._inner)
-        return answer
 
 
 def every_disconnect(
