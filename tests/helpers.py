@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -293,22 +293,33 @@ def config(topic: str | list[str], **changes: Any) -> SourceConfig:
 
 
 @contextmanager
+def started(
+    coordinator: Coordinator,
+    checkpoint: Checkpoint | None = None,
+    *,
+    planned: bool = False,
+    available_now: bool = False,
+) -> Iterator[Coordinator]:
+    """Start a coordinator; stop it at the end of the block, without a release."""
+    coordinator.start(checkpoint, planned=planned, available_now=available_now)
+    try:
+        yield coordinator
+    finally:
+        coordinator.stop()
+
+
 def running(
     cluster: MemoryCluster,
     source: SourceConfig,
     checkpoint: Checkpoint | None = None,
     *,
-    planned: bool = False,
     admin: Admin | None = None,
     connect: Callable[[], Broker] | None = None,
-) -> Iterator[Coordinator]:
-    """A started coordinator on the in-memory broker; stopped at the end, without a release."""
+    **how: bool,
+) -> AbstractContextManager[Coordinator]:
+    """A coordinator on the in-memory broker; see :func:`started`."""
     coordinator = Coordinator(source, connect or (lambda: MemoryBroker(cluster)), admin)
-    coordinator.start(checkpoint, planned=planned)
-    try:
-        yield coordinator
-    finally:
-        coordinator.stop()
+    return started(coordinator, checkpoint, **how)
 
 
 def keyshard_threads() -> set[threading.Thread]:

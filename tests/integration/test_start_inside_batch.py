@@ -15,7 +15,7 @@ from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
 from keyshard.testing.devbroker import DevBroker
 from tests.contract.pulsar_harness import PulsarHarness, keeping
-from tests.helpers import received, rows_of, wait_until
+from tests.helpers import received, rows_of, started, wait_until
 
 pytestmark = [pytest.mark.broker]
 
@@ -55,8 +55,7 @@ def test_every_message_comes_once_and_the_first_batch_runs_again_the_same(
     def had(start: str, checkpoint: Checkpoint | None = None) -> tuple[Checkpoint, Any]:
         """Return the first batch of a run; without a checkpoint, the run ends before the commit."""
         coordinator = source(start).coordinator()
-        coordinator.start(checkpoint, planned=checkpoint is not None)
-        try:
+        with started(coordinator, checkpoint, planned=checkpoint is not None):
             if checkpoint is None:
                 received(coordinator, 4)
             cut = checkpoint or coordinator.batches.cut()
@@ -66,8 +65,6 @@ def test_every_message_comes_once_and_the_first_batch_runs_again_the_same(
                 coordinator.batches.release(cut)
                 wait_until(lambda: harness.backlog(where, "s") == 0)
             return cut, rows
-        finally:
-            coordinator.stop()
 
     _, first = had(json.dumps({where.name: end}))
     assert [row["value"] for part in first.values() for row in part] == [b"7", b"8", b"9", b"10"]

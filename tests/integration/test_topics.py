@@ -24,7 +24,7 @@ from keyshard.testing.verify.workloads import (
     parse_value,
     produce,
 )
-from tests.helpers import wait_until
+from tests.helpers import started, wait_until
 from tests.support.deadlines import deadline, in_time
 from tests.support.tested_pulsar import PULSAR
 
@@ -362,13 +362,10 @@ def test_a_planned_batch_of_a_deleted_topic_is_data_loss_and_creates_nothing(
         assert batch is not None
     delete(api, topic_name, partitioned=True)
     coordinator = here.coordinator()
-    coordinator.start(batch.end, planned=True)
-    try:
+    with started(coordinator, batch.end, planned=True):
         with pytest.raises(DataLossTrimmedError):
             coordinator.batches.plan(batch.end)
         assert stored(api, topic_name) == set()
-    finally:
-        coordinator.stop()
     with pytest.raises(TopicNotFoundError), here.open():
         pass
 

@@ -19,7 +19,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.errors import BrokerUnavailableError, DataLossAckedElsewhereError, TopicRecreatedError
-from tests.helpers import commit, received, rows_of, running, wait_until
+from tests.helpers import commit, received, rows_of, running, started, wait_until
 from tests.support.deadlines import deadline
 from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.gap_topic import (
@@ -93,9 +93,7 @@ def test_entries_in_flight_are_not_read_if_the_broker_lists_them(
     faulty(topic.admin, broker_state=rounds)
     source = topic.source(settle_after_ms=300_000)
     entries = [entry for _ in range(50) for entry in topic.publish(FAST_KEY, SLOW_KEY)]
-    coordinator = Coordinator(source, lambda: gate.broker(topic), topic.admin)
-    coordinator.start()
-    try:
+    with running_gated(topic, source, gate, topic.admin) as coordinator:
         received(coordinator, 50)
         commit(coordinator)
         assert coordinator.status()["ackGaps"] >= 49
@@ -103,8 +101,6 @@ def test_entries_in_flight_are_not_read_if_the_broker_lists_them(
         assert gate.readers == 0
         topic.acknowledge(entries[1:9:2])
         wait_until(lambda: gate.readers)
-    finally:
-        coordinator.stop()
 
 
 def test_evidence_dropped_by_an_uncertain_topic_identity_is_gathered_again(
@@ -176,7 +172,6 @@ def test_a_slow_range_keeps_the_checkpoint_small_and_stops_nothing_for_good(
 def late_entries_acknowledged(topic: GapTopic, coordinator: Coordinator) -> list[EntryId]:
     """Another client acknowledges the entries that wait for a slow range; returns all entries."""
     entries = topic.publish(*[FAST_KEY, SLOW_KEY] * 20)
-    coordinator.start()
     received(coordinator, 20)
     commit(coordinator)
     topic.acknowledge(entries[1::2])
@@ -201,21 +196,16 @@ def test_an_acknowledgement_by_another_client_ends_the_running_source(topic: Gap
     1. entries wait for a slow range
     2. another client acknowledges them, and they stay acknowledged for ``settle_after_ms``
     """
-    coordinator = Coordinator(topic.source(), lambda: Gate().broker(topic), topic.admin)
-    try:
+    with running_gated(topic, topic.source(), Gate(), topic.admin) as coordinator:
         late_entries_acknowledged(topic, coordinator)
         ends_with_loss(topic, coordinator, r"20 entries of .*, first 1:1,3")
-    finally:
-        coordinator.stop()
 
 
 def test_an_acknowledgement_of_the_only_late_entry_ends_the_running_source(
     topic: GapTopic,
 ) -> None:
     """It lies between the floor and a single run, and the running source did not name it."""
-    coordinator = Coordinator(topic.source(), lambda: Gate().broker(topic), topic.admin)
-    coordinator.start()
-    try:
+    with running_gated(topic, topic.source(), Gate(), topic.admin) as coordinator:
         for _ in range(2):
             floor = one_more(topic, coordinator).floor
         late = topic.publish(SLOW_KEY)
@@ -225,16 +215,13 @@ def test_an_acknowledgement_of_the_only_late_entry_ends_the_running_source(
         assert not state.covers(late[0])
         topic.acknowledge(late)
         ends_with_loss(topic, coordinator, r"1 entries of .*, first 1:2")
-    finally:
-        coordinator.stop()
 
 
 def test_entries_acknowledged_by_another_client_are_resolved_if_loss_is_accepted(
     topic: GapTopic,
 ) -> None:
     source = topic.source(fail_on_data_loss=False)
-    coordinator = Coordinator(source, lambda: Gate().broker(topic), topic.admin)
-    try:
+    with running_gated(topic, source, Gate(), topic.admin) as coordinator:
         entries = late_entries_acknowledged(topic, coordinator)
         state = resolved_by_batches(topic, coordinator)
         # The newest gap may still be left between the floor and a single run. Or the mark-delete
@@ -242,8 +229,6 @@ def test_entries_acknowledged_by_another_client_are_resolved_if_loss_is_accepted
         assert all(map(state.covers, entries[:-1]))
         assert coordinator.status()["ackGapsResolved"] >= 19
         assert coordinator.status()["entriesLost"] == 20
-    finally:
-        coordinator.stop()
 
 
 def test_the_floor_moves_over_ledgers(topic: GapTopic) -> None:
@@ -326,8 +311,7 @@ def test_ack_gaps_are_resolved_beside_unreadable_entries_that_a_handler_parks(
     output: list[EntryId] = []
     coordinator = Coordinator(source, lambda: gate.broker(topic))
     coordinator.unreadable = lambda _where, entry_id, _why: output.append(entry_id)
-    coordinator.start()
-    try:
+    with started(coordinator):
         received(coordinator, 3)
         commit(coordinator)
 
@@ -339,8 +323,6 @@ def test_ack_gaps_are_resolved_beside_unreadable_entries_that_a_handler_parks(
         assert not coordinator.status()["gapResolverError"]
         gate.open()
         wait_until(lambda: len(output) == 3)
-    finally:
-        coordinator.stop()
 
 
 # -- the audit --------------------------------------------------------------------------------
@@ -588,10 +570,8 @@ def test_entries_that_still_arrive_are_not_counted_as_lost(
     """
     gate = Gate()
     source = topic.source(fail_on_data_loss=False, settle_after_ms=40)
-    coordinator = Coordinator(source, lambda: gate.broker(topic), topic.admin)
     entries = topic.publish(FAST_KEY, SLOW_KEY, FAST_KEY)
-    coordinator.start()
-    try:
+    with running_gated(topic, source, gate, topic.admin) as coordinator:
         received(coordinator, 2)
         commit(coordinator)
         evicted = [entries[1], *topic.publish(*[SLOW_KEY] * 20)]
@@ -604,8 +584,6 @@ def test_entries_that_still_arrive_are_not_counted_as_lost(
         coordinator.batches.release(end)
         one_more(topic, coordinator)
         assert coordinator.status()["entriesLost"] == 0
-    finally:
-        coordinator.stop()
 
 
 def cut(coordinator: Coordinator) -> Checkpoint:

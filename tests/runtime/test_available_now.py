@@ -25,7 +25,7 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock
 from keyshard.errors import AvailableNowTimeoutError, BrokerUnavailableError, TopicRecreatedError
-from tests.helpers import keys_of, rows_of
+from tests.helpers import keys_of, rows_of, running
 from tests.support.deadlines import deadline
 from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.memory_topic import SUBSCRIPTION, MemoryTopic
@@ -65,13 +65,9 @@ def bounded(
     admin: MemoryAdmin | None = None,
 ) -> Iterator[Coordinator]:
     source = source or topic.source()
-    coordinator = Coordinator(source, lambda: MemoryBroker(topic.cluster), admin)
-    coordinator.start(checkpoint, available_now=True)
-    try:
+    with running(topic.cluster, source, checkpoint, available_now=True, admin=admin) as coordinator:
         yield coordinator
-    finally:
-        coordinator.stop()
-        topic.cluster.validate()
+    topic.cluster.validate()
 
 
 def run(coordinator: Coordinator, rows_max: int | None = None) -> list[str]:

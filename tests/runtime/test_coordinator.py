@@ -46,6 +46,7 @@ from tests.helpers import (
     received,
     rows_of,
     running,
+    started,
     wait_until,
 )
 from tests.support.faulty_broker import Fault, ScriptedCall, faulty, giving
@@ -287,8 +288,7 @@ def test_a_reconnect_delivers_nothing_twice(orders: CoordinatedTopic) -> None:
         return made[-1]
 
     coordinator = Coordinator(orders.source, connect)
-    coordinator.start()
-    try:
+    with started(coordinator):
         received(coordinator, 40)
         first = cut(coordinator, 20)
         made[0].disconnect()
@@ -302,8 +302,6 @@ def test_a_reconnect_delivers_nothing_twice(orders: CoordinatedTopic) -> None:
         coordinator.batches.release(second)
         assert coordinator.batches.cut() is None
         wait_until(lambda: orders.backlog == 0)
-    finally:
-        coordinator.stop()
     assert sorted(got) == orders.all_values()
 
 
@@ -347,14 +345,11 @@ def test_entries_that_stay_partial_are_delivered_and_replayed_in_part(
     # A queue so small that no consumer subscribes again to get a larger one.
     source = config(orders.topic, receiver_queue_size=100)
     first = Coordinator(source, lambda: broker)
-    first.start()
-    try:
+    with started(first):
         received(first, 7)
         end = cut(first)
         rows = rows_of(first, end)
         assert first.status()["rowsReceived"] == 7
-    finally:
-        first.stop()
     assert values(rows) == ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1", "end"]
     assert [*end.partitions[where].partial.values()] == [frozenset({0, 1})] * 3
     assert sorted(Counter(subscribed).values()) == [1] * 7 + [4], (
@@ -431,8 +426,7 @@ def test_an_error_in_a_receive_thread_surfaces_at_the_next_call(orders: Coordina
     broker = MemoryBroker(orders.cluster)
     faulty(broker, subscribe=giving(receive=ScriptedCall(raises=error)))
     coordinator = Coordinator(orders.source, lambda: broker)
-    coordinator.start()
-    try:
+    with started(coordinator):
         for call in (lambda: coordinator.batches.wait_for_rows(10), coordinator.batches.cut):
             with pytest.raises(BrokerError) as caught:
                 call()
@@ -444,8 +438,6 @@ def test_an_error_in_a_receive_thread_surfaces_at_the_next_call(orders: Coordina
                 )
             )
         )
-    finally:
-        coordinator.stop()
 
 
 def test_reused_entry_ids_stop_the_source_before_it_acknowledges(
@@ -558,13 +550,11 @@ def test_the_checkpoint_names_the_cluster_if_the_admin_interface_does(
 ) -> None:
     orders.publish(1)
     admin = FakeAdmin("west")
-    coordinator = Coordinator(orders.source, lambda: MemoryBroker(orders.cluster), admin)
-    coordinator.start(Checkpoint("", "unit", 4))
-    try:
+    with running(
+        orders.cluster, orders.source, Checkpoint("", "unit", 4), admin=admin
+    ) as coordinator:
         received(coordinator, 1)
         assert cut(coordinator).cluster == "west"
-    finally:
-        coordinator.stop()
     assert admin.closed
 
 
@@ -575,13 +565,11 @@ def test_a_role_that_may_not_list_clusters_keeps_the_cluster_of_the_checkpoint(
     error = AuthorizationError("Role r lacks the permission LIST_CLUSTERS.")
     admin = faulty(FakeAdmin(), cluster=ScriptedCall(raises=error))
     orders.publish(1)
-    coordinator = Coordinator(orders.source, lambda: MemoryBroker(orders.cluster), admin)
-    coordinator.start(Checkpoint("west", "unit", 4))
-    try:
+    with running(
+        orders.cluster, orders.source, Checkpoint("west", "unit", 4), admin=admin
+    ) as coordinator:
         received(coordinator, 1)
         assert cut(coordinator).cluster == "west"
-    finally:
-        coordinator.stop()
 
 
 def test_without_admin_the_cluster_of_the_checkpoint_is_kept(orders: CoordinatedTopic) -> None:

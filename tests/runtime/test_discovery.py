@@ -17,7 +17,7 @@ from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import AdminError, BrokerUnavailableError, SubscriptionInUseError
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recording_broker import RecordingBroker
-from tests.helpers import received, wait_until
+from tests.helpers import received, started, wait_until
 from tests.support.changing_topics import PREFIX, ChangingTopics
 from tests.support.faulty_broker import ScriptedCall, after, faulty
 
@@ -288,8 +288,7 @@ def test_ranges_of_a_recreated_topic_keep_their_owners(
         changing.admin,
     )
     changing.cluster.create_topic("t", 2)
-    coordinator.start()
-    try:
+    with started(coordinator):
         client = changing.cluster._clients[0]
         client.drop()
         changing.cluster.delete_topic(PREFIX + "t")
@@ -299,8 +298,6 @@ def test_ranges_of_a_recreated_topic_keep_their_owners(
         coordinator.discovery.round()
         kinds = [event.kind for event in events]
         assert kinds == ["range_gained"] * 8 + ["range_gained" if again else "range_lost"] * 8
-    finally:
-        coordinator.stop()
     assert [event.kind for event in events].count("range_lost") == 8
 
 

@@ -12,7 +12,7 @@ from keyshard.coordinator import gap_resolver
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.entry import EntryId
 from keyshard.reading.gap_reader import GapReport, inspect_ack_gaps
-from tests.helpers import commit, config, received, running, wait_until
+from tests.helpers import commit, config, received, running, started, wait_until
 from tests.support.faulty_broker import Fault, faulty
 from tests.support.gap_topic import (
     FAST_KEY,
@@ -49,16 +49,13 @@ def test_a_gap_before_an_unreadable_entry_is_resolved(
         topic.admin if with_admin else None,
     )
     coordinator.unreadable = lambda _where, _entry, _why: None
-    coordinator.start()
-    try:
+    with started(coordinator):
 
         def floor_is_behind_the_marker() -> bool:
             floor = one_more(topic, coordinator).floor
             return floor is not None and floor > marker
 
         wait_until(floor_is_behind_the_marker)
-    finally:
-        coordinator.stop()
 
 
 def test_the_only_gap_is_resolved_although_one_run_follows_the_floor() -> None:

@@ -23,7 +23,7 @@ from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.topic_identity import CLOCK_SKEW_MS
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import KeyShardError, TopicRecreatedError
-from tests.helpers import commit, config, key_in, received, rows_of, wait_until
+from tests.helpers import commit, config, key_in, received, rows_of, started, wait_until
 from tests.support.faulty_broker import Fault, ScriptedCall, faulty
 from tests.support.rescaled_source import RescaledSource
 
@@ -151,8 +151,7 @@ def test_entries_buffered_before_a_wipe_are_not_delivered(
     coordinator = Coordinator(
         config(TOPIC, parallelism=2, discovery_interval_ms=86_400_000), lambda: broker
     )
-    coordinator.start()
-    try:
+    with started(coordinator):
         consumers = coordinator.consumers.range_consumers
         served = consumers.by_partition[where]
         wait_until(lambda: all(one.reception.state is ReceiveState.IDLE for one in served))
@@ -172,8 +171,6 @@ def test_entries_buffered_before_a_wipe_are_not_delivered(
         assert end is not None
         rows = rows_of(coordinator, end).values()
         assert [row["value"] for part in rows for row in part] == [b"new"] * 2
-    finally:
-        coordinator.stop()
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -17,7 +17,7 @@ from keyshard.control import running_source
 from keyshard.core import range_watchdog
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.observe import monitor
-from tests.helpers import present, wait_until
+from tests.helpers import present, started, wait_until
 from tests.support.deadlines import deadline
 from tests.support.recorded_handler import RecordedHandler
 
@@ -232,13 +232,10 @@ def test_a_bounded_run_and_a_source_that_starts_are_refused(job: Paused) -> None
     with pytest.raises(NotRunningError, match="starting"):
         coordinator.pause()
     job.publish(b"1")
-    coordinator.start(available_now=True)
-    try:
+    with started(coordinator, available_now=True):
         with pytest.raises(ConfigError, match="bounded run"):
             coordinator.pause()
         coordinator.resume()
-    finally:
-        coordinator.stop()
 
 
 def test_a_stream_pauses_by_its_methods_and_by_commands(job: Paused) -> None:

@@ -27,7 +27,7 @@ from keyshard.errors import (
     BrokerUnavailableError,
     RangeConflictError,
 )
-from tests.helpers import DEADLINE_S, config, received, wait_until
+from tests.helpers import DEADLINE_S, config, received, started, wait_until
 from tests.support.changing_topics import PREFIX, ChangingTopics
 from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.rescaled_source import RescaledSource
@@ -360,8 +360,7 @@ def test_a_consumer_that_its_broker_forgot_is_subscribed_again(
         return clients[-1]
 
     coordinator = Coordinator(source, connect, topics.admin)
-    coordinator.start()
-    try:
+    with started(coordinator):
         topics.publish("a", 8)
         received(coordinator, 16)
         before = [one.consumer for one in served(coordinator)]
@@ -377,8 +376,6 @@ def test_a_consumer_that_its_broker_forgot_is_subscribed_again(
         after = [one.consumer for one in served(coordinator)]
         assert {n for n, one in enumerate(after) if one is not before[n]} == forgotten
         wait_until(lambda: not topics.backlog("a"))
-    finally:
-        coordinator.stop()
     said = [one for one in caplog.messages if "had no consumer for range" in one]
     assert len(said) == len(forgotten)
 

@@ -36,7 +36,7 @@ from keyshard.errors import (
 from keyshard.reading import scan
 from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
-from tests.helpers import received, rows_of, wait_until
+from tests.helpers import received, rows_of, started, wait_until
 from tests.support.deadlines import deadline
 
 _names = itertools.count()
@@ -151,40 +151,31 @@ def test_a_batch_that_begins_inside_a_producer_batch_runs_again_the_same() -> No
     topic, where, entry = batch_of_ten(8)
     start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:6"})
     first = topic.source(starting_position=start).coordinator()
-    first.start()
-    try:
+    with started(first):
         received(first, 4)
         end = first.batches.cut()
         assert end is not None
         rows = rows_of(first, end)
-    finally:
-        first.stop()
     ids = [f"{entry.ledger}:{entry.entry}:{index}" for index in range(6, 10)]
     (part,) = rows.values()
     assert [row["value"] for row in part] == [b"6", b"7", b"8", b"9"]
     assert [row["__messageId"] for row in part] == ids
     assert end.partitions[where].partial == {entry: {6, 7, 8, 9}}
     again = topic.source(starting_position="earliest").coordinator()
-    again.start(end, planned=True)
-    try:
+    with started(again, end, planned=True):
         assert rows_of(again, end) == rows
         again.batches.release(end)
         wait_until(lambda: topic.cluster.backlog(where, "s") == 0)
         assert again.batches.cut() is None
-    finally:
-        again.stop()
 
 
 def test_an_entry_of_which_nothing_is_left_ends_no_bounded_run_too_late() -> None:
     topic, where, entry = batch_of_ten(11)
     start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:10"})
     coordinator = topic.source(starting_position=start).coordinator()
-    coordinator.start(available_now=True)
-    try:
+    with started(coordinator, available_now=True):
         assert coordinator.batches.cut_available(None) is None
         wait_until(lambda: topic.cluster.backlog(where, "s") == 0)
-    finally:
-        coordinator.stop()
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -199,15 +190,12 @@ def test_an_entry_of_which_nothing_is_left_is_no_loss_where_no_checkpoint_has_it
     topic.publish(where, 1)
     start = json.dumps({where.name: f"{entry.ledger}:{entry.entry}:{10 - left}"})
     first = topic.source(starting_position=start).coordinator()
-    first.start()
-    try:
+    with started(first):
         received(first, 1 + left)
         end = first.batches.cut()
         assert end is not None
         first.batches.release(end)
         wait_until(lambda: topic.cluster.backlog(where, "s") == 0)
-    finally:
-        first.stop()
     state = end.partitions[where]
     known = state.batch - EntrySet.of([entry])
     before = EntryId(entry.ledger, entry.entry - 1)
@@ -241,16 +229,13 @@ def test_entries_before_the_start_stay_away_when_the_broker_forgets() -> None:
     assert topic.stream(4, starting_position=start) == ["6", "7", "8", "9"]
     wait_until(lambda: topic.cluster.backlog(where, "s") == 0)
     again = topic.source(starting_position="earliest").coordinator()
-    again.start()
-    try:
+    with started(again):
         topic.cluster.reset_cursor(where, "s", entry)
         received(again, 4)
         end = again.batches.cut()
         assert end is not None
         (rows,) = rows_of(again, end).values()
         assert [row["value"] for row in rows] == [b"6", b"7", b"8", b"9"]
-    finally:
-        again.stop()
 
 
 def test_a_handler_gets_only_messages_behind_the_start() -> None:

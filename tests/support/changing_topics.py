@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.releases import DEFAULT_VERSION
-from tests.helpers import config, keys_of, rows_of
+from tests.helpers import config, keys_of, rows_of, running
 
 PREFIX = "persistent://public/default/"
 KEYS = keys_of(4)
@@ -48,7 +47,6 @@ class ChangingTopics:
     def matching(self, regex: str, **changes: Any) -> SourceConfig:
         return self.source(topics_pattern=regex, admin_url="http://memory", **changes)
 
-    @contextmanager
     def running(
         self,
         source: SourceConfig,
@@ -56,14 +54,9 @@ class ChangingTopics:
         *,
         planned: bool = False,
         admin: bool = True,
-    ) -> Iterator[Coordinator]:
-        connect = lambda: MemoryBroker(self.cluster)  # noqa: E731
-        coordinator = Coordinator(source, connect, self.admin if admin else None)
-        coordinator.start(checkpoint, planned=planned)
-        try:
-            yield coordinator
-        finally:
-            coordinator.stop()
+    ) -> AbstractContextManager[Coordinator]:
+        used = self.admin if admin else None
+        return running(self.cluster, source, checkpoint, admin=used, planned=planned)
 
     def take(self, coordinator: Coordinator) -> Checkpoint:
         """Cut, read and commit one batch."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from keyshard.broker.admin.port import Admin
 from keyshard.broker.memory import (
     LookAhead,
     MemoryBroker,
@@ -117,7 +118,7 @@ class Gate:
 
 
 def running_gated(
-    topic: GapTopic, source: SourceConfig, gate: Gate
+    topic: GapTopic, source: SourceConfig, gate: Gate, admin: Admin | None = None
 ) -> AbstractContextManager[Coordinator]:
     """A started coordinator whose consumers a gate may stop."""
-    return running(topic.cluster, source, connect=lambda: gate.broker(topic))
+    return running(topic.cluster, source, admin=admin, connect=lambda: gate.broker(topic))
