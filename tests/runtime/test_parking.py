@@ -269,23 +269,17 @@ def test_messages_handled_before_the_first_dead_letter_do_not_run_behind_it(
     parking: ParkingTopic,
 ) -> None:
     parking.publish("b")
-    bad = {3, 5}
-
-    def handle(message: Message) -> None:
-        if int(present(message.value)) in bad:
-            raise ValueError("cannot handle it")
-        parking.handle(message)
-
-    with parking.run(handle):
+    parking.failing = {3, 5}
+    with parking.run():
         wait_until(lambda: parking.handled["b"] == [0] and parking.backlog() == 0)
         # The broker has just written its cursor; it will forget acknowledgements from now on.
         parking.publish(*"b" * 6)
         wait_until(lambda: len(parking.dead_letters()) == 4 and parking.backlog() == 0)
     parking.cluster.crash()
     assert parking.backlog() == 6
-    with parking.run(handle) as run:
+    with parking.run() as run:
         wait_until(lambda: parking.backlog() == 0)
-        bad.clear()
+        parking.failing.clear()
         assert run.source.unpark("b")
         wait_until(lambda: len(parking.handled["b"]) >= 9)
         wait_until(lambda: parking.resting() == 0)
@@ -297,23 +291,17 @@ def test_a_redelivered_message_that_fails_is_replayed_before_newer_dead_letters(
     parking: ParkingTopic,
 ) -> None:
     parking.publish("b")
-    bad = {3}
-
-    def handle(message: Message) -> None:
-        if int(present(message.value)) in bad:
-            raise ValueError("cannot handle it")
-        parking.handle(message)
-
-    with parking.run(handle):
+    parking.failing = {3}
+    with parking.run():
         wait_until(lambda: parking.handled["b"] == [0] and parking.backlog() == 0)
         parking.publish(*"b" * 5)
         wait_until(lambda: len(parking.dead_letters()) == 3 and parking.backlog() == 0)
     parking.cluster.crash()
-    bad.add(2)
-    with parking.run(handle) as run:
+    parking.failing.add(2)
+    with parking.run() as run:
         wait_until(lambda: len(parking.dead_letters()) == 4 and parking.backlog() == 0)
         assert numbers(parking.dead_letters()) == [3, 4, 5, 2]
-        bad.clear()
+        parking.failing.clear()
         assert run.source.unpark("b")
         wait_until(lambda: len(parking.handled["b"]) >= 8)
         wait_until(lambda: parking.resting() == 0)
@@ -324,22 +312,16 @@ def test_a_restart_that_unparks_a_key_at_once_ends_with_its_newest_message(
     parking: ParkingTopic,
 ) -> None:
     parking.publish("b")
-    bad = {3}
-
-    def handle(message: Message) -> None:
-        if int(present(message.value)) in bad:
-            raise ValueError("cannot handle it")
-        parking.handle(message)
-
-    with parking.run(handle):
+    parking.failing = {3}
+    with parking.run():
         wait_until(lambda: parking.handled["b"] == [0] and parking.backlog() == 0)
         parking.publish(*"b" * 3)
         wait_until(lambda: len(parking.dead_letters()) == 1 and parking.backlog() == 0)
     for _ in range(2):
         # Whether the dead letter runs before or after those that come again, it is the last.
         parking.cluster.crash()
-        bad.clear()
-        with parking.run(handle) as run:
+        parking.failing.clear()
+        with parking.run() as run:
             run.source.unpark("b")
             wait_until(lambda: parking.backlog() == 0 and parking.resting() == 0)
         assert parking.handled["b"][-1] == 3

@@ -33,6 +33,8 @@ class ParkingTopic(MemoryTopic):
         self.dead_letter_partition = TopicPartition(f"{self.topic}-keyshard-DLQ")
         self.broken: set[str | None] = set()
         """Keys for which the handler raises."""
+        self.failing: set[int] = set()
+        """Sequence numbers for which it raises."""
         self.rejected: set[bytes] = set()
         """Values that the handler rejects."""
         self.handled: defaultdict[str | None, list[int]] = defaultdict(list)
@@ -53,7 +55,7 @@ class ParkingTopic(MemoryTopic):
         self.tried[key].append(number)
         if message.value in self.rejected:
             raise Reject("not an order")
-        if key in self.broken:
+        if key in self.broken or number in self.failing:
             raise ValueError(f"cannot handle {key}")
         self.handled[key].append(number)
 
