@@ -21,6 +21,7 @@ from keyshard.handlers.outcomes import NOTES_MAX, Notes
 from tests.helpers import until, wait_until
 from tests.support.command_line import run as command
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import MemoryTopic
 
 pytestmark = pytest.mark.usefixtures("control_folder")
 
@@ -81,15 +82,10 @@ def released() -> Iterator[None]:
 
 
 @pytest.fixture
-def source(request: pytest.FixtureRequest) -> KeyShardSource:
-    name = request.node.name.translate(dict.fromkeys(map(ord, "[], "), "_"))
-    cluster = MemoryCluster.named(name)
-    topic = cluster.create_topic("orders", partitions=1)
-    cluster.publish(topic, Stored(b"1", key="order-17"))
-    return KeyShardSource(
-        topic, subscription="jobs", parallelism=1, service_url=f"memory://{name}",
-        starting_position="earliest",
-    )  # fmt: skip
+def source() -> KeyShardSource:
+    topic = MemoryTopic(partitions=1)
+    topic.cluster.publish(topic.topic, Stored(b"1", key="order-17"))
+    return topic.source(subscription="jobs", parallelism=1)
 
 
 def run_with(note: str | None, state: str = "running") -> dict[str, Any]:

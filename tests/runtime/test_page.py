@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from keyshard import KeyShardSource
-from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.broker.memory import Message
 from keyshard.cli import main
 from keyshard.control import ControlServer, answering_sources
 from keyshard.errors import ConfigError, UnexpectedError
@@ -24,6 +23,7 @@ from keyshard.observe.page.options import PageOptions, serve_page
 from keyshard.observe.page.server import PageServer
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import MemoryTopic
 from tests.support.statuses import range_status, status
 
 pytestmark = pytest.mark.usefixtures("control_folder")
@@ -361,19 +361,15 @@ def test_a_port_in_use_is_refused_before_anything_starts(page: PageServer) -> No
 
 
 def test_a_run_serves_its_own_page_until_it_ends() -> None:
-    url = f"memory://page-{time.monotonic_ns()}"
-    cluster = MemoryCluster.named(url.removeprefix("memory://"))
-    topic = cluster.create_topic("orders", partitions=2)
-    source = KeyShardSource(
-        topic, subscription="jobs", parallelism=2, service_url=url, starting_position="earliest"
-    )
+    topic = MemoryTopic()
+    source = topic.source(subscription="jobs", parallelism=2)
     release, begun = threading.Event(), threading.Event()
 
     def handle(_message: Message) -> None:
         begun.set()
         assert release.wait(deadline(60))
 
-    cluster.publish(topic, Message(b"1", key="order-17"))
+    topic.cluster.publish(topic.topic, Message(b"1", key="order-17"))
     thread = threading.Thread(target=source.run, args=(handle,), kwargs={"ui_port": 0})
     thread.start()
     assert begun.wait(deadline(30))
@@ -386,7 +382,7 @@ def test_a_run_serves_its_own_page_until_it_ends() -> None:
         assert [one["name"] for one in told] == ["jobs"], "only its own source"
         (run,) = source._active()._monitor._runs({})["runs"]
         assert (run["key"], run["state"], run["attempts"]) == ("order-17", "running", 0)
-        assert run["topic"] == topic
+        assert run["topic"] == topic.topic
         assert run["range"] in (0, 1)
     finally:
         other.server.close()

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from keyshard import KeyShardSource, Message
-from keyshard.broker.memory import MemoryCluster
+from keyshard import Message
 from keyshard.broker.memory import Message as Stored
 from keyshard.cli import main
 from keyshard.control import running_source
@@ -19,6 +18,7 @@ from keyshard.errors import ConfigError, NotRunningError
 from keyshard.observe import monitor
 from tests.helpers import present, started, wait_until
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import MemoryTopic
 from tests.support.recorded_handler import RecordedHandler
 
 pytestmark = pytest.mark.usefixtures("control_folder")
@@ -95,14 +95,11 @@ def test_a_paused_source_stops_and_a_restart_is_not_paused(make_recorded: MakeRe
 class Paused:
     """A source in a thread whose handler waits on the value ``hang``."""
 
-    def __init__(self, name: str) -> None:
-        url = f"memory://{name}"
-        self.cluster = MemoryCluster.named(name)
-        self.topic = self.cluster.create_topic("orders", partitions=2)
-        self.source = KeyShardSource(
-            self.topic, subscription="jobs", parallelism=2, service_url=url, admin_url=url,
-            starting_position="earliest",
-        )  # fmt: skip
+    def __init__(self) -> None:
+        self.topic = MemoryTopic()
+        self.source = self.topic.source(
+            subscription="jobs", parallelism=2, admin_url=self.topic.url
+        )
         self.release, self.begun = threading.Event(), threading.Event()
         self.handled: list[bytes | None] = []
 
@@ -113,11 +110,10 @@ class Paused:
         self.handled.append(message.value)
 
     def publish(self, value: bytes) -> None:
-        self.cluster.publish(self.topic, Stored(value, key="a"))
+        self.topic.cluster.publish(self.topic.topic, Stored(value, key="a"))
 
     def backlog(self) -> int:
-        where = self.cluster.partitions(self.topic)
-        return sum(self.cluster.backlog(one, "jobs") for one in where)
+        return self.topic.backlog("jobs")
 
     def publish_until_many_wait(
         self, value: bytes, take: Callable[[], object] = lambda: None
@@ -145,8 +141,8 @@ class Paused:
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest) -> Paused:
-    return Paused(request.node.name)
+def job() -> Paused:
+    return Paused()
 
 
 def test_a_message_in_flight_is_finished_and_acknowledged_without_an_alert(

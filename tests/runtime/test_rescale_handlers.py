@@ -12,7 +12,7 @@ import pytest
 import tenacity
 
 from keyshard import KeyShardSource, Message, RetryPolicy
-from keyshard.broker.memory import Batching, MemoryCluster
+from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.ring.assignment import assign, moved_ranges, reassign
 from keyshard.core.ring.hash_range import HashRange
@@ -27,6 +27,7 @@ from keyshard.handlers import run
 from tests.helpers import DEADLINE_S, key_in, present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.faulty_broker import ScriptedCall, faulty
+from tests.support.memory_topic import MemoryTopic
 from tests.support.recorded_handler import RecordedHandler
 
 MakeRecorded = Callable[..., RecordedHandler]
@@ -208,11 +209,8 @@ def test_a_broker_that_restarts_in_the_middle_costs_nothing(make_recorded: MakeR
 
 
 def test_batches_continue_too() -> None:
-    name = f"rescale-batches-{time.monotonic_ns()}"
-    cluster = MemoryCluster.named(name)
-    topic = cluster.create_topic("orders", partitions=2)
-    source = KeyShardSource(topic, subscription="keyshard", parallelism=4, service_url=f"memory://{name}",
-                            starting_position="earliest")  # fmt: skip
+    made = MemoryTopic()
+    cluster, topic, source = made.cluster, made.topic, made.source()
     sent: dict[str, list[bytes]] = {f"k{key}": [] for key in range(20)}
     got: dict[str, list[bytes]] = {key: [] for key in sent}
 

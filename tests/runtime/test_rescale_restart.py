@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from keyshard import KeyShardSource, Message
-from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.ring.assignment import Assignment, assign
@@ -21,6 +20,7 @@ from keyshard.errors import CheckpointError, NotRunningError
 from keyshard.handlers.batches import Batch
 from tests.helpers import DEADLINE_S, key_in, wait_until
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import MemoryTopic
 from tests.support.recorded_handler import RecordedHandler, RecordedRun
 
 MakeWorld = Callable[..., RecordedHandler]
@@ -191,11 +191,8 @@ def test_a_damaged_assignment_starts_nothing(recorded: RecordedHandler, checkpoi
 
 
 def test_batches_remember_the_last_rescale_and_open_does_not(checkpoint: Path) -> None:
-    name = f"rescale-restart-{time.monotonic_ns()}"
-    cluster = MemoryCluster.named(name)
-    topic = cluster.create_topic("orders", partitions=2)
-    source = KeyShardSource(topic, subscription="keyshard", parallelism=4, service_url=f"memory://{name}",
-                            starting_position="earliest")  # fmt: skip
+    made = MemoryTopic()
+    cluster, topic, source = made.cluster, made.topic, made.source()
 
     def iterate() -> list[Batch]:
         return list(source.batches(max_rows=10, max_wait_s=0.02, checkpoint=checkpoint))

@@ -7,7 +7,6 @@ import pickle
 import random
 import re
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, suppress
@@ -21,7 +20,7 @@ import pytest
 
 from keyshard import KeyShardSink, MessageId
 from keyshard.broker.connect import connect
-from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.memory import Message as StoredMessage
 from keyshard.broker.memory.publishing import Write
 from keyshard.broker.port import Broker, PublishOptions
@@ -29,7 +28,6 @@ from keyshard.columns.canonical import canonical
 from keyshard.columns.outgoing import outgoing_of
 from keyshard.config.connection import Connection
 from keyshard.config.sink import SinkConfig
-from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.publishing import batch_layout, key_partition, layout_of, sequence_id
 from keyshard.core.releases import release_of
@@ -48,49 +46,18 @@ from keyshard.errors import (
 from keyshard.publishing.batch_writer import WriteReport
 from keyshard.publishing.topic_tail import last_stored_id
 from tests.helpers import wait_until
+from tests.support.copied_topic import SinkTopic
 from tests.support.deadlines import deadline
-from tests.support.stored_topic import messages_at
 
 PARTITIONS = 3
 Rows = list[tuple[str | None, bytes]]
 
 
-class World:
-    """A cluster with a topic, and sinks of it."""
-
-    def __init__(self) -> None:
-        name = f"sink-{uuid.uuid4().hex}"
-        self.url = f"memory://{name}"
-        self.cluster = MemoryCluster.named(name)
-        self.topic = self.cluster.create_topic("out", PARTITIONS)
-        self.cluster.deduplicate(self.topic)
-        self.sinks: list[KeyShardSink] = []
-
-    def sink(self, **options: Any) -> KeyShardSink:
-        given: dict[str, Any] = {
-            "sink_id": "s", "service_url": self.url, "send_timeout_ms": 2_000,
-        } | options  # fmt: skip
-        self.sinks.append(KeyShardSink(self.topic, **given))
-        return self.sinks[-1]
-
-    def stored(self, topic: str | None = None) -> list[Message]:
-        """All messages, by topic partition and in their order."""
-        with closing(MemoryBroker(self.cluster)) as broker:
-            return messages_at(broker, self.cluster.partitions(topic or self.topic))
-
-    def by_key(self, topic: str | None = None) -> dict[str | None, list[bytes | None]]:
-        found: dict[str | None, list[bytes | None]] = {}
-        for one in self.stored(topic):
-            found.setdefault(one.key, []).append(one.value)
-        return found
-
-
 @pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
+def world() -> Iterator[SinkTopic]:
+    made = SinkTopic(PARTITIONS, send_timeout_ms=2_000)
     yield made
-    for sink in made.sinks:
-        sink._state.close()
+    made.close()
 
 
 def batch_of(rows: Rows) -> pa.RecordBatch:
@@ -114,7 +81,7 @@ def expected(*batches: Rows) -> dict[str | None, list[bytes]]:
     return found
 
 
-def test_a_batch_is_stored_by_key_in_entries_of_one_key(world: World) -> None:
+def test_a_batch_is_stored_by_key_in_entries_of_one_key(world: SinkTopic) -> None:
     rows = rows_of(0)
     report = world.sink().write_batch(batch_of(rows), 0)
     assert (report.rows, report.entries, report.already_stored) == (200, 7, 0)
@@ -124,7 +91,7 @@ def test_a_batch_is_stored_by_key_in_entries_of_one_key(world: World) -> None:
         assert one.partition == key_partition(one.key, PARTITIONS)
 
 
-def test_a_batch_that_is_written_again_is_stored_once(world: World) -> None:
+def test_a_batch_that_is_written_again_is_stored_once(world: SinkTopic) -> None:
     rows = rows_of(0)
     world.sink().write_batch(batch_of(rows), 0)
     again = list(rows)
@@ -135,7 +102,7 @@ def test_a_batch_that_is_written_again_is_stored_once(world: World) -> None:
     assert world.by_key() == expected(rows)
 
 
-def test_batches_follow_one_another_and_an_old_one_is_refused(world: World) -> None:
+def test_batches_follow_one_another_and_an_old_one_is_refused(world: SinkTopic) -> None:
     sink = world.sink()
     sink.write_batch(batch_of(rows_of(0)), 0)
     sink.write_batch(batch_of(rows_of(1)), 1)
@@ -144,14 +111,14 @@ def test_batches_follow_one_another_and_an_old_one_is_refused(world: World) -> N
     assert world.by_key() == expected(rows_of(0), rows_of(1))
 
 
-def test_a_batch_with_fewer_rows_than_were_written_is_refused(world: World) -> None:
+def test_a_batch_with_fewer_rows_than_were_written_is_refused(world: SinkTopic) -> None:
     sink = world.sink()
     sink.write_batch(batch_of(rows_of(0)), 0)
     with pytest.raises(BatchMismatchError, match="otherwise than in an earlier attempt"):
         sink.write_batch(batch_of(rows_of(0, 100)), 0)
 
 
-def test_other_rows_in_the_same_numbers_are_not_noticed(world: World) -> None:
+def test_other_rows_in_the_same_numbers_are_not_noticed(world: SinkTopic) -> None:
     """A limit: the rows of the first attempt stay."""
     sink = world.sink()
     sink.write_batch(batch_of(rows_of(0)), 0)
@@ -176,7 +143,7 @@ def moved(rows: Rows) -> Rows:
     ],
 )
 def test_a_repeated_batch_that_is_distributed_otherwise_is_refused(
-    world: World, change: str, again: dict[str, Any]
+    world: SinkTopic, change: str, again: dict[str, Any]
 ) -> None:
     rows = rows_of(0)
     world.sink().write_batch(batch_of(rows), 0)
@@ -197,7 +164,7 @@ def test_a_repeated_batch_that_is_distributed_otherwise_is_refused(
 
 
 def test_a_topic_partition_takes_as_many_rows_as_ids_can_number(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: SinkTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keyshard.publishing.batch_writer.ROWS_MAX", 5)
     world.sink().write_batch(batch_of([("a", b"")] * 5), 0)
@@ -207,7 +174,7 @@ def test_a_topic_partition_takes_as_many_rows_as_ids_can_number(
 
 @pytest.mark.parametrize("seed", range(30))
 def test_an_attempt_that_dies_anywhere_is_completed_by_the_next(
-    world: World, seed: int, monkeypatch: pytest.MonkeyPatch
+    world: SinkTopic, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broker that stores no more after some writes, and a sink that gives up."""
     draw = random.Random(seed)
@@ -239,7 +206,7 @@ def test_an_attempt_that_dies_anywhere_is_completed_by_the_next(
     assert world.by_key() == expected(rows)
 
 
-def test_accepted_and_unwritten_entries_are_waited_for(world: World) -> None:
+def test_accepted_and_unwritten_entries_are_waited_for(world: SinkTopic) -> None:
     """The second attempt must not count as stored what may still be lost."""
     rows: Rows = [("a", b"1"), ("a", b"2")]
     (where,) = {
@@ -259,7 +226,7 @@ def test_accepted_and_unwritten_entries_are_waited_for(world: World) -> None:
     assert world.by_key() == {"a": [b"0", b"1", b"2"]}
 
 
-def test_rows_that_are_stored_in_part_are_not_taken_for_stored(world: World) -> None:
+def test_rows_that_are_stored_in_part_are_not_taken_for_stored(world: SinkTopic) -> None:
     """The first id of an entry says nothing about its last: one row is asked for, the last."""
     rows: Rows = [("a", b"%d" % number) for number in range(8)]
     where = world.cluster.partitions(world.topic)[key_partition("a", PARTITIONS)]
@@ -282,7 +249,7 @@ def test_rows_that_are_stored_in_part_are_not_taken_for_stored(world: World) -> 
     assert world.by_key() == {"a": [b"first", *(value for _, value in rows)]}
 
 
-def send_first(world: World, rows: Rows, batch_id: int, count: int) -> None:
+def send_first(world: SinkTopic, rows: Rows, batch_id: int, count: int) -> None:
     """Send the first rows for each topic partition, as an attempt that dies."""
     plans = canonical(outgoing_of(batch_of(rows)), PARTITIONS, keyless_from=0, scheme="java")
     for plan in plans:
@@ -296,7 +263,7 @@ def send_first(world: World, rows: Rows, batch_id: int, count: int) -> None:
 
 
 def test_rows_that_an_earlier_attempt_sent_and_a_failed_write_lost_are_sent_again(
-    world: World,
+    world: SinkTopic,
 ) -> None:
     """The second attempt begins behind them, and must not leave them out."""
     rows: Rows = [("a", b"%d" % number) for number in range(9)]
@@ -322,7 +289,7 @@ def test_rows_that_an_earlier_attempt_sent_and_a_failed_write_lost_are_sent_agai
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_of_a_name_that_the_broker_has_forgotten_are_found_at_the_end_of_the_topic(
-    world: World, seed: int
+    world: SinkTopic, seed: int
 ) -> None:
     """The earlier attempt died; other entries, ledgers and unreadable entries follow."""
     draw = random.Random(seed)
@@ -354,7 +321,7 @@ def test_rows_of_a_name_that_the_broker_has_forgotten_are_found_at_the_end_of_th
 
 
 @pytest.fixture
-def old_world(world: World) -> World:
+def old_world(world: SinkTopic) -> SinkTopic:
     """A broker before Pulsar 5.0: once it has loaded a topic, it may know too few ids."""
     world.cluster.release = release_of("4.2.4")
     return world
@@ -362,7 +329,7 @@ def old_world(world: World) -> World:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_broker_that_recovered_too_few_ids_stores_nothing_twice(
-    old_world: World, seed: int
+    old_world: SinkTopic, seed: int
 ) -> None:
     """The earlier attempt died anywhere; then the broker loaded the topic."""
     world, draw = old_world, random.Random(seed)
@@ -382,7 +349,7 @@ def test_a_broker_that_recovered_too_few_ids_stores_nothing_twice(
     assert world.by_key() == expected(*before, rows)
 
 
-def test_rows_that_a_broker_may_have_stored_are_looked_for_first(old_world: World) -> None:
+def test_rows_that_a_broker_may_have_stored_are_looked_for_first(old_world: SinkTopic) -> None:
     """The connection is lost while rows are unconfirmed, and the broker loads the topic."""
     world = old_world
     rows: Rows = [("a", b"%d" % number) for number in range(9)]
@@ -409,7 +376,7 @@ def test_rows_that_a_broker_may_have_stored_are_looked_for_first(old_world: Worl
 
 @pytest.mark.parametrize("late", [False, True])
 def test_rows_that_another_attempt_stored_after_the_search_are_searched_again(
-    old_world: World, monkeypatch: pytest.MonkeyPatch, *, late: bool
+    old_world: SinkTopic, monkeypatch: pytest.MonkeyPatch, *, late: bool
 ) -> None:
     """The producer of an attempt loses its connection after the search for stored rows.
 
@@ -456,7 +423,7 @@ def test_rows_that_another_attempt_stored_after_the_search_are_searched_again(
     assert world.by_key() == expected(first, rows)
 
 
-def test_a_batch_that_is_older_than_the_newest_stored_one_is_refused(world: World) -> None:
+def test_a_batch_that_is_older_than_the_newest_stored_one_is_refused(world: SinkTopic) -> None:
     for batch_id in (3, 4):
         world.sink().write_batch(batch_of(rows_of(batch_id)), batch_id)
     for where in world.cluster.partitions(world.topic):
@@ -468,7 +435,7 @@ def test_a_batch_that_is_older_than_the_newest_stored_one_is_refused(world: Worl
     assert world.by_key() == expected(rows_of(3), rows_of(4))
 
 
-def test_writers_of_one_batch_have_names_of_their_own(world: World) -> None:
+def test_writers_of_one_batch_have_names_of_their_own(world: SinkTopic) -> None:
     others: Rows = [(f"other{n % 3}", b"%d" % n) for n in range(50)]
     parts = [rows_of(0, 50, 3), others]
     for _ in range(2):
@@ -477,7 +444,7 @@ def test_writers_of_one_batch_have_names_of_their_own(world: World) -> None:
     assert world.by_key() == expected(*parts)
 
 
-def test_rows_without_a_key_are_spread_and_stored_once(world: World) -> None:
+def test_rows_without_a_key_are_spread_and_stored_once(world: SinkTopic) -> None:
     rows: Rows = [(None, b"%d" % number) for number in range(2_500)]
     for _ in range(2):
         world.sink().write_batch(batch_of(rows), 0)
@@ -486,7 +453,7 @@ def test_rows_without_a_key_are_spread_and_stored_once(world: World) -> None:
     assert {one.partition for one in stored} == {0, 1, 2}
 
 
-def test_rows_go_to_the_topics_that_they_name_once(world: World) -> None:
+def test_rows_go_to_the_topics_that_they_name_once(world: SinkTopic) -> None:
     topics = [world.cluster.create_topic(name, count) for name, count in (("a", 2), ("b", 0))]
     for topic in topics:
         world.cluster.deduplicate(topic)
@@ -512,7 +479,7 @@ def test_rows_go_to_the_topics_that_they_name_once(world: World) -> None:
     ],
 )
 def test_a_row_without_a_topic_is_refused_before_anything_is_sent(
-    world: World, names: list[Any], text: str
+    world: SinkTopic, names: list[Any], text: str
 ) -> None:
     batch = batch_of(rows_of(0, len(names))).append_column("__topic", pa.array(names))
     with pytest.raises(ConfigError, match=text):
@@ -520,21 +487,21 @@ def test_a_row_without_a_topic_is_refused_before_anything_is_sent(
     assert world.stored() == []
 
 
-def test_an_empty_batch_writes_nothing(world: World) -> None:
+def test_an_empty_batch_writes_nothing(world: SinkTopic) -> None:
     report = world.sink().write_batch(batch_of([]), 0)
     assert (report.rows, report.entries, report.topic_partitions) == (0, 0, 0)
     table = pa.Table.from_batches([], schema=batch_of([]).schema)
     assert world.sink().write_batch(table, 0).rows == 0
 
 
-def test_a_table_is_written_like_its_rows(world: World) -> None:
+def test_a_table_is_written_like_its_rows(world: SinkTopic) -> None:
     rows = rows_of(0, 50)
     table = pa.Table.from_batches([batch_of(rows[:20]), batch_of(rows[20:])])
     world.sink().write_batch(table, 0)
     assert world.by_key() == expected(rows)
 
 
-def test_a_row_that_is_too_large_is_refused_before_anything_is_sent(world: World) -> None:
+def test_a_row_that_is_too_large_is_refused_before_anything_is_sent(world: SinkTopic) -> None:
     for number in range(7):
         rows: Rows = [*rows_of(0), (f"k{number}", b"x" * (world.cluster.message_bytes_max + 1))]
         with pytest.raises(MessageTooLargeError):
@@ -542,7 +509,7 @@ def test_a_row_that_is_too_large_is_refused_before_anything_is_sent(world: World
     assert world.stored() == []
 
 
-def test_a_sink_id_in_use_is_refused(world: World) -> None:
+def test_a_sink_id_in_use_is_refused(world: SinkTopic) -> None:
     rows = rows_of(0, 10, 1)
     holder = MemoryBroker(world.cluster)
     where = world.cluster.partitions(world.topic)[key_partition("k0", PARTITIONS)]
@@ -554,7 +521,7 @@ def test_a_sink_id_in_use_is_refused(world: World) -> None:
     assert world.by_key() == expected(rows)
 
 
-def test_without_deduplication_a_batch_is_refused(world: World) -> None:
+def test_without_deduplication_a_batch_is_refused(world: SinkTopic) -> None:
     batches: list[Rows] = [rows_of(0), [("k", b"1")]]
     for number, rows in enumerate(batches):
         topic = world.cluster.create_topic(f"plain{number}")
@@ -564,7 +531,9 @@ def test_without_deduplication_a_batch_is_refused(world: World) -> None:
         sink._state.close()
 
 
-def test_the_guarantee_at_least_once_needs_neither_deduplication_nor_a_name(world: World) -> None:
+def test_the_guarantee_at_least_once_needs_neither_deduplication_nor_a_name(
+    world: SinkTopic,
+) -> None:
     topic = world.cluster.create_topic("plain", 2)
     how: Any = {"delivery_guarantee": "at-least-once", "service_url": world.url}
     with KeyShardSink(topic, **how) as sink:
@@ -575,7 +544,7 @@ def test_the_guarantee_at_least_once_needs_neither_deduplication_nor_a_name(worl
     assert found == {key: sorted(values * 2) for key, values in expected(rows_of(0)).items()}
 
 
-def test_a_quota_is_waited_for_and_then_named(world: World) -> None:
+def test_a_quota_is_waited_for_and_then_named(world: SinkTopic) -> None:
     world.cluster.exceed_quota(world.topic, exceeded=True)
     with pytest.raises(QuotaExceededError):
         world.sink().write_batch(batch_of(rows_of(0)), 0)
@@ -584,7 +553,7 @@ def test_a_quota_is_waited_for_and_then_named(world: World) -> None:
     assert world.by_key() == expected(rows_of(0))
 
 
-def test_write_batch_needs_a_sink_id_and_a_batch_id(world: World) -> None:
+def test_write_batch_needs_a_sink_id_and_a_batch_id(world: SinkTopic) -> None:
     with pytest.raises(ConfigError, match="sink_id"):
         world.sink(sink_id=None).write_batch(batch_of([]), 0)
     for wrong in (-1, 2**31, "7", True):
@@ -595,7 +564,7 @@ def test_write_batch_needs_a_sink_id_and_a_batch_id(world: World) -> None:
 # -- Single messages -------------------------------------------------------------------------------
 
 
-def test_sent_messages_are_stored_in_order_and_have_ids(world: World) -> None:
+def test_sent_messages_are_stored_in_order_and_have_ids(world: SinkTopic) -> None:
     with world.sink(sink_id=None) as sink:
         sent = [sink.send(b"%d" % number, key=f"k{number % 5}") for number in range(500)]
         sink.flush()
@@ -608,7 +577,7 @@ def test_sent_messages_are_stored_in_order_and_have_ids(world: World) -> None:
     assert world.by_key() == expected([(f"k{n % 5}", b"%d" % n) for n in range(500)])
 
 
-def test_all_that_a_message_has_is_sent(world: World) -> None:
+def test_all_that_a_message_has_is_sent(world: SinkTopic) -> None:
     when = datetime(2026, 11, 24, 6, tzinfo=timezone.utc)
     with world.sink() as sink:
         sink.send(None, key="k", ordering_key="o", properties={"a": "b"}, event_time=when)
@@ -617,12 +586,12 @@ def test_all_that_a_message_has_is_sent(world: World) -> None:
     assert one.properties == {"a": "b"}
 
 
-def test_a_message_is_published_without_a_flush(world: World) -> None:
+def test_a_message_is_published_without_a_flush(world: SinkTopic) -> None:
     sink = world.sink()
     assert isinstance(sink.send(b"x", key="k").result(deadline(5)), MessageId)
 
 
-def test_coroutines_publish_in_the_order_in_which_they_start(world: World) -> None:
+def test_coroutines_publish_in_the_order_in_which_they_start(world: SinkTopic) -> None:
     async def main() -> list[MessageId]:
         async with world.sink() as sink:
             sent = (sink.asend(b"%d" % number, key=f"k{number % 5}") for number in range(200))
@@ -635,7 +604,7 @@ def test_coroutines_publish_in_the_order_in_which_they_start(world: World) -> No
 
 
 def test_the_event_loop_goes_on_while_a_sink_connects(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: SinkTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_connect = threading.Event()
 
@@ -656,7 +625,7 @@ def test_the_event_loop_goes_on_while_a_sink_connects(
     assert [one.value for one in world.stored()] == [b"0", b"1", b"2"]
 
 
-def test_the_end_of_an_async_with_waits_for_calls_that_have_begun(world: World) -> None:
+def test_the_end_of_an_async_with_waits_for_calls_that_have_begun(world: SinkTopic) -> None:
     async def main() -> MessageId:
         async with world.sink() as sink:
             sent = asyncio.create_task(sink.asend(b"x", key="k"))
@@ -670,7 +639,7 @@ def test_the_end_of_an_async_with_waits_for_calls_that_have_begun(world: World) 
 
 
 def test_calls_that_waited_for_longer_than_a_message_may_are_not_made(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: SinkTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_room, calls = threading.Event(), []
 
@@ -693,7 +662,7 @@ def test_calls_that_waited_for_longer_than_a_message_may_are_not_made(
     assert [str(error).count("waited for earlier ones") for error in errors] == [0] + [1] * 8
 
 
-def test_a_sink_is_closed_although_the_wait_for_that_is_cancelled(world: World) -> None:
+def test_a_sink_is_closed_although_the_wait_for_that_is_cancelled(world: SinkTopic) -> None:
     for where in world.cluster.partitions(world.topic):
         world.cluster.hold_writes(where)
 
@@ -722,7 +691,7 @@ def test_a_sink_is_closed_although_the_wait_for_that_is_cancelled(world: World) 
     wait_until(lambda: not [one for one in threading.enumerate() if "sink-close" in one.name])
 
 
-def test_a_coroutine_gets_the_error_of_its_message(world: World) -> None:
+def test_a_coroutine_gets_the_error_of_its_message(world: SinkTopic) -> None:
     async def main() -> None:
         async with world.sink() as sink:
             with pytest.raises(MessageTooLargeError):
@@ -735,7 +704,7 @@ def test_a_coroutine_gets_the_error_of_its_message(world: World) -> None:
     assert [one.value for one in world.stored()] == [b"x"]
 
 
-def test_a_failed_message_fails_its_future_and_the_next_flush(world: World) -> None:
+def test_a_failed_message_fails_its_future_and_the_next_flush(world: SinkTopic) -> None:
     sink = world.sink(send_timeout_ms=200)
     sink.send(b"before", key="k").result(deadline(5))
     for client in list(world.cluster._clients):
@@ -751,7 +720,7 @@ def test_a_failed_message_fails_its_future_and_the_next_flush(world: World) -> N
     assert [one.value for one in world.stored()] == [b"before", b"after"]
 
 
-def test_a_producer_that_has_ended_is_opened_again(world: World) -> None:
+def test_a_producer_that_has_ended_is_opened_again(world: SinkTopic) -> None:
     sink = world.sink(linger_ms=200)
     sink.send(b"before", key="k").result(deadline(5))
     collected = sink.send(b"collected", key="k")
@@ -767,7 +736,7 @@ def test_a_producer_that_has_ended_is_opened_again(world: World) -> None:
     assert [one.value for one in world.stored()] == [b"before", b"after"]
 
 
-def test_a_closed_sink_refuses_work(world: World) -> None:
+def test_a_closed_sink_refuses_work(world: SinkTopic) -> None:
     sink = world.sink()
     sink.send(b"x")
     sink.close()
@@ -778,7 +747,7 @@ def test_a_closed_sink_refuses_work(world: World) -> None:
         sink.write_batch(batch_of(rows_of(0)), 0)
 
 
-def test_wrong_arguments_are_refused(world: World) -> None:
+def test_wrong_arguments_are_refused(world: SinkTopic) -> None:
     sink = world.sink()
     with pytest.raises(ConfigError, match="value"):
         sink.send("text")  # type: ignore[arg-type]
@@ -798,7 +767,7 @@ def test_wrong_arguments_are_refused(world: World) -> None:
         sink.send(b"x" * (world.cluster.message_bytes_max + 1))
 
 
-def test_a_sink_is_a_value_that_can_be_sent_to_other_processes(world: World) -> None:
+def test_a_sink_is_a_value_that_can_be_sent_to_other_processes(world: SinkTopic) -> None:
     sink = world.sink(compression="zstd")
     copy = pickle.loads(pickle.dumps(sink))
     assert copy == sink
@@ -809,10 +778,10 @@ def test_a_sink_is_a_value_that_can_be_sent_to_other_processes(world: World) -> 
         KeyShardSink("out", compression="gzip")  # type: ignore[arg-type]
 
 
-def test_the_program_of_the_documentation_runs(world: World, capsys: Any) -> None:
+def test_the_program_of_the_documentation_runs(world: SinkTopic, capsys: Any) -> None:
     text = (Path(__file__).parents[2] / "docs" / "publishing.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    adapted = program.replace("pulsar://127.0.0.1:6650", world.url).replace('"orders"', '"out"')
+    adapted = program.replace("pulsar://127.0.0.1:6650", world.url)
     exec(compile(adapted, "publishing.md", "exec"), {})  # noqa: S102 - it is ours
     printed = capsys.readouterr().out
     assert [int(one) for one in re.findall(r"already_stored=(\d+)", printed)] == [0, 3]

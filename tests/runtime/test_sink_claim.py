@@ -20,13 +20,14 @@ from keyshard.core.publishing import key_partition, query_of
 from keyshard.errors import ProducerBusyError, SinkIdInUseError
 from keyshard.publishing import batch_part, batch_writer
 from keyshard.publishing.sink_claim import Claim
-from tests.runtime.test_sink import World, batch_of
+from tests.runtime.test_sink import batch_of
+from tests.support.copied_topic import SinkTopic
 from tests.support.deadlines import deadline
 
 FIRST, SECOND = (str(uuid.UUID(int=number)) for number in (1, 2))
 
 
-class Queries(World):
+class Queries(SinkTopic):
     """Queries that write to one topic with the sink id ``s``."""
 
     def store(
@@ -45,10 +46,9 @@ class Queries(World):
 
 @pytest.fixture
 def world() -> Iterator[Queries]:
-    made = Queries()
+    made = Queries(send_timeout_ms=2_000)
     yield made
-    for sink in made.sinks:
-        sink._state.close()
+    made.close()
 
 
 def keys_of(partition: int) -> range:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from keyshard import KeyShardSink, KeyShardSource
 from keyshard.broker import connect
-from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.memory import MemoryBroker
 from keyshard.cli import connecting
 from keyshard.cli import main as main_module
 from keyshard.control import (
@@ -42,33 +41,22 @@ from keyshard.publishing.counts import Attempt, SinkCounts
 from keyshard.publishing.message_writer import MessageWriter
 from tests.helpers import present, wait_until
 from tests.support.control_folder import own_control_folder
+from tests.support.copied_topic import SinkTopic
 from tests.support.deadlines import deadline
 
 PARTITIONS = 2
 ROWS = pa.record_batch({"value": [b"1", b"2", b"3"], "__key": ["a", "b", "a"]})
 
 
-class World:
-    """A cluster with a topic, and sinks of it."""
+class World(SinkTopic):
+    """A topic with sinks, whose control sockets are in a folder."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(PARTITIONS)
         self.folder = folder
-        name = f"sink-status-{uuid.uuid4().hex}"
-        self.url = f"memory://{name}"
-        self.cluster = MemoryCluster.named(name)
-        self.topic = self.cluster.create_topic("out", PARTITIONS)
-        self.cluster.deduplicate(self.topic)
-        self.sinks: list[KeyShardSink] = []
 
     def sink(self, sink_id: str | None = "billing", **options: Any) -> KeyShardSink:
-        self.sinks.append(
-            KeyShardSink(self.topic, sink_id=sink_id, service_url=self.url, **options)
-        )
-        return self.sinks[-1]
-
-    def hold_writes(self) -> None:
-        for where in self.cluster.partitions(self.topic):
-            self.cluster.hold_writes(where)
+        return super().sink(sink_id=sink_id, **options)
 
 
 @pytest.fixture
@@ -76,8 +64,7 @@ def world() -> Iterator[World]:
     with own_control_folder() as folder:
         made = World(folder)
         yield made
-        for sink in made.sinks:
-            sink._state.close()
+        made.close()
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -140,7 +127,7 @@ def test_rates_are_those_of_the_samples(world: World, monkeypatch: pytest.Monkey
 def test_unconfirmed_messages_have_an_age_and_then_an_error(world: World) -> None:
     sink = world.sink(send_timeout_ms=30_000, linger_ms=0)
     sink.send(b"0", key="a").result(deadline(60))
-    world.hold_writes()
+    world.hold()
     late = sink.send(b"1", key="a")
     wait_until(lambda: sink.status()["unconfirmed"]["entries"] == 1)
     wait_until(lambda: present(sink.status()["unconfirmed"]["oldestSeconds"]) > 0)

@@ -14,7 +14,7 @@ from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.core.publishing import NOTHING, sequence_id
 from keyshard.publishing import topic_tail
 from keyshard.publishing.topic_tail import TailLimits, last_stored_id
-from tests.runtime.test_sink import World
+from tests.support.copied_topic import SinkTopic
 from tests.support.deadlines import deadline
 
 OTHER = StoredMessage(b"x", key="other")
@@ -24,7 +24,7 @@ class Tail:
     """A topic partition with a name that the broker has forgotten."""
 
     def __init__(self) -> None:
-        self.world = World()
+        self.world = SinkTopic()
         self.cluster = self.world.cluster
         self.where, self.elsewhere, _ = self.cluster.partitions(self.world.topic)
         self.broker = MemoryBroker(self.cluster)
