@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import pickle
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import BinaryType, StructField, StructType
 
-from keyshard.broker.memory import Batching, MemoryCluster, Message
+from keyshard.broker.memory import Batching, Message
 from keyshard.columns.record_batches import SCHEMA
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import ConfigError, DataLossTrimmedError
@@ -35,26 +34,22 @@ from spark_adapter.batch_reader import FilteringBatchReader, KeyShardBatchReader
 from spark_adapter.data_source import KeyShardDataSource
 from spark_adapter.option_parsing import parse_bounded
 from spark_adapter.task_rows import Rows
+from tests.support.memory_topic import MemoryTopic
 
 pytestmark = pytest.mark.usefixtures("reads_in_no_time")
 
-_names = itertools.count()
 T0 = 1_700_000_000_000
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
-class Topic:
+class Topic(MemoryTopic):
     """Two partitions with single messages and batches of mixed keys, in ledgers of ten entries."""
 
     def __init__(self) -> None:
-        name = f"batch-reader-{next(_names)}"
-        self.url = f"memory://{name}"
-        self.cluster = MemoryCluster.named(name)
-        self.cluster._store._entries_per_ledger = 10
-        self.topic = self.cluster.create_topic("orders", 2)
+        super().__init__(2, entries_per_ledger=10)
         self.sent: dict[tuple[int, str], bytes] = {}
         """Key of each message, by its partition and id."""
-        for where in self.cluster.partitions(self.topic):
+        for where in self.where:
             for number in range(30):
                 self.publish(where, 4 if number % 3 == 0 else 1, T0 + number)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
 import pytest
 
 from keyshard import KeyShardSource
-from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory import Batching, MemoryBroker, Message
 from keyshard.columns.record_batches import SCHEMA, columns_of
 from keyshard.config.connection import Connection
 from keyshard.coordinator.coordinator import Coordinator
@@ -19,8 +18,8 @@ from keyshard.errors import ConfigError
 from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
 from tests.helpers import config, received, rows_of
+from tests.support.memory_topic import MemoryTopic
 
-_names = itertools.count()
 NAMED = (
     "__sequenceId", "__producer", "__orderingKey", "__keyBytes", "__brokerPublishTime",
     "__replicatedFrom", "__deliverAt",
@@ -39,23 +38,17 @@ WANTED = [
 ]
 
 
-class Topic:
+class Topic(MemoryTopic):
     """A topic with four messages, in one batch and one by one."""
 
     def __init__(self) -> None:
-        self.url = f"memory://metadata-{next(_names)}"
-        self.cluster = MemoryCluster.named(self.url.removeprefix("memory://"))
-        self.name = self.cluster.create_topic("orders")
-        self.cluster.publish(self.name, *SENT[:2], batching=Batching.MIXED, producer="p")
-        self.cluster.publish(self.name, *SENT[2:], producer="p")
+        super().__init__(partitions=0)
+        self.cluster.publish(self.topic, *SENT[:2], batching=Batching.MIXED, producer="p")
+        self.cluster.publish(self.topic, *SENT[2:], producer="p")
 
-    def source(self, **options: Any) -> KeyShardSource:
-        return KeyShardSource(
-            self.name,
-            service_url=self.url, admin_url=self.url, parallelism=2,
-            starting_position="earliest",
-            **{"subscription": "keyshard", "metadata_columns": NAMED, **options},
-        )  # fmt: skip
+    def source(self, **changes: Any) -> KeyShardSource:
+        given = {"admin_url": self.url, "parallelism": 2, "metadata_columns": NAMED}
+        return super().source(**given | changes)
 
 
 @pytest.fixture
@@ -69,7 +62,7 @@ def named(rows: list[dict[str, Any]], columns: tuple[str, ...] = NAMED) -> list[
 
 
 def test_a_batch_read_again_after_a_restart_has_the_same_metadata_columns(topic: Topic) -> None:
-    source = config(topic.name, metadata_columns=NAMED)
+    source = config(topic.topic, metadata_columns=NAMED)
     first = Coordinator(source, lambda: MemoryBroker(topic.cluster), None)
     first.start(None)
     received(first, 4)
@@ -110,7 +103,7 @@ def test_batches_and_streams_of_python_have_metadata_columns_last(topic: Topic) 
 def test_decoded_rows_have_metadata_columns_too(topic: Topic) -> None:
     fields = [{"name": "id", "type": "long"}]
     definition = json.dumps({"type": "record", "name": "R", "fields": fields}).encode()
-    topic.cluster.schemas[topic.name] = [TopicSchema("JSON", definition, 0)]
+    topic.cluster.schemas[topic.topic] = [TopicSchema("JSON", definition, 0)]
     source = topic.source()
     decoder = source.decoder()
     rows: list[dict[str, Any]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 import keyshard
 from keyshard import Connection, KeyShardSource
-from keyshard.broker.memory import MemoryBroker, MemoryCluster, Message
+from keyshard.broker.memory import MemoryBroker, Message
 from keyshard.columns.record_batches import COLUMNS, SCHEMA
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, parse
@@ -22,8 +21,8 @@ from keyshard.reading.decoder import RowDecoder
 from keyshard.reading.decoding_plan import plan_decoding
 from keyshard.reading.message_decoder import MessageDecoder
 from tests.helpers import received
+from tests.support.memory_topic import MemoryTopic
 
-_names = itertools.count()
 KINDS = {"key.schema.type": "STRING", "value.schema.type": "STRING"}
 APART = KINDS | {"kv.encoding.type": "SEPARATED"}
 SENT = [
@@ -41,24 +40,19 @@ WANTED = [
 ]  # fmt: skip
 
 
-class Topic:
+class Topic(MemoryTopic):
     """A topic with separated keys, and messages of each sort."""
 
     def __init__(self, properties: dict[str, str] = APART) -> None:
-        self.url = f"memory://apart-{next(_names)}"
-        self.cluster = MemoryCluster.named(self.url.removeprefix("memory://"))
-        self.name = self.cluster.create_topic("pairs")
+        super().__init__(partitions=0)
         definition = b'{"key": "", "value": ""}'
-        self.cluster.schemas[self.name] = [TopicSchema("KEY_VALUE", definition, 0, properties)]
+        self.cluster.schemas[self.topic] = [TopicSchema("KEY_VALUE", definition, 0, properties)]
         for message in SENT:
-            self.cluster.publish(self.name, message)
+            self.cluster.publish(self.topic, message)
 
-    def source(self, topic: str = "", **options: Any) -> KeyShardSource:
-        return KeyShardSource(
-            topic or self.name, subscription="keyshard",
-            service_url=self.url, admin_url=self.url, parallelism=1,
-            starting_position="earliest", **{"metadata_columns": ["__keyBytes"], **options},
-        )  # fmt: skip
+    def source(self, **changes: Any) -> KeyShardSource:
+        given = {"admin_url": self.url, "parallelism": 1, "metadata_columns": ["__keyBytes"]}
+        return super().source(**given | changes)
 
 
 @pytest.fixture
@@ -118,21 +112,21 @@ def test_a_query_without_the_column_of_key_bytes_is_refused(topic: Topic) -> Non
 
 def test_another_version_may_store_keys_separately(topic: Topic) -> None:
     inline = TopicSchema("KEY_VALUE", b'{"key": "", "value": ""}', 1, KINDS)
-    topic.cluster.schemas[topic.name].append(inline)
+    topic.cluster.schemas[topic.topic].append(inline)
     pair = b"\0\0\0\1k\0\0\0\1v"
     rows = [
-        {"value": pair, "__topic": topic.name, "__schemaVersion": 1},
-        {"value": b"v", "__topic": topic.name, "__schemaVersion": 0, "__keyBytes": b"abcd"},
+        {"value": pair, "__topic": topic.topic, "__schemaVersion": 1},
+        {"value": b"v", "__topic": topic.topic, "__schemaVersion": 0, "__keyBytes": b"abcd"},
     ]
     fields = [*SCHEMA, COLUMNS.field("__keyBytes")]
     raw = pa.RecordBatch.from_pylist(rows, schema=pa.schema(fields))
-    plan = plan_decoding(Connection(topic.url), [topic.name])
+    plan = plan_decoding(Connection(topic.url), [topic.topic])
     decoder = RowDecoder(plan, plan.only(["key", "value"]))
     assert "__keyBytes" in decoder.raw_columns
     (found,) = decoder.decoded([raw])
     assert found.to_pylist() == [{"key": "k", "value": "v"}, {"key": "abcd", "value": "v"}]
     read = MessageDecoder(Connection(topic.url))
-    one = keyshard.Message.for_test(pair)._replace(topic=topic.name, schema_version=1)
+    one = keyshard.Message.for_test(pair)._replace(topic=topic.topic, schema_version=1)
     assert read(one) == {"key": "k", "value": "v"}
     with pytest.raises(UnfitHandlerError, match="__keyBytes"):
         read(one._replace(value=b"v", schema_version=0))
@@ -140,14 +134,14 @@ def test_another_version_may_store_keys_separately(topic: Topic) -> None:
 
 def test_a_version_with_keys_apart_that_follows_another_type_is_malformed(topic: Topic) -> None:
     """If its policy allows it, a broker accepts any schema after any other."""
-    schemas = topic.cluster.schemas[topic.name]
+    schemas = topic.cluster.schemas[topic.topic]
     schemas.insert(0, TopicSchema("STRING", b"", 0))
     schemas[1] = replace(schemas[1], version=1)
-    plan = plan_decoding(Connection(topic.url), [topic.name], "DROPMALFORMED")
-    plan = replace(plan, schemas={topic.name: schemas[0]})
+    plan = plan_decoding(Connection(topic.url), [topic.topic], "DROPMALFORMED")
+    plan = replace(plan, schemas={topic.topic: schemas[0]})
     rows = [
-        {"value": b"text", "__topic": topic.name, "__schemaVersion": 0},
-        {"value": b"v", "__topic": topic.name, "__schemaVersion": 1},
+        {"value": b"text", "__topic": topic.topic, "__schemaVersion": 0},
+        {"value": b"v", "__topic": topic.topic, "__schemaVersion": 1},
     ]
     decoder = RowDecoder(plan, plan.only(["value"]))
     assert "__keyBytes" not in decoder.raw_columns
@@ -155,7 +149,7 @@ def test_a_version_with_keys_apart_that_follows_another_type_is_malformed(topic:
     assert found.to_pylist() == [{"value": "text"}]
     assert decoder.malformed == 1
     read = MessageDecoder(Connection(topic.url))
-    one = keyshard.Message.for_test(b"text")._replace(topic=topic.name, schema_version=0)
+    one = keyshard.Message.for_test(b"text")._replace(topic=topic.topic, schema_version=0)
     apart = schemas.pop()
     assert read(one) == "text"
     schemas.append(apart)
@@ -164,10 +158,10 @@ def test_a_version_with_keys_apart_that_follows_another_type_is_malformed(topic:
 
 
 def test_pulsar_client_cannot_read_separated_keys(topic: Topic) -> None:
-    apart = topic.cluster.schemas[topic.name][0]
+    apart = topic.cluster.schemas[topic.topic][0]
     connection = Connection("pulsar://localhost:1", transport="client")
-    plan = plan_decoding(Connection(topic.url), [topic.name])
-    plan = type(plan)(connection, {topic.name: apart})
+    plan = plan_decoding(Connection(topic.url), [topic.topic])
+    plan = type(plan)(connection, {topic.topic: apart})
     with pytest.raises(SchemaError, match=r"(?s)pulsar-client .*transport='wire'.*valueFormat=raw"):
         RowDecoder(plan, plan.columns)
     # Columns of keyshard alone, and bytes, need no key.
@@ -179,10 +173,10 @@ def test_a_topic_found_later_is_an_error_if_its_key_bytes_are_not_read(
 ) -> None:
     other = topic.cluster.create_topic("words")
     topic.cluster.schemas[other] = [TopicSchema("KEY_VALUE", b'{"key": "", "value": ""}', 0, KINDS)]
-    decoder = topic.source(other, metadata_columns=()).decoder()
+    decoder = topic.source(topics=other, metadata_columns=()).decoder()
     for batch in topic.source(metadata_columns=()).batches(max_wait_s=0.01):
         with pytest.raises(
-            SchemaError, match=rf"(?s){topic.name} stores keys separately.*valueFormat=raw"
+            SchemaError, match=rf"(?s){topic.topic} stores keys separately.*valueFormat=raw"
         ):
             list(decoder.decoded([batch.records]))
         break
@@ -191,7 +185,7 @@ def test_a_topic_found_later_is_an_error_if_its_key_bytes_are_not_read(
 def test_a_dead_letter_keeps_the_bytes_of_the_key_of_its_original(topic: Topic) -> None:
     read = MessageDecoder(Connection(topic.url), key_bytes=True)
     one = keyshard.Message.for_test(b"v", key="YWJjZA==")
-    one = one._replace(topic=topic.name, key_bytes=b"abcd")
+    one = one._replace(topic=topic.topic, key_bytes=b"abcd")
 
     def back(message: keyshard.Message) -> keyshard.Message:
         dead_letter = DeadLetter(message, "s", DeadLetterKind.PARKED, 1, "why")

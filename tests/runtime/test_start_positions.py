@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections import Counter
@@ -15,7 +14,7 @@ import pytest
 import keyshard
 from keyshard import Checkpoint, KeyShardSource
 from keyshard.broker.admin.port import BEGINS_PROPERTY, ID_PROPERTY
-from keyshard.broker.memory import Batching, MemoryCluster, Message
+from keyshard.broker.memory import Batching, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.coordinator.start_positions import positions_of
 from keyshard.core.message import MessageId
@@ -38,8 +37,8 @@ from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
 from tests.helpers import received, rows_of, started, wait_until
 from tests.support.deadlines import deadline
+from tests.support.memory_topic import MemoryTopic
 
-_names = itertools.count()
 T0 = 1_700_000_000_000
 
 
@@ -48,18 +47,14 @@ def _in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "READ_WAIT_MS", 1)
 
 
-class Topic:
+class Topic(MemoryTopic):
     """Partitions with single messages, producer batches and markers, in short ledgers."""
 
     def __init__(self, chance: random.Random, partitions: int = 2, *, markers: float = 0.2) -> None:
-        name = f"start-{next(_names)}"
-        self.url = f"memory://{name}"
+        super().__init__(partitions, entries_per_ledger=chance.randint(1, 6))
         self.chance = chance
         self.markers = markers
-        self.cluster = MemoryCluster.named(name)
-        self.cluster._store._entries_per_ledger = chance.randint(1, 6)
-        self.topic = self.cluster.create_topic("orders", partitions)
-        self.partitions = self.cluster.partitions(self.topic)
+        self.partitions = self.where
         self.places: dict[TopicPartition, list[EntryId]] = {one: [] for one in self.partitions}
         self.sent: list[str] = []
         for where in self.partitions:
