@@ -12,7 +12,7 @@ import sys
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -26,6 +26,9 @@ from tests.support.deadlines import FACTOR, deadline
 from tests.support.kinds import KINDS, kind_of_item, real
 from tests.support.preemption import preempted
 from tests.support.tested_pulsar import BROKERS, PULSAR
+
+if TYPE_CHECKING:
+    from tests.contract.pulsar_harness import PulsarHarness
 
 pytest_plugins = ["tests.support.second_runs"]
 
@@ -215,6 +218,20 @@ def dev_broker() -> Iterator[DevBroker | DevCluster]:
     else:
         with DevBroker(PULSAR) as broker:
             yield broker
+
+
+@pytest.fixture
+def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
+    """The session's broker, for reads without a subscription.
+
+    Every two minutes a broker deletes ledgers that no subscription needs, unless it keeps all.
+    """
+    from tests.contract.pulsar_harness import PulsarHarness  # noqa: PLC0415 - only who needs it
+
+    made = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
+    made.keep_all()
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -299,18 +299,6 @@ class PulsarHarness:
 _MIXED = pulsar.BatchingType.Default
 
 
-@contextmanager
-def keeping(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    """A harness for reads without a subscription.
-
-    Every two minutes the broker deletes ledgers that no subscription needs.
-    """
-    harness = PulsarHarness(dev_broker.service_url, dev_broker.admin_url)
-    harness.keep_all()
-    yield harness
-    harness.close()
-
-
 def to_pulsar(message: Message) -> Any:
     builder = _pulsar.MessageBuilder()
     if message.value is None:

@@ -15,25 +15,19 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from keyshard.bookkeeper import bookies as bookies_module
-from keyshard.bookkeeper import failures as failures_module
-from keyshard.bookkeeper.failures import Failures
 from tests.integration.segment_programs import fillers
 from tests.integration.test_segments_random import checked, holds
 from tests.support.offloaders import STORES, offloading_broker
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("patient_bookies"),
+]
 
 SEEDS = 2
 """Programs for each store."""
 LEDGER_ENTRIES = 20
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine delays answers; ledgers of another broker may have the same numbers."""
-    monkeypatch.setattr(bookies_module, "SILENT_S", 8.0)
-    monkeypatch.setattr(failures_module, "OF_PROCESS", Failures())
 
 
 def test_reads_from_the_store_have_the_rows_of_the_broker(tmp_path: Path) -> None:

@@ -20,10 +20,8 @@ import pytest
 
 from keyshard import KeyShardSource
 from keyshard.bookkeeper import bookies as bookies_module
-from keyshard.bookkeeper import failures as failures_module
 from keyshard.bookkeeper import protocol
 from keyshard.bookkeeper.bookies import Bookies
-from keyshard.bookkeeper.failures import Failures
 from keyshard.bookkeeper.ledger_reader import EntryNotReadError, LedgerReader
 from keyshard.bookkeeper.protocol import right_at, split_batch
 from keyshard.bookkeeper.reader import StorageReads
@@ -47,19 +45,16 @@ from tests.support.deadlines import deadline
 from tests.support.dropped_ledgers import is_dropped
 from tests.support.tested_pulsar import PULSAR
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("patient_bookies"),
+]
 
 LOAD = Workload(6_000, keys=100, entry_messages=3)
 LEDGERS = 3
 COLUMNS = ["value", "__key", "__messageId", "__publishTime", "__topic", "__partition"]
 AUTO, REQUIRED = Segments("auto"), Segments("bookies")
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine delays answers; no test remembers the failures of another one."""
-    monkeypatch.setattr(bookies_module, "SILENT_S", 8.0)
-    monkeypatch.setattr(failures_module, "OF_PROCESS", Failures())
 
 
 @pytest.fixture(scope="module")

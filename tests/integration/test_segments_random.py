@@ -26,9 +26,6 @@ import pyarrow as pa
 import pytest
 
 from keyshard import KeyShardSource
-from keyshard.bookkeeper import bookies as bookies_module
-from keyshard.bookkeeper import failures as failures_module
-from keyshard.bookkeeper.failures import Failures
 from keyshard.columns.record_batches import COLUMNS
 from keyshard.config.segments import Segments
 from keyshard.core.position import zones
@@ -53,7 +50,11 @@ from tests.support.deadlines import deadline
 from tests.support.offloaders import STORES, Stores
 from tests.support.tested_pulsar import PULSAR
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("patient_bookies"),
+]
 
 SEEDS = 6
 """Programs for each broker."""
@@ -363,13 +364,6 @@ def checked(
     except Exception as exc:
         again = f"python -m {name} --seeds 1 --seed-start {seed}"
         raise AssertionError(f"{exc}\n{made}\nTo repeat it: {again}") from exc
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine delays answers; ledgers of another broker may have the same numbers."""
-    monkeypatch.setattr(bookies_module, "SILENT_S", 8.0)
-    monkeypatch.setattr(failures_module, "OF_PROCESS", Failures())
 
 
 @pytest.fixture(scope="module", params=range(len(SETTINGS)), ids=("bare", "stamped", "shown"))

@@ -24,7 +24,7 @@ from keyshard.errors import DataLossTrimmedError, TopicNotFoundError
 from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
 from keyshard.testing.devbroker import DevBroker
-from tests.contract.pulsar_harness import PulsarHarness, keeping
+from tests.contract.pulsar_harness import PulsarHarness
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 
@@ -33,12 +33,6 @@ pytestmark = [pytest.mark.broker]
 ROOT = Path(__file__).parents[2]
 EACH = 90
 """Messages of a topic partition."""
-
-
-@pytest.fixture
-def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    with keeping(dev_broker) as made:
-        yield made
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +13,10 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.reading.split_planner import plan_read
 from keyshard.reading.split_reader import read_splits
 from keyshard.testing.devbroker import DevBroker
-from tests.contract.pulsar_harness import PulsarHarness, keeping
+from tests.contract.pulsar_harness import PulsarHarness
 from tests.helpers import received, rows_of, started, wait_until
 
 pytestmark = [pytest.mark.broker]
-
-
-@pytest.fixture
-def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    with keeping(dev_broker) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

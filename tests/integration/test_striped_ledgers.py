@@ -11,8 +11,6 @@ import pytest
 
 from keyshard import KeyShardSource
 from keyshard.bookkeeper import bookies as bookies_module
-from keyshard.bookkeeper import failures as failures_module
-from keyshard.bookkeeper.failures import Failures
 from keyshard.bookkeeper.protocol import batch_request
 from keyshard.config.segments import Segments
 from keyshard.core.position.replicas import LedgerReplicas
@@ -25,20 +23,17 @@ from keyshard.testing.devbroker.members import Bookie
 from keyshard.testing.verify.workloads import Workload, produce
 from tests.support.tested_pulsar import PULSAR
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("patient_bookies"),
+]
 
 LOAD = Workload(6_000, keys=100, entry_messages=3)
 FIRST = replace(LOAD, messages=60)
 COLUMNS = ["value", "__key", "__messageId", "__publishTime", "__topic", "__partition"]
 REQUIRED = Segments("bookies")
 QUORUM = 2
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine delays answers; no test remembers the failures of another one."""
-    monkeypatch.setattr(bookies_module, "SILENT_S", 8.0)
-    monkeypatch.setattr(failures_module, "OF_PROCESS", Failures())
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -25,7 +24,7 @@ from keyshard.config.segments import Segments
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import ConfigError, KeyShardError
 from keyshard.testing.devbroker import DevBroker
-from tests.contract.pulsar_harness import PulsarHarness, keeping
+from tests.contract.pulsar_harness import PulsarHarness
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 
@@ -41,12 +40,6 @@ pytestmark = [
 EACH = 90
 """Messages of a topic partition."""
 DAY = timedelta(days=1)
-
-
-@pytest.fixture
-def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    with keeping(dev_broker) as made:
-        yield made
 
 
 def source_of(dev_broker: DevBroker, topic: str, **options: Any) -> KeyShardSource:

@@ -28,17 +28,11 @@ from keyshard.testing.devbroker import DevBroker
 from spark_adapter.batch_reader import FilteringBatchReader
 from spark_adapter.option_parsing import parse_bounded
 from spark_adapter.task_rows import Rows
-from tests.contract.pulsar_harness import PulsarHarness, keeping
+from tests.contract.pulsar_harness import PulsarHarness
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
 
 PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
-
-
-@pytest.fixture
-def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    with keeping(dev_broker) as made:
-        yield made
 
 
 def load(

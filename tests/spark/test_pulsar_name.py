@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.testing.devbroker import DevBroker
 from spark_adapter import PulsarDataSource
 from spark_adapter.preflight import is_before
-from tests.contract.pulsar_harness import PulsarHarness, keeping
+from tests.contract.pulsar_harness import PulsarHarness
 from tests.helpers import wait_until
 from tests.spark.spark_topic import ended, failed
 
@@ -32,12 +31,6 @@ COLUMNS = (
     "value binary, __key binary, __topic string, __messageId binary, __publishTime timestamp, "
     "__eventTime timestamp, __messageProperties map<string,string>"
 )
-
-
-@pytest.fixture
-def harness(dev_broker: DevBroker) -> Iterator[PulsarHarness]:
-    with keeping(dev_broker) as made:
-        yield made
 
 
 @pytest.fixture
