@@ -18,7 +18,7 @@ from keyshard.core.position.entry import EntryId
 from keyshard.core.protobuf import Value, fields_of, message
 from tests.helpers import exactly
 from tests.support.deadlines import deadline
-from tests.support.frame_broker import framed_fields
+from tests.support.frame_broker.session import command_fields, framed_fields
 
 CONNECT, CONNECTED, PRODUCER, SEND, RECEIPT, PRODUCER_SUCCESS = 2, 3, 5, 6, 7, 17
 CLOSE_PRODUCER = 15
@@ -127,12 +127,7 @@ class RawConnection:
         (size,) = struct.unpack(">I", exactly(self._socket, 4))
         frame = exactly(self._socket, size)
         (length,) = struct.unpack_from(">I", frame)
-        command = fields_of(frame[4 : 4 + length])
-        kind = command[1]
-        assert isinstance(kind, int)
-        content = command.get(kind, b"")
-        assert isinstance(content, bytes)
-        return kind, fields_of(content)
+        return command_fields(frame[4 : 4 + length])
 
 
 def entry_of(messages: Sequence[Message], *, batched: bool) -> RawEntry:

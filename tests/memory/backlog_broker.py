@@ -10,17 +10,16 @@ import itertools
 import socket
 import threading
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from keyshard.broker.wire.frames import api
-from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.core.ring.key_slot import key_slot
 from tests.memory.shape import Shape
-from tests.support.frame_broker import FrameServer, SocketSession, framed
+from tests.support.frame_broker.server import FrameServer, QueuedSession
+from tests.support.frame_broker.session import range_of
+from tests.support.frame_broker.topics import LEDGER
 
-LEDGER = 7
 ROUND_ENTRIES, ROUND_BYTES = 100, 5 << 20
 
 
@@ -48,54 +47,28 @@ class Member:
     permits: int = 0
 
 
-class Session(SocketSession):
-    """A connection: a thread that reads, and one that sends."""
+class Session(QueuedSession):
+    """A connection."""
+
+    broker: BacklogBroker
 
     def __init__(self, broker: BacklogBroker, stream: socket.socket) -> None:
-        super().__init__(stream)
-        self._broker = broker
-        self._changed = threading.Condition()
-        self._answers: deque[bytes] = deque()
+        super().__init__(broker, stream)
         self._members: dict[int, Member] = {}
-        self._ended = False
-
-    def start(self) -> None:
-        super().start()
-        threading.Thread(target=self._write, name="served", daemon=True).start()
-
-    def put(self, data: bytes) -> None:
-        self._answers.append(data)
 
     def handle(self, name: str, command: Any) -> None:
-        with self._changed:
+        with self.changed:
             super().handle(name, command)
-            self._changed.notify()
+            self.changed.notify()
 
-    def ended(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify()
+    def due(self) -> bool:
+        while not self.unsent and any(one.permits > 0 for one in self._members.values()):
+            for member in self._members.values():
+                self._round(member)
+        return super().due()
 
-    def _write(self) -> None:
-        with suppress(OSError):
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._ended or self._answers or self._due())
-                    if self._ended:
-                        break
-                    sending = list(self._answers)
-                    self._answers.clear()
-                    for member in self._due():
-                        sending += self._round(member)
-                for data in sending:
-                    self.stream.sendall(data)
-        self.stream.close()
-
-    def _due(self) -> list[Member]:
-        return [one for one in self._members.values() if one.permits > 0]
-
-    def _round(self, member: Member) -> list[bytes]:
-        backlog, frames, size = member.backlog, [], 0
+    def _round(self, member: Member) -> None:
+        backlog, size = member.backlog, 0
         for _ in range(min(ROUND_ENTRIES, member.permits)):
             if member.again:
                 number = member.again.popleft()
@@ -108,34 +81,25 @@ class Session(SocketSession):
                 if member.reads:
                     number, member.next_entry = member.next_entry, member.next_entry + 1
                 else:
-                    number, backlog.sent = self._broker.next_entry(member.topic), backlog.sent + 1
+                    number, backlog.sent = self.broker.next_entry(member.topic), backlog.sent + 1
                     backlog.unacknowledged[number] = stored
             data, messages = stored
             member.permits -= messages
-            where = api.MessageId(ledger=LEDGER, entry=number)
-            content = api.Message(consumer_id=member.number, message_id=where)
-            frames.append(framed("message", content, data))
+            self.deliver(member.number, LEDGER, number, data)
             size += len(data)
             if size >= ROUND_BYTES:
                 break
-        return frames
 
     # -- commands ---------------------------------------------------------------------------------
 
     def _partitioned_metadata(self, asked: Any) -> None:
-        self.count_partitions(asked, self._broker.shape.partitions)
-
-    def _lookup(self, asked: Any) -> None:
-        self.lead_to(asked, self._broker.url)
+        self.count_partitions(asked, self.broker.shape.partitions)
 
     def _subscribe(self, asked: Any) -> None:
-        reads = asked.HasField("start_message_id")
-        ring = HashRange(0, 65_535)
-        if not reads:
-            where = asked.key_shared.hash_ranges[0]
-            ring = HashRange(where.start, where.end)
+        hash_range = range_of(asked)
+        reads = hash_range is None
         topic = asked.topic.decode()
-        backlog = self._broker.backlog(topic, ring)
+        backlog = self.broker.backlog(topic, hash_range or HashRange(0, RING_SIZE - 1))
         again = deque() if reads else deque(sorted(backlog.unacknowledged))
         start = asked.start_message_id.entry if reads else 0
         self._members[asked.consumer_id] = Member(
@@ -153,7 +117,7 @@ class Session(SocketSession):
         if member is None:
             return
         for one in given.message_id:
-            self._broker.acknowledge(member.topic, one.entry)
+            self.broker.acknowledge(member.topic, one.entry)
         self.confirm(given)
 
     def _get_last_message_id(self, asked: Any) -> None:
@@ -168,15 +132,14 @@ class Session(SocketSession):
 class BacklogBroker(FrameServer):
     """The broker; listens until it is closed."""
 
+    session = Session
+
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self._lock = threading.Lock()
         self._numbers: dict[str, itertools.count[int]] = {}
         self._backlogs: dict[tuple[str, HashRange], Backlog] = {}
         super().__init__()
-
-    def session(self, stream: socket.socket) -> Session:
-        return Session(self, stream)
 
     def next_entry(self, topic: str) -> int:
         """The number of an entry that is sent for the first time."""

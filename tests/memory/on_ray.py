@@ -33,9 +33,9 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.split import Span, Split
 from ray_adapter.datasource import KeyShardDatasource
 from ray_adapter.options import Takes
-from tests.memory.backlog_broker import LEDGER
 from tests.memory.gauge import ENOUGH_S, memory, wait
 from tests.memory.shape import Shape
+from tests.support.frame_broker.topics import LEDGER
 
 ACTORS = 2
 STORE_BYTES = 256 << 20

@@ -19,9 +19,9 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.position.split import Span, Split
 from keyshard.reading.split_reader import read_split
-from tests.memory.backlog_broker import LEDGER
 from tests.memory.gauge import ENOUGH_S, memory, wait
 from tests.memory.shape import Shape
+from tests.support.frame_broker.topics import LEDGER
 
 ENTRIES = 100_000
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from keyshard.broker.wire.frames import api
 from keyshard.core.protobuf import message
-from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.ring.key_slot import key_slot
-from tests.support.frame_broker import (
-    CONFLICT,
-    FrameServer,
-    SocketSession,
-    framed,
-)
+from tests.support.frame_broker.server import FrameServer
+from tests.support.frame_broker.session import framed
+from tests.support.frame_broker.topics import LEDGER, Entry, Topics, TopicSession
 
-LEDGER, DEAD_LETTER_LEDGER = 7, 8
+DEAD_LETTER_LEDGER = LEDGER + 1
 LETTERS = "-DLQ"
 """End of the name of the dead-letter topic; its messages are not delivered."""
 STRING_SCHEMA = 1
@@ -31,39 +27,25 @@ Script = Callable[["Session", str, Any], bool]
 """Answers a command of a connection; returns whether it was answered."""
 
 
-def entry(key: str, number: int) -> bytes:
-    """A message of one key, as it is stored, without a checksum."""
+def entry(number: int) -> Entry:
+    """A message with a key of its own, stored without a checksum."""
+    key = f"k{number}"
     metadata = message({1: b"p", 2: number, 3: 1, 6: key.encode()})
-    return struct.pack(">I", len(metadata)) + metadata + b"%d" % number
+    data = struct.pack(">I", len(metadata)) + metadata + b"%d" % number
+    return Entry(number, key_slot(key), data)
 
 
 @dataclass(eq=False)
-class Member:
-    """A consumer or Reader."""
+class Cluster(Topics):
+    """State that its brokers share. Every topic has the same entries."""
 
-    session: Session
-    consumer_id: int
-    topic: str
-    hash_range: HashRange | None
-    """``None``: a Reader."""
-    position: int
-    permits: int = 0
-
-
-@dataclass(eq=False)
-class Cluster:
-    """State that its brokers share; ``lock`` is held while any of it changes."""
-
-    brokers: list[ScriptedBroker] = field(default_factory=list)
     partitions: int = 0
-    keys: list[str] = field(default_factory=list)
-    """Key of each entry, by number. The number modulo the partitions gives the partition."""
-    acked: set[int] = field(default_factory=set)
+    """Partitions of a topic; the number of an entry modulo that gives its partition."""
+    brokers: list[ScriptedBroker] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     dead_letters: list[int] = field(default_factory=list)
     """Entries whose messages were stored as dead letters."""
-    members: list[Member] = field(default_factory=list)
     owner_of: Callable[[str], int] = lambda _: 0
-    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def broker(self, host: str = "127.0.0.1", port: int = 0) -> ScriptedBroker:
         self.brokers.append(ScriptedBroker(self, host, port))
@@ -72,40 +54,31 @@ class Cluster:
     def publish(self, count: int) -> None:
         with self.lock:
             for _ in range(count):
-                self.keys.append(f"k{len(self.keys)}")
-            self.dispatch()
+                self.entries.append(entry(len(self.entries)))
+            for member in self.members.values():
+                self.dispatch(member)
 
-    def dispatch(self) -> None:
-        for member in self.members:
-            while member.permits > 0 and member.position < len(self.keys):
-                number = member.position
-                member.position += 1
-                mine = member.hash_range
-                elsewhere = member.topic.endswith(LETTERS) or (
-                    self.partitions
-                    and not member.topic.endswith(f"-partition-{number % self.partitions}")
-                )
-                if elsewhere or (
-                    mine is not None
-                    and (number in self.acked or key_slot(self.keys[number]) not in mine)
-                ):
-                    continue
-                member.permits -= 1
-                where = api.MessageId(ledger=LEDGER, entry=number)
-                output = api.Message(consumer_id=member.consumer_id, message_id=where)
-                member.session.send("message", output, entry(self.keys[number], number))
+    def log(self, topic: str) -> Sequence[Entry]:
+        if topic.endswith(LETTERS):
+            return ()
+        _, _, partition = topic.rpartition("-partition-")
+        return self.entries[int(partition) :: self.partitions] if self.partitions else self.entries
+
+    def acknowledged(self) -> set[int]:
+        """Return the entries that were acknowledged, of all topics with messages."""
+        with self.lock:
+            acked = [of for topic, of in self.acked.items() if not topic.endswith(LETTERS)]
+            return set[int]().union(*acked)
 
     def close(self) -> None:
         for broker in self.brokers:
             broker.close()
 
 
-class Session(SocketSession):
+class Session(TopicSession):
     """One connection."""
 
-    def __init__(self, broker: ScriptedBroker, stream: socket.socket) -> None:
-        super().__init__(stream)
-        self.broker, self.cluster = broker, broker.cluster
+    broker: ScriptedBroker
 
     def put(self, data: bytes) -> None:
         if not self.broker.frozen:
@@ -131,9 +104,7 @@ class Session(SocketSession):
             output = answer(request_id=command.request_id, response=failed, **said)
             self.send(f"{name}_response", output)
         elif name == "ack":
-            self.send("ack_response", api.AckResponse(
-                consumer_id=command.consumer_id, request_id=command.request_id, **said
-            ))  # fmt: skip
+            self.confirm(command, **said)
         elif name == "get_schema":
             self.send("get_schema_response", api.GetSchemaResponse(
                 request_id=command.request_id, **said
@@ -143,69 +114,19 @@ class Session(SocketSession):
 
     def handle(self, name: str, command: Any) -> None:
         self.broker.thawed.wait()
-        with self.cluster.lock:
+        with self.topics.lock:
             self.broker.asked.append(name)
             if not self.broker.script(self, name, command):
                 super().handle(name, command)
 
-    def ended(self) -> None:
-        with self.cluster.lock:
-            self._leave(None)
-        super().ended()
-
-    def _leave(self, consumer_id: int | None) -> None:
-        self.cluster.members = [
-            one for one in self.cluster.members
-            if one.session is not self or consumer_id not in (None, one.consumer_id)
-        ]  # fmt: skip
-
     # -- one command each, with the lock held -----------------------------------------------------
 
     def _partitioned_metadata(self, asked: Any) -> None:
-        self.count_partitions(asked, self.cluster.partitions)
+        self.count_partitions(asked, self.broker.topics.partitions)
 
     def _lookup(self, asked: Any) -> None:
-        self.lead_to(asked, self.cluster.brokers[self.cluster.owner_of(asked.topic.decode())].url)
-
-    def _subscribe(self, asked: Any) -> None:
-        reads = asked.HasField("start_message_id")
-        ranges = asked.key_shared.hash_ranges
-        mine = None if reads or not ranges else HashRange(ranges[0].start, ranges[0].end)
-        topic = asked.topic.decode()
-        taken = mine is not None and any(
-            one.topic == topic and one.hash_range is not None and one.hash_range.start <= mine.end
-            and mine.start <= one.hash_range.end
-            for one in self.cluster.members
-        )  # fmt: skip
-        if taken:
-            self.refuse(asked, CONFLICT, SAID)
-            return
-        start = asked.start_message_id
-        first = start.entry if reads and start.ledger == LEDGER else 0
-        self.cluster.members.append(Member(self, asked.consumer_id, topic, mine, first))
-        self.succeed(asked)
-
-    def _flow(self, given: Any) -> None:
-        for one in self.cluster.members:
-            if one.session is self and one.consumer_id == given.consumer_id:
-                one.permits += given.permits
-        self.cluster.dispatch()
-
-    def _ack(self, given: Any) -> None:
-        self.cluster.acked.update(one.entry for one in given.message_id if one.ledger == LEDGER)
-        self.confirm(given)
-
-    def _close_consumer(self, asked: Any) -> None:
-        self._leave(asked.consumer_id)
-        self.succeed(asked)
-
-    def _get_last_message_id(self, asked: Any) -> None:
-        of_dead_letters = any(
-            one.session is self and one.consumer_id == asked.consumer_id
-            for one in self.cluster.members if one.topic.endswith(LETTERS)
-        )  # fmt: skip
-        count = 0 if of_dead_letters else len(self.cluster.keys)
-        self.name_last(asked, LEDGER, count - 1)
+        topics = self.broker.topics
+        self.lead_to(asked, topics.brokers[topics.owner_of(asked.topic.decode())].url)
 
     def _get_schema(self, asked: Any) -> None:
         schema = api.Schema(name=b"t", data=b"", type=STRING_SCHEMA)
@@ -214,20 +135,15 @@ class Session(SocketSession):
         ))  # fmt: skip
 
     def _producer(self, asked: Any) -> None:
-        self.send("producer_success", api.ProducerSuccess(
-            request_id=asked.request_id, producer_name=b"scripted-producer",
-            last_sequence_id=-1, schema_version=b"",
-        ))  # fmt: skip
+        self.open_producer(asked, b"scripted-producer", -1)
 
     def _send(self, sent: Any) -> None:
         # A frame has the magic number, the checksum, the length of the metadata, the metadata, and
         # the value. The value of a dead letter is that of its message: the number of its entry.
         (length,) = struct.unpack_from(">I", self.carried, 6)
-        self.cluster.dead_letters.append(int(self.carried[10 + length :]))
-        where = api.MessageId(ledger=DEAD_LETTER_LEDGER, entry=len(self.cluster.dead_letters) - 1)
-        self.send("send_receipt", api.SendReceipt(
-            producer_id=sent.producer_id, sequence_id=sent.sequence_id, message_id=where
-        ))  # fmt: skip
+        letters = self.broker.topics.dead_letters
+        letters.append(int(self.carried[10 + length :]))
+        self.receipt(sent.producer_id, sent.sequence_id, DEAD_LETTER_LEDGER, len(letters) - 1)
 
     def _close_producer(self, asked: Any) -> None:
         self.succeed(asked)
@@ -236,8 +152,10 @@ class Session(SocketSession):
 class ScriptedBroker(FrameServer):
     """Answers as a broker in good health, except for the commands that its script answers."""
 
-    def __init__(self, cluster: Cluster, host: str, port: int) -> None:
-        self.cluster = cluster
+    session = Session
+
+    def __init__(self, topics: Cluster, host: str, port: int) -> None:
+        self.topics = topics
         self.script: Script = lambda *_: False
         self.asked: list[str] = []
         """Names of all commands that came."""
@@ -251,9 +169,6 @@ class ScriptedBroker(FrameServer):
     @property
     def frozen(self) -> bool:
         return not self.thawed.is_set()
-
-    def session(self, stream: socket.socket) -> Session:
-        return Session(self, stream)
 
     def accept(self, stream: socket.socket) -> None:
         if self.accepts:
@@ -287,19 +202,17 @@ class ScriptedBroker(FrameServer):
             session.send_half()
 
     def cut_all(self) -> None:
-        with self.cluster.lock:
-            for session in self.sessions:
-                session._leave(None)
-                session.cut()
+        with self.topics.lock:
+            super().cut_all()
             self.sessions.clear()
 
     def end_consumers(self) -> None:
         """Close the consumers, as an unload does."""
-        with self.cluster.lock:
-            for one in [one for one in self.cluster.members if one.session.broker is self]:
-                closing = api.CloseConsumer(consumer_id=one.consumer_id, request_id=0)
-                one.session._leave(one.consumer_id)
-                one.session.send("close_consumer", closing)
+        with self.topics.lock:
+            for session, consumer_id in list(self.topics.members):
+                if session in self.sessions:
+                    self.topics.leave(session, consumer_id)
+                    session.end_consumer(consumer_id)
 
     def close(self) -> None:
         self.thawed.set()

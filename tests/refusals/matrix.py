@@ -285,8 +285,10 @@ def _went_on(cell: Cell, run: Run, cluster: Cluster, broker: ScriptedBroker) -> 
         before = run.rows
         cluster.publish(6)
         until(lambda: run.ended or run.rows >= before + 6, GOES_ON_S, "it does not go on")
-        everything = set(range(len(cluster.keys)))
-        until(lambda: run.ended or everything <= cluster.acked, GOES_ON_S, "not acknowledged")
+        everything = set(range(len(cluster.entries)))
+        until(
+            lambda: run.ended or everything <= cluster.acknowledged(), GOES_ON_S, "not acknowledged"
+        )
         until(lambda: run.ended or not run.trouble(), GOES_ON_S, "still in the status")
     if not run.ended:
         return "went on"
@@ -303,9 +305,9 @@ def _of_dead_letters(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> st
     try:
         if cell.moment != "first dead letter":
             cluster.publish(2)
-            until(lambda: {0, 1} <= cluster.acked or run.ended, GOES_ON_S, "no letters")
+            until(lambda: {0, 1} <= cluster.acknowledged() or run.ended, GOES_ON_S, "no letters")
         else:
-            until(lambda: run.ended or cluster.members[2:], GOES_ON_S, "it does not begin")
+            until(lambda: run.ended or len(cluster.members) > 2, GOES_ON_S, "it does not begin")
         _check_started(run)
         _spoil(cell, broker)
         if cell.moment == "producer's return":
@@ -315,7 +317,7 @@ def _of_dead_letters(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> st
         if _ends_dead_letters(cell):
             until(lambda: run.ended, NAMED_S + _patience_s(cell), "it does not end")
         outcome = _went_on(cell, run, cluster, broker)
-        lost = cluster.acked - set(cluster.dead_letters)
+        lost = cluster.acknowledged() - set(cluster.dead_letters)
         assert not lost, f"acknowledged and no letters: {lost}"
     finally:
         broker.is_well()

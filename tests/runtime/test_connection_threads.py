@@ -32,7 +32,7 @@ from tests.refusals.broker import Cluster, ScriptedBroker
 from tests.refusals.run import TOPIC
 from tests.runtime.test_threads import STEPS as STEPS_IN_MEMORY
 from tests.support.deadlines import deadline
-from tests.support.frame_broker import NOT_READY
+from tests.support.frame_broker.session import NOT_READY
 from tests.support.thread_faults import Calls, Step
 
 NAMED_S = deadline(30)
@@ -193,7 +193,7 @@ def test_an_unexpected_error_in_a_thread_ends_the_source_and_is_in_its_error(
     assert not _left_open(before), "the garbage collector would close a socket"
     assert isinstance(error, UnexpectedError), repr(error)
     assert f"InjectedError('{step.function}')" in error.message
-    assert len(source.cluster.acked) <= source.acknowledged
+    assert len(source.cluster.acknowledged()) <= source.acknowledged
 
 
 @pytest.mark.parametrize(("workers", "steps"), [("embedded", STEPS), ("processes:1", WORKER_STEPS)])

@@ -20,7 +20,7 @@ from keyshard.errors import BrokerUnavailableError
 from tests.helpers import DEADLINE_S, wait_until
 from tests.refusals.broker import SAID, Cluster, ScriptedBroker, Session
 from tests.support.deadlines import deadline
-from tests.support.frame_broker import NOT_FOUND, framed_fields
+from tests.support.frame_broker.session import NOT_FOUND, framed_fields
 from tests.unit.test_reconnects import consumer_of
 
 WORDS = SAID.decode()

@@ -40,7 +40,7 @@ from keyshard.threads import owned_by
 from tests.helpers import DEADLINE_S, wait_until
 from tests.refusals.broker import SAID, Cluster, Session
 from tests.support.deadlines import deadline
-from tests.support.frame_broker import framed
+from tests.support.frame_broker.session import framed
 
 TOPIC = TopicPartition("persistent://public/default/t")
 WORDS = SAID.decode()
@@ -248,7 +248,7 @@ def test_refused_acknowledgements_are_asked_again_in_small_requests(
     wait_until(lambda: len(sizes) > asked + 3)
     assert max(sizes[asked:]) <= ack_grouping.REFUSED_AT_ONCE
     broker.is_well()
-    wait_until(lambda: len(cluster.acked) >= 20_000)
+    wait_until(lambda: len(cluster.acknowledged()) >= 20_000)
     assert consumer.problem() == ""
 
 

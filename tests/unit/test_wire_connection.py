@@ -61,7 +61,8 @@ from keyshard.errors import (
 from keyshard.threads import owned_by
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
-from tests.support.frame_broker import FrameServer, SocketSession, framed_fields
+from tests.support.frame_broker.server import FrameServer, SocketSession
+from tests.support.frame_broker.session import command_fields, framed_fields
 
 CONNECT, CONNECTED, SUBSCRIBE, MESSAGE, ACK, FLOW, SUCCESS, ERROR = 2, 3, 4, 9, 10, 11, 13, 14
 CLOSE_CONSUMER, PING, PONG, LOOKUP, LOOKUP_RESPONSE = 16, 18, 19, 23, 24
@@ -81,15 +82,16 @@ def entry(number: int, payload: bytes = b"v") -> bytes:
 class Session(SocketSession):
     """One connection; commands are fields by number, independent of the generated classes."""
 
+    broker: ScriptedBroker
+
     def __init__(self, broker: ScriptedBroker, stream: socket.socket) -> None:
-        super().__init__(stream)
-        self.broker = broker
+        super().__init__(broker, stream)
         self.consumers: list[int] = []
 
     def reply(self, kind: int, fields: Fields, stored: bytes = b"") -> None:
         self.put(framed_fields(kind, fields, stored))
 
-    def deliver(self, number: int, stored: bytes | None = None, consumer: int = -1) -> None:
+    def send_entry(self, number: int, stored: bytes | None = None, consumer: int = -1) -> None:
         where = message({1: 7, 2: number})
         stored = entry(number) if stored is None else stored
         self.reply(MESSAGE, {1: self.consumers[consumer], 2: where}, stored)
@@ -100,12 +102,7 @@ class Session(SocketSession):
             self.reply(CLOSE_CONSUMER, {1: number, 2: 0})
 
     def received(self, data: bytes) -> None:
-        command = fields_of(data)
-        kind = command[1]
-        assert isinstance(kind, int)
-        content = command.get(kind, b"")
-        assert isinstance(content, bytes)
-        fields = fields_of(content)
+        kind, fields = command_fields(data)
         self.broker.asked.append((kind, fields))
         self.broker.answers.get(kind, Session.answer)(self, kind, fields)
 
@@ -133,13 +130,12 @@ class Session(SocketSession):
 class ScriptedBroker(FrameServer):
     """Answers with :attr:`answers`, else as a broker in good health."""
 
+    session = Session
+
     def __init__(self) -> None:
         self.answers: dict[int, Callable[[Session, int, Fields], Any]] = {}
         self.asked: list[tuple[int, Fields]] = []
         super().__init__()
-
-    def session(self, stream: socket.socket) -> Session:
-        return Session(self, stream)
 
     def asked_for(self, kind: int) -> list[Fields]:
         return [fields for one, fields in self.asked if one == kind]
@@ -218,7 +214,7 @@ def test_permits_are_given_back_as_entries_are_taken(
 ) -> None:
     consumer = subscribed(brokers(scripted))
     for number in range(5):
-        scripted.sessions[0].deliver(number)
+        scripted.sessions[0].send_entry(number)
     taken = 0
     while taken < 5:
         taken += len(consumer.receive(1_000))
@@ -240,7 +236,7 @@ def test_a_silent_broker_gets_a_limited_number_of_extra_permits(
     used = 0
     for count in (0, 2, 1, 30):
         for number in range(used, used + count):
-            scripted.sessions[0].deliver(number)
+            scripted.sessions[0].send_entry(number)
             used += 1
             wait_until(lambda: consumer.receive(100))
             assert granted() <= 10 + used + LENT_MAX
@@ -257,7 +253,7 @@ def test_a_broker_with_untaken_entries_gets_no_extra_permits(
     scripted: ScriptedBroker, brokers: Callable[..., WireBroker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(consuming, "QUIET_S", 0.2)
-    scripted.answers[FLOW] = lambda session, *_: session.deliver(0)
+    scripted.answers[FLOW] = lambda session, *_: session.send_entry(0)
     consumer = subscribed(brokers(scripted))
     wait_until(lambda: not consumer._watched)
     assert len(scripted.asked_for(FLOW)) < 1 + LENT_MAX
@@ -277,7 +273,7 @@ def test_a_reader_asks_for_nothing_behind_the_last_entry_that_is_wanted(
 
     for number in range(13):
         wait_until(lambda: permits() > number)  # noqa: B023
-        session.deliver(number)
+        session.send_entry(number)
         assert next_of(reader.read) == number
     assert permits() <= 13 + 1
 
@@ -289,10 +285,10 @@ def test_entries_requested_before_the_last_ledger_may_all_come(
         TOPIC, EntryId(6, 0), ReadOptions(300, last=EntryId(7, 2), first=300)
     )
     (session,) = scripted.sessions
-    session.deliver(0)
+    session.send_entry(0)
     assert next_of(reader.read) == 0
     for number in range(1, 300):
-        session.deliver(number)
+        session.send_entry(number)
     taken = 1
     while taken < 300:
         taken += len(reader.read(5_000))
@@ -307,11 +303,11 @@ def test_a_reader_that_begins_behind_the_end_accepts_earlier_entries(
         TOPIC, EntryId(7, 900), ReadOptions(1_000, last=EntryId(7, 900), first=1_000)
     )
     (session,) = scripted.sessions
-    session.deliver(0)
+    session.send_entry(0)
     assert next_of(reader.read) == 0
     wait_until(lambda: [fields[2] for fields in scripted.asked_for(FLOW)] == [1, 900])
     for number in range(1, 900):
-        session.deliver(number)
+        session.send_entry(number)
     taken = 1
     while taken < 900:
         taken += len(reader.read(5_000))
@@ -411,8 +407,8 @@ def test_a_consumer_that_gets_more_than_its_permits_subscribes_again(
     broker = brokers(scripted)
     consumer, other = subscribed(broker, queue=10), subscribed(broker)
     for number in range(1_000):
-        scripted.sessions[0].deliver(number, consumer=0)
-    scripted.sessions[0].deliver(0, consumer=1)
+        scripted.sessions[0].send_entry(number, consumer=0)
+    scripted.sessions[0].send_entry(0, consumer=1)
     assert next_of(other.receive) == 0
     assert len(consumer._queue) <= 2 * 10 + 200
     taken: list[int] = []
@@ -424,7 +420,7 @@ def test_a_consumer_that_gets_more_than_its_permits_subscribes_again(
     wait_until(anew)
     assert taken == list(range(len(taken)))
     assert (consumer.losses, other.losses) == (1, 0)
-    scripted.sessions[0].deliver(0, consumer=2)
+    scripted.sessions[0].send_entry(0, consumer=2)
     assert next_of(consumer.receive) == 0
 
 
@@ -561,7 +557,7 @@ def test_a_topic_that_went_to_another_cluster_ends_its_consumers_by_name(
     with pytest.raises(TopicMigratedError):
         reader.read(5_000)
     assert not consumer.is_connected()
-    session.deliver(1)
+    session.send_entry(1)
     assert other.receive(5_000), "the connection goes on"
     scripted.answers[SUBSCRIBE] = lambda session, _, fields: session.reply(
         TOPIC_MIGRATED, {1: fields[4], 2: 1}
@@ -617,7 +613,7 @@ def test_a_lost_connection_drops_queued_entries_and_resends_acknowledgements(
     consumer = subscribed(brokers(scripted, operation_timeout_ms=1_000))
     rung = threading.Event()
     consumer.when_ready(rung.set)
-    scripted.sessions[0].deliver(0)
+    scripted.sessions[0].send_entry(0)
     assert rung.wait(DEADLINE_S)
     scripted.answers[SUBSCRIBE] = lambda *_: None
     scripted.sessions[0].cut()
@@ -633,7 +629,7 @@ def test_a_lost_connection_drops_queued_entries_and_resends_acknowledgements(
     assert kinds[-3:] == [SUBSCRIBE, ACK, FLOW], "before anything can come again"
     again = scripted.asked_for(SUBSCRIBE)[-1]
     assert again[13] == 1, "a subscription that was deleted begins at the earliest"
-    scripted.sessions[-1].deliver(0)
+    scripted.sessions[-1].send_entry(0)
     assert [block.id for block in consumer.receive(5_000)] == [EntryId(7, 0)]
 
 
@@ -648,7 +644,7 @@ def test_a_subscription_that_the_broker_ends_while_it_is_made_is_made_again(
     scripted.answers[SUBSCRIBE] = ended_at_once
     consumer = subscribed(brokers(scripted))
     assert len(scripted.asked_for(SUBSCRIBE)) == 2
-    scripted.sessions[0].deliver(3)
+    scripted.sessions[0].send_entry(3)
     assert [block.id.entry for block in consumer.receive(5_000)] == [3]
 
 
@@ -660,7 +656,7 @@ def test_a_corrupt_entry_is_named_where_it_lies_and_never_acknowledged(
     bad = b"\x0e\x01\0\0\0\0" + entry(1)
     for number, take in enumerate((consumer.receive, reader.read)):
         for entry_id, stored in enumerate([entry(0), bad, entry(2), bad, bad, entry(5)]):
-            scripted.sessions[0].deliver(entry_id, stored, number)
+            scripted.sessions[0].send_entry(entry_id, stored, number)
         found = [next_of(take) for _ in range(6)]
         assert found == [0, "7:1", 2, "7:3", "7:4", 5]
     broker.close()
@@ -682,10 +678,10 @@ def test_late_entries_of_an_ended_subscription_are_dropped(
     consumer = subscribed(brokers(scripted))
     (session,) = scripted.sessions
     session.end_consumers()
-    session.deliver(8, consumer=0)
+    session.send_entry(8, consumer=0)
     wait_until(lambda: len(scripted.asked_for(FLOW)) == 2)
-    session.deliver(9, consumer=0)
-    session.deliver(1, consumer=1)
+    session.send_entry(9, consumer=0)
+    session.send_entry(1, consumer=1)
     assert next_of(consumer.receive) == 1
     assert consumer.receive(10) == []
 
@@ -695,12 +691,12 @@ def test_an_entry_that_was_found_corrupt_before_a_cut_comes_again_in_its_order(
 ) -> None:
     consumer = subscribed(brokers(scripted))
     for entry_id, stored in enumerate([entry(0), b"\x0e\x01\0\0\0\0" + entry(1)]):
-        scripted.sessions[0].deliver(entry_id, stored)
+        scripted.sessions[0].send_entry(entry_id, stored)
     wait_until(lambda: len(consumer._queue) == 2)
     assert next_of(consumer.receive) == 0
     scripted.sessions[0].cut()
     wait_until(lambda: consumer.losses and consumer.is_connected())
-    scripted.sessions[1].deliver(0)
+    scripted.sessions[1].send_entry(0)
     assert next_of(consumer.receive) == 0
 
 
@@ -710,7 +706,7 @@ def test_permits_of_a_corrupt_batch_are_given_back_as_the_broker_counts_them(
     consumer = subscribed(brokers(scripted))
     metadata = message({1: b"p", 2: 0, 3: 1, 11: 10})
     checksum_wrong = b"\x0e\x01\0\0\0\0" + struct.pack(">I", len(metadata)) + metadata
-    scripted.sessions[0].deliver(0, checksum_wrong)
+    scripted.sessions[0].send_entry(0, checksum_wrong)
     with pytest.raises(CorruptEntryError):
         wait_until(lambda: consumer.receive(5_000))
     wait_until(lambda: [fields[2] for fields in scripted.asked_for(FLOW)] == [10, 10])
@@ -732,12 +728,12 @@ def test_permits_follow_the_declared_size_of_a_batch_within_31_bits(
     """Ten messages ahead; a grant of more than 31 bits would end the connection of everybody."""
     consumer = subscribed(brokers(scripted))
     for number in range(4):
-        scripted.sessions[0].deliver(number)
+        scripted.sessions[0].send_entry(number)
         assert next_of(consumer.receive) == number
-    scripted.sessions[0].deliver(4, declaring(count))
+    scripted.sessions[0].send_entry(4, declaring(count))
     with pytest.raises(CorruptEntryError, match="declare"):
         wait_until(lambda: consumer.receive(5_000))
-    scripted.sessions[0].deliver(5)
+    scripted.sessions[0].send_entry(5)
     assert next_of(consumer.receive) == 5
     wait_until(lambda: len(scripted.asked_for(FLOW)) > len(grants))
     assert [fields[2] for fields in scripted.asked_for(FLOW)][1:] == grants
@@ -750,14 +746,14 @@ def test_a_consumer_with_excess_permits_subscribes_again_and_no_other_is_lost(
     """The broker adds negative declared sizes of a batch to the permits."""
     broker = brokers(scripted)
     consumer, other = subscribed(broker), subscribed(broker)
-    scripted.sessions[0].deliver(0, declaring(-(2**30)), consumer=0)
+    scripted.sessions[0].send_entry(0, declaring(-(2**30)), consumer=0)
     with pytest.raises(CorruptEntryError):
         wait_until(lambda: consumer.receive(5_000))
     assert consumer.receive(0) == []
     wait_until(lambda: len(scripted.asked_for(SUBSCRIBE)) == 3 and consumer.is_connected())
     assert len(scripted.asked_for(CLOSE_CONSUMER)) == 1
     assert (consumer.losses, other.losses) == (1, 0)
-    scripted.sessions[0].deliver(1, consumer=2)
+    scripted.sessions[0].send_entry(1, consumer=2)
     assert next_of(consumer.receive) == 1
 
 
@@ -776,7 +772,7 @@ def test_the_beginning_of_an_oversized_frame_is_kept(
     (session,) = scripted.sessions
     sizes = [(0, 1), (1, 3_000_000), (2, 100_000), (3, 200_001), (4, 300_000), (5, 1)]
     for number, size in sizes:
-        session.deliver(number, entry(number, bytes(size)))
+        session.send_entry(number, entry(number, bytes(size)))
     found: list[int] = []
     refused: list[str] = []
 
@@ -818,8 +814,8 @@ def test_a_consumer_that_takes_nothing_does_not_hold_up_another(
     idle, busy = subscribed(broker), subscribed(broker)
     (session,) = scripted.sessions
     for number in range(10):
-        session.deliver(number, entry(number, bytes(500_000)), consumer=0)
-    session.deliver(99, consumer=1)
+        session.send_entry(number, entry(number, bytes(500_000)), consumer=0)
+    session.send_entry(99, consumer=1)
     assert [block.id.entry for block in busy.receive(5_000)] == [99]
     assert busy.last_entry() == EntryId(7, 3)
     assert idle.losses == busy.losses == 0
@@ -1095,7 +1091,7 @@ def test_unsent_bytes_are_sent_when_the_socket_takes_them(
     held = threading.Event()
     scripted.answers[ACK] = lambda *_: held.wait(DEADLINE_S)
     for number in range(2):
-        scripted.sessions[0].deliver(number)
+        scripted.sessions[0].send_entry(number)
     wait_until(lambda: len(consumer._queue) == 2)
     ids = [EntryId(2**40, 2**40 + number) for number in range(5_000)]
     for _ in range(100):
@@ -1140,7 +1136,7 @@ def test_permits_begin_with_one_message_and_grow_with_measured_sizes(
     consumer = subscribed(brokers(scripted), queue=10, queue_bytes=1 << 20)
     for sent, permits in enumerate(([1], [1, 2], [1, 2, 3], [1, 2, 3, 5])):
         wait_until(lambda: [fields[2] for fields in scripted.asked_for(FLOW)] == permits)  # noqa: B023
-        scripted.sessions[-1].deliver(sent)
+        scripted.sessions[-1].send_entry(sent)
         assert consumer.receive(5_000)
     scripted.sessions[-1].cut()
     wait_until(lambda: scripted.asked_for(FLOW)[-1][2] == 10)
@@ -1151,7 +1147,7 @@ def test_large_messages_are_sent_ahead_one_by_one(
 ) -> None:
     consumer = subscribed(brokers(scripted), queue=1_000, queue_bytes=100_000)
     for number in range(5):
-        scripted.sessions[-1].deliver(number, entry(number, bytes(90_000)))
+        scripted.sessions[-1].send_entry(number, entry(number, bytes(90_000)))
         assert consumer.receive(5_000)
     wait_until(lambda: [fields[2] for fields in scripted.asked_for(FLOW)] == [1] * 6)
 
@@ -1164,11 +1160,11 @@ def test_entries_beyond_the_memory_of_a_queue_are_dropped_and_requested_again(
     consumer = subscribed(brokers(scripted), queue=1_000, queue_bytes=100_000)
     sent = 0
     for _ in range(8):
-        scripted.sessions[-1].deliver(sent)
+        scripted.sessions[-1].send_entry(sent)
         sent += 1
         assert consumer.receive(5_000)
     for number in range(sent, sent + 100):
-        scripted.sessions[-1].deliver(number, entry(number, bytes(90_000)))
+        scripted.sessions[-1].send_entry(number, entry(number, bytes(90_000)))
     wait_until(lambda: consumer._queue.overflown)
     assert consumer._queue.held_bytes < 500_000
     assert not consumer.has_given_all()

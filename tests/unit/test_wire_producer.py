@@ -26,7 +26,7 @@ from keyshard.config.connection import Connection
 from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import BrokerUnavailableError, ProducerBusyError
 from tests.support.deadlines import deadline
-from tests.support.frame_broker import FrameServer, SocketSession
+from tests.support.frame_broker.server import FrameServer, SocketSession
 
 UNKNOWN, BUSY = 0, 16
 DEADLINE_S = deadline(10)
@@ -35,13 +35,11 @@ ROWS = [OutgoingMessage(b"v", "k")]
 
 
 class Session(SocketSession):
-    def __init__(self, broker: NamingBroker, stream: socket.socket) -> None:
-        super().__init__(stream)
-        self.broker = broker
-        self.held: list[Any] = []
+    broker: NamingBroker
 
-    def _lookup(self, asked: Any) -> None:
-        self.lead_to(asked, self.broker.url)
+    def __init__(self, broker: NamingBroker, stream: socket.socket) -> None:
+        super().__init__(broker, stream)
+        self.held: list[Any] = []
 
     def _producer(self, asked: Any) -> None:
         if self.broker.late:
@@ -51,19 +49,13 @@ class Session(SocketSession):
         if holder != asked.producer_id:
             self.refuse(asked, BUSY)
         elif not self.broker.silent:
-            self.send("producer_success", api.ProducerSuccess(
-                request_id=asked.request_id, producer_name=asked.producer_name,
-                last_sequence_id=self.broker.last, schema_version=b"",
-            ))  # fmt: skip
+            self.open_producer(asked, asked.producer_name, self.broker.last)
 
     def _send(self, sent: Any) -> None:
         if self.broker.stalled:
             return
         self.broker.last = sent.sequence_id
-        self.send("send_receipt", api.SendReceipt(
-            producer_id=sent.producer_id, sequence_id=sent.sequence_id,
-            message_id=api.MessageId(ledger=7, entry=0),
-        ))  # fmt: skip
+        self.receipt(sent.producer_id, sent.sequence_id, 7, 0)
 
     def _close_producer(self, asked: Any) -> None:
         holders = self.broker.holders
@@ -82,6 +74,8 @@ class Session(SocketSession):
 class NamingBroker(FrameServer):
     """Lets one producer have a name at a time."""
 
+    session = Session
+
     def __init__(self) -> None:
         self.holders: dict[bytes, int] = {}
         """Producer ids by the names that they hold."""
@@ -93,9 +87,6 @@ class NamingBroker(FrameServer):
         self.stalled = False
         """Whether it takes entries without a receipt."""
         super().__init__()
-
-    def session(self, stream: socket.socket) -> Session:
-        return Session(self, stream)
 
 
 class HeldRetrier(Retrier):

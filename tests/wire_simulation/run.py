@@ -37,8 +37,9 @@ from keyshard.reading import scan as scanning
 from keyshard.reading.scan import Scan
 from tests.proofs.runner import Options, Outcome, Outcomes, Proof
 from tests.support.deadlines import deadline
-from tests.wire_simulation.broker import ServedBroker, Troubles
-from tests.wire_simulation.model import LATE, LEDGER, Model
+from tests.support.frame_broker.topics import LEDGER
+from tests.wire_simulation.broker import ServedBroker, Session, Troubles
+from tests.wire_simulation.model import LATE, JudgedMember, Model
 
 OPERATION_MS = 1_000
 RUN_S = deadline(25)
@@ -252,7 +253,7 @@ class World:
             return len(members) == len(self.consumers) and all(
                 least <= one.permits <= self.queue + LENT_MAX + one.excess
                 for one in members
-                if one.hash_range is not None
+                if isinstance(one, JudgedMember) and one.hash_range is not None
             )
 
     def _receive(self, consumer: WireConsumer) -> int:
@@ -303,7 +304,8 @@ class World:
         elif kind == "unload":
             with self.model.lock:
                 for member in self.model.unload(where.name):
-                    end = member.session.end  # type: ignore[attr-defined]
+                    assert isinstance(member.session, Session)
+                    end = member.session.end
                     how = {"twice": not self.draw.randrange(2)}
                     if self.draw.randrange(2):
                         end(member.consumer_id, **how)

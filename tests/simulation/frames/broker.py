@@ -19,11 +19,12 @@ from keyshard.errors import BrokerUnavailableError, RangeConflictError, TopicNot
 from tests.simulation.frames.publishing import PublishingSession
 from tests.simulation.frames.sockets import Descriptors, Socket, Way
 from tests.stored_entries import BASE, batch_payload, keys_of, properties_of, stored
-from tests.support.frame_broker import (
+from tests.support.frame_broker.session import (
     CONFLICT,
     NOT_FOUND,
     NOT_READY,
     STORAGE_FAILS,
+    range_of,
 )
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class Session(PublishingSession):
             found = [number for number, one in self._standing.items() if which(one)]
             for number in found:
                 self._leave(number)
-                self.send("close_consumer", api.CloseConsumer(consumer_id=number, request_id=0))
+                self.end_consumer(number)
         return bool(found)
 
     def answers(self) -> bool:
@@ -223,9 +224,7 @@ class Session(PublishingSession):
 
     def _partitioned_metadata(self, asked: Any) -> None:
         found = self._stored.partitions(asked.topic.decode())
-        count = 0 if found[0].partition < 0 else len(found)
-        told = api.PartitionedMetadataResponse(request_id=asked.request_id, partitions=count)
-        self.send("partitioned_metadata_response", told)
+        self.count_partitions(asked, 0 if found[0].partition < 0 else len(found))
 
     def _lookup(self, asked: Any) -> None:
         owner = self._cluster.owner(asked.topic.decode())
@@ -254,8 +253,8 @@ class Session(PublishingSession):
             self.succeed(asked)
 
     def _consumer(self, asked: Any, where: TopicPartition) -> Standing | None:
-        (one,) = asked.key_shared.hash_ranges
-        hash_range = HashRange(one.start, one.end)
+        hash_range = range_of(asked)
+        assert hash_range is not None
         key = self.client, where, hash_range
         if self._cluster.bars(key):
             return None
@@ -318,14 +317,12 @@ class Session(PublishingSession):
     def _message(
         self, consumer_id: int, log: EntryLog, entry: StoredEntry, indices: Collection[int]
     ) -> None:
-        where = api.MessageId(ledger=entry.id.ledger, entry=entry.id.entry)
-        content = api.Message(consumer_id=consumer_id, message_id=where)
-        if len(indices) < len(entry.messages):
-            content.ack_set.append(sum(1 << index for index in indices))
+        some = len(indices) < len(entry.messages)
+        ack_set = [sum(1 << index for index in indices)] if some else []
         data = bytes_of(entry)
         if entry.id in log.corrupt:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        self.send("message", content, data)
+        self.deliver(consumer_id, *entry.id, data, ack_set)
 
     def _flow(self, given: Any) -> None:
         one = self._standing.get(given.consumer_id)
@@ -337,9 +334,7 @@ class Session(PublishingSession):
         if one is None or one.subscription is None or self.client.loses_acks:
             return
         if self._cluster.network.cut_share and self._random.random() < 0.05:
-            self.send("ack_response", api.AckResponse(
-                consumer_id=given.consumer_id, request_id=given.request_id, error=STORAGE_FAILS
-            ))  # fmt: skip
+            self.confirm(given, error=STORAGE_FAILS)
             return
         found = [one.log.ordinal(EntryId(named.ledger, named.entry)) for named in given.message_id]
         one.subscription.acknowledge(ordinal for ordinal in found if ordinal is not None)

@@ -38,7 +38,7 @@ from tests.simulation.frames.sockets import Socket, Way
 from tests.simulation.install import installed, replaced
 from tests.simulation.scheduler import Scheduler, StuckError
 from tests.stored_entries import batch, damaged, extreme, plain, single
-from tests.support.frame_broker import FrameSession
+from tests.support.frame_broker.session import FrameSession, range_of
 
 TIMEOUT_S = 5.0
 """Of a request, seconds."""
@@ -80,7 +80,9 @@ class Session(FrameSession):
         socket.closed = self._closed
         self.over = False
         self.consumers: dict[int, str] = {}
-        self._silent = False
+        self._silent = self._strange = False
+        self._held: list[tuple[str, Any]] | None = None
+        """Answers that are not sent yet, while a command is handled."""
 
     def _closed(self) -> None:
         self.over = True
@@ -93,13 +95,22 @@ class Session(FrameSession):
         self._socket.came(self._out.cut())
         self._socket.end()
 
+    def send(self, name: str, content: Any, stored: bytes = b"") -> None:
+        if self._held is None:
+            super().send(name, content, stored)
+        else:
+            self._held.append((name, content))
+
     def handle(self, name: str, asked: Any) -> None:
         how = "honest" if self._random.random() > self._run.harm else self._random.choice(
             ("nothing", "twice", "other", "refused", "late", "strange", "unknown", "noise")
         )  # fmt: skip
-        answer = self._honest(name, asked, strange=how == "strange")
-        if answer is None or how == "nothing":
+        self._held, self._strange = [], how == "strange"
+        super().handle(name, asked)
+        held, self._held = self._held, None
+        if not held or how == "nothing":
             return
+        (answer,) = held
         if how == "refused" and hasattr(asked, "request_id"):
             said = self._random.randbytes(self._random.randrange(9))
             code = self._random.choice((*range(30), 2**31, 2**32 - 1))
@@ -120,72 +131,60 @@ class Session(FrameSession):
         self._run.scheduler.sleep(self._random.random() * 3 * TIMEOUT_S)
         self.send(name, content)
 
-    def _honest(self, name: str, asked: Any, *, strange: bool) -> tuple[str, Any] | None:
-        """The answer of a broker; ``strange``: with absurd values."""
-        made = getattr(self, f"_answer_{name}", None)
-        return None if made is None else made(asked, strange)
+    # -- one command each; with absurd values if the answer is to be strange -----------------------
 
-    def _answer_connect(self, _: Any, strange: bool) -> tuple[str, Any]:
-        most = self._random.choice((-1, 0, 600 << 20, 2**31 - 1)) if strange else 5 << 20
-        return "connected", api.Connected(server_version=b"h", max_message_size=most)
+    def _connect(self, _: Any) -> None:
+        absurd = (-1, 0, 600 << 20, 2**31 - 1)
+        most = self._random.choice(absurd) if self._strange else 5 << 20
+        self.send("connected", api.Connected(server_version=b"h", max_message_size=most))
 
-    def _answer_lookup(self, asked: Any, strange: bool) -> tuple[str, Any]:
-        draw = self._random
+    def _lookup(self, asked: Any) -> None:
+        draw, strange = self._random, self._strange
         url = draw.choice(URLS) if strange else b"pulsar://broker:%d" % draw.choice((6650, 6651))
-        return "lookup_response", api.LookupResponse(
+        self.send("lookup_response", api.LookupResponse(
             request_id=asked.request_id, broker_url=url, authoritative=True,
             response=draw.choice((0, 1, 2, 7)) if strange else 1,
             through_proxy=strange and not draw.randrange(3),
-        )  # fmt: skip
+        ))  # fmt: skip
 
-    def _answer_partitioned_metadata(self, asked: Any, strange: bool) -> tuple[str, Any]:
-        count = self._random.choice(COUNTS) if strange else 3
-        told = api.PartitionedMetadataResponse(request_id=asked.request_id, partitions=count)
-        return "partitioned_metadata_response", told
+    def _partitioned_metadata(self, asked: Any) -> None:
+        self.count_partitions(asked, self._random.choice(COUNTS) if self._strange else 3)
 
-    def _answer_subscribe(self, asked: Any, _: bool) -> tuple[str, Any]:
-        reads = asked.HasField("start_message_id")
-        tag = "reader" if reads else str(asked.key_shared.hash_ranges[0].start)
+    def _subscribe(self, asked: Any) -> None:
+        hash_range = range_of(asked)
+        tag = "reader" if hash_range is None else str(hash_range.start)
         self.consumers[asked.consumer_id] = f"{asked.topic.decode()} {tag}"
-        return self._success(asked)
+        self.succeed(asked)
 
-    def _answer_close_consumer(self, asked: Any, _: bool) -> tuple[str, Any]:
-        return self._success(asked)
+    def _close_consumer(self, asked: Any) -> None:
+        self.succeed(asked)
 
-    def _success(self, asked: Any) -> tuple[str, Any]:
-        return "success", api.Success(request_id=asked.request_id)
+    def _get_last_message_id(self, asked: Any) -> None:
+        if self._strange:
+            self.name_last(asked, -1, self._random.choice((2**64 - 1, 2**63, 2**63 - 1)))
+        else:
+            self.name_last(asked, 3, 7)
 
-    def _answer_get_last_message_id(self, asked: Any, strange: bool) -> tuple[str, Any]:
-        entry = self._random.choice((2**64 - 1, 2**63, 2**63 - 1)) if strange else 7
-        where = api.MessageId(ledger=2**64 - 1 if strange else 3, entry=entry)
-        return "get_last_message_id_response", api.GetLastMessageIdResponse(
-            request_id=asked.request_id, last_message_id=where
-        )
+    def _ack(self, asked: Any) -> None:
+        self.confirm(asked)
 
-    def _answer_ack(self, asked: Any, _: bool) -> tuple[str, Any]:
-        said: dict[str, Any] = {"consumer_id": asked.consumer_id, "request_id": asked.request_id}
-        return "ack_response", api.AckResponse(**said)
-
-    def _answer_flow(self, asked: Any, _: bool) -> None:
+    def _flow(self, asked: Any) -> None:
         run = self._run
         if not 0 < asked.permits < 2**31:
             raise HarmError(f"{asked.permits} messages are asked for, which no broker takes")
         run.scheduler.spawn(
-            run.process, "deliver", lambda: self.deliver(asked.consumer_id, asked.permits)
+            run.process, "deliver", lambda: self.send_entries(asked.consumer_id, asked.permits)
         )
 
-    def _answer_get_schema(self, asked: Any, strange: bool) -> tuple[str, Any]:
+    def _get_schema(self, asked: Any) -> None:
         draw = self._random
         told = api.GetSchemaResponse(request_id=asked.request_id, version=bytes(8))
-        if strange:
+        if self._strange:
             told.version = draw.randbytes(draw.choice((0, 1, 8, 9, 1_000)))
             told.schema.name, told.schema.data = draw.randbytes(3), draw.randbytes(20)
             told.schema.type = draw.choice((0, 2, 2**32 - 1))
             told.schema.properties.add(key=draw.randbytes(3), value=draw.randbytes(3))
-        return "get_schema_response", told
-
-    def _answer_ping(self, *_: Any) -> tuple[str, Any]:
-        return "pong", api.Nothing()
+        self.send("get_schema_response", told)
 
     def _other(self, number: int) -> tuple[str, Any]:
         """An answer to another question."""
@@ -201,7 +200,7 @@ class Session(FrameSession):
 
     # -- unrequested frames ------------------------------------------------------------------------
 
-    def deliver(self, consumer_id: int, count: int) -> None:
+    def send_entries(self, consumer_id: int, count: int) -> None:
         """Entries, of which some are damaged or have strange ids."""
         draw = self._random
         for _ in range(min(count, 50)):

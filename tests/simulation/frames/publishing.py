@@ -14,7 +14,7 @@ from keyshard.broker.wire.frames import api
 from keyshard.columns.messages import messages_of
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import ProducerBusyError, QuotaExceededError
-from tests.support.frame_broker import NOT_READY, STORAGE_FAILS, FrameSession
+from tests.support.frame_broker.session import NOT_READY, STORAGE_FAILS, FrameSession
 
 if TYPE_CHECKING:
     from keyshard.broker.memory import MemoryCluster
@@ -49,10 +49,7 @@ class FramedPublisher:
     def confirmed(self, sequence_id: int, stored: EntryId | None) -> None:
         if self._session.publishers.get(self.producer_id) is self:
             ledger, entry = (NO_ID, NO_ID) if stored is None else stored
-            self._session.send("send_receipt", api.SendReceipt(
-                producer_id=self.producer_id, sequence_id=sequence_id,
-                message_id=api.MessageId(ledger=ledger, entry=entry),
-            ))  # fmt: skip
+            self._session.receipt(self.producer_id, sequence_id, ledger, entry)
 
     def drop(self) -> None:
         self._session.end_publishers(lambda one: one is self)
@@ -109,10 +106,7 @@ class PublishingSession(FrameSession):
             self.refuse(asked, QUOTA)
         else:
             self.publishers[asked.producer_id] = publisher
-            self.send("producer_success", api.ProducerSuccess(
-                request_id=asked.request_id, producer_name=asked.producer_name,
-                last_sequence_id=last,
-            ))  # fmt: skip
+            self.open_producer(asked, asked.producer_name, last)
 
     def _send(self, command: Any) -> None:
         publisher = self.publishers.get(command.producer_id)

@@ -1,23 +1,17 @@
-"""Brokers that speak frames: one connection's end, and a server on loopback.
-
-Subclasses decide what a command does. The scripted brokers of unit tests, ``tests.refusals``,
-``tests.wire_simulation``, ``tests.memory`` and the simulated ones share this.
-"""
+"""Commands in frames, and a session's end at the broker."""
 
 from __future__ import annotations
 
-import socket
 import struct
-import threading
-from contextlib import suppress
+from collections.abc import Iterable
 from typing import Any
 
 from keyshard.broker.wire.frames import NAMES, api, frame_of
-from keyshard.core.protobuf import Value, message
+from keyshard.core.protobuf import Value, fields_of, message
+from keyshard.core.ring.hash_range import HashRange
 
 STORAGE_FAILS, NOT_READY, NOT_FOUND, CONFLICT = 2, 6, 11, 19
 """Errors that a broker refuses with."""
-READ_BYTES = 1 << 16
 
 
 def framed(name: str, content: Any, stored: bytes = b"") -> bytes:
@@ -32,6 +26,24 @@ def framed_fields(kind: int, fields: dict[int, Value], stored: bytes = b"") -> b
     """A frame of a command by its numbers, independent of the generated classes."""
     command = message({1: kind, kind: message(fields)})
     return struct.pack(">II", 4 + len(command) + len(stored), len(command)) + command + stored
+
+
+def command_fields(data: bytes) -> tuple[int, dict[int, Value]]:
+    """The number and the fields of a command, independent of the generated classes."""
+    command = fields_of(data)
+    kind = command[1]
+    assert isinstance(kind, int)
+    content = command.get(kind, b"")
+    assert isinstance(content, bytes)
+    return kind, fields_of(content)
+
+
+def range_of(asked: Any) -> HashRange | None:
+    """The range that a consumer subscribes to; ``None`` for a Reader."""
+    ranges = asked.key_shared.hash_ranges
+    if asked.HasField("start_message_id") or not ranges:
+        return None
+    return HashRange(ranges[0].start, ranges[0].end)
 
 
 class FrameSession:
@@ -83,10 +95,10 @@ class FrameSession:
     def refuse(self, asked: Any, code: int, text: bytes = b"refused") -> None:
         self.send("error", api.Error(request_id=asked.request_id, error=code, message=text))
 
-    def confirm(self, asked: Any) -> None:
-        """Confirm acknowledgements."""
+    def confirm(self, asked: Any, **refused: Any) -> None:
+        """Confirm acknowledgements, or refuse them with ``error`` and ``message``."""
         self.send("ack_response", api.AckResponse(
-            consumer_id=asked.consumer_id, request_id=asked.request_id
+            consumer_id=asked.consumer_id, request_id=asked.request_id, **refused
         ))  # fmt: skip
 
     def lead_to(self, asked: Any, url: str, *, redirect: bool = False) -> None:
@@ -98,7 +110,7 @@ class FrameSession:
 
     def count_partitions(self, asked: Any, count: int) -> None:
         self.send("partitioned_metadata_response", api.PartitionedMetadataResponse(
-            request_id=asked.request_id, partitions=count, response=0
+            request_id=asked.request_id, partitions=count
         ))  # fmt: skip
 
     def name_last(self, asked: Any, ledger: int, entry: int) -> None:
@@ -108,6 +120,33 @@ class FrameSession:
             last_message_id=api.MessageId(ledger=ledger % 2**64, entry=entry % 2**64),
         ))  # fmt: skip
 
+    def open_producer(self, asked: Any, name: bytes, last: int) -> None:
+        """Say that a producer is open, and the last sequence id that is stored under its name."""
+        self.send("producer_success", api.ProducerSuccess(
+            request_id=asked.request_id, producer_name=name, last_sequence_id=last
+        ))  # fmt: skip
+
+    def receipt(self, producer_id: int, sequence_id: int, ledger: int, entry: int) -> None:
+        """Confirm an entry of a producer."""
+        self.send("send_receipt", api.SendReceipt(
+            producer_id=producer_id, sequence_id=sequence_id,
+            message_id=api.MessageId(ledger=ledger, entry=entry),
+        ))  # fmt: skip
+
+    # -- without a request ------------------------------------------------------------------------
+
+    def deliver(
+        self, consumer_id: int, ledger: int, entry: int, stored: bytes, ack_set: Iterable[int] = ()
+    ) -> None:
+        """Send an entry to a consumer or Reader."""
+        where = api.MessageId(ledger=ledger, entry=entry)
+        content = api.Message(consumer_id=consumer_id, message_id=where, ack_set=ack_set)
+        self.send("message", content, stored)
+
+    def end_consumer(self, consumer_id: int) -> None:
+        """Tell a consumer or Reader that it has ended."""
+        self.send("close_consumer", api.CloseConsumer(consumer_id=consumer_id, request_id=0))
+
     # -- commands that need no state --------------------------------------------------------------
 
     def _connect(self, _: Any) -> None:
@@ -116,88 +155,3 @@ class FrameSession:
 
     def _ping(self, _: Any) -> None:
         self.send("pong", api.Nothing())
-
-
-class SocketSession(FrameSession):
-    """A session over a socket; a thread reads it.
-
-    Args:
-        stream: The connection.
-    """
-
-    def __init__(self, stream: socket.socket) -> None:
-        super().__init__()
-        self.stream = stream
-        self._sending = threading.Lock()
-
-    def start(self) -> None:
-        threading.Thread(target=self._serve, name="frame-session", daemon=True).start()
-
-    def put(self, data: bytes) -> None:
-        with suppress(OSError), self._sending:
-            self.stream.sendall(data)
-
-    def cut(self) -> None:
-        """End the connection."""
-        with suppress(OSError):
-            self.stream.shutdown(socket.SHUT_RDWR)
-
-    def read(self) -> bytes:
-        """The next received bytes; none at the end."""
-        return self.stream.recv(READ_BYTES)
-
-    def ended(self) -> None:
-        """The connection has ended; called by its thread."""
-        self.stream.close()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while piece := self.read():
-                self.feed(piece)
-        self.ended()
-
-
-class FrameServer:
-    """Listens on loopback and starts a session for each connection.
-
-    Args:
-        host: IP address of loopback.
-        port: Port; 0: any.
-    """
-
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.sessions: list[Any] = []
-        self._listening = socket.create_server((host, port), backlog=512)
-        self.port: int = self._listening.getsockname()[1]
-        self.host = f"{host}:{self.port}"
-        self.url = f"pulsar://{self.host}"
-        threading.Thread(target=self._listen, name="frame-server", daemon=True).start()
-
-    def session(self, stream: socket.socket) -> SocketSession:
-        """Make the session of a connection."""
-        raise NotImplementedError
-
-    def accept(self, stream: socket.socket) -> None:
-        session = self.session(stream)
-        self.sessions.append(session)  # before its client can know of it
-        session.start()
-
-    def cut_all(self) -> None:
-        for session in list(self.sessions):
-            session.cut()
-
-    def stop_listening(self) -> None:
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-
-    def close(self) -> None:
-        self.stop_listening()
-        self.cut_all()
-
-    def _listen(self) -> None:
-        with suppress(OSError):
-            while True:
-                stream, _ = self._listening.accept()
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self.accept(stream)
