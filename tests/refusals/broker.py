@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keyshard.broker.wire.frames import api
-from keyshard.core.protobuf import message
 from keyshard.core.ring.key_slot import key_slot
+from tests.stored_entries import plain, single
 from tests.support.frame_broker.server import FrameServer
 from tests.support.frame_broker.session import framed
 from tests.support.frame_broker.topics import LEDGER, Entry, Topics, TopicSession
@@ -28,11 +28,9 @@ Script = Callable[["Session", str, Any], bool]
 
 
 def entry(number: int) -> Entry:
-    """A message with a key of its own, stored without a checksum."""
+    """A message with a key of its own."""
     key = f"k{number}"
-    metadata = message({1: b"p", 2: number, 3: 1, 6: key.encode()})
-    data = struct.pack(">I", len(metadata)) + metadata + b"%d" % number
-    return Entry(number, key_slot(key), data)
+    return Entry(number, key_slot(key), single(plain(b"%d" % number, key)))
 
 
 @dataclass(eq=False)
@@ -91,9 +89,7 @@ class Session(TopicSession):
     def refuse_command(self, name: str, command: Any, code: int) -> None:
         """Answer a command as a broker does that refuses it."""
         said: dict[str, Any] = {"error": code, "message": SAID}
-        if name == "connect":
-            self.send("error", api.Error(request_id=2**64 - 1, **said))
-        elif name == "send":
+        if name == "send":
             self.send("send_error", api.SendError(
                 producer_id=command.producer_id, sequence_id=command.sequence_id, **said
             ))  # fmt: skip

@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from keyshard.broker.wire.frames import api
 from tests.support.frame_broker.server import READ_BYTES, FrameServer, QueuedSession
 from tests.support.frame_broker.session import NOT_READY, STORAGE_FAILS
 from tests.support.frame_broker.topics import LEDGER, TopicSession
@@ -91,8 +90,7 @@ class Session(TopicSession, QueuedSession):
 
     def _connect(self, asked: Any) -> None:
         if self._troubles.strike(0.05):
-            content = api.Error(request_id=2**64 - 1, error=NOT_READY, message=b"starting")
-            self.send("error", content)
+            self.refuse(asked, NOT_READY)
         else:
             super()._connect(asked)
 

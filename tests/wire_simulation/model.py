@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import google_crc32c
 
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.permits import LENT_MAX
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.key_slot import key_slot
+from tests.stored_entries import batch_payload, plain, stored
 from tests.support.frame_broker.topics import Entry, Member, Topics, int32
 
 READER_QUEUE = 1_000
@@ -23,7 +21,7 @@ DECLARED = (2**31 - 1, 2**30, 1_000_001, -1, -3, -(2**31), -(2**30))
 """Numbers of messages that batches declare which cannot have so many."""
 
 
-def stored(number: int, draw: random.Random) -> Entry:
+def drawn(number: int, draw: random.Random) -> Entry:
     """An entry of some kind."""
     key = f"k{draw.randrange(50)}"
     kind = draw.choices([PLAIN, CORRUPT, ENCRYPTED, DECLARING], [20, 2, 1, 1])[0]
@@ -34,9 +32,7 @@ def stored(number: int, draw: random.Random) -> Entry:
     payload = b"%d" % number
     if count:
         metadata.num_messages_in_batch = left = count
-        # Each message has the size of its payload (field 3) and its key (field 2).
-        one = b"\x18\x02\x12" + bytes([len(key)]) + key.encode()
-        payload = (struct.pack(">I", len(one)) + one + b"vv") * count
+        payload = batch_payload([plain(b"vv", key)] * count)
         if count > 2 and not draw.randrange(3):
             ack_set, left = (0b101,), 2
     if kind == DECLARING:
@@ -44,10 +40,9 @@ def stored(number: int, draw: random.Random) -> Entry:
         metadata.num_messages_in_batch = left = draw.choice(DECLARED)
     if kind == ENCRYPTED:
         metadata.encryption_keys.add(key=b"k")
-    head = metadata.SerializeToString()
-    body = struct.pack(">I", len(head)) + head + payload
-    checksum = google_crc32c.value(body) ^ (kind == CORRUPT)
-    data = b"\x0e\x01" + struct.pack(">I", checksum) + body
+    data = stored(metadata.SerializeToString(), payload)
+    if kind == CORRUPT:
+        data = data[:-1] + bytes([data[-1] ^ 1])
     return Entry(number, key_slot(key), data, left, ack_set)
 
 
@@ -88,7 +83,7 @@ class Model(Topics):
 
     def publish(self, name: str) -> None:
         log = self.logs[name]
-        log.append(stored(len(log), self.draw))
+        log.append(drawn(len(log), self.draw))
         self.stir(name)
 
     def join(self, member: Member) -> bool:

@@ -12,6 +12,8 @@ from keyshard.core.ring.hash_range import HashRange
 
 STORAGE_FAILS, NOT_READY, NOT_FOUND, CONFLICT = 2, 6, 11, 19
 """Errors that a broker refuses with."""
+NO_REQUEST = 2**64 - 1
+"""Request id with which a broker refuses the connection itself."""
 
 
 def framed(name: str, content: Any, stored: bytes = b"") -> bytes:
@@ -93,7 +95,8 @@ class FrameSession:
         self.send("success", api.Success(request_id=asked.request_id))
 
     def refuse(self, asked: Any, code: int, text: bytes = b"refused") -> None:
-        self.send("error", api.Error(request_id=asked.request_id, error=code, message=text))
+        request_id = getattr(asked, "request_id", NO_REQUEST)
+        self.send("error", api.Error(request_id=request_id, error=code, message=text))
 
     def confirm(self, asked: Any, **refused: Any) -> None:
         """Confirm acknowledgements, or refuse them with ``error`` and ``message``."""
