@@ -36,6 +36,8 @@ PASSING = {0, 1, 2, 5, 6, 11, 13, 14, 19}
 """Refusals that pass by themselves, or by an action of another client."""
 UNTOLD = {10, 12, 17, 20, 21, 23, 24}
 """Those that pulsar-client takes for passing when it opens a producer; no broker answers so."""
+OF_PRODUCERS = {7, 8, 16}
+"""Those that a producer waits for: a quota that is exceeded, and another producer of its name."""
 AUTHENTICATION, AUTHORIZATION = 3, 4
 TOPIC_NOT_FOUND = 11
 """Named by keyshard's own words."""
@@ -79,7 +81,7 @@ def _cells() -> Iterator[Cell]:
         "running in a worker": ("ack",),
     }
     dead_letters = {
-        "first dead letter": ("partitioned_metadata", "lookup", "producer", "send"),
+        "first dead letter": ("lookup", "producer", "send"),  # the start asks for its partitions
         "next dead letter": ("send",),
         "producer's return": ("connect", "lookup", "producer", "send"),
     }
@@ -186,7 +188,10 @@ def _of_source(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
         _spoil(cell, broker)
         run = Run(broker, workers)
         try:
-            until(lambda: run.ended or run.trouble(), NAMED_S, "no error by name")
+            until(
+                lambda: run.ended or run.trouble() or _has_no_partitions(cell), NAMED_S,
+                "no error by name",
+            )  # fmt: skip
             return _went_on(cell, run, cluster, broker)
         finally:
             broker.is_well()
@@ -206,6 +211,11 @@ def _of_source(cell: Cell, cluster: Cluster, broker: ScriptedBroker) -> str:
     finally:
         broker.is_well()
         run.close()
+
+
+def _has_no_partitions(cell: Cell) -> bool:
+    """Whether a source takes the answer for a topic without partitions, and goes on."""
+    return (cell.request, cell.answer) == ("partitioned_metadata", TOPIC_NOT_FOUND)
 
 
 def _is_named(cell: Cell, run: Run) -> bool:
@@ -331,7 +341,7 @@ def _ends_dead_letters(cell: Cell) -> bool:
         return False
     if cell.moment == "producer's return" and cell.request in ("connect", "lookup"):
         return _ends(cell)  # the consumers come back first
-    passing = PASSING | UNTOLD | ({25} if cell.request != "producer" else set())
+    passing = PASSING | OF_PRODUCERS | UNTOLD | ({25} if cell.request != "producer" else set())
     return cell.answer not in passing
 
 
