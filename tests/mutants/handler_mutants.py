@@ -57,7 +57,7 @@ OF_HANDLERS = (
         ),
         killers=(
             killer(
-                "runtime/test_parking",
+                "runtime/test_discarding",
                 "test_a_key_is_unparked_if_its_last_dead_letter_is_discarded_at_its_confirmation",
             ),
         ),
@@ -74,7 +74,7 @@ OF_HANDLERS = (
         ),
         killers=(
             killer(
-                "runtime/test_parking",
+                "runtime/test_discarding",
                 "test_a_key_is_unparked_after_its_dead_letters_are_discarded_not_meanwhile",
             ),
         ),

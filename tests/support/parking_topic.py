@@ -18,11 +18,14 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.errors import KeyShardError
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recorder import sent_events
-from tests.helpers import present
+from tests.helpers import present, wait_until
 from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.recorded_source import held
 
 TWO_ATTEMPTS = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(2))
+EXECUTORS = ["threads", "async"]
+OTHER = "persistent://public/default/other"
+BOTH = ("persistent://public/default/orders", OTHER)
 
 
 class ParkingTopic(MemoryTopic):
@@ -157,3 +160,19 @@ def broken_for_b(message: Message) -> None:
     """A handler that a process can load; it fails for the key ``b``."""
     if message.key == "b":
         raise ValueError("cannot handle b")
+
+
+def handler(parking: ParkingTopic, executor: str) -> object:
+    async def handle(message: Message) -> None:
+        parking.handle(message)
+
+    return handle if executor == "async" else parking.handle
+
+
+def park_keys(parking: ParkingTopic, run: ParkingRun) -> None:
+    """Park a key of each of two topics; three keys would look like an outage."""
+    parking.broken = {"a", "c"}
+    parking.publish(*"aa")
+    parking.cluster.publish(OTHER, Stored(b"0", key="c"))
+    wait_until(lambda: run.source.status()["parkedKeys"] == 2 and len(parking.dead_letters()) == 3)
+    parking.broken.clear()
