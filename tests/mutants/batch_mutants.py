@@ -53,7 +53,7 @@ OF_BATCHES = (
         ),
         killers=(
             killer(
-                "runtime/test_coordinator",
+                "runtime/test_coordinator_redelivery",
                 "test_committed_entries_that_come_again_are_dropped_and_acknowledged",
             ),
         ),

@@ -11,6 +11,7 @@ from keyshard.core.releases import DEFAULT_VERSION
 from keyshard.reading import scan
 from tests.support.changing_topics import ChangingTopics
 from tests.support.control_folder import own_control_folder
+from tests.support.coordinated_topic import CoordinatedTopic
 from tests.support.copied_topic import Copied
 from tests.support.dead_letter_topic import DeadLetterTopic
 from tests.support.handled_topic import HandledTopic
@@ -22,6 +23,13 @@ from tests.support.rescaled_source import RescaledSource
 @pytest.fixture
 def orders() -> Iterator[HandledTopic]:
     topic = HandledTopic()
+    yield topic
+    topic.cluster.validate()
+
+
+@pytest.fixture
+def coordinated() -> Iterator[CoordinatedTopic]:
+    topic = CoordinatedTopic()
     yield topic
     topic.cluster.validate()
 
