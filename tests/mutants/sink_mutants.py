@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Edit, Mutant, killer
 
 SINK = "runtime/test_sink"
+ATTEMPTS = "runtime/test_sink_attempts"
 CLAIMS = "runtime/test_sink_claim"
 CLAIM = "keyshard/publishing/sink_claim.py"
 DECISIONS = "keyshard/core/publishing.py"
@@ -26,7 +27,7 @@ OF_SINK = (
                 "    return Resume(0, None, split=False)\n",
             ),
         ),
-        killers=(killer(SINK, "test_an_attempt_that_dies_anywhere_is_completed_by_the_next"),),
+        killers=(killer(ATTEMPTS, "test_an_attempt_that_dies_anywhere_is_completed_by_the_next"),),
     ),
     Mutant(
         name="publish an older batch under a name",
@@ -94,7 +95,7 @@ OF_SINK = (
                 "            return self._probed(self._probe.last)\n",
             ),
         ),
-        killers=(killer(SINK, "test_rows_that_are_stored_in_part_are_not_taken_for_stored"),),
+        killers=(killer(ATTEMPTS, "test_rows_that_are_stored_in_part_are_not_taken_for_stored"),),
     ),
     Mutant(
         name="leave out what an earlier attempt sent and the broker lost",
@@ -109,7 +110,7 @@ OF_SINK = (
         ),
         killers=(
             killer(
-                SINK,
+                ATTEMPTS,
                 "test_rows_that_an_earlier_attempt_sent_and_a_failed_write_lost_are_sent_again",
             ),
             killer("simulation/test_pipeline", "test_the_promises_hold_and_every_fault_hits_tasks"),
@@ -147,7 +148,7 @@ OF_SINK = (
                 "            pass\n",
             ),
         ),
-        killers=(killer(SINK, "test_accepted_and_unwritten_entries_are_waited_for"),),
+        killers=(killer(ATTEMPTS, "test_accepted_and_unwritten_entries_are_waited_for"),),
     ),
     Mutant(
         name="one producer name for all queries",
@@ -223,7 +224,7 @@ OF_SINK = (
         ),
         killers=(
             killer(
-                SINK,
+                ATTEMPTS,
                 "test_rows_of_a_name_that_the_broker_has_forgotten_are_found_at_the_end_of_the_topic",
             ),
         ),
@@ -239,7 +240,7 @@ OF_SINK = (
             ),
         ),
         killers=(
-            killer(SINK, "test_a_broker_that_recovered_too_few_ids_stores_nothing_twice"),
+            killer(ATTEMPTS, "test_a_broker_that_recovered_too_few_ids_stores_nothing_twice"),
             killer("simulation/test_pipeline", "test_the_promises_hold_and_every_fault_hits_tasks"),
         ),
     ),
@@ -255,15 +256,15 @@ OF_SINK = (
             ),
         ),
         killers=(
-            killer(SINK, "test_rows_that_a_broker_may_have_stored_are_looked_for_first"),
-            killer(SINK, LOOKED_AGAIN + "[True]"),
+            killer(ATTEMPTS, "test_rows_that_a_broker_may_have_stored_are_looked_for_first"),
+            killer(ATTEMPTS, LOOKED_AGAIN + "[True]"),
         ),
     ),
     Mutant(
         name="believe a look before the producer was opened again",
         promise="Rows that another attempt stores after the look are looked for again.",
         edits=(Edit(UNCONFIRMED, "            self._unsure = True\n", "            pass\n"),),
-        killers=(killer(SINK, LOOKED_AGAIN + "[False]"),),
+        killers=(killer(ATTEMPTS, LOOKED_AGAIN + "[False]"),),
     ),
     Mutant(
         name="stage rows that the broker refuses",

@@ -12,7 +12,7 @@ from keyshard.reading import scan
 from tests.support.changing_topics import ChangingTopics
 from tests.support.control_folder import own_control_folder
 from tests.support.coordinated_topic import CoordinatedTopic
-from tests.support.copied_topic import Copied
+from tests.support.copied_topic import Copied, SinkTopic
 from tests.support.dead_letter_topic import DeadLetterTopic
 from tests.support.handled_topic import HandledTopic
 from tests.support.parking_topic import ParkingTopic
@@ -102,3 +102,11 @@ def make_rescaled() -> Iterator[Callable[..., RescaledSource]]:
     yield make
     for rescaled in made:
         rescaled.end()
+
+
+@pytest.fixture
+def world() -> Iterator[SinkTopic]:
+    """A deduplicated topic with sinks, which end after the test."""
+    made = SinkTopic(send_timeout_ms=2_000)
+    yield made
+    made.close()

@@ -20,9 +20,9 @@ from keyshard.core.publishing import key_partition, query_of
 from keyshard.errors import ProducerBusyError, SinkIdInUseError
 from keyshard.publishing import batch_part, batch_writer
 from keyshard.publishing.sink_claim import Claim
-from tests.runtime.test_sink import batch_of
 from tests.support.copied_topic import SinkTopic
 from tests.support.deadlines import deadline
+from tests.support.sink_rows import batch_of
 
 FIRST, SECOND = (str(uuid.UUID(int=number)) for number in (1, 2))
 

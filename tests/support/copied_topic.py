@@ -12,6 +12,9 @@ from tests.support.handled_topic import HandledTopic
 from tests.support.memory_topic import MemoryTopic
 from tests.support.stored_topic import messages_at
 
+PARTITIONS = 3
+"""Partitions of a topic to which sinks publish."""
+
 
 class OutputTopic(MemoryTopic):
     """A cluster with a topic :attr:`out` that holds outputs."""
@@ -45,7 +48,7 @@ class SinkTopic(OutputTopic):
         options: Those of all sinks.
     """
 
-    def __init__(self, partitions: int = 3, **options: Any) -> None:
+    def __init__(self, partitions: int = PARTITIONS, **options: Any) -> None:
         super().__init__(partitions)
         self.out = self.topic
         self.cluster.deduplicate(self.out)
@@ -66,7 +69,7 @@ class Copied(HandledTopic, OutputTopic):
 
     def __init__(self) -> None:
         super().__init__()
-        self.out = self.cluster.create_topic("copies", 3)
+        self.out = self.cluster.create_topic("copies", PARTITIONS)
         self.sink = KeyShardSink(
             self.out, sink_id="copies", service_url=self.url, linger_ms=1, send_timeout_ms=2_000
         )
