@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from keyshard.core import range_watchdog
 from keyshard.core.releases import DEFAULT_VERSION
+from keyshard.observe import broker_poll, monitor
 from keyshard.reading import scan
 from tests.support.changing_topics import ChangingTopics
 from tests.support.control_folder import own_control_folder
@@ -18,6 +20,7 @@ from tests.support.handled_topic import HandledTopic
 from tests.support.parking_topic import ParkingTopic
 from tests.support.recorded_handler import RecordedHandler
 from tests.support.rescaled_source import RescaledSource
+from tests.support.watched_job import Job
 
 
 @pytest.fixture
@@ -110,3 +113,19 @@ def world() -> Iterator[SinkTopic]:
     made = SinkTopic(send_timeout_ms=2_000)
     yield made
     made.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    """A source of four ranges, which ends after the test."""
+    made = Job()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def quick_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog looks often and waits for less."""
+    monkeypatch.setattr(monitor, "LOOK_S", 0.02)
+    monkeypatch.setattr(range_watchdog, "STALL_S", 0.3)
+    monkeypatch.setattr(broker_poll, "FACTS_ROUND_S", 0.05)
