@@ -24,7 +24,7 @@ OF_BOOKIES = (
         ),
         killers=(
             killer(
-                "runtime/test_splits",
+                "runtime/test_split_losses",
                 "test_a_read_from_bookies_alone_goes_on_behind_a_ledger_that_is_deleted_meanwhile",
             ),
         ),

@@ -20,6 +20,7 @@ from tests.support.handled_topic import HandledTopic
 from tests.support.parking_topic import ParkingTopic
 from tests.support.recorded_handler import RecordedHandler
 from tests.support.rescaled_source import RescaledSource
+from tests.support.split_topic import SplitTopic
 from tests.support.watched_job import Job
 
 
@@ -33,6 +34,13 @@ def orders() -> Iterator[HandledTopic]:
 @pytest.fixture
 def coordinated() -> Iterator[CoordinatedTopic]:
     topic = CoordinatedTopic()
+    yield topic
+    topic.cluster.validate()
+
+
+@pytest.fixture
+def split_topic() -> Iterator[SplitTopic]:
+    topic = SplitTopic()
     yield topic
     topic.cluster.validate()
 
