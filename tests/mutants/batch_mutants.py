@@ -432,7 +432,7 @@ OF_BATCHES = (
         ),
         killers=(
             killer(
-                "runtime/test_ack_gaps",
+                "runtime/test_lost_entries",
                 "test_an_acknowledgement_by_another_client_ends_the_running_source",
             ),
         ),

@@ -16,6 +16,7 @@ from tests.support.control_folder import own_control_folder
 from tests.support.coordinated_topic import CoordinatedTopic
 from tests.support.copied_topic import Copied, SinkTopic
 from tests.support.dead_letter_topic import DeadLetterTopic
+from tests.support.gap_topic import GapTopic
 from tests.support.handled_topic import HandledTopic
 from tests.support.parking_topic import ParkingTopic
 from tests.support.recorded_handler import RecordedHandler
@@ -50,6 +51,13 @@ def copied() -> Iterator[Copied]:
     made = Copied()
     yield made
     made.cluster.validate()
+
+
+@pytest.fixture
+def gap_topic() -> Iterator[GapTopic]:
+    topic = GapTopic()
+    yield topic
+    topic.cluster.validate()
 
 
 @pytest.fixture

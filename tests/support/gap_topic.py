@@ -91,6 +91,12 @@ def resolved_by_batches(topic: GapTopic, coordinator: Coordinator) -> PartitionC
     return state
 
 
+def wait_rounds(rounds: ScriptedCall) -> None:
+    """Wait for many more rounds than an acknowledgement needs to count as lasting."""
+    before = len(rounds.asked)
+    wait_until(lambda: len(rounds.asked) >= before + 10)
+
+
 class Gate:
     """Withholds the entries of one range, and counts Readers."""
 
