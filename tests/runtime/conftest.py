@@ -21,6 +21,7 @@ from tests.support.handled_topic import HandledTopic
 from tests.support.parking_topic import ParkingTopic
 from tests.support.recorded_handler import RecordedHandler
 from tests.support.rescaled_source import RescaledSource
+from tests.support.schema_shop import Shop
 from tests.support.split_topic import SplitTopic
 from tests.support.watched_job import Job
 
@@ -145,3 +146,8 @@ def quick_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "LOOK_S", 0.02)
     monkeypatch.setattr(range_watchdog, "STALL_S", 0.3)
     monkeypatch.setattr(broker_poll, "FACTS_ROUND_S", 0.05)
+
+
+@pytest.fixture
+def shop() -> Shop:
+    return Shop()

@@ -2,86 +2,41 @@
 
 from __future__ import annotations
 
-import io
-import json
 import pickle
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-import fastavro
 import pyarrow as pa
 import pytest
 
 import keyshard
-from keyshard import Connection, KeyShardSource
-from keyshard.broker.memory import MemoryCluster, Message
+from keyshard.broker.memory import Message
 from keyshard.columns.record_batches import SCHEMA
-from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, parse
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import ConfigError, MalformedMessageError, SchemaError
 from keyshard.reading import decoder, message_decoder
 from keyshard.reading.decoder import RowDecoder, writer_of
-from keyshard.reading.decoding_plan import CORRUPT, Decoding, check_same, plan_decoding
+from keyshard.reading.decoding_plan import CORRUPT, Decoding, check_same
 from keyshard.reading.message_decoder import MessageDecoder
 from spark_adapter import task_rows
 from spark_adapter.task_rows import Ledgers
 from tests.helpers import P0, P1
 from tests.support.deadlines import deadline
-
-FIELDS = [{"name": "id", "type": "int"}, {"name": "name", "type": "string"}]
-FIRST = {"type": "record", "name": "R", "fields": FIELDS}
-ADDED = {"name": "added", "type": ["null", "long"], "default": None}
-SECOND = FIRST | {"fields": [FIELDS[0] | {"type": "long"}, FIELDS[1], ADDED]}
-
-
-class Shop:
-    """A cluster of this process with topics that have schemas."""
-
-    def __init__(self) -> None:
-        self.name = uuid.uuid4().hex
-        self.cluster = MemoryCluster.named(self.name)
-        self.connection = Connection(f"memory://{self.name}")
-
-    def topic(self, name: str, *schemas: Any, kind: str = "AVRO") -> str:
-        topic = self.cluster.create_topic(name)
-        for schema in schemas:
-            self.add(topic, schema, kind)
-        return topic
-
-    def add(self, topic: str, schema: Any, kind: str = "AVRO") -> None:
-        versions = self.cluster.schemas.setdefault(topic, [])
-        definition = b"" if schema is None else json.dumps(schema).encode()
-        versions.append(TopicSchema(kind, definition, len(versions)))
-
-    def plan(self, *topics: str, mode: str = "FAILFAST") -> Decoding:
-        return plan_decoding(self.connection, topics, mode)
-
-
-@pytest.fixture
-def shop() -> Shop:
-    return Shop()
-
-
-def avro(schema: Any, row: dict[str, Any]) -> bytes:
-    data = io.BytesIO()
-    fastavro.schemaless_writer(data, fastavro.parse_schema(schema), row)
-    return data.getvalue()
-
-
-def raw(topic: str, *rows: tuple[bytes | None, int | None], start: int = 0) -> pa.RecordBatch:
-    """Rows as a window or a split gives them."""
-    found = [
-        {
-            "value": value, "__key": "k", "__topic": topic, "__partition": -1,
-            "__messageId": f"7:{number}:0", "__schemaVersion": version,
-        }
-        for number, (value, version) in enumerate(rows, start)
-    ]  # fmt: skip
-    return pa.RecordBatch.from_pylist(found, schema=SCHEMA)
+from tests.support.schema_shop import (
+    ADDED,
+    BAD,
+    FIELDS,
+    FIRST,
+    SECOND,
+    Shop,
+    avro,
+    of_java,
+    publish,
+    raw,
+    source_of,
+)
 
 
 def rows_of(
@@ -201,9 +156,6 @@ def test_a_version_is_asked_for_once_in_a_process(shop: Shop) -> None:
     first = rows_of(plan, [batch])
     del shop.cluster.schemas[topic]
     assert rows_of(plan, [batch]) == first
-
-
-BAD = b"\x01"
 
 
 def test_failing_fast_names_topic_message_and_reason(shop: Shop) -> None:
@@ -408,77 +360,6 @@ def test_one_bad_row_among_many_costs_no_more_than_all_others(shop: Shop) -> Non
     assert [row["id"] for row in rows] == [None if i == 1_234 else i for i in range(2_000)]
 
 
-def source_of(shop: Shop, topic: str, **how: Any) -> KeyShardSource:
-    return KeyShardSource(
-        topic, subscription="keyshard",
-        service_url=f"memory://{shop.name}", starting_position="earliest", parallelism=2,
-        **how,
-    )  # fmt: skip
-
-
-def publish(shop: Shop, topic: str) -> None:
-    """A message of each version, one that is no value, and one that does not fit."""
-    for number, (value, version) in enumerate(
-        [
-            (avro(FIRST, {"id": 1, "name": "a"}), 0),
-            (avro(SECOND, {"id": 2, "name": "b", "added": 7}), 1),
-            (None, 1),
-            (BAD, 1),
-        ]
-    ):
-        shop.cluster.publish(topic, Message(value, f"k{number}", schema_version=version))
-
-
-WANTED = [
-    {"id": 1, "name": "a", "added": None},
-    {"id": 2, "name": "b", "added": 7},
-    None,
-    "[KEYSHARD_MALFORMED_MESSAGE]",
-]
-
-
-@pytest.mark.parametrize("kind", ["function", "coroutine"])
-def test_a_handler_has_the_data_of_each_message(shop: Shop, kind: str) -> None:
-    topic = shop.topic("orders", FIRST, SECOND)
-    publish(shop, topic)
-    source = source_of(shop, topic)
-    seen: dict[str, Any] = {}
-
-    def note(message: keyshard.Message) -> None:
-        try:
-            found = message.data
-        except MalformedMessageError as exc:
-            found = str(exc).partition(" ")[0]
-        seen[str(message.key)] = found
-        if len(seen) == len(WANTED):
-            source.stop()
-
-    async def note_async(message: keyshard.Message) -> None:
-        note(message)
-
-    source.run(note_async if kind == "coroutine" else note)
-    assert [seen[key] for key in sorted(seen)] == WANTED
-
-
-def of_java(shop: Shop) -> str:
-    """Return a topic with an enumeration field whose numbers no schema gives."""
-    topic = shop.topic("orders")
-    info = [
-        {"number": 1, "name": "state", "type": "ENUM", "label": "LABEL_OPTIONAL"},
-        {"number": 2, "name": "id", "type": "INT32", "label": "LABEL_OPTIONAL"},
-    ]
-    properties = {"__PARSING_INFO__": json.dumps(info)}
-    definition = json.dumps({"name": "M", "fields": [{"name": "id", "default": 0}]}).encode()
-    shop.cluster.schemas[topic] = [TopicSchema("PROTOBUF", definition, 0, properties)]
-    return topic
-
-
-def test_data_with_an_undescribed_field_is_refused(shop: Shop) -> None:
-    message = keyshard.Message.for_test(b"\x08\x01")._replace(topic=of_java(shop))
-    with pytest.raises(SchemaError, match=r"(?s)'state' .*is an enumeration.*message\.value"):
-        MessageDecoder(shop.connection)(message)
-
-
 def test_columns_without_an_undescribed_field_are_read_in_any_version(shop: Shop) -> None:
     topic = of_java(shop)
     plan = shop.plan(topic)
@@ -488,11 +369,6 @@ def test_columns_without_an_undescribed_field_are_read_in_any_version(shop: Shop
     # Fields are known by their numbers, also where the version of a message is gone.
     batch = raw(topic, (b"\x08\x01\x10\x05", 0), (b"\x10\x06", 3))
     assert rows_of(plan, [batch], plan.only(["id"])) == [{"id": 5}, {"id": 6}]
-
-
-def test_outside_of_a_handler_there_is_no_data() -> None:
-    with pytest.raises(ConfigError, match=r"only in handlers of a source"):
-        _ = keyshard.Message.for_test(b"x").data
 
 
 def test_a_decoder_makes_columns_of_the_rows_of_a_stream(shop: Shop) -> None:
@@ -524,40 +400,6 @@ def test_a_decoder_makes_columns_of_batches(shop: Shop) -> None:
     batch = next(iter(source.batches(max_wait_s=0.01)))
     (rows,) = source.decoder().decoded([batch.records])
     assert rows.column("value").to_pylist() == [5]
-
-
-def test_a_dead_letter_keeps_the_version_of_its_original() -> None:
-    one = keyshard.Message.for_test(b"x", key="k")._replace(schema_version=3)
-    dead_letter = DeadLetter(one, "s", DeadLetterKind.PARKED, 1, "why")
-    back = parse(one._replace(properties=dead_letter.properties(), schema_version=None))
-    assert isinstance(back, DeadLetter)
-    assert back.message.schema_version == 3
-
-
-def test_a_time_that_python_does_not_have_is_malformed_for_a_handler(shop: Shop) -> None:
-    topic = shop.topic("times", None, kind="TIMESTAMP")
-    read = MessageDecoder(shop.connection)
-    far = keyshard.Message.for_test((300_000_000_000_000).to_bytes(8, "big"))._replace(topic=topic)
-    with pytest.raises(MalformedMessageError, match="TIMESTAMP"):
-        read(far)
-    assert read(far._replace(value=None)) is None
-
-
-def test_data_of_a_schema_that_is_gone_is_an_error_and_not_its_bytes(shop: Shop) -> None:
-    topic = shop.topic("gone", FIRST)
-    one = keyshard.Message.for_test(avro(FIRST, {"id": 1, "name": "a"}))
-    one = one._replace(topic=topic, schema_version=0)
-    read = MessageDecoder(shop.connection)
-    assert read(one) == {"id": 1, "name": "a"}
-    del shop.cluster.schemas[topic]
-    # The process remembers; another one asks.
-    assert read(one) == {"id": 1, "name": "a"}
-    other = pickle.loads(pickle.dumps(read))
-    with pytest.raises(
-        SchemaError, match=rf"(?s)version 0 of the schema of {topic}.*message.value"
-    ):
-        other(one)
-    assert other(one._replace(schema_version=None)) == one.value
 
 
 def test_a_new_ledger_lets_the_schema_of_a_topic_be_checked_again() -> None:
@@ -635,21 +477,3 @@ def test_a_topic_that_is_found_later_and_does_not_fit_is_malformed(shop: Shop) -
     # What needs no value of it has no need to fit.
     names = [row["__topic"] for row in rows_of(shop.plan(topic), batches, only("__topic"))]
     assert names == [topic, text, text, bare]
-
-
-def test_messages_of_a_topic_that_was_created_again_have_data_of_its_own_schema(shop: Shop) -> None:
-    topic = shop.topic("orders", FIRST, SECOND)
-    read = MessageDecoder(shop.connection)
-    value = avro(FIRST, {"id": 1, "name": "a"})
-    one = keyshard.Message.for_test(value)._replace(topic=topic, schema_version=0)
-    before = one._replace(message_id=one.message_id._replace(ledger=7))
-    after = one._replace(message_id=one.message_id._replace(ledger=9))
-    assert read(before) == {"id": 1, "name": "a", "added": None}
-    # The same bytes as numbers and texts of other names.
-    fields = [FIELDS[0] | {"name": "number"}, FIELDS[1] | {"name": "text"}]
-    shop.cluster.schemas[topic] = []
-    shop.add(topic, FIRST | {"fields": fields})
-    assert read(after) == {"number": 1, "text": "a"}
-    assert read(before) == {"id": 1, "name": "a", "added": None}
-    shop.add(topic, SECOND)  # a version that follows changes nothing
-    assert read(after._replace(message_id=after.message_id._replace(ledger=11))) == read(after)
