@@ -35,7 +35,7 @@ from typing import Any
 
 from keyshard.errors import BY_CODE, ControlError, KeyShardError, ThreadStartError
 from keyshard.redaction import redacted, shown
-from keyshard.threads import begin
+from keyshard.threads import Pool, begin
 
 REQUEST_BYTES_MAX = 64 * 1024
 """Longest request, bytes."""
@@ -51,6 +51,10 @@ CONNECTIONS_MAX = 8
 """Most connections served at the same time; further ones get an error."""
 SINK, WORKER = "sink", "worker"
 """Kinds with a suffix of their sockets, so that commands for sources need not ask them."""
+ANY = "any"
+"""Stands for sources, sinks and workers."""
+ASKED_MAX = 16
+"""Most sockets that are asked at the same time."""
 _WHO = "who"
 
 Handler = Callable[[Mapping[str, Any]], Any]
@@ -271,10 +275,13 @@ def running_sources(
     Raises:
         ControlError: A process that is alive does not answer.
     """
-    found = _answering(subscription, service_url)
-    if subscription is not None and not found:
-        found = [one for one in _answering(None, service_url) if one.name == subscription]
-    return sorted(found, key=lambda one: (one.pid, one.path))
+    found, errors = _answering(subscription, service_url)
+    if subscription is not None and not (found or errors):
+        every, errors = _answering(None, service_url)
+        found = [one for one in every if one.name == subscription]
+    if errors:
+        raise errors[0]
+    return found
 
 
 def answering_sources(
@@ -284,44 +291,35 @@ def answering_sources(
 
     Args:
         timeout_s: Longest wait for each of them, seconds.
-        kind: :data:`SINK` or :data:`WORKER`; ``None``: sources.
+        kind: :data:`SINK`, :data:`WORKER`, or :data:`ANY` of the three; ``None``: sources.
         service_url: Only those of this cluster.
     """
-    errors: list[str] = []
-    found = _answering(None, service_url, timeout_s, errors, kind)
-    return sorted(found, key=lambda one: (one.pid, one.path)), errors
+    found, errors = _answering(None, service_url, timeout_s, kind)
+    return found, [error.message for error in errors]
 
 
 def _answering(
     subscription: str | None,
     service_url: str | None,
     timeout_s: float = ANSWER_S,
-    errors: list[str] | None = None,
     kind: str | None = None,
-) -> list[RunningSource]:
-    """Return the sources that answer.
+) -> tuple[list[RunningSource], list[ControlError]]:
+    """Return the sources that answer, by process id, and the errors of the others.
 
-    Args:
-        subscription: Only sources with this subscription.
-        service_url: Only sources of this cluster.
-        timeout_s: Longest wait for each of them, seconds.
-        errors: Takes the errors; ``None``: the first one is raised.
-        kind: As for :func:`answering_sources`.
+    They are asked at the same time: a process that hangs has a socket for each of its sinks.
     """
     names = [_digest(part) if part is not None else "*" for part in (subscription, service_url)]
-    found: list[RunningSource] = []
-    for folder in _folders():
-        for path in folder.glob(f"{names[0]}-{names[1]}-*-*"):
-            if path.suffix != _suffix_of(kind):
-                continue
-            one, error = _found_at(path, timeout_s)
-            if one is not None:
-                found.append(one)
-            if error is not None and errors is None:
-                raise error
-            if error is not None and errors is not None:
-                errors.append(error.message)
-    return found
+    paths = [
+        path
+        for folder in _folders()
+        for path in folder.glob(f"{names[0]}-{names[1]}-*-*")
+        if kind == ANY or path.suffix == _suffix_of(kind)
+    ]
+    with Pool(ASKED_MAX, "keyshard-control-ask") as pool:
+        answers = list(pool.map(lambda path: _found_at(path, timeout_s), paths))
+    found = [one for one, _ in answers if one is not None]
+    errors = [error for _, error in answers if error is not None]
+    return sorted(found, key=lambda one: (one.pid, one.path)), errors
 
 
 def _found_at(path: Path, timeout_s: float) -> tuple[RunningSource | None, ControlError | None]:

@@ -251,6 +251,31 @@ def test_an_answer_has_a_deadline() -> None:
         server.close()
 
 
+def test_sources_sinks_and_workers_are_asked_at_the_same_time() -> None:
+    together = threading.Barrier(3)
+    servers = [
+        ControlServer("orders", URL, "t", {}, kind=kind)
+        for kind in ("handlers", control.SINK, control.WORKER)
+    ]
+
+    def waits(server: ControlServer) -> control.Handler:
+        def answer(_request: Mapping[str, Any]) -> Any:
+            together.wait(deadline(20))
+            return server._who
+
+        return answer
+
+    try:
+        for one in servers:
+            one._handlers = {"who": waits(one)}
+        found, errors = control.answering_sources(deadline(20), control.ANY)
+        assert errors == []
+        assert {one.kind_word for one in found} == {"source", "sink", "worker"}
+    finally:
+        for one in servers:
+            one.close()
+
+
 OTHER = """
 import sys, time
 from keyshard.control import ControlServer
