@@ -37,14 +37,14 @@ def ui(
         ),
     ] = None,
 ) -> None:
-    """Serve a live page of all sources of this user on this machine, until Ctrl-C."""
+    """Serve a live page of the sources, sinks and workers of this user, until Ctrl-C."""
 
-    from keyshard.control import answering_sources
+    from keyshard.control import ANY, answering_sources
     from keyshard.observe.page.options import PageOptions, serve_page
 
     token = None if token_file is None else read_token(token_file)
     server = serve_page(
-        PageOptions(host, port, token, allowed_host or ()), lambda: answering_sources(WHO_S)
+        PageOptions(host, port, token, allowed_host or ()), lambda: answering_sources(WHO_S, ANY)
     )
     try:
         more = "" if token is None else "; it asks for the token"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Message
 from keyshard.cli import main
-from keyshard.control import ControlServer, answering_sources
+from keyshard.control import ANY, SINK, WORKER, ControlServer, answering_sources
 from keyshard.errors import ConfigError, UnexpectedError
 from keyshard.observe.page import app, server, status_watcher
 from keyshard.observe.page.options import PageOptions, serve_page
@@ -24,7 +25,7 @@ from keyshard.observe.page.server import PageServer
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import MemoryTopic
-from tests.support.statuses import range_status, status
+from tests.support.statuses import range_status, sink_status, status, worker_status
 
 pytestmark = pytest.mark.usefixtures("control_folder")
 TOKEN = "0123456789abcdef-secret"
@@ -53,6 +54,17 @@ class Shown:
         return self.server.path.name
 
 
+@contextmanager
+def other(kind: str, told: Any, name: str = "bills") -> Iterator[ControlServer]:
+    """A sink or worker whose status is ``told``, or what it returns."""
+    answer = told if callable(told) else lambda _: told
+    made = ControlServer(name, "pulsar://a", "t", {"status": answer}, kind=kind)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.fixture
 def shown() -> Iterator[Shown]:
     made = Shown()
@@ -62,7 +74,7 @@ def shown() -> Iterator[Shown]:
 
 @contextmanager
 def served(host: str = "127.0.0.1", token: str | None = None) -> Iterator[PageServer]:
-    made = serve_page(PageOptions(host, 0, token), lambda: answering_sources(5.0))
+    made = serve_page(PageOptions(host, 0, token), lambda: answering_sources(5.0, ANY))
     try:
         yield made
     finally:
@@ -148,16 +160,16 @@ def test_other_paths_are_not_found(page: PageServer, path: str) -> None:
 
 
 def test_events_show_the_chosen_source_until_it_ends(page: PageServer, shown: Shown) -> None:
-    other = Shown("reports", ranges=[range_status(0)])
+    reports = Shown("reports", ranges=[range_status(0)])
     try:
-        stream = events(page, f"?source={other.id}")
+        stream = events(page, f"?source={reports.id}")
         first = next(stream)
-        assert first["chosen"] == other.id
+        assert first["chosen"] == reports.id
         assert first["status"]["name"] == "reports"
         assert sorted(one["name"] for one in first["sources"]) == ["billing", "reports"]
         assert "ranges" not in first["sources"][0]
     finally:
-        other.server.close()
+        reports.server.close()
     last = next(look for look in stream if look["chosen"] == shown.id)
     assert [one["name"] for one in last["sources"]] == ["billing"]
     shown.server.close()
@@ -172,6 +184,111 @@ def test_a_source_of_another_release_is_listed_with_its_error(
     look = next(events(page))
     assert "cannot be understood" in look["sources"][0]["error"]
     assert look["status"] is None
+
+
+def test_sinks_and_workers_are_listed_beside_sources(page: PageServer, shown: Shown) -> None:
+    sink_told, worker_told = sink_status(), worker_status()
+    with other(SINK, sink_told) as sink, other(WORKER, worker_told, "billing") as worker:
+        told = get(page, "/api/status").json()
+        assert told["sources"] == [shown.status]
+        assert (told["sinks"], told["workers"]) == ([sink_told], [worker_told])
+        assert told["error"] == ""
+        assert told["running"] == [
+            {
+                "id": made.path.name, "pid": os.getpid(), "kind": kind, "name": name,
+                "subscription": of, "error": "", "topics": "t", "serviceUrl": "pulsar://a",
+            }
+            for made, kind, name, of in (
+                (shown.server, "handlers", "billing", "billing"), (sink, "sink", "bills", None),
+                (worker, "worker", "billing", "billing"),
+            )
+        ]  # fmt: skip
+        assert get(page, f"/api/status?source={sink.path.name}").json() == sink_told
+        look = next(events(page, f"?source={worker.path.name}"))
+        assert (look["chosen"], look["status"]) == (worker.path.name, worker_told)
+        assert [one["name"] for one in look["sources"]] == ["billing"]
+        (of_sink,), (of_worker,) = look["sinks"], look["workers"]
+        assert (of_sink["id"], of_sink["unconfirmed"]) == (sink.path.name, sink_told["unconfirmed"])
+        assert of_worker["source"] == worker_told["source"]
+        assert "consumers" not in of_worker
+        assert next(events(page))["chosen"] == shown.id, "a source is the first"
+    assert get(page, f"/api/status?source={sink.path.name}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None, [], "x", {}, {"name": "bills"}, sink_status(state=float("nan")),
+        {name: value for name, value in sink_status().items() if name != "rates"},
+        sink_status(topics=["x" * 5_000_000]),
+    ],
+    ids=["null", "list", "text", "empty", "name", "nan", "other-release", "huge"],
+)  # fmt: skip
+def test_a_malformed_status_of_a_sink_is_an_error_of_this_sink_only(
+    page: PageServer, shown: Shown, told: Any
+) -> None:
+    with other(SINK, told) as sink:
+        look = next(events(page, f"?source={sink.path.name}"))
+        (of_sink,) = look["sinks"]
+        assert "cannot be understood" in of_sink["error"] or "at most" in of_sink["error"]
+        assert (look["chosen"], look["status"]) == (shown.id, shown.status)
+        answer = get(page, "/api/status").json()
+        assert (answer["sources"], answer["sinks"]) == ([shown.status], [])
+        assert [one["error"] for one in answer["running"]] == ["", of_sink["error"]]
+        one = get(page, f"/api/status?source={sink.path.name}")
+        assert (one.status_code, one.text) == (502, of_sink["error"] + "\n")
+
+
+def test_sinks_and_workers_that_do_not_answer_hold_nothing_up(
+    page: PageServer, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, release = threading.Barrier(3), threading.Event()
+
+    def hang(_request: Mapping[str, Any]) -> None:
+        together.wait(deadline(20))  # all are asked at the same time
+        release.wait(deadline(60))
+
+    monkeypatch.setattr(status_watcher, "ASK_S", deadline(1.0))
+    with ExitStack() as stack:
+        stack.callback(release.set)
+        for kind in (SINK, SINK, WORKER):
+            stack.enter_context(other(kind, hang))
+        look = next(events(page))
+        assert look["status"] == shown.status
+        errors = [one["error"] for one in look["sinks"] + look["workers"]]
+        assert [("does not answer" in one) for one in errors] == [True] * 3
+
+
+def test_a_process_that_accepts_no_request_is_named(
+    page: PageServer, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page._app, "_sources", lambda: answering_sources(deadline(1.0), ANY))
+    monkeypatch.setattr(page._app._status_watcher, "_sources", page._app._sources)
+    path = shown.server.path.with_name("0-0-77-ab.worker")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        told = get(page, "/api/status").json()
+        assert told["sources"] == [shown.status]
+        assert "Process 77 has a control socket, but does not answer" in told["error"]
+        one = get(page, f"/api/status?source={path.name}")
+        assert (one.status_code, "Process 77" in one.text) == (502, True)
+
+
+def test_sources_come_first_if_more_runs_than_is_shown(
+    page: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_watcher, "SHOWN_MAX", 2)
+    with ExitStack() as stack:
+        stack.enter_context(other(WORKER, worker_status()))
+        for _ in range(2):
+            stack.enter_context(other(SINK, sink_status()))
+        source = Shown()
+        stack.callback(source.server.close)
+        look = next(events(page))
+    counts = [len(look[group]) for group in ("sources", "sinks", "workers")]
+    assert counts == [1, 1, 0]
+    assert look["error"] == "2 more sources, sinks and workers are not shown."
 
 
 def test_nothing_is_asked_while_no_page_is_open(
@@ -374,18 +491,18 @@ def test_a_run_serves_its_own_page_until_it_ends() -> None:
     thread.start()
     assert begun.wait(deadline(30))
     port = source._active()._monitor.page_port
-    other = Shown("elsewhere")
+    elsewhere = Shown("elsewhere")
     try:
-        told = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=deadline(20)).json()[
-            "sources"
-        ]
-        assert [one["name"] for one in told] == ["jobs"], "only its own source"
+        with other(SINK, sink_status()):
+            told = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=deadline(20)).json()
+        assert [one["name"] for one in told["sources"]] == ["jobs"], "only its own source"
+        assert (told["sinks"], told["workers"]) == ([], [])
         (run,) = source._active()._monitor._runs({})["runs"]
         assert (run["key"], run["state"], run["attempts"]) == ("order-17", "running", 0)
         assert run["topic"] == topic.topic
         assert run["range"] in (0, 1)
     finally:
-        other.server.close()
+        elsewhere.server.close()
         release.set()
         source.stop()
         thread.join(deadline(30))

@@ -15,6 +15,7 @@ from keyshard.observe.metrics import METRICS, Metric
 from keyshard.observe.metrics_server import StatusCollector
 from keyshard.observe.sink_status import SinkStatus
 from keyshard.observe.status_types import Status
+from keyshard.workers.status import WorkerStatus
 
 
 def lag(**changes: Any) -> dict[str, Any]:
@@ -176,6 +177,40 @@ def sink_status(**changes: Any) -> SinkStatus:
         "unconfirmed": {"messages": 0, "entries": 0, "bytes": 0, "oldestSeconds": None},
     } | changes  # fmt: skip
     return cast("SinkStatus", made)
+
+
+def worker_status(**changes: Any) -> WorkerStatus:
+    """A worker with one consumer that has received nothing."""
+    made = {
+        "version": 1,
+        "kind": "worker",
+        "name": "billing",
+        "subscription": "billing",
+        "state": "running",
+        "uptimeSeconds": 3.0,
+        "newestError": None,
+        "serviceUrl": "pulsar://127.0.0.1:6650",
+        "pid": 1,
+        "host": "here",
+        "source": {"pid": 2, "host": "there"},
+        "consumers": [consumer_status("0-65535")],
+        "waiting": {"entries": 0, "messages": 0, "bytes": 0},
+        "kept": {"messages": 0, "bytes": 0},
+    } | changes
+    return cast("WorkerStatus", made)
+
+
+def consumer_status(hash_range: str, **changes: Any) -> dict[str, Any]:
+    """A consumer of a worker that has received nothing."""
+    return {
+        "topic": "persistent://public/default/t",
+        "partition": 0,
+        "hashRange": hash_range,
+        "connected": True,
+        "problem": "",
+        "messages": 0,
+        "bytes": 0,
+    } | changes
 
 
 def metrics_of(status: Mapping[str, Any], table: Sequence[Metric] = METRICS) -> str:

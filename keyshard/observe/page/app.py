@@ -3,7 +3,7 @@
 ::
 
     GET  /, /page.js, /page.css          the page; no data
-    GET  /api/status[?source=ID]         the status of every source, or of one
+    GET  /api/status[?source=ID]         the status of every source, sink and worker, or of one
     GET  /api/events[?source=ID]         server-sent events: the status each second
     POST /api/ask {"source": ID, "do": ...}   a request to the control socket of a source
 """
@@ -14,7 +14,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -25,7 +25,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from keyshard.control import RunningSource
 from keyshard.errors import ConfigError, ControlError, KeyShardError
 from keyshard.observe.page.guard import Guard
-from keyshard.observe.page.status_watcher import Look, StatusWatcher
+from keyshard.observe.page.status_watcher import (
+    GROUPS,
+    Answer,
+    Look,
+    Sources,
+    StatusWatcher,
+    answer_of,
+)
 from keyshard.redaction import shown
 from keyshard.threads import Pool
 
@@ -53,6 +60,7 @@ FILES = {
     "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
 }
+T = TypeVar("T")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -63,9 +71,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-Sources = Callable[[], tuple[list[RunningSource], list[str]]]
-"""Returns the running sources, and the errors of those that do not answer."""
 
 
 class Cut(Protocol):
@@ -78,7 +83,7 @@ class PageApp:
     """The application of one server. Its methods run in the event loop of the server.
 
     Args:
-        sources: Returns the sources that the page shows.
+        sources: Returns the sources, sinks and workers that the page shows.
         guard: Decides which requests are served.
         cut: Disconnects a client that does not read its events.
     """
@@ -161,15 +166,23 @@ class PageApp:
 
     async def _status(self, request: Request) -> Response:
         wanted = request.query_params.get("source")
-        look = await self._in_pool(self._status_watcher.look)
-        if isinstance(look, Response):
-            return look
         if wanted is None:
-            found = ",".join(look.details.values())
-            return Response(f'{{"sources": [{found}]}}', media_type="application/json")
-        if wanted not in look.details:
-            return _refusal(404, "The source does not run. /api/status lists all that run.")
-        return Response(look.details[wanted], media_type="application/json")
+            return await self._in_pool(lambda: _listed(*self._status_watcher.answers()))
+        return await self._in_pool(lambda: self._status_of(wanted))
+
+    def _status_of(self, wanted: str) -> Response:
+        one, errors = self._found(wanted)
+        answer = None if one is None else answer_of(one)
+        if answer is None:
+            return _missing(errors)
+        if answer.error:
+            return _refusal(502, answer.error)
+        return Response(answer.status, media_type="application/json")
+
+    def _found(self, wanted: str) -> tuple[RunningSource | None, list[str]]:
+        """Return what runs with an id, and the errors of those that hang."""
+        found, errors = self._sources()
+        return next((one for one in found if one.path.name == wanted), None), errors
 
     async def _ask(self, request: Request) -> Response:
         try:
@@ -188,8 +201,7 @@ class PageApp:
             return _refusal(400, f"Command {shown(do)} is not known to the page.")
 
         def answered() -> Any:
-            found, _ = self._sources()
-            one = next((one for one in found if one.path.name == source), None)
+            one, _ = self._found(source)
             if one is None:
                 raise ControlError("The source does not run any more.", "Reload the page.")
             return one.ask(do, timeout_s=ASK_S, **named)
@@ -204,7 +216,7 @@ class PageApp:
             return result
         return JSONResponse({"ok": True, "result": result})
 
-    async def _in_pool(self, work: Callable[[], Any]) -> Any:
+    async def _in_pool(self, work: Callable[[], T]) -> T | Response:
         if self._asked >= ASKED_MAX:
             return _refusal(503, "Too many requests are being answered. Try again later.")
         self._asked += 1
@@ -289,6 +301,26 @@ def _file(path: str) -> Callable[[Request], Response]:
         return answer(request)
 
     return answered  # type: ignore[return-value]
+
+
+def _listed(answers: list[Answer], errors: list[str]) -> Response:
+    """Return the answer with the status of each source, sink and worker."""
+    lists = []
+    for kind, group in GROUPS.items():
+        texts = [one.status for one in answers if one.of.kind_word == kind and one.status]
+        lists.append(f'"{group}": [{",".join(texts)}]')
+    running = [
+        one.facts() | {"topics": one.of.topics, "serviceUrl": one.of.service_url} for one in answers
+    ]
+    lists += [f'"running": {json.dumps(running)}', f'"error": {json.dumps(" ".join(errors))}']
+    return Response(f"{{{', '.join(lists)}}}", media_type="application/json")
+
+
+def _missing(errors: list[str]) -> Response:
+    """Return the answer for an id that no answering process has."""
+    if errors:
+        return _refusal(502, f"It does not answer, or does not run. {' '.join(errors)}")
+    return _refusal(404, "Nothing runs with this id. /api/status lists all that runs.")
 
 
 def _refusal(status: int, text: str) -> Response:

@@ -37,7 +37,8 @@ def serve_page(
 
     Args:
         options: Its address and token.
-        sources: Returns the sources to show, and the errors of those that do not answer.
+        sources: Returns the sources, sinks and workers to show, and the errors of those that do
+            not answer.
 
     Raises:
         ConfigError: The address cannot be used, it needs a token, or a package is missing.

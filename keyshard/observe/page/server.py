@@ -15,8 +15,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from keyshard.errors import ConfigError, KeyShardError
-from keyshard.observe.page.app import PageApp, Sources
+from keyshard.observe.page.app import PageApp
 from keyshard.observe.page.guard import Guard
+from keyshard.observe.page.status_watcher import Sources
 from keyshard.threads import begin, owned_by
 
 CONNECTIONS_MAX = 256
@@ -39,7 +40,7 @@ class PageServer:
         host: Address to bind.
         port: Port; 0 for a free one, which is then :attr:`port`.
         guard: Decides which requests are served.
-        sources: Returns the sources that the page shows.
+        sources: Returns the sources, sinks and workers that the page shows.
 
     Raises:
         ConfigError: The address cannot be used.
