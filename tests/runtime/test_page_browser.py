@@ -8,6 +8,7 @@ import threading
 import time
 from base64 import b64decode
 from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,22 @@ import tenacity
 
 from keyshard import RetryPolicy
 from keyshard.broker.memory import Message as Stored
-from keyshard.control import ControlServer
+from keyshard.control import ANY, SINK, WORKER, ControlServer, answering_sources
 from keyshard.core.message import Message
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.observe.page.options import PageOptions, serve_page
 from tests.helpers import key_in, wait_until
+from tests.support.copied_topic import SinkTopic
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import MemoryTopic, Run
-from tests.support.statuses import range_status, status
+from tests.support.statuses import (
+    consumer_status,
+    range_status,
+    sink_status,
+    status,
+    worker_status,
+)
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is missing: keyshard[dev]")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -316,6 +324,93 @@ def test_a_source_pauses_and_resumes_by_clicks(chromium: Any) -> None:
         tab.shows("#facts", "running")
         assert run.source.status()["state"] == "running"
         assert tab.errors() == []
+
+
+@contextmanager
+def page_of_all(*servers: ControlServer) -> Iterator[int]:
+    """The port of a page as that of ``keyshard ui``; the servers end with it."""
+    with ExitStack() as stack:
+        for one in servers:
+            stack.callback(one.close)
+        served = serve_page(PageOptions("127.0.0.1", 0), lambda: answering_sources(5.0, ANY))
+        stack.callback(served.close)
+        yield served.port
+
+
+def told_by(kind: str, told: Any, name: str = "s") -> ControlServer:
+    return ControlServer(name, "pulsar://a", "t", {"status": lambda _: told}, kind=kind, name=name)
+
+
+def test_a_sink_and_a_worker_are_seen_when_they_are_chosen(chromium: Any) -> None:
+    consumers = [
+        consumer_status("0-32767", messages=1_234),
+        consumer_status("32768-65535", connected=False, problem=HOSTILE),
+    ]
+    waiting = {"entries": 9, "messages": 1_234, "bytes": 56_789}
+    worker = worker_status(consumers=consumers, waiting=waiting)
+    with (
+        closing(SinkTopic()) as topic,
+        topic.sink(sink_id=HOSTILE, linger_ms=0) as sink,
+        page_of_all(told_by("handlers", status()), told_by(WORKER, worker, "billing")) as port,
+    ):
+        for number in range(7):
+            sink.send(b"%d" % number, key="k").result(deadline(60))
+        tab = Tab(chromium, port)
+        tab.shows("#sources", "s", "handlers")
+        tab.shows("#open-sinks", HOSTILE, "sink, 0 unconfirmed")
+        tab.shows("#host-workers", "billing", "worker, pid 1")
+        tab.shows("#arcs", "2 ranges")
+        assert tab.count("#other[hidden]") == 1
+
+        tab.click("#open-sinks button")
+        tab.shows("#other-facts", "running", "sink", "total 7", HOSTILE, "exactly-once", "memory")
+        tab.shows("#topics li", "orders")
+        assert tab.count("#main[hidden]") == 1, "parts of sources are hidden"
+        assert tab.count("#hosted[hidden]") == 1
+        assert tab.browser.title == f"{HOSTILE} - keyshard"
+        topic.hold()
+        sent = sink.send(b"held", key="k")
+        tab.shows("#open-sinks", "sink, 1 unconfirmed")
+        tab.shows("#other-facts", "messages, ", "oldest")
+        topic.release()
+        sent.result(deadline(60))
+        tab.shows("#other-facts", "total 8")
+        tab.shot("sink")
+
+        tab.click("#host-workers button")
+        tab.shows("#other-facts", "1 in trouble", "pid 2", "on there", "9 entries, 56,789 bytes")
+        tab.shows("#consumers tbody tr:nth-child(1)", "32768-65535", HOSTILE)
+        tab.shows("#consumers tbody tr:nth-child(2)", "0-32767", "1,234")
+        assert tab.count("#published[hidden]") == 1
+        assert tab.count("img") == 0, "a name and a problem are text"
+        tab.shot("worker")
+
+        tab.click("#sources button")
+        tab.shows("#arcs", "2 ranges")
+        assert tab.count("#main:not([hidden])") == 1
+        assert tab.count("#other[hidden]") == 1
+        assert tab.errors() == []
+
+
+def test_a_status_that_cannot_be_drawn_leaves_the_page_alive(chromium: Any) -> None:
+    told = sink_status(name="odd", rates="none", unconfirmed=7, topics=None)
+    with page_of_all(told_by("handlers", status()), told_by(SINK, told, "odd")) as port:
+        tab = Tab(chromium, port)
+        tab.shows("#open-sinks", "odd")
+        tab.click("#open-sinks button")
+        tab.shows("#other-facts", "cannot be shown")
+        assert tab.count("#published[hidden]") == 1
+        tab.shows("#link", "live")
+        tab.click("#sources button")
+        tab.shows("#arcs", "2 ranges")
+
+
+def test_a_sink_without_a_status_is_listed_with_its_error(chromium: Any) -> None:
+    with page_of_all(told_by(SINK, {}, "bills")) as port:
+        tab = Tab(chromium, port)
+        tab.shows("#open-sinks", "bills", "cannot be understood")
+        assert tab.text("#sources") == ""
+        assert tab.count("main:not([hidden])") == 0
 
 
 def test_tables_are_sorted_by_a_click_and_long_ones_are_cut(chromium: Any) -> None:

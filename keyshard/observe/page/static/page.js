@@ -12,7 +12,7 @@ const svgOf = (name) => document.createElementNS("http://www.w3.org/2000/svg", n
 
 const state = {
   chosen: null, look: null, histories: new Map(), arcs: new Map(), arc: null, all: new Set(),
-  sorts: { owners: ["trouble", -1], partitions: ["lag", -1], runs: ["elapsed", -1], dead: ["none", 1], rescales: ["ago", 1], workers: ["is", 1] },
+  sorts: { owners: ["trouble", -1], partitions: ["lag", -1], runs: ["elapsed", -1], dead: ["none", 1], rescales: ["ago", 1], workers: ["is", 1], consumers: ["problem", -1] },
   runs: [], noRuns: "", stream: null, dead: null, letter: null, pressed: null,
 };
 
@@ -125,7 +125,7 @@ function live(is, why = "") {
 
 function askForToken() {
   live(false, "a token is required");
-  byId("main").hidden = true;
+  byId("main").hidden = byId("other").hidden = true;
   byId("token").hidden = false;
   byId("token").token.focus();
 }
@@ -144,13 +144,17 @@ function show(look) {
   byId("notice").hidden = !look.error;
   byId("notice").textContent = look.error;
   showSources(look);
+  showOthers(look);
   const status = look.status;
-  byId("main").hidden = !status;
+  const other = otherOf(look);
+  byId("main").hidden = !status || other !== null;
+  byId("other").hidden = other === null;
   if (!status) {
     document.title = "keyshard";
-    if (!look.sources.length) byId("sources").replaceChildren("Nothing runs on this machine.");
+    if (!look.sources.length && !look.sinks.length && !look.workers.length) byId("sources").replaceChildren("Nothing runs on this machine.");
     return;
   }
+  if (other !== null) return showOther(other, status);
   document.title = `${status.name} - keyshard`;
   remember(look.chosen, status);
   showFacts(status);
@@ -184,7 +188,7 @@ function showSources(look) {
     return element("button", {
       type: "button", title: one.error || `${one.subscription}, pid ${one.pid}`,
       "aria-current": String(one.id === look.chosen),
-      onclick: () => { state.chosen = one.id; state.arc = null; state.runs = []; state.noRuns = ""; state.dead = null; showDead(); listen(); },
+      onclick: () => choose(one.id),
     }, element("span", { class: `state ${is}` }), one.name, " ", element("small", {}, lag));
   });
   const nav = byId("sources");
@@ -193,16 +197,23 @@ function showSources(look) {
   if (focused >= 0) nav.children[focused]?.focus();
 }
 
+function choose(id) {
+  Object.assign(state, { chosen: id, arc: null, runs: [], noRuns: "", dead: null });
+  showDead();
+  listen();
+}
+
 const lagOf = (lag) =>
   [
     lag.rows === null ? null : `${numberOf(lag.rows)} rows`,
     lag.seconds === null ? null : durationOf(lag.seconds),
   ].filter(Boolean).join(", ") || "lag unknown";
 
+const fact = (name, value, note = "", kind = "") =>
+  element("div", { class: kind }, element("dt", {}, name),
+    element("dd", {}, value, " ", element("small", {}, note)));
+
 function showFacts(status) {
-  const fact = (name, value, note = "", kind = "") =>
-    element("div", { class: kind }, element("dt", {}, name),
-      element("dd", {}, value, " ", element("small", {}, note)));
   const { lag, rates, counters } = status;
   const trend = element("span", { class: lag.trend ?? "" }, lag.trend ?? "");
   const handles = status.kind === "handlers";
@@ -220,11 +231,101 @@ function showFacts(status) {
       ? fact("Hot keys", status.hotKeys.map((one) => `${keyOf(one.key).slice(0, 60)} ${(one.share * 100).toFixed(1)} %`).join(", "), "of messages", "wide")
       : null,
     fact("Subscription", status.subscription, `${status.topicsPattern ?? status.topics.map((one) => nameOf({ topic: one, partition: -1 })).join(", ")} at ${status.serviceUrl}`, "wide"),
-    status.newestError
-      ? fact("Newest error", element("span", { class: "bad" }, status.newestError.error),
-        status.newestError.secondsAgo === null ? "persists" : `${durationOf(status.newestError.secondsAgo)} ago`, "wide")
-      : null,
+    errorFact(status),
   ].filter(Boolean));
+}
+
+const errorFact = ({ newestError }) => (newestError
+  ? fact("Newest error", element("span", { class: "bad" }, newestError.error),
+    newestError.secondsAgo === null ? "persists" : `${durationOf(newestError.secondsAgo)} ago`, "wide")
+  : null);
+
+// -- Sinks and workers -----------------------------------------------------------------------------
+
+// Decided by the list and not by the status, which may be of another release.
+const otherOf = (look) =>
+  ["sink", "worker"].find((kind) => look[`${kind}s`].some((one) => one.id === look.chosen)) ?? null;
+
+function showOthers(look) {
+  const groups = [
+    ["open-sinks", look.sinks, (one) => `sink, ${numberOf(one.unconfirmed?.messages)} unconfirmed`],
+    ["host-workers", look.workers, (one) => `worker, pid ${one.pid}`],
+  ];
+  for (const [id, found, note] of groups) {
+    const nav = byId(id);
+    nav.hidden = !found.length;
+    if (state.pressed && nav.contains(state.pressed)) continue; // a click needs its button until it ends
+    const focused = document.activeElement?.closest?.(`#${id} button`)?.dataset.of;
+    nav.replaceChildren(...found.map((one) => element("button", {
+      type: "button", title: one.error || `pid ${one.pid}`, "data-of": one.id,
+      "aria-current": String(one.id === look.chosen), onclick: () => choose(one.id),
+    }, element("span", { class: `state ${one.error ? "lost" : one.state}` }), one.name, " ",
+    element("small", {}, one.error || note(one)))));
+    if (focused) [...nav.querySelectorAll("button")].find((one) => one.dataset.of === focused)?.focus();
+  }
+}
+
+// A status that cannot be drawn must not end the page.
+function showOther(kind, status) {
+  document.title = `${status.name} - keyshard`;
+  byId("published").hidden = kind !== "sink";
+  byId("hosted").hidden = kind !== "worker";
+  const draw = kind === "sink" ? showSink : showWorker;
+  try {
+    draw(status);
+  } catch (error) {
+    byId("other-facts").replaceChildren(fact("Status", "It cannot be shown.", error.message, "wide"));
+    byId("published").hidden = byId("hosted").hidden = true;
+  }
+}
+
+const stateFact = (status) =>
+  fact("State", element("span", { class: `state ${status.state}` }, status.state), status.kind);
+const uptimeFact = (status) =>
+  fact("Uptime", durationOf(status.uptimeSeconds), `pid ${status.pid} on ${status.host}`);
+
+function showSink(status) {
+  const { rates, counters, unconfirmed } = status;
+  const oldest = unconfirmed.oldestSeconds === null ? "" : `, oldest ${durationOf(unconfirmed.oldestSeconds)}`;
+  byId("other-facts").replaceChildren(...[
+    stateFact(status),
+    fact("Unconfirmed", numberOf(unconfirmed.messages), `messages, ${numberOf(unconfirmed.bytes)} bytes${oldest}`),
+    fact("Published", paceOf(rates.published), `messages/s, total ${numberOf(counters.published)}`),
+    fact("Confirmed", paceOf(rates.confirmed), `messages/s, total ${numberOf(counters.confirmed)}`),
+    fact("Bytes", paceOf(rates.bytes), `per second, total ${numberOf(counters.bytes)} in ${numberOf(counters.entries)} entries`),
+    fact("Failed", element("span", { class: counters.failed ? "bad" : "" }, numberOf(counters.failed)), "messages"),
+    fact("Batches", numberOf(counters.batches), `already stored: ${numberOf(counters.alreadyStored)} rows`),
+    fact("Guarantee", status.deliveryGuarantee, status.transport),
+    uptimeFact(status),
+    fact("Sink", status.name, `default topic ${status.topic} at ${status.serviceUrl}`, "wide"),
+    errorFact(status),
+  ].filter(Boolean));
+  byId("topics").replaceChildren(...(status.topics.length ? status.topics : ["No message was published yet."])
+    .map((topic) => element("li", {}, nameOf({ topic, partition: -1 }))));
+}
+
+function showWorker(status) {
+  const { waiting, kept, consumers, source } = status;
+  const troubled = consumers.filter((one) => one.problem || !one.connected).length;
+  byId("other-facts").replaceChildren(...[
+    stateFact(status),
+    fact("Consumers", numberOf(consumers.length), troubled ? `${numberOf(troubled)} in trouble` : "all connected"),
+    fact("Waiting", numberOf(waiting.messages), `messages, ${numberOf(waiting.entries)} entries, ${numberOf(waiting.bytes)} bytes`),
+    fact("Kept", numberOf(kept.messages), `messages, ${numberOf(kept.bytes)} bytes`),
+    fact("Source", `pid ${source.pid}`, `on ${source.host}`),
+    uptimeFact(status),
+    fact("Worker of", status.subscription, `at ${status.serviceUrl}`, "wide"),
+    errorFact(status),
+  ].filter(Boolean));
+  table("consumers", [
+    ["topic", "Topic partition", nameOf, nameOf, "text"],
+    ["slots", "Slots", (one) => Number(one.hashRange.split("-")[0]), (one) => one.hashRange, ""],
+    ["problem", "Problem", (one) => (one.problem ? 2 : one.connected ? 0 : 1),
+      (one) => element("span", { class: one.connected && !one.problem ? "" : "bad" },
+        one.problem || (one.connected ? "–" : "not connected")), "text"],
+    ["messages", "Messages", (one) => one.messages, (one) => numberOf(one.messages), "number"],
+    ["bytes", "Bytes", (one) => one.bytes, (one) => numberOf(one.bytes), "number"],
+  ], status.consumers, ROWS, "The worker has no consumer.");
 }
 
 // -- The ring --------------------------------------------------------------------------------------
