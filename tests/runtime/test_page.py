@@ -22,7 +22,7 @@ from keyshard.errors import ConfigError, UnexpectedError
 from keyshard.observe.page import app, server, status_watcher
 from keyshard.observe.page.options import PageOptions, serve_page
 from keyshard.observe.page.server import PageServer
-from tests.helpers import wait_until
+from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import MemoryTopic
 from tests.support.statuses import range_status, sink_status, status, worker_status
@@ -248,7 +248,7 @@ def test_sinks_and_workers_that_do_not_answer_hold_nothing_up(
         together.wait(deadline(20))  # all are asked at the same time
         release.wait(deadline(60))
 
-    monkeypatch.setattr(status_watcher, "ASK_S", deadline(1.0))
+    monkeypatch.setattr(status_watcher, "STATUS_S", deadline(1.0))
     with ExitStack() as stack:
         stack.callback(release.set)
         for kind in (SINK, SINK, WORKER):
@@ -289,6 +289,43 @@ def test_sources_come_first_if_more_runs_than_is_shown(
     counts = [len(look[group]) for group in ("sources", "sinks", "workers")]
     assert counts == [1, 1, 0]
     assert look["error"] == "2 more sources, sinks and workers are not shown."
+
+
+def test_the_rescales_of_a_source_are_served(page: PageServer, shown: Shown) -> None:
+    history = present(shown.status["history"])
+    wanted = {name: history[name] for name in ("rescaling", "rescales", "rescaleSummary")}  # type: ignore[literal-required]
+    assert get(page, "/api/rescales").json() == wanted
+    assert get(page, f"/api/rescales?source={shown.id}").json() == wanted
+    assert get(page, "/api/rescales?source=gone").status_code == 404
+    with other(SINK, sink_status()) as sink:
+        assert get(page, "/api/rescales").json() == wanted, "it is the only source"
+        refused = get(page, f"/api/rescales?source={sink.path.name}")
+        assert (refused.status_code, refused.text) == (
+            400, "A sink has no rescales. Name a source.\n",
+        )  # fmt: skip
+    reports = Shown("reports", history=None)
+    try:
+        several = get(page, "/api/rescales")
+        assert (several.status_code, "Several sources run" in several.text) == (400, True)
+        starting = get(page, f"/api/rescales?source={reports.id}")
+        assert (starting.status_code, "still starting" in starting.text) == (503, True)
+    finally:
+        reports.server.close()
+    shown.status["history"] = {}  # type: ignore[typeddict-item]
+    malformed = get(page, "/api/rescales")
+    assert (malformed.status_code, "cannot be understood" in malformed.text) == (502, True)
+    shown.server.close()
+    assert get(page, "/api/rescales").status_code == 404
+
+
+def test_rescales_have_the_guards_of_the_status(shown: Shown) -> None:
+    with served(token=TOKEN) as page:
+        known = {"Authorization": f"Bearer {TOKEN}"}
+        assert get(page, "/api/rescales").status_code == 401
+        assert get(page, "/api/rescales", **known).status_code == 200
+        assert get(page, "/api/rescales", Host="evil.example", **known).status_code == 421
+        elsewhere = known | {"Sec-Fetch-Site": "cross-site"}
+        assert get(page, "/api/rescales", **elsewhere).status_code == 403
 
 
 def test_nothing_is_asked_while_no_page_is_open(

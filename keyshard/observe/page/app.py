@@ -4,6 +4,7 @@
 
     GET  /, /page.js, /page.css          the page; no data
     GET  /api/status[?source=ID]         the status of every source, sink and worker, or of one
+    GET  /api/rescales[?source=ID]       the rescales of one source
     GET  /api/events[?source=ID]         server-sent events: the status each second
     POST /api/ask {"source": ID, "do": ...}   a request to the control socket of a source
 """
@@ -27,6 +28,7 @@ from keyshard.errors import ConfigError, ControlError, KeyShardError
 from keyshard.observe.page.guard import Guard
 from keyshard.observe.page.status_watcher import (
     GROUPS,
+    STATUS_S,
     Answer,
     Look,
     Sources,
@@ -55,6 +57,8 @@ COMMANDS = frozenset({
     "rescale", "pause", "resume",
 })  # fmt: skip
 """Requests of the control socket that a page may send."""
+RESCALES = ("rescaling", "rescales", "rescaleSummary")
+"""Fields of the history of a source that are about its rescales."""
 FILES = {
     "/": ("index.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -101,6 +105,7 @@ class PageApp:
         routes = [Route(path, _file(path)) for path in FILES]
         routes += [
             Route("/api/status", self._status),
+            Route("/api/rescales", self._rescales),
             Route("/api/events", self._events),
             Route("/api/ask", self._ask, methods=["POST"]),
         ]
@@ -178,6 +183,21 @@ class PageApp:
         if answer.error:
             return _refusal(502, answer.error)
         return Response(answer.status, media_type="application/json")
+
+    async def _rescales(self, request: Request) -> Response:
+        wanted = request.query_params.get("source")
+        return await self._in_pool(lambda: self._rescales_of(wanted))
+
+    def _rescales_of(self, wanted: str | None) -> Response:
+        """Return the rescales of the source with an id, or of the only one."""
+        found, errors = self._sources()
+        matching = [one for one in found if wanted in (None, one.path.name)]
+        sources = [one for one in matching if one.kind_word == "source"]
+        if len(sources) > 1:
+            return _refusal(400, "Several sources run. Name one with source=ID, see /api/status.")
+        if not sources and wanted is not None and matching:
+            return _refusal(400, f"A {matching[0].kind_word} has no rescales. Name a source.")
+        return _history_of(sources[0]) if sources else _missing(errors)
 
     def _found(self, wanted: str) -> tuple[RunningSource | None, list[str]]:
         """Return what runs with an id, and the errors of those that hang."""
@@ -316,11 +336,26 @@ def _listed(answers: list[Answer], errors: list[str]) -> Response:
     return Response(f"{{{', '.join(lists)}}}", media_type="application/json")
 
 
+def _history_of(one: RunningSource) -> Response:
+    """Return the answer with the rescales of a source."""
+    try:
+        status = one.ask("status", timeout_s=STATUS_S)
+        with one.read():
+            history = status["history"]
+            rescales = None if history is None else {name: history[name] for name in RESCALES}
+            text = json.dumps(rescales, allow_nan=False)
+    except KeyShardError as exc:
+        return _refusal(502, exc.message) if one.path.exists() else _missing([])
+    if rescales is None:
+        return _refusal(503, "The source is still starting. Try again later.")
+    return Response(text, media_type="application/json")
+
+
 def _missing(errors: list[str]) -> Response:
     """Return the answer for an id that no answering process has."""
     if errors:
         return _refusal(502, f"It does not answer, or does not run. {' '.join(errors)}")
-    return _refusal(404, "Nothing runs with this id. /api/status lists all that runs.")
+    return _refusal(404, "It does not run. /api/status lists all that runs.")
 
 
 def _refusal(status: int, text: str) -> Response:

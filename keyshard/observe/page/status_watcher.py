@@ -15,7 +15,7 @@ from keyshard.threads import Pool, begin
 
 LOOK_S = 1.0
 """Interval of polls, seconds."""
-ASK_S = 3.0
+STATUS_S = 3.0
 """Longest wait for the status of a source, sink or worker, seconds."""
 SHOWN_MAX = 100
 """Maximum number of sources, sinks and workers that are shown."""
@@ -174,7 +174,7 @@ _NONE: dict[str, list[Any]] = {group: [] for group in GROUPS.values()}
 def answer_of(one: RunningSource) -> Answer | None:
     """Ask a source, sink or worker for its status; return ``None`` if it has ended."""
     try:
-        status = one.ask("status", timeout_s=ASK_S)
+        status = one.ask("status", timeout_s=STATUS_S)
         with one.read():
             # A browser cannot read NaN, which Python writes and reads.
             text = json.dumps(status, separators=(",", ":"), allow_nan=False)
