@@ -10,7 +10,7 @@ from keyshard.cli.output import ERROR_MAX, duration, newest_error, pace, plain, 
 from keyshard.errors import ControlError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from rich.console import RenderableType
 
@@ -52,7 +52,7 @@ def sink_view(status: SinkStatus) -> RenderableType:
     return Group(*parts)
 
 
-def sinks_table(sinks: list[RunningSource]) -> RenderableType:
+def sinks_table(sinks: Sequence[RunningSource]) -> RenderableType:
     """Return a table with a row for each sink: its status, or why there is none."""
     columns = "sink", "topics", "state", "published/s", "unconfirmed", "uptime", "newest error"
     return _table(columns, sinks, _facts)
@@ -60,7 +60,7 @@ def sinks_table(sinks: list[RunningSource]) -> RenderableType:
 
 def _table(
     columns: Iterable[str],
-    found: list[RunningSource],
+    found: Sequence[RunningSource],
     facts: Callable[[RunningSource], list[str]],
 ) -> RenderableType:
     """Return a table with a row for each program in ``found``.
@@ -143,7 +143,7 @@ def worker_view(status: WorkerStatus) -> RenderableType:
     return Group(*parts)
 
 
-def workers_table(workers: list[RunningSource]) -> RenderableType:
+def workers_table(workers: Sequence[RunningSource]) -> RenderableType:
     """Return one line for each worker, with facts of its status, or why it has none."""
     columns = "worker of", "source", "state", "consumers", "waiting", "uptime", "newest error"
     return _table(columns, workers, _worker_facts)

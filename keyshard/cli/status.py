@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +24,7 @@ from keyshard.cli.page_token import TokenFileOption, read_token
 from keyshard.cli.sink_and_worker_text import sink_view, sinks_table, worker_view, workers_table
 from keyshard.cli.status_text import SUMMARY_FROM, Rates, source_facts, status_view
 from keyshard.errors import ConfigError, ControlError
+from keyshard.redaction import redacted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,33 +66,117 @@ def status(  # noqa: PLR0917 - one argument per option
     open sinks and the workers. If no source matches, it shows the only sink, or the only worker.
     """
 
-    if url is not None or token_file is not None:
-        if watch or service_url or client_conf or url is None:
-            raise ConfigError(
-                "--url shows the status once, for sources of its page.",
-                "Leave out --watch, --service-url and --client-conf; --token-file needs --url.",
-            )
-        _show_remote(url, token_file, subscription, pid, as_json=as_json, all_ranges=all_ranges)
-        return
-    found = sources_of(subscription, service_url, client_conf, pid)
-    sinks, workers, errors = _others(subscription, service_url, client_conf, pid)
-    if not (watch or as_json):
-        for error in errors:
-            typer.echo(error, err=True)
-        if len(found or sinks or workers) > 1:
-            _show_all(found, sinks, workers)
+    if url is None and token_file is None:
+        found = _found_here(subscription, service_url, client_conf, pid)
+    elif url is None or service_url or client_conf:
+        raise ConfigError(
+            "--url shows what its page shows.",
+            "Leave out --service-url and --client-conf; --token-file needs --url.",
+        )
+    else:
+        found = _found_at(url, token_file, subscription, pid)
+        if as_json and not watch and len(found.first) > 1:
+            _print_all(found.first)
             return
-    if not found and (sinks or workers):
-        _show_other(sinks or workers, watch=watch, as_json=as_json)
+    if not (watch or as_json):
+        for error in found.errors:
+            typer.echo(error, err=True)
+        if len(found.first) > 1:
+            _show_all(found)
+            return
+    if not found.sources and found.first:
+        _show_other(found, watch=watch, as_json=as_json)
         return
-    source = source_of(subscription, service_url, client_conf, pid)
 
     def view(status: Status, rates: Rates | None = None) -> RenderableType:
         return status_view(status, rates, all_ranges=all_ranges)
 
-    _show(source, view, watch=watch, as_json=as_json)
+    _show(found.only_source(), found.again, view, watch=watch, as_json=as_json)
     if not (watch or as_json):
-        _list_others(sinks, workers)
+        _list_others(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The sources, sinks and workers that match the arguments, here or at a page."""
+
+    sources: Sequence[RunningSource]
+    sinks: Sequence[RunningSource]
+    workers: Sequence[RunningSource]
+    errors: list[str]
+    """Why some may be missing."""
+    only_source: Callable[[], RunningSource]
+    """Returns the only source; raises ``ControlError`` if there is none, or several."""
+    again: Callable[[Any], Any | None]
+    """Asks one of them for its status; returns ``None`` once it has stopped."""
+
+    by: str
+    """Options that select one, besides its name and ``--pid``."""
+
+    @property
+    def first(self) -> Sequence[RunningSource]:
+        """The sources; without one the sinks, and without one of these the workers."""
+        return self.sources or self.sinks or self.workers
+
+
+def _found_here(
+    name: str | None, service_url: str | None, client_conf: Path | None, pid: int | None
+) -> _Found:
+    only = partial(source_of, name, service_url, client_conf, pid)
+    sources = sources_of(name, service_url, client_conf, pid)
+    others = _others(name, service_url, client_conf, pid)
+    return _Found(sources, *others, only, _again, ", --service-url")
+
+
+def _found_at(url: str, token_file: Path | None, name: str | None, pid: int | None) -> _Found:
+    """Return what a page shows and what matches.
+
+    Raises:
+        ControlError: The page does not answer.
+    """
+    from keyshard.observe.page.client import Page
+
+    page = Page(url, None if token_file is None else read_token(token_file))
+    listed, error = page.listed()
+    groups: dict[str, list[RunningSource]] = {"source": [], "sink": [], "worker": []}
+    for one in listed:
+        if pid in (None, one.pid):
+            groups[one.kind_word].append(one)
+    sources = groups["source"]
+    if name is not None:
+        named = [one for one in sources if one.subscription == name]
+        sources = named or [one for one in sources if one.name == name]
+    sinks, workers = (
+        [one for one in groups[kind] if name in (None, one.name)] for kind in ("sink", "worker")
+    )
+
+    def only() -> RunningSource:
+        if not sources:
+            raise ControlError(
+                f"The page at {redacted(url)} shows no such source. {error}", "Leave the name out."
+            )
+        return _only(sources, "")
+
+    return _Found(sources, sinks, workers, [error] if error else [], only, page.status_of, "")
+
+
+def _only(found: Sequence[RunningSource], by: str) -> RunningSource:
+    """Return the only one.
+
+    Args:
+        found: At least one.
+        by: The options that select one, for the error.
+
+    Raises:
+        ControlError: There are several.
+    """
+    if len(found) > 1:
+        names = "; ".join(f"pid {one.pid}: {one.title}" for one in found)
+        raise ControlError(
+            f"{len(found)} {found[0].kind_word}s match: {names}.",
+            f"Select one by its name{by} or --pid.",
+        )
+    return found[0]
 
 
 def _others(
@@ -103,51 +190,62 @@ def _others(
     return sinks, workers, errors + more
 
 
-def _list_others(sinks: list[RunningSource], workers: list[RunningSource]) -> None:
-    if sinks:
-        console().print(sinks_table(sinks))
-    if workers:
-        console().print(workers_table(workers))
+def _list_others(found: _Found) -> None:
+    if found.sinks:
+        console().print(sinks_table(found.sinks))
+    if found.workers:
+        console().print(workers_table(found.workers))
 
 
-def _show_all(
-    sources: list[RunningSource], sinks: list[RunningSource], workers: list[RunningSource]
-) -> None:
+def _show_all(found: _Found) -> None:
     """Show one line for each of them."""
-    if sources:
-        console().print(_overview(sources))
-    _list_others(sinks, workers)
-    if sources or sinks:
-        many, name = ("sources", "SUBSCRIPTION") if sources else ("sinks", "NAME")
+    if found.sources:
+        console().print(_overview(found.sources))
+    _list_others(found)
+    if found.sources or found.sinks:
+        many, name = ("sources", "SUBSCRIPTION") if found.sources else ("sinks", "NAME")
         way = f"keyshard status {name}, or keyshard status --pid PID"
     else:
         many, way = "workers", "keyshard status --pid PID"
     typer.echo(f"Several {many} match. Name one: {way}.", err=True)
 
 
-def _show_other(found: list[RunningSource], *, watch: bool, as_json: bool) -> None:
+def _print_all(found: Sequence[RunningSource]) -> None:
+    """Print the status of each that has one, as JSON; name the others."""
+
+    def asked(one: RunningSource) -> Any | None:
+        try:
+            return one.ask("status")
+        except ControlError as exc:
+            typer.echo(exc.message, err=True)
+            return None
+
+    statuses = [status for one in found if (status := asked(one)) is not None]
+    typer.echo(json.dumps(statuses, indent=2))
+
+
+def _show_other(found: _Found, *, watch: bool, as_json: bool) -> None:
     """Show the only sink or worker.
 
     Raises:
         ControlError: There are several, or it does not answer.
     """
-    if len(found) > 1:
-        names = "; ".join(f"pid {one.pid}: {one.title}" for one in found)
-        raise ControlError(
-            f"{len(found)} {found[0].kind_word}s match: {names}.",
-            "Select one by its name, --service-url or --pid.",
-        )
-    (one,) = found
+    one = _only(found.first, found.by)
     view: Callable[[Any], RenderableType] = sink_view if one.kind == "sink" else worker_view
-    _show(one, lambda status, _rates=None: view(status), watch=watch, as_json=as_json)
+    _show(one, found.again, lambda status, _rates=None: view(status), watch=watch, as_json=as_json)
 
 
 def _show(
-    one: RunningSource, view: Callable[..., RenderableType], *, watch: bool, as_json: bool
+    one: RunningSource,
+    again: Callable[[Any], Any | None],
+    view: Callable[..., RenderableType],
+    *,
+    watch: bool,
+    as_json: bool,
 ) -> None:
     """Show the status of a source, sink or worker, once or until it stops."""
     if watch:
-        _watch(one, view, as_json=as_json)
+        _watch(one, again, view, as_json=as_json)
         return
     status: Any = one.ask("status")
     if as_json:
@@ -155,34 +253,6 @@ def _show(
         return
     with one.read():
         console().print(view(status))
-
-
-def _show_remote(
-    url: str,
-    token_file: Path | None,
-    name: str | None,
-    pid: int | None,
-    *,
-    as_json: bool,
-    all_ranges: bool | None,
-) -> None:
-    from keyshard.observe.page.client import statuses_at
-
-    found = [
-        one
-        for one in statuses_at(url, None if token_file is None else read_token(token_file))
-        if name in (None, one["name"], one["subscription"]) and pid in (None, one["pid"])
-    ]
-    if not found:
-        raise ControlError(f"The page at {url} shows no such source.", "Leave the name out.")
-    if as_json:
-        typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
-    elif len(found) == 1:
-        console().print(status_view(found[0], None, all_ranges=all_ranges))
-    else:
-        console().print(
-            _overview_of([(one["pid"], one["kind"], one["name"], one) for one in found])
-        )
 
 
 def ps(
@@ -230,30 +300,22 @@ def listed(sources: list[RunningSource]) -> RenderableType:
     return table
 
 
-def _overview(sources: list[RunningSource]) -> RenderableType:
-    """Return one line for each source, with facts of its status."""
-
-    def asked(one: RunningSource) -> Status | str:
-        try:
-            status: Status = one.ask("status")
-            with one.read():
-                source_facts(status)
-        except ControlError as exc:
-            return exc.message
-        return status
-
-    return _overview_of([(one.pid, one.kind, one.name, asked(one)) for one in sources])
-
-
-def _overview_of(rows: list[tuple[int, str, str, Status | str]]) -> RenderableType:
-    """Return one line for each source: its status, or why it has none."""
+def _overview(sources: Sequence[RunningSource]) -> RenderableType:
+    """Return one line for each source: facts of its status, or why it has none."""
     from rich.markup import escape
     from rich.table import Table
 
+    def facts_of(one: RunningSource) -> list[str]:
+        try:
+            status: Status = one.ask("status")
+            with one.read():
+                return source_facts(status)
+        except ControlError as exc:
+            return ["?", "-", "-", "-", exc.message]
+
     table = Table("pid", "kind", "name", "state", "received/s", "lag", "uptime", "newest error")
-    for pid, kind, name, status in rows:
-        facts = ["?", "-", "-", "-", status] if isinstance(status, str) else source_facts(status)
-        table.add_row(str(pid), *map(escape, (kind, name, *facts)))
+    for one in sources:
+        table.add_row(str(one.pid), *map(escape, (one.kind, one.name, *facts_of(one))))
     return table
 
 
@@ -265,6 +327,7 @@ EVERY_S = 1.0
 
 def _watch(
     source: RunningSource,
+    again: Callable[[Any], Any | None],
     view: Callable[[Any, Rates], RenderableType],
     *,
     as_json: bool,
@@ -279,7 +342,7 @@ def _watch(
     try:
         shown = console()
         if as_json or not shown.is_terminal:
-            for status, rates in _looks(source):
+            for status, rates in _looks(source, again):
                 if as_json:
                     typer.echo(json.dumps(status))
                 else:
@@ -287,7 +350,7 @@ def _watch(
                         shown.print(view(status, rates))
         else:
             with Live(console=shown, auto_refresh=False) as live:
-                for status, rates in _looks(source):
+                for status, rates in _looks(source, again):
                     with source.read():
                         live.update(view(status, rates), refresh=True)
     except KeyboardInterrupt:
@@ -295,21 +358,31 @@ def _watch(
     typer.echo(f"The {source.title}, pid {source.pid}, has stopped.", err=True)
 
 
-def _looks(source: RunningSource) -> Iterator[tuple[Status, Rates]]:
+def _looks(
+    source: RunningSource, again: Callable[[Any], Any | None]
+) -> Iterator[tuple[Status, Rates]]:
     rates = Rates()
-    while True:
-        try:
-            status: Status = source.ask("status")
-        except ControlError as exc:
-            if not source.path.exists():
-                return
-            if isinstance(exc.__cause__, ConnectionRefusedError):
-                raise ControlError(
-                    f"The {source.title}, pid {source.pid}, crashed or was killed.",
-                    "Start it again.",
-                ) from exc
-            raise
+    while (status := again(source)) is not None:
         with source.read():
             rates.look(time.monotonic(), status)
         yield status, rates
         time.sleep(EVERY_S)
+
+
+def _again(source: RunningSource) -> Any | None:
+    """Return the status of a source, sink or worker of this machine; ``None`` if it has stopped.
+
+    Raises:
+        ControlError: It does not answer, or it is gone without having stopped.
+    """
+    try:
+        return source.ask("status")
+    except ControlError as exc:
+        if not source.path.exists():
+            return None
+        if isinstance(exc.__cause__, ConnectionRefusedError):
+            raise ControlError(
+                f"The {source.title}, pid {source.pid}, crashed or was killed.",
+                "Start it again.",
+            ) from exc
+        raise

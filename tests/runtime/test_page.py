@@ -411,7 +411,7 @@ def test_a_token_is_required_and_the_command_gives_it(
         assert "running: 'billing' on" in out
         assert "needs its token" in run()[2]
         assert "no such source" in run("reports", "--token-file", str(file))[2]
-        assert "Leave out --watch" in run("--watch")[2]
+        assert "Leave out --service-url" in run("--service-url", "pulsar://a")[2]
         page.close()
         assert "does not answer" in run()[2]
 

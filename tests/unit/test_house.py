@@ -46,7 +46,6 @@ SMALL_MODULES = {
     "keyshard.cli.ui": "one command per file",
     "keyshard.coordinator.kept_client": "tests run it without batches",
     "keyshard.coordinator.topic_watches": "has its own limits and threads of the broker",
-    "keyshard.observe.page.client": "loaded only for keyshard status --url",
     "keyshard.observe.status_table": "loaded only in a notebook",
     "spark_adapter.stream_writer": "loads Spark's classes of streams",
 }
