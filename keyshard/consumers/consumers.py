@@ -79,6 +79,8 @@ class Consumers:
         admit: Admit | None,
         ahead_rows_max: int | None,
         unreadable: Unreadable | None,
+        *,
+        measures_load: bool,
     ) -> None:
         """Begin to receive and to acknowledge.
 
@@ -87,6 +89,7 @@ class Consumers:
             admit: Chooses the entries to take; ``None``: all.
             ahead_rows_max: Receiving pauses at this number of rows received and not yet taken.
             unreadable: Called with unreadable entries, if the source delivers them.
+            measures_load: Whether all messages count in the load; otherwise it is sampled.
         """
         shared, consumers, config = self.shared, self.range_consumers, self._config
         identity_check = IdentityCheck(self._broker, consumers, shared)
@@ -108,6 +111,8 @@ class Consumers:
             ahead_rows_max=ahead_rows_max, unreadable=unreadable,
             first_messages=self._first_messages,
         )  # fmt: skip
+        if measures_load:
+            self.intake.load_meter = LoadMeter()
         consumers.serve(opened)
 
     def stop(self, deadline_s: float) -> None:
@@ -159,20 +164,16 @@ class Consumers:
             self.shared.window.reassign(self.owners, budget)
             return self.owners
 
-    def measure_load(self) -> None:
-        """Begin to measure the load."""
-        self.intake.load_meter = LoadMeter()
-
     def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]]:
         """Return the most frequent keys, and the share of each.
 
-        The shares cover the time since :meth:`measure_load`. If it was not called, they are
-        estimates for the last minutes.
+        The shares cover the time since the start. If the load is sampled, they are estimates for
+        the last minutes.
         """
         with self.shared.lock:
             return self.intake.load_meter.hot_keys(count_max, share_min)
 
     def load(self) -> SlotLoad:
-        """Return the load since :meth:`measure_load`, or an estimate for the last minutes."""
+        """Return the load since the start; if it is sampled, an estimate for the last minutes."""
         with self.shared.lock:
             return self.intake.load_meter.load()

@@ -85,6 +85,9 @@ class Coordinator:
         self.unreadable: Unreadable | None = None
         """Called with unreadable entries, if the source delivers them. Set it before the
         start."""
+        self.measures_load = False
+        """Whether all messages count in the load, which a balance needs; otherwise it is sampled.
+        Set it before the start."""
         self.started = False
 
     def start(
@@ -181,8 +184,9 @@ class Coordinator:
         )  # fmt: skip
         self._gap_resolver = GapResolver(self._broker, self._admin, config, self.consumers)
         self.consumers.start(
-            opened, bounded.admit if bounded else None, self.ahead_rows_max, self.unreadable
-        )
+            opened, bounded.admit if bounded else None, self.ahead_rows_max, self.unreadable,
+            measures_load=self.measures_load,
+        )  # fmt: skip
         if not available_now:
             self.discovery.start(found.consumed, found.gone)
         self.started = True
@@ -330,13 +334,12 @@ class Coordinator:
         return self._remembered[1]
 
     def rescaler(self, work: Drainable, drain_timeout_s: float) -> Rescaler:
-        """Create a rescaler, and begin to measure the load.
+        """Create a rescaler. For a balance, :attr:`measures_load` was set before the start.
 
         Args:
             work: Runs the handlers of the keys that move.
             drain_timeout_s: Longest wait for handlers, seconds.
         """
-        self.consumers.measure_load()
         return Rescaler(
             self.consumers, self._config, self._admin, work=work, drain_timeout_s=drain_timeout_s
         )

@@ -239,7 +239,7 @@ class Rescaler:
         )
 
     def balance(self) -> RescaleReport:
-        """Give the ranges equal loads, as measured since the rescaler was created.
+        """Give the ranges equal loads, as measured since the start.
 
         Raises:
             DrainTimeoutError, RescaleError: As for :meth:`rescale`.

@@ -122,6 +122,7 @@ class EntryRun:
                 self._monitor = Monitor(self._subject)
             assignment = first_assignment(self._config, checkpoint)
             self._owners.begin(assignment)
+            self.coordinator.measures_load = True
             self.coordinator.start(checkpoint, assignment=assignment)
             self._committer = Committer(self.coordinator, self._store, checkpoint)
             self._has_committer = True

@@ -328,8 +328,10 @@ class HandlerRun:
         with self.changed:
             self.lanes.reassign(len(assignment), slot_owners(assignment).__getitem__)
         self._executor = self._dispatcher.executor = self._make_executor()
-        self.coordinator.start(checkpoint, assignment=assignment)
-        coordinator, known = self.coordinator, None if checkpoint is None else checkpoint.parked
+        coordinator = self.coordinator
+        coordinator.measures_load = True
+        coordinator.start(checkpoint, assignment=assignment)
+        known = None if checkpoint is None else checkpoint.parked
         topic, known = find_dead_letter_topic(
             coordinator.broker, coordinator.admin, self._config,
             self._handling.dead_letter_topic, known, check=coordinator.check,
@@ -341,16 +343,12 @@ class HandlerRun:
             admin=coordinator.admin,
             fail=coordinator.consumers.shared.fail, check=coordinator.check,
         )  # fmt: skip
-        self._committer = Committer(self.coordinator, self._store, checkpoint, dead_letters)
+        self._committer = Committer(coordinator, self._store, checkpoint, dead_letters)
         self._parked = self._dispatcher.parking = FailedMessages(
-            self._dispatcher,
-            dead_letters,
-            self._handling,
-            self._config.subscription,
-            self._outcomes,
-            unreadable=self._unreadable,
-        )
-        self.rescaler = self.coordinator.rescaler(
+            self._dispatcher, dead_letters, self._handling, self._config.subscription,
+            self._outcomes, unreadable=self._unreadable,
+        )  # fmt: skip
+        self.rescaler = coordinator.rescaler(
             LanePause(self._dispatcher, self._moved), self._handling.drain_timeout_s
         )
         _log.info(

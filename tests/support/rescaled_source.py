@@ -67,6 +67,7 @@ class RescaledSource(NumberedMessages):
             config(self.topic, **settings),
             lambda: self.recorder.broker(self.broker, lambda: self.coordinator.epoch),
         )
+        self.coordinator.measures_load = True
         self.coordinator.start()
         self.rescaler: Rescaler = self.coordinator.rescaler(self.work, drain_timeout_s)
         self.rows = 0
