@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from keyshard.cli import app
 from keyshard.core.range_watchdog import StallKind
 from keyshard.observe import alerts, grafana_board
 from keyshard.observe.alerts import ALERTS
@@ -84,6 +87,20 @@ def test_every_alert_and_every_stall_has_a_section_in_the_runbook() -> None:
     for kind in StallKind:
         assert f"`{kind.value}`" in status_page, kind
         assert kind.runbook in {alert.runbook for alert in ALERTS}
+
+
+def test_every_command_of_the_runbook_exists_with_its_options() -> None:
+    text = (DOCS / "runbook.md").read_text()
+    named = re.findall(r"(?:`|^\$ )keyshard ([a-z][^`#\n]*)", text, re.MULTILINE)
+    assert {"stacks", "doctor", "status", "explain"} <= {one.split()[0] for one in named}
+    for one in named:
+        found: Any = get_command(app)
+        words = one.split()
+        while words and hasattr(found, "commands"):
+            assert words[0] in found.commands, one
+            found = found.commands[words.pop(0)]
+        known = {option for param in found.params for option in param.opts}
+        assert {word for word in words if word.startswith("-")} <= known, one
 
 
 def test_promtool_accepts_the_rules_and_the_queries_of_the_board(tmp_path: Path) -> None:
