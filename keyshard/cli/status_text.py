@@ -56,13 +56,15 @@ def source_facts(status: Status) -> list[str]:
 
 
 def _lag(lag: Lag) -> str:
-    """Return a lag in rows and seconds, with its trend, as far as they are known."""
+    """Return a lag in rows and seconds with its trend, and the age by the broker, as known."""
     rows, seconds = lag["rows"], lag["seconds"]
     parts = [] if rows is None else [f"{rows:,} rows"]
     if rows is None and lag["entries"] is not None:
         parts = [f"{lag['entries']:,} entries"]
     parts += [] if seconds is None else [f"{seconds:.1f} s"]
     parts += [] if lag["trend"] is None else [lag["trend"]]
+    broker_s = lag["brokerSeconds"]
+    parts += [] if broker_s is None else [f"{broker_s:.0f} s as measured by the broker"]
     return ", ".join(parts) or "-"
 
 

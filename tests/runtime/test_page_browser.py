@@ -28,6 +28,8 @@ from tests.support.deadlines import deadline
 from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.statuses import (
     consumer_status,
+    lag,
+    partition_status,
     range_status,
     sink_status,
     status,
@@ -171,6 +173,26 @@ class ShownRun(Run):
     def port(self) -> int:
         found: int = self.source._active()._monitor.page_port
         return found
+
+
+class Board:
+    """The page of a source that has the status of the test."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.status: dict[str, Any] = {**status(**changes)}
+        self.source = ControlServer(
+            "s", "pulsar://a", "t",
+            {"status": lambda _: self.status, "runs": lambda _: {"runs": []}},
+        )  # fmt: skip
+        self.page = serve_page(PageOptions("127.0.0.1", 0), lambda: ([self.source.own], []))
+        self.port = self.page.port
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.page.close()
+        self.source.close()
 
 
 def test_a_hung_handler_a_failing_key_and_a_rescale_are_seen_live(chromium: Any) -> None:
@@ -416,11 +438,8 @@ def test_a_sink_without_a_status_is_listed_with_its_error(chromium: Any) -> None
 def test_tables_are_sorted_by_a_click_and_long_ones_are_cut(chromium: Any) -> None:
     parts = split_ring(1_000)
     ranges = [range_status(n, hashRanges=[str(part)]) for n, part in enumerate(parts)]
-    many = status(ranges=ranges)
-    shown = ControlServer("s", "pulsar://a", "t", {"status": lambda _: many})
-    served = serve_page(PageOptions("127.0.0.1", 0), lambda: ([shown.own], []))
-    try:
-        tab = Tab(chromium, served.port)
+    with Board(ranges=ranges) as board:
+        tab = Tab(chromium, board.port)
         tab.shows("#arcs", "1,000 ranges")
         tab.shows("#all-owners", "Show all 1,000")
         assert tab.count("#arcs path") == 1_000
@@ -432,9 +451,17 @@ def test_tables_are_sorted_by_a_click_and_long_ones_are_cut(chromium: Any) -> No
         tab.click("#all-owners")
         wait_until(lambda: tab.count("#owners tbody tr") == 1_000)
         assert "null" not in tab.text("#main")
-    finally:
-        served.close()
-        shown.close()
+
+
+def test_the_age_by_the_broker_is_text_of_the_page(chromium: Any) -> None:
+    known = lag(rows=7, seconds=12.0, brokerSeconds=90.0)
+    with Board(lag=known, partitions=[partition_status(0, lag=known)]) as board:
+        tab = Tab(chromium, board.port)
+        tab.shows("#facts", "broker: 1 min 30 s")
+        tab.shows("#partitions tbody", "12 s", "broker: 1 min 30 s")
+        board.status["partitions"] = [partition_status(0)]
+        wait_until(lambda: "broker" not in tab.text("#partitions tbody"))
+        assert tab.errors() == []
 
 
 def test_a_token_is_asked_for_once_and_kept_in_the_tab(chromium: Any) -> None:

@@ -134,6 +134,21 @@ def test_status_shows_ranges_partitions_and_parked_keys(
         assert text in out
 
 
+def test_the_age_of_the_backlog_that_the_broker_measured_is_marked_as_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = lag(rows=7, seconds=12.0, brokerSeconds=90.0)
+    with Asked(status(lag=known, partitions=[partition_status(0, lag=known)])):
+        code, out, _ = run(capsys, "status")
+    assert code == 0
+    assert "lag 7 rows, 12.0 s, 90 s as measured by the broker; up for" in out
+    assert out.count("90 s as measured by the broker") == 2, "of the source, and of its partition"
+    with Asked(status(lag=lag(brokerSeconds=0.0))):
+        assert "lag 0 s as measured by the broker" in run(capsys, "status")[1]
+    with Asked(status()):
+        assert "as measured by the broker" not in run(capsys, "status")[1]
+
+
 def test_a_name_that_does_not_run_is_answered_with_running_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

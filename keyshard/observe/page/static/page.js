@@ -219,7 +219,7 @@ function showFacts(status) {
   const handles = status.kind === "handlers";
   byId("facts").replaceChildren(...[
     fact("State", element("span", { class: `state ${status.state}` }, status.state), status.kind),
-    fact("Lag", durationOf(lag.seconds), trend),
+    fact("Lag", durationOf(lag.seconds), element("span", {}, trend, " ", byBroker(lag))),
     fact("Backlog", numberOf(lag.rows ?? lag.entries),
       lag.rows !== null ? "rows" : lag.entries !== null ? "entries" : status.brokerError ? "no answer" : "unknown, see admin_url"),
     fact("Received", paceOf(rates.received), "rows/s"),
@@ -547,10 +547,12 @@ function sparkOf(history) {
   return spark;
 }
 
+// The age by the broker itself, where the broker measures it.
+const byBroker = (lag) => (lag.brokerSeconds === null ? "" : `broker: ${durationOf(lag.brokerSeconds)}`);
+
 const lagAgeOf = (partition) => {
-  const { seconds, brokerSeconds } = partition.lag;
-  const title = brokerSeconds === null ? "" : `The broker says ${durationOf(brokerSeconds)}.`;
-  return element("span", { title }, durationOf(seconds));
+  const { lag } = partition;
+  return element("span", {}, durationOf(lag.seconds), " ", element("small", {}, byBroker(lag)));
 };
 
 // -- The last minutes ------------------------------------------------------------------------------
