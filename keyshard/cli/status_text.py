@@ -126,14 +126,7 @@ def status_view(status: Status, rates: Rates | None, *, all_ranges: bool | None)
         ],
         "receive nothing",
     )
-    parts += _named(
-        [
-            f"{_name_of(each)} is stalled for {stalled['forSeconds']:.0f} s: {stalled['reason']}"
-            for each in status["partitions"]
-            if (stalled := each["stalled"]) is not None
-        ],
-        "are stalled",
-    )
+    parts += _stalls(status)
     if status["brokerError"]:
         parts.append(Text(f"broker facts are outdated: {status['brokerError']}", style="yellow"))
     parts += _table_of(
@@ -154,6 +147,30 @@ def _named(troubles: list[str], others: str) -> list[RenderableType]:
     more = len(troubles) - _NAMED_MAX
     rest = [f"{more} more topic partitions {others}"] if more > 0 else []
     return [Text(line, style="red") for line in troubles[:_NAMED_MAX] + rest]
+
+
+def _stalls(status: Status) -> list[RenderableType]:
+    """Return the stalled topic partitions, and where the runbook describes each kind of stall."""
+    from rich.text import Text
+
+    from keyshard.core.range_watchdog import runbook_section, stall_alert
+
+    named = [
+        f"{_name_of(each)} is stalled for {stalled['forSeconds']:.0f} s: "
+        f"{plain(stalled['reason'], ERROR_MAX)} ({plain(stalled['kind'])})"
+        for each in status["partitions"]
+        if (stalled := each["stalled"]) is not None
+    ]
+    kinds = dict.fromkeys(
+        plain(each["stalled"]["kind"])
+        for each in (*status["ranges"], *status["partitions"])
+        if each["stalled"] is not None
+    )
+    where = [
+        Text(f"runbook for {kind}: {runbook_section(stall_alert(kind))}", style="yellow")
+        for kind in kinds
+    ]
+    return [*_named(named, "are stalled"), *where]
 
 
 def _table_of(
@@ -299,8 +316,9 @@ def _count(count: int | None) -> str:
 
 def _why(each: RangeStatus) -> str:
     key = each["blockedBy"]
-    if each["stalled"] is not None:
-        return f"{each['stalled']['reason']} (for {each['stalled']['forSeconds']:.0f} s)"
+    stalled = each["stalled"]
+    if stalled is not None:
+        return f"{stalled['reason']} ({stalled['kind']}, for {stalled['forSeconds']:.0f} s)"
     if key is None:
         return each["reason"]
     name = "no key" if key["key"] is None else f"key {key['key']!r}"

@@ -47,6 +47,20 @@ class RangeState(str, Enum):
     IDLE = "idle"
 
 
+RUNBOOK = "docs/runbook.md"
+"""The runbook, in the repository, on the site and among the installed documents."""
+
+
+def runbook_section(alert: str) -> str:
+    """Return where the runbook describes an alert."""
+    return f"{RUNBOOK}#{alert.lower()}"
+
+
+def stall_alert(kind: str) -> str:
+    """Return the name of the alert for a kind of stall, also for one of another release."""
+    return "KeyshardStalled" + "".join(map(str.title, kind.split("-")))
+
+
 class StallKind(str, Enum):
     """Why a range or a topic partition is stalled. ``docs/runbook.md`` has a section for each."""
 
@@ -76,12 +90,12 @@ class StallKind(str, Enum):
     @property
     def alert(self) -> str:
         """Name of the alert for it, and of its section in the runbook."""
-        return "KeyshardStalled" + "".join(map(str.title, self.value.split("-")))
+        return stall_alert(self.value)
 
     @property
     def runbook(self) -> str:
         """Its section in the runbook."""
-        return f"docs/runbook.md#{self.alert.lower()}"
+        return runbook_section(self.alert)
 
 
 @dataclass(frozen=True, slots=True)

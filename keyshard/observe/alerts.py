@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from keyshard.core.diagnosis import NEAR
-from keyshard.core.range_watchdog import StallKind
+from keyshard.core.range_watchdog import StallKind, runbook_section
 from keyshard.observe.metrics import METRICS, SINK_METRICS
 
 _NAMES = frozenset(metric.name for metric in (*METRICS, *SINK_METRICS))
@@ -45,7 +45,7 @@ class Alert:
     @property
     def runbook(self) -> str:
         """Its section in the runbook."""
-        return f"docs/runbook.md#{self.name.lower()}"
+        return runbook_section(self.name)
 
 
 _STALLED = {

@@ -9,6 +9,9 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +20,8 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Message
 from keyshard.cli import main
-from keyshard.control import ANY, SINK, WORKER, ControlServer, answering_sources
+from keyshard.control import ANY, ControlServer, SINK, WORKER, answering_sources
+from keyshard.core.range_watchdog import StallKind
 from keyshard.errors import ConfigError, UnexpectedError
 from keyshard.observe.page import app, server, status_watcher
 from keyshard.observe.page.options import PageOptions, serve_page
@@ -147,6 +151,41 @@ def test_files_and_statuses_are_served_with_strict_headers(page: PageServer, sho
     assert one == shown.status
     assert get(page, f"/api/status?source={shown.id}").json() == shown.status
     assert get(page, "/api/status?source=other").status_code == 404
+
+
+def test_the_section_of_each_stall_is_served_as_text_without_a_token() -> None:
+    with served(token=TOKEN) as page:
+        for kind in StallKind:
+            answer = get(page, f"/runbook/{kind.runbook.partition('#')[2]}")
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/plain")
+            assert answer.text.startswith(f"{kind.alert}\n")
+            assert "#" not in answer.text.replace("(#", ""), "no other section"
+        missing = get(page, "/runbook/keyshardstalledother")
+        assert (missing.status_code, "docs/runbook.md" in missing.text) == (404, True)
+
+
+def test_an_installed_runbook_is_found_and_a_missing_one_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(app, "__file__", str(tmp_path / "a" / "b" / "c" / "app.py"))
+    text = "# Runbook\n\n### KeyshardDown\n\nRestart it.\n"
+    (tmp_path / "runbook.md").write_text(text)
+    name = "../../../share/doc/keyshard/docs/runbook.md"
+    installed = [
+        SimpleNamespace(match=PurePosixPath(one).match, locate=lambda: tmp_path / "runbook.md")
+        for one in ("keyshard/__init__.py", name)
+    ]
+    monkeypatch.setattr(metadata, "files", lambda _name: installed[1:])
+    assert app._runbook_text() == text
+    monkeypatch.setattr(metadata, "files", lambda _name: installed[:1])
+    assert app._runbook_text() == ""
+
+    def unknown(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", unknown)
+    assert app._runbook_text() == ""
 
 
 @pytest.mark.parametrize(

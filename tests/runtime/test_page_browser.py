@@ -464,6 +464,23 @@ def test_the_age_by_the_broker_is_text_of_the_page(chromium: Any) -> None:
         assert tab.errors() == []
 
 
+def test_stalls_name_their_kind_and_link_to_the_runbook(chromium: Any) -> None:
+    stalled = {"forSeconds": 9.0, "kind": "handler", "reason": "the handler has not returned"}
+    stuck = {"forSeconds": 90.0, "kind": "look-ahead", "reason": "the broker reads nothing"}
+    hung = range_status(0, state="stalled", stalled=stalled, reason="the handler has not returned")
+    with Board(ranges=[hung], partitions=[partition_status(0, stalled=stuck)]) as board:
+        tab = Tab(chromium, board.port)
+        tab.shows("#owners tbody a", "runbook: handler")
+        tab.shows("#partitions tbody a", "runbook: look-ahead")
+        find = "return [...document.querySelectorAll('tbody a')].map((one) => one.href)"
+        handler, look_ahead = tab.browser.execute_script(find)
+        for url, alert in (
+            (handler, "KeyshardStalledHandler"), (look_ahead, "KeyshardStalledLookAhead"),
+        ):  # fmt: skip
+            tab.browser.get(url)
+            assert tab.text("body").startswith(alert)
+
+
 def test_a_token_is_asked_for_once_and_kept_in_the_tab(chromium: Any) -> None:
     with ShownRun(ui_token=TOKEN) as run:
         tab = Tab(chromium, run.port)

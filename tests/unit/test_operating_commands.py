@@ -106,7 +106,10 @@ BUSY = status(
                 "key": "order-[17]", "messageId": "5:6:0", "attempts": 2,
                 "reason": "the handler has not returned for 9.0 s",
             },
-            stalled={"forSeconds": 9.0, "reason": "the handler has not returned for 9.0 s: key"},
+            stalled={
+                "forSeconds": 9.0, "kind": "handler",
+                "reason": "the handler has not returned for 9.0 s: key",
+            },
         ),
         range_status(1, hashRanges=["32768-65535"], state="running"),
     ],
@@ -129,7 +132,8 @@ def test_status_shows_ranges_partitions_and_parked_keys(
         "'s' on persistent://public/default/t at pulsar://127.0.0.1:6650: 2 ranges x 16 lanes",
         "stalled", "1,234", "12.3 s", "the handler has not returned for 9.0 s",
         "t-partition-0", "77", "3 / 10,000", "4 / 4,000", "no consumer: 0-32767", "- / -",
-        "parked: 'bad' and 7 more",
+        "parked: 'bad' and 7 more", "(handler, for 9 s)",
+        "runbook for handler: docs/runbook.md#keyshardstalledhandler",
     ):  # fmt: skip
         assert text in out
 
@@ -376,7 +380,7 @@ def test_texts_of_messages_reach_no_terminal_as_they_are(
     """The error of a handler may quote a value that moves the cursor or renames the window."""
     evil = "ValueError: \x1b[2J\x1b]0;x\x07gone"
     newest = {"error": evil, "secondsAgo": 1.0}
-    stalled = {"reason": evil, "forSeconds": 9.0}
+    stalled = {"reason": evil, "kind": evil, "forSeconds": 9.0}
     shown = status(
         newestError=newest,
         circuit={**status()["circuit"], "state": "open", "error": evil},
@@ -446,7 +450,8 @@ def test_stalled_topic_partitions_are_named_also_in_a_summary(
     partitions += [partition_status(number) for number in range(7, 60)]
     with Asked(status(partitions=partitions)):
         out = run(capsys, "status")[1]
-    assert out.count("is stalled for 12 s: the broker reads nothing") == 5
+    assert out.count("is stalled for 12 s: the broker reads nothing (look-ahead)") == 5
+    assert out.count("runbook for look-ahead: docs/runbook.md#keyshardstalledlookahead") == 1
     assert "t-partition-0 is stalled for 12 s" in out
     assert "2 more topic partitions are stalled" in out
     assert "60 topic partitions: backlog -, 0 with slots without a consumer, 7 stalled" in out

@@ -5,6 +5,7 @@
     GET  /, /page.js, /page.css          the page; no data
     GET  /api/status[?source=ID]         the status of every source, sink and worker, or of one
     GET  /api/rescales[?source=ID]       the rescales of one source
+    GET  /runbook/SECTION                a section of the runbook as text; no data
     GET  /api/events[?source=ID]         server-sent events: the status each second
     POST /api/ask {"source": ID, "do": ...}   a request to the control socket of a source
 """
@@ -13,8 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
+from importlib import metadata
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -24,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from keyshard.control import RunningSource
+from keyshard.core.range_watchdog import RUNBOOK
 from keyshard.errors import ConfigError, ControlError, KeyShardError
 from keyshard.observe.page.guard import Guard
 from keyshard.observe.page.status_watcher import (
@@ -104,6 +109,7 @@ class PageApp:
         self._pool = Pool(ASKED_MAX, "keyshard-page-ask")
         routes = [Route(path, _file(path)) for path in FILES]
         routes += [
+            Route("/runbook/{section}", _runbook()),
             Route("/api/status", self._status),
             Route("/api/rescales", self._rescales),
             Route("/api/events", self._events),
@@ -356,6 +362,36 @@ def _missing(errors: list[str]) -> Response:
     if errors:
         return _refusal(502, f"It does not answer, or does not run. {' '.join(errors)}")
     return _refusal(404, "It does not run. /api/status lists all that runs.")
+
+
+def _runbook() -> Callable[[Request], Response]:
+    """Return the answer to requests for a section. The page is used where no site can be read."""
+    sections = {
+        section.partition("\n")[0].lower(): section
+        for section in re.split(r"^###? ", _runbook_text(), flags=re.MULTILINE)[1:]
+    }
+
+    async def answered(request: Request) -> Response:
+        section = sections.get(request.path_params["section"])
+        if section is None:
+            return _refusal(404, f"The section is not installed here. Look into {RUNBOOK}.")
+        return PlainTextResponse(section)
+
+    return answered  # type: ignore[return-value]
+
+
+def _runbook_text() -> str:
+    """Return the runbook of the checkout or of the installed package; empty without one."""
+    places = [Path(__file__).parents[3] / RUNBOOK]
+    try:
+        installed = metadata.files("keyshard") or []
+    except metadata.PackageNotFoundError:
+        installed = []
+    places += [
+        Path(str(one.locate())) for one in installed if one.match(f"share/doc/keyshard/{RUNBOOK}")
+    ]
+    found = next((place for place in places if place.is_file()), None)
+    return "" if found is None else found.read_text(encoding="utf-8")
 
 
 def _refusal(status: int, text: str) -> Response:

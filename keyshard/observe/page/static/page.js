@@ -399,7 +399,8 @@ function showRing(status) {
 }
 
 const arcText = (range) =>
-  `Range ${range.index} (${range.hashRanges.join(" ")}) of ${range.owner}: ${range.state}, ` +
+  `Range ${range.index} (${range.hashRanges.join(" ")}) of ${range.owner}: ${range.state}` +
+  (range.stalled ? ` (${range.stalled.kind}), ` : ", ") +
   `${numberOf(range.waiting)} waiting, ${numberOf(range.inFlight)} in flight` +
   (range.blockedBy ? `, blocked by ${keyOf(range.blockedBy.key)}` : "") +
   (range.reason ? `: ${range.reason}` : "");
@@ -419,7 +420,7 @@ function table(id, columns, rows, limit, empty) {
   });
   if (state.pressed && shown.contains(state.pressed)) return; // a click needs its button until it ends
   const focused = document.activeElement?.closest?.(`#${id} th`)?.dataset.name;
-  const inside = document.activeElement?.closest?.(`#${id} td button`)?.dataset.of;
+  const inside = document.activeElement?.closest?.(`#${id} td`) && document.activeElement.dataset.of;
   const heads = columns.map(([name, title, , , kind]) => element("th", {
     class: kind, scope: "col", "data-name": name,
     "aria-sort": name === by ? (direction > 0 ? "ascending" : "descending") : null,
@@ -434,7 +435,7 @@ function table(id, columns, rows, limit, empty) {
   shown.replaceChildren(element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body));
   shown.parentElement.scrollTop = before;
   if (focused) shown.querySelector(`th[data-name="${focused}"] button`)?.focus();
-  if (inside) [...shown.querySelectorAll("td button")].find((one) => one.dataset.of === inside)?.focus();
+  if (inside) [...shown.querySelectorAll("[data-of]")].find((one) => one.dataset.of === inside)?.focus();
   const more = byId(`all-${id}`);
   if (more) {
     more.hidden = rows.length <= limit;
@@ -453,8 +454,17 @@ function showOwners(status) {
     ["oldest", "Oldest", (range) => range.oldestUnacknowledgedMillis,
       (range) => durationOf(range.oldestUnacknowledgedMillis === null ? null : range.oldestUnacknowledgedMillis / 1000), "number"],
     ["shares", "Busy, waiting, held back", (range) => range.shares?.busy, (range) => sharesOf(range.shares), ""],
-    ["reason", "Blocked by", (range) => range.reason, (range) => range.reason, "text"],
+    ["reason", "Blocked by", (range) => range.reason,
+      (range) => element("span", {}, range.reason, " ", runbookOf(range.stalled, `range ${range.index}`)), "text"],
   ], status.ranges, ROWS, "The source has no range yet.");
+}
+
+// The server has the runbook as text: a page is also read where no site of the documentation is.
+function runbookOf(stalled, of) {
+  if (!stalled) return null;
+  const href = `/runbook/keyshardstalled${stalled.kind.replaceAll("-", "")}`;
+  return element("a", { href, target: "_blank", rel: "noopener", "data-of": `${of} ${stalled.kind}` },
+    `runbook: ${stalled.kind}`);
 }
 
 function barOf(kind, parts) {
@@ -528,7 +538,8 @@ function showPartitions(status) {
         one.error || (one.covered ? "whole" : `no consumer: ${one.gaps.slice(0, 3).join(" ")}`)), "text"],
     ["stalled", "Stalled", (one) => one.stalled?.forSeconds ?? 0,
       (one) => element("span", { class: one.stalled ? "bad" : "" },
-        one.stalled ? `${durationOf(one.stalled.forSeconds)}: ${one.stalled.reason}` : "–"), "text"],
+        one.stalled ? `${durationOf(one.stalled.forSeconds)}: ${one.stalled.reason} ` : "–",
+        runbookOf(one.stalled, nameOf(one))), "text"],
   ], status.partitions, ROWS, "The source has no topic partition yet.");
 }
 
