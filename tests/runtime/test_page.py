@@ -23,7 +23,7 @@ from keyshard.cli import main
 from keyshard.control import ANY, ControlServer, SINK, WORKER, answering_sources
 from keyshard.core.range_watchdog import StallKind
 from keyshard.errors import ConfigError, UnexpectedError
-from keyshard.observe.page import app, server, status_watcher
+from keyshard.observe.page import app, guard, server, status_watcher
 from keyshard.observe.page.options import PageOptions, serve_page
 from keyshard.observe.page.server import PageServer
 from tests.helpers import present, wait_until
@@ -453,6 +453,51 @@ def test_a_token_is_required_and_the_command_gives_it(
         assert "Leave out --service-url" in run("--service-url", "pulsar://a")[2]
         page.close()
         assert "does not answer" in run()[2]
+
+
+def test_wrong_tokens_are_limited_with_a_time_to_wait(shown: Shown) -> None:
+    with served(token=TOKEN) as page:
+        for _ in range(guard.WRONG_TOKENS_MAX):
+            assert get(page, "/api/status", Authorization="Bearer no").status_code == 401
+        refused = get(page, "/api/status", Authorization=f"Bearer {TOKEN}")
+        assert refused.status_code == 429
+        assert 0 < int(refused.headers["retry-after"]) <= guard.WRONG_TOKENS_S
+        assert refused.text.startswith("Too many wrong tokens came from this address. Try again in")
+        assert get(page, "/api/status").status_code == 401, "no token is no guess"
+        assert get(page, "/").status_code == 200
+
+
+def test_requests_for_the_status_at_once_share_one_look(
+    monkeypatch: pytest.MonkeyPatch, page: PageServer, shown: Shown
+) -> None:
+    monkeypatch.setattr(status_watcher, "ASK_S", deadline(20))
+    release, looks = threading.Event(), []
+
+    def slow(_request: Mapping[str, Any]) -> Any:
+        looks.append(1)
+        assert release.wait(deadline(20))
+        return shown.status
+
+    shown.server._handlers["status"] = slow
+    request = b"GET /api/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    count = app.ASKED_MAX + 4
+    with ExitStack() as stack:
+        with connection(page) as leaving:
+            leaving.sendall(request)
+            wait_until(lambda: looks)
+        clients = [stack.enter_context(connection(page)) for _ in range(count)]
+        for one in clients:
+            one.sendall(request)
+        wait_until(lambda: sum(one.answers for one in list(page._connections._open)) == count)
+        release.set()
+        for one in clients:
+            answer = b"".join(iter(lambda: one.recv(65_536), b""))  # noqa: B023
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), answer
+            assert json.loads(body) == {"sources": [shown.status]}
+    assert len(looks) == 1
+    assert get(page, "/api/status").status_code == 200
+    assert len(looks) == 2, "a later request gets a new look"
 
 
 def test_two_hundred_pages_get_events_at_once_and_more_are_refused(

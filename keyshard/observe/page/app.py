@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable
 from importlib import metadata
 from importlib.resources import files
@@ -103,6 +104,8 @@ class PageApp:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._look: Look | None = None
         self._looked = asyncio.Event()
+        self._looking: asyncio.Future[Any] | None = None
+        """The look that requests for the status share."""
         self._watchers = self._asked = 0
         self._closing = False
         self._status_watcher = StatusWatcher(sources, self._told)
@@ -177,9 +180,13 @@ class PageApp:
 
     async def _status(self, request: Request) -> Response:
         wanted = request.query_params.get("source")
-        if wanted is None:
-            return await self._in_pool(lambda: _listed(*self._status_watcher.answers()))
-        return await self._in_pool(lambda: self._status_of(wanted))
+        if wanted is not None:
+            return await self._in_pool(lambda: self._status_of(wanted))
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._in_pool(self._status_watcher.answers))
+        # A client that leaves cancels its request, and not the look of the others.
+        answers = await asyncio.shield(self._looking)
+        return answers if isinstance(answers, Response) else _listed(*answers)
 
     def _status_of(self, wanted: str) -> Response:
         one, errors = self._found(wanted)
@@ -289,8 +296,13 @@ class _Guarded:
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
-        refusal = self._guard.refusal(scope["method"], scope["path"], headers)
-        answer = self._app if refusal is None else _refusal(refusal.status, refusal.text)
+        client, _port = scope.get("client") or ("", 0)
+        refusal = self._guard.refusal(
+            scope["method"], scope["path"], headers, client=client, now_s=time.monotonic()
+        )
+        answer = self._app
+        if refusal is not None:
+            answer = _refusal(refusal.status, refusal.text, refusal.retry_after_s)
         await answer(scope, receive, sends)
 
 
@@ -394,5 +406,6 @@ def _runbook_text() -> str:
     return "" if found is None else found.read_text(encoding="utf-8")
 
 
-def _refusal(status: int, text: str) -> Response:
-    return PlainTextResponse(f"{text}\n", status)
+def _refusal(status: int, text: str, retry_after_s: int | None = None) -> Response:
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return PlainTextResponse(f"{text}\n", status, headers)

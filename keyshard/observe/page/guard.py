@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import math
+from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from ipaddress import ip_address
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from keyshard.core.option_checks import check_token
@@ -16,6 +18,12 @@ LOOPBACK_NAMES = frozenset({"localhost"})
 JSON = "application/json"
 API = "/api/"
 """Paths below it have data; the others are the files of the page."""
+WRONG_TOKENS_MAX = 10
+"""Maximum number of wrong tokens of one address in :data:`WRONG_TOKENS_S`."""
+WRONG_TOKENS_S = 60.0
+"""Time for which a wrong token counts, seconds."""
+ADDRESSES_MAX = 1_000
+"""Maximum number of addresses whose wrong tokens are counted; the oldest is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,45 @@ class Refusal:
 
     status: int
     text: str
+    retry_after_s: int | None = None
+    """Time after which the request may be sent again, seconds."""
+
+
+class WrongTokens:
+    """Counts wrong tokens by address, so that tokens cannot be guessed at the rate of requests.
+
+    A right token is refused, too, while its address waits: otherwise the answer would tell it.
+    """
+
+    def __init__(self) -> None:
+        self._at_s: dict[str, deque[float]] = {}
+        """Times of the last wrong tokens of each address, oldest first."""
+
+    def wait_s(self, client: str, now_s: float) -> float:
+        """Return the time for which an address must wait, seconds; 0 if it need not.
+
+        Args:
+            client: Address of the client.
+            now_s: Monotonic time, seconds.
+        """
+        at_s = self._at_s.get(_counted(client))
+        if at_s is None or len(at_s) < WRONG_TOKENS_MAX:
+            return 0.0
+        return max(0.0, at_s[0] + WRONG_TOKENS_S - now_s)
+
+    def add(self, client: str, now_s: float) -> None:
+        """Count a wrong token.
+
+        Args:
+            client: Address of the client.
+            now_s: Monotonic time, seconds.
+        """
+        counted = _counted(client)
+        at_s = self._at_s.pop(counted, deque(maxlen=WRONG_TOKENS_MAX))
+        at_s.append(now_s)
+        self._at_s[counted] = at_s
+        if len(self._at_s) > ADDRESSES_MAX:
+            del self._at_s[next(iter(self._at_s))]
 
 
 _ELSEWHERE = Refusal(403, "The request comes from another site.")
@@ -44,6 +91,7 @@ class Guard:
     """Names of hosts by which browsers may reach the server, in lower case."""
     loopback: bool
     """Whether only this machine can reach the server."""
+    wrong_tokens: WrongTokens = field(default_factory=WrongTokens, compare=False, repr=False)
 
     @classmethod
     def of(cls, host: str, token: str | None, names: Collection[str] = ()) -> Guard:
@@ -70,13 +118,23 @@ class Guard:
         known = {host.lower(), *map(str.lower, names)}
         return cls(token, LOOPBACK_NAMES | frozenset(known), loopback)
 
-    def refusal(self, method: str, path: str, headers: Mapping[str, list[str]]) -> Refusal | None:
+    def refusal(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, list[str]],
+        *,
+        client: str,
+        now_s: float,
+    ) -> Refusal | None:
         """Return the answer to a request that is refused; ``None`` if it is served.
 
         Args:
             method: HTTP method.
             path: Path, without the query.
             headers: Values of each header by its name in lower case.
+            client: Address of the client.
+            now_s: Monotonic time, seconds.
         """
         hosts = headers.get("host", [])
         if len(hosts) != 1 or not self._is_own(hosts[0]):
@@ -90,17 +148,34 @@ class Guard:
             return Refusal(405, f"Method {shown(method)} is not served.")
         if any(not _is_same(origin, hosts[0]) for origin in headers.get("origin", [])):
             return _ELSEWHERE
-        return self._refusal_of_api(method, headers) if of_api else None
+        if not of_api:
+            return None
+        return self._refusal_of_api(method, headers) or self._refusal_of_token(
+            headers.get("authorization", []), client, now_s
+        )
 
     def _refusal_of_api(self, method: str, headers: Mapping[str, list[str]]) -> Refusal | None:
         sites = headers.get("sec-fetch-site", [])
         if any(site not in ("same-origin", "none") for site in sites):
             return _ELSEWHERE
-        if self.token is not None and not self._has_token(headers.get("authorization", [])):
-            return Refusal(401, "The token is missing or wrong.")
         if method == "POST" and headers.get("content-type") != [JSON]:
             return Refusal(415, f"The content type must be {JSON}.")
         return None
+
+    def _refusal_of_token(self, given: list[str], client: str, now_s: float) -> Refusal | None:
+        if self.token is None:
+            return None
+        # A request without a token guesses nothing: a browser sends one before it asks its user.
+        wait_s = self.wrong_tokens.wait_s(client, now_s) if given else 0.0
+        if wait_s > 0:
+            seconds = math.ceil(wait_s)
+            text = f"Too many wrong tokens came from this address. Try again in {seconds} s."
+            return Refusal(429, text, seconds)
+        if self._has_token(given):
+            return None
+        if given:
+            self.wrong_tokens.add(client, now_s)
+        return Refusal(401, "The token is missing or wrong.")
 
     def _is_own(self, host: str) -> bool:
         name = _host_of(host)
@@ -125,6 +200,17 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host.lower() in LOOPBACK_NAMES
+
+
+def _counted(client: str) -> str:
+    """Return what wrong tokens count for: a network that one machine may have for itself."""
+    try:
+        address = ip_address(client.partition("%")[0])
+    except ValueError:
+        return client
+    if isinstance(address, IPv4Address) or address.ipv4_mapped is not None:
+        return str(address)
+    return str(ip_network((address, 64), strict=False))
 
 
 def _host_of(header: str) -> str | None:

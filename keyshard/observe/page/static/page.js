@@ -125,6 +125,8 @@ function live(is, why = "") {
 
 function askForToken() {
   live(false, "a token is required");
+  sessionStorage.removeItem("token"); // further requests with it would count as guesses
+  state.look = null;
   byId("main").hidden = byId("other").hidden = true;
   byId("token").hidden = false;
   byId("token").token.focus();
