@@ -37,6 +37,7 @@ from tests.support.statuses import (
 )
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is missing: keyshard[dev]")
+ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 SHOTS = os.environ.get("KEYSHARD_SCREENSHOTS")
 """Folder for screenshots; unset: none are made."""
@@ -110,6 +111,25 @@ class Tab:
             "found.value = text; found.dispatchEvent(new Event('change'))"
         )
         self.browser.execute_script(script, css, text)
+
+    def press(self, *keys: str) -> None:
+        """Press keys, one after the other, where the focus is."""
+        ActionChains(self.browser).send_keys(*keys).perform()
+
+    def press_with_shift(self, key: str) -> None:
+        ActionChains(self.browser).key_down(Keys.SHIFT).send_keys(key).key_up(Keys.SHIFT).perform()
+
+    def is_focused(self, css: str) -> bool:
+        script = "return document.activeElement.matches(arguments[0])"
+        return bool(self.browser.execute_script(script, css))
+
+    def tab_to(self, css: str) -> None:
+        """Press the tab key until an element has the focus."""
+        for _ in range(100):
+            if self.is_focused(css):
+                return
+            self.press(Keys.TAB)
+        pytest.fail(f"the tab key does not reach {css}")
 
     def shows(self, css: str, *wanted: str) -> None:
         wait_until(lambda: all(one in self.text(css) for one in wanted))
@@ -479,6 +499,95 @@ def test_stalls_name_their_kind_and_link_to_the_runbook(chromium: Any) -> None:
         ):  # fmt: skip
             tab.browser.get(url)
             assert tab.text("body").startswith(alert)
+
+
+def test_a_range_is_chosen_by_keys_and_has_a_name(chromium: Any) -> None:
+    stalled = {"forSeconds": 9.0, "kind": "handler", "reason": "it has not returned"}
+    parts = split_ring(5)
+    ranges = [range_status(n, hashRanges=[str(part)]) for n, part in enumerate(parts)]
+    ranges[0]["hashRanges"] = [str(parts[0]), str(parts[4])]
+    ranges[4] |= {"hashRanges": []}
+    ranges[1] |= {"state": "stalled", "stalled": stalled, "reason": "it has not returned"}
+    with Board(ranges=ranges) as board:
+        tab = Tab(chromium, board.port)
+        tab.shows("#arcs", "5 ranges")
+        assert tab.count("#arcs [tabindex='0']") == 1, "one stop for the tab key, however many arcs"
+        tab.tab_to("#arcs path")
+        for keys, wanted in (
+            ([], "0"), ([Keys.ARROW_RIGHT], "1"), ([Keys.ARROW_DOWN], "2"), ([Keys.END], "0"),
+            ([Keys.ARROW_UP], "3"), ([Keys.HOME, Keys.ARROW_LEFT], "0"), ([Keys.ARROW_LEFT], "3"),
+            ([Keys.HOME, Keys.ARROW_RIGHT], "1"),
+        ):  # fmt: skip
+            tab.press(*keys)
+            assert tab.is_focused(f"#arcs path[data-range='{wanted}']:focus-visible"), keys
+        focused = tab.browser.switch_to.active_element
+        name = f"Range 1 ({parts[1]}) of here:1: stalled (handler), 0 waiting, 0 in flight"
+        assert focused.accessible_name.startswith(name)
+        assert focused.value_of_css_property("stroke-width") == "5px"
+        tab.press(Keys.ENTER)
+        tab.shows("#arc", name)
+        assert focused.get_attribute("aria-selected") == "true"
+        tab.press(Keys.ARROW_RIGHT, " ")
+        tab.shows("#arc", "Range 2")
+        board.status["ranges"] = [range_status(0, hashRanges=["0-65535"])]
+        tab.shows("#arcs", "1 ranges")
+        assert tab.is_focused("#arcs path[data-range='0']"), "the arc that had the focus is gone"
+        assert tab.errors() == []
+
+
+def test_drawings_have_their_numbers_as_names(chromium: Any) -> None:
+    shares = {"busy": 0.5, "waiting": 0.3, "heldBack": 0.2}
+    with Board(
+        ranges=[range_status(0, hashRanges=["0-65535"], shares=shares, inFlight=1)],
+        partitions=[partition_status(0, lag=lag(rows=7))],
+    ) as board:
+        tab = Tab(chromium, board.port)
+        for css, name in (
+            ("#owners tbody svg", "busy 50 %, waiting 30 %, held back 20 %"),
+            ("#partitions tbody svg", "7 now, at most 7"),
+            ("#workers tbody svg", "1 used, 3 free"),
+        ):
+            wait_until(lambda css=css: tab.count(css))  # type: ignore[misc]
+            script = "return document.querySelector(arguments[0]).ariaLabel"
+            assert tab.browser.execute_script(script, css) == name
+        assert tab.errors() == []
+
+
+def test_tables_dialogs_and_actions_are_used_by_keys_alone(chromium: Any) -> None:
+    with ShownRun() as run:
+        tab = Tab(chromium, run.port)
+        run.publish(("order-17", b"hang"))
+        tab.shows("#runs", "order-17")
+        head = "#owners th[data-name='index']"
+        tab.tab_to(f"{head} button")
+        tab.press(Keys.ENTER)
+        wait_until(lambda: tab.text("#owners tbody tr").startswith("7"))
+        assert tab.is_focused(f"{head}[aria-sort='descending'] button")
+        tab.press(" ")
+        wait_until(lambda: tab.text("#owners tbody tr").startswith("0"))
+        tab.tab_to("#runs td button")
+        tab.press(Keys.ENTER)
+        tab.shows("#stack[open]", "in _handle")
+        ages = {tab.text("#runs td:nth-child(5)")}
+        wait_until(lambda: tab.text("#runs td:nth-child(5)") not in ages)  # it is drawn again
+        tab.press(Keys.ESCAPE)
+        wait_until(lambda: tab.count("#stack[open]") == 0)
+        wait_until(lambda: tab.is_focused("#runs td button"))
+        tab.tab_to("#pause")
+        tab.press(Keys.ENTER)
+        tab.shows("#plan[open]", "receives nothing until it is resumed")
+        assert tab.is_focused("#plan button[value='no']"), "a second Enter changes nothing"
+        tab.press(Keys.ESCAPE)
+        tab.shows("#receiving-note", "Nothing was changed")
+        wait_until(lambda: tab.is_focused("#pause"))
+        tab.press(Keys.ENTER)
+        tab.shows("#plan[open]", "receives nothing")
+        tab.press_with_shift(Keys.TAB)
+        assert tab.is_focused("#yes")
+        tab.press(Keys.ENTER)
+        tab.shows("#receiving-note", "The source is paused.")
+        assert run.source.status()["state"] == "paused"
+        assert tab.errors() == []
 
 
 def test_a_token_is_asked_for_once_and_kept_in_the_tab(chromium: Any) -> None:

@@ -17,7 +17,10 @@ const state = {
 };
 
 document.addEventListener("pointerdown", (event) => { state.pressed = event.target; });
-for (const end of ["pointerup", "pointercancel"]) document.addEventListener(end, () => { state.pressed = null; });
+// A button is clicked when the space bar is released, too.
+document.addEventListener("keydown", (event) => { if (event.key === " ") state.pressed = event.target; });
+for (const end of ["pointerup", "pointercancel", "keyup"]) document.addEventListener(end, () => { state.pressed = null; });
+window.addEventListener("blur", () => { state.pressed = null; });
 
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -373,20 +376,28 @@ function showRing(status) {
         const [first, last] = text.split("-").map(Number);
         path = svgOf("path");
         path.setAttribute("d", pathOf(first, last ?? first));
-        path.addEventListener("click", () => { state.arc = range.index; show(state.look); });
+        path.setAttribute("role", "option");
+        path.setAttribute("tabindex", "-1");
+        path.addEventListener("click", () => choose(path));
         path.dataset.range = range.index;
+        path.dataset.first = first;
         state.arcs.set(name, path);
         byId("arcs").append(path);
       }
       path.style.fill = colourOf(heatOf(values[at]), range);
       path.classList.toggle("chosen", state.arc === range.index);
+      path.setAttribute("aria-selected", String(state.arc === range.index));
+      path.setAttribute("aria-label", arcText(range));
       if (!path.firstChild) path.append(svgOf("title"));
       path.firstChild.textContent = arcText(range);
     }
   });
+  const focused = byId("arcs").contains(document.activeElement);
   for (const [name, path] of state.arcs) {
     if (!seen.has(name)) { path.remove(); state.arcs.delete(name); }
   }
+  if (!byId("arcs").querySelector("[tabindex='0']")) reach(arcsInOrder()[0], focused);
+  byId("arcs").setAttribute("aria-label", `${numberOf(status.ranges.length)} hash ranges by load, epoch ${status.epoch}`);
   const texts = [[`${numberOf(status.ranges.length)} ranges`, -4, ""], [`epoch ${status.epoch}`, 14, "soft"]];
   byId("arcs").querySelectorAll("text").forEach((one) => one.remove());
   for (const [text, y, kind] of texts) {
@@ -394,11 +405,40 @@ function showRing(status) {
     made.textContent = text;
     made.setAttribute("y", y);
     made.setAttribute("class", kind);
+    made.setAttribute("aria-hidden", "true"); // the label has it
     byId("arcs").append(made);
   }
   const chosen = status.ranges.find((range) => range.index === state.arc);
-  byId("arc").textContent = chosen ? arcText(chosen) : "Click a range to see its owner.";
+  byId("arc").textContent = chosen ? arcText(chosen) : "Choose a range to see its owner: by a click, or by arrow keys and Enter.";
 }
+
+// Tab reaches one arc, and arrow keys move from it along the ring: there may be thousands.
+const arcsInOrder = () => [...state.arcs.values()].sort((one, other) => one.dataset.first - other.dataset.first);
+
+function reach(path, focus) {
+  byId("arcs").querySelectorAll("[tabindex='0']").forEach((one) => one.setAttribute("tabindex", "-1"));
+  path?.setAttribute("tabindex", "0");
+  if (focus) path?.focus();
+}
+
+function choose(path) {
+  state.arc = Number(path.dataset.range);
+  reach(path, false);
+  show(state.look);
+}
+
+const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
+
+byId("arcs").addEventListener("keydown", (event) => {
+  const arcs = arcsInOrder();
+  const at = arcs.indexOf(event.target);
+  if (at < 0 || event.ctrlKey || event.altKey || event.metaKey) return;
+  if (event.key === "Enter" || event.key === " ") choose(event.target);
+  else if (event.key === "Home" || event.key === "End") reach(arcs.at(event.key === "Home" ? 0 : -1), true);
+  else if (event.key in STEPS) reach(arcs[(at + STEPS[event.key] + arcs.length) % arcs.length], true);
+  else return;
+  event.preventDefault();
+});
 
 const arcText = (range) =>
   `Range ${range.index} (${range.hashRanges.join(" ")}) of ${range.owner}: ${range.state}` +
@@ -410,6 +450,8 @@ const arcText = (range) =>
 byId("heat").addEventListener("change", () => state.look && show(state.look));
 
 // -- Tables ----------------------------------------------------------------------------------------
+
+const elementOf = (where, of) => [...where.querySelectorAll("[data-of]")].find((one) => one.dataset.of === of);
 
 // A column: [name, title, value to sort by, cell, class of the cell]
 function table(id, columns, rows, limit, empty) {
@@ -437,7 +479,7 @@ function table(id, columns, rows, limit, empty) {
   shown.replaceChildren(element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...body));
   shown.parentElement.scrollTop = before;
   if (focused) shown.querySelector(`th[data-name="${focused}"] button`)?.focus();
-  if (inside) [...shown.querySelectorAll("[data-of]")].find((one) => one.dataset.of === inside)?.focus();
+  if (inside) (elementOf(shown, inside) ?? shown.querySelector("th button")).focus();
   const more = byId(`all-${id}`);
   if (more) {
     more.hidden = rows.length <= limit;
@@ -469,6 +511,16 @@ function runbookOf(stalled, of) {
     `runbook: ${stalled.kind}`);
 }
 
+// A drawing has its numbers as the title for a pointer, and as its name for other readers.
+function named(drawing, text) {
+  const title = svgOf("title");
+  title.textContent = text;
+  drawing.prepend(title);
+  drawing.setAttribute("role", "img");
+  drawing.setAttribute("aria-label", text);
+  return drawing;
+}
+
 function barOf(kind, parts) {
   const bar = svgOf("svg");
   bar.setAttribute("class", kind);
@@ -491,12 +543,8 @@ function barOf(kind, parts) {
 function sharesOf(shares) {
   if (!shares) return "–";
   const parts = ["busy", "waiting", "heldBack"].map((name) => [name, shares[name]]);
-  const bar = barOf("bar", parts);
-  const title = svgOf("title");
-  title.textContent = parts.map(([name, share]) =>
-    `${name === "heldBack" ? "held back" : name} ${Math.round(share * 100)} %`).join(", ");
-  bar.prepend(title);
-  return bar;
+  return named(barOf("bar", parts), parts.map(([name, share]) =>
+    `${name === "heldBack" ? "held back" : name} ${Math.round(share * 100)} %`).join(", "));
 }
 
 // Handlers have slots; a worker that hosts consumers has consumers.
@@ -516,7 +564,8 @@ function showWorkers(status) {
     ["where", "Where", (one) => one.where, (one) => element("span", { class: one.gone ? "bad" : "" }, one.where), "text"],
     ["used", "Used", (one) => one.used, (one) => numberOf(one.used), "number"],
     ["free", "Free", (one) => one.free, (one) => numberOf(one.free), "number"],
-    ["share", "Share", (one) => one.used, (one) => (one.free === null ? "–" : barOf("bar", [["busy", one.used], ["free", one.free]])), ""],
+    ["share", "Share", (one) => one.used, (one) => (one.free === null ? "–"
+      : named(barOf("bar", [["busy", one.used], ["free", one.free]]), `${numberOf(one.used)} used, ${numberOf(one.free)} free`)), ""],
     ["restarts", "Restarts", (one) => one.restarts, (one) => numberOf(one.restarts), "number"],
     ["seconds", "For", (one) => one.seconds, (one) => durationOf(one.seconds), "number"],
   ], [...handling, ...hosting], ROWS, "");
@@ -554,10 +603,8 @@ function sparkOf(history) {
   const line = svgOf("polyline");
   line.setAttribute("points", history.map((value, at) =>
     `${HISTORY - history.length + at},${(20 - (value / most) * 18).toFixed(1)}`).join(" "));
-  const title = svgOf("title");
-  title.textContent = `${numberOf(history.at(-1))} now, at most ${numberOf(most)}`;
-  spark.append(title, line);
-  return spark;
+  spark.append(line);
+  return named(spark, `${numberOf(history.at(-1))} now, at most ${numberOf(most)}`);
 }
 
 // The age by the broker itself, where the broker measures it.
@@ -588,6 +635,8 @@ function showHistory(history) {
     bar.append(title);
     return bar;
   }));
+  byId("commits").setAttribute("aria-label", "Entries committed in each 10 s of the last 5 minutes: " +
+    commits.map((one) => `${numberOf(one.entries)} ${durationOf(one.secondsAgo)} ago`).join(", "));
   const sum = (name) => commits.reduce((total, one) => total + one[name], 0);
   const sizes = commits.filter((one) => one.checkpointBytes !== null);
   byId("commits-text").textContent = history === null ? "" : `${numberOf(sum("commits"))} commits, ${numberOf(sum("entries"))} entries` +
@@ -632,6 +681,7 @@ function summaryOf(summary) {
 function phasesOf(rescale) {
   const text = rescale.phases.map((one) => `${one.phase} ${millisOf(one.millis)}`).join(", ");
   const bar = barOf("phases", rescale.phases.map((one) => [one.phase, one.millis]));
+  bar.setAttribute("aria-hidden", "true"); // the text has it
   return element("span", { class: "phased" }, bar, element("small", {}, text));
 }
 
@@ -662,7 +712,7 @@ function showRuns() {
     ["note", "Note", (run) => run.note ?? "", (run) => (!run.note ? "" : `${run.note} (${durationOf(run.noteSecondsAgo)} ago)`), "text"],
     ["error", "Last failure", (run) => run.error, (run) => run.error, "text"],
     ["stack", "Stack", (run) => run.runningSeconds, (run) => (run.state === "running"
-      ? element("button", { type: "button", "data-of": `${run.messageId} ${nameOf(run)}`, onclick: () => openStack(run) }, "show")
+      ? element("button", { type: "button", "data-of": `stack ${run.messageId} ${nameOf(run)}`, onclick: () => openStack(run) }, "show")
       : null), ""],
   ], state.runs, 200, state.noRuns);
 }
@@ -674,7 +724,7 @@ async function openStack(run) {
     byId("stack-title").textContent = `Message ${id} of ${nameOf(run)}, key ${keyOf(found.key)}`;
     byId("stack-facts").textContent = `The handler runs for ${durationOf(found.runningSeconds)}. The newest call is last.`;
     byId("calls").textContent = found.stack.join("\n") || "The handler is beginning or returning.";
-    byId("stack").showModal();
+    openDialog(byId("stack"));
     return "";
   });
 }
@@ -707,7 +757,7 @@ function showDead() {
     ["reason", "Error", (one) => one.reason, (one) => one.reason, "text"],
     ["attempts", "Attempts", (one) => one.attempts, (one) => String(one.attempts), "number"],
     ["age", "Age", (one) => one.ageSeconds, (one) => durationOf(one.ageSeconds), "number"],
-    ["value", "Value", (one) => one.bytes, (one) => element("button", { type: "button", onclick: () => openLetter(one) },
+    ["value", "Value", (one) => one.bytes, (one) => element("button", { type: "button", "data-of": `value ${one.messageId} ${nameOf(one)}`, onclick: () => openLetter(one) },
       one.bytes === null ? "show" : `${numberOf(one.bytes)} bytes`), ""],
   ], rows, 100, state.dead ? "No dead letter matches." : "Show lists the dead letters that match.");
   byId("next-dead").hidden = !state.dead?.next;
@@ -720,7 +770,7 @@ async function openLetter(one) {
     byId("letter-title").textContent = `Message ${id} of ${nameOf(one)}, key ${keyOf(one.key)}`;
     byId("letter-facts").textContent = `${one.kind}: ${one.reason}`;
     await showValue();
-    byId("letter").showModal();
+    openDialog(byId("letter"));
     return "";
   });
 }
@@ -824,10 +874,19 @@ function confirmed(title, text, verb, keys = []) {
   byId("yes").textContent = verb;
   const dialog = byId("plan");
   dialog.returnValue = "no"; // also by Escape
-  dialog.showModal();
+  openDialog(dialog);
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
   });
+}
+
+// The browser returns the focus to the element that had it, unless its table was drawn again.
+function openDialog(dialog) {
+  const from = document.activeElement;
+  dialog.addEventListener("close", () => {
+    if (!from.isConnected) elementOf(document, from.dataset.of)?.focus();
+  }, { once: true });
+  dialog.showModal();
 }
 
 async function noting(id, work) {
