@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tenacity
 
-from keyshard import RetryPolicy
+from keyshard import Reject, RetryPolicy
 from keyshard.broker.memory import Message as Stored
 from keyshard.control import ANY, SINK, WORKER, ControlServer, answering_sources
 from keyshard.core.message import Message
@@ -99,6 +99,15 @@ class Tab:
             f"document.querySelector(arguments[0]).dispatchEvent({script})", css
         )
 
+    def press_button(self, css: str, name: str) -> None:
+        """Click the button of a table that has a name."""
+        script = (
+            "const [css, name] = arguments;"
+            "[...document.querySelectorAll(`${css} button`)]"
+            ".find((one) => one.ariaLabel === name).click()"
+        )
+        self.browser.execute_script(script, css, name)
+
     def type(self, css: str, text: str) -> None:
         """Replace the text of a field."""
         field = self.browser.find_element("css selector", css)
@@ -172,6 +181,8 @@ class ShownRun(Run):
         if message.value == b"hang":
             message.note(HOSTILE)
             assert self.release.wait(deadline(60))
+        if message.value == b"reject":
+            raise Reject("no such order")
         if message.value == b"fail" and not self.release.is_set():
             raise ValueError(HOSTILE)
 
@@ -313,6 +324,81 @@ def test_dead_letters_are_shown_replayed_and_discarded_by_clicks(chromium: Any) 
         tab.click("#yes")
         wait_until(lambda: run.source.status()["parkedKeys"] == 0)
         assert tab.count("img") == 0
+        assert tab.errors() == []
+
+
+def test_a_key_is_replayed_and_another_discarded_from_their_rows(chromium: Any) -> None:
+    once = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(1))
+    with ShownRun(retry=once) as run:
+        run.publish((HOSTILE, b"fail"), (HOSTILE, b"2"), ("order-9", b"fail"), ("order-9", b"4"))
+        wait_until(lambda: run.source.status()["counters"]["deadLettered"] == 4)
+        tab = Tab(chromium, run.port)
+        tab.shows("#parked", HOSTILE, "order-9")
+        assert tab.count("img") == 0
+        run.release.set()
+        # A parked key is replayed without a list of dead letters.
+        tab.press_button("#parked", f"Replay … key {HOSTILE}")
+        tab.shows("#plan[open]", "Replay 2 dead letters of 1 keys", f"{HOSTILE}: 2")
+        tab.press(Keys.ESCAPE)
+        tab.shows("#dead-note", "Nothing was changed")
+        assert run.source.status()["parkedKeys"] == 2
+        tab.press_button("#parked", f"Replay … key {HOSTILE}")
+        tab.shows("#plan[open]", "Replay 2")
+        tab.click("#yes")
+        wait_until(lambda: run.source.status()["counters"]["completed"] == 2)
+        tab.shows("#dead-note", "Replay: 2 dead letters of 1 keys")
+        wait_until(lambda: tab.count("#parked tbody tr") == 1)
+        tab.click("#filter button")
+        tab.shows("#dead-note", "2 of")
+        tab.press_button("#dead", "Discard … key order-9")
+        tab.shows("#plan[open]", "Discard 2 dead letters of 1 keys", "cannot be undone", "order-9")
+        tab.click("#yes")
+        wait_until(lambda: run.source.status()["parkedKeys"] == 0)
+        tab.shows("#dead", "No dead letter matches")
+        wait_until(lambda: tab.count("#parked-keys[hidden]") == 1)
+        assert tab.errors() == []
+
+
+def test_a_rejected_message_is_discarded_from_its_row_and_cannot_be_replayed(
+    chromium: Any,
+) -> None:
+    with ShownRun() as run:
+        run.publish(("order-9", b"reject"), ("order-10", b"reject"))
+        wait_until(lambda: run.source.status()["counters"]["deadLettered"] == 2)
+        tab = Tab(chromium, run.port)
+        tab.shows("#facts", "running")
+        tab.click("#filter [name='rejected']")
+        tab.click("#filter button")
+        tab.shows("#dead-note", "2 of 2")
+        assert "Replay" not in tab.text("#dead tbody")
+        tab.press_button("#dead", "Discard … key order-9")
+        tab.shows("#plan[open]", "Discard 1 dead letters of key order-9.")
+        tab.click("#yes")
+        tab.shows("#dead-note", "Discard: 1 dead letters of key order-9.")
+        wait_until(lambda: tab.count("#dead tbody tr") == 1)
+        assert "order-10" in tab.text("#dead tbody")
+        assert tab.errors() == []
+
+
+def test_a_balance_shows_the_spread_of_the_load_first(chromium: Any) -> None:
+    keys = [key_in(part) for part in split_ring(64)[40:48]]  # all in range 5 of 8
+    with ShownRun() as run:
+        run.publish(*((keys[n % 8], b"1") for n in range(401)))
+        tab = Tab(chromium, run.port)
+        wait_until(lambda: run.source.status()["counters"]["completed"] == 401)
+        tab.shows("#commits-text", "401 entries")
+        tab.click("#balance")
+        tab.shows("#plan[open]", "The moves depend on the load at that moment")
+        tab.shows("#plan-text", "a range has handled 0 to 401 messages, 50 on average")
+        tab.click("#plan button[value='no']")
+        tab.shows("#moves-note", "Nothing was changed")
+        assert run.source.status()["epoch"] == 0
+        tab.click("#balance")
+        tab.shows("#plan[open]", "equal loads")
+        tab.click("#yes")
+        tab.shows("#moves-note", "8 to 8 ranges", "of the ring moved", "was 8.00 times the mean")
+        tab.shows("#arcs", "8 ranges", "epoch 1")
+        tab.shows("#rescales", "balance", "moved")
         assert tab.errors() == []
 
 

@@ -12,7 +12,7 @@ const svgOf = (name) => document.createElementNS("http://www.w3.org/2000/svg", n
 
 const state = {
   chosen: null, look: null, histories: new Map(), arcs: new Map(), arc: null, all: new Set(),
-  sorts: { owners: ["trouble", -1], partitions: ["lag", -1], runs: ["elapsed", -1], dead: ["none", 1], rescales: ["ago", 1], workers: ["is", 1], consumers: ["problem", -1] },
+  sorts: { owners: ["trouble", -1], partitions: ["lag", -1], runs: ["elapsed", -1], dead: ["none", 1], parked: ["none", 1], rescales: ["ago", 1], workers: ["is", 1], consumers: ["problem", -1] },
   runs: [], noRuns: "", stream: null, dead: null, letter: null, pressed: null,
 };
 
@@ -168,6 +168,7 @@ function show(look) {
   showWorkers(status);
   showPartitions(status);
   showHistory(status.history);
+  showParked(status);
   byId("now").hidden = byId("letters").hidden = status.kind !== "handlers";
   byId("pause").hidden = status.state === "paused";
   byId("resume").hidden = status.state !== "paused";
@@ -759,8 +760,30 @@ function showDead() {
     ["age", "Age", (one) => one.ageSeconds, (one) => durationOf(one.ageSeconds), "number"],
     ["value", "Value", (one) => one.bytes, (one) => element("button", { type: "button", "data-of": `value ${one.messageId} ${nameOf(one)}`, onclick: () => openLetter(one) },
       one.bytes === null ? "show" : `${numberOf(one.bytes)} bytes`), ""],
+    ["acts", "For its key", (one) => one.key, (one) => actsOf(one, one.kind !== "parked"), ""],
   ], rows, 100, state.dead ? "No dead letter matches." : "Show lists the dead letters that match.");
   byId("next-dead").hidden = !state.dead?.next;
+}
+
+// Those that have been parked longest; the list of dead letters has all.
+function showParked(status) {
+  byId("parked-keys").hidden = !status.parked.length;
+  table("parked", [
+    ["key", "Parked key", (one) => one.key, (one) => one.key, "text"],
+    ["letters", "Dead letters", (one) => one.deadLetters, (one) => numberOf(one.deadLetters), "number"],
+    ["acts", "For the key", (one) => one.key, (one) => actsOf(one, false), ""],
+  ], status.parked, ROWS, "No key is parked.");
+}
+
+// A message without a key, and one that parks no key, has nothing to replay.
+function actsOf(one, rejected) {
+  if (one.key === null) return "–";
+  const fields = { key: one.key, ...(rejected ? { rejected } : {}) };
+  const button = (command, verb) => element("button", {
+    type: "button", "aria-label": `${verb} … key ${one.key}`, "data-of": `${verb} ${one.messageId ?? ""} ${one.key}`,
+    onclick: () => changeDead(command, verb, fields),
+  }, `${verb} …`);
+  return element("span", { class: "acts" }, rejected ? null : button("unpark", "Replay"), button("discard", "Discard"));
 }
 
 async function openLetter(one) {
@@ -809,21 +832,24 @@ async function decodedOf(letter) {
 byId("form").addEventListener("change", showValue);
 byId("filter").addEventListener("submit", (event) => { event.preventDefault(); listDead(); });
 byId("next-dead").addEventListener("click", () => listDead(state.dead.next));
-byId("replay").addEventListener("click", () => changeDead("unpark", "Replay"));
-byId("discard").addEventListener("click", () => changeDead("discard", "Discard"));
+byId("replay").addEventListener("click", () => changeDead("unpark", "Replay", wanted()));
+byId("discard").addEventListener("click", () => changeDead("discard", "Discard", wanted()));
 
-async function changeDead(command, verb) {
-  const fields = wanted();
-  if (!Object.keys(fields).length) fields.all = true;
+async function changeDead(command, verb, conditions) {
+  const fields = Object.keys(conditions).length ? conditions : { all: true };
   await noting("dead-note", async () => {
     const plan = await ask(command, { ...fields, dry_run: true });
-    const text = `${verb} ${numberOf(plan.deadLetters)} dead letters of ${numberOf(plan.keys)} keys.`;
+    // A plan of dead letters that park no key counts no keys.
+    const of = (counts) => `${numberOf(counts.deadLetters)} dead letters` +
+      (counts.keys ? ` of ${numberOf(counts.keys)} keys.` : fields.key === undefined ? "." : ` of key ${fields.key}.`);
+    const text = `${verb} ${of(plan)}` +
+      (command === "discard" ? " This cannot be undone." : "");
     const keys = plan.first.map((one) => `${keyOf(one.key)}: ${numberOf(one.deadLetters)}`);
     if (!plan.deadLetters) return "No dead letter matches.";
     if (!(await confirmed(`${verb} dead letters`, text, verb, keys))) return "Nothing was changed.";
     const done = await ask(command, fields);
-    await listDead();
-    return `${verb}: ${numberOf(done.deadLetters)} dead letters of ${numberOf(done.keys)} keys.`;
+    if (state.dead) await listDead();
+    return `${verb}: ${of(done)}`;
   });
 }
 
@@ -856,14 +882,25 @@ byId("rescale").addEventListener("submit", (event) => {
   });
 });
 byId("balance").addEventListener("click", () => noting("moves-note", async () => {
-  const text = "Keep the number of ranges, and give all ranges equal loads as measured since the start.";
+  const text = "Keep the number of ranges, and give all ranges equal loads, as measured since the start. The moves depend on " +
+    `the load at that moment, so they cannot be shown before. ${spreadOf(state.look.status.ranges)}`;
   if (!(await confirmed("Balance", text, "Balance"))) return "Nothing was changed.";
   return reportOf(await ask("rescale", { balance: true }));
 }));
 
+function spreadOf(ranges) {
+  const handled = ranges.map((range) => range.handled);
+  const sum = handled.reduce((total, one) => total + (one ?? 0), 0);
+  if (!sum || handled.includes(null)) return "";
+  return `Since the last rescale, a range has handled ${numberOf(Math.min(...handled))} to ` +
+    `${numberOf(Math.max(...handled))} messages, ${numberOf(sum / handled.length)} on average.`;
+}
+
 const reportOf = (report) =>
   `${report.ranges_before} to ${report.ranges_after} ranges in ${durationOf(report.duration_ms / 1000)}: ` +
-  `${(report.moved_fraction * 100).toFixed(1)} % of the ring moved.`;
+  `${(report.moved_fraction * 100).toFixed(1)} % of the ring moved.` + (report.balance
+    ? ` The load of the busiest range was ${report.balance.max_over_mean_before.toFixed(2)} times the mean, ` +
+      `and is ${report.balance.max_over_mean_after.toFixed(2)} times.` : "");
 
 // -- Confirmations ---------------------------------------------------------------------------------
 
