@@ -153,11 +153,21 @@ class Tab:
 
         wait_until(found)
 
-    def shot(self, name: str) -> None:
+    def shot(self, name: str, css: str = "html") -> None:
+        """Store a picture of an element, by default of the whole page, if a folder is set."""
         if SHOTS is not None:
-            # The whole page, not only what the window shows.
+            script = (
+                "const one = document.querySelector(arguments[0]).getBoundingClientRect();"
+                "return {x: one.x + scrollX, y: one.y + scrollY,"
+                " width: one.width, height: one.height, scale: 1}"
+            )
+            # A dialog is in the window, which the page may exceed.
             taken = self.browser.execute_cdp_cmd(
-                "Page.captureScreenshot", {"captureBeyondViewport": True}
+                "Page.captureScreenshot",
+                {
+                    "captureBeyondViewport": css != "#plan",
+                    "clip": self.browser.execute_script(script, css),
+                },
             )
             (Path(SHOTS) / f"{name}.png").write_bytes(b64decode(taken["data"]))
 
@@ -183,6 +193,8 @@ class ShownRun(Run):
             assert self.release.wait(deadline(60))
         if message.value == b"reject":
             raise Reject("no such order")
+        if message.value == b"decline" and not self.release.is_set():
+            raise ValueError("the card was declined")
         if message.value == b"fail" and not self.release.is_set():
             raise ValueError(HOSTILE)
 
@@ -252,7 +264,7 @@ def test_a_hung_handler_a_failing_key_and_a_rescale_are_seen_live(chromium: Any)
         rescale = threading.Thread(target=run.source.rescale, args=(12,))
         rescale.start()
         tab.shows("#rescaling", "from 8 to 12 ranges", "now in drain", "It waits at most", key)
-        tab.shot("rescaling")
+        tab.shot("rescaling", "#history")
         run.release.set()
         rescale.join(deadline(60))
         tab.shows("#arcs", "12 ranges", "epoch 1")
@@ -288,6 +300,8 @@ def test_dead_letters_are_shown_replayed_and_discarded_by_clicks(chromium: Any) 
         wait_until(lambda: run.source.status()["counters"]["deadLettered"] == 3)
         tab = Tab(chromium, run.port)
         tab.shows("#facts", "dead letters: 3")
+        tab.shows("#parked", HOSTILE)
+        assert tab.count("img") == 0
         tab.click("#filter button")
         tab.shows("#dead", HOSTILE, "order-9", "ValueError")
         tab.shows("#dead-note", "3 of 3")
@@ -306,7 +320,6 @@ def test_dead_letters_are_shown_replayed_and_discarded_by_clicks(chromium: Any) 
             tab.select("#form", form)
             tab.shows("#value", shown)
         tab.click("#letter button")
-        tab.shot("dead-letters")
         tab.click("#replay")
         tab.shows("#plan[open]", "Replay 2 dead letters of 1 keys")
         tab.click("#plan button[value='no']")
@@ -330,19 +343,24 @@ def test_dead_letters_are_shown_replayed_and_discarded_by_clicks(chromium: Any) 
 def test_a_key_is_replayed_and_another_discarded_from_their_rows(chromium: Any) -> None:
     once = RetryPolicy(wait=tenacity.wait_none(), stop=tenacity.stop_after_attempt(1))
     with ShownRun(retry=once) as run:
-        run.publish((HOSTILE, b"fail"), (HOSTILE, b"2"), ("order-9", b"fail"), ("order-9", b"4"))
+        for key in ("order-7", "order-9"):
+            run.publish((key, b"decline"), (key, b"2"))
         wait_until(lambda: run.source.status()["counters"]["deadLettered"] == 4)
         tab = Tab(chromium, run.port)
-        tab.shows("#parked", HOSTILE, "order-9")
-        assert tab.count("img") == 0
+        tab.shows("#parked", "order-7", "order-9")
+        tab.click("#filter button")
+        tab.shows("#dead-note", "4 of")
+        tab.shot("dead-letters", "#letters")
+        tab.browser.refresh()
+        tab.shows("#parked", "order-7", "order-9")
         run.release.set()
         # A parked key is replayed without a list of dead letters.
-        tab.press_button("#parked", f"Replay … key {HOSTILE}")
-        tab.shows("#plan[open]", "Replay 2 dead letters of 1 keys", f"{HOSTILE}: 2")
+        tab.press_button("#parked", "Replay … key order-7")
+        tab.shows("#plan[open]", "Replay 2 dead letters of 1 keys", "order-7: 2")
         tab.press(Keys.ESCAPE)
         tab.shows("#dead-note", "Nothing was changed")
         assert run.source.status()["parkedKeys"] == 2
-        tab.press_button("#parked", f"Replay … key {HOSTILE}")
+        tab.press_button("#parked", "Replay … key order-7")
         tab.shows("#plan[open]", "Replay 2")
         tab.click("#yes")
         wait_until(lambda: run.source.status()["counters"]["completed"] == 2)
@@ -390,6 +408,7 @@ def test_a_balance_shows_the_spread_of_the_load_first(chromium: Any) -> None:
         tab.click("#balance")
         tab.shows("#plan[open]", "The moves depend on the load at that moment")
         tab.shows("#plan-text", "a range has handled 0 to 401 messages, 50 on average")
+        tab.shot("balance", "#plan")
         tab.click("#plan button[value='no']")
         tab.shows("#moves-note", "Nothing was changed")
         assert run.source.status()["epoch"] == 0
