@@ -217,9 +217,8 @@ def _assignment_of(status: Status) -> Assignment:
 
 def _mean_s(status: Status | None) -> float | None:
     """Return the mean time of an attempt, as a running source measured it."""
-    if status is None or not status["handlerSeconds"]["count"]:
-        return None
-    return status["handlerSeconds"]["sum"] / status["handlerSeconds"]["count"]
+    seconds = None if status is None else status["handlerSeconds"]
+    return seconds["sum"] / seconds["count"] if seconds and seconds["count"] else None
 
 
 def _as_json(

@@ -252,16 +252,17 @@ def _source_workers(all_of_them: list[SourceWorker]) -> str:
 def _counts(status: Status) -> str:
     counters, window = status["counters"], status["window"]
     dropped = window["duplicatesDropped"] if window else 0
-    if status["executor"] in ("batches", "ray"):
+    if counters["completed"] is None:
         acknowledged = window["entriesAcknowledged"] if window else 0
         return (
             f"received {_received(status) or 0:,} rows, acknowledged {acknowledged:,} entries, "
             f"redeliveries dropped {dropped:,}"
         )
     return (
-        f"completed {counters['completed']:,}, failed attempts {counters['failedAttempts']:,}, "
-        f"rejected {counters['rejected']:,}, parked {counters['parked']:,}, dead letters "
-        f"{counters['deadLettered']:,}, redeliveries dropped {dropped:,}"
+        f"completed {_number(counters['completed'])}, failed attempts "
+        f"{_number(counters['failedAttempts'])}, rejected {_number(counters['rejected'])}, "
+        f"parked {_number(counters['parked'])}, dead letters "
+        f"{_number(counters['deadLettered'])}, redeliveries dropped {dropped:,}"
     )
 
 
@@ -271,7 +272,7 @@ def _received(status: Status) -> int | None:
 
 def _paces(status: Status, rates: Rates) -> str:
     received = rates.of(_received)
-    if status["executor"] in ("batches", "ray"):
+    if status["counters"]["completed"] is None:
         return f"per second: received {pace(received)}"
     completed = rates.of(lambda status: status["counters"]["completed"])
     failed = rates.of(lambda status: status["counters"]["failedAttempts"])

@@ -66,9 +66,9 @@ class LaneFacts:
         with self._changed:
             self._run.distribute()
             tally, circuit = self._run.tally, self._run.circuit
-            return Totals(
-                tally.counters(), tally.timings.status(), circuit.status(now_s), tally.newest_error
-            )
+            counters = tally.counters(handlers=True, sink=self._run.outputs is not None)
+            timings = tally.timings.status()
+            return Totals(counters, timings, circuit.status(now_s), tally.newest_error)
 
     def runs(self, now_s: float, count_max: int) -> list[RunStatus]:
         with self._changed:

@@ -80,7 +80,8 @@ class RangeOwners:
         if self._log is not None:
             tally.outputs_published = self._log.published
             tally.outputs_confirmed = self._log.confirmed
-        return Totals(tally.counters(), tally.timings.status(), CircuitBreaker().status(now_s))
+        counters = tally.counters(handlers=False, sink=self._log is not None)
+        return Totals(counters, None, CircuitBreaker().status(now_s))
 
     def rate_limit(self, now_s: float) -> RateLimitStatus | None:
         return self._rate_limit(now_s)

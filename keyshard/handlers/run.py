@@ -488,12 +488,12 @@ class HandlerRun:
             pass
         finally:
             self._dead_letters.dead_letters.close()
-        counters = self._dispatcher.tally.counters()
+        tally = self._dispatcher.tally
         _log.info(
             "drained in %.1f s: %d messages completed since the start, %d attempts failed, %d "
             "messages dead-lettered",
             time.monotonic() - began_s,
-            counters["completed"], counters["failedAttempts"], counters["deadLettered"],
+            tally.completed, tally.failed_attempts, tally.dead_lettered,
         )  # fmt: skip
 
     def _commit_rest(self, deadline_s: float) -> None:

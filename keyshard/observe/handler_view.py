@@ -67,7 +67,8 @@ class Totals(NamedTuple):
     """Outcomes of messages since the start."""
 
     counters: OutcomeCounts
-    timings: HandlerSeconds
+    timings: HandlerSeconds | None
+    """``None`` without handlers."""
     circuit: CircuitStatus
     newest_error: NewestError | None = None
 

@@ -186,8 +186,9 @@ def _family(row: Row, status: Mapping[str, Any]) -> Metric:
     if row.kind is MetricKind.HISTOGRAM:
         histogram = HistogramMetricFamily(row.name, row.help, labels=[row.owner])
         seconds = status["handlerSeconds"]
-        buckets = [(str(bound), count) for bound, count in seconds["buckets"]]
-        histogram.add_metric([owner], [*buckets, ("+Inf", seconds["count"])], seconds["sum"])
+        if seconds is not None:
+            buckets = [(str(bound), count) for bound, count in seconds["buckets"]]
+            histogram.add_metric([owner], [*buckets, ("+Inf", seconds["count"])], seconds["sum"])
         return histogram
     if row.kind is MetricKind.COUNTER:
         family: Metric = CounterMetricFamily(row.name, row.help, labels=names)

@@ -98,11 +98,10 @@ class StatusView:
         counters = handling.totals(now_s).counters
         progress = self._subject.coordinator.status()
         lags = self._lags(owned, progress)
-        handles = self._subject.has_handlers
         values: dict[Hashable, float | None] = {
             "received": progress["rowsReceived"],
-            "completed": counters["completed"] if handles else None,
-            "failedAttempts": counters["failedAttempts"] if handles else None,
+            "completed": counters["completed"],
+            "failedAttempts": counters["failedAttempts"],
         }
         judged = {where: lags[where] for where in sorted(lags)[:TRENDS_MAX]}
         for name, lag in (("lag", _joined(lags.values())), *judged.items()):

@@ -147,7 +147,8 @@ class Status(TypedDict):
     parked: list[ParkedKeyStatus]
     malformedDeadLetters: int | None
     counters: OutcomeCounts
-    handlerSeconds: HandlerSeconds
+    handlerSeconds: HandlerSeconds | None
+    """``None`` without handlers."""
     circuit: CircuitStatus
     rateLimit: RateLimitStatus | None
     hotKeys: list[HotKeyStatus]

@@ -111,9 +111,9 @@ def test_a_parked_key_is_shown_and_unparked_by_command(
         "deadLettered": 2,
         "rejected": 0,
         "observerErrors": 0,
-        "outputsPublished": 0,
-        "outputsConfirmed": 0,
-        "outputsFailed": 0,
+        "outputsPublished": None,
+        "outputsConfirmed": None,
+        "outputsFailed": None,
     }
     wait_until(lambda: job.status()["counters"] == counters)
     assert running_source("jobs").ask("explain", key=KEYS[1])["parked"]

@@ -16,7 +16,7 @@ from keyshard.config.connection import Connection
 from keyshard.core.lanes.key_queue import KeyQueue, Work
 from keyshard.errors import BrokerUnavailableError
 from keyshard.handlers.outcomes import AGAIN_S, KINDS_MAX, FailureLog
-from tests.helpers import wait_until
+from tests.helpers import present, wait_until
 from tests.support.parking_topic import ParkingTopic
 
 pytestmark = pytest.mark.usefixtures("control_folder")
@@ -30,7 +30,7 @@ def run(parking: ParkingTopic, messages: int, **options: Any) -> None:
 
     def resolved() -> bool:
         counters = running.source.status()["counters"]
-        return bool(counters["completed"] + counters["deadLettered"] >= messages)
+        return bool(present(counters["completed"]) + present(counters["deadLettered"]) >= messages)
 
     with parking.run(**options) as running:
         wait_until(resolved)

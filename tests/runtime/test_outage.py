@@ -281,7 +281,7 @@ def test_bad_keys_beside_good_ones_are_parked_and_delay_no_other(
 
         wait_until(all_parked, deadline(150))
         counters = lambda: run.source.status()["counters"]  # noqa: E731
-        wait_until(lambda: orders.errors or counters()["completed"] >= len(began))
+        wait_until(lambda: orders.errors or present(counters()["completed"]) >= len(began))
         status = run.source.status()
     assert not orders.errors
     assert status["circuit"]["openings"] == 0

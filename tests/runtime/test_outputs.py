@@ -10,7 +10,7 @@ import pytest
 
 from keyshard import KeyShardSink, Message, Produce, Reject
 from keyshard.errors import ConfigError, UnfitHandlerError
-from tests.helpers import DEADLINE_S, wait_until
+from tests.helpers import DEADLINE_S, present, wait_until
 from tests.support.copied_topic import Copied
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE
@@ -100,7 +100,7 @@ def test_nothing_is_acknowledged_before_its_outputs_are_confirmed(copied: Copied
     copied.hold()
     with copied.running(copied.source(), as_list, sink=copied.sink) as run:
         run.wait_started()
-        wait_until(lambda: run.source.status()["counters"]["completed"] >= 5)
+        wait_until(lambda: present(run.source.status()["counters"]["completed"]) >= 5)
         assert copied.backlog() == 15
         assert [lane["handled"] for lane in run.source.status()["ranges"] if lane["handled"]] == []
         copied.release()
@@ -122,7 +122,7 @@ def test_a_stalled_output_topic_holds_back_input_and_is_named(copied: Copied) ->
             deadline(20),
         )
         counters = run.source.status()["counters"]
-        assert counters["completed"] <= 8
+        assert present(counters["completed"]) <= 8
         assert copied.backlog() == 400
         copied.release()
         wait_until(lambda: copied.backlog() == 0)
@@ -137,11 +137,11 @@ def test_an_output_that_is_not_confirmed_is_published_again_by_another_attempt(
     sink = KeyShardSink(copied.out, service_url=copied.url, linger_ms=1, send_timeout_ms=200)
     with copied.running(copied.source(), as_list, sink=sink) as run:
         run.wait_started()
-        wait_until(lambda: run.source.status()["counters"]["outputsFailed"] >= 3)
+        wait_until(lambda: present(run.source.status()["counters"]["outputsFailed"]) >= 3)
         assert copied.backlog() == 6
         copied.cluster.exceed_quota(copied.out, exceeded=False)
         wait_until(lambda: copied.backlog() == 0)
-        assert run.source.status()["counters"]["failedAttempts"] >= 1
+        assert present(run.source.status()["counters"]["failedAttempts"]) >= 1
     assert copied.by_key() == twice(3, 2)
 
 

@@ -20,7 +20,7 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Message
 from keyshard.cli import main
-from keyshard.control import ANY, ControlServer, SINK, WORKER, answering_sources
+from keyshard.control import ANY, SINK, WORKER, ControlServer, answering_sources
 from keyshard.core.range_watchdog import StallKind
 from keyshard.errors import ConfigError, UnexpectedError
 from keyshard.observe.page import app, guard, server, status_watcher

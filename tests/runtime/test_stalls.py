@@ -69,7 +69,7 @@ def test_a_healthy_backlog_is_running_and_blocked_by_nothing(
     job.publish(*((key, b"%d" % n) for n in range(1_500) for key in KEYS))
     job.start(lanes=1)
     looks = []
-    while job.status()["counters"]["completed"] < 1_000:
+    while present(job.status()["counters"]["completed"]) < 1_000:
         looks += job.status()["ranges"]
         time.sleep(0.01)
     done.set()

@@ -78,7 +78,7 @@ def test_status_is_plain_json_with_counts_and_facts_of_the_broker(
         [str(hash_range)] for hash_range in split_ring(RANGES)
     ]
     assert status["counters"]["completed"] == 15
-    assert status["handlerSeconds"]["count"] == 15
+    assert present(status["handlerSeconds"])["count"] == 15
     for each in status["partitions"]:
         # The limits are those of Pulsar 5.0.
         assert each["replayMax"] == RANGES * 4_000
@@ -154,7 +154,8 @@ def test_every_field_is_documented(job: Job) -> None:
     for name in window:
         assert f"`{name}`" in progress.partition("## Progress")[2], name
     range_, partition = status["ranges"][0], status["partitions"][0]
-    nested = (status["counters"], status["handlerSeconds"], status["lag"], status["rates"])
+    seconds = present(status["handlerSeconds"])
+    nested = (status["counters"], seconds, status["lag"], status["rates"])
     shares = get_type_hints(Shares)
     history = [*present(status["history"]), *HISTORY]
     for name in [*status, *chain(*nested), *range_, *partition, *shares, *NEWEST, *history]:

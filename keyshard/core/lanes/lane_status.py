@@ -239,17 +239,20 @@ def _troubled(lanes: Lanes) -> Iterator[KeyQueue]:
 
 
 class OutcomeCounts(TypedDict):
-    """The counts of :class:`HandlerCounters`, as JSON values."""
+    """The counts of :class:`HandlerCounters`, as JSON values.
 
-    completed: int
-    failedAttempts: int
-    rejected: int
-    parked: int
-    deadLettered: int
-    observerErrors: int
-    outputsPublished: int
-    outputsConfirmed: int
-    outputsFailed: int
+    Those of handlers are ``None`` without handlers, those of outputs without a sink.
+    """
+
+    completed: int | None
+    failedAttempts: int | None
+    rejected: int | None
+    parked: int | None
+    deadLettered: int | None
+    observerErrors: int | None
+    outputsPublished: int | None
+    outputsConfirmed: int | None
+    outputsFailed: int | None
 
 
 class OutputsStatus(TypedDict):
@@ -316,16 +319,21 @@ class HandlerCounters:
         self.rejected += kind is DeadLetterKind.REJECTED
         self.parked += kind is DeadLetterKind.PARKED
 
-    def counters(self) -> OutcomeCounts:
-        """Return the counts as JSON values."""
+    def counters(self, *, handlers: bool, sink: bool) -> OutcomeCounts:
+        """Return the counts as JSON values.
+
+        Args:
+            handlers: Whether the run has handlers.
+            sink: Whether it has a sink.
+        """
         return {
-            "completed": self.completed,
-            "failedAttempts": self.failed_attempts,
-            "rejected": self.rejected,
-            "parked": self.parked,
-            "deadLettered": self.dead_lettered,
-            "observerErrors": self.observer_errors,
-            "outputsPublished": self.outputs_published,
-            "outputsConfirmed": self.outputs_confirmed,
-            "outputsFailed": self.outputs_failed,
+            "completed": self.completed if handlers else None,
+            "failedAttempts": self.failed_attempts if handlers else None,
+            "rejected": self.rejected if handlers else None,
+            "parked": self.parked if handlers else None,
+            "deadLettered": self.dead_lettered if handlers else None,
+            "observerErrors": self.observer_errors if handlers else None,
+            "outputsPublished": self.outputs_published if sink else None,
+            "outputsConfirmed": self.outputs_confirmed if sink else None,
+            "outputsFailed": self.outputs_failed if sink else None,
         }

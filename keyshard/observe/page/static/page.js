@@ -379,7 +379,7 @@ function showRing(status) {
         path.setAttribute("d", pathOf(first, last ?? first));
         path.setAttribute("role", "option");
         path.setAttribute("tabindex", "-1");
-        path.addEventListener("click", () => choose(path));
+        path.addEventListener("click", () => chooseArc(path));
         path.dataset.range = range.index;
         path.dataset.first = first;
         state.arcs.set(name, path);
@@ -422,7 +422,7 @@ function reach(path, focus) {
   if (focus) path?.focus();
 }
 
-function choose(path) {
+function chooseArc(path) {
   state.arc = Number(path.dataset.range);
   reach(path, false);
   show(state.look);
@@ -434,7 +434,7 @@ byId("arcs").addEventListener("keydown", (event) => {
   const arcs = arcsInOrder();
   const at = arcs.indexOf(event.target);
   if (at < 0 || event.ctrlKey || event.altKey || event.metaKey) return;
-  if (event.key === "Enter" || event.key === " ") choose(event.target);
+  if (event.key === "Enter" || event.key === " ") chooseArc(event.target);
   else if (event.key === "Home" || event.key === "End") reach(arcs.at(event.key === "Home" ? 0 : -1), true);
   else if (event.key in STEPS) reach(arcs[(at + STEPS[event.key] + arcs.length) % arcs.length], true);
   else return;
