@@ -397,8 +397,12 @@ class Coordinator:
         """Return the status as plain JSON values, from memory. Counts are since the start."""
         consumers = self.consumers
         problems = consumers.problems()
+        blind = self._admin is None
+        # Only the broker's count tells pulsar-client which entries are delayed.
+        sees_delays = not (blind and self._bounded and self._config.how_to_connect().by_client)
         with consumers.shared.lock:
             window = consumers.shared.window
+            counters = window.counters
             return {
                 "ranges": len(consumers.range_consumers.assignment),
                 **self._watch.status(window),
@@ -408,6 +412,9 @@ class Coordinator:
                 "withoutRoomMillis": int(consumers.shared.without_room_s * 1000),
                 "connectionError": min(problems.items())[1] if problems else "",
                 "gapResolverError": self._gap_resolver.error,
+                "entriesNotDue": counters.entries_not_due if sees_delays else None,
+                # Without the cursor, only entries of a planned batch are missed.
+                "entriesLost": counters.entries_lost or (None if blind else 0),
                 "entriesAcknowledged": consumers.acknowledger.acknowledged,
                 "entriesToAcknowledge": consumers.acknowledger.waiting,
                 **self.discovery.status(),

@@ -28,8 +28,6 @@ class WindowProgress(TypedDict):
     encryptedSkipped: int
     ackGaps: int
     ackGapsResolved: int
-    entriesNotDue: int
-    entriesLost: int
     plannedBatches: int
 
 
@@ -63,6 +61,11 @@ class Progress(WindowProgress, DiscoveryProgress):
     withoutRoomMillis: int
     connectionError: str
     gapResolverError: str
+    entriesNotDue: int | None
+    """``None`` for a bounded run of pulsar-client without ``admin_url``."""
+    entriesLost: int | None
+    """Without ``admin_url``, only entries of a planned batch are missed; ``None`` if there are
+    none."""
     entriesAcknowledged: int
     entriesToAcknowledge: int
     sourceWorkers: list[SourceWorker]
@@ -142,8 +145,6 @@ class PaceMonitor:
             "encryptedSkipped": counters.encrypted_skipped,
             "ackGaps": window.ack_gaps,
             "ackGapsResolved": counters.ack_gaps_resolved,
-            "entriesNotDue": counters.entries_not_due,
-            "entriesLost": counters.entries_lost,
             "plannedBatches": len(window.batches),
         }
 

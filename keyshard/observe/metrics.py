@@ -237,7 +237,8 @@ METRICS: tuple[Metric, ...] = (
            "Entries that are committed and not acknowledged yet.",
            _one("window", "entriesToAcknowledge")),
     Metric("keyshard_entries_not_due_total", _COUNTER, "entries", (),
-           "Delayed entries that a bounded run left, because their time had not come.",
+           "Delayed entries that a bounded run left, because their time had not come; missing for "
+           "pulsar-client without admin_url.",
            _one("window", "entriesNotDue")),
     Metric("keyshard_checkpoint_bytes", _GAUGE, "bytes", (),
            "Approximate size of the newest checkpoint.", _one("window", "checkpointBytes")),
@@ -248,7 +249,8 @@ METRICS: tuple[Metric, ...] = (
            "Time for which a topic partition has had no room in the checkpoint; 0 with room.",
            _one("window", "withoutRoomMillis")),
     Metric("keyshard_entries_lost_total", _COUNTER, "entries", (),
-           "Entries that somebody else acknowledged; with fail_on_data_loss, the source ends.",
+           "Entries that somebody else acknowledged; with fail_on_data_loss, the source ends. "
+           "Without admin_url, only entries that a planned batch lost; missing if there are none.",
            _one("window", "entriesLost")),
     Metric("keyshard_parked_keys", _GAUGE, "keys", (),
            "Keys whose messages go to the dead-letter topic until they are unparked; missing "

@@ -65,14 +65,14 @@ class Consumer:
     def __init__(self, topic: Deleting, folder: Path) -> None:
         self.topic = topic
         self.path = folder / "checkpoint.json"
-        self.lost = 0
+        self.lost: int | None = 0
 
     def consume(self, count: int, **changes: Any) -> list[int]:
         """Run until this many messages came and are acknowledged; return their numbers."""
         raise NotImplementedError
 
 
-def lost_by(source: KeyShardSource) -> int:
+def lost_by(source: KeyShardSource) -> int | None:
     window = source.status()["window"]
     assert window is not None
     return window["entriesLost"]

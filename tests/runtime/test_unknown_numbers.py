@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from keyshard.broker.memory import Message
+from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.cli.status_text import Rates, status_view
 from keyshard.control import running_source
 from keyshard.observe.status_types import Status
+from tests.helpers import config, received, running
 from tests.support.copied_topic import Copied
 from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.statuses import metrics_of
@@ -67,3 +70,42 @@ def test_handlers_without_a_sink_count_no_outputs() -> None:
     metrics = metrics_of(status)
     assert 'keyshard_messages_completed_total{subscription="keyshard"} 0.0' in metrics
     assert "keyshard_outputs_published_total{" not in metrics
+
+
+@pytest.mark.parametrize(("asks", "lost"), [(True, 0), (False, None)])
+def test_losses_are_unknown_unless_the_cursor_is_read(asks: bool, lost: int | None) -> None:
+    orders = MemoryTopic()
+    admin = MemoryAdmin(orders.cluster) if asks else None
+    with running(orders.cluster, config(orders.topic), admin=admin) as coordinator:
+        progress = coordinator.status()
+    assert (progress["entriesLost"], progress["entriesNotDue"]) == (lost, 0)
+
+
+def test_lost_entries_of_a_planned_batch_count_without_the_admin_interface() -> None:
+    orders = MemoryTopic(0)
+    orders.cluster.publish(orders.topic, *(Message(b"1", key=f"k{n}") for n in range(20)))
+    (where,) = orders.where
+    with running(orders.cluster, config(orders.topic)) as first:
+        received(first, 20)
+        planned = first.batches.cut()
+    assert planned is not None
+    last = planned.partitions[where].batch.last
+    assert last is not None
+    orders.cluster.trim(where, before=last)
+    source = config(orders.topic, fail_on_data_loss=False)
+    with running(orders.cluster, source, planned, planned=True) as second:
+        second.batches.plan(planned)
+        assert second.status()["entriesLost"] == len(planned.partitions[where].batch) - 1
+
+
+@pytest.mark.parametrize(
+    ("asks", "bounded", "not_due"), [(True, True, 0), (False, False, 0), (False, True, None)]
+)
+def test_a_bounded_run_of_pulsar_client_sees_no_delays_without_the_admin_interface(
+    asks: bool, bounded: bool, not_due: int | None
+) -> None:
+    orders = MemoryTopic()
+    admin = MemoryAdmin(orders.cluster) if asks else None
+    source = config(orders.topic, transport="client")
+    with running(orders.cluster, source, admin=admin, available_now=bounded) as coordinator:
+        assert coordinator.status()["entriesNotDue"] == not_due
