@@ -340,10 +340,15 @@ def _partitions(rows: list[PartitionStatus]) -> RenderableType:
             _lag(each["lag"]),
             _number(each["backlog"]),
             ring,
-            f"{_number(each['ackGaps'])} / {_number(each['ackGapsMax'])}",
-            f"{_number(each['replay'])} / {_number(each['replayMax'])}",
+            _limited(each["ackGaps"], each["ackGapsMax"], each),
+            _limited(each["replay"], each["replayMax"], each),
         )
     return table
+
+
+def _limited(count: int | None, most: int | None, each: PartitionStatus) -> str:
+    assumed = " (assumed)" if each["limitsAssumed"] else ""
+    return f"{_number(count)} / {_number(most)}{assumed}"
 
 
 def _name_of(each: PartitionStatus) -> str:

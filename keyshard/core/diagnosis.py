@@ -119,6 +119,18 @@ def judge_version(version: str) -> Finding:
     )
 
 
+def judge_limits(limits: BrokerLimits, version: str) -> list[Finding]:
+    """Say that the limits of the broker are unknown; nothing is said of known ones."""
+    if not limits.assumed:
+        return []
+    text = (
+        "unknown: the role may not read the configuration of the broker. The default limits of "
+        f"Pulsar {version} are assumed, and no limit of consumers."
+    )
+    advice = "Compare them with broker.conf, or check with the role of an administrator."
+    return [Finding(Level.WARNING, "broker limits", text, advice)]
+
+
 def judge_faults(version: str, *, of_sinks: bool = False) -> list[Finding]:
     """Name the known faults of the broker's release, those of sources or those of sinks."""
     return [_known(fault) for fault in faults_of(version, of_sinks=of_sinks)]

@@ -37,10 +37,18 @@ class BrokerLimits:
     forgotten, and their entries are redelivered."""
     message_bytes: int = 5 * 1024 * 1024
     """Largest message, bytes."""
+    assumed: bool = False
+    """Whether they are defaults, because the role may not read the broker's configuration."""
 
-    def with_settings(self, settings: Mapping[str, str]) -> BrokerLimits:
-        """Return these limits with those that the broker's configuration names."""
-        found = {
+    def with_settings(self, settings: Mapping[str, str] | None) -> BrokerLimits:
+        """Return these limits with those that the broker's configuration names.
+
+        Args:
+            settings: The configuration; ``None`` if it cannot be read.
+        """
+        if settings is None:
+            return replace(self, assumed=True)
+        found: dict[str, Any] = {
             field: max(0, int(settings[name]))
             for field, name in _SETTINGS.items()
             if re.fullmatch(r"-?[0-9]+", str(settings.get(name, "")))

@@ -47,6 +47,8 @@ class PartitionFacts:
     ack_gaps_max: int
     replay: int
     replay_max: int
+    limits_assumed: bool
+    """Whether the limits are the defaults of the broker's release."""
     oldest_ms: int | None
     """Time at which the first entry of the backlog was published, milliseconds since the epoch;
     ``None`` if it is unknown."""
@@ -181,6 +183,7 @@ class BrokerPoll:
                 limits.ack_gaps,
                 state.in_replay,
                 limits.replay(len(state.consumers)),
+                limits.assumed,
                 # An entry that waits for its time is not late.
                 None if state.delayed else state.oldest_ms,
                 state.age_s,

@@ -24,6 +24,7 @@ from keyshard.core.diagnosis import (
     judge_deduplication,
     judge_faults,
     judge_fill,
+    judge_limits,
     judge_orphans,
     judge_subscription,
     judge_termination,
@@ -87,6 +88,7 @@ def examine(
         findings += judge_faults(version)
         partitions = _partitions(admin, topic)
         limits = _limits(admin, topic, version)
+        findings += judge_limits(limits, version)
         states = _states(admin, partitions)
         consumer_limits = ConsumerLimits(*admin.consumer_limits(topic))
         stored = _stored(admin, partitions)

@@ -397,6 +397,7 @@ class StatusView:
             "ackGapsMax": None if facts is None else facts.ack_gaps_max,
             "replay": None if facts is None else facts.replay,
             "replayMax": None if facts is None else facts.replay_max,
+            "limitsAssumed": None if facts is None else facts.limits_assumed,
         }
 
 

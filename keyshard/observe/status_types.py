@@ -99,6 +99,9 @@ class PartitionStatus(TypedDict):
     ackGapsMax: int | None
     replay: int | None
     replayMax: int | None
+    limitsAssumed: bool | None
+    """Whether both limits are defaults, because the role may not read the broker's
+    configuration."""
 
 
 class ParkedKeyStatus(TypedDict):

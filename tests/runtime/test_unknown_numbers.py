@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from keyshard.broker.memory import Message
+from keyshard.broker.memory import MemoryBroker, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.cli.status_text import Rates, status_view
 from keyshard.control import running_source
+from keyshard.observe.doctor import examine
 from keyshard.observe.status_types import Status
-from tests.helpers import config, received, running
+from tests.helpers import config, received, running, wait_until
 from tests.support.copied_topic import Copied
 from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.statuses import metrics_of
@@ -109,3 +110,24 @@ def test_a_bounded_run_of_pulsar_client_sees_no_delays_without_the_admin_interfa
     source = config(orders.topic, transport="client")
     with running(orders.cluster, source, admin=admin, available_now=bounded) as coordinator:
         assert coordinator.status()["entriesNotDue"] == not_due
+
+
+@pytest.mark.parametrize("assumed", [True, False])
+def test_limits_of_a_broker_that_refuses_its_configuration_are_named_as_assumed(
+    assumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if assumed:
+        monkeypatch.setattr(MemoryAdmin, "settings", lambda _: None)
+    orders = MemoryTopic()
+    with Run(orders.source(admin_url=orders.url), lambda _message: None, {}) as run:
+        run.wait_started()
+        wait_until(lambda: run.source.status()["partitions"][0]["ackGapsMax"])
+        status = run.source.status()
+    (each, _) = status["partitions"]
+    assert each["limitsAssumed"] == assumed
+    assert ("(assumed)" in text_of(status)) == assumed
+    connect = lambda: MemoryBroker(orders.cluster)  # noqa: E731
+    findings = examine(config(orders.topic), connect, MemoryAdmin(orders.cluster))
+    told = [one.text for one in findings if one.about == "broker limits"]
+    assert len(told) == assumed
+    assert all(text.startswith("unknown: the role may not read") for text in told)

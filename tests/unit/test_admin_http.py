@@ -461,6 +461,14 @@ def test_limits_of_consumers_are_those_of_the_topic_its_namespace_or_the_broker(
         assert admin.consumer_limits("persistent://public/default/t") == limits
 
 
+def test_a_configuration_that_the_role_may_not_read_is_unknown(
+    answers: Callable[[Answer], None],
+) -> None:
+    answers(lambda _: httpx.Response(403, json={"reason": "lacks the permission"}))
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        assert admin.settings() is None
+
+
 def test_a_role_that_may_not_see_ledger_locations_still_sees_ledgers(
     answers: Callable[[Answer], None],
 ) -> None:

@@ -22,7 +22,8 @@ class Admin(Protocol):
 
     def version(self) -> str: ...
 
-    def settings(self) -> Mapping[str, str]: ...
+    def settings(self) -> Mapping[str, str] | None:
+        """Configuration of the broker by name; ``None`` if this role may not read it."""
 
     def cluster(self) -> str: ...
 

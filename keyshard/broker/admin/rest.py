@@ -84,13 +84,13 @@ class PulsarAdmin:
         path = "brokers/version"
         return self._checked(path, self._request("GET", path)).text.strip().strip('"')
 
-    def settings(self) -> Mapping[str, str]:
-        """Configuration of the broker by name; empty if this role may not read it."""
+    def settings(self) -> Mapping[str, str] | None:
+        """Configuration of the broker by name; ``None`` if this role may not read it."""
         path = "brokers/configuration/runtime"
         try:
             response = self._request("GET", path)
         except AuthorizationError:
-            return {}
+            return None
         return self._understood(path, self._checked(path, response), dict)
 
     def cluster(self) -> str:
@@ -217,7 +217,7 @@ class PulsarAdmin:
             response = self._checked(path, self._request("GET", path))
             if response.content:
                 return self._understood(path, response, lambda found: bool(found[_CREATES]))
-            return self.settings().get(_CREATES) != "false"
+            return (self.settings() or {}).get(_CREATES) != "false"
         except (AuthorizationError, AdminError):
             return True
 
@@ -247,7 +247,7 @@ class PulsarAdmin:
             # For a limit per subscription, Pulsar 5.0 does not apply that of the namespace.
             if self._checked(path, response).content:
                 return int(self._understood(path, response, _number) or 0)
-        return int(_number(self.settings().get(name)) or 0)
+        return int(_number((self.settings() or {}).get(name)) or 0)
 
     def deduplicates(self, topic: str) -> bool:
         """Whether the broker deduplicates a topic, by its policies or those of its namespace."""
@@ -259,7 +259,7 @@ class PulsarAdmin:
         self._checked(path, response)
         if response.content:
             return self._understood(path, response, bool)
-        return self.settings().get("brokerDeduplicationEnabled") == "true"
+        return (self.settings() or {}).get("brokerDeduplicationEnabled") == "true"
 
     def deduplicates_by_topic(self, topic: str) -> bool:
         """Whether a policy of the topic itself enables deduplication."""

@@ -573,9 +573,11 @@ function showWorkers(status) {
 }
 
 function showPartitions(status) {
-  const limited = (count, most) => {
+  const limited = (count, most, one) => {
     const near = count !== null && most && count >= most / 2;
-    return element("span", { class: near ? "warn" : "" }, `${numberOf(count)} / ${numberOf(most)}`);
+    const [title, mark] = one.limitsAssumed
+      ? ["The role may not read the configuration of the broker: this is the default of its release.", " ?"] : [null, ""];
+    return element("span", { class: near ? "warn" : "", title }, `${numberOf(count)} / ${numberOf(most)}${mark}`);
   };
   table("partitions", [
     ["name", "Topic partition", nameOf, nameOf, "text"],
@@ -583,8 +585,8 @@ function showPartitions(status) {
     ["rows", "Rows", (one) => one.lag.rows, (one) => numberOf(one.lag.rows), "number"],
     ["trend", "Trend", (one) => one.lag.trend, (one) => element("span", { class: one.lag.trend ?? "" }, one.lag.trend ?? "–"), ""],
     ["spark", "Last 2 minutes", (one) => one.lag.rows, (one) => sparkOf(state.histories.get(historyOf(state.look.chosen, one)) ?? []), ""],
-    ["gaps", "Ack gaps", (one) => one.ackGaps, (one) => limited(one.ackGaps, one.ackGapsMax), "number"],
-    ["replay", "Replay queue", (one) => one.replay, (one) => limited(one.replay, one.replayMax), "number"],
+    ["gaps", "Ack gaps", (one) => one.ackGaps, (one) => limited(one.ackGaps, one.ackGapsMax, one), "number"],
+    ["replay", "Replay queue", (one) => one.replay, (one) => limited(one.replay, one.replayMax, one), "number"],
     ["covered", "Ring", (one) => (one.covered ? 0 : 1) + (one.error ? 2 : 0),
       (one) => element("span", { class: one.covered && !one.error ? "" : "bad" },
         one.error || (one.covered ? "whole" : `no consumer: ${one.gaps.slice(0, 3).join(" ")}`)), "text"],
