@@ -164,8 +164,8 @@ class Consumers:
             self.shared.window.reassign(self.owners, budget)
             return self.owners
 
-    def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]]:
-        """Return the most frequent keys, and the share of each.
+    def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]] | None:
+        """Return the most frequent keys, and the share of each; ``None`` if workers keep the keys.
 
         The shares cover the time since the start. If the load is sampled, they are estimates for
         the last minutes.

@@ -311,9 +311,8 @@ class LoadMeter:
 
     def add(self, blocks: Sequence[EntryBlock]) -> None:
         """Count new entries; a message without a key does not count, as no key routes it."""
-        times = 1
-        if self._load.messages >= ALL_MESSAGES:
-            times = ONE_OF
+        times = ONE_OF if self._load.messages >= ALL_MESSAGES else 1
+        if times > 1:
             blocks = [block for block in blocks if not self._random.randrange(ONE_OF)]
         for block, key in zip(blocks, _first_keys(blocks), strict=True):
             if block.mixed_slots is not None:
@@ -350,7 +349,7 @@ class LoadSample:
     def __init__(self) -> None:
         self._random = random.Random()
         self._load = SlotLoad(messages_max=2**48)
-        self._samples = 0
+        self._samples, self._elsewhere = 0, False
         self._key_samples: Counter[str] = Counter()
         """Number of samples by key, for at most twice ``KEYS_MAX`` keys."""
         self._entries = 0
@@ -359,22 +358,22 @@ class LoadSample:
 
     def add(self, blocks: Sequence[EntryBlock]) -> None:
         """If due, sample one message; it stands for all entries since the previous sample."""
-        if not blocks:
-            return
         self._entries += len(blocks)
         now_s = time.monotonic()
-        if self._entries < SAMPLE_ENTRIES and now_s < self._sampled_s + SAMPLE_S:
+        early = self._entries < SAMPLE_ENTRIES and now_s < self._sampled_s + SAMPLE_S
+        if early or not blocks:
             return
         if now_s >= self._faded_s + FADE_S:
             self._faded_s = now_s
             self._load.halve()
         block = blocks[self._random.randrange(len(blocks))]
-        rows = block.rows - sum(part.rows for part in block.later_parts)
-        row = self._random.randrange(rows)
+        row = self._random.randrange(block.rows - sum(part.rows for part in block.later_parts))
         slot = block.slot if block.mixed_slots is None else block.mixed_slots[row]
         if slot is not None:
             at, routed_by = block.start + row, None
-            if at < block.content.num_rows:  # if a worker keeps the keys, there are none
+            here = at < block.content.num_rows  # otherwise, a worker keeps the keys
+            self._elsewhere |= not here
+            if here:
                 key, ordering_key = (
                     block.content.column(name)[at].as_py() for name in ("__key", "__orderingKey")
                 )
@@ -391,10 +390,10 @@ class LoadSample:
                 kept = (known for known, _ in self._load.hottest_keys())
                 self._key_samples = Counter({known: self._key_samples[known] for known in kept})
 
-    def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]]:
-        """Return the most frequent keys with their shares, if there are enough samples."""
-        if self._samples < SAMPLES_MIN:
-            return []
+    def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]] | None:
+        """Return the keys as LoadMeter does, from enough samples; ``None`` if workers keep them."""
+        if self._elsewhere or self._samples < SAMPLES_MIN:
+            return None if self._elsewhere else []
         hottest = self._load.hot_keys(2 * KEYS_MAX, share_min)
         return [one for one in hottest if self._key_samples[one[0]] >= KEY_SAMPLES_MIN][:count_max]
 

@@ -192,7 +192,7 @@ class StatusView:
             "circuit": totals.circuit,
             "rateLimit": rate,
             "outputs": subject.handling.outputs(),
-            "hotKeys": self._hot_keys(owned) if started else [],
+            "hotKeys": self._hot_keys(owned) if started else None,
             "window": progress,
             "history": subject.coordinator.history() if started else None,
             "brokerError": "" if self._broker_facts is None else self._broker_facts.error,
@@ -313,8 +313,10 @@ class StatusView:
             return None
         return {"error": newest.text, "secondsAgo": round(max(0.0, now_s - newest.at_s), 1)}
 
-    def _hot_keys(self, owned: Ownership) -> list[HotKeyStatus]:
-        consumers = self._subject.coordinator.consumers
+    def _hot_keys(self, owned: Ownership) -> list[HotKeyStatus] | None:
+        hot = self._subject.coordinator.consumers.hot_keys(HOT_KEYS_MAX, HOT_SHARE)
+        if hot is None:
+            return None
         return [
             {
                 "key": shown_key(key),
@@ -325,7 +327,7 @@ class StatusView:
                     if any(slot in part for slot in possible_slots(key) for part in parts)
                 ],
             }
-            for key, share in consumers.hot_keys(HOT_KEYS_MAX, HOT_SHARE)
+            for key, share in hot
         ]
 
     def _owned(self) -> Ownership:

@@ -154,7 +154,8 @@ class Status(TypedDict):
     """``None`` without handlers."""
     circuit: CircuitStatus
     rateLimit: RateLimitStatus | None
-    hotKeys: list[HotKeyStatus]
+    hotKeys: list[HotKeyStatus] | None
+    """``None`` during the start, and if workers keep the keys."""
     outputs: OutputsStatus | None
     """``None`` without a sink."""
     window: Progress | None

@@ -282,7 +282,7 @@ def test_hot_keys_are_named(job: Job, capsys: pytest.CaptureFixture[str]) -> Non
     hot = "order\x1b[2J" + "x" * 2_000
     job.publish(*((hot, b"fine") for _ in range(70)), *((f"k{n}", b"fine") for n in range(30)))
     wait_until(lambda: len(job.handled) == 100)
-    first, *others = job.status()["hotKeys"]
+    first, *others = present(job.status()["hotKeys"])
     assert first["key"] == f"{hot[:1_000]}..."
     assert (first["share"], len(others)) == (0.7, 4)
     assert first["ranges"] == sorted({explained(hot, name) for name in ("text", "bytes")})

@@ -8,6 +8,7 @@ from rich.console import Console
 from keyshard.broker.memory import MemoryBroker, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.cli.status_text import Rates, status_view
+from keyshard.consumers.intake import LoadSample
 from keyshard.control import running_source
 from keyshard.observe.doctor import examine
 from keyshard.observe.status_types import Status
@@ -131,3 +132,12 @@ def test_limits_of_a_broker_that_refuses_its_configuration_are_named_as_assumed(
     told = [one.text for one in findings if one.about == "broker limits"]
     assert len(told) == assumed
     assert all(text.startswith("unknown: the role may not read") for text in told)
+
+
+def test_hot_keys_are_unknown_if_workers_keep_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadSample, "hot_keys", lambda *_: None)
+    orders = MemoryTopic()
+    with orders.source().open():
+        status: Status = running_source("keyshard").ask("status")
+    assert status["hotKeys"] is None
+    assert "hot keys" not in text_of(status)

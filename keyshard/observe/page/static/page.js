@@ -233,7 +233,7 @@ function showFacts(status) {
     handles ? fact("Failed attempts", paceOf(rates.failedAttempts), "per second") : null,
     handles ? fact("Parked keys", numberOf(status.parkedKeys), `dead letters: ${numberOf(counters.deadLettered)}`) : null,
     fact("Uptime", durationOf(status.uptimeSeconds), `pid ${status.pid} on ${status.host}`),
-    status.hotKeys.length
+    status.hotKeys?.length
       ? fact("Hot keys", status.hotKeys.map((one) => `${keyOf(one.key).slice(0, 60)} ${(one.share * 100).toFixed(1)} %`).join(", "), "of messages", "wide")
       : null,
     fact("Subscription", status.subscription, `${status.topicsPattern ?? status.topics.map((one) => nameOf({ topic: one, partition: -1 })).join(", ")} at ${status.serviceUrl}`, "wide"),
