@@ -123,12 +123,8 @@ def judge_limits(limits: BrokerLimits, version: str) -> list[Finding]:
     """Say that the limits of the broker are unknown; nothing is said of known ones."""
     if not limits.assumed:
         return []
-    text = (
-        "unknown: the role may not read the configuration of the broker. The default limits of "
-        f"Pulsar {version} are assumed, and no limit of consumers."
-    )
-    advice = "Compare them with broker.conf, or check with the role of an administrator."
-    return [Finding(Level.WARNING, "broker limits", text, advice)]
+    assumed = f"The default limits of Pulsar {version} are assumed, and no limit of consumers."
+    return [may_not_ask("broker limits", "the configuration of the broker", assumed)]
 
 
 def judge_faults(version: str, *, of_sinks: bool = False) -> list[Finding]:
@@ -147,16 +143,34 @@ def _known(fault: Fault) -> Finding:
     )
 
 
-def judge_deduplication(topic: str, *, enabled: bool, by_topic: bool) -> Finding:
+def may_not_ask(about: str, asked: str, consequence: str) -> Finding:
+    """Return the finding that a check had no answer, because the role lacks a permission.
+
+    Args:
+        about: Subject of the check.
+        asked: What the role may not read.
+        consequence: A sentence.
+    """
+    text = f"unknown: the role may not read {asked}. {consequence}"
+    return Finding(Level.WARNING, about, text, "Check with the role of an administrator.")
+
+
+def judge_deduplication(topic: str, *, enabled: bool | None, by_topic: bool) -> Finding:
     """Check that a broker stores the rows of a sink once.
 
     Args:
         topic: Full name of the topic.
-        enabled: Whether the broker deduplicates the topic.
+        enabled: Whether the broker deduplicates the topic; ``None`` if that is unknown.
         by_topic: Whether a policy of the topic itself says so.
     """
     about = "deduplication"
     command = f"pulsar-admin namespaces set-deduplication {namespace_of(topic)} --enable"
+    if enabled is None:
+        return may_not_ask(
+            about,
+            f"whether the broker deduplicates {topic}",
+            "A sink checks it by its first entry.",
+        )
     if not enabled:
         return Finding(
             Level.PROBLEM,

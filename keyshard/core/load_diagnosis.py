@@ -20,8 +20,8 @@ class Load:
 
     rate_per_s: float
     """Messages per second, over all topic partitions."""
-    message_bytes: float
-    """Payload of one message."""
+    message_bytes: float | None
+    """Payload of one message; ``None`` if it is unknown."""
     messages_per_entry: float
     partitions: int
     parallelism: int
@@ -30,9 +30,20 @@ class Load:
     window_bytes_max: int
 
     @property
-    def memory_bytes(self) -> float:
-        """Bytes that the window counts for one message."""
+    def memory_bytes(self) -> float | None:
+        """Bytes that the window counts for one message; ``None`` if they are unknown."""
+        if self.message_bytes is None:
+            return None
         return self.message_bytes + ROW_BYTES + ENTRY_BYTES / self.messages_per_entry
+
+
+_UNKNOWN_SIZE = Finding(
+    Level.WARNING,
+    "message size",
+    "unknown: no message was sampled. The limits in bytes are not checked, and each message counts "
+    "as an entry.",
+    "Add --message-bytes, or publish a few messages.",
+)
 
 
 def judge_load(load: Load, limits: BrokerLimits) -> list[Finding]:
@@ -42,7 +53,7 @@ def judge_load(load: Load, limits: BrokerLimits) -> list[Finding]:
     time from that moment to the limit decides.
     """
     findings = []
-    if limits.message_bytes and load.message_bytes > limits.message_bytes:
+    if limits.message_bytes and (load.message_bytes or 0) > limits.message_bytes:
         findings.append(
             Finding(
                 Level.PROBLEM,
@@ -75,7 +86,7 @@ def judge_load(load: Load, limits: BrokerLimits) -> list[Finding]:
             f"{first.seconds:,.0f} s."
         )
         findings.append(Finding(Level.OK, "limits", text))
-    return findings
+    return findings if load.message_bytes is not None else [*findings, _UNKNOWN_SIZE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +111,11 @@ def _reaches(load: Load, limits: BrokerLimits) -> list[_Reach]:
             f"{stop} the window of {load.window_rows_max:,} rows is full after",
             "Raise window_rows_max.",
         ),
-        _Reach(
-            "window", load.window_bytes_max / (load.rate_per_s * load.memory_bytes),
-            f"{stop} the window of {load.window_bytes_max:,} bytes is full after",
-            "Raise window_bytes_max.",
-        ),
     ]  # fmt: skip
+    if load.memory_bytes is not None:
+        text = f"{stop} the window of {load.window_bytes_max:,} bytes is full after"
+        seconds = load.window_bytes_max / (load.rate_per_s * load.memory_bytes)
+        reaches.append(_Reach("window", seconds, text, "Raise window_bytes_max."))
     replay_max = limits.replay(load.parallelism)
     if replay_max:
         text = (

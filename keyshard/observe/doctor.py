@@ -29,6 +29,7 @@ from keyshard.core.diagnosis import (
     judge_subscription,
     judge_termination,
     judge_version,
+    may_not_ask,
 )
 from keyshard.core.load_diagnosis import Load, judge_load
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -36,6 +37,7 @@ from keyshard.core.refused_limits import ConsumerLimits
 from keyshard.core.releases import release_of
 from keyshard.core.subscription_state import BrokerLimits, CursorState, SubscriptionState
 from keyshard.errors import (
+    AuthorizationError,
     ChunkedMessageError,
     KeyShardError,
     TopicNotFoundError,
@@ -87,10 +89,9 @@ def examine(
         findings.append(judge_version(version))
         findings += judge_faults(version)
         partitions = _partitions(admin, topic)
-        limits = _limits(admin, topic, version)
-        findings += judge_limits(limits, version)
+        limits, consumer_limits, unknown = _limits(admin, topic, version)
+        findings += unknown
         states = _states(admin, partitions)
-        consumer_limits = ConsumerLimits(*admin.consumer_limits(topic))
         stored = _stored(admin, partitions)
     except KeyShardError as exc:
         return [*findings, Finding(Level.PROBLEM, "broker", exc.message)]
@@ -114,7 +115,7 @@ def examine(
     except KeyShardError as exc:
         findings.append(Finding(Level.PROBLEM, "broker", exc.message))
     if expected is not None:
-        mean = sample.message_bytes / sample.messages if sample.messages else 0.0
+        mean = sample.message_bytes / sample.messages if sample.messages else None
         load = Load(
             expected.rate_per_s,
             mean if expected.message_bytes is None else expected.message_bytes,
@@ -179,16 +180,26 @@ def examine_sink(topic: str, connect: Callable[[], Broker], admin: Admin) -> lis
     try:
         enabled, by_topic = admin.deduplicates(topic), admin.deduplicates_by_topic(topic)
         findings.append(judge_deduplication(topic, enabled=enabled, by_topic=by_topic))
+    except AuthorizationError:
+        findings.append(judge_deduplication(topic, enabled=None, by_topic=False))
     except KeyShardError as exc:
         findings.append(Finding(Level.PROBLEM, "deduplication", exc.message))
     return findings
 
 
-def _limits(admin: Admin, topic: str, version: str) -> BrokerLimits:
-    """Return the broker's limits; a topic may have its own limits on unacknowledged messages."""
+def _limits(
+    admin: Admin, topic: str, version: str
+) -> tuple[BrokerLimits, ConsumerLimits, list[Finding]]:
+    """Return the limits of the broker and of the topic, and those that the role may not read."""
     limits = release_of(version).limits.with_settings(admin.settings())
-    per_consumer, per_subscription = admin.unacknowledged_limits(topic)
-    return limits.with_unacknowledged(per_consumer, per_subscription)
+    findings, of_consumers = judge_limits(limits, version), ConsumerLimits(0, 0)
+    try:
+        limits = limits.with_unacknowledged(*admin.unacknowledged_limits(topic))
+        of_consumers = ConsumerLimits(*admin.consumer_limits(topic))
+    except AuthorizationError:
+        assumed = "The limits of the broker are taken, and no limit of consumers."
+        findings.append(may_not_ask("topic limits", f"the policies of {topic}", assumed))
+    return limits, of_consumers, findings
 
 
 def _partitions(admin: Admin, topic: str) -> list[TopicPartition]:

@@ -102,14 +102,16 @@ def check_deduplication(sink: SinkConfig, topics: Iterable[str]) -> None:
                 if admin.partition_count(topic) is None:
                     continue
                 deduplicates = admin.deduplicates(topic)
+                why = "the role may not read the configuration of the broker"
             except AuthorizationError as exc:
+                deduplicates, why = None, exc.message
+            if deduplicates is None:
                 _log.warning(
                     "Whether the broker deduplicates %s is not known before the first entry is "
                     "confirmed: %s",
-                    topic, exc.message,
+                    topic, why,
                 )  # fmt: skip
-                continue
-            if not deduplicates:
+            elif not deduplicates:
                 raise deduplication_off(topic)
 
 

@@ -8,12 +8,17 @@ from rich.console import Console
 from keyshard.broker.memory import MemoryBroker, Message
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.cli.status_text import Rates, status_view
+from keyshard.config.sink import SinkConfig
 from keyshard.consumers.intake import LoadSample
 from keyshard.control import running_source
-from keyshard.observe.doctor import examine
+from keyshard.core.diagnosis import Level
+from keyshard.errors import AuthorizationError
+from keyshard.observe.doctor import Expected, examine, examine_sink
 from keyshard.observe.status_types import Status
+from keyshard.publishing.preflight import check_deduplication
 from tests.helpers import config, received, running, wait_until
 from tests.support.copied_topic import Copied
+from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.statuses import metrics_of
 
@@ -141,3 +146,51 @@ def test_hot_keys_are_unknown_if_workers_keep_the_keys(monkeypatch: pytest.Monke
         status: Status = running_source("keyshard").ask("status")
     assert status["hotKeys"] is None
     assert "hot keys" not in text_of(status)
+
+
+def test_the_doctor_goes_on_after_policies_that_the_role_may_not_read() -> None:
+    orders = MemoryTopic()
+    refusal = AuthorizationError("The role lacks a permission.")
+    for name in ("unacknowledged_limits", "consumer_limits"):
+        admin = faulty(MemoryAdmin(orders.cluster), **{name: ScriptedCall(refusal)})
+        findings = {
+            one.about: one.text
+            for one in examine(config(orders.topic), lambda: MemoryBroker(orders.cluster), admin)
+        }
+        assert findings["topic limits"].startswith("unknown: the role may not read the policies")
+        assert "batching" in findings, "later checks are made"
+
+
+def test_the_size_of_messages_of_an_empty_topic_is_unknown_to_the_doctor() -> None:
+    orders = MemoryTopic()
+    connect, admin = (lambda: MemoryBroker(orders.cluster)), MemoryAdmin(orders.cluster)
+    told = {
+        load.message_bytes: [
+            one.text
+            for one in examine(config(orders.topic), connect, admin, load)
+            if one.about == "message size"
+        ]
+        for load in (Expected(1_000), Expected(1_000, 100))
+    }
+    assert told[None][0].startswith("unknown: no message was sampled")
+    assert told[100] == []
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_deduplication_that_the_role_may_not_see_refuses_no_sink(
+    refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    orders = MemoryTopic()
+
+    def asked(*_: object) -> None:
+        if refused:
+            raise AuthorizationError("The role lacks a permission.")
+
+    monkeypatch.setattr(MemoryAdmin, "deduplicates", asked)
+    sink = SinkConfig(orders.topic, sink_id="s", service_url=orders.url)
+    check_deduplication(sink, [orders.topic])
+    assert "is not known before the first entry is confirmed" in caplog.text
+    connect, admin = (lambda: MemoryBroker(orders.cluster)), MemoryAdmin(orders.cluster)
+    found = {one.about: one for one in examine_sink(orders.topic, connect, admin)}
+    assert found["deduplication"].level is Level.WARNING
+    assert found["deduplication"].text.startswith("unknown: the role may not read")

@@ -469,6 +469,21 @@ def test_a_configuration_that_the_role_may_not_read_is_unknown(
         assert admin.settings() is None
 
 
+def test_deduplication_without_a_policy_is_unknown_to_a_role_that_may_not_read_the_configuration(
+    answers: Callable[[Answer], None],
+) -> None:
+    """Issue: a sink was refused, although the broker deduplicates by its configuration."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if "/brokers/" in request.url.path:
+            return httpx.Response(403, json={"reason": "lacks the permission"})
+        return httpx.Response(204 if "/namespaces/" in request.url.path else 405)
+
+    answers(answer)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        assert admin.deduplicates("persistent://public/default/t") is None
+
+
 def test_a_role_that_may_not_see_ledger_locations_still_sees_ledgers(
     answers: Callable[[Answer], None],
 ) -> None:

@@ -13,6 +13,7 @@ from keyshard.core.diagnosis import (
     Level,
     Sample,
     judge_batching,
+    judge_deduplication,
     judge_fill,
     judge_orphans,
     judge_subscription,
@@ -220,3 +221,18 @@ def test_a_topic_without_limits_on_unacknowledged_messages_is_judged_without_the
     assert levels(judge_load(big, limits)) == {"limits": Level.OK}
     strict = BrokerLimits().with_unacknowledged(1_000, 200_000)
     assert levels(judge_load(big, strict))["unacknowledged"] is Level.WARNING
+
+
+def test_a_load_of_unknown_size_is_judged_without_the_limits_in_bytes() -> None:
+    """Issue: messages of an empty topic counted as 0 bytes."""
+    known = judge_load(load(window_bytes_max=1), BrokerLimits())
+    assert "window of 1 bytes" in text_of(known, "window")
+    findings = judge_load(load(message_bytes=None, window_bytes_max=1), BrokerLimits())
+    assert levels(findings) == {"limits": Level.OK, "message size": Level.WARNING}
+    assert text_of(findings, "message size").startswith("unknown: no message was sampled")
+
+
+def test_deduplication_that_the_role_may_not_see_is_unknown() -> None:
+    finding = judge_deduplication(P0.topic, enabled=None, by_topic=False)
+    assert finding.level is Level.WARNING
+    assert finding.text.startswith("unknown: the role may not read whether")

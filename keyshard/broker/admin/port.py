@@ -120,8 +120,8 @@ class Admin(Protocol):
     def consumer_limits(self, topic: str) -> tuple[int, int]:
         """Maximum consumers of a topic partition, and of one subscription there; 0 for no limit."""
 
-    def deduplicates(self, topic: str) -> bool:
-        """Whether the broker deduplicates a topic."""
+    def deduplicates(self, topic: str) -> bool | None:
+        """Whether the broker deduplicates a topic; ``None`` if this role may not ask."""
 
     def deduplicates_by_topic(self, topic: str) -> bool:
         """Whether a policy of the topic itself enables deduplication."""

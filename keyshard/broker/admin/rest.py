@@ -249,8 +249,11 @@ class PulsarAdmin:
                 return int(self._understood(path, response, _number) or 0)
         return int(_number((self.settings() or {}).get(name)) or 0)
 
-    def deduplicates(self, topic: str) -> bool:
-        """Whether the broker deduplicates a topic, by its policies or those of its namespace."""
+    def deduplicates(self, topic: str) -> bool | None:
+        """Whether the broker deduplicates a topic, by its policies or those of its namespace.
+
+        ``None``: there are none, and this role may not read the configuration of the broker.
+        """
         path = f"{_path(topic)}/deduplicationEnabled?applied=true"
         response = self._request("GET", path)
         if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:
@@ -259,7 +262,8 @@ class PulsarAdmin:
         self._checked(path, response)
         if response.content:
             return self._understood(path, response, bool)
-        return (self.settings() or {}).get("brokerDeduplicationEnabled") == "true"
+        settings = self.settings()
+        return None if settings is None else settings.get("brokerDeduplicationEnabled") == "true"
 
     def deduplicates_by_topic(self, topic: str) -> bool:
         """Whether a policy of the topic itself enables deduplication."""
