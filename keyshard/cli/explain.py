@@ -146,14 +146,15 @@ def _why_parked(by: ParkedBy | None) -> list[str]:
         f"because message {message['messageId']} of {message['topic']}, partition "
         f"{message['partition']},{failed}: {plain(message['error'])}"
     )
-    value = message["value"]
+    return [*lines, f"content {_content(message['value'], message['valueBytes'])}"]
+
+
+def _content(value: str | None, length: int | None) -> str:
+    if length is None:
+        return "too large for a single dead letter"
     if value is None:
-        lines.append("content none")
-    elif message["valueBytes"]:
-        lines.append(f"content {value!r}{_rest(value, message['valueBytes'])}")
-    else:
-        lines.append("content empty, or too large for a single dead letter")
-    return lines
+        return "none"
+    return f"{value!r}{_rest(value, length)}" if value else "empty"
 
 
 def _rest(value: str, length: int) -> str:

@@ -216,6 +216,8 @@ class Discovery:
         """Topic partitions that were deleted since the start."""
         self.backlog: int | None = None
         """Backlog of all topic partitions in the newest round, entries; ``None`` if unknown."""
+        self._counted: int | None = None
+        """The same in the round that runs."""
         self.error = ""
         """Error of the newest round, or ``""``."""
 
@@ -263,6 +265,13 @@ class Discovery:
         Raises:
             KeyShardError: The first error.
         """
+        self._counted = None
+        try:
+            self._round(early=early)
+        finally:
+            self.backlog = self._counted
+
+    def _round(self, *, early: bool) -> None:
         topics = self._catalog.topics()
         existing: dict[str, tuple[TopicPartition, ...]] = {}
         errors = _Errors()
@@ -309,7 +318,7 @@ class Discovery:
             elif standing and self._creation_of(topic_partition):
                 # The topic exists without the subscription.
                 self._owned.compare(standing, gaps(()))
-        self.backlog = backlog
+        self._counted = backlog
 
     def _state_of(self, topic_partition: TopicPartition) -> SubscriptionState | None:
         """Return the broker's state of the subscription; ``None`` if it does not exist.

@@ -28,6 +28,7 @@ from keyshard.core.dead_letter import (
     DoneUpToMarker,
     RunsAgainNote,
     StoredDeadLetter,
+    parts_of,
     position_text,
 )
 from keyshard.core.dead_letter_filter import DeadLetterFilter, KeyPlan
@@ -279,8 +280,11 @@ class DeadLetterStore:
             if found is not None:
                 return found
 
-    def peek(self, key: str, timeout_s: float) -> DeadLetter | None:
+    def peek(self, key: str, timeout_s: float) -> tuple[DeadLetter, bool] | None:
         """Read the first resting dead letter of a key, without its parts; it stays stored.
+
+        Returns:
+            The dead letter, and whether it has parts, which hold its value.
 
         Raises:
             ReplayTimeoutError: Nothing came for ``timeout_s``.
@@ -292,7 +296,8 @@ class DeadLetterStore:
         with self._reader.scan(position, position) as scan:
             for message in read(scan, self.topic_partition, timeout_s):
                 if position_of(message) == position:
-                    return dead_letter_of(message)
+                    found = dead_letter_of(message)
+                    return None if found is None else (found, bool(parts_of(message)))
         return None
 
     def replay(self, key: str, first: StoredDeadLetter) -> Replay:

@@ -265,14 +265,14 @@ class StatusView:
             "unknown": "",
         }
         try:
-            dead_letter = dead_letters().dead_letters.peek(key, DEAD_LETTER_S)
+            found = dead_letters().dead_letters.peek(key, DEAD_LETTER_S)
         except KeyShardError as exc:
             parked_by["unknown"] = exc.message
             return parked_by
-        if dead_letter is None:
+        if found is None:
             parked_by["unknown"] = "its first dead letter is no longer stored"
         else:
-            parked_by["message"] = _message(dead_letter)
+            parked_by["message"] = _message(*found)
         return parked_by
 
     def _lags(self, owned: Ownership, progress: Progress) -> dict[TopicPartition, Lag]:
@@ -477,16 +477,18 @@ def _key(facts: KeyFacts) -> BlockingKey:
     }
 
 
-def _message(dead_letter: DeadLetter) -> ParkedMessage:
+def _message(dead_letter: DeadLetter, in_parts: bool) -> ParkedMessage:
     message, value = dead_letter.message, dead_letter.message.value
+    shown = None if in_parts or value is None else value[:VALUE_MAX].decode(errors="replace")
+    length = 0 if value is None else None if in_parts else len(value)
     return {
         "topic": message.topic,
         "partition": message.partition,
         "messageId": str(message.message_id),
         "attempts": dead_letter.attempts,
         "error": dead_letter.error,
-        "value": None if value is None else value[:VALUE_MAX].decode(errors="replace"),
-        "valueBytes": 0 if value is None else len(value),
+        "value": shown,
+        "valueBytes": length,
     }
 
 

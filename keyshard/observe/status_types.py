@@ -191,9 +191,9 @@ class ParkedMessage(TypedDict):
     """Failed attempts; 0 if no handler got the message."""
     error: str
     value: str | None
-    """Beginning of its content; ``None`` for a message without content."""
-    valueBytes: int
-    """Length of its content, bytes; 0 if the content is too large for one dead letter."""
+    """Beginning of its content; ``None`` without content, or if it is too large."""
+    valueBytes: int | None
+    """Length of its content, bytes; ``None`` if the content is too large for one dead letter."""
 
 
 class ParkedBy(TypedDict):

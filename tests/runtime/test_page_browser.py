@@ -695,6 +695,35 @@ def test_tables_dialogs_and_actions_are_used_by_keys_alone(chromium: Any) -> Non
         assert tab.errors() == []
 
 
+def test_a_range_whose_number_is_unknown_is_hatched_and_not_cold(chromium: Any) -> None:
+    """Issue: ranges without handlers looked as if they had nothing to do."""
+    first, second = split_ring(2)
+    unknown = dict.fromkeys(("waiting", "inFlight", "handled"))
+    mixed = status(
+        ranges=[
+            range_status(0, hashRanges=[str(first)], shares=None),
+            range_status(1, hashRanges=[str(second)], **unknown),
+        ]
+    )
+    shown = ControlServer("s", "pulsar://a", "t", {"status": lambda _: mixed})
+    served = serve_page(PageOptions("127.0.0.1", 0), lambda: ([shown.own], []))
+    fills = "return [...document.querySelectorAll('#arcs path')].map(one => one.style.fill)"
+
+    def hatched(heat: str) -> list[bool]:
+        tab.select("#heat", heat)
+        return ["#unknown" in fill for fill in chromium.execute_script(fills)]
+
+    try:
+        tab = Tab(chromium, served.port)
+        tab.shows("#arcs", "2 ranges")
+        assert hatched("messages") == hatched("oldest") == [False, True]
+        tab.shot("ring-unknown")
+        assert hatched("busy") == hatched("held") == [True, True], "there are no samples"
+    finally:
+        served.close()
+        shown.close()
+
+
 def test_a_token_is_asked_for_once_and_kept_in_the_tab(chromium: Any) -> None:
     with ShownRun(ui_token=TOKEN) as run:
         tab = Tab(chromium, run.port)

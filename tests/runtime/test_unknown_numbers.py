@@ -12,7 +12,7 @@ from keyshard.config.sink import SinkConfig
 from keyshard.consumers.intake import LoadSample
 from keyshard.control import running_source
 from keyshard.core.diagnosis import Level
-from keyshard.errors import AuthorizationError
+from keyshard.errors import AuthorizationError, BrokerUnavailableError
 from keyshard.observe.doctor import Expected, examine, examine_sink
 from keyshard.observe.status_types import Status
 from keyshard.publishing.preflight import check_deduplication
@@ -20,6 +20,7 @@ from tests.helpers import config, received, running, wait_until
 from tests.support.copied_topic import Copied
 from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.memory_topic import MemoryTopic, Run
+from tests.support.parking_topic import ParkingTopic
 from tests.support.statuses import metrics_of
 
 pytestmark = pytest.mark.usefixtures("control_folder")
@@ -194,3 +195,39 @@ def test_deduplication_that_the_role_may_not_see_refuses_no_sink(
     found = {one.about: one for one in examine_sink(orders.topic, connect, admin)}
     assert found["deduplication"].level is Level.WARNING
     assert found["deduplication"].text.startswith("unknown: the role may not read")
+
+
+def test_the_backlog_of_an_old_round_is_forgotten() -> None:
+    orders = MemoryTopic()
+    orders.cluster.publish(orders.topic, Message(b"1", key="k"))
+    admin = faulty(MemoryAdmin(orders.cluster), subscription=(fails := ScriptedCall()))
+    with running(orders.cluster, config(orders.topic), admin=admin) as coordinator:
+        coordinator.discovery.round()
+        assert coordinator.status()["backlogEntries"] == 1
+        fails.raises = BrokerUnavailableError("away")
+        with pytest.raises(BrokerUnavailableError):
+            coordinator.discovery.round()
+        assert coordinator.status()["backlogEntries"] is None
+        fails.raises = None
+        coordinator.discovery.round()
+        assert coordinator.status()["backlogEntries"] == 1
+
+
+def test_content_that_is_too_large_for_a_dead_letter_has_an_unknown_length(
+    parking: ParkingTopic,
+) -> None:
+    parking.cluster.publish(parking.topic, Message(b"0" * 100_000, key="large"))
+    parking.cluster.publish(parking.topic, Message(b"", key="empty"))
+    parking.cluster.message_bytes_max = 70_000
+
+    def fail(_message: object) -> None:
+        raise ValueError("no")
+
+    with parking.run(fail) as run:
+        wait_until(lambda: run.source.status()["parkedKeys"] == 2)
+        explained = running_source("keyshard").ask
+        shown = {
+            key: explained("explain", key=key)["parkedBy"]["message"] for key in ("large", "empty")
+        }
+    lengths = {key: (one["value"], one["valueBytes"]) for key, one in shown.items()}
+    assert lengths == {"large": (None, None), "empty": ("", 0)}

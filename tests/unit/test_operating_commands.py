@@ -299,7 +299,7 @@ def test_a_key_is_explained_by_its_source(capsys: pytest.CaptureFixture[str]) ->
         assert text in out
 
 
-PARKED = {
+PARKED: dict[str, Any] = {
     "key": "k 1", "slot": 5, "range": 0, "hashRange": "0-9", "owner": "here:1", "waiting": 1,
     "lane": {"state": "empty", "messageId": None, "attempts": 0, "reason": None},
     "parked": True,
@@ -326,6 +326,23 @@ def test_the_reason_why_a_key_is_parked_is_reported(capsys: pytest.CaptureFixtur
         "ValueError: no?[2Jsuch colour\n"
         "content '{\"colour\": 1'... (5,000 bytes)\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "length", "says"),
+    [
+        (None, None, "too large for a single dead letter"), (None, 0, "none"), ("", 0, "empty"),
+        ("abc", 3, "'abc'"),
+    ],
+)  # fmt: skip
+def test_unknown_missing_and_empty_contents_are_told_apart(
+    capsys: pytest.CaptureFixture[str], value: str | None, length: int | None, says: str
+) -> None:
+    by = PARKED["parkedBy"]
+    message = by["message"] | {"value": value, "valueBytes": length}
+    with Asked(PARKED | {"parkedBy": by | {"message": message}}):
+        _, out, _ = run(capsys, "explain", "k 1")
+    assert out.endswith(f"content {says}\n")
 
 
 def test_a_dead_letter_that_cannot_be_read_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

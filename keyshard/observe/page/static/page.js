@@ -337,11 +337,11 @@ function showWorker(status) {
 // -- The ring --------------------------------------------------------------------------------------
 
 const HEATS = {
-  messages: (range) => (range.waiting ?? 0) + (range.inFlight ?? 0),
-  oldest: (range) => (range.oldestUnacknowledgedMillis ?? 0) / 1000,
-  busy: (range) => range.shares?.busy ?? 0,
-  held: (range) => range.shares?.heldBack ?? 0,
-};
+  messages: (range) => (range.waiting === null ? null : range.waiting + range.inFlight),
+  oldest: (range) => (range.waiting === null ? null : (range.oldestUnacknowledgedMillis ?? 0) / 1000),
+  busy: (range) => range.shares?.busy ?? null,
+  held: (range) => range.shares?.heldBack ?? null,
+}; // null if the number is unknown
 const TROUBLE = { stalled: 3, disconnected: 3, blocked: 2, paused: 1, draining: 1 };
 
 function pathOf(first, last) {
@@ -358,6 +358,7 @@ function pathOf(first, last) {
 function colourOf(heat, range) {
   if (TROUBLE[range.state] === 3) return "var(--bad)";
   if (TROUBLE[range.state] === 2) return "var(--warn)";
+  if (heat === null) return "url(#unknown)";
   return `color-mix(in oklab, var(--accent) ${Math.round(heat * 100)}%, var(--cold))`;
 }
 
@@ -366,7 +367,7 @@ function showRing(status) {
   const values = status.ranges.map(HEATS[heatName]);
   const isShare = heatName === "busy" || heatName === "held";
   const most = Math.max(HEAT_MIN, ...values);
-  const heatOf = (value) => (isShare ? value : Math.log1p(value) / Math.log1p(most));
+  const heatOf = (value) => (value === null || isShare ? value : Math.log1p(value) / Math.log1p(most));
   const seen = new Set();
   status.ranges.forEach((range, at) => {
     for (const text of range.hashRanges) {
