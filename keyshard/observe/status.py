@@ -383,9 +383,11 @@ class StatusView:
     ) -> PartitionStatus:
         facts: PartitionFacts | None = None
         stall: PartitionStall | None = None
+        unknown = "no admin_url"
         if self._broker_facts is not None:
             facts = self._broker_facts.known.get(where)
             stall = self._broker_facts.stalls.get(where)
+            unknown = self._broker_facts.error or "no answer yet"
         return {
             "topic": where.topic,
             "partition": where.partition,
@@ -399,6 +401,7 @@ class StatusView:
             "ackGapsMax": None if facts is None else facts.ack_gaps_max,
             "replay": None if facts is None else facts.replay,
             "replayMax": None if facts is None else facts.replay_max,
+            "unknown": unknown if facts is None else "",
             "limitsAssumed": None if facts is None else facts.limits_assumed,
         }
 

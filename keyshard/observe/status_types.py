@@ -99,6 +99,8 @@ class PartitionStatus(TypedDict):
     ackGapsMax: int | None
     replay: int | None
     replayMax: int | None
+    unknown: str
+    """Why the numbers of the broker are unknown; otherwise empty."""
     limitsAssumed: bool | None
     """Whether both limits are defaults, because the role may not read the broker's
     configuration."""

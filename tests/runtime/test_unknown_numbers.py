@@ -231,3 +231,24 @@ def test_content_that_is_too_large_for_a_dead_letter_has_an_unknown_length(
         }
     lengths = {key: (one["value"], one["valueBytes"]) for key, one in shown.items()}
     assert lengths == {"large": (None, None), "empty": ("", 0)}
+
+
+def test_a_topic_partition_says_why_the_numbers_of_the_broker_are_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    orders = MemoryTopic()
+    with Run(orders.source(), lambda _message: None, {}) as run:
+        run.wait_started()
+        assert {one["unknown"] for one in run.source.status()["partitions"]} == {"no admin_url"}
+    with Run(orders.source(admin_url=orders.url), lambda _message: None, {}) as run:
+        run.wait_started()
+        wait_until(lambda: {one["unknown"] for one in run.source.status()["partitions"]} == {""})
+    refused = ScriptedCall(raises=AuthorizationError("The role may not ask."))
+    monkeypatch.setattr(MemoryAdmin, "version", lambda _: refused(str))
+    with Run(orders.source(admin_url=orders.url), lambda _message: None, {}) as run:
+        wait_until(lambda: run.error or run._runs())
+        wait_until(
+            lambda: all(
+                "may not ask" in one["unknown"] for one in run.source.status()["partitions"]
+            )
+        )

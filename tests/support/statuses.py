@@ -57,6 +57,7 @@ def partition_status(partition: int, **changes: Any) -> dict[str, Any]:
         "ackGapsMax": None,
         "replay": None,
         "replayMax": None,
+        "unknown": "no admin_url",
         "limitsAssumed": None,
     } | changes
 
