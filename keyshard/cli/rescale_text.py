@@ -50,7 +50,14 @@ def _table(rescales: Sequence[RescaleStatus]) -> Table:
 
 
 def _asked(one: RescaleStatus) -> str:
-    return "balance" if one["asked"].get("balance") else f"{one['asked']['ranges']} ranges"
+    if one["asked"].get("balance"):
+        return "balance"
+    return f"{one['asked'][_parts(one)]} {_parts(one)}"
+
+
+def _parts(one: RescaleStatus | RunningRescaleStatus) -> str:
+    """Return the name of the parts that divide the ring."""
+    return "actors" if "actors" in one["asked"] else "ranges"
 
 
 def _phases(phases: Sequence[PhaseStatus]) -> str:
@@ -63,7 +70,7 @@ def _millis(millis: float) -> str:
 
 def _running(one: RunningRescaleStatus) -> str:
     text = (
-        f"A rescale from {one['before']} to {one['after']} ranges has run for "
+        f"A rescale from {one['before']} to {one['after']} {_parts(one)} has run for "
         f"{duration(one['forSeconds'])}: {_phases(one['phases'])}."
     )
     waits = one["waitsFor"]

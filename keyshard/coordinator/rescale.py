@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -37,13 +36,9 @@ from keyshard.config.source import SourceConfig
 from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer
 from keyshard.coordinator.consumer_limits import check_consumer_limits
+from keyshard.coordinator.recorded_rescale import RecordedRescale
 from keyshard.coordinator.startup import window_budget
-from keyshard.core.rescale_history import (
-    DrainedMessage,
-    Rescale,
-    RescaleEnd,
-    RescaleHistory,
-)
+from keyshard.core.rescale_history import DrainedMessage, Rescale, RescaleEnd
 from keyshard.core.ring.assignment import (
     Assignment,
     fewest_moved,
@@ -262,15 +257,17 @@ class Rescaler:
             self._consumers.shared.check()
             now = self._range_consumers.assignment
             new, fewest, balanced = decide(now)
-            with self._history() as history:
-                history.begins(Rescale(asked, len(now), len(new), began_s, self._drain_timeout_s))
+            self._recorded = RecordedRescale(
+                self._consumers.shared,
+                Rescale(asked, len(now), len(new), began_s, self._drain_timeout_s),
+            )
             try:
                 pauses = self._move(new) if new != now else ()
             except BaseException as exc:
-                self._end(
+                self._recorded.ends(
                     RescaleEnd.LOST if self._lost else RescaleEnd.KEPT,
-                    error=exc.message if isinstance(exc, KeyShardError) else repr(exc),
-                )
+                    epoch=self._range_consumers.epoch, error=exc,
+                )  # fmt: skip
                 raise
             moved = moved_slots(now, new)
             report = RescaleReport(
@@ -279,9 +276,9 @@ class Rescaler:
                 round(1_000 * (time.monotonic() - began_s), 3), balanced,
             )  # fmt: skip
             pause_ms = max((pause.pause_ms for pause in pauses), default=0.0)
-            self._end(
+            self._recorded.ends(
                 RescaleEnd.UNCHANGED if new == now else RescaleEnd.MOVED,
-                moved_fraction=report.moved_fraction, pause_ms=pause_ms,
+                epoch=report.epoch, moved_fraction=report.moved_fraction, pause_ms=pause_ms,
             )  # fmt: skip
         _log.info(
             "%d ranges -> %d in epoch %d: %.1f %% of the ring moved, longest pause %.0f ms",
@@ -290,30 +287,10 @@ class Rescaler:
         )  # fmt: skip
         return report
 
-    @contextmanager
-    def _history(self) -> Iterator[RescaleHistory]:
-        shared = self._consumers.shared
-        with shared.lock:
-            yield shared.history.rescales
-
-    def _begin(self, phase: str) -> None:
-        with self._history() as history:
-            history.phase_begins(time.monotonic(), phase)
-
-    def _end(
-        self, end: RescaleEnd, *, moved_fraction: float = 0.0, pause_ms: float | None = None,
-        error: str = "",
-    ) -> None:  # fmt: skip
-        with self._history() as history:
-            history.ends(
-                time.monotonic(), end, epoch=self._range_consumers.epoch,
-                moved_fraction=moved_fraction, pause_ms=pause_ms, error=error,
-            )  # fmt: skip
-
     def _move(self, new: Assignment) -> tuple[Pause, ...]:
         consumers, work = self._range_consumers, self._work
         count, timeout_s = sum(map(len, new)), self._config.operation_timeout_ms / 1000
-        self._begin("check")
+        self._recorded.phase("check")
         check_consumer_limits(self._admin, consumers.consumed, count, timeout_s)
         budget = window_budget(self._config, self._admin, consumers.consumed, count)
         consumers.queue_max = budget.queue_max
@@ -350,7 +327,7 @@ class Rescaler:
         }
         consumers.suspend(leaving)
         try:
-            end, errors = _walk(actions, lambda step: self._begin(step.name.lower()))
+            end, errors = _walk(actions, lambda step: self._recorded.phase(step.name.lower()))
             if end is not Step.MOVED:
                 self._raise(end, errors)
         finally:
@@ -364,8 +341,7 @@ class Rescaler:
             self._consumers.shared.check()
             left_s = deadline_s - time.monotonic()
             blocking = self._work.wait_idle(max(0.0, min(DRAIN_LOOK_S, left_s)))
-            with self._history() as history:
-                history.drain_waits(None if blocking is None else blocking.status())
+            self._recorded.waits_for(None if blocking is None else blocking.status())
             if blocking is None:
                 return
             if left_s <= 0:

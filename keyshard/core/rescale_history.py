@@ -31,7 +31,8 @@ class PhaseStatus(TypedDict):
     """A phase of a rescale, as JSON values."""
 
     phase: str
-    """``check``, ``drain``, ``close``, ``subscribe``, ``adopt`` or ``restore``."""
+    """``check``, ``drain``, ``close``, ``subscribe``, ``adopt`` or ``restore``; of actors also
+    ``start``."""
     millis: float
 
 
@@ -41,7 +42,7 @@ class RescaleStatus(TypedDict):
     secondsAgo: float
     """Time since its end."""
     asked: dict[str, int | bool]
-    """``{"ranges": N}`` or ``{"balance": True}``."""
+    """``{"ranges": N}``, ``{"balance": True}``, or ``{"actors": N}`` of a Ray job."""
     epoch: int
     before: int
     after: int
@@ -99,19 +100,32 @@ class Rescale:
     """A rescale or balance that has begun."""
 
     asked: Mapping[str, int | bool]
-    """``{"ranges": N}`` or ``{"balance": True}``, as in a request."""
+    """``{"ranges": N}`` or ``{"balance": True}``, as in a request; ``{"actors": N}`` of a Ray
+    job."""
     before: int
+    """Number of ranges, or of actors; so is the next one."""
     after: int
     began_s: float
     drain_timeout_s: float
 
 
-@dataclass(slots=True)
-class _Running:
+@dataclass(slots=True, eq=False)
+class RunningRescale:
+    """A rescale that runs. Times are those of any monotonic clock, in seconds."""
+
     rescale: Rescale
     phases: list[tuple[str, float]] = field(default_factory=list)
     """Name and start of each."""
     waits_for: DrainedMessage | None = None
+
+    def phase_begins(self, now_s: float, name: str) -> None:
+        """End the phase, and begin the next one."""
+        self.phases.append((name, now_s))
+        self.waits_for = None
+
+    def drain_waits(self, message: DrainedMessage | None) -> None:
+        """Show the message that the drain waits for."""
+        self.waits_for = message
 
     def timed(self, now_s: float) -> list[PhaseStatus]:
         """Return the phases; the last one takes until now."""
@@ -131,32 +145,25 @@ class RescaleHistory:
     def __init__(self) -> None:
         self._rescales: deque[tuple[float, RescaleStatus]] = deque(maxlen=RESCALES_MAX)
         """Each with the time of its end."""
-        self._running: _Running | None = None
+        self._running: list[RunningRescale] = []
+        """In the order of their starts: the actors of a Ray job may rescale beside its ranges."""
         self._ends = dict.fromkeys(RescaleEnd, 0)
         self._moved_ms = self._max_ms = self._max_pause_ms = 0.0
 
-    def begins(self, rescale: Rescale) -> None:
-        """Show a rescale as the one that runs."""
-        self._running = _Running(rescale)
-
-    def phase_begins(self, now_s: float, name: str) -> None:
-        """End the phase of the running rescale, and begin the next one."""
-        if self._running is not None:
-            self._running.phases.append((name, now_s))
-            self._running.waits_for = None
-
-    def drain_waits(self, message: DrainedMessage | None) -> None:
-        """Show the message that the drain waits for."""
-        if self._running is not None:
-            self._running.waits_for = message
+    def begins(self, rescale: Rescale) -> RunningRescale:
+        """Show a rescale as one that runs."""
+        running = RunningRescale(rescale)
+        self._running.append(running)
+        return running
 
     def ends(
-        self, now_s: float, end: RescaleEnd, *, epoch: int, moved_fraction: float = 0.0,
-        pause_ms: float | None = None, error: str = "",
+        self, running: RunningRescale, now_s: float, end: RescaleEnd, *, epoch: int,
+        moved_fraction: float = 0.0, pause_ms: float | None = None, error: str = "",
     ) -> None:  # fmt: skip
-        """Add the running rescale to the last ones.
+        """Add a running rescale to the last ones.
 
         Args:
+            running: The rescale.
             now_s: The end.
             end: How it ended.
             epoch: Number of the assignment that holds.
@@ -164,10 +171,7 @@ class RescaleHistory:
             pause_ms: Longest pause of a range, milliseconds; ``None`` if it failed.
             error: The reason of a failure.
         """
-        running = self._running
-        if running is None:
-            return
-        self._running = None
+        self._running.remove(running)
         rescale = running.rescale
         status: RescaleStatus = {
             "secondsAgo": 0.0,
@@ -194,10 +198,10 @@ class RescaleHistory:
         return [{**one, "secondsAgo": round(now_s - at_s, 1)} for at_s, one in self._rescales]
 
     def running(self, now_s: float) -> RunningRescaleStatus | None:
-        """Return the rescale that runs."""
-        running = self._running
-        if running is None:
+        """Return the rescale that runs; of two, the one that began last."""
+        if not self._running:
             return None
+        running = self._running[-1]
         rescale = running.rescale
         return {
             "asked": dict(rescale.asked),

@@ -28,8 +28,10 @@ def test_old_intervals_and_rescales_are_forgotten() -> None:
     for number in range(3 * INTERVALS_MAX):
         now_s = number * INTERVAL_S
         history.committed(now_s, 1)
-        history.rescales.begins(rescale(now_s))
-        history.rescales.ends(now_s, RescaleEnd.KEPT, epoch=number, error="x" * 2 * ERROR_MAX)
+        running = history.rescales.begins(rescale(now_s))
+        history.rescales.ends(
+            running, now_s, RescaleEnd.KEPT, epoch=number, error="x" * 2 * ERROR_MAX
+        )
     status = history.status(now_s)
     assert len(status["commits"]) == INTERVALS_MAX
     assert [each["epoch"] for each in status["rescales"]] == list(
@@ -49,24 +51,24 @@ def rescale(began_s: float) -> Rescale:
 def test_a_rescale_is_shown_by_phase_while_it_runs_and_after_its_end() -> None:
     rescales = History().rescales
     assert rescales.running(0.0) is None
-    rescales.begins(rescale(100.0))
+    running = rescales.begins(rescale(100.0))
     began = rescales.running(100.5)
     assert began is not None
     assert (began["forSeconds"], began["phases"], began["waitsFor"]) == (0.5, [], None)
-    rescales.phase_begins(100.5, "check")
-    rescales.phase_begins(101.0, "drain")
-    rescales.drain_waits({"key": "a", "messageId": "1:2:0", "runningSeconds": 7.0})
+    running.phase_begins(100.5, "check")
+    running.phase_begins(101.0, "drain")
+    running.drain_waits({"key": "a", "messageId": "1:2:0", "runningSeconds": 7.0})
     assert rescales.running(104.0) == {
         "asked": {"ranges": 8}, "before": 4, "after": 8, "forSeconds": 4.0,
         "phases": [{"phase": "check", "millis": 500.0}, {"phase": "drain", "millis": 3_000.0}],
         "drainTimeoutSeconds": 60.0,
         "waitsFor": {"key": "a", "messageId": "1:2:0", "runningSeconds": 7.0},
     }  # fmt: skip
-    rescales.phase_begins(105.0, "close")
+    running.phase_begins(105.0, "close")
     closing = rescales.running(105.0)
     assert closing is not None
     assert closing["waitsFor"] is None, "only a drain waits for a message"
-    rescales.ends(105.25, RescaleEnd.MOVED, epoch=1, moved_fraction=0.5, pause_ms=4_250.0)
+    rescales.ends(running, 105.25, RescaleEnd.MOVED, epoch=1, moved_fraction=0.5, pause_ms=4_250.0)
     assert rescales.running(106.0) is None
     assert rescales.last(115.25) == [{
         "secondsAgo": 10.0, "asked": {"ranges": 8}, "epoch": 1, "before": 4, "after": 8,
@@ -77,6 +79,25 @@ def test_a_rescale_is_shown_by_phase_while_it_runs_and_after_its_end() -> None:
         ],
         "pauseMillis": 4_250.0, "end": "moved", "error": "",
     }]  # fmt: skip
+
+
+def test_a_rescale_of_actors_runs_beside_one_of_ranges() -> None:
+    """One of them ended the other one in the history."""
+    rescales = History().rescales
+    ranges = rescales.begins(rescale(100.0))
+    actors = rescales.begins(Rescale({"actors": 3}, 2, 3, 101.0, drain_timeout_s=30.0))
+    actors.phase_begins(101.0, "start")
+    shown = rescales.running(102.0)
+    assert shown is not None
+    assert (shown["asked"], shown["forSeconds"]) == ({"actors": 3}, 1.0)
+    rescales.ends(ranges, 103.0, RescaleEnd.MOVED, epoch=1, pause_ms=1.0)
+    assert rescales.running(104.0) is not None
+    rescales.ends(actors, 105.0, RescaleEnd.KEPT, epoch=1, error="no node")
+    assert rescales.running(105.0) is None
+    assert [(one["asked"], one["end"], one["phases"]) for one in rescales.last(105.0)] == [
+        ({"ranges": 8}, "moved", []),
+        ({"actors": 3}, "kept", [{"phase": "start", "millis": 4_000.0}]),
+    ]
 
 
 def test_the_summary_of_rescales_counts_their_ends_and_measures_those_that_moved() -> None:
@@ -91,8 +112,8 @@ def test_the_summary_of_rescales_counts_their_ends_and_measures_those_that_moved
         (60.0, RescaleEnd.KEPT, None),
         (0.0, RescaleEnd.UNCHANGED, 0.0),
     ):
-        rescales.begins(rescale(100.0))
-        rescales.ends(100.0 + seconds, end, epoch=1, pause_ms=pause_ms)
+        running = rescales.begins(rescale(100.0))
+        rescales.ends(running, 100.0 + seconds, end, epoch=1, pause_ms=pause_ms)
     assert rescales.summary() == {
         "moved": 2, "unchanged": 1, "kept": 1, "lost": 0, "meanMillis": 200.0, "maxMillis": 300.0,
         "maxPauseMillis": 80.0,

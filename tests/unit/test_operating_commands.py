@@ -498,15 +498,19 @@ def test_past_and_running_rescales_are_shown_by_phase(capsys: pytest.CaptureFixt
     history = History()
     rescales = history.rescales
     now_s = time.monotonic()
-    rescales.begins(Rescale({"ranges": 8}, 4, 8, now_s - 9.0, 60.0))
-    rescales.phase_begins(now_s - 8.0, "drain")
-    rescales.phase_begins(now_s - 5.0, "subscribe")
-    rescales.ends(now_s - 4.75, RescaleEnd.MOVED, epoch=1, moved_fraction=0.5, pause_ms=3_200.0)
-    rescales.begins(Rescale({"balance": True}, 8, 8, now_s - 4.0, 60.0))
-    rescales.ends(now_s - 3.0, RescaleEnd.KEPT, epoch=1, error="No range moved: [red]\x1b[31mx")
-    rescales.begins(Rescale({"ranges": 3}, 8, 3, now_s - 2.0, 60.0))
-    rescales.phase_begins(now_s - 2.0, "drain")
-    rescales.drain_waits({"key": "a\x1b[31m", "messageId": "1:2:0", "runningSeconds": 90.0})
+    running = rescales.begins(Rescale({"ranges": 8}, 4, 8, now_s - 9.0, 60.0))
+    running.phase_begins(now_s - 8.0, "drain")
+    running.phase_begins(now_s - 5.0, "subscribe")
+    rescales.ends(
+        running, now_s - 4.75, RescaleEnd.MOVED, epoch=1, moved_fraction=0.5, pause_ms=3_200.0
+    )
+    running = rescales.begins(Rescale({"balance": True}, 8, 8, now_s - 4.0, 60.0))
+    rescales.ends(
+        running, now_s - 3.0, RescaleEnd.KEPT, epoch=1, error="No range moved: [red]\x1b[31mx"
+    )
+    running = rescales.begins(Rescale({"ranges": 3}, 8, 3, now_s - 2.0, 60.0))
+    running.phase_begins(now_s - 2.0, "drain")
+    running.drain_waits({"key": "a\x1b[31m", "messageId": "1:2:0", "runningSeconds": 90.0})
     with Asked(status(history=history.status(now_s))):
         code, out, _ = run(capsys, "rescale", "--history")
         told = json.loads(run(capsys, "rescale", "--history", "--json")[1])
@@ -521,6 +525,21 @@ def test_past_and_running_rescales_are_shown_by_phase(capsys: pytest.CaptureFixt
     assert "1 moved, 1 kept. Those that moved slots took 4.2 s on average" in lines
     assert "\x1b" not in out
     assert told.keys() == {"rescales", "rescaling", "rescaleSummary"}
+
+
+def test_a_rescale_of_actors_names_actors(capsys: pytest.CaptureFixture[str]) -> None:
+    history = History()
+    now_s = time.monotonic()
+    running = history.rescales.begins(Rescale({"actors": 3}, 2, 3, now_s - 9.0, 30.0))
+    running.phase_begins(now_s - 8.0, "start")
+    history.rescales.ends(running, now_s, RescaleEnd.MOVED, epoch=0, pause_ms=1.0)
+    history.rescales.begins(Rescale({"actors": 1}, 3, 1, now_s - 2.0, 30.0))
+    with Asked(status(history=history.status(now_s))):
+        code, out, _ = run(capsys, "rescale", "--history")
+    assert code == 0
+    lines = " ".join(out.split())
+    assert "A rescale from 3 to 1 actors has run for 2 s" in lines
+    assert "3 actors 2 to 3 moved 0.0% 9.0 s start 8.0 s" in lines
 
 
 def test_a_history_of_rescales_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

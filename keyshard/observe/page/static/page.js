@@ -660,13 +660,14 @@ function showHistory(history) {
   ], rescales, ROWS, "No rescale since the start.");
 }
 
-const askedOf = (rescale) => (rescale.asked.balance ? "balance" : `${numberOf(rescale.asked.ranges)} ranges`);
+const partsOf = (rescale) => ("actors" in rescale.asked ? "actors" : "ranges");
+const askedOf = (rescale) => (rescale.asked.balance ? "balance" : `${numberOf(rescale.asked[partsOf(rescale)])} ${partsOf(rescale)}`);
 const millisOf = (millis) => (millis < 1000 ? `${Math.round(millis)} ms` : durationOf(millis / 1000));
 
 function rescalingOf(running) {
   const phase = running.phases.at(-1);
   const waits = running.waitsFor;
-  return `A rescale from ${numberOf(running.before)} to ${numberOf(running.after)} ranges runs for ` +
+  return `A rescale from ${numberOf(running.before)} to ${numberOf(running.after)} ${partsOf(running)} runs for ` +
     `${durationOf(running.forSeconds)}` + (phase ? `, now in ${phase.phase} for ${millisOf(phase.millis)}` : "") +
     (waits === null ? "." : `. It waits at most ${durationOf(running.drainTimeoutSeconds)}, for message ` +
       `${waits.messageId} of key ${keyOf(waits.key)}, whose handler has run for ${durationOf(waits.runningSeconds)}.`);
