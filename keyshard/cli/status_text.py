@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from keyshard.coordinator.progress import SourceWorker
+    from keyshard.core.lanes.lane_status import HandlerSlots
     from keyshard.observe.status_types import Lag, PartitionStatus, RangeStatus, Status
 
 Row = TypeVar("Row")
@@ -129,6 +130,12 @@ def status_view(status: Status, rates: Rates | None, *, all_ranges: bool | None)
     parts += _stalls(status)
     if status["brokerError"]:
         parts.append(Text(f"broker facts are outdated: {status['brokerError']}", style="yellow"))
+    return Group(*parts, *_tables(status, rates, all_ranges))
+
+
+def _tables(status: Status, rates: Rates | None, all_ranges: bool | None) -> list[RenderableType]:
+    """Return the parts of a status that have a row for each of many things."""
+    parts = _handler_slots(status["handlerSlots"], all_ranges)
     parts += _table_of(
         status["ranges"], partial(_ranges, rates=rates), _ranges_summary,
         lambda each: each["state"] not in ("running", "idle"), all_ranges,
@@ -137,7 +144,50 @@ def status_view(status: Status, rates: Rates | None, *, all_ranges: bool | None)
         status["partitions"], _partitions, _partitions_summary,
         lambda each: not each["covered"] or each["stalled"] is not None, all_ranges,
     )  # fmt: skip
-    return Group(*parts)
+    return parts
+
+
+def _handler_slots(slots: list[HandlerSlots], whole: bool | None) -> list[RenderableType]:
+    """Return a row for each process or actor, or a line for threads or coroutines."""
+    from rich.text import Text
+
+    if not slots:
+        return []
+    if all(one["handled"] is None for one in slots):
+        return [Text(_slots_summary(slots))]
+    return _table_of(
+        slots, _slots_table, _slots_summary, lambda one: one["state"] == "starting", whole
+    )
+
+
+def _slots_summary(slots: list[HandlerSlots]) -> str:
+    used = sum(one["used"] for one in slots)
+    totals = [one["total"] for one in slots if one["total"] is not None]
+    of = f" of {sum(totals):,}" if totals else ""
+    starting = sum(one["state"] == "starting" for one in slots)
+    return f"handler slots used: {used:,}{of}" + (f", {starting:,} starting" if starting else "")
+
+
+def _slots_table(slots: list[HandlerSlots]) -> RenderableType:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("handler slot", "process", "slots", "state", "waiting", "in flight", "for",
+                  "handled", "restarts")  # fmt: skip
+    for one in slots:
+        seconds = one["runningSeconds"]
+        table.add_row(
+            str(one["index"]),
+            "-" if one["pid"] is None else escape(f"{one['pid']} on {one['host']}"),
+            one["hashRange"] or "-",
+            one["state"],
+            _count(one["waiting"]),
+            _count(one["inFlight"]),
+            "-" if seconds is None else f"{seconds:.1f} s",
+            _count(one["handled"]),
+            _count(one["restarts"]),
+        )
+    return table
 
 
 def _named(troubles: list[str], others: str) -> list[RenderableType]:

@@ -14,11 +14,12 @@ from typing import Any
 
 from keyshard.core.lanes.bulk import Bulk
 from keyshard.core.lanes.key_queue import Work
+from keyshard.core.lanes.lane_status import HandlerSlots
 from keyshard.core.lanes.retry_policy import FailedAttempt
 from keyshard.core.message import Message, Produce
 from keyshard.errors import KeyShardError
 from keyshard.handlers import stacks
-from keyshard.handlers.executors import WorkSource
+from keyshard.handlers.executors import WorkSource, shared_slots
 from keyshard.handlers.handler_call import CallersLoop, EventLoop
 from keyshard.threads import ending_source
 
@@ -83,6 +84,9 @@ class AsyncExecutor:
             # The handler does not wait: the thread of the event loop executes it now.
             return stacks.of_thread(self._ident, __file__)
         return stacks.of_coroutine(coroutine, __file__)
+
+    def slots(self, now_s: float) -> list[HandlerSlots]:  # noqa: ARG002
+        return shared_slots(self._running_max, self._running)
 
     def wake(self, messages: int) -> None:
         if messages:

@@ -6,6 +6,9 @@ All ask one :class:`WorkSource` for the next message, and report how each attemp
 
 from __future__ import annotations
 
+import math
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +16,7 @@ from typing import Protocol
 
 from keyshard.core.lanes.bulk import Bulk
 from keyshard.core.lanes.key_queue import Work
+from keyshard.core.lanes.lane_status import HandlerSlots
 from keyshard.core.lanes.retry_policy import FailedAttempt
 from keyshard.core.message import Produce
 from keyshard.errors import KeyShardError
@@ -107,8 +111,27 @@ class Executor(Protocol):
             ConfigError: Handlers run in other processes.
         """
 
+    def slots(self, now_s: float) -> list[HandlerSlots]:
+        """Return the slots of each process; the dispatcher's lock is held."""
+
     def close(self, timeout_s: float) -> bool:
         """Wait for running handlers of a closed dispatcher. Return whether all have ended."""
+
+
+def shared_slots(total: float, used: int) -> list[HandlerSlots]:
+    """Return the slots of this process, which its threads or coroutines share.
+
+    Args:
+        total: Number of slots; infinity: only lanes limit.
+        used: Number of handlers that run.
+    """
+    return [{
+        "index": 0, "pid": os.getpid(), "host": socket.gethostname(), "hashRange": None,
+        "state": "busy" if used >= total else "free",
+        "total": None if math.isinf(total) else int(total), "used": used, "waiting": None,
+        "inFlight": used, "runningSeconds": None, "handled": None, "restarts": None,
+        "untakenCalls": None,
+    }]  # fmt: skip
 
 
 class ThreadExecutor:
@@ -162,6 +185,10 @@ class ThreadExecutor:
                 return stacks.of_thread(ident, __file__)
         return []
 
+    def slots(self, now_s: float) -> list[HandlerSlots]:  # noqa: ARG002
+        used = sum(1 for taken in self._taken.values() if taken is not None)
+        return shared_slots(self.count, used)
+
     def wake(self, messages: int) -> None:
         if messages:
             self._called = True
@@ -189,9 +216,9 @@ class ThreadExecutor:
                 if work is not None:
                     dispatcher.finish(work, seconds, setback, produced)
                 while not ((work := dispatcher.next()) or (bulk := dispatcher.next_bulk())):
+                    self._taken[ident] = None
                     if dispatcher.closed:
                         return
-                    self._taken[ident] = None
                     self._idle += 1
                     dispatcher.changed.wait()
                     self._idle -= 1

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from keyshard.core.lanes.lane_status import (
+    HandlerSlots,
     OutputsStatus,
     RunStatus,
     lane_of,
@@ -56,6 +57,10 @@ class LaneFacts:
         with self._changed:
             rate = self._run.rate
             return None if rate is None else rate.status(now_s)
+
+    def handler_slots(self, now_s: float) -> list[HandlerSlots]:
+        with self._changed:
+            return self._run.executor.slots(now_s)
 
     def outputs(self) -> OutputsStatus | None:
         with self._changed:

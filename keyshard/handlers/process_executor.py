@@ -15,7 +15,9 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 from keyshard.base_error import IGNORE
 from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
 from keyshard.core.lanes.key_queue import Work
+from keyshard.core.lanes.lane_status import HandlerSlots
 from keyshard.core.message import (
     NO_CONTEXT,
     HandlerContext,
@@ -155,9 +158,39 @@ class ProcessHandle:
         self._connection: Connection | None = None
         self._lock = threading.Lock()
         self._ended = False
+        self._handled = self._starts = 0
+        self._starting = False
+        self._since_s: float | None = None
+        """Start of the handler that runs, monotonic seconds."""
         started(self)
 
     def __call__(self, message: Message) -> Sequence[Produce] | None:
+        self._since_s = time.monotonic()
+        try:
+            produced = self._produced(message)
+            self._handled += 1
+        finally:
+            self._since_s = None
+        return produced
+
+    def slots(self, index: int, now_s: float) -> HandlerSlots:
+        """Return its slot; any thread may call it."""
+        since_s, runs = self._since_s, self._connection is not None
+        used = int(since_s is not None)
+        return {
+            "index": index,
+            "pid": self._process.pid if runs else None,
+            "host": socket.gethostname() if runs else None,
+            "hashRange": None,
+            "state": "starting" if self._starting else "busy" if used else "free",
+            "total": 1, "used": used, "waiting": None, "inFlight": used,
+            "runningSeconds": None if since_s is None else round(max(0.0, now_s - since_s), 1),
+            "handled": self._handled,
+            "restarts": max(0, self._starts - 1),
+            "untakenCalls": None,
+        }  # fmt: skip
+
+    def _produced(self, message: Message) -> Sequence[Produce] | None:
         request = pickle.dumps(message)
         doing = f"it handled {message.message_id} of {message.topic}"
         for last in (*[False] * IDLE_ENDS_MAX, True):
@@ -181,6 +214,13 @@ class ProcessHandle:
             UnfitHandlerError: It cannot load the handler.
             HandlerProcessError: It ended before, or was not ready in time.
         """
+        self._starting = True
+        try:
+            self._start()
+        finally:
+            self._starting = False
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         near, far = context.Pipe()
         process = context.Process(
@@ -194,6 +234,7 @@ class ProcessHandle:
             with _signals_held_back():
                 process.start()
             self._process, self._connection = process, near
+            self._starts += 1
         far.close()
         reply = self._ask(None, START_TIMEOUT_S, "it loaded the handler")
         if isinstance(reply, Reply):
@@ -323,6 +364,9 @@ class ProcessExecutor(ThreadExecutor):
             "Handlers of this source run in processes, whose stacks the source cannot see.",
             f"Set executor to 'threads', or attach a profiler to a child of process {os.getpid()}.",
         )
+
+    def slots(self, now_s: float) -> list[HandlerSlots]:
+        return [one.slots(index, now_s) for index, one in enumerate(self._processes)]
 
     def close(self, timeout_s: float) -> bool:
         ended = super().close(timeout_s)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.lanes.circuit_breaker import CircuitBreaker
-from keyshard.core.lanes.lane_status import HandlerCounters, OutputsStatus, RunStatus
+from keyshard.core.lanes.lane_status import (
+    HandlerCounters,
+    HandlerSlots,
+    OutputsStatus,
+    RunStatus,
+)
 from keyshard.core.lanes.rate_limit import RateLimitStatus
 from keyshard.core.message import MessageId
 from keyshard.core.range_watchdog import Pause, RangeFacts
@@ -34,8 +39,10 @@ class RangeOwners:
         self,
         log: OutputLog | None = None,
         rate_limit: Callable[[float], RateLimitStatus | None] = lambda _: None,
+        slots: Callable[[float], list[HandlerSlots]] = lambda _: [],
     ) -> None:
         self._log = log
+        self._slots = slots
         self._rate_limit = rate_limit
         self._owners: Sequence[int] = ()
         self._held: tuple[HashRange, ...] = ()
@@ -85,6 +92,9 @@ class RangeOwners:
 
     def rate_limit(self, now_s: float) -> RateLimitStatus | None:
         return self._rate_limit(now_s)
+
+    def handler_slots(self, now_s: float) -> list[HandlerSlots]:
+        return self._slots(now_s)
 
     def outputs(self) -> OutputsStatus | None:
         return None if self._log is None else self._log.status()

@@ -16,9 +16,10 @@ from keyshard.config.handlers import HandlerConfig
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.lanes.key_queue import Work
+from keyshard.core.lanes.lane_status import HandlerSlots
 from keyshard.core.message import HandlerContext, Message, TakenMessage
 from keyshard.errors import ConfigError, KeyShardError, RuntimeStoppedError, UnfitHandlerError
-from keyshard.handlers.executors import Executor, WorkSource
+from keyshard.handlers.executors import Executor, WorkSource, shared_slots
 from keyshard.handlers.handler_call import CallersLoop
 from keyshard.handlers.outcomes import Observers
 from keyshard.handlers.run import HandlerRun
@@ -179,6 +180,9 @@ class TakenMessages:
 
     def grow(self, count: int) -> None:
         """Do nothing: the program decides how many messages it takes."""
+
+    def slots(self, now_s: float) -> list[HandlerSlots]:  # noqa: ARG002
+        return shared_slots(self._running_max, self._running)
 
     def close(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

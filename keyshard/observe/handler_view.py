@@ -10,6 +10,7 @@ from keyshard.consumers.receiver import OwnedRange
 from keyshard.core.lanes.circuit_breaker import CircuitStatus
 from keyshard.core.lanes.lane_status import (
     HandlerSeconds,
+    HandlerSlots,
     LaneStatus,
     NewestError,
     OutcomeCounts,
@@ -102,6 +103,9 @@ class HandlerView(Protocol):
 
     def rate_limit(self, now_s: float) -> RateLimitStatus | None:
         """Return the rate limit of the handler; ``None`` without one."""
+
+    def handler_slots(self, now_s: float) -> list[HandlerSlots]:
+        """Return the slots for handlers of a started run, by process or actor."""
 
     def outputs(self) -> OutputsStatus | None:
         """Return what handlers produced; ``None`` without a sink."""

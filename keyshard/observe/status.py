@@ -163,15 +163,10 @@ class StatusView:
             "workers": subject.workers(),
             "workersMax": subject.workers_max,
             "executor": subject.executor,
+            "handlerSlots": subject.handling.handler_slots(now_s) if started else [],
             "ranges": [
                 self._range(
-                    each,
-                    owned,
-                    stalls.get(each.index),
-                    now_s,
-                    pause=pause,
-                    shares=load,
-                    held_back=held_back,
+                    each, owned, stalls, now_s, pause=pause, shares=load, held_back=held_back
                 )
                 for each, load in zip(facts, shares, strict=True)
             ],
@@ -337,14 +332,14 @@ class StatusView:
         self,
         facts: RangeFacts,
         owned: Ownership,
-        stall: Stall | None,
+        stalls: Mapping[int, Stall],
         now_s: float,
         *,
         pause: Pause | None,
         held_back: bool,
         shares: Mapping[Load, float] | None,
     ) -> RangeStatus:
-        blocking = facts.blocking
+        blocking, stall = facts.blocking, stalls.get(facts.index)
         if blocking is not None and stall is None and not blocking.blocks:
             blocking = None
         age = None if facts.oldest is None else datetime.now(timezone.utc) - facts.oldest

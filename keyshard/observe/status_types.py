@@ -6,7 +6,13 @@ from typing import TypedDict
 
 from keyshard.coordinator.progress import Progress
 from keyshard.core.lanes.circuit_breaker import CircuitStatus
-from keyshard.core.lanes.lane_status import HandlerSeconds, LaneStatus, OutcomeCounts, OutputsStatus
+from keyshard.core.lanes.lane_status import (
+    HandlerSeconds,
+    HandlerSlots,
+    LaneStatus,
+    OutcomeCounts,
+    OutputsStatus,
+)
 from keyshard.core.lanes.rate_limit import RateLimitStatus
 from keyshard.core.recent_history import HistoryStatus
 
@@ -146,6 +152,7 @@ class Status(TypedDict):
     workers: int
     workersMax: int | None
     executor: str
+    handlerSlots: list[HandlerSlots]
     ranges: list[RangeStatus]
     partitions: list[PartitionStatus]
     parkedKeys: int | None

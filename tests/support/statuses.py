@@ -11,6 +11,7 @@ from keyshard.coordinator.progress import Progress
 from keyshard.core.lanes.circuit_breaker import CircuitBreaker
 from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.core.recent_history import History
+from keyshard.handlers.executors import shared_slots
 from keyshard.observe.metrics import METRICS, Metric
 from keyshard.observe.metrics_server import StatusCollector
 from keyshard.observe.sink_status import SinkStatus
@@ -124,6 +125,7 @@ def status(**changes: Any) -> Status:
         "workers": 4,
         "workersMax": 4,
         "executor": "threads",
+        "handlerSlots": shared_slots(4, 0),
         "ranges": [
             range_status(0, hashRanges=["0-32767"]),
             range_status(1, hashRanges=["32768-65535"]),

@@ -235,6 +235,37 @@ def _troubled(lanes: Lanes) -> Iterator[KeyQueue]:
     yield from lanes.retrying(RETRYING_MAX)
 
 
+# -- Slots for handlers ----------------------------------------------------------------------------
+
+
+class HandlerSlots(TypedDict):
+    """Slots for handlers in one process or actor, as JSON values."""
+
+    index: int
+    pid: int | None
+    """``None`` while no process runs. So is the next one."""
+    host: str | None
+    hashRange: str | None
+    """Part of the ring of an actor; ``None`` elsewhere, because slots share all messages."""
+    state: str
+    """``starting``, ``busy`` if no slot is free, else ``free``."""
+    total: int | None
+    """Handlers that may run there at the same time; ``None``: only lanes limit."""
+    used: int
+    waiting: int | None
+    """Messages that wait for this actor; ``None`` elsewhere."""
+    inFlight: int
+    """Messages that handlers work on."""
+    runningSeconds: float | None
+    """Time for which it has worked on them; ``None`` if it is free, and for threads and
+    coroutines."""
+    handled: int | None
+    """Messages handled there; ``None`` for threads and coroutines. So is the next one."""
+    restarts: int | None
+    untakenCalls: int | None
+    """Calls of an actor whose results the caller has not taken; ``None`` elsewhere."""
+
+
 # -- Outcomes of messages since the start of a run -------------------------------------------------
 
 

@@ -551,14 +551,15 @@ function sharesOf(shares) {
 
 // Handlers have slots; a worker that hosts consumers has consumers.
 function showWorkers(status) {
-  const used = status.ranges.reduce((sum, range) => sum + (range.inFlight ?? 0), 0);
-  const handling = status.kind === "handlers" && status.workers
-    ? [{ is: `handlers: ${status.executor}`, where: `pid ${status.pid} on ${status.host}`, used,
-      free: Math.max(0, status.workers - used), seconds: status.uptimeSeconds, restarts: null, gone: false }]
-    : [];
+  const placeOf = (one) => (one.pid === null ? "no process" : `pid ${one.pid} on ${one.host}`);
+  const handling = status.handlerSlots.map((one) => ({
+    ...one, is: `handlers: ${status.executor}`, where: placeOf(one),
+    free: one.total === null ? null : one.total - one.used, seconds: one.runningSeconds, gone: false,
+  }));
   const hosting = (status.window?.sourceWorkers ?? []).map((one) => ({
     is: `consumers: ${one.kind}`, where: one.pid === null ? "gone" : `pid ${one.pid} on ${one.host}`,
     used: one.consumers, free: null, seconds: one.forSeconds, restarts: one.restarts, gone: one.pid === null,
+    index: null, state: "", waiting: null, inFlight: null, handled: null, hashRange: null,
   }));
   byId("working").hidden = !handling.length && !hosting.length;
   table("workers", [
@@ -568,8 +569,13 @@ function showWorkers(status) {
     ["free", "Free", (one) => one.free, (one) => numberOf(one.free), "number"],
     ["share", "Share", (one) => one.used, (one) => (one.free === null ? "–"
       : named(barOf("bar", [["busy", one.used], ["free", one.free]]), `${numberOf(one.used)} used, ${numberOf(one.free)} free`)), ""],
-    ["restarts", "Restarts", (one) => one.restarts, (one) => numberOf(one.restarts), "number"],
+    ["state", "State", (one) => one.state, (one) => one.state, "text"],
     ["seconds", "For", (one) => one.seconds, (one) => durationOf(one.seconds), "number"],
+    ["waiting", "Waiting", (one) => one.waiting, (one) => numberOf(one.waiting), "number"],
+    ["inFlight", "In flight", (one) => one.inFlight, (one) => numberOf(one.inFlight), "number"],
+    ["handled", "Handled", (one) => one.handled, (one) => numberOf(one.handled), "number"],
+    ["restarts", "Restarts", (one) => one.restarts, (one) => numberOf(one.restarts), "number"],
+    ["slots", "Slots of the ring", (one) => one.index, (one) => one.hashRange ?? "–", "text"],
   ], [...handling, ...hosting], ROWS, "");
 }
 
