@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -40,10 +41,16 @@ class Loaded(NamedTuple):
     """The result of loading the handler."""
 
     pid: int
+    host: str
     missing: Reply | None = None
     """Error if the handler cannot be imported."""
     broken: Reply | None = None
     """Error if the handler's class raised."""
+
+    @classmethod
+    def here(cls, missing: Reply | None = None, broken: Reply | None = None) -> Loaded:
+        """Return the result of this process."""
+        return cls(os.getpid(), socket.gethostname(), missing, broken)
 
 
 class CallResult(NamedTuple):
@@ -98,7 +105,7 @@ class HandlerActor:
     def load(self) -> Loaded:
         """Load the handler, once."""
         if self._handle is not None:
-            return Loaded(os.getpid())
+            return Loaded.here()
         try:
             if self._traced is not None:
                 from keyshard.observe.telemetry import Telemetry  # noqa: PLC0415 - an extra
@@ -107,7 +114,7 @@ class HandlerActor:
             handler = pickle.loads(self._pickled)
         except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
             raise_if_ended_by_ray(exc)
-            return Loaded(os.getpid(), missing=Reply.of(exc))
+            return Loaded.here(missing=Reply.of(exc))
         try:
             if is_class(handler):
                 handler = handler()
@@ -116,8 +123,8 @@ class HandlerActor:
             self._handle = self._followed(HandlerCall(handler, context, self._take))
         except BaseException as exc:  # noqa: BLE001 - the user's code
             raise_if_ended_by_ray(exc)
-            return Loaded(os.getpid(), broken=Reply.of(exc))
-        return Loaded(os.getpid())
+            return Loaded.here(broken=Reply.of(exc))
+        return Loaded.here()
 
     def _followed(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap calls of the handler in spans."""

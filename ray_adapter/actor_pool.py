@@ -284,8 +284,11 @@ class ActorPool:
     def _loaded(self, actors: Sequence[Actor], deadline_s: float) -> None:
         with self._asked(actors, "load") as answers:
             ready = self._ready(answers, deadline_s)
-            for answer in ready:
+            for actor, answer in zip(actors, answers, strict=True):
+                if not answer.done():
+                    continue
                 loaded: Loaded = answer.result()
+                actor.process = loaded.pid, loaded.host
                 if loaded.missing is not None:
                     raise UnfitHandlerError(
                         f"An actor cannot load the handler {self.handler_name}: "

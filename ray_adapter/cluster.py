@@ -228,6 +228,8 @@ class Actor:
 
     def __init__(self, session: Session, make: Callable[[], Any]) -> None:
         self._session = session
+        self.process: tuple[int, str] | None = None
+        """Its pid and host; ``None`` until it has told them, and after its end."""
         with session.inside():
             self.handle: Any = make()
 
@@ -247,7 +249,7 @@ class Actor:
     def end(self) -> None:
         """Kill the actor. Idempotent."""
         with _connect_or_shutdown_lock:
-            handle, self.handle = self.handle, None
+            handle, self.handle, self.process = self.handle, None, None
             try:
                 if handle is not None:
                     with suppress(ClusterError), self._session.inside():  # without Ray it is gone

@@ -94,14 +94,14 @@ class ActorFeeder:
                 if lost:
                     # Restart also if the rows go to another actor: the old process has ended.
                     self._actor_slot.actor = self._actor_pool.again(self._actor_slot.actor)
-                    lost = False
+                    lost = self._actor_slot.lost = False
                     if begun > done or self._exchange.interrupted():
                         return done, results, begun
                 outcome = self._actor_pool.call(self._actor_slot.actor, rows, done)
             except HandlerProcessError as exc:
                 if self._exchange.ending:
                     return done, results, rows_of(pieces)
-                lost = True
+                lost = self._actor_slot.lost = True
                 self._actor_slot.deaths += 1
                 failure = Failure.of(exc)
             except UnserializableResult as exc:

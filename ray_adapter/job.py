@@ -20,10 +20,13 @@ from typing import Any
 
 from keyshard import KeyShardSource, RetryPolicy
 from keyshard.config.sink import SinkConfig, check_sink_of
+from keyshard.coordinator.recorded_rescale import RecordedRescale
 from keyshard.core.lanes.rate_limit import RateLimit
 from keyshard.core.metadata_columns import refuse_for_handlers
 from keyshard.core.option_checks import check_integer, check_seconds, suggesting
-from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.rescale_history import Rescale, RescaleEnd
+from keyshard.core.ring.assignment import assign, moved_slots
+from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import ConfigError, NotRunningError
 from keyshard.handlers.entry_run import EntryRun
 from keyshard.handlers.outcomes import FailureLog
@@ -36,10 +39,10 @@ from ray_adapter.actor import Traced, check_handler
 from ray_adapter.actor_pool import ActorPool
 from ray_adapter.cluster import START_TIMEOUT_S, JobCancelled
 from ray_adapter.feeding import ActorFeeder
-from ray_adapter.job_state import LOOK_S, ActorSlot, Done, JobState
+from ray_adapter.job_state import LOOK_S, VERSION, ActorSlot, Done, JobState, JobStatus
 from ray_adapter.options import ACTORS_MAX, JobOptions, Takes
 from ray_adapter.results import Results, take_of
-from ray_adapter.row_slices import rows_of, whole_pieces
+from ray_adapter.row_slices import whole_pieces
 
 END_S = 10.0
 """Longest wait at the end for the thread of a killed actor, seconds."""
@@ -82,7 +85,7 @@ class Job:
         self._run = EntryRun(
             source.coordinator(), source, options.checkpoint,
             executor="ray", workers=lambda: len(self._exchange.actor_slots),
-            sink=sink, rate_limit=self._exchange.rate_limit,
+            sink=sink, rate_limit=self._exchange.rate_limit, slots=self._exchange.slots,
         )  # fmt: skip
         self._outcomes = FailureLog()
         self._feeders: list[threading.Thread] = []
@@ -165,42 +168,20 @@ class Job:
             raise NotRunningError("Another thread already rescales this job.", "Try again later.")
         try:
             self._rescale(actors)
-        except JobCancelled:
-            raise NotRunningError(
-                "The job ends, so it cannot be rescaled.", "Run another job."
-            ) from None
         finally:
             self._rescaling.release()
 
-    def status(self) -> dict[str, Any]:
-        """Return the status of the source and of each actor, as plain JSON values."""
-        exchange = self._exchange
-        with exchange.changed:
-            now_s = time.monotonic()
-            actors = [
-                {
-                    "slots": str(hash_range),
-                    "rows": actor_slot.rows,
-                    "waitingRows": exchange.waiting.rows[actor_slot.index],
-                    "workingRows": rows_of(actor_slot.pieces),
-                    "workingS": round(now_s - actor_slot.since_s, 3) if actor_slot.pieces else 0.0,
-                    "untakenCalls": actor_slot.untaken,
-                    "deaths": actor_slot.deaths,
-                }
-                for actor_slot, hash_range in zip(
-                    exchange.actor_slots, split_ring(len(exchange.actor_slots)), strict=True
-                )
-            ]
-            state = self._state
-        found: dict[str, Any] = {
-            "state": state,
-            "actors": actors,
-            "rateLimit": exchange.rate_limit(time.monotonic()),
-            "source": self._run.status(),
+    def status(self) -> JobStatus:
+        """Return the status of the source and of each actor, as JSON values; see docs/status.md."""
+        source = self._run.status()
+        return {
+            "version": VERSION,
+            "state": self._state,
+            "actors": source["handlerSlots"],
+            "rateLimit": source["rateLimit"],
+            "source": source,
+            "sink": None if self._published is None else self._published.status(),
         }
-        if self._published is not None:
-            found["sink"] = self._published.status()
-        return found
 
     def __repr__(self) -> str:
         topics = self._source.topics_pattern or ", ".join(self._source.topics)
@@ -211,7 +192,7 @@ class Job:
 
     @property
     def _state(self) -> str:
-        return "ended" if self._ended else "ending" if self._exchange.ending else "running"
+        return "ended" if self._ended else "stopping" if self._exchange.ending else "running"
 
     def close(self) -> None:
         """End the job: acknowledge what was taken, end actors and consumers. Idempotent.
@@ -265,18 +246,51 @@ class Job:
         self._exchange.raise_error()
 
     def _rescale(self, actors: int) -> None:
+        before, began_s = len(self._exchange.actor_slots), time.monotonic()
+        coordinator = self._run.coordinator
+        recorded = RecordedRescale(
+            coordinator.consumers.shared,
+            Rescale({"actors": actors}, before, actors, began_s, self._options.drain_timeout_s),
+        )
+        try:
+            pause_ms = self._move(actors, recorded)
+        except JobCancelled:
+            error = NotRunningError("The job ends, so it cannot be rescaled.", "Run another job.")
+            recorded.ends(RescaleEnd.KEPT, epoch=coordinator.epoch, error=error)
+            raise error from None
+        except BaseException as exc:
+            recorded.ends(RescaleEnd.KEPT, epoch=coordinator.epoch, error=exc)
+            raise
+        recorded.ends(
+            RescaleEnd.UNCHANGED if actors == before else RescaleEnd.MOVED,
+            epoch=coordinator.epoch, pause_ms=pause_ms,
+            moved_fraction=moved_slots(assign(before), assign(actors)) / RING_SIZE,
+        )  # fmt: skip
+
+    def _move(self, actors: int, recorded: RecordedRescale) -> float:
+        """Divide the ring among a number of actors.
+
+        Returns:
+            How long actors got no rows, milliseconds.
+        """
         old = self._exchange.actor_slots
+        recorded.phase("start")
         new = self._actor_pool.start(max(0, actors - len(old)))
+        recorded.phase("drain")
+        held_s = time.monotonic()
         try:
             self._exchange.hold(self._options.drain_timeout_s)
         except BaseException:
             self._actor_pool.end(new)
             raise
+        recorded.phase("adopt")
         added = [ActorSlot(len(old) + number, actor) for number, actor in enumerate(new)]
         self._exchange.go_on([*old[:actors], *added])
+        pause_ms = round(1_000 * (time.monotonic() - held_s), 3)
         self._actor_pool.end([actor_slot.actor for actor_slot in old[actors:]])
         for actor_slot in added:
             self._feed(actor_slot)
+        return pause_ms
 
     # -- start and end -----------------------------------------------------------------------------
 

@@ -11,14 +11,20 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from keyshard.base_error import one_line
+from keyshard.core.lanes.lane_status import HandlerSlots
 from keyshard.core.lanes.rate_limit import RateLimit, RateLimitStatus
+from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.window.layout import Located
 from keyshard.errors import DrainTimeoutError, NotRunningError
+from keyshard.observe.status_types import Status
 from ray_adapter.row_slices import Entries, PendingRows, RowSlice, entries_done, rows_of
 
+VERSION = 1
+"""Version of :class:`JobStatus`. A field that is renamed, removed or changes its meaning raises
+it."""
 UNTAKEN_MAX = 2
 """Most calls of an actor, including the running one, whose results the caller has not taken."""
 BYTES_MAX = 64 * 1024 * 1024
@@ -31,6 +37,27 @@ LEAST_S = 0.001
 """Shortest wait for the rate limit, seconds."""
 
 _log = logging.getLogger(__name__)
+
+
+class JobResults(TypedDict):
+    """Results that a job publishes, as JSON values."""
+
+    published: int
+    confirmed: int
+
+
+class JobStatus(TypedDict):
+    """Status of a job, as JSON values; ``docs/status.md`` describes every field."""
+
+    version: int
+    state: str
+    """``running``, ``stopping`` or ``ended``."""
+    actors: list[HandlerSlots]
+    """The ``handlerSlots`` of the source."""
+    rateLimit: RateLimitStatus | None
+    source: Status
+    sink: JobResults | None
+    """``None`` without a sink."""
 
 
 @dataclass(eq=False)
@@ -46,10 +73,36 @@ class ActorSlot:
     untaken: int = 0
     """Calls, including the running one, whose results the caller has not taken."""
     deaths: int = 0
+    lost: bool = False
+    """Whether the actor died and has not started again."""
     rows: int = 0
     """Number of rows handled."""
     retired: bool = False
     """Whether a rescale removed the actor. Then it gets no more rows."""
+
+    def status(self, now_s: float, hash_range: HashRange, waiting: int) -> HandlerSlots:
+        """Return JSON values; the lock of the job is held.
+
+        Args:
+            now_s: Monotonic time, seconds.
+            hash_range: Its part of the ring.
+            waiting: Number of rows that wait for it.
+        """
+        process = None if self.actor is None or self.lost else self.actor.process
+        rows = rows_of(self.pieces)
+        return {
+            "index": self.index,
+            "pid": None if process is None else process[0],
+            "host": None if process is None else process[1],
+            "hashRange": str(hash_range),
+            "state": "starting" if self.lost else "busy" if rows else "free",
+            "total": 1, "used": int(rows > 0 and not self.lost),
+            "waiting": waiting, "inFlight": rows,
+            "runningSeconds": round(max(0.0, now_s - self.since_s), 1) if rows else None,
+            "handled": self.rows,
+            "restarts": self.deaths,
+            "untakenCalls": self.untaken,
+        }  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -306,6 +359,15 @@ class JobState:
     def working(self) -> int:
         """Number of actors that have rows."""
         return sum(1 for actor_slot in self.actor_slots if actor_slot.pieces)
+
+    def slots(self, now_s: float) -> list[HandlerSlots]:
+        """Return the handler slot of each actor, for the status."""
+        with self.changed:
+            hash_ranges = split_ring(len(self.actor_slots))
+            return [
+                actor_slot.status(now_s, hash_range, self.waiting.rows[actor_slot.index])
+                for actor_slot, hash_range in zip(self.actor_slots, hash_ranges, strict=True)
+            ]
 
     # -- results -----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from keyshard.errors import BrokerUnavailableError, KeyShardError
 from keyshard.handlers.entry_run import EntryRun, RowsByTopic
 from keyshard.handlers.handler_call import Take, as_returned, published
 from ray_adapter.actor import published_rows
-from ray_adapter.job_state import LOOK_S, Done, JobState
+from ray_adapter.job_state import LOOK_S, Done, JobResults, JobState
 from ray_adapter.options import JobOptions
 from ray_adapter.row_slices import entries_done
 
@@ -89,7 +89,7 @@ class Results:
                     )
                 exchange.changed.wait(LOOK_S)
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> JobResults:
         """Return the number of messages published, and of those that are confirmed."""
         with self._exchange.changed:
             return {"published": self._published, "confirmed": self._confirmed}

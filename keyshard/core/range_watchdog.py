@@ -174,6 +174,8 @@ class RangeFacts:
     """Facts about one range at one moment."""
 
     index: int
+    counted: bool = True
+    """Whether its messages are known; if not, the next four are 0."""
     waiting: int = 0
     """Messages received and not handed to a handler yet."""
     ready: int = 0

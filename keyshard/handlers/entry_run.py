@@ -17,6 +17,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.rescale import Rescaler
 from keyshard.coordinator.startup import first_assignment
+from keyshard.core.lanes.lane_status import HandlerSlots
 from keyshard.core.lanes.rate_limit import RateLimitStatus
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
@@ -50,6 +51,7 @@ class EntryRun:
         workers: Returns the number of its threads or actors, for the status.
         sink: Publishes rows with the commits; ``None``: there are none.
         rate_limit: Returns the rate limit of the handlers at a monotonic time, for the status.
+        slots: Returns the slots of its actors at a monotonic time, for the status.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class EntryRun:
         workers: Callable[[], int] = lambda: 1,
         sink: SinkConfig | None = None,
         rate_limit: Callable[[float], RateLimitStatus | None] = lambda _: None,
+        slots: Callable[[float], list[HandlerSlots]] = lambda _: [],
     ) -> None:
         self.coordinator = coordinator
         self._config = config
@@ -86,7 +89,7 @@ class EntryRun:
             self._log = OutputLog(sink, checkpointed=self._store is not None)
         self._handled: Handled = {}
         """Messages whose rows an earlier run has in the checkpoint: :meth:`take` omits them."""
-        self._owners = RangeOwners(self._log, rate_limit)
+        self._owners = RangeOwners(self._log, rate_limit, slots)
         self._subject = ObservedRun(
             config, coordinator, self._owners,
             executor=executor, workers=workers, workers_max=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -67,20 +68,33 @@ class RangeOwners:
 
     # -- as keyshard.observe.handler_view.HandlerView ----------------------------------------------
 
-    def ranges(self, now_s: float, owned: Ownership) -> list[RangeFacts]:  # noqa: ARG002
+    def ranges(self, now_s: float, owned: Ownership) -> list[RangeFacts]:
+        """Return the facts of ranges; those of messages if an actor has the same slots."""
         held = self._held
-        return [
-            RangeFacts(
-                index,
-                paused=index in owned.paused,
-                draining=overlap(owned.owned.get(index, ()), held),
-                disconnected=tuple(owned.disconnected.get(index, ())),
+        actors = {one["hashRange"]: one for one in self._slots(now_s)}
+        facts = []
+        for index in range(max(self._owners) + 1):
+            parts = owned.owned.get(index, ())
+            actor = actors.get(str(parts[0])) if len(parts) == 1 else None
+            waiting = (actor["waiting"] or 0) if actor else 0
+            facts.append(
+                RangeFacts(
+                    index,
+                    counted=actor is not None,
+                    waiting=waiting,
+                    ready=waiting,
+                    in_flight=actor["inFlight"] if actor else 0,
+                    handled=(actor["handled"] or 0) if actor else 0,
+                    paused=index in owned.paused,
+                    draining=overlap(parts, held),
+                    disconnected=tuple(owned.disconnected.get(index, ())),
+                )
             )
-            for index in range(max(self._owners) + 1)
-        ]
+        return facts
 
     def pace(self) -> tuple[float, Pause | None]:
-        return 0.0, None
+        """Return infinity: an actor may take any time for the rows of a call."""
+        return math.inf, None
 
     def totals(self, now_s: float) -> Totals:
         tally = HandlerCounters()

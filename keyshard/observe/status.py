@@ -348,9 +348,9 @@ class StatusView:
             "hashRanges": [str(one) for one in owned.owned.get(facts.index, ())],
             "owner": self._owner,
             "state": state_of(facts, stalled=stall is not None).value,
-            "waiting": facts.waiting if self._subject.has_handlers else None,
-            "inFlight": facts.in_flight if self._subject.has_handlers else None,
-            "handled": facts.handled if self._subject.has_handlers else None,
+            "waiting": facts.waiting if facts.counted else None,
+            "inFlight": facts.in_flight if facts.counted else None,
+            "handled": facts.handled if facts.counted else None,
             "oldestUnacknowledgedMillis": (
                 None if age is None else max(0, int(age.total_seconds() * 1000))
             ),

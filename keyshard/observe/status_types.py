@@ -80,7 +80,7 @@ class RangeStatus(TypedDict):
     owner: str
     state: str
     waiting: int | None
-    """``None`` without handlers. So are the next two."""
+    """``None`` without handlers and without an actor of the same slots. So are the next two."""
     inFlight: int | None
     handled: int | None
     oldestUnacknowledgedMillis: int | None

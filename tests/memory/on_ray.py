@@ -104,7 +104,9 @@ def job(source: KeyShardSource, shape: Shape) -> dict[str, Any]:
                 actor = max(actor, output)
                 if time.monotonic() > end_s:
                     break
-        rows = running.status()["source"]["window"]["rowsReceived"]
+        window = running.status()["source"]["window"]
+        assert window is not None, "the source has started"
+        rows = window["rowsReceived"]
         running.stop()
     return {"peak": here.peak, "rows": rows, "workers": actor}
 

@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
             Recorder(writer, f"actor {found['Pid']}").crashed()
         cluster.remove_node(node, allow_graceful=False)
         orders.take(results, job)
-        assert [actor["deaths"] for actor in job.status()["actors"]] == [1, 0]
+        assert [actor["restarts"] for actor in job.status()["actors"]] == [1, 0]
     orders.check_taken()
     orders.check_history()
     assert orders.backlog() == 0

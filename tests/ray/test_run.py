@@ -21,7 +21,7 @@ from keyshard.broker.memory import Message as Stored
 from keyshard.core.ring.hash_range import range_index
 from keyshard.errors import ConfigError, DrainTimeoutError, HandlerFailedError, NotRunningError
 from keyshard.testing.devbroker import DevBroker
-from tests.helpers import keyshard_threads, wait_until
+from tests.helpers import keyshard_threads, present, wait_until
 from tests.ray.ray_topic import (
     CountsFrom,
     RayTopic,
@@ -45,10 +45,10 @@ def test_results_come_in_order_per_key_and_are_acknowledged(orders: RayTopic) ->
     with ray_adapter.run(orders.source(), key_and_seq, parallelism=3, max_rows=40) as job:
         orders.take(job, job)
         status = job.status()
-        assert [actor["slots"] for actor in status["actors"]] == [
+        assert [actor["hashRange"] for actor in status["actors"]] == [
             "0-21845", "21846-43690", "43691-65535",
         ]  # fmt: skip
-        assert sum(actor["rows"] for actor in status["actors"]) == 1_000
+        assert sum(present(actor["handled"]) for actor in status["actors"]) == 1_000
     orders.check_taken()
     assert orders.backlog() == 0
     assert not keyshard_threads() - before
@@ -219,10 +219,12 @@ def test_receiving_stops_while_no_result_is_taken(orders: RayTopic) -> None:
 
         def held() -> int:
             actors = job.status()["actors"]
-            assert sum(actor["rows"] for actor in actors) <= 40
-            return sum(actor["rows"] + actor["waitingRows"] for actor in actors)
+            assert sum(present(actor["handled"]) for actor in actors) <= 40
+            return sum(present(actor["handled"]) + present(actor["waiting"]) for actor in actors)
 
-        wait_until(lambda: sum(actor["untakenCalls"] for actor in job.status()["actors"]) == 4)
+        wait_until(
+            lambda: sum(present(actor["untakenCalls"]) for actor in job.status()["actors"]) == 4
+        )
         wait_until(lambda: held() >= 400)
         assert held() < 5_000, "the window bounds what waits"
         results = iter(job)
@@ -253,7 +255,7 @@ def test_a_drain_has_a_deadline_and_a_rescale_too(orders: RayTopic) -> None:
     with ray_adapter.run(
         orders.source(), recorded, parallelism=1, max_rows=1, drain_timeout_s=0.2
     ) as job:
-        wait_until(lambda: job.status()["actors"][0]["workingRows"] == 1)
+        wait_until(lambda: job.status()["actors"][0]["inFlight"] == 1)
         with pytest.raises(DrainTimeoutError, match="nothing has changed"):
             job.rescale(2)
         assert len(job.status()["actors"]) == 1
@@ -307,8 +309,8 @@ def test_actors_together_get_no_more_messages_than_the_rate_limit(
             left -= 1 if takes == "messages" else result
             if not left:
                 status = job.status()
-                assert status["source"]["rateLimit"]["perSecond"] == 60
-                assert status["rateLimit"]["heldBackSeconds"] > 0
+                assert present(status["source"]["rateLimit"])["perSecond"] == 60
+                assert present(status["rateLimit"])["heldBackSeconds"] > 0
                 job.drain()
         assert time.monotonic() - began_s >= (120 - 6) / 60  # never sooner, however fast
     assert orders.backlog() == 0

@@ -32,7 +32,7 @@ from keyshard.errors import (
 )
 from keyshard.testing.devbroker.process import free_port
 from ray_adapter import cluster
-from tests.helpers import keyshard_threads, wait_until
+from tests.helpers import keyshard_threads, present, wait_until
 from tests.ray import ray_topic
 from tests.ray.ray_topic import Fails, RayTopic, Recorded, key_and_seq
 from tests.support.deadlines import deadline
@@ -79,7 +79,7 @@ def test_an_actor_that_dies_in_a_batch_handles_it_again_before_anything_else(
     recorded = partial(Recorded, str(orders.history), dies_at="k3:11:", how=how)
     with ray_adapter.run(orders.source(), recorded, parallelism=2, max_rows=50) as job:
         orders.take(job, job)
-        assert sum(actor["deaths"] for actor in job.status()["actors"]) == 1
+        assert sum(present(actor["restarts"]) for actor in job.status()["actors"]) == 1
     orders.check_taken()
     orders.check_history()
     assert orders.backlog() == 0
@@ -142,7 +142,7 @@ def test_a_stop_does_not_wait_for_an_actor_that_restarts(orders: RayTopic) -> No
     with ray_adapter.run(
         orders.source(), ray_topic.ends_its_process, parallelism=1, retry=retry
     ) as job:
-        wait_until(lambda: job.status()["actors"][0]["deaths"])
+        wait_until(lambda: job.status()["actors"][0]["restarts"])
     assert orders.backlog() == 15
 
 

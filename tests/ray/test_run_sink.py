@@ -24,7 +24,9 @@ from keyshard.core.position.entry import EntryId
 from keyshard.errors import ConfigError, HandlerFailedError, MessageTooLargeError
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, parse_value, produce
-from tests.helpers import wait_until
+from ray_adapter.job import Job
+from ray_adapter.job_state import JobResults
+from tests.helpers import present, wait_until
 from tests.ray.ray_topic import RayTopic
 from tests.ray.test_write import named_processes, producers, stored_entries, topic_of
 from tests.support.deadlines import deadline
@@ -65,6 +67,10 @@ def text(message: Message) -> str:
 
 def oversize(message: Message) -> Produce:
     return Produce(os.urandom(6_000_000))
+
+
+def results(job: Job) -> JobResults:
+    return present(job.status()["sink"])
 
 
 class Copied(RayTopic):
@@ -125,7 +131,7 @@ def test_results_are_stored_in_order_per_key_and_then_acknowledged(
         assert drained(job, copied) == []
         audited = 20 * 3 if handle is copy_and_audit else 0
         assert job.status()["sink"] == {"published": 600 + audited, "confirmed": 600 + audited}
-        assert job.status()["source"]["outputs"]["guarantee"] == "at least once"
+        assert present(job.status()["source"]["outputs"])["guarantee"] == "at least once"
     assert copied.stored() == copied.in_order()
     if audited:
         assert copied.stored(audit) == {f"k{key}": [0, 10, 20] for key in range(20)}
@@ -159,7 +165,7 @@ def test_a_message_whose_result_is_not_confirmed_is_not_acknowledged(copied: Cop
         waiting = threading.Thread(target=job.wait)
         waiting.start()
         # Further results wait until those of the first commit are confirmed.
-        wait_until(lambda: job.status()["sink"]["published"] > 0)
+        wait_until(lambda: results(job)["published"] > 0)
         assert copied.backlog() == 25
         for one in where:
             copied.cluster.release_writes(one)
@@ -215,13 +221,13 @@ def test_killed_actors_store_every_result_once_in_order_per_key(dev_broker: DevB
             waiting.start()
             for number in range(1, 5):
                 wait_until(
-                    lambda number=number: job.status()["sink"]["confirmed"] >= number * 1_000,  # type: ignore[misc]
+                    lambda number=number: results(job)["confirmed"] >= number * 1_000,  # type: ignore[misc]
                     deadline(60),
                 )
                 for process in named_processes("HandlerActor")[:2]:
                     process.kill()
                     killed += 1
-            wait_until(lambda: job.status()["sink"]["confirmed"] == 6_000, deadline(90))
+            wait_until(lambda: results(job)["confirmed"] == 6_000, deadline(90))
             job.drain()
             waiting.join(deadline(60))
         assert killed >= 4
@@ -246,13 +252,13 @@ def test_with_a_checkpoint_results_are_stored_once_although_the_program_dies(
     with ray_adapter.run(copied.source(), copy, **options) as job:
         waiting = threading.Thread(target=job.wait)
         waiting.start()
-        wait_until(lambda: job.status()["sink"]["confirmed"] >= 100)
+        wait_until(lambda: results(job)["confirmed"] >= 100)
         for one in where:
             copied.cluster.hold_writes(one)
         wait_until(
             lambda: (
-                job.status()["sink"]["published"] > job.status()["sink"]["confirmed"]
-                or job.status()["sink"]["confirmed"] == 600
+                results(job)["published"] > results(job)["confirmed"]
+                or results(job)["confirmed"] == 600
             )
         )
         job.stop()
