@@ -25,7 +25,8 @@ def show(
 
     Secrets are hidden. Variables that begin with KEYSHARD_ and set nothing are named.
     """
-    from keyshard.config.settings import DEFAULT, read_settings
+    from keyshard.config.settings import DEFAULT, read_settings, variables
+    from keyshard.core.option_checks import did_you_mean
 
     settings = read_settings(config, client_conf=client_conf)
     found = [one for one in settings.all() if every or one.origin != DEFAULT]
@@ -45,4 +46,5 @@ def show(
     out = console()
     out.print(table if found else "Nothing is set. --all shows the defaults.")
     for name in settings.unused:
-        out.print(f"{name} in the environment sets nothing.", style="yellow")
+        hint = did_you_mean(name, variables())
+        out.print(f"{name} in the environment sets nothing. {hint}".rstrip(), style="yellow")

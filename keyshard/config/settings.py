@@ -4,8 +4,9 @@ A later layer overrides an earlier one::
 
     1. the defaults of the classes
     2. client.conf      named by KEYSHARD_CLIENT_CONF, or by client_conf of the file
-    3. the TOML file    named by KEYSHARD_CONFIG; tables connection, source and run
-    4. the environment  KEYSHARD_<NAME> for connection and source, KEYSHARD_RUN_<NAME> for run
+    3. the TOML file    named by KEYSHARD_CONFIG; tables connection, source, run and sink
+    4. the environment  KEYSHARD_<NAME> for connection and source, KEYSHARD_RUN_<NAME> for run,
+                        KEYSHARD_SINK_<NAME> for sink
     5. the program      arguments, or options of a command
 """
 
@@ -23,6 +24,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from keyshard.config.connection import Connection
 from keyshard.config.connection_names import NAMES, client_conf_names, fields_of
 from keyshard.config.handlers import HandlerConfig
+from keyshard.config.sink import SinkConfig
 from keyshard.config.source import SHORTHANDS, SourceConfig
 from keyshard.core.option_checks import check_names
 from keyshard.errors import ConfigError
@@ -58,9 +60,16 @@ SOURCE = _kinds(SourceConfig, {"connection", "shorthands_of", *SHORTHANDS})
 """Fields of a source that can be set, and their types."""
 RUN = _kinds(HandlerConfig, {"retry"})
 """Options of a run that can be set, and their types."""
-_TABLES: Mapping[str, Collection[str]] = {
-    "connection": [CLIENT_CONF, *CONNECTION], "source": SOURCE, "run": RUN,
+SINK = _kinds(SinkConfig, {"connection", *SHORTHANDS})
+"""Fields of a sink that can be set, and their types."""
+_CONFIGS: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
+    "source": (SourceConfig, SOURCE), "run": (HandlerConfig, RUN), "sink": (SinkConfig, SINK),
 }  # fmt: skip
+"""Class, and fields that can be set, of each table but that of the connection."""
+_TABLES: Mapping[str, Collection[str]] = {
+    "connection": [CLIENT_CONF, *CONNECTION],
+    **{table: kinds for table, (_, kinds) in _CONFIGS.items()},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ class Setting:
     """One value, and where it comes from."""
 
     table: str
-    """``connection``, ``source`` or ``run``."""
+    """``connection``, ``source``, ``run`` or ``sink``."""
     name: str
     value: Any
     origin: str
@@ -113,10 +122,19 @@ class Settings:
         Raises:
             ConfigError: A value of the connection is wrong.
         """
-        own = {name: given.pop(name) for name in SHORTHANDS if name in given}
-        if "connection" not in given:
-            given["connection"] = self.connection(**own)
-        return self._of("source") | given
+        return self._connected("source", given)
+
+    def for_sink(self, **given: Any) -> dict[str, Any]:
+        """Return the arguments of :class:`keyshard.KeyShardSink`; arguments override them.
+
+        ::
+
+            sink = KeyShardSink(**read_settings().for_sink(topic="bills", sink_id="billing"))
+
+        Raises:
+            ConfigError: A value of the connection is wrong.
+        """
+        return self._connected("sink", given)
 
     def for_run(self, **given: Any) -> dict[str, Any]:
         """Return the options of :meth:`keyshard.KeyShardSource.run`; arguments override them."""
@@ -128,13 +146,20 @@ class Settings:
                  for one in fields(Connection)]  # fmt: skip
         if ("connection", CLIENT_CONF) in self._given:
             found.insert(0, self._given["connection", CLIENT_CONF])
-        for table, config, names in (("source", SourceConfig, SOURCE), ("run", HandlerConfig, RUN)):
+        for table, (config, names) in _CONFIGS.items():
             found += [
                 self._one(table, one.name, None if one.default is MISSING else one.default)
                 for one in fields(config)
                 if one.name in names
             ]
         return found
+
+    def _connected(self, table: str, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a class that connects; URLs override those of the connection."""
+        if "connection" not in given:
+            own = {name: given.pop(name) for name in SHORTHANDS if name in given}
+            given["connection"] = self.connection(**own)
+        return self._of(table) | given
 
     def _of(self, table: str) -> dict[str, Any]:
         return {name: one.value for (where, name), one in self._given.items() if where == table}
@@ -305,9 +330,9 @@ def _text_of(table: str, name: str, value: Any) -> str:
 
 
 def _environment(environ: Mapping[str, str]) -> list[Setting]:
-    """Return the settings of source and run that the environment has."""
+    """Return the settings that the environment has, without those of the connection."""
     found = []
-    for table, kinds in (("source", SOURCE), ("run", RUN)):
+    for table, (_, kinds) in _CONFIGS.items():
         for name, kind in kinds.items():
             variable = _variable(table, name)
             if text := environ.get(variable):
@@ -318,12 +343,17 @@ def _environment(environ: Mapping[str, str]) -> list[Setting]:
 
 def _variable(table: str, name: str) -> str:
     """Return the environment variable of a setting."""
-    return f"{PREFIX}{'RUN_' if table == 'run' else ''}{name.upper()}"
+    own = f"{table.upper()}_" if table in ("run", "sink") else ""
+    return f"{PREFIX}{own}{name.upper()}"
+
+
+def variables() -> set[str]:
+    """Return the names of all environment variables of settings."""
+    return {CONFIG, *(_variable(table, name) for table, names in _TABLES.items() for name in names)}
 
 
 def _unused(environ: Mapping[str, str]) -> list[str]:
-    known = {_variable(table, name) for table, names in _TABLES.items() for name in names}
-    known.add(CONFIG)
+    known = variables()
     return sorted(
         name
         for name in environ

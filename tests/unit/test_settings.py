@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from keyshard import HandlerConfig, KeyShardSource, Token, read_settings
+from keyshard import Connection, HandlerConfig, KeyShardSink, KeyShardSource, Token, read_settings
 from keyshard.cli import main
 from keyshard.cli.connecting import connection_of
-from keyshard.config.settings import RUN, SOURCE, Settings
+from keyshard.config.settings import RUN, SINK, SOURCE, Settings
+from keyshard.config.sink import SinkConfig
 from keyshard.config.source import SourceConfig
 from keyshard.errors import ConfigError
+from spark_adapter.option_parsing import parse_options, to_options
 
 SECRET = "eyJhbGciOiJIUzI1NiJ9.secret"
 CONF = f"""
@@ -40,6 +42,11 @@ parallelism = 10
 [run]
 lanes = 32
 drain_timeout_s = 5
+
+[sink]
+topic = "bills"
+sink_id = "billing"
+compression = "zstd"
 """
 
 
@@ -61,6 +68,8 @@ def test_each_place_overrides_the_ones_before_it(toml: Path) -> None:
         "KEYSHARD_PARALLELISM": "16",
         "KEYSHARD_RUN_RATE_LIMIT": "2.5",
         "KEYSHARD_SUBSCRIPTION": "",
+        "KEYSHARD_SINK_COMPRESSION": "lz4",
+        "KEYSHARD_SINK_LINGER_MS": "20",
         "HOME": "/",
     }
     settings = read_settings(environ=environ)
@@ -79,6 +88,10 @@ def test_each_place_overrides_the_ones_before_it(toml: Path) -> None:
     assert source.connection == connection
     run = HandlerConfig(**settings.for_run(lanes=2))
     assert (run.lanes, run.drain_timeout_s, run.rate_limit) == (2, 5, 2.5)
+    sink = KeyShardSink(**settings.for_sink(sink_id="audit"))
+    assert sink.topic == "persistent://public/default/bills"
+    assert (sink.sink_id, sink.compression, sink.linger_ms) == ("audit", "lz4", 20)
+    assert sink.connection == connection
     found = origins(settings)
     conf = str(toml.parent / "client.conf")
     assert {name: origin for name, origin in found.items() if origin != "default"} == {
@@ -94,7 +107,16 @@ def test_each_place_overrides_the_ones_before_it(toml: Path) -> None:
         "run.lanes": f"file {toml}",
         "run.drain_timeout_s": f"file {toml}",
         "run.rate_limit": "environment KEYSHARD_RUN_RATE_LIMIT",
+        "sink.topic": f"file {toml}",
+        "sink.sink_id": f"file {toml}",
+        "sink.compression": "environment KEYSHARD_SINK_COMPRESSION",
+        "sink.linger_ms": "environment KEYSHARD_SINK_LINGER_MS",
     }
+
+
+def test_the_settings_of_a_source_are_options_of_a_spark_stream(toml: Path) -> None:
+    source = KeyShardSource(**read_settings(toml, environ={}).for_source())
+    assert parse_options(to_options(source)) == source
 
 
 def test_nothing_is_read_that_is_not_named(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +126,18 @@ def test_nothing_is_read_that_is_not_named(toml: Path, monkeypatch: pytest.Monke
     assert settings.for_run() == {}
     assert set(origins(settings).values()) == {"default"}
     assert settings.for_source(service_url="memory://a")["connection"].in_memory
+    assert settings.for_sink(service_url="memory://a")["connection"].in_memory
+
+
+def test_a_url_that_contradicts_the_connection_of_an_argument_is_refused() -> None:
+    settings = read_settings(environ={})
+    given = {"connection": Connection("memory://a"), "service_url": "memory://b"}
+    for made in (
+        lambda: KeyShardSource("t", subscription="s", **settings.for_source(**given)),
+        lambda: KeyShardSink("t", **settings.for_sink(**given)),
+    ):
+        with pytest.raises(ConfigError, match="service_url is given, but the connection"):
+            made()
 
 
 def test_the_arguments_name_other_files(toml: Path, tmp_path: Path) -> None:
@@ -134,6 +168,8 @@ def test_another_authentication_replaces_the_whole(toml: Path, tmp_path: Path) -
         ("[sources]\n", r"keyshard.toml has no option 'sources'.\nRemedy: Did you mean 'source'"),
         ("[source]\nparalelism = 3\n", "Did you mean 'parallelism'"),
         ("[run]\nretry = 3\n", r"\[run\] of .* has no option 'retry'"),
+        ("[sink]\ncompresion = 'lz4'\n", "Did you mean 'compression'"),
+        ("[sink]\nservice_url = 'memory://a'\n", r"\[sink\] of .* has no option 'service_url'"),
         ("[connection]\nauthentication = 'x'\n", "no option 'authentication'"),
         ("source = 3\n", "source of .* is no table"),
         ("[connection]\nservice_url = 3.5\n", r"service_url of \[connection\] is 3.5"),
@@ -168,6 +204,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("KEYSHARD_PARALLELISM", "many", "KEYSHARD_PARALLELISM is 'many'; it must be an integer"),
         ("KEYSHARD_RUN_RATE_LIMIT", "fast", "it must be a number"),
         ("KEYSHARD_FAIL_ON_DATA_LOSS", "yes", "it must be true or false"),
+        ("KEYSHARD_SINK_LINGER_MS", "5ms", "KEYSHARD_SINK_LINGER_MS is '5ms'; it must be an int"),
         (
             "KEYSHARD_OPERATION_TIMEOUT_MS",
             "5s",
@@ -188,11 +225,18 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "batch_bytes_max": "1000", "admin_url": "http://h:1", "starting_position": "latest",
         "rate_limit": "0.5", "rate_burst": "3", "workers": "4", "metrics_port": "9464",
         "dead_letter_topic": "d", "checkpoint": "/tmp/c.json", "metadata_columns": "__keyBytes",
+        "topic": "t", "sink_id": "i",
     }  # fmt: skip
-    for table, config, names, prefix in (
-        ("source", SourceConfig, SOURCE, ""), ("run", HandlerConfig, RUN, "RUN_"),
-    ):  # fmt: skip
-        given = {"topics": "t", "subscription": "s"} if table == "source" else {"rate_limit": 5}
+    needed: dict[str, dict[str, Any]] = {
+        "source": {"topics": "t", "subscription": "s"},
+        "run": {"rate_limit": 5},
+        "sink": {"topic": "t", "value_format": "auto"},
+    }
+    for table, config, names, prefix, own_of in (
+        ("source", SourceConfig, SOURCE, "", Settings.for_source),
+        ("run", HandlerConfig, RUN, "RUN_", Settings.for_run),
+        ("sink", SinkConfig, SINK, "SINK_", Settings.for_sink),
+    ):
         for one in fields(config):
             if one.name not in names or one.name == "topics_pattern":
                 continue
@@ -205,9 +249,9 @@ def test_every_field_can_be_set_by_its_variable() -> None:
             if one.default is None and one.name not in examples:
                 continue
             settings = read_settings(environ={f"KEYSHARD_{prefix}{one.name.upper()}": text})
-            own = settings.for_source() if table == "source" else settings.for_run()
+            own = own_of(settings)
             assert one.name in own
-            made = config(**given | own)
+            made = config(**needed[table] | own)
             assert str(getattr(made, one.name)).lower()
 
 
@@ -220,13 +264,21 @@ def test_the_command_shows_values_and_origins_and_hides_secrets(
     monkeypatch.setenv("KEYSHARD_TLS_CERTIFICATE_FILE_PATH", str(toml))
     monkeypatch.setenv("KEYSHARD_TLS_KEY_FILE_PATH", str(toml))
     monkeypatch.setenv("KEYSHARD_PARALLELISMUS", "3")
+    monkeypatch.setenv("KEYSHARD_SINK_METRICS_PORT", "9465")
     monkeypatch.setenv("KEYSHARD_RUN_UI_TOKEN", "hidden-word-of-the-page")
     with pytest.raises(SystemExit) as ended:
         main(["config", "show"])
     assert not ended.value.code
     text = capsys.readouterr().out
     assert "hidden-word" not in text
-    assert "KEYSHARD_PARALLELISMUS in the environment sets nothing" in text
+    assert (
+        "KEYSHARD_PARALLELISMUS in the environment sets nothing. Did you mean "
+        "'KEYSHARD_PARALLELISM'?"
+    ) in " ".join(text.split())
+    for line in (
+        "sink.sink_id billing file", "sink.metrics_port 9465 environment KEYSHARD_SINK_METRICS_PORT"
+    ):  # fmt: skip
+        assert line in " ".join(text.split())
     assert "environment KEYSHARD_ADMIN_URL" in text
     assert "source.parallelism" in text
     assert "batch_rows_max" not in text
