@@ -334,7 +334,7 @@ class _Open:
         if config.telemetry:
             from keyshard.observe.telemetry import Telemetry  # noqa: PLC0415
 
-            self.telemetry = Telemetry()
+            self.telemetry = Telemetry(config.how_to_connect().address)
         from keyshard.publishing.counts import SinkCounts  # noqa: PLC0415
 
         self.counts = SinkCounts()

@@ -488,7 +488,7 @@ class KeyShardSource(SourceReads, SourceDeadLetters, SourceConfig):
         from keyshard.handlers.range_owners import observe_stream  # noqa: PLC0415
         from keyshard.observe.telemetry import PlannedSpans  # noqa: PLC0415
 
-        spans = PlannedSpans(self.subscription) if self.telemetry else None
+        spans = PlannedSpans(self) if self.telemetry else None
         coordinator = self.coordinator()
         with owned_by(coordinator.fail):
             monitor = observe_stream(coordinator, self, "stream")

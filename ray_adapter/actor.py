@@ -71,6 +71,8 @@ class Traced(NamedTuple):
     outputs: str | None
     """Topic of the sink; ``None`` without a sink."""
     takes: Takes
+    address: tuple[str, int] | None
+    """Host and port of the service URL of the source; ``None`` if they are not known."""
 
 
 class HandlerActor:
@@ -110,7 +112,7 @@ class HandlerActor:
             if self._traced is not None:
                 from keyshard.observe.telemetry import Telemetry  # noqa: PLC0415 - an extra
 
-                self._telemetry = Telemetry()
+                self._telemetry = Telemetry(self._traced.address)
             handler = pickle.loads(self._pickled)
         except BaseException as exc:  # noqa: BLE001 - importing runs the user's code
             raise_if_ended_by_ray(exc)
@@ -130,7 +132,7 @@ class HandlerActor:
         """Wrap calls of the handler in spans."""
         if self._telemetry is None or self._traced is None:
             return call
-        subscription, outputs, takes = self._traced
+        subscription, outputs, takes, _ = self._traced
         if takes == "arrow":
             return self._telemetry.processed_rows(call, subscription)
         return self._telemetry.processed(call, subscription, outputs)

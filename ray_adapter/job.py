@@ -378,7 +378,8 @@ def _traced(source: KeyShardSource, options: JobOptions, sink: SinkConfig | None
     """Return the settings of the actors' spans; ``None`` if they make none."""
     if not source.telemetry:
         return None
-    return Traced(source.subscription, None if sink is None else sink.topic, options.takes)
+    outputs = None if sink is None else sink.topic
+    return Traced(source.subscription, outputs, options.takes, source.how_to_connect().address)
 
 
 @suggesting

@@ -104,7 +104,7 @@ class StreamRuntime:
         if source.telemetry:
             from keyshard.observe.telemetry import PlannedSpans  # noqa: PLC0415 - an extra
 
-            spans = PlannedSpans(source.subscription)
+            spans = PlannedSpans(source)
         coordinator = source.coordinator()
         with owned_by(coordinator.fail):
             monitor = observe_stream(coordinator, source, "spark")

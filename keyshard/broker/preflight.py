@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from urllib.parse import urlsplit
 
 from keyshard.base_error import UNREACHABLE
 from keyshard.broker.auth.credentials import Credentials
@@ -23,7 +22,7 @@ from keyshard.broker.auth.errors import lacks, no_host_answers, no_ip_answers, n
 from keyshard.broker.auth.tls import tls_context, tls_error
 from keyshard.broker.framing import FrameReader, ProtocolError, command_of, framed
 from keyshard.broker.hosts import HostQuestions, ip_addresses
-from keyshard.config.connection import Connection
+from keyshard.config.connection import Connection, host_and_port
 from keyshard.core.protobuf import Value, fields_of, message
 from keyshard.errors import (
     AuthorizationError,
@@ -177,8 +176,7 @@ class _Asking:
 
 def _asked(connection: Connection, credentials: Credentials, host: str) -> _Asking:
     """Connect to one host, by the IP address that answers first."""
-    parts = urlsplit(f"//{host}")
-    name, port = parts.hostname or "", parts.port or (6651 if connection.tls else 6650)
+    name, port = host_and_port(host, tls=connection.tls)
     context = tls_context(connection) if connection.tls else None
 
     def connect(ip: str) -> _Asking:

@@ -272,6 +272,13 @@ class Connection:
         return self.service_url.partition("://")[2].rstrip("/").split(",")
 
     @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of the service URL; ``None`` if it has several hosts, or is in memory."""
+        if self.in_memory or len(self.hosts) > 1:
+            return None
+        return host_and_port(self.hosts[0], tls=self.tls)
+
+    @property
     def says_secrets_in_the_clear(self) -> str:
         """The option whose URL sends a secret over a network without TLS; empty for none."""
         if self.authentication is None:
@@ -312,6 +319,12 @@ def set_shorthands(
                 "Set it in the connection only.",
             )
         object.__setattr__(config, name, getattr(connection, name))
+
+
+def host_and_port(host: str, *, tls: bool) -> tuple[str, int]:
+    """Split ``host:port`` of a service URL; the port defaults to Pulsar's."""
+    parts = urlsplit(f"//{host}")
+    return parts.hostname or "", parts.port or (6651 if tls else 6650)
 
 
 def check_file(name: str, path: object) -> str:

@@ -147,7 +147,8 @@ class BatchRun(EntryRun):
     ) -> None:
         super().__init__(coordinator, config, checkpoint, executor="batches", sink=sink)
         self.sink = sink
-        self._telemetry = Telemetry() if config.telemetry else None
+        address = config.how_to_connect().address
+        self._telemetry = Telemetry(address) if config.telemetry else None
         self._spans: set[BatchSpan] = set()
         """Spans of batches that are not acknowledged."""
         self._rows_max = rows_max

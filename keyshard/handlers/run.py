@@ -130,18 +130,17 @@ class HandlerRun:
         self.abandoned = False
         """Whether the run no longer waits for running handlers."""
         self._observers = Observers(observers, self._observer_raised)
-        self._telemetry = Telemetry() if handling.telemetry or config.telemetry else None
+        followed = handling.telemetry or config.telemetry
+        self._telemetry = Telemetry(config.how_to_connect().address) if followed else None
         self._outputs_topic = None if sink is None else sink.topic
         self._take = unpublished if sink is None else published
         self._mode = executor_of(handle, handling.executor, self._take)
         self._store = None if handling.checkpoint is None else CheckpointStore(handling.checkpoint)
         ranges = config.parallelism
         self.lanes = Lanes(
-            ranges,
-            handling.lanes,
-            lambda slot: range_index(slot, ranges),
+            ranges, handling.lanes, lambda slot: range_index(slot, ranges),
             serialise_keyless=handling.null_keys == "serialise",
-        )
+        )  # fmt: skip
         self._outcomes = FailureLog()
         self._dispatcher = Dispatcher(self.lanes, handling, self._outcomes)
         self._context = HandlerContext(MessageDecoder.of(config), self._dispatcher.notes.take)

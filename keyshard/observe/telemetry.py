@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from opentelemetry.trace import Span
 
+    from keyshard.config.source import SourceConfig
+
 SYSTEM = "messaging.system"
 OPERATION = "messaging.operation.name"
 OPERATION_TYPE = "messaging.operation.type"
@@ -34,6 +36,8 @@ PARTITION = "messaging.destination.partition.id"
 SUBSCRIPTION = "messaging.destination.subscription.name"
 MESSAGE_ID = "messaging.message.id"
 MESSAGES = "messaging.batch.message_count"
+ADDRESS = "server.address"
+PORT = "server.port"
 ERROR = "error.type"
 BATCH_ID = "keyshard.batch.id"
 TOPICS = "keyshard.topics"
@@ -54,11 +58,14 @@ _log = logging.getLogger(__name__)
 class Telemetry:
     """Makes spans and metrics with the providers that the program has set.
 
+    Args:
+        address: Host and port of the service URL; ``None`` if they are not known.
+
     Raises:
         ConfigError: The package is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int] | None) -> None:
         try:
             from opentelemetry import metrics, propagate, trace  # noqa: PLC0415
         except ImportError as exc:
@@ -67,6 +74,9 @@ class Telemetry:
                 "Install keyshard[otel], or leave telemetry out.",
             ) from exc
         self._trace, self._propagate, self._metrics = trace, propagate, metrics
+        self._server: Attributes = {}
+        if address is not None:
+            self._server = {ADDRESS: address[0], PORT: address[1]}
         self._recorded = False
         """Whether the program has set a provider, which is then never replaced."""
         self._look_s = 0.0
@@ -142,7 +152,7 @@ class Telemetry:
     def _processing(self, message: Message, subscription: str) -> Iterator[None]:
         common: Attributes = {
             SYSTEM: "pulsar", OPERATION: "process",
-            DESTINATION: message.topic, SUBSCRIPTION: subscription,
+            DESTINATION: message.topic, SUBSCRIPTION: subscription, **self._server,
         }  # fmt: skip
         if message.partition >= 0:
             common[PARTITION] = str(message.partition)
@@ -173,7 +183,7 @@ class Telemetry:
         return [self._create(one, one.topic or topic) for one in outputs]
 
     def _create(self, one: Produce, topic: str) -> Produce:
-        span = self._start("create", topic)
+        span = self._start("create", topic, {})  # A sink may publish it to another cluster.
         span.end()
         return self._with_context(one, span)
 
@@ -199,7 +209,7 @@ class Telemetry:
         """
         names = sorted(set(topics))
         common: Attributes = {
-            SYSTEM: "pulsar", OPERATION: "process", SUBSCRIPTION: subscription,
+            SYSTEM: "pulsar", OPERATION: "process", SUBSCRIPTION: subscription, **self._server,
         }  # fmt: skip
         if len(names) == 1:
             common[DESTINATION] = names[0]
@@ -297,7 +307,7 @@ class Telemetry:
         self, one: Produce, topic: str, send: Callable[[Produce], Future[MessageId]]
     ) -> Future[MessageId]:
         """Publish a message in a span that ends when the broker has confirmed it."""
-        span = self._start("send", topic)
+        span = self._start("send", topic, self._server)
         began_s = time.perf_counter()
         try:
             future = send(self._with_context(one, span))
@@ -317,7 +327,7 @@ class Telemetry:
     @contextmanager
     def sending(self, topic: str, rows: int) -> Iterator[None]:
         """Wrap the publishing of rows in a span."""
-        span = self._start("send", topic)
+        span = self._start("send", topic, self._server)
         span.set_attribute(MESSAGES, rows)
         began_s = time.perf_counter()
         error: BaseException | None = None
@@ -330,7 +340,7 @@ class Telemetry:
         finally:
             self._end(span, topic, began_s, error, rows)
 
-    def _start(self, operation: str, topic: str) -> Span:
+    def _start(self, operation: str, topic: str, server: Attributes) -> Span:
         return self._tracer.start_span(
             f"{operation} {topic}",
             kind=self._trace.SpanKind.PRODUCER,
@@ -339,13 +349,16 @@ class Telemetry:
                 OPERATION: operation,
                 OPERATION_TYPE: operation,
                 DESTINATION: topic,
+                **server,
             },
         )
 
     def _end(
         self, span: Span, topic: str, began_s: float, error: BaseException | None, count: int = 1
     ) -> None:
-        common: Attributes = {SYSTEM: "pulsar", OPERATION: "send", DESTINATION: topic}
+        common: Attributes = {
+            SYSTEM: "pulsar", OPERATION: "send", DESTINATION: topic, **self._server,
+        }  # fmt: skip
         if error is not None:
             common[ERROR] = _name_of(error)
             self.failed(span, error, _name_of(error))
@@ -411,12 +424,12 @@ class PlannedSpans:
     One thread begins and commits; any thread may close.
 
     Args:
-        subscription: Name of the subscription.
+        source: Its subscription and the host of its service URL are attributes.
     """
 
-    def __init__(self, subscription: str) -> None:
-        self.telemetry = Telemetry()
-        self._subscription = subscription
+    def __init__(self, source: SourceConfig) -> None:
+        self.telemetry = Telemetry(source.how_to_connect().address)
+        self._subscription = source.subscription
         self._lock = threading.Lock()
         """Held for no call of OpenTelemetry: a signal may interrupt the holder, then close."""
         self._open: deque[tuple[str, BatchSpan]] = deque()

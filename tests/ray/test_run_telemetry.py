@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 import ray_adapter
-from keyshard import KeyShardSink, Message
+from keyshard import Connection, KeyShardSink, Message
 from tests.ray.ray_topic import RayTopic
 
 pytestmark = pytest.mark.ray
@@ -56,14 +56,17 @@ class Follow:
             "id": span.context.span_id,
             "links": sorted(link.context.span_id for link in span.links),
             "rows": span.attributes.get("messaging.batch.message_count"),
+            "broker": (span.attributes["server.address"], span.attributes["server.port"]),
             "subscription": span.attributes["messaging.destination.subscription.name"],
         }
 
 
 @pytest.mark.parametrize("takes", ["messages", "arrow"])
 def test_spans_in_actors_are_linked_to_producers_and_exported_before_the_end(
-    orders: RayTopic, tmp_path: Path, takes: Any
+    orders: RayTopic, tmp_path: Path, takes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The URL of the cluster in memory has no host.
+    monkeypatch.setattr(Connection, "address", ("broker.example", 6652))
     provider = TracerProvider()
     sent = []
     with KeyShardSink(orders.topic, service_url=orders.url) as sink:
@@ -87,6 +90,7 @@ def test_spans_in_actors_are_linked_to_producers_and_exported_before_the_end(
     assert sorted(link for one in told for link in one["links"]) == sorted(sent)
     assert {one["name"] for one in told} == {f"process {orders.topic}"}
     assert {one["subscription"] for one in told} == {source.subscription}
+    assert {one["broker"] for one in told} == {("broker.example", 6652)}
     assert {one["rows"] is None for one in told} == {takes == "messages"}
     assert sorted(path.read_text().splitlines()) == sorted(
         f"{one['name']} {one['id']}" for one in told

@@ -17,7 +17,7 @@ import tenacity
 from opentelemetry import metrics, propagate, trace
 from opentelemetry.trace import SpanKind, StatusCode
 
-from keyshard import KeyShardSink, KeyShardSource, Message, Produce, RetryPolicy
+from keyshard import Connection, KeyShardSink, KeyShardSource, Message, Produce, RetryPolicy
 from keyshard.columns.content import PROPERTIES
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.errors import BrokerError, ConfigError
@@ -96,6 +96,47 @@ def test_a_message_is_followed_from_its_producer_to_the_outputs_of_its_handler(
     assert sum(point.value for point in consumed) == 2
     assert sum(point.count for point in exported.points("messaging.process.duration")) == 2
     assert sum(point.value for point in exported.points("messaging.client.sent.messages")) == 2
+
+
+BROKER = {"server.address": "broker.example", "server.port": 6652}
+
+
+def of_broker(attributes: Any) -> dict[str, Any]:
+    return {name: attributes[name] for name in attributes if name.startswith("server.")}
+
+
+def test_spans_and_metrics_name_the_host_of_the_service_url(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The URL of the cluster in memory has no host.
+    monkeypatch.setattr(Connection, "address", tuple(BROKER.values()))
+    copied = Copied()
+    publish(copied, "a")
+    with KeyShardSink(
+        copied.topic, service_url=copied.url, telemetry=True, delivery_guarantee="at-least-once"
+    ) as sink:
+        sink.write_batch(pa.record_batch({"value": [b"1"]}), 0)
+    sent = exported.spans("send")
+    with replace(copied.source(), telemetry=True).open() as stream:
+        stream.commit(present(stream.next_batch(60)))
+    batches = replace(copied.source(), telemetry=True).batches()
+    publish(copied, "b")
+    next(batches).ack()
+    batches.close()
+    publish(copied, "c")
+    with copied.running(copied.source(), plain, telemetry=True, sink=copied.sink):
+        wait_until(lambda: copied.backlog() == 0)
+    processed = exported.spans("process")
+    assert (len(sent), len(processed) >= 3) == (2, True)
+    for span in sent + processed:
+        assert of_broker(present(span.attributes)) == BROKER
+    for metric in (
+        "messaging.client.consumed.messages", "messaging.process.duration",
+        "messaging.client.sent.messages", "messaging.client.operation.duration",
+    ):  # fmt: skip
+        assert all(of_broker(point.attributes) == BROKER for point in exported.points(metric))
+    # The sink of a run may publish to another cluster.
+    assert {tuple(of_broker(present(one.attributes))) for one in exported.spans("create")} == {()}
 
 
 def test_a_failed_attempt_names_its_error(exported: Exported) -> None:
@@ -245,7 +286,7 @@ def test_the_spans_of_a_stream_end_with_its_commits(exported: Exported) -> None:
 def test_without_a_provider_nothing_is_done_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(propagate, "extract", asked.append)
-    telemetry = Telemetry()
+    telemetry = Telemetry(None)
     properties = pa.array([[("a", "b")]], PROPERTIES)
     row = pa.record_batch({"__topic": ["t"], "__properties": properties})
     assert telemetry.processed_rows(lambda rows: rows, "s")(row) is row
@@ -276,7 +317,7 @@ def ending_at(batch_id: str) -> Checkpoint:
 def test_a_stream_may_be_closed_while_a_batch_begins_or_ends(
     exported: Exported, looked_for: str
 ) -> None:
-    spans = PlannedSpans("s")
+    spans = PlannedSpans(KeyShardSource("t", subscription="s", service_url="memory://none"))
     for batch_id in "abc":
         spans.begin(ending_at(batch_id))
     batch_id = ClosesMeanwhile(looked_for)
@@ -304,7 +345,7 @@ def test_a_collector_that_does_not_answer_delays_no_stop(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     answered = threading.Event()
-    telemetry, traces = Telemetry(), Provider(lambda: answered.wait(deadline(60)))
+    telemetry, traces = Telemetry(None), Provider(lambda: answered.wait(deadline(60)))
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: traces)
     telemetry.flush(0.01)
     assert not traces.ended.is_set()
@@ -319,7 +360,7 @@ def test_a_failed_export_is_logged(
     def fail() -> None:
         raise Exception("no collector")
 
-    telemetry, traces, meters = Telemetry(), Provider(fail), Provider(lambda: None)
+    telemetry, traces, meters = Telemetry(None), Provider(fail), Provider(lambda: None)
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: traces)
     monkeypatch.setattr(metrics, "get_meter_provider", lambda: meters)
     telemetry.flush(60)

@@ -379,6 +379,21 @@ def test_a_secret_in_the_clear_is_seen() -> None:
     assert not Connection("pulsar://h:1").says_secrets_in_the_clear
 
 
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("pulsar://broker.example:6652", ("broker.example", 6652)),
+        ("pulsar://broker.example/", ("broker.example", 6650)),
+        ("pulsar+ssl://broker.example", ("broker.example", 6651)),
+        ("pulsar://[::1]:6650", ("::1", 6650)),
+        ("pulsar://one:6650,two:6650", None),
+        ("memory://cluster", None),
+    ],
+)
+def test_a_url_with_one_host_is_an_address(url: str, address: tuple[str, int] | None) -> None:
+    assert Connection(url).address == address
+
+
 def test_nothing_is_logged_by_describing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         Connection(TLS, authentication=Token(SECRET))

@@ -21,6 +21,7 @@ from keyshard.broker.retry import Retrier, Steps
 from keyshard.broker.wire import ack_grouping, connection_pool
 from keyshard.broker.wire import broker as brokering
 from keyshard.broker.wire.broker import WireBroker
+from keyshard.broker.wire.connect import Address
 from keyshard.broker.wire.consumer import WireConsumer
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.keep_alive import Act, KeepAlive
@@ -415,7 +416,7 @@ def test_a_broker_that_only_listens_costs_attempts_little(
     first = cluster.broker()
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     broker = connect(first, connection_timeout_ms=400, operation_timeout_ms=10_000)
-    address = connection_pool._address(f"127.0.0.1:{listening.getsockname()[1]}", tls=False)
+    address = Address("127.0.0.1", listening.getsockname()[1])
     shared = broker._shared.pool
     began_s, errors = time.monotonic(), list[str]()
 

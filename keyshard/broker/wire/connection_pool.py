@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from keyshard.broker.auth.credentials import Credentials
 from keyshard.broker.auth.errors import no_host_answers, no_ip_answers
@@ -17,7 +16,7 @@ from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError
 from keyshard.broker.wire.frames import api
 from keyshard.broker.wire.requests import new_id
-from keyshard.config.connection import Connection
+from keyshard.config.connection import Connection, host_and_port
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.errors import BrokerError, BrokerUnavailableError
 from keyshard.threads import owner
@@ -63,7 +62,7 @@ class ConnectionPool:
     def __init__(self, connection: Connection, credentials: Credentials) -> None:
         self._connection = connection
         self._credentials = credentials
-        self._hosts = [_address(host, tls=connection.tls) for host in connection.hosts]
+        self._hosts = [Address(*host_and_port(one, tls=connection.tls)) for one in connection.hosts]
         self._lock = threading.Lock()
         self._open: dict[Address, WireConnection] = {}
         self._opening: dict[Address, threading.Lock] = {}
@@ -227,7 +226,7 @@ class ConnectionPool:
                 f"Check its advertised addresses.{self._listener_hint()}",
             )
         try:
-            target = _address(url.partition("://")[2].rstrip("/"), tls=tls)
+            target = Address(*host_and_port(url.partition("://")[2].rstrip("/"), tls=tls))
             named = bool(target.host.encode("idna")) and "\0" not in target.host
         except ValueError:
             named = False
@@ -396,9 +395,3 @@ def _text(data: bytes) -> str:
 
 def _left(end_s: float) -> float:
     return max(0.0, end_s - time.monotonic())
-
-
-def _address(host: str, *, tls: bool) -> Address:
-    """Parse ``host:port`` of a URL; the port defaults to Pulsar's."""
-    parts = urlsplit(f"//{host}")
-    return Address(parts.hostname or "", parts.port or (6651 if tls else 6650))
