@@ -108,6 +108,7 @@ class StreamRuntime:
         coordinator = source.coordinator()
         with owned_by(coordinator.fail):
             monitor = observe_stream(coordinator, source, "spark")
+        _name_free_ports(source, monitor)
         try:
             coordinator.start(
                 # The initial offset names no topic partition: the query starts for the first time.
@@ -247,6 +248,14 @@ class StreamRuntime:
         self._cut_from = start
         self._cut = None if self._end is None else self._end.to_dict()
         return self._cut
+
+
+def _name_free_ports(source: KeyShardSource, monitor: Monitor) -> None:
+    """Log the ports that option 0 took, as warnings: Spark's processes show nothing less."""
+    if source.metrics_port == 0:
+        _log.warning("metrics.port is 0: metrics are served on port %s", monitor.metrics_port)
+    if source.ui_port == 0:
+        _log.warning("ui.port is 0: the page is served on port %s", monitor.page_port)
 
 
 def _context_files() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -57,7 +58,8 @@ class Host:
         ]
 
 
-def test_a_query_serves_metrics_until_it_stops() -> None:
+def test_a_query_serves_metrics_until_it_stops(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)  # as in the stream process
     topic = MemoryTopic()
     host = Host(topic, metrics_port=0)
     topic.cluster.publish(topic.topic, *(Message(b"row", key=f"k{n}") for n in range(10)))
@@ -66,6 +68,7 @@ def test_a_query_serves_metrics_until_it_stops() -> None:
     port = present(present(host.reader._runtime).monitor.metrics_port)
     url = f"http://127.0.0.1:{port}/"
     try:
+        assert f"metrics are served on port {port}" in caplog.text
         text = httpx.get(f"{url}metrics", trust_env=False).text
         labels = f'partition="1",subscription="unit",topic="{topic.topic}"'
         for line in (
@@ -82,12 +85,13 @@ def test_a_query_serves_metrics_until_it_stops() -> None:
         httpx.get(url, trust_env=False)
 
 
-def test_a_query_serves_its_page_until_it_stops() -> None:
+def test_a_query_serves_its_page_until_it_stops(caplog: pytest.LogCaptureFixture) -> None:
     topic = MemoryTopic()
     host = Host(topic, ui_port=0)
     host.reader.latestOffset(host.reader.initialOffset(), LIMIT)
     try:
         port = host.reader._runtime.monitor.page_port  # type: ignore[union-attr]
+        assert f"the page is served on port {port}" in caplog.text
         (told,) = httpx.get(f"http://127.0.0.1:{port}/api/status", timeout=deadline(20)).json()[
             "sources"
         ]
