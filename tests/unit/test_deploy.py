@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from examples.deploy.billing import DRAIN_S
+from keyshard.core.releases import DEFAULT_VERSION
 from keyshard.handlers.run import STOP_S
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
@@ -63,6 +64,19 @@ def test_the_compose_file_has_the_form_of_its_specification() -> None:
         "check-jsonschema", "--builtin-schema", "vendor.compose-spec", DEPLOY / "compose.yaml",
         missing="install check-jsonschema",
     )  # fmt: skip
+
+
+def test_compose_tries_the_release_of_the_development_broker() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert services["pulsar"]["image"] == f"apachepulsar/pulsar:{DEFAULT_VERSION}"
+
+
+def test_the_manifest_has_the_form_of_its_schema() -> None:
+    output = tool(
+        "kubernetes-validate", "--strict", DEPLOY / "kubernetes.yaml",
+        missing="install kubernetes-validate",
+    )  # fmt: skip
+    assert output.count(" passed for resource ") == len(kubernetes())
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
