@@ -217,6 +217,7 @@ class Rescaler:
         self._admin = admin
         self._work = work
         self._drain_timeout_s = drain_timeout_s
+        consumers.shared.history.rescales.drain_timeout_s = drain_timeout_s
         self._lost = False
         """Whether parts of the ring have no consumer after the newest change."""
 

@@ -93,6 +93,8 @@ class RescaleSummary(TypedDict):
     maxMillis: float | None
     maxPauseMillis: float | None
     """Longest pause of a range."""
+    drainTimeoutSeconds: float | None
+    """Longest drain of a rescale of ranges; ``None`` if they are fixed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,8 @@ class RescaleHistory:
         """In the order of their starts: the actors of a Ray job may rescale beside its ranges."""
         self._ends = dict.fromkeys(RescaleEnd, 0)
         self._moved_ms = self._max_ms = self._max_pause_ms = 0.0
+        self.drain_timeout_s: float | None = None
+        """Longest drain of a rescale of ranges; ``None`` if they are fixed."""
 
     def begins(self, rescale: Rescale) -> RunningRescale:
         """Show a rescale as one that runs."""
@@ -224,6 +228,7 @@ class RescaleHistory:
             "meanMillis": round(self._moved_ms / moved, 3) if moved else None,
             "maxMillis": self._max_ms if moved else None,
             "maxPauseMillis": self._max_pause_ms if moved else None,
+            "drainTimeoutSeconds": self.drain_timeout_s,
         }
 
 

@@ -135,9 +135,9 @@ class OutputLog:
         self.handled: Handled = {}
         """Handled messages of entries that are not delivered, as the checkpoint has them."""
         self.published = 0
-        """Number of messages of all batches, with that of the checkpoint at the start."""
-        self.confirmed = 0
-        """Number of those that the broker confirmed."""
+        """Number of messages that were published, those of repeated attempts included."""
+        self.confirmed = self.failed = 0
+        """Number of those that the broker confirmed, and of those that it did not."""
 
     def open(self, stored: Outputs | None) -> None:
         """Connect, and publish the batch of the checkpoint, which may not be stored yet.
@@ -160,7 +160,6 @@ class OutputLog:
         self._writer = self._new_writer()
         self.topic(None)
         self._batch = [self._restored(*item) for item in self._outputs.topics.items()]
-        self.published += self.unconfirmed
         self.publish()
 
     def known(self, name: str | None) -> OutputTopic | None:
@@ -202,7 +201,6 @@ class OutputLog:
             )
             for name, columns in rows.items()
         ]
-        self.published += self.unconfirmed
 
     def forget(self, entries: Mapping[TopicPartition, Iterable[EntryId]]) -> None:
         """Forget the handled messages of entries that are in the checkpoint."""
@@ -259,9 +257,11 @@ class OutputLog:
             )
         ]
         new, self._new = self._new, False
+        self.published += self.unconfirmed
         try:
             self._writer.write(placed, batch_id, new=new)
         except BaseException:
+            self.failed += self.unconfirmed
             self._writer.leave()
             raise
         self.confirmed += self.unconfirmed

@@ -101,6 +101,7 @@ class RangeOwners:
         if self._log is not None:
             tally.outputs_published = self._log.published
             tally.outputs_confirmed = self._log.confirmed
+            tally.outputs_failed = self._log.failed
         counters = tally.counters(handlers=False, sink=self._log is not None)
         return Totals(counters, None, CircuitBreaker().status(now_s))
 

@@ -287,6 +287,23 @@ def test_hot_keys_are_named(job: Job, capsys: pytest.CaptureFixture[str]) -> Non
     assert (first["share"], len(others)) == (0.7, 4)
     assert first["ranges"] == sorted({explained(hot, name) for name in ("text", "bytes")})
     assert all(one["share"] == 0.01 for one in others)
+
+
+def test_messages_that_come_during_the_start_count_as_all_others(job: Job) -> None:
+    keys = [f"k{number}" for number in range(5)]
+    job.publish(*((key, b"fine") for _ in range(10) for key in keys))
+    job.start()
+    wait_until(lambda: len(job.handled) == 50)
+    hot = {one["key"]: one["share"] for one in present(job.status()["hotKeys"])}
+    assert hot == dict.fromkeys(keys, 0.2)
+
+
+def test_hot_keys_are_printed_without_control_characters(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.start()
+    job.publish(*(("order\x1b[2J", b"fine") for _ in range(70)))
+    wait_until(lambda: len(job.handled) == 70)
     with pytest.raises(SystemExit):
         main(["status", "jobs"])
     output = capsys.readouterr().out
@@ -337,6 +354,7 @@ def test_commits_and_rescales_are_remembered(job: Job, tmp_path: Path) -> None:
     summary = history["rescaleSummary"]
     assert (summary["moved"], summary["kept"], summary["unchanged"]) == (1, 1, 1)
     assert summary["maxMillis"] == moved["durationMillis"]
+    assert summary["drainTimeoutSeconds"] == 0.1
 
 
 def test_a_rescale_that_drains_shows_the_message_that_it_waits_for(job: Job) -> None:

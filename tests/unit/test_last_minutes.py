@@ -104,7 +104,7 @@ def test_the_summary_of_rescales_counts_their_ends_and_measures_those_that_moved
     rescales = History().rescales
     assert rescales.summary() == {
         "moved": 0, "unchanged": 0, "kept": 0, "lost": 0, "meanMillis": None, "maxMillis": None,
-        "maxPauseMillis": None,
+        "maxPauseMillis": None, "drainTimeoutSeconds": None,
     }  # fmt: skip
     for seconds, end, pause_ms in (
         (0.1, RescaleEnd.MOVED, 80.0),
@@ -116,5 +116,5 @@ def test_the_summary_of_rescales_counts_their_ends_and_measures_those_that_moved
         rescales.ends(running, 100.0 + seconds, end, epoch=1, pause_ms=pause_ms)
     assert rescales.summary() == {
         "moved": 2, "unchanged": 1, "kept": 1, "lost": 0, "meanMillis": 200.0, "maxMillis": 300.0,
-        "maxPauseMillis": 80.0,
+        "maxPauseMillis": 80.0, "drainTimeoutSeconds": None,
     }  # fmt: skip
