@@ -21,6 +21,7 @@ from keyshard.control import ANY, SINK, WORKER, ControlServer, answering_sources
 from keyshard.core.message import Message
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.handlers.executors import shared_slots
 from keyshard.observe.page.options import PageOptions, serve_page
 from tests.helpers import key_in, wait_until
 from tests.support.copied_topic import SinkTopic
@@ -643,7 +644,8 @@ def test_a_range_is_chosen_by_keys_and_has_a_name(chromium: Any) -> None:
 def test_drawings_have_their_numbers_as_names(chromium: Any) -> None:
     shares = {"busy": 0.5, "waiting": 0.3, "heldBack": 0.2}
     with Board(
-        ranges=[range_status(0, hashRanges=["0-65535"], shares=shares, inFlight=1)],
+        ranges=[range_status(0, hashRanges=["0-65535"], shares=shares)],
+        handlerSlots=shared_slots(4, 1),
         partitions=[partition_status(0, lag=lag(rows=7))],
     ) as board:
         tab = Tab(chromium, board.port)
