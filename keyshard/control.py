@@ -299,11 +299,9 @@ def answering_sources(
 
 
 def _answering(
-    subscription: str | None,
-    service_url: str | None,
-    timeout_s: float = ANSWER_S,
+    subscription: str | None, service_url: str | None, timeout_s: float = ANSWER_S,
     kind: str | None = None,
-) -> tuple[list[RunningSource], list[ControlError]]:
+) -> tuple[list[RunningSource], list[ControlError]]:  # fmt: skip
     """Return the sources that answer, by process id, and the errors of the others.
 
     They are asked at the same time: a process that hangs has a socket for each of its sinks.
@@ -315,11 +313,13 @@ def _answering(
         for path in folder.glob(f"{names[0]}-{names[1]}-*-*")
         if kind == ANY or path.suffix == _suffix_of(kind)
     ]
-    with Pool(ASKED_MAX, "keyshard-control-ask") as pool:
+    pool = Pool(ASKED_MAX, "keyshard-control-ask")
+    try:
         answers = list(pool.map(lambda path: _found_at(path, timeout_s), paths))
-    found = [one for one, _ in answers if one is not None]
-    errors = [error for _, error in answers if error is not None]
-    return sorted(found, key=lambda one: (one.pid, one.path)), errors
+    finally:  # an interrupt waits for no process that hangs
+        pool.shutdown(wait=False, cancel_futures=True)
+    found = sorted((one for one, _ in answers if one), key=lambda one: (one.pid, one.path))
+    return found, [error for _, error in answers if error]
 
 
 def _found_at(path: Path, timeout_s: float) -> tuple[RunningSource | None, ControlError | None]:

@@ -259,7 +259,8 @@ class Job:
             recorded.ends(RescaleEnd.KEPT, epoch=coordinator.epoch, error=error)
             raise error from None
         except BaseException as exc:
-            recorded.ends(RescaleEnd.KEPT, epoch=coordinator.epoch, error=exc)
+            end = RescaleEnd.LOST if self._exchange.error is exc else RescaleEnd.KEPT
+            recorded.ends(end, epoch=coordinator.epoch, error=exc)
             raise
         recorded.ends(
             RescaleEnd.UNCHANGED if actors == before else RescaleEnd.MOVED,
@@ -287,9 +288,14 @@ class Job:
         added = [ActorSlot(len(old) + number, actor) for number, actor in enumerate(new)]
         self._exchange.go_on([*old[:actors], *added])
         pause_ms = round(1_000 * (time.monotonic() - held_s), 3)
-        self._actor_pool.end([actor_slot.actor for actor_slot in old[actors:]])
-        for actor_slot in added:
-            self._feed(actor_slot)
+        try:
+            self._actor_pool.end([actor_slot.actor for actor_slot in old[actors:]])
+            for actor_slot in added:
+                self._feed(actor_slot)
+        except BaseException as exc:
+            # The rows of an actor without a thread would wait for ever.
+            self._exchange.fail(exc)
+            raise
         return pause_ms
 
     # -- start and end -----------------------------------------------------------------------------

@@ -68,6 +68,8 @@ class ActorSlot:
     actor: Any
     pieces: Sequence[RowSlice] = ()
     """Rows that the actor works on."""
+    in_flight: int = 0
+    """Number of them."""
     since_s: float = 0.0
     """When the actor got them, monotonic seconds."""
     untaken: int = 0
@@ -89,7 +91,7 @@ class ActorSlot:
             waiting: Number of rows that wait for it.
         """
         process = None if self.actor is None or self.lost else self.actor.process
-        rows = rows_of(self.pieces)
+        rows = self.in_flight
         return {
             "index": self.index,
             "pid": None if process is None else process[0],
@@ -225,8 +227,9 @@ class JobState:
         )
         actor_slot.since_s = time.monotonic()
         actor_slot.untaken += 1
+        actor_slot.in_flight = rows_of(actor_slot.pieces)
         if limit is not None:
-            limit.started(actor_slot.since_s, rows_of(actor_slot.pieces))
+            limit.started(actor_slot.since_s, actor_slot.in_flight)
 
     def _until_allowed_s(self, actor_slot: ActorSlot, limit: RateLimit) -> float:
         """Return the seconds until the rate limit gives an actor rows; actors wait in turn."""
@@ -319,7 +322,7 @@ class JobState:
             else:
                 actor_slot.untaken -= 1
             self.waiting.give_back(actor_slot.index, rest)
-            actor_slot.pieces = ()
+            actor_slot.pieces, actor_slot.in_flight = (), 0
             self.changed.notify_all()
 
     def hold(self, timeout_s: float) -> None:

@@ -44,8 +44,8 @@ def main() -> None:
         archive = packed(arguments.wheel.resolve(), folder)
         packed_s = time.monotonic() - began_s
         said = submitted(archive, folder)
-    inside = [part for part in said["executors"] if "/environment/bin/python" not in part]
-    if said["rows"] != MESSAGES or inside or not said["executors"]:
+    outside = [part for part in said["executors"] if "/environment/bin/python" not in part]
+    if said["rows"] != MESSAGES or outside or not said["executors"]:
         raise SystemExit(f"The query did not run as it should: {said}.")
     whole_s = time.monotonic() - began_s
     print(f"{said['rows']:,} of {MESSAGES:,} messages read by {said['executors'][0]}.")

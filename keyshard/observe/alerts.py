@@ -138,7 +138,11 @@ ALERTS: tuple[Alert, ...] = (
         f"Worker {{{{ $labels.worker }}}} {_OF} does not run. Its ranges receive nothing.",
     ),
     Alert(
-        "KeyshardEntriesLost", f"increase({known('keyshard_entries_lost_total')}[5m]) > 0",
+        # Without admin_url, the metric begins with the first loss, and has no increase then.
+        "KeyshardEntriesLost",
+        f"increase({known('keyshard_entries_lost_total')}[5m]) > 0 or "
+        f"({known('keyshard_entries_lost_total')} > 0 "
+        f"unless {known('keyshard_entries_lost_total')} offset 5m)",
         "0m", "critical", f"Somebody else acknowledged entries {_OF}.",
     ),
     Alert(

@@ -144,7 +144,7 @@ def test_a_source_without_handlers_has_no_slots(orders: HandledTopic) -> None:
 
 def test_each_field_of_slots_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "status.md").read_text()
-    table = page.partition("Fields of each of the `handlerSlots`")[2].partition("\nFields")[0]
+    table = page.partition("Fields of each of the `handlerSlots`")[2].partition("`job.status()`")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     documented = [name for row in rows for name in row.replace("`", "").replace(" ", "").split(",")]
     assert documented == list(get_type_hints(HandlerSlots))

@@ -470,7 +470,7 @@ def test_wrong_tokens_are_limited_with_a_time_to_wait(shown: Shown) -> None:
 def test_requests_for_the_status_at_once_share_one_look(
     monkeypatch: pytest.MonkeyPatch, page: PageServer, shown: Shown
 ) -> None:
-    monkeypatch.setattr(status_watcher, "ASK_S", deadline(20))
+    monkeypatch.setattr(status_watcher, "STATUS_S", deadline(20))
     release, looks = threading.Event(), []
 
     def slow(_request: Mapping[str, Any]) -> Any:
@@ -494,7 +494,7 @@ def test_requests_for_the_status_at_once_share_one_look(
             answer = b"".join(iter(lambda: one.recv(65_536), b""))  # noqa: B023
             head, _, body = answer.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), answer
-            assert json.loads(body) == {"sources": [shown.status]}
+            assert json.loads(body)["sources"] == [shown.status]
     assert len(looks) == 1
     assert get(page, "/api/status").status_code == 200
     assert len(looks) == 2, "a later request gets a new look"

@@ -183,16 +183,20 @@ class PageApp:
         if wanted is not None:
             return await self._in_pool(lambda: self._status_of(wanted))
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self._in_pool(self._status_watcher.answers))
-        # A client that leaves cancels its request, and not the look of the others.
-        answers = await asyncio.shield(self._looking)
-        return answers if isinstance(answers, Response) else _listed(*answers)
+            look = self._in_pool(lambda: _listed(*self._status_watcher.answers()))
+            self._looking = asyncio.ensure_future(look)
+        # A client that leaves cancels its request, and not the look of the others. All of them
+        # get one body, made in the pool: it may have many megabytes.
+        shared: Response = await asyncio.shield(self._looking)
+        return shared
 
     def _status_of(self, wanted: str) -> Response:
         one, errors = self._found(wanted)
-        answer = None if one is None else answer_of(one)
-        if answer is None:
+        if one is None:
             return _missing(errors)
+        answer = answer_of(one)
+        if answer is None:  # it has ended since it was found
+            return _missing([])
         if answer.error:
             return _refusal(502, answer.error)
         return Response(answer.status, media_type="application/json")
@@ -206,6 +210,8 @@ class PageApp:
         found, errors = self._sources()
         matching = [one for one in found if wanted in (None, one.path.name)]
         sources = [one for one in matching if one.kind_word == "source"]
+        if wanted is None and errors:
+            return _refusal(502, f"Name one with source=ID, see /api/status. {' '.join(errors)}")
         if len(sources) > 1:
             return _refusal(400, "Several sources run. Name one with source=ID, see /api/status.")
         if not sources and wanted is not None and matching:
@@ -234,7 +240,12 @@ class PageApp:
             return _refusal(400, f"Command {shown(do)} is not known to the page.")
 
         def answered() -> Any:
-            one, _ = self._found(source)
+            one, errors = self._found(source)
+            if one is None and errors:
+                raise ControlError(
+                    f"The source does not answer, or does not run any more. {' '.join(errors)}",
+                    "Reload the page.",
+                )
             if one is None:
                 raise ControlError("The source does not run any more.", "Reload the page.")
             return one.ask(do, timeout_s=ASK_S, **named)
@@ -372,8 +383,10 @@ def _history_of(one: RunningSource) -> Response:
 def _missing(errors: list[str]) -> Response:
     """Return the answer for an id that no answering process has."""
     if errors:
-        return _refusal(502, f"It does not answer, or does not run. {' '.join(errors)}")
-    return _refusal(404, "It does not run. /api/status lists all that runs.")
+        return _refusal(
+            502, f"Nothing with this ID answers, or it does not run. {' '.join(errors)}"
+        )
+    return _refusal(404, "Nothing runs with this ID. /api/status lists the IDs.")
 
 
 def _runbook() -> Callable[[Request], Response]:

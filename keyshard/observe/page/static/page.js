@@ -13,7 +13,7 @@ const svgOf = (name) => document.createElementNS("http://www.w3.org/2000/svg", n
 const state = {
   chosen: null, look: null, histories: new Map(), arcs: new Map(), arc: null, all: new Set(),
   sorts: { owners: ["trouble", -1], partitions: ["lag", -1], runs: ["elapsed", -1], dead: ["none", 1], parked: ["none", 1], rescales: ["ago", 1], workers: ["is", 1], consumers: ["problem", -1] },
-  runs: [], noRuns: "", stream: null, dead: null, letter: null, pressed: null,
+  runs: [], noRuns: "", stream: null, shown: null, dead: null, letter: null, pressed: null,
 };
 
 document.addEventListener("pointerdown", (event) => { state.pressed = event.target; });
@@ -71,12 +71,13 @@ function headersOf() {
   return known ? { Authorization: `Bearer ${known}` } : {};
 }
 
-async function ask(command, fields = {}) {
+async function ask(command, fields = {}, source = state.look?.chosen) {
   const answer = await fetch("/api/ask", {
     method: "POST",
     headers: { ...headersOf(), "Content-Type": "application/json" },
-    body: JSON.stringify({ source: state.look?.chosen, do: command, ...fields }),
+    body: JSON.stringify({ source, do: command, ...fields }),
   });
+  if (answer.status === 401) askForToken();
   if (answer.headers.get("content-type")?.startsWith("application/json")) {
     const told = await answer.json();
     if (told.ok) return told.result;
@@ -146,6 +147,11 @@ byId("token").addEventListener("submit", (event) => {
 
 function show(look) {
   state.look = look;
+  if (state.shown !== look.chosen) {
+    // Another source: rows of the one before must not act on it.
+    Object.assign(state, { shown: look.chosen, arc: null, runs: [], noRuns: "", dead: null });
+    showDead();
+  }
   byId("notice").hidden = !look.error;
   byId("notice").textContent = look.error;
   showSources(look);
@@ -161,6 +167,14 @@ function show(look) {
   }
   if (other !== null) return showOther(other, status);
   document.title = `${status.name} - keyshard`;
+  try { showSource(look, status); } catch (error) {
+    // A status of another release that cannot be drawn must not end the page.
+    byId("notice").hidden = false;
+    byId("notice").textContent = `The status of ${status.name} cannot be shown: ${error.message}.`;
+  }
+}
+
+function showSource(look, status) {
   remember(look.chosen, status);
   showFacts(status);
   showRing(status);
@@ -846,9 +860,10 @@ byId("replay").addEventListener("click", () => changeDead("unpark", "Replay", wa
 byId("discard").addEventListener("click", () => changeDead("discard", "Discard", wanted()));
 
 async function changeDead(command, verb, conditions) {
+  const source = state.look?.chosen; // the look may choose another one while the dialog is open
   const fields = Object.keys(conditions).length ? conditions : { all: true };
   await noting("dead-note", async () => {
-    const plan = await ask(command, { ...fields, dry_run: true });
+    const plan = await ask(command, { ...fields, dry_run: true }, source);
     // A plan of dead letters that park no key counts no keys.
     const of = (counts) => `${numberOf(counts.deadLetters)} dead letters` +
       (counts.keys ? ` of ${numberOf(counts.keys)} keys.` : fields.key === undefined ? "." : ` of key ${fields.key}.`);
@@ -857,7 +872,7 @@ async function changeDead(command, verb, conditions) {
     const keys = plan.first.map((one) => `${keyOf(one.key)}: ${numberOf(one.deadLetters)}`);
     if (!plan.deadLetters) return "No dead letter matches.";
     if (!(await confirmed(`${verb} dead letters`, text, verb, keys))) return "Nothing was changed.";
-    const done = await ask(command, fields);
+    const done = await ask(command, fields, source);
     if (state.dead) await listDead();
     return `${verb}: ${of(done)}`;
   });
@@ -866,15 +881,17 @@ async function changeDead(command, verb, conditions) {
 // -- Pause and resume ------------------------------------------------------------------------------
 
 byId("pause").addEventListener("click", () => noting("receiving-note", async () => {
+  const source = state.look?.chosen;
   const text = "The source receives nothing until it is resumed or restarted. Its consumers stay connected. " +
     "Messages that were received are still handled and acknowledged.";
   if (!(await confirmed("Pause", text, "Pause"))) return "Nothing was changed.";
-  await ask("pause");
+  await ask("pause", {}, source);
   return "The source is paused.";
 }));
 byId("resume").addEventListener("click", () => noting("receiving-note", async () => {
+  const source = state.look?.chosen;
   if (!(await confirmed("Resume", "The source receives again at once.", "Resume"))) return "Nothing was changed.";
-  await ask("resume");
+  await ask("resume", {}, source);
   return "The source receives again.";
 }));
 
@@ -884,18 +901,20 @@ byId("rescale").addEventListener("submit", (event) => {
   event.preventDefault();
   const ranges = Number(new FormData(byId("rescale")).get("ranges"));
   noting("moves-note", async () => {
-    const plan = await ask("rescale", { ranges, dry_run: true });
+    const source = state.look?.chosen;
+    const plan = await ask("rescale", { ranges, dry_run: true }, source);
     const text = `From ${plan.before} to ${plan.after} ranges: ${(plan.movedFraction * 100).toFixed(1)} % of the ` +
       "ring moves. Handlers of keys that move finish first; other keys continue.";
     if (!(await confirmed("Rescale", text, "Rescale"))) return "Nothing was changed.";
-    return reportOf(await ask("rescale", { ranges }));
+    return reportOf(await ask("rescale", { ranges }, source));
   });
 });
 byId("balance").addEventListener("click", () => noting("moves-note", async () => {
+  const source = state.look?.chosen;
   const text = "Keep the number of ranges, and give all ranges equal loads, as measured since the start. The moves depend on " +
     `the load at that moment, so they cannot be shown before. ${spreadOf(state.look.status.ranges)}`;
   if (!(await confirmed("Balance", text, "Balance"))) return "Nothing was changed.";
-  return reportOf(await ask("rescale", { balance: true }));
+  return reportOf(await ask("rescale", { balance: true }, source));
 }));
 
 function spreadOf(ranges) {
