@@ -75,15 +75,15 @@ def status(  # noqa: PLR0917 - one argument per option
         )
     else:
         found = _found_at(url, token_file, subscription, pid)
-        if as_json and not watch and len(found.first) > 1:
-            _print_all(found.first)
-            return
-    if not (watch or as_json):
+    if not watch:
         for error in found.errors:
             typer.echo(error, err=True)
-        if len(found.first) > 1:
-            _show_all(found)
+        if as_json and url is not None and len(found.first) > 1:
+            _print_all(found.first)
             return
+    if not (watch or as_json) and len(found.first) > 1:
+        _show_all(found)
+        return
     if not found.sources and found.first:
         _show_other(found, watch=watch, as_json=as_json)
         return
@@ -152,8 +152,9 @@ def _found_at(url: str, token_file: Path | None, name: str | None, pid: int | No
 
     def only() -> RunningSource:
         if not sources:
+            more = f" {error}" if error else ""
             raise ControlError(
-                f"The page at {redacted(url)} shows no such source. {error}", "Leave the name out."
+                f"The page at {redacted(url)} shows no such source.{more}", "Leave the name out."
             )
         return _only(sources, "")
 

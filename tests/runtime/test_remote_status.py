@@ -15,6 +15,7 @@ import pytest
 
 from keyshard import cli
 from keyshard.control import ANY, ControlServer, answering_sources
+from keyshard.observe.page.client import Page
 from keyshard.observe.page.options import PageOptions, serve_page
 from keyshard.observe.page.server import PageServer
 from tests.support.deadlines import deadline
@@ -106,6 +107,17 @@ def test_several_sources_or_sinks_are_listed(run: Command, start: Start) -> None
     _, out, err = run()
     assert "keyshard status SUBSCRIPTION" in err
     assert out.index("received/s") < out.index("published/s")
+
+
+def test_json_has_the_reason_for_missing_ones_beside_it(
+    run: Command, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(status())
+    listed = Page.listed
+    monkeypatch.setattr(Page, "listed", lambda page: (listed(page)[0], "Process 7 hangs."))
+    _, out, err = run("--json")
+    assert json.loads(out)["kind"] == "handlers"
+    assert "Process 7 hangs." in err
 
 
 def test_one_without_a_status_is_named_and_the_others_are_shown(run: Command, start: Start) -> None:
