@@ -135,10 +135,11 @@ def _found_at(url: str, token_file: Path | None, name: str | None, pid: int | No
         ControlError: The page does not answer.
     """
     from keyshard.observe.page.client import Page
+    from keyshard.observe.page.status_watcher import GROUPS
 
     page = Page(url, None if token_file is None else read_token(token_file))
     listed, error = page.listed()
-    groups: dict[str, list[RunningSource]] = {"source": [], "sink": [], "worker": []}
+    groups: dict[str, list[RunningSource]] = {kind: [] for kind in GROUPS}
     for one in listed:
         if pid in (None, one.pid):
             groups[one.kind_word].append(one)

@@ -148,7 +148,7 @@ def may_not_ask(about: str, asked: str, consequence: str) -> Finding:
 
     Args:
         about: Subject of the check.
-        asked: What the role may not read.
+        asked: The facts that the role may not read.
         consequence: A sentence.
     """
     text = f"unknown: the role may not read {asked}. {consequence}"

@@ -53,7 +53,7 @@ def test_an_attempt_that_dies_anywhere_is_completed_by_the_next(
         first.write_batch(batch_of(rows), 0)
     except BrokerUnavailableError:
         first._state.close()
-    # What the broker accepted is written late, or lost.
+    # The rows that the broker accepted are written late, or lost.
     for one in partitions:
         how = draw.choice([world.cluster.release_writes, world.cluster.fail_writes])
         how(one)

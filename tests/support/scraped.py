@@ -1,4 +1,4 @@
-"""What the port of metrics of a source answers."""
+"""The answers of the metrics port of a source."""
 
 from __future__ import annotations
 

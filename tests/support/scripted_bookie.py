@@ -69,7 +69,7 @@ def refused(_answer: Answer, first: int, _end: int) -> bytes:
 
 BATCHES: dict[str, Batch] = {"4.17": as_bookkeeper, "4.16": unknown, "bad request": refused}
 batch: Batch = as_bookkeeper
-"""What bookies answer to batch reads; the fixture ``bookie_versions`` replaces it."""
+"""The answer of bookies to batch reads; the fixture ``bookie_versions`` replaces it."""
 
 
 def whole(entry: int, digest: str = "CRC32C") -> bytes:

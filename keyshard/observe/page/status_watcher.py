@@ -46,7 +46,7 @@ Sources = Callable[[], tuple[list[RunningSource], list[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a source, sink or worker answered."""
+    """The answer of a source, sink or worker."""
 
     of: RunningSource
     status: str = ""

@@ -238,7 +238,7 @@ function showFacts(status) {
   const trend = element("span", { class: lag.trend ?? "" }, lag.trend ?? "");
   const handles = status.kind === "handlers";
   byId("facts").replaceChildren(...[
-    fact("State", element("span", { class: `state ${status.state}` }, status.state), status.kind),
+    stateFact(status),
     fact("Lag", durationOf(lag.seconds), element("span", {}, trend, " ", byBroker(lag))),
     fact("Backlog", numberOf(lag.rows ?? lag.entries),
       lag.rows !== null ? "rows" : lag.entries !== null ? "entries" : status.brokerError ? "no answer" : "unknown, see admin_url"),
@@ -246,7 +246,7 @@ function showFacts(status) {
     handles ? fact("Completed", paceOf(rates.completed), "messages/s") : null,
     handles ? fact("Failed attempts", paceOf(rates.failedAttempts), "per second") : null,
     handles ? fact("Parked keys", numberOf(status.parkedKeys), `dead letters: ${numberOf(counters.deadLettered)}`) : null,
-    fact("Uptime", durationOf(status.uptimeSeconds), `pid ${status.pid} on ${status.host}`),
+    uptimeFact(status),
     status.hotKeys?.length
       ? fact("Hot keys", status.hotKeys.map((one) => `${keyOf(one.key).slice(0, 60)} ${(one.share * 100).toFixed(1)} %`).join(", "), "of messages", "wide")
       : null,
@@ -255,6 +255,10 @@ function showFacts(status) {
   ].filter(Boolean));
 }
 
+const stateFact = (status) =>
+  fact("State", element("span", { class: `state ${status.state}` }, status.state), status.kind);
+const uptimeFact = (status) =>
+  fact("Uptime", durationOf(status.uptimeSeconds), `pid ${status.pid} on ${status.host}`);
 const errorFact = ({ newestError }) => (newestError
   ? fact("Newest error", element("span", { class: "bad" }, newestError.error),
     newestError.secondsAgo === null ? "persists" : `${durationOf(newestError.secondsAgo)} ago`, "wide")
@@ -298,11 +302,6 @@ function showOther(kind, status) {
     byId("published").hidden = byId("hosted").hidden = true;
   }
 }
-
-const stateFact = (status) =>
-  fact("State", element("span", { class: `state ${status.state}` }, status.state), status.kind);
-const uptimeFact = (status) =>
-  fact("Uptime", durationOf(status.uptimeSeconds), `pid ${status.pid} on ${status.host}`);
 
 function showSink(status) {
   const { rates, counters, unconfirmed } = status;
