@@ -127,7 +127,7 @@ HERE = {"topic": "persistent://public/default/t", "partition": "0"}
     ("alert", "shown", "labels", "summary"),
     [
         ("KeyshardLag", lagging(360_000), {},
-         "The oldest received message of subscription s is 6m 0s old."),
+         "The oldest message of subscription s is 6m 0s old."),
         ("KeyshardUncovered", status(partitions=[partition_status(0, covered=False)]), HERE,
          f"{PARTITION} has slots without a connected consumer."),
         ("KeyshardBrokerError", status(partitions=[partition_status(0, error="no")]), HERE,
