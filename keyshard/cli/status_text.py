@@ -92,7 +92,7 @@ def status_view(status: Status, rates: Rates | None, *, all_ranges: bool | None)
     if status["window"] and status["window"]["sourceWorkers"]:
         parts.append(Text(_source_workers(status["window"]["sourceWorkers"])))
     circuit = status["circuit"]
-    if circuit["state"] != "closed":
+    if circuit is not None and circuit["state"] != "closed":
         parts.append(
             Text(
                 f"handlers paused for {circuit['forSeconds']:.0f} s, because most keys fail "

@@ -70,7 +70,8 @@ class Totals(NamedTuple):
     counters: OutcomeCounts
     timings: HandlerSeconds | None
     """``None`` without handlers."""
-    circuit: CircuitStatus
+    circuit: CircuitStatus | None
+    """``None`` without lanes, because only keys in lanes have a circuit breaker."""
     newest_error: NewestError | None = None
 
 

@@ -87,6 +87,12 @@ def _ranges(value_of: Callable[[RangeStatus], float | None]) -> Any:
     return read
 
 
+def _circuit_open(status: Status) -> Iterable[Sample]:
+    circuit = status["circuit"]
+    if circuit is not None:
+        yield (), float(circuit["state"] != "closed")
+
+
 def _states(status: Status) -> Iterable[Sample]:
     for each in status["ranges"]:
         for state in RangeState:
@@ -257,7 +263,7 @@ METRICS: tuple[Metric, ...] = (
            "during the start.", _one("parkedKeys")),
     Metric("keyshard_circuit_open", _GAUGE, "", (),
            "1 while most keys fail at once and handlers pause, else 0.",
-           lambda status: [((), float(status["circuit"]["state"] != "closed"))]),
+           _circuit_open),
     Metric("keyshard_circuit_openings_total", _COUNTER, "openings", (),
            "Times that handlers paused because most keys failed at once.",
            _one("circuit", "openings")),

@@ -161,7 +161,8 @@ class Status(TypedDict):
     counters: OutcomeCounts
     handlerSeconds: HandlerSeconds | None
     """``None`` without handlers."""
-    circuit: CircuitStatus
+    circuit: CircuitStatus | None
+    """``None`` without handlers in lanes."""
     rateLimit: RateLimitStatus | None
     hotKeys: list[HotKeyStatus] | None
     """``None`` during the start, and if workers keep the keys."""

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 import tenacity
 
-from keyshard import Message, Reject, RetryLater, RetryPolicy
+from keyshard import KeyShardSource, Message, Reject, RetryLater, RetryPolicy
 from keyshard.broker.memory import Message as Stored
-from keyshard.core.lanes.circuit_breaker import KEYS_MAX, KEYS_MIN, ON_TRIAL_MAX, PAUSE_S
+from keyshard.core.lanes.circuit_breaker import (
+    KEYS_MAX,
+    KEYS_MIN,
+    ON_TRIAL_MAX,
+    PAUSE_S,
+    CircuitStatus,
+)
 from tests.helpers import DEADLINE_S, present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.handled_topic import HandledTopic
@@ -51,6 +57,10 @@ class Database:
         self.handle(message)
 
 
+def circuit_of(source: KeyShardSource) -> CircuitStatus:
+    return present(source.status()["circuit"])
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A circuit breaker that waits for a success longer than the retries of ``SLOWER`` take."""
@@ -72,8 +82,8 @@ def test_an_outage_parks_no_key_and_is_named(
         orders.running(orders.source(), handle, retry=SLOWER) as run,
     ):
         wait_until(lambda: "_running" in run.source.__dict__)
-        wait_until(lambda: run.source.status()["circuit"]["state"] != "closed")
-        output = run.source.status()["circuit"]
+        wait_until(lambda: circuit_of(run.source)["state"] != "closed")
+        output = circuit_of(run.source)
         assert output["error"] == "ConnectionError: the database is away"
         assert output["keysFailing"] >= KEYS_MIN
         database.away_for(0.3)
@@ -82,8 +92,8 @@ def test_an_outage_parks_no_key_and_is_named(
     assert not orders.errors
     assert status["parkedKeys"] == 0
     assert status["counters"]["deadLettered"] == 0
-    assert status["circuit"]["state"] == "closed"
-    assert status["circuit"]["openings"] == 1
+    assert present(status["circuit"])["state"] == "closed"
+    assert present(status["circuit"])["openings"] == 1
     assert orders.count == count
     assert database.attempts < count + 60, "handlers paused"
     logged = "\n".join(record.getMessage() for record in caplog.records)
@@ -113,7 +123,7 @@ def test_poison_is_parked_while_others_continue_and_after_an_outage(orders: Hand
     with orders.running(orders.source(), database.handle, retry=QUICK) as run:
         wait_until(lambda: orders.errors or (orders.backlog() == 0 and orders.count == 100))
         status = run.source.status()
-    assert status["circuit"]["state"] == "closed"
+    assert present(status["circuit"])["state"] == "closed"
     assert status["parkedKeys"] == len(poison)
 
 
@@ -184,7 +194,7 @@ def test_an_outage_that_fills_the_window_parks_few_keys_at_a_time(orders: Handle
         database.may_answer.set()
         wait_until(lambda: orders.errors or run.source.status()["parkedKeys"])
         status = run.source.status()
-        assert status["circuit"]["keysOnTrial"] <= ON_TRIAL_MAX
+        assert present(status["circuit"])["keysOnTrial"] <= ON_TRIAL_MAX
         assert 0 < (status["parkedKeys"] or 0) <= ON_TRIAL_MAX, "of 60 that fail"
         database.away_for(0.0)
         wait_until(lambda: orders.errors or orders.backlog() == 0)
@@ -220,7 +230,7 @@ def test_a_good_key_behind_more_bad_ones_than_a_round_tries_is_found(
     orders.cluster.publish(orders.topic, *[Stored(b"poison", key=f"bad-{n}") for n in range(bad)])
     with orders.running(orders.source(parallelism=1), handle, retry=QUICK) as run:
         wait_until(lambda: "_running" in run.source.__dict__)
-        wait_until(lambda: (run.source.status()["circuit"]["nextProbeInSeconds"] or 0) > PAUSE_S)
+        wait_until(lambda: (circuit_of(run.source)["nextProbeInSeconds"] or 0) > PAUSE_S)
         published = orders.publish(keys=1, per_key=1)
         wait_until(lambda: orders.errors or orders.count == 1 or held_by(run) > bad)
         before = len(tried)
@@ -284,7 +294,7 @@ def test_bad_keys_beside_good_ones_are_parked_and_delay_no_other(
         wait_until(lambda: orders.errors or present(counters()["completed"]) >= len(began))
         status = run.source.status()
     assert not orders.errors
-    assert status["circuit"]["openings"] == 0
+    assert present(status["circuit"])["openings"] == 0
     assert status["counters"]["completed"] == len(began) == len(waited)
     assert max(waited) < 1.5 * count + KEYS_MIN, "good keys wait for nobody"
 
@@ -297,7 +307,7 @@ def test_a_probe_that_hangs_stops_no_other_key(orders: HandledTopic) -> None:
     database.away_for(deadline(60.0))
 
     def handle(message: Message) -> None:
-        if source.status()["circuit"]["state"] == "probing" and not hung.is_set():
+        if circuit_of(source)["state"] == "probing" and not hung.is_set():
             hung.set()
             released.wait(deadline(30))
             raise ConnectionError("the connection hung")
@@ -306,7 +316,7 @@ def test_a_probe_that_hangs_stops_no_other_key(orders: HandledTopic) -> None:
     source = orders.source()
     with orders.running(source, handle, retry=QUICK):
         wait_until(hung.is_set)
-        wait_until(lambda: source.status()["circuit"]["state"] == "open")
+        wait_until(lambda: circuit_of(source)["state"] == "open")
         database.away_for(0.0)
         wait_until(lambda: orders.errors or orders.count == keys - 1)
         released.set()
@@ -328,7 +338,7 @@ def test_rejections_do_not_open_the_circuit(orders: HandledTopic, error: Excepti
     orders.publish(keys=20, per_key=3)
     with orders.running(orders.source(), handle) as run:
         wait_until(lambda: orders.errors or orders.backlog() == 0)
-        assert run.source.status()["circuit"]["openings"] == 0
+        assert circuit_of(run.source)["openings"] == 0
 
 
 def test_a_stop_in_an_outage_ends_at_its_deadline_and_loses_nothing(orders: HandledTopic) -> None:
@@ -339,7 +349,7 @@ def test_a_stop_in_an_outage_ends_at_its_deadline_and_loses_nothing(orders: Hand
     began = time.monotonic()
     with orders.running(source, database.handle, drain_timeout_s=1.0):
         wait_until(lambda: "_running" in source.__dict__)
-        wait_until(lambda: source.status()["circuit"]["state"] == "open")
+        wait_until(lambda: circuit_of(source)["state"] == "open")
         source.stop()
     assert time.monotonic() - began < deadline(10)
     assert orders.backlog() == count
@@ -353,7 +363,7 @@ def test_a_stop_does_not_wait_for_an_outage_to_end(orders: HandledTopic, executo
     handle: Any = database.handle if executor == "threads" else database.coroutine
     with orders.running(orders.source(), handle, drain_timeout_s=deadline(30.0)) as run:
         wait_until(lambda: "_running" in run.source.__dict__)
-        wait_until(lambda: run.source.status()["circuit"]["state"] == "open")
+        wait_until(lambda: circuit_of(run.source)["state"] == "open")
         run.source.stop()
         began_s = time.monotonic()
         run.thread.join(deadline(25))

@@ -44,8 +44,12 @@ def test_a_stream_has_no_counts_of_handlers_and_outputs() -> None:
         status: Status = running_source("keyshard").ask("status")
     assert status["counters"] == dict.fromkeys(OF_HANDLERS + OF_OUTPUTS)
     assert status["handlerSeconds"] is None
+    assert status["circuit"] is None
     metrics = metrics_of(status)
-    for name in ("messages_completed_total", "outputs_published_total", "handler_seconds_sum"):
+    for name in (
+        "messages_completed_total", "outputs_published_total", "handler_seconds_sum",
+        "circuit_open", "circuit_openings_total",
+    ):  # fmt: skip
         assert f"keyshard_{name}{{" not in metrics
     assert "keyshard_messages_received_total{" in metrics
     text = text_of(status)
@@ -62,7 +66,7 @@ def test_batches_with_a_sink_count_only_outputs(copied: Copied) -> None:
     run.close()
     of_handlers, of_outputs = dict.fromkeys(OF_HANDLERS), dict.fromkeys(OF_OUTPUTS, 0)
     assert status["counters"] == of_handlers | of_outputs
-    assert status["handlerSeconds"] is None
+    assert (status["handlerSeconds"], status["circuit"]) == (None, None)
     metrics = metrics_of(status)
     assert "keyshard_messages_completed_total{" not in metrics
     assert "keyshard_outputs_published_total{" in metrics
@@ -77,6 +81,7 @@ def test_handlers_without_a_sink_count_no_outputs() -> None:
     assert status["counters"] == of_handlers | of_outputs
     metrics = metrics_of(status)
     assert 'keyshard_messages_completed_total{subscription="keyshard"} 0.0' in metrics
+    assert 'keyshard_circuit_open{subscription="keyshard"} 0.0' in metrics
     assert "keyshard_outputs_published_total{" not in metrics
 
 

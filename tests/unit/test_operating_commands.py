@@ -20,6 +20,7 @@ from keyshard.core.recent_history import History
 from keyshard.core.rescale_history import Rescale, RescaleEnd
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.errors import ConfigError
+from tests.helpers import present
 from tests.support.command_line import run
 from tests.support.control_folder import own_control_folder
 from tests.support.statuses import lag, partition_status, range_status, status
@@ -400,7 +401,7 @@ def test_texts_of_messages_reach_no_terminal_as_they_are(
     stalled = {"reason": evil, "kind": evil, "forSeconds": 9.0}
     shown = status(
         newestError=newest,
-        circuit={**status()["circuit"], "state": "open", "error": evil},
+        circuit={**present(status()["circuit"]), "state": "open", "error": evil},
         ranges=[range_status(0, state="stalled", stalled=stalled), range_status(1, reason=evil)],
         partitions=[partition_status(0, error=evil)],
     )
