@@ -64,6 +64,7 @@ _STALLED_PARTITIONS = {
     StallKind.UNDELIVERED: "the broker delivers nothing, though it has entries",
 }
 _OF = "of subscription {{ $labels.subscription }}"
+_PROCESS = "Handler process or actor {{ $labels.process }} " + _OF
 _PARTITION = "Topic partition {{ $labels.topic }}-{{ $labels.partition }} " + _OF
 
 
@@ -136,6 +137,14 @@ ALERTS: tuple[Alert, ...] = (
     Alert(
         "KeyshardWorkerDown", f"{known('keyshard_worker_up')} == 0", "1m", "critical",
         f"Worker {{{{ $labels.worker }}}} {_OF} does not run. Its ranges receive nothing.",
+    ),
+    Alert(
+        "KeyshardHandlerDown", f"{known('keyshard_handler_up')} == 0", "2m", "warning",
+        f"{_PROCESS} does not run. Its messages wait.",
+    ),
+    Alert(
+        "KeyshardHandlerRestarts", f"increase({known('keyshard_handler_restarts_total')}[15m]) > 2",
+        "0m", "warning", f"{_PROCESS} has ended several times within 15 minutes.",
     ),
     Alert(
         # Without admin_url, the metric begins with the first loss, and has no increase then.

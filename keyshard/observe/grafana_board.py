@@ -57,6 +57,17 @@ ROWS: dict[str, dict[str, tuple[str, ...]]] = {
         "Consumers": ("keyshard_worker_consumers",),
         "Restarts": ("keyshard_worker_restarts_total",),
     },
+    "Handlers": {
+        "Handler slots": ("keyshard_handler_slots", "keyshard_handler_slots_used"),
+        "Processes and actors that run": ("keyshard_handler_up",),
+        "Restarts of processes and actors": ("keyshard_handler_restarts_total",),
+        "Handled by processes and actors": ("keyshard_handler_messages_total",),
+        "Messages of actors": (
+            "keyshard_handler_waiting_messages", "keyshard_handler_in_flight_messages",
+        ),
+        "Time on these messages": ("keyshard_handler_running_seconds",),
+        "Untaken calls": ("keyshard_handler_untaken_calls",),
+    },
     "Broker": {
         "Backlog": ("keyshard_partition_backlog_entries",),
         "Connection": ("keyshard_partition_covered", "keyshard_partition_broker_error"),

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 from keyshard.coordinator.progress import SourceWorker
+from keyshard.core.lanes.lane_status import HandlerSlots
 from keyshard.core.range_watchdog import RangeState
 from keyshard.core.rescale_history import RescaleEnd
 from keyshard.observe.status_types import PartitionStatus, RangeStatus, Status
@@ -77,14 +78,27 @@ def _rescales(status: Any) -> Iterable[Sample]:
 
 def _ranges(value_of: Callable[[RangeStatus], float | None]) -> Any:
     """Return a function that reads a value of each range from the status."""
+    return _indexed("ranges", value_of)
 
-    def read(status: Status) -> Iterable[Sample]:
-        for each in status["ranges"]:
+
+def _processes(value_of: Callable[[HandlerSlots], float | None]) -> Any:
+    """Return a function that reads a value of each process or actor of handlers."""
+    return _indexed("handlerSlots", value_of)
+
+
+def _indexed(field: str, value_of: Callable[[Any], float | None]) -> Any:
+    def read(status: Any) -> Iterable[Sample]:
+        for each in status[field]:
             value = value_of(each)
             if value is not None:
                 yield (str(each["index"]),), float(value)
 
     return read
+
+
+def _up(slots: HandlerSlots) -> float | None:
+    """Return whether a process or actor runs; ``None`` for threads and coroutines."""
+    return None if slots["restarts"] is None else float(slots["state"] != "starting")
 
 
 def _circuit_open(status: Status) -> Iterable[Sample]:
@@ -150,6 +164,7 @@ def _seconds(millis: float | None) -> float | None:
 _RANGE = ("range",)
 _PARTITION = ("topic", "partition")
 _WORKER = ("worker", "kind")
+_PROCESS = ("process",)
 _GAUGE, _COUNTER = MetricKind.GAUGE, MetricKind.COUNTER
 
 METRICS: tuple[Metric, ...] = (
@@ -231,6 +246,33 @@ METRICS: tuple[Metric, ...] = (
            "Consumers that a worker hosts.", _workers(lambda each: each["consumers"])),
     Metric("keyshard_worker_restarts_total", _COUNTER, "restarts", _WORKER,
            "Times that a worker was replaced.", _workers(lambda each: each["restarts"])),
+    Metric("keyshard_handler_slots", _GAUGE, "handlers", _PROCESS,
+           "Handlers that may run at the same time in a process or actor; threads or coroutines "
+           "share process 0. Missing if only lanes limit.",
+           _processes(lambda each: each["total"])),
+    Metric("keyshard_handler_slots_used", _GAUGE, "handlers", _PROCESS,
+           "Handlers that run in a process or actor.", _processes(lambda each: each["used"])),
+    Metric("keyshard_handler_up", _GAUGE, "", _PROCESS,
+           "1 while a process or actor runs or waits for its first message, 0 while it starts, "
+           "also after its end; missing for threads and coroutines.", _processes(_up)),
+    Metric("keyshard_handler_restarts_total", _COUNTER, "restarts", _PROCESS,
+           "Times that a process or actor was replaced; missing for threads and coroutines.",
+           _processes(lambda each: each["restarts"])),
+    Metric("keyshard_handler_messages_total", _COUNTER, "messages", _PROCESS,
+           "Messages that a process or actor handled; missing for threads and coroutines.",
+           _processes(lambda each: each["handled"])),
+    Metric("keyshard_handler_waiting_messages", _GAUGE, "messages", _PROCESS,
+           "Messages that wait for an actor; missing elsewhere.",
+           _processes(lambda each: each["waiting"])),
+    Metric("keyshard_handler_in_flight_messages", _GAUGE, "messages", _PROCESS,
+           "Messages that handlers of a process or actor work on.",
+           _processes(lambda each: each["inFlight"])),
+    Metric("keyshard_handler_running_seconds", _GAUGE, "seconds", _PROCESS,
+           "Time for which a process or actor has worked on its messages; missing if it is free, "
+           "and for threads and coroutines.", _processes(lambda each: each["runningSeconds"])),
+    Metric("keyshard_handler_untaken_calls", _GAUGE, "calls", _PROCESS,
+           "Calls of an actor whose results the program has not taken. At 2, the actor gets no "
+           "more messages. Missing elsewhere.", _processes(lambda each: each["untakenCalls"])),
     Metric("keyshard_messages_received_total", _COUNTER, "messages", (),
            "Messages received, without redelivered ones that were dropped.",
            _one("window", "rowsReceived")),
@@ -390,9 +432,12 @@ are missing.
 keyshard reads the values from the [status](status.md) when Prometheus asks. It does not use the
 default registry of the process. Metrics that need `admin_url` are missing without it.
 
-Each metric of a source has the label `subscription`. The ranges and topic partitions of the source
-bound the number of time series: at most 11 for each range, 8 for each topic partition, and 60
+Each metric of a source has the label `subscription`. The ranges and topic partitions of the source,
+its workers, and the processes or actors of its handlers bound the number of time series: at most 11
+for each range, 10 for each topic partition, 3 for each worker, 9 for each process or actor, and 60
 others.
+
+`process` is the number of a process or actor in [`handlerSlots`](status.md) of the status.
 
 [Alert rules](operations/alerts.yml) and a [Grafana board](operations/grafana.json) are made from
 these tables; [operating](operating.md#alerts-and-a-board) explains how to load them.

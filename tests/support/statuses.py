@@ -63,6 +63,25 @@ def partition_status(partition: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def handler_slots(index: int, **changes: Any) -> dict[str, Any]:
+    """A process of handlers that is free."""
+    return {
+        "index": index,
+        "pid": 1,
+        "host": "here",
+        "hashRange": None,
+        "state": "free",
+        "total": 1,
+        "used": 0,
+        "waiting": None,
+        "inFlight": 0,
+        "runningSeconds": None,
+        "handled": 0,
+        "restarts": 0,
+        "untakenCalls": None,
+    } | changes
+
+
 def progress() -> Progress:
     """A window that has received nothing."""
     return {

@@ -18,6 +18,7 @@ from keyshard.observe.metrics import METRICS, SINK_METRICS, MetricKind
 from keyshard.observe.status_types import Status
 from tests.support.promtool import RULES, check_expressions, fires, promtool
 from tests.support.statuses import (
+    handler_slots,
     lag,
     metrics_of,
     partition_status,
@@ -142,6 +143,9 @@ HERE = {"topic": "persistent://public/default/t", "partition": "0"}
             {"kind": "processes", "pid": None, "host": None, "consumers": 0, "forSeconds": 9.0,
              "restarts": 3}]}), {"worker": "0", "kind": "processes"},
          "Worker 0 of subscription s does not run. Its ranges receive nothing."),
+        ("KeyshardHandlerDown", status(handlerSlots=[handler_slots(1, state="starting")]),
+         {"process": "1"},
+         "Handler process or actor 1 of subscription s does not run. Its messages wait."),
         ("KeyshardStalledUnknown", status(ranges=[range_status(0, stalled={
              "forSeconds": 7.0, "kind": "unknown", "reason": "9 messages wait"})]), {},
          "1 ranges of subscription s are stalled: messages wait for an unknown reason."),
@@ -171,6 +175,17 @@ def test_an_alert_fires_when_a_count_grows(
 ) -> None:
     answers = [metrics_of(status()), metrics_of(status()), metrics_of(grown)]
     fires(tmp_path, answers, alert, {"subscription": "s"}, summary, at="1m")
+
+
+def test_an_alert_fires_when_a_process_of_handlers_ends_again_and_again(tmp_path: Path) -> None:
+    ended = [status(handlerSlots=[handler_slots(0, restarts=count)]) for count in (0, 0, 1, 2, 4)]
+    summary = (
+        "Handler process or actor 0 of subscription s has ended several times within 15 minutes."
+    )
+    fires(
+        tmp_path, list(map(metrics_of, ended)), "KeyshardHandlerRestarts",
+        {"subscription": "s", "process": "0"}, summary, at="3m",
+    )  # fmt: skip
 
 
 def test_an_alert_fires_when_messages_of_a_sink_fail(tmp_path: Path) -> None:

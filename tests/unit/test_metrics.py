@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,25 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from keyshard.core.lanes.lane_status import BOUNDS_S, LatencyHistogram
+from keyshard.core.range_watchdog import RangeState
+from keyshard.core.rescale_history import RescaleEnd
 from keyshard.errors import ConfigError, ThreadStartError
+from keyshard.handlers.executors import shared_slots
 from keyshard.observe import metrics_server
 from keyshard.observe.metrics import METRICS, MetricKind, document
 from keyshard.observe.metrics_server import MetricsServer
 from keyshard.observe.status_types import Status
 from keyshard.version import VERSION
 from tests.helpers import wait_until
-from tests.support.statuses import lag, partition_status, progress, range_status, status
+from tests.support.statuses import (
+    handler_slots,
+    lag,
+    metrics_of,
+    partition_status,
+    progress,
+    range_status,
+    status,
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -204,6 +217,57 @@ def test_every_metric_is_served_with_the_values_of_the_status() -> None:
     assert not [each for each in samples if ("range", "1") in each[1] and "stalled_" in each[0]]
     assert ("keyshard_range_oldest_unacknowledged_seconds", (("range", "0"),)) not in samples
     assert ("keyshard_partition_backlog_entries", (("partition", "1"), where)) not in samples
+
+
+def test_slots_of_handlers_are_served_by_process_or_actor() -> None:
+    actor = handler_slots(
+        1, hashRange="0-65535", state="busy", used=1, waiting=5, inFlight=3, runningSeconds=2.5,
+        handled=40, restarts=2, untakenCalls=1,
+    )  # fmt: skip
+    shown = {"handlerSlots": [handler_slots(0, state="starting", pid=None), actor]}
+    values = {
+        "slots": (1, 1), "slots_used": (0, 1), "up": (0, 1), "restarts_total": (0, 2),
+        "messages_total": (0, 40), "waiting_messages": (None, 5), "in_flight_messages": (0, 3),
+        "running_seconds": (None, 2.5), "untaken_calls": (None, 1),
+    }  # fmt: skip
+    assert of_handlers(shown) == {
+        (f"keyshard_handler_{name}", str(process)): value
+        for name, both in values.items()
+        for process, value in enumerate(both)
+        if value is not None
+    }
+
+
+def test_threads_share_slots_and_have_no_process_of_their_own() -> None:
+    threads = {"handlerSlots": shared_slots(4, 3)}
+    assert of_handlers(threads) == {
+        ("keyshard_handler_slots", "0"): 4,
+        ("keyshard_handler_slots_used", "0"): 3,
+        ("keyshard_handler_in_flight_messages", "0"): 3,
+    }
+    coroutines = {"handlerSlots": shared_slots(math.inf, 3)}
+    assert ("keyshard_handler_slots", "0") not in of_handlers(coroutines)
+    assert of_handlers({"handlerSlots": []}) == {}
+
+
+def of_handlers(shown: dict[str, Any]) -> dict[tuple[str, str], float]:
+    """Return the metrics of processes and actors, by name and process."""
+    families = text_string_to_metric_families(metrics_of(status(**shown)))
+    samples = [sample for family in families for sample in family.samples]
+    return {
+        (one.name, one.labels["process"]): one.value for one in samples if "process" in one.labels
+    }
+
+
+def test_the_document_states_the_largest_number_of_time_series() -> None:
+    lines = re.search(r"bound the number of time series: at most ([^.]*)\.", DOCS.read_text())
+    stated = list(map(int, re.findall(r"\d+", lines[1] if lines else "")))
+    labels = Counter(metric.labels[0] if metric.labels else "" for metric in METRICS)
+    states, histogram = len(RangeState) - 1, len(BOUNDS_S) + 2
+    others = labels[""] + labels["version"] + histogram + len(RescaleEnd)
+    each = [labels["range"] + states, labels["topic"], labels["worker"], labels["process"]]
+    assert stated[:4] == each
+    assert others <= stated[4]
 
 
 def test_a_server_leaves_no_global_state_and_frees_its_port() -> None:
