@@ -22,6 +22,7 @@ from keyshard.columns.content import content_with, gather, metadata_in, names_in
 from keyshard.columns.messages import messages_of_each
 from keyshard.columns.outgoing import outgoing_of
 from keyshard.core.lanes.failure import text_of
+from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.core.message import HandlerContext, Message
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import ConfigError
@@ -60,6 +61,8 @@ class CallResult(NamedTuple):
     """Number of rows handled, from the first row of the rows on."""
     results: list[Any]
     """Results of the rows handled in this call: one for each row, or one for all."""
+    timings: LatencyHistogram
+    """Durations of the calls of the handler, also of one that raised."""
     failed: Reply | None = None
     """Error of the handler for the next row."""
 
@@ -148,32 +151,40 @@ class HandlerActor:
         handle = self._handle
         results: list[Any] = []
         self._results = results
+        durations_s: list[float] = []
         deadline_s = time.monotonic() + SLICE_S
         row = 0
         for entry in messages(rows):
             if row > start and time.monotonic() > deadline_s:
                 break
+            began_s = time.monotonic()
             for message in entry:
                 if row >= start:
                     try:
                         results.append(handle(message))
                     except BaseException as exc:  # noqa: BLE001 - a handler may raise any error
                         raise_if_ended_by_ray(exc)
-                        return CallResult(row, results, Reply.of(exc))
+                        durations_s.append(time.monotonic() - began_s)
+                        return CallResult(row, results, timings_of(durations_s), Reply.of(exc))
+                    ended_s = time.monotonic()
+                    durations_s.append(ended_s - began_s)
+                    began_s = ended_s
                 row += 1
-        return CallResult(row, results)
+        return CallResult(row, results, timings_of(durations_s))
 
     def handle_arrow(self, rows: pa.RecordBatch, start: int) -> CallResult:
         """Call the handler with all rows."""
         assert self._handle is not None
         assert start == 0
         self._results = []
+        began_s = time.monotonic()
         try:
             self._results.append(self._handle(rows))
         except BaseException as exc:  # noqa: BLE001 - a handler may raise any error
             raise_if_ended_by_ray(exc)
-            return CallResult(0, [], Reply.of(exc))
-        return CallResult(rows.num_rows, self._results)
+            return CallResult(0, [], timings_of([time.monotonic() - began_s]), Reply.of(exc))
+        timings = timings_of([time.monotonic() - began_s])
+        return CallResult(rows.num_rows, self._results, timings)
 
     def unsendable(self) -> tuple[int, str] | None:
         """Return index and reason of the first result that cannot be sent, or ``None``."""
@@ -186,6 +197,13 @@ class HandlerActor:
                 raise_if_ended_by_ray(exc)
                 return index, text_of(exc)
         return None
+
+
+def timings_of(durations_s: Sequence[float]) -> LatencyHistogram:
+    """Return a histogram of durations, seconds. Its size does not depend on their number."""
+    timings = LatencyHistogram()
+    timings.add_each(durations_s)
+    return timings
 
 
 def raise_if_ended_by_ray(error: BaseException) -> None:

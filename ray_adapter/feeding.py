@@ -108,6 +108,7 @@ class ActorFeeder:
                 failure = Failure(FailureKind.UNFIT, exc.reason, exc)
                 raise self._failed(pieces, exc.row, 1, failure, lost) from exc
             else:
+                self._exchange.timed(outcome.timings)
                 results += outcome.results
                 if outcome.failed is None:
                     return outcome.done, results, outcome.done
@@ -115,6 +116,7 @@ class ActorFeeder:
                     done, attempts, began_s = outcome.done, 0, time.monotonic()
                 failure = _failure_of(outcome.failed)
             attempts += 1
+            self._exchange.failed(failure.reason)
             elapsed_s = time.monotonic() - began_s
             decision = self._options.retry.decide(attempts, elapsed_s, failure)
             if decision.delay_s is None or failure.kind is FailureKind.UNFIT:

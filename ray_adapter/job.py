@@ -85,7 +85,7 @@ class Job:
         self._run = EntryRun(
             source.coordinator(), source, options.checkpoint,
             executor="ray", workers=lambda: len(self._exchange.actor_slots),
-            sink=sink, rate_limit=self._exchange.rate_limit, slots=self._exchange.slots,
+            sink=sink, actors=self._exchange,
         )  # fmt: skip
         self._outcomes = FailureLog()
         self._feeders: list[threading.Thread] = []

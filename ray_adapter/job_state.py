@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from keyshard.base_error import one_line
-from keyshard.core.lanes.lane_status import HandlerSlots
+from keyshard.core.lanes.lane_status import (
+    HandlerCounters,
+    HandlerSlots,
+    LatencyHistogram,
+    NewestError,
+)
 from keyshard.core.lanes.rate_limit import RateLimit, RateLimitStatus
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.window.layout import Located
 from keyshard.errors import DrainTimeoutError, NotRunningError
+from keyshard.observe.handler_view import Totals
 from keyshard.observe.status_types import Status
 from ray_adapter.row_slices import Entries, PendingRows, RowSlice, entries_done, rows_of
 
@@ -148,6 +154,7 @@ class JobState:
         again."""
         self._done: deque[Done] = deque()
         self._to_commit: Entries = {}
+        self._tally = HandlerCounters()
         self._held = False
         self.stopping = False
         self.drain_until_s: float | None = None
@@ -318,7 +325,9 @@ class JobState:
                 self._limit.not_started(unhandled)
             if done.pieces:
                 self._done.append(done)
-                actor_slot.rows += sum(piece.block.rows for piece in done.pieces)
+                rows = rows_of(done.pieces)
+                actor_slot.rows += rows
+                self._tally.completed += rows
             else:
                 actor_slot.untaken -= 1
             self.waiting.give_back(actor_slot.index, rest)
@@ -371,6 +380,28 @@ class JobState:
                 actor_slot.status(now_s, hash_range, self.waiting.rows[actor_slot.index])
                 for actor_slot, hash_range in zip(self.actor_slots, hash_ranges, strict=True)
             ]
+
+    # -- counts ------------------------------------------------------------------------------------
+
+    def timed(self, timings: LatencyHistogram) -> None:
+        """Count the durations of attempts."""
+        with self.changed:
+            self._tally.timings.add_all(timings)
+
+    def failed(self, reason: str) -> None:
+        """Count a failed attempt."""
+        with self.changed:
+            self._tally.failed_attempts += 1
+            self._tally.newest_error = NewestError(reason, time.monotonic())
+
+    def totals(self) -> Totals:
+        """Return the outcomes of messages since the start, without those of outputs."""
+        with self.changed:
+            tally = self._tally
+            counters = HandlerCounters().counters(handlers=False, sink=False)
+            counters["completed"] = tally.completed
+            counters["failedAttempts"] = tally.failed_attempts
+            return Totals(counters, tally.timings.status(), None, tally.newest_error)
 
     # -- results -----------------------------------------------------------------------------------
 

@@ -217,7 +217,9 @@ def _assignment_of(status: Status) -> Assignment:
 
 def _mean_s(status: Status | None) -> float | None:
     """Return the mean time of an attempt, as a running source measured it."""
-    seconds = None if status is None else status["handlerSeconds"]
+    if status is None or status["kind"] != "handlers":
+        return None  # An attempt of a Ray job may handle many rows, and its ranges handle none.
+    seconds = status["handlerSeconds"]
     return seconds["sum"] / seconds["count"] if seconds and seconds["count"] else None
 
 

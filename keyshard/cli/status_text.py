@@ -308,12 +308,16 @@ def _counts(status: Status) -> str:
             f"received {_received(status) or 0:,} rows, acknowledged {acknowledged:,} entries, "
             f"redeliveries dropped {dropped:,}"
         )
-    return (
-        f"completed {_number(counters['completed'])}, failed attempts "
-        f"{_number(counters['failedAttempts'])}, rejected {_number(counters['rejected'])}, "
-        f"parked {_number(counters['parked'])}, dead letters "
-        f"{_number(counters['deadLettered'])}, redeliveries dropped {dropped:,}"
-    )
+    counts = {
+        "completed": counters["completed"],
+        "failed attempts": counters["failedAttempts"],
+        "rejected": counters["rejected"],
+        "parked": counters["parked"],
+        "dead letters": counters["deadLettered"],
+        "redeliveries dropped": dropped,
+    }
+    # A Ray job rejects and parks nothing.
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items() if count is not None)
 
 
 def _received(status: Status) -> int | None:

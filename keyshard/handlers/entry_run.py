@@ -17,8 +17,6 @@ from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.rescale import Rescaler
 from keyshard.coordinator.startup import first_assignment
-from keyshard.core.lanes.lane_status import HandlerSlots
-from keyshard.core.lanes.rate_limit import RateLimitStatus
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.outputs import Handled, Outputs, check_owner
@@ -26,7 +24,7 @@ from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import ConfigError, KeyShardError, RuntimeStoppedError
 from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.output_log import OutputLog
-from keyshard.handlers.range_owners import RangeOwners
+from keyshard.handlers.range_owners import Actors, RangeOwners
 from keyshard.observe.monitor import Monitor
 from keyshard.observe.observed_run import ObservedRun
 from keyshard.observe.status import StatusView
@@ -50,8 +48,7 @@ class EntryRun:
         executor: Name of the executor in the status.
         workers: Returns the number of its threads or actors, for the status.
         sink: Publishes rows with the commits; ``None``: there are none.
-        rate_limit: Returns the rate limit of the handlers at a monotonic time, for the status.
-        slots: Returns the slots of its actors at a monotonic time, for the status.
+        actors: The actors that handle its entries, for the status; ``None``: there are none.
     """
 
     def __init__(
@@ -63,8 +60,7 @@ class EntryRun:
         executor: str,
         workers: Callable[[], int] = lambda: 1,
         sink: SinkConfig | None = None,
-        rate_limit: Callable[[float], RateLimitStatus | None] = lambda _: None,
-        slots: Callable[[float], list[HandlerSlots]] = lambda _: [],
+        actors: Actors | None = None,
     ) -> None:
         self.coordinator = coordinator
         self._config = config
@@ -89,7 +85,7 @@ class EntryRun:
             self._log = OutputLog(sink, checkpointed=self._store is not None)
         self._handled: Handled = {}
         """Messages whose rows an earlier run has in the checkpoint: :meth:`take` omits them."""
-        self._owners = RangeOwners(self._log, rate_limit, slots)
+        self._owners = RangeOwners(self._log, actors)
         self._subject = ObservedRun(
             config, coordinator, self._owners,
             executor=executor, workers=workers, workers_max=None,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
@@ -27,23 +27,35 @@ if TYPE_CHECKING:
     from keyshard.handlers.output_log import OutputLog
 
 
+class Actors(Protocol):
+    """Actors that handle what a run receives. Any thread may call it; times are monotonic
+    seconds."""
+
+    def slots(self, now_s: float) -> list[HandlerSlots]:
+        """Return the slots of each actor."""
+
+    def rate_limit(self, now_s: float) -> RateLimitStatus | None:
+        """Return the rate limit of the handlers; ``None`` without one."""
+
+    def totals(self) -> Totals:
+        """Return the outcomes of messages since the start, without those of outputs."""
+
+
 class RangeOwners:
-    """Owners of slots. Nothing is handled here, so only outputs count, and a rescale never waits.
+    """Owners of slots. Nothing is handled here, so a rescale never waits.
 
     The rescaling thread changes it, and any thread may read it.
+
+    Args:
+        log: Log of the outputs; ``None``: there are none.
+        actors: Actors that handle what the run receives; ``None``: there are none.
     """
 
     lanes = 1
 
-    def __init__(
-        self,
-        log: OutputLog | None = None,
-        rate_limit: Callable[[float], RateLimitStatus | None] = lambda _: None,
-        slots: Callable[[float], list[HandlerSlots]] = lambda _: [],
-    ) -> None:
+    def __init__(self, log: OutputLog | None = None, actors: Actors | None = None) -> None:
         self._log = log
-        self._slots = slots
-        self._rate_limit = rate_limit
+        self._actors = actors
         self._owners: Sequence[int] = ()
         self._held: tuple[HashRange, ...] = ()
 
@@ -70,7 +82,7 @@ class RangeOwners:
     def ranges(self, now_s: float, owned: Ownership) -> list[RangeFacts]:
         """Return the facts of ranges; those of messages if an actor has the same slots."""
         held = self._held
-        actors = {one["hashRange"]: one for one in self._slots(now_s)}
+        actors = {one["hashRange"]: one for one in self.handler_slots(now_s)}
         facts = []
         for index in range(max(self._owners) + 1):
             parts = owned.owned.get(index, ())
@@ -96,19 +108,22 @@ class RangeOwners:
         return math.inf, None
 
     def totals(self, now_s: float) -> Totals:  # noqa: ARG002
-        tally = HandlerCounters()
+        if self._actors is None:
+            counters = HandlerCounters().counters(handlers=False, sink=False)
+            totals = Totals(counters, None, None)
+        else:
+            totals = self._actors.totals()
         if self._log is not None:
-            tally.outputs_published = self._log.published
-            tally.outputs_confirmed = self._log.confirmed
-            tally.outputs_failed = self._log.failed
-        counters = tally.counters(handlers=False, sink=self._log is not None)
-        return Totals(counters, None, None)
+            totals.counters["outputsPublished"] = self._log.published
+            totals.counters["outputsConfirmed"] = self._log.confirmed
+            totals.counters["outputsFailed"] = self._log.failed
+        return totals
 
     def rate_limit(self, now_s: float) -> RateLimitStatus | None:
-        return self._rate_limit(now_s)
+        return None if self._actors is None else self._actors.rate_limit(now_s)
 
     def handler_slots(self, now_s: float) -> list[HandlerSlots]:
-        return self._slots(now_s)
+        return [] if self._actors is None else self._actors.slots(now_s)
 
     def outputs(self) -> OutputsStatus | None:
         return None if self._log is None else self._log.status()

@@ -426,8 +426,9 @@ password. With port 0, the log names the free port that was taken.
 Metrics of [workers](options.md) that host consumers are on the same port, with the labels `worker`
 and `kind`: the source knows which worker is missing, and a worker has no port.
 [status.md](status.md#workers) says what each holds. Without handlers, the metrics of handlers are
-missing, also for a Ray job, whose actors `job.status()` counts. Without a sink, those of outputs
-are missing.
+missing. A Ray job has those of its actors, of completed messages, and of failed attempts and their
+duration; it has no circuit breaker and no dead letters. Without a sink, metrics of outputs are
+missing.
 
 keyshard reads the values from the [status](status.md) when Prometheus asks. It does not use the
 default registry of the process. Metrics that need `admin_url` are missing without it.

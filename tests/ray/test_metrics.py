@@ -8,7 +8,7 @@ import re
 import pytest
 
 import ray_adapter
-from tests.helpers import wait_until
+from tests.helpers import present, wait_until
 from tests.ray.ray_topic import RayTopic, key_and_seq
 from tests.support.scraped import get, samples, serves
 
@@ -30,9 +30,18 @@ def test_metrics_of_a_job_are_served_until_its_end(
         wait_until(
             lambda: samples(port)["keyshard_entries_acknowledged_total"] >= [count // 2 - 10]
         )
-        assert samples(port)["keyshard_workers"] == [2]
+        found = samples(port)
+        assert found["keyshard_workers"] == [2]
+        assert found["keyshard_handler_slots"] == found["keyshard_handler_up"] == [1, 1]
+        assert found["keyshard_attempts_failed_total"] == [0]
+        assert "keyshard_circuit_open" not in found
         for probe in ("/livez", "/readyz"):
             assert (get(port, probe).status_code, get(port, probe).text) == (200, "ok\n")
+        assert found["keyshard_messages_completed_total"] >= [count // 2]
+        assert found["keyshard_handler_seconds_count"] >= [count // 2]
+        assert sum(found["keyshard_handler_messages_total"]) >= count // 2
         orders.take(results, job)
     orders.check_taken()
     assert not serves(port)
+    ended = job.status()["source"]
+    assert ended["counters"]["completed"] == present(ended["handlerSeconds"])["count"] == count

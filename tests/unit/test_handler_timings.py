@@ -23,3 +23,15 @@ def test_the_99th_percentile_is_exact_enough(seconds: list[float], p99_s: float)
     for one in seconds:
         timings.add(one)
     assert timings.p99_s == p99_s
+
+
+def test_a_sum_of_histograms_has_the_durations_of_both() -> None:
+    one, other, both = LatencyHistogram(), LatencyHistogram(), LatencyHistogram()
+    for timings, durations_s in ((one, [0.25, 40.0]), (other, [0.5, 0.0]), (both, [])):
+        timings.add_each(durations_s)
+    for timings in (one, other):
+        both.add_all(timings)
+    expected = LatencyHistogram()
+    expected.add_each([0.25, 40.0, 0.5, 0.0])
+    assert both.status() == expected.status()
+    assert both.longest_s == 40.0

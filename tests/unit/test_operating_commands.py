@@ -595,3 +595,6 @@ def test_a_plan_from_a_running_source_uses_its_measurements(
     assert told["handlerSeconds"] == pytest.approx(0.02)
     # Its 4 workers are fewer than 4 x 16 lanes.
     assert told["ceiling"]["after"] == {"keys": 4, "rowsPerSecond": 200.0, "limitedBy": "workers"}
+    with Asked(status(kind="ray", handlerSeconds=timings.status())):
+        _, out, _ = run(capsys, "rescale", "4", "--dry-run", "--json")
+    assert json.loads(out)["handlerSeconds"] is None, "an attempt of an actor may have many rows"

@@ -11,6 +11,7 @@ import pytest
 import tenacity
 
 from keyshard import RetryPolicy
+from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.core.lanes.rate_limit import RateLimit
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.key_slot import key_slot
@@ -42,7 +43,7 @@ class Slow:
         if self.calls > 1:
             self.goes_on.wait(DEADLINE_S)
         count = rows.content.num_rows
-        return CallResult(count, [None] * count)
+        return CallResult(count, [None] * count, LatencyHistogram())
 
 
 def test_rows_that_were_taken_are_held_no_more_while_the_actor_has_others() -> None:
@@ -82,7 +83,8 @@ class Failing:
 
     def call(self, _actor: Any, _rows: Any, _start: int) -> CallResult:
         self.called.set()
-        return CallResult(self._handles, [None] * self._handles, Reply.of(ValueError("bad")))
+        timings, failed = LatencyHistogram(), Reply.of(ValueError("bad"))
+        return CallResult(self._handles, [None] * self._handles, timings, failed)
 
 
 @pytest.mark.parametrize(("takes", "handles", "tokens"), [("messages", 1, 2), ("arrow", 0, 0)])

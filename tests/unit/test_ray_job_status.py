@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
 
+import pyarrow as pa
 import pytest
+from rich.console import Console
 
+from keyshard import Message
+from keyshard.cli.status_text import status_view
+from keyshard.config.source import SourceConfig
+from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.range_watchdog import RangeFacts, RangeWatchdog, load_of, state_of
 from keyshard.core.ring.assignment import assign
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.handlers.range_owners import RangeOwners
 from keyshard.observe.handler_view import Ownership
-from ray_adapter.job_state import UNTAKEN_MAX, ActorSlot, JobResults, JobState, JobStatus
-from tests.helpers import block, key_in
+from keyshard.reading.message_decoder import MessageDecoder
+from ray_adapter.actor import HandlerActor, arrow_rows, message_rows
+from ray_adapter.job_state import UNTAKEN_MAX, ActorSlot, Done, JobResults, JobState, JobStatus
+from ray_adapter.row_slices import RowSlice
+from tests.helpers import block, key_in, present
+from tests.support.statuses import metrics_of, status
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
 
@@ -57,7 +68,7 @@ def test_an_actor_that_died_has_no_process_and_starts() -> None:
 
 
 def ranges_of(count: int, job: JobState) -> list[RangeFacts]:
-    owners = RangeOwners(slots=job.slots)
+    owners = RangeOwners(actors=job)
     owners.begin(assign(count))
     owned = Ownership({n: [part] for n, part in enumerate(split_ring(count))}, {}, set(), {})
     return owners.ranges(107.0, owned)
@@ -72,6 +83,74 @@ def test_a_range_has_the_messages_of_the_actor_with_its_slots() -> None:
 
 def test_the_messages_of_ranges_are_unknown_if_actors_divide_the_ring_otherwise() -> None:
     assert [(one.counted, one.waiting) for one in ranges_of(3, job_of_two())] == [(False, 0)] * 3
+
+
+def test_a_job_counts_messages_and_attempts_of_its_actors() -> None:
+    """The metrics of handlers were missing for a Ray job."""
+    job, timings = job_of_two(), LatencyHistogram()
+    owners = RangeOwners(actors=job)
+    timings.add(0.02)
+    job.timed(timings)
+    job.failed("ValueError: no")
+    counters, seconds, circuit, newest = owners.totals(0.0)
+    assert (counters["completed"], counters["failedAttempts"]) == (0, 1)
+    assert set(counters.values()) == {0, 1, None}, "it has no dead letters, observers and outputs"
+    assert (present(seconds)["count"], circuit) == (1, None)
+    assert present(newest).text == "ValueError: no"
+    busy = job.actor_slots[1]
+    job.deliver(busy, Done(busy, busy.pieces, [None]), ())
+    busy.retired = True
+    assert owners.totals(0.0).counters["completed"] == 1
+    shown = status(
+        kind="ray", counters=owners.totals(0.0).counters, handlerSeconds=seconds, circuit=None,
+        handlerSlots=job.slots(107.0),
+    )  # fmt: skip
+    metrics = metrics_of(shown)
+    for line in (
+        'keyshard_messages_completed_total{subscription="s"} 1.0',
+        'keyshard_attempts_failed_total{subscription="s"} 1.0',
+        'keyshard_handler_seconds_count{subscription="s"} 1.0',
+        'keyshard_handler_messages_total{process="1",subscription="s"} 1.0',
+    ):
+        assert line in metrics
+    assert "keyshard_messages_dead_lettered_total{" not in metrics
+
+
+def test_the_text_of_a_job_has_its_counts_and_no_dead_letters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = status(kind="ray", counters=job_of_two().totals().counters, circuit=None)
+    Console(width=200).print(status_view(shown, None, all_ranges=None))
+    text = capsys.readouterr().out
+    assert "completed 0, failed attempts 0, redeliveries dropped 0" in text
+    assert "parked" not in text
+
+
+def doubled(message: Message) -> bytes:
+    if message.value == b"bad":
+        raise ValueError("bad")
+    return 2 * present(message.value)
+
+
+def counted_rows(rows: pa.RecordBatch) -> int:
+    return rows.num_rows
+
+
+def loaded(handler: object) -> HandlerActor:
+    decoder = MessageDecoder.of(SourceConfig("t", subscription="s"))
+    actor = HandlerActor(pickle.dumps(handler), decoder)
+    assert actor.load().broken is None
+    return actor
+
+
+def test_an_actor_times_each_call_of_its_handler() -> None:
+    values = [b"1", b"2", b"bad", b"4"]
+    pieces = [RowSlice(WHERE, block(1, 0, *"aaaa", values=values), None)]
+    outcome = loaded(doubled).handle_messages(message_rows(pieces), 1)
+    assert (outcome.done, outcome.results) == (2, [b"22"])
+    assert outcome.timings.count == 2, "one that returned, and one that raised"
+    outcome = loaded(counted_rows).handle_arrow(arrow_rows(pieces), 0)
+    assert (outcome.done, outcome.timings.count) == (4, 1)
 
 
 def test_an_actor_may_work_for_hours_without_a_stall() -> None:

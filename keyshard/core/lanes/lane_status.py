@@ -59,6 +59,13 @@ class LatencyHistogram:
         for one in long:
             self.add(one)
 
+    def add_all(self, other: LatencyHistogram) -> None:
+        """Add the durations of another histogram."""
+        self._counts = [own + more for own, more in zip(self._counts, other._counts, strict=True)]
+        self.count += other.count
+        self.sum_s += other.sum_s
+        self.longest_s = max(self.longest_s, other.longest_s)
+
     @property
     def p99_s(self) -> float:
         """99th percentile, to the resolution of the buckets; 0 without data. Seconds."""
@@ -272,7 +279,8 @@ class HandlerSlots(TypedDict):
 class OutcomeCounts(TypedDict):
     """The counts of :class:`HandlerCounters`, as JSON values.
 
-    Those of handlers are ``None`` without handlers, those of outputs without a sink.
+    Those of handlers are ``None`` without handlers, those of outputs without a sink. Actors of a
+    Ray job count only the first two.
     """
 
     completed: int | None

@@ -243,8 +243,8 @@ function showFacts(status) {
     fact("Backlog", numberOf(lag.rows ?? lag.entries),
       lag.rows !== null ? "rows" : lag.entries !== null ? "entries" : status.brokerError ? "no answer" : "unknown, see admin_url"),
     fact("Received", paceOf(rates.received), "rows/s"),
-    handles ? fact("Completed", paceOf(rates.completed), "messages/s") : null,
-    handles ? fact("Failed attempts", paceOf(rates.failedAttempts), "per second") : null,
+    counters.completed === null ? null : fact("Completed", paceOf(rates.completed), "messages/s"),
+    counters.failedAttempts === null ? null : fact("Failed attempts", paceOf(rates.failedAttempts), "per second"),
     handles ? fact("Parked keys", numberOf(status.parkedKeys), `dead letters: ${numberOf(counters.deadLettered)}`) : null,
     uptimeFact(status),
     status.hotKeys?.length
