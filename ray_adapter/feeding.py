@@ -10,10 +10,11 @@ from typing import Any
 from keyshard.columns.messages import messages_of
 from keyshard.core.lanes.failure import Failure, FailureKind, times
 from keyshard.core.message import Message
+from keyshard.core.range_watchdog import shown_key
 from keyshard.errors import HandlerFailedError, HandlerProcessError
 from keyshard.handlers.outcomes import FailureLog
 from keyshard.handlers.process_executor import Reply
-from ray_adapter.actor import arrow_rows, message_rows
+from ray_adapter.actor import CallResult, arrow_rows, message_rows
 from ray_adapter.actor_pool import ActorPool, UnserializableResult
 from ray_adapter.job_state import ActorSlot, Done, JobState
 from ray_adapter.options import JobOptions
@@ -97,7 +98,7 @@ class ActorFeeder:
                     lost = self._actor_slot.lost = False
                     if begun > done or self._exchange.interrupted():
                         return done, results, begun
-                outcome = self._actor_pool.call(self._actor_slot.actor, rows, done)
+                outcome = self._called(rows, done)
             except HandlerProcessError as exc:
                 if self._exchange.ending:
                     return done, results, rows_of(pieces)
@@ -108,7 +109,6 @@ class ActorFeeder:
                 failure = Failure(FailureKind.UNFIT, exc.reason, exc)
                 raise self._failed(pieces, exc.row, 1, failure, lost) from exc
             else:
-                self._exchange.timed(outcome.timings)
                 results += outcome.results
                 if outcome.failed is None:
                     return outcome.done, results, outcome.done
@@ -116,7 +116,9 @@ class ActorFeeder:
                     done, attempts, began_s = outcome.done, 0, time.monotonic()
                 failure = _failure_of(outcome.failed)
             attempts += 1
-            self._exchange.failed(failure.reason)
+            self._exchange.failed(
+                self._actor_slot, attempts, self._name_of(pieces, done), failure.reason
+            )
             elapsed_s = time.monotonic() - began_s
             decision = self._options.retry.decide(attempts, elapsed_s, failure)
             if decision.delay_s is None or failure.kind is FailureKind.UNFIT:
@@ -127,6 +129,24 @@ class ActorFeeder:
             begun = done if self._exchange.begin_again(self._actor_slot, again) else done + again
             if not lost and (begun > done or self._exchange.interrupted()):
                 return done, results, begun
+
+    def _called(self, rows: Any, done: int) -> CallResult:
+        """Call the actor with rows, from row ``done`` on."""
+        self._actor_slot.called_at_s = began_s = time.monotonic()
+        try:
+            outcome = self._actor_pool.call(self._actor_slot.actor, rows, done)
+        finally:
+            self._actor_slot.called_at_s = None
+        self._exchange.called(outcome.done - done, time.monotonic() - began_s, outcome.timings)
+        return outcome
+
+    def _name_of(self, pieces: Sequence[RowSlice], done: int) -> str:
+        """Return what an actor tries again: a message, or all rows of an Arrow batch."""
+        message = _message(pieces, done)
+        key = None if message.routing_key is None else shown_key(message.routing_key)
+        if self._options.takes == "messages":
+            return f"message {message.message_id} of key {key!r}"
+        return f"{rows_of(pieces)} rows from message {message.message_id} of key {key!r} on"
 
     def _warn(self, attempts: int, message: Message, failure: Failure, delay_s: float) -> None:
         """Log a first failure, because retries may take long and then end the job."""

@@ -6,6 +6,7 @@ Every method may be called from any thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from keyshard.base_error import one_line
+from keyshard.core.lanes.failure import times
 from keyshard.core.lanes.lane_status import (
     HandlerCounters,
     HandlerSlots,
@@ -21,6 +23,7 @@ from keyshard.core.lanes.lane_status import (
     NewestError,
 )
 from keyshard.core.lanes.rate_limit import RateLimit, RateLimitStatus
+from keyshard.core.range_watchdog import CALLS_MIN, ActorFacts, actor_stall
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.window.layout import Located
 from keyshard.errors import DrainTimeoutError, NotRunningError
@@ -87,14 +90,31 @@ class ActorSlot:
     """Number of rows handled."""
     retired: bool = False
     """Whether a rescale removed the actor. Then it gets no more rows."""
+    called_at_s: float | None = None
+    """When its running call began, monotonic seconds; ``None`` between calls."""
+    failing: tuple[float, str] | None = None
+    """When the rows that it tries again failed first, monotonic seconds, and their newest error."""
 
-    def status(self, now_s: float, hash_range: HashRange, waiting: int) -> HandlerSlots:
+    def facts(self, now_s: float) -> ActorFacts:
+        """Return the facts for the watchdog. A dead actor starts; it neither runs nor fails."""
+        at_s, failing = (None, None) if self.lost else (self.called_at_s, self.failing)
+        return ActorFacts(
+            self.in_flight,
+            None if at_s is None else max(0.0, now_s - at_s),
+            None if failing is None else max(0.0, now_s - failing[0]),
+            "" if failing is None else failing[1],
+        )
+
+    def status(
+        self, now_s: float, hash_range: HashRange, waiting: int, usual_s: float
+    ) -> HandlerSlots:
         """Return JSON values; the lock of the job is held.
 
         Args:
             now_s: Monotonic time, seconds.
             hash_range: Its part of the ring.
             waiting: Number of rows that wait for it.
+            usual_s: Time that a row usually takes, seconds; infinity if unknown.
         """
         process = None if self.actor is None or self.lost else self.actor.process
         rows = self.in_flight
@@ -110,6 +130,7 @@ class ActorSlot:
             "handled": self.rows,
             "restarts": self.deaths,
             "untakenCalls": self.untaken,
+            "stalled": actor_stall(self.facts(now_s), usual_s),
         }  # fmt: skip
 
 
@@ -155,6 +176,8 @@ class JobState:
         self._done: deque[Done] = deque()
         self._to_commit: Entries = {}
         self._tally = HandlerCounters()
+        self._row_timings = LatencyHistogram()
+        """Time that each call took for one of its rows."""
         self._held = False
         self.stopping = False
         self.drain_until_s: float | None = None
@@ -331,7 +354,7 @@ class JobState:
             else:
                 actor_slot.untaken -= 1
             self.waiting.give_back(actor_slot.index, rest)
-            actor_slot.pieces, actor_slot.in_flight = (), 0
+            actor_slot.pieces, actor_slot.in_flight, actor_slot.failing = (), 0, None
             self.changed.notify_all()
 
     def hold(self, timeout_s: float) -> None:
@@ -376,23 +399,43 @@ class JobState:
         """Return the handler slot of each actor, for the status."""
         with self.changed:
             hash_ranges = split_ring(len(self.actor_slots))
+            calls = self._row_timings
+            usual_s = calls.p99_s if calls.count >= CALLS_MIN else math.inf
             return [
-                actor_slot.status(now_s, hash_range, self.waiting.rows[actor_slot.index])
+                actor_slot.status(now_s, hash_range, self.waiting.rows[actor_slot.index], usual_s)
                 for actor_slot, hash_range in zip(self.actor_slots, hash_ranges, strict=True)
             ]
 
     # -- counts ------------------------------------------------------------------------------------
 
-    def timed(self, timings: LatencyHistogram) -> None:
-        """Count the durations of attempts."""
+    def called(self, rows: int, seconds: float, timings: LatencyHistogram) -> None:
+        """Count a call of an actor.
+
+        Args:
+            rows: Number of rows that it handled.
+            seconds: Its duration.
+            timings: Durations of its attempts.
+        """
         with self.changed:
             self._tally.timings.add_all(timings)
+            if rows:
+                self._row_timings.add(seconds / rows)
 
-    def failed(self, reason: str) -> None:
-        """Count a failed attempt."""
+    def failed(self, actor_slot: ActorSlot, attempts: int, rows: str, reason: str) -> None:
+        """Count a failed attempt.
+
+        Args:
+            actor_slot: The actor.
+            attempts: Number of failed attempts of these rows.
+            rows: Name of the rows.
+            reason: The error.
+        """
         with self.changed:
+            now_s, before = time.monotonic(), actor_slot.failing
             self._tally.failed_attempts += 1
-            self._tally.newest_error = NewestError(reason, time.monotonic())
+            self._tally.newest_error = NewestError(reason, now_s)
+            since_s = now_s if attempts == 1 or before is None else before[0]
+            actor_slot.failing = since_s, f"{rows} failed {times(attempts)}: {reason}"
 
     def totals(self) -> Totals:
         """Return the outcomes of messages since the start, without those of outputs."""

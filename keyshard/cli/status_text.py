@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from keyshard.coordinator.progress import SourceWorker
     from keyshard.core.lanes.lane_status import HandlerSlots
+    from keyshard.core.range_watchdog import Stalled
     from keyshard.observe.status_types import Lag, PartitionStatus, RangeStatus, Status
 
 Row = TypeVar("Row")
@@ -125,7 +126,7 @@ def status_view(status: Status, rates: Rates | None, *, all_ranges: bool | None)
             for each in status["partitions"]
             if each["error"]
         ],
-        "receive nothing",
+        "topic partitions receive nothing",
     )
     parts += _stalls(status)
     if status["brokerError"]:
@@ -156,8 +157,9 @@ def _handler_slots(slots: list[HandlerSlots], whole: bool | None) -> list[Render
     if all(one["handled"] is None for one in slots):
         return [Text(_slots_summary(slots))]
     return _table_of(
-        slots, _slots_table, _slots_summary, lambda one: one["state"] == "starting", whole
-    )
+        slots, _slots_table, _slots_summary,
+        lambda one: one["state"] == "starting" or one["stalled"] is not None, whole,
+    )  # fmt: skip
 
 
 def _slots_summary(slots: list[HandlerSlots]) -> str:
@@ -165,7 +167,10 @@ def _slots_summary(slots: list[HandlerSlots]) -> str:
     totals = [one["total"] for one in slots if one["total"] is not None]
     of = f" of {sum(totals):,}" if totals else ""
     starting = sum(one["state"] == "starting" for one in slots)
-    return f"handler slots used: {used:,}{of}" + (f", {starting:,} starting" if starting else "")
+    stalled = sum(one["stalled"] is not None for one in slots)
+    troubles = {"starting": starting, "stalled": stalled}
+    text = [f"{count:,} {name}" for name, count in troubles.items() if count]
+    return ", ".join([f"handler slots used: {used:,}{of}", *text])
 
 
 def _slots_table(slots: list[HandlerSlots]) -> RenderableType:
@@ -180,7 +185,7 @@ def _slots_table(slots: list[HandlerSlots]) -> RenderableType:
             str(one["index"]),
             "-" if one["pid"] is None else escape(f"{one['pid']} on {one['host']}"),
             one["hashRange"] or "-",
-            one["state"],
+            one["state"] if one["stalled"] is None else "stalled",
             _count(one["waiting"]),
             _count(one["inFlight"]),
             "-" if seconds is None else f"{seconds:.1f} s",
@@ -191,36 +196,44 @@ def _slots_table(slots: list[HandlerSlots]) -> RenderableType:
 
 
 def _named(troubles: list[str], others: str) -> list[RenderableType]:
-    """Return a line for each of the first troubled topic partitions, and the number of others."""
+    """Return a line for each of the first troubles, and the number of others."""
     from rich.text import Text
 
     more = len(troubles) - _NAMED_MAX
-    rest = [f"{more} more topic partitions {others}"] if more > 0 else []
+    rest = [f"{more} more {others}"] if more > 0 else []
     return [Text(line, style="red") for line in troubles[:_NAMED_MAX] + rest]
 
 
 def _stalls(status: Status) -> list[RenderableType]:
-    """Return the stalled topic partitions, and where the runbook describes each kind of stall."""
+    """Return the stalled topic partitions and actors, and the sections of the runbook."""
     from rich.text import Text
 
     from keyshard.core.range_watchdog import runbook_section, stall_alert
 
-    named = [
-        f"{_name_of(each)} is stalled for {stalled['forSeconds']:.0f} s: "
-        f"{plain(stalled['reason'], ERROR_MAX)} ({plain(stalled['kind'])})"
-        for each in status["partitions"]
-        if (stalled := each["stalled"]) is not None
-    ]
-    kinds = dict.fromkeys(
-        plain(each["stalled"]["kind"])
-        for each in (*status["ranges"], *status["partitions"])
-        if each["stalled"] is not None
-    )
+    partitions = [(_name_of(each), each["stalled"]) for each in status["partitions"]]
+    actors = [(f"actor {each['index']}", each["stalled"]) for each in status["handlerSlots"]]
+    ranges = [each["stalled"] for each in status["ranges"]]
+    stalls = (*ranges, *(stalled for _, stalled in (*partitions, *actors)))
+    kinds = dict.fromkeys(plain(stalled["kind"]) for stalled in stalls if stalled is not None)
     where = [
         Text(f"runbook for {kind}: {runbook_section(stall_alert(kind))}", style="yellow")
         for kind in kinds
     ]
-    return [*_named(named, "are stalled"), *where]
+    return [
+        *_named(_stall_texts(partitions), "topic partitions are stalled"),
+        *_named(_stall_texts(actors), "actors are stalled"),
+        *where,
+    ]
+
+
+def _stall_texts(stalls: Iterable[tuple[str, Stalled | None]]) -> list[str]:
+    """Return a line for each stall, by the name of what is stalled."""
+    return [
+        f"{name} is stalled for {stalled['forSeconds']:.0f} s: "
+        f"{plain(stalled['reason'], ERROR_MAX)} ({plain(stalled['kind'])})"
+        for name, stalled in stalls
+        if stalled is not None
+    ]
 
 
 def _table_of(

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum, IntEnum
+from typing import TypedDict
 
 from keyshard.redaction import listed
 
@@ -31,6 +32,8 @@ STALL_S = 6.0
 USUAL_TIMES = 2.0
 """A handler stalls if it takes this many times the 99th percentile of attempts, and at least
 ``STALL_S``."""
+CALLS_MIN = 20
+"""Least number of calls of actors that shows how long messages usually take."""
 REMIND_S = 60.0
 """Interval at which a range that stays stalled is reported again, seconds."""
 
@@ -86,6 +89,8 @@ class StallKind(str, Enum):
     """Of a topic partition: the broker reads nothing, as too many entries wait for ranges."""
     UNDELIVERED = "undelivered"
     """Of a topic partition: the broker delivers nothing, though entries are stored."""
+    ACTOR = "actor"
+    """Of an actor of a Ray job: a call has not returned, or fails again and again."""
 
     @property
     def alert(self) -> str:
@@ -96,6 +101,15 @@ class StallKind(str, Enum):
     def runbook(self) -> str:
         """Its section in the runbook."""
         return runbook_section(self.alert)
+
+
+class Stalled(TypedDict):
+    """Duration and reason of a stalled range, topic partition or actor, as JSON values."""
+
+    forSeconds: float
+    kind: str
+    """A :class:`StallKind`."""
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +393,41 @@ class RangeWatchdog:
         if busy and now_s - watched.still_since_s >= (slow_s if works else STALL_S):
             return Stall(facts.index, watched.still_since_s, *_stillness(facts, pause))
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class ActorFacts:
+    """Facts about one actor of a Ray job at one moment."""
+
+    messages: int
+    """Messages that it works on."""
+    called_s: float | None
+    """Time since its running call began, seconds; ``None`` between calls."""
+    failing_s: float | None = None
+    """Time since the first failure of what it tries again, seconds; ``None`` without one."""
+    failure: str = ""
+    """What fails, and the newest error."""
+
+
+def actor_stall(facts: ActorFacts, usual_s: float) -> Stalled | None:
+    """Return the stall of an actor; ``None`` if it does not stall.
+
+    Args:
+        facts: The actor.
+        usual_s: 99th percentile of the time that a message takes, seconds; infinity while fewer
+            than ``CALLS_MIN`` calls have shown it.
+    """
+    called_s, failing_s = facts.called_s or 0.0, facts.failing_s or 0.0
+    if called_s >= STALL_S:
+        # A retry may have succeeded: the call continues with the next messages.
+        for_s = called_s if called_s >= USUAL_TIMES * usual_s * facts.messages else 0.0
+        reason = f"a call with {facts.messages} messages has not returned for {called_s:.1f} s"
+    else:
+        for_s = failing_s if failing_s >= STALL_S else 0.0
+        reason = facts.failure
+    if not for_s:
+        return None
+    return {"forSeconds": round(for_s, 1), "kind": StallKind.ACTOR.value, "reason": reason}
 
 
 def _away(disconnected: Sequence[str]) -> str:

@@ -130,7 +130,7 @@ def shared_slots(total: float, used: int) -> list[HandlerSlots]:
         "state": "busy" if used >= total else "free",
         "total": None if math.isinf(total) else int(total), "used": used, "waiting": None,
         "inFlight": used, "runningSeconds": None, "handled": None, "restarts": None,
-        "untakenCalls": None,
+        "untakenCalls": None, "stalled": None,
     }]  # fmt: skip
 
 

@@ -188,6 +188,7 @@ class ProcessHandle:
             "handled": self._handled,
             "restarts": max(0, self._starts - 1),
             "untakenCalls": None,
+            "stalled": None,
         }  # fmt: skip
 
     def _produced(self, message: Message) -> Sequence[Produce] | None:

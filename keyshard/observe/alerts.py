@@ -98,6 +98,10 @@ ALERTS: tuple[Alert, ...] = (
         _stall(kind, text, "topic partitions", "keyshard_partition_stalled_seconds")
         for kind, text in _STALLED_PARTITIONS.items()
     ),
+    _stall(
+        StallKind.ACTOR, "calls do not return, or fail again and again", "actors",
+        "keyshard_handler_stalled_seconds",
+    ),
     Alert(
         "KeyshardDown", 'up{job="keyshard"} == 0', "2m", "critical",
         "{{ $labels.instance }} does not answer Prometheus.",

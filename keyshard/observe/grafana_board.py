@@ -66,6 +66,7 @@ ROWS: dict[str, dict[str, tuple[str, ...]]] = {
             "keyshard_handler_waiting_messages", "keyshard_handler_in_flight_messages",
         ),
         "Time on these messages": ("keyshard_handler_running_seconds",),
+        "Stalled actors": ("keyshard_handler_stalled_seconds",),
         "Untaken calls": ("keyshard_handler_untaken_calls",),
     },
     "Broker": {

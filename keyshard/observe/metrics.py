@@ -96,6 +96,13 @@ def _indexed(field: str, value_of: Callable[[Any], float | None]) -> Any:
     return read
 
 
+def _stalled_actors(status: Status) -> Iterable[Sample]:
+    for each in status["handlerSlots"]:
+        stalled = each["stalled"]
+        if stalled is not None:
+            yield (str(each["index"]), stalled["kind"]), stalled["forSeconds"]
+
+
 def _up(slots: HandlerSlots) -> float | None:
     """Return whether a process or actor runs; ``None`` for threads and coroutines."""
     return None if slots["restarts"] is None else float(slots["state"] != "starting")
@@ -273,6 +280,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("keyshard_handler_untaken_calls", _GAUGE, "calls", _PROCESS,
            "Calls of an actor whose results the program has not taken. At 2, the actor gets no "
            "more messages. Missing elsewhere.", _processes(lambda each: each["untakenCalls"])),
+    Metric("keyshard_handler_stalled_seconds", _GAUGE, "seconds", ("process", "kind"),
+           "Time for which an actor has been stalled, by the kind of the reason; missing while it "
+           "is not, and elsewhere.", _stalled_actors),
     Metric("keyshard_messages_received_total", _COUNTER, "messages", (),
            "Messages received, without redelivered ones that were dropped.",
            _one("window", "rowsReceived")),
@@ -435,7 +445,7 @@ default registry of the process. Metrics that need `admin_url` are missing witho
 
 Each metric of a source has the label `subscription`. The ranges and topic partitions of the source,
 its workers, and the processes or actors of its handlers bound the number of time series: at most 11
-for each range, 10 for each topic partition, 3 for each worker, 9 for each process or actor, and 60
+for each range, 10 for each topic partition, 3 for each worker, 10 for each process or actor, and 60
 others.
 
 `process` is the number of a process or actor in [`handlerSlots`](status.md) of the status.

@@ -22,6 +22,7 @@ from keyshard.core.range_watchdog import (
     RangeFacts,
     RangeWatchdog,
     Stall,
+    Stalled,
     reason_of,
     shown_key,
     state_of,
@@ -45,7 +46,6 @@ from keyshard.observe.status_types import (
     RangeStatus,
     Rates,
     SlotAssignment,
-    Stalled,
     Status,
 )
 from keyshard.redaction import redacted

@@ -14,6 +14,7 @@ from keyshard.core.lanes.lane_status import (
     OutputsStatus,
 )
 from keyshard.core.lanes.rate_limit import RateLimitStatus
+from keyshard.core.range_watchdog import Stalled
 from keyshard.core.recent_history import HistoryStatus
 
 
@@ -23,15 +24,6 @@ class BlockingKey(TypedDict):
     key: str | None
     messageId: str
     attempts: int
-    reason: str
-
-
-class Stalled(TypedDict):
-    """Duration and reason of a stalled range or topic partition."""
-
-    forSeconds: float
-    kind: str
-    """A :class:`keyshard.core.range_watchdog.StallKind`."""
     reason: str
 
 

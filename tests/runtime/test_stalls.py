@@ -15,10 +15,10 @@ from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.dispatch import Subscription
 from keyshard.control import running_source
 from keyshard.core import partition_watchdog
+from keyshard.core.range_watchdog import Stalled
 from keyshard.core.ring.hash_range import range_index
 from keyshard.core.ring.key_slot import key_slot
 from keyshard.observe import broker_poll
-from keyshard.observe.status_types import Stalled
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.watched_job import FAILING, KEYS, RANGES, Job

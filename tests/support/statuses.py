@@ -79,6 +79,7 @@ def handler_slots(index: int, **changes: Any) -> dict[str, Any]:
         "handled": 0,
         "restarts": 0,
         "untakenCalls": None,
+        "stalled": None,
     } | changes
 
 

@@ -146,6 +146,9 @@ HERE = {"topic": "persistent://public/default/t", "partition": "0"}
         ("KeyshardHandlerDown", status(handlerSlots=[handler_slots(1, state="starting")]),
          {"process": "1"},
          "Handler process or actor 1 of subscription s does not run. Its messages wait."),
+        ("KeyshardStalledActor", status(handlerSlots=[handler_slots(0), handler_slots(1, stalled={
+             "forSeconds": 70.0, "kind": "actor", "reason": "a call has not returned"})]), {},
+         "1 actors of subscription s are stalled: calls do not return, or fail again and again."),
         ("KeyshardStalledUnknown", status(ranges=[range_status(0, stalled={
              "forSeconds": 7.0, "kind": "unknown", "reason": "9 messages wait"})]), {},
          "1 ranges of subscription s are stalled: messages wait for an unknown reason."),

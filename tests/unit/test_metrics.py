@@ -223,12 +223,13 @@ def test_slots_of_handlers_are_served_by_process_or_actor() -> None:
     actor = handler_slots(
         1, hashRange="0-65535", state="busy", used=1, waiting=5, inFlight=3, runningSeconds=2.5,
         handled=40, restarts=2, untakenCalls=1,
+        stalled={"forSeconds": 9.5, "kind": "actor", "reason": "a call has not returned"},
     )  # fmt: skip
     shown = {"handlerSlots": [handler_slots(0, state="starting", pid=None), actor]}
     values = {
         "slots": (1, 1), "slots_used": (0, 1), "up": (0, 1), "restarts_total": (0, 2),
         "messages_total": (0, 40), "waiting_messages": (None, 5), "in_flight_messages": (0, 3),
-        "running_seconds": (None, 2.5), "untaken_calls": (None, 1),
+        "running_seconds": (None, 2.5), "untaken_calls": (None, 1), "stalled_seconds": (None, 9.5),
     }  # fmt: skip
     assert of_handlers(shown) == {
         (f"keyshard_handler_{name}", str(process)): value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from keyshard.core.range_watchdog import (
     REMIND_S,
     STALL_S,
+    ActorFacts,
     KeyFacts,
     Pause,
     RangeFacts,
     RangeState,
     RangeWatchdog,
     StallKind,
+    actor_stall,
     most_blocking,
     state_of,
 )
@@ -177,3 +180,29 @@ def test_a_range_that_is_gone_after_a_rescale_is_forgotten() -> None:
     assert watchdog.look(STALL_S, [RangeFacts(0, waiting=1)])
     assert watchdog.look(STALL_S + 1, [RangeFacts(7)]) == []
     assert watchdog.stalls == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "usual_s", "for_s"),
+    [
+        (ActorFacts(0, None), 0.1, None),
+        (ActorFacts(10, STALL_S - 0.1), 0.1, None),
+        (ActorFacts(10, STALL_S), 0.1, STALL_S),
+        (ActorFacts(1_000, 199.0), 0.1, None),
+        (ActorFacts(1_000, 200.0), 0.1, 200.0),
+        (ActorFacts(1, 100_000.0), math.inf, None),
+        (ActorFacts(10, None, STALL_S - 0.1, "no"), 0.1, None),
+        (ActorFacts(10, None, STALL_S, "no"), math.inf, STALL_S),
+        (ActorFacts(10, 1.0, STALL_S, "no"), 0.1, STALL_S),
+        (ActorFacts(1_000, 20.0, 30.0, "no"), 0.1, None),
+        (ActorFacts(10, 20.0, 30.0, "no"), 0.1, 20.0),
+    ],
+)
+def test_an_actor_stalls_by_its_call_or_by_its_failures(
+    facts: ActorFacts, usual_s: float, for_s: float | None
+) -> None:
+    stalled = actor_stall(facts, usual_s)
+    assert (None if stalled is None else stalled["forSeconds"]) == for_s
+    if stalled is not None:
+        assert stalled["kind"] == "actor"
+        assert stalled["reason"].startswith("no" if facts.called_s in (None, 1.0) else "a call")

@@ -11,6 +11,7 @@ import pytest
 import tenacity
 
 from keyshard import RetryPolicy
+from keyshard.core import range_watchdog
 from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.core.lanes.rate_limit import RateLimit
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -110,6 +111,59 @@ def test_a_failed_attempt_has_used_its_token(takes: Takes, handles: int, tokens:
     exchange.stop()
     thread.join(DEADLINE_S)
     assert available == tokens
+
+
+class Hanging:
+    """An actor whose first call fails, and whose second call waits for the test."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.goes_on = threading.Event()
+
+    def call(self, _actor: Any, _rows: Any, _start: int) -> CallResult:
+        self.calls += 1
+        if self.calls == 1:
+            return CallResult(0, [], LatencyHistogram(), Reply.of(ValueError("bad")))
+        assert self.goes_on.wait(DEADLINE_S)
+        return CallResult(1, [None], LatencyHistogram())
+
+
+@pytest.mark.parametrize("takes", ["messages", "arrow"])
+def test_an_actor_that_hangs_or_fails_is_stalled_until_it_succeeds(
+    takes: Takes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(range_watchdog, "STALL_S", 0.05)
+    exchange, actor = JobState([ActorSlot(0, None)], 1_000, 0.0, 256 * MB), Hanging()
+    for _ in range(range_watchdog.CALLS_MIN):
+        exchange.called(1, 0.001, LatencyHistogram())
+    feeder = ActorFeeder(
+        exchange, exchange.actor_slots[0], cast("ActorPool", actor),
+        JobOptions(parallelism=1, takes=takes, retry=RetryPolicy(wait=tenacity.wait_fixed(600))),
+        FailureLog(),
+    )  # fmt: skip
+
+    def reason() -> str:
+        (slots,) = exchange.slots(time.monotonic())
+        return "" if slots["stalled"] is None else slots["stalled"]["reason"]
+
+    exchange.push([(WHERE, block(1, 0, "a"))])
+    thread = threading.Thread(target=feeder.run)
+    thread.start()
+    try:
+        wait_until(lambda: "message 1:0:0 of key 'a'" in reason())
+        assert "failed once: ValueError: bad" in reason()
+        exchange.hold(DEADLINE_S)  # ends the wait for the retry; the rows are given back
+        exchange.go_on(exchange.actor_slots)
+        wait_until(lambda: reason().startswith("a call with 1 messages has not returned"))
+        actor.goes_on.set()
+        wait_until(lambda: exchange.next_done() is not None)
+        assert reason() == ""
+        assert exchange.totals().counters["failedAttempts"] == 1
+        assert exchange.totals().counters["completed"] == 1
+    finally:
+        exchange.stop()
+        actor.goes_on.set()
+        thread.join(DEADLINE_S)
 
 
 @pytest.mark.parametrize("actors", [1, 2, 8])

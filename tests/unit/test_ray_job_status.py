@@ -16,7 +16,14 @@ from keyshard.cli.status_text import status_view
 from keyshard.config.source import SourceConfig
 from keyshard.core.lanes.lane_status import LatencyHistogram
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.range_watchdog import RangeFacts, RangeWatchdog, load_of, state_of
+from keyshard.core.range_watchdog import (
+    CALLS_MIN,
+    STALL_S,
+    RangeFacts,
+    RangeWatchdog,
+    load_of,
+    state_of,
+)
 from keyshard.core.ring.assignment import assign
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.handlers.range_owners import RangeOwners
@@ -51,7 +58,7 @@ def test_an_actor_shows_its_work_and_what_waits_for_it() -> None:
     assert busy == {
         "index": 1, "pid": 8, "host": "node", "hashRange": str(RANGES[1]), "state": "busy",
         "total": 1, "used": 1, "waiting": 2, "inFlight": 1, "runningSeconds": 7.0, "handled": 0,
-        "restarts": 0, "untakenCalls": 1,
+        "restarts": 0, "untakenCalls": 1, "stalled": None,
     }  # fmt: skip
     assert (free["pid"], free["hashRange"], free["state"]) == (7, str(RANGES[0]), "free")
     assert (free["used"], free["waiting"], free["inFlight"]) == (0, 0, 0)
@@ -90,8 +97,8 @@ def test_a_job_counts_messages_and_attempts_of_its_actors() -> None:
     job, timings = job_of_two(), LatencyHistogram()
     owners = RangeOwners(actors=job)
     timings.add(0.02)
-    job.timed(timings)
-    job.failed("ValueError: no")
+    job.called(0, 0.02, timings)
+    job.failed(job.actor_slots[1], 1, "message 1:0:0 of key 'k'", "ValueError: no")
     counters, seconds, circuit, newest = owners.totals(0.0)
     assert (counters["completed"], counters["failedAttempts"]) == (0, 1)
     assert set(counters.values()) == {0, 1, None}, "it has no dead letters, observers and outputs"
@@ -160,6 +167,57 @@ def test_an_actor_may_work_for_hours_without_a_stall() -> None:
     facts = ranges_of(2, job)
     assert watchdog.look(0.0, facts, usual_s=usual_s) == []
     assert watchdog.look(10_000.0, facts, usual_s=usual_s) == []
+
+
+def test_an_actor_has_no_stall_while_the_usual_time_is_unknown() -> None:
+    job, timings = job_of_two(), LatencyHistogram()
+    _, busy = job.actor_slots
+    busy.called_at_s = 100.0
+    for _ in range(CALLS_MIN - 1):
+        job.called(1_000, 1.0, timings)
+    assert job.slots(100_000.0)[1]["stalled"] is None
+    job.called(1_000, 1.0, timings)
+    assert job.slots(100.0 + STALL_S - 0.1)[1]["stalled"] is None
+    assert [one["stalled"] for one in job.slots(100.0 + STALL_S)] == [None, {
+        "forSeconds": STALL_S, "kind": "actor",
+        "reason": f"a call with 1 messages has not returned for {STALL_S:.1f} s",
+    }]  # fmt: skip
+    busy.lost = True
+    assert job.slots(100_000.0)[1]["stalled"] is None, "it starts"
+
+
+def test_calls_that_handle_nothing_show_no_usual_time() -> None:
+    job = job_of_two()
+    job.actor_slots[1].called_at_s = 100.0
+    for _ in range(CALLS_MIN):
+        job.called(0, 0.0, LatencyHistogram())
+    assert job.slots(100_000.0)[1]["stalled"] is None
+
+
+def test_a_message_that_fails_again_and_again_stalls_its_actor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("ray_adapter.job_state.time.monotonic", lambda: now_s)
+    job = job_of_two()
+    _, busy = job.actor_slots
+    name = "message 1:0:0 of key 'k'"
+    job.failed(busy, 1, name, "ValueError: no")
+    now_s += STALL_S
+    job.failed(busy, 2, name, "ValueError: still no")
+    stalled = present(job.slots(now_s)[1]["stalled"])
+    assert stalled["forSeconds"] == STALL_S
+    assert stalled["reason"] == f"{name} failed 2 times: ValueError: still no"
+    shown = status(kind="ray", handlerSlots=job.slots(now_s), circuit=None)
+    Console(width=200).print(status_view(shown, None, all_ranges=None))
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"actor 1 is stalled for 6 s: {name} failed 2 times: ValueError: still no" in text
+    assert "runbook for actor: docs/runbook.md#keyshardstalledactor" in text
+    job.failed(busy, 1, "message 1:1:0 of key 'k'", "ValueError: no")
+    assert job.slots(now_s)[1]["stalled"] is None, "another message fails: the actor has continued"
+    now_s += STALL_S
+    job.deliver(busy, Done(busy, busy.pieces, [None]), ())
+    assert job.slots(now_s)[1]["stalled"] is None
 
 
 def test_each_field_of_the_status_of_a_job_is_documented() -> None:

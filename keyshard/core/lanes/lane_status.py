@@ -14,7 +14,13 @@ from keyshard.core.dead_letter import DeadLetterKind
 from keyshard.core.lanes.key_queue import KeyQueue
 from keyshard.core.lanes.lanes import Lanes
 from keyshard.core.message import Message
-from keyshard.core.range_watchdog import KeyFacts, RangeFacts, most_blocking, shown_key
+from keyshard.core.range_watchdog import (
+    KeyFacts,
+    RangeFacts,
+    Stalled,
+    most_blocking,
+    shown_key,
+)
 from keyshard.core.ring.hash_range import HashRange, overlap
 
 BOUNDS_S = (
@@ -271,6 +277,8 @@ class HandlerSlots(TypedDict):
     restarts: int | None
     untakenCalls: int | None
     """Calls of an actor whose results the caller has not taken; ``None`` elsewhere."""
+    stalled: Stalled | None
+    """Stall of an actor; ``None`` elsewhere, because ranges have the stalls."""
 
 
 # -- Outcomes of messages since the start of a run -------------------------------------------------

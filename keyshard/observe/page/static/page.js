@@ -568,11 +568,12 @@ function showWorkers(status) {
   const handling = status.handlerSlots.map((one) => ({
     ...one, is: `handlers: ${status.executor}`, where: placeOf(one),
     free: one.total === null ? null : one.total - one.used, seconds: one.runningSeconds, gone: false,
+    state: one.stalled ? "stalled" : one.state,
   }));
   const hosting = (status.window?.sourceWorkers ?? []).map((one) => ({
     is: `consumers: ${one.kind}`, where: one.pid === null ? "gone" : `pid ${one.pid} on ${one.host}`,
     used: one.consumers, free: null, seconds: one.forSeconds, restarts: one.restarts, gone: one.pid === null,
-    index: null, state: "", waiting: null, inFlight: null, handled: null, hashRange: null,
+    index: null, state: "", stalled: null, waiting: null, inFlight: null, handled: null, hashRange: null,
   }));
   byId("working").hidden = !handling.length && !hosting.length;
   table("workers", [
@@ -582,7 +583,8 @@ function showWorkers(status) {
     ["free", "Free", (one) => one.free, (one) => numberOf(one.free), "number"],
     ["share", "Share", (one) => one.used, (one) => (one.free === null ? "–"
       : named(barOf("bar", [["busy", one.used], ["free", one.free]]), `${numberOf(one.used)} used, ${numberOf(one.free)} free`)), ""],
-    ["state", "State", (one) => one.state, (one) => one.state, "text"],
+    ["state", "State", (one) => one.state, (one) => element("span", { class: one.stalled ? "bad" : "" },
+      one.state, one.stalled ? `: ${one.stalled.reason} ` : "", runbookOf(one.stalled, `actor ${one.index}`)), "text"],
     ["seconds", "For", (one) => one.seconds, (one) => durationOf(one.seconds), "number"],
     ["waiting", "Waiting", (one) => one.waiting, (one) => numberOf(one.waiting), "number"],
     ["inFlight", "In flight", (one) => one.inFlight, (one) => numberOf(one.inFlight), "number"],
