@@ -6,9 +6,10 @@ Write the file again with ``python -m keyshard.observe.alerts > docs/operations/
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from keyshard.core.diagnosis import NEAR
@@ -174,12 +175,17 @@ ALERTS: tuple[Alert, ...] = (
 """In the order of the file."""
 
 
-def document() -> str:
-    """Return the text of ``docs/operations/alerts.yml``."""
-    return "\n".join(_lines()) + "\n"
+def document(runbook_base: str | None = None) -> str:
+    """Return the text of ``docs/operations/alerts.yml``.
+
+    Args:
+        runbook_base: URL to which the name of a section is appended, for the annotation
+            ``runbook_url`` of each alert; ``None``: alerts have none.
+    """
+    return "\n".join(_lines(runbook_base)) + "\n"
 
 
-def _lines() -> Iterator[str]:
+def _lines(runbook_base: str | None) -> Iterator[str]:
     yield "# Made from the table of metrics: python -m keyshard.observe.alerts"
     yield "groups:"
     yield "  - name: keyshard"
@@ -193,7 +199,33 @@ def _lines() -> Iterator[str]:
         yield "        annotations:"
         yield f"          summary: {json.dumps(alert.summary)}"
         yield f"          runbook: {json.dumps(alert.runbook)}"
+        if runbook_base is not None:
+            section = alert.runbook.partition("#")[2]
+            yield f"          runbook_url: {json.dumps(runbook_base + section)}"
+
+
+def _base(text: str) -> str:
+    """Check the argument ``--runbook-base``."""
+    if not text.startswith(("http://", "https://")) or not text.endswith(("#", "/")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no URL to which the name of a section can be appended. It begins with "
+            "http:// or https://, and ends with # or /."
+        )
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the rules; the arguments of the command line are the default."""
+    parser = argparse.ArgumentParser(
+        prog="python -m keyshard.observe.alerts", description="Print the alert rules."
+    )
+    parser.add_argument(
+        "--runbook-base", type=_base, metavar="URL",
+        help="add runbook_url to each alert: this URL, such as https://docs/runbook.html#, and the "
+        "name of the section",
+    )  # fmt: skip
+    sys.stdout.write(document(parser.parse_args(arguments).runbook_base))
 
 
 if __name__ == "__main__":
-    sys.stdout.write(document())
+    main()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.main import get_command
 
 from keyshard.cli import app
@@ -88,6 +89,29 @@ def test_every_alert_and_every_stall_has_a_section_in_the_runbook() -> None:
     for kind in StallKind:
         assert f"`{kind.value}`" in status_page, kind
         assert kind.runbook in {alert.runbook for alert in ALERTS}
+
+
+def test_alerts_have_the_url_of_their_section_if_it_is_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = "https://docs.example.com/runbook.html#"
+    alerts.main(["--runbook-base", base])
+    (group,) = yaml.safe_load(capsys.readouterr().out)["groups"]
+    urls = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in group["rules"]}
+    assert urls == {alert.name: base + alert.name.lower() for alert in ALERTS}
+    alerts.main([])
+    assert capsys.readouterr().out == alerts.document()
+    assert "runbook_url" not in alerts.document()
+
+
+@pytest.mark.parametrize("url", ["docs/runbook.md#", "https://docs.example.com/runbook.html"])
+def test_a_wrong_url_of_the_runbook_is_refused_in_one_sentence(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        alerts.main(["--runbook-base", url])
+    assert end.value.code == 2
+    assert f"{url!r} is no URL to which the name of a section" in capsys.readouterr().err
 
 
 def test_every_command_of_the_runbook_exists_with_its_options() -> None:
