@@ -1,4 +1,4 @@
-"""Checks rules with promtool, which Debian's package ``prometheus`` has."""
+"""Checks rules with promtool, which ``.ci/tools promtool`` fetches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from keyshard.observe.alerts import ALERTS
+from tests.support.deadlines import deadline
 
 RULES = Path(__file__).parents[2] / "docs" / "operations" / "alerts.yml"
 TARGET = {"instance": "here:9464", "job": "keyshard"}
@@ -22,10 +23,14 @@ def promtool(*arguments: object) -> str:
     """Run it and return its output; skips the test where it is missing."""
     program = shutil.which("promtool")
     if program is None:
-        pytest.skip("promtool is missing; on Debian and Ubuntu: apt-get install prometheus")
+        pytest.skip(
+            "promtool is not on the path; on Debian and Ubuntu: export PATH=$PATH:"
+            "$(.ci/tools promtool)"
+        )
     made = subprocess.run(
-        [program, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+        [program, *map(str, arguments)],
+        capture_output=True, text=True, check=False, timeout=deadline(60),
+    )  # fmt: skip
     assert made.returncode == 0, made.stdout + made.stderr
     return made.stdout
 
