@@ -29,6 +29,7 @@ from tests.support.deadlines import deadline
 from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.statuses import (
     consumer_status,
+    handler_slots,
     lag,
     partition_status,
     range_status,
@@ -605,6 +606,20 @@ def test_stalls_name_their_kind_and_link_to_the_runbook(chromium: Any) -> None:
         ):  # fmt: skip
             tab.browser.get(url)
             assert tab.text("body").startswith(alert)
+
+
+def test_a_job_shows_its_counts_and_a_stalled_actor(chromium: Any) -> None:
+    stalled = {"forSeconds": 9.0, "kind": "actor", "reason": "a call has not returned for 9.0 s"}
+    busy = handler_slots(0, state="busy", used=1, inFlight=4, runningSeconds=9.0, stalled=stalled)
+    slots = [busy, handler_slots(1)]
+    with Board(kind="ray", executor="ray", circuit=None, handlerSlots=slots) as board:
+        tab = Tab(chromium, board.port)
+        tab.shows("#workers tbody .bad", "stalled: a call has not returned for 9.0 s")
+        tab.shows("#workers tbody a", "runbook: actor")
+        tab.shows("#facts", "Completed", "Failed attempts")
+        assert "Parked keys" not in tab.text("#facts")
+        tab.browser.get(tab.browser.find_element("css selector", "#workers a").get_property("href"))
+        assert tab.text("body").startswith("KeyshardStalledActor")
 
 
 def test_a_range_is_chosen_by_keys_and_has_a_name(chromium: Any) -> None:
