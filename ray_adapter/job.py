@@ -20,7 +20,7 @@ from typing import Any
 
 from keyshard import KeyShardSource, RetryPolicy
 from keyshard.config.sink import SinkConfig, check_sink_of
-from keyshard.coordinator.recorded_rescale import RecordedRescale
+from keyshard.coordinator.recorded_rescale import Outcome, RecordedRescale
 from keyshard.core.lanes.rate_limit import RateLimit
 from keyshard.core.metadata_columns import refuse_for_handlers
 from keyshard.core.option_checks import check_integer, check_seconds, suggesting
@@ -248,25 +248,31 @@ class Job:
     def _rescale(self, actors: int) -> None:
         before, began_s = len(self._exchange.actor_slots), time.monotonic()
         coordinator = self._run.coordinator
-        recorded = RecordedRescale(
+        pause_ms: float | None = None
+
+        def outcome(error: BaseException | None) -> Outcome:
+            if error is not None and self._exchange.error is error:
+                return Outcome(RescaleEnd.LOST, coordinator.epoch)
+            if error is not None and (
+                actors == before or len(self._exchange.actor_slots) != actors
+            ):
+                return Outcome(RescaleEnd.KEPT, coordinator.epoch)
+            return Outcome(
+                RescaleEnd.UNCHANGED if actors == before else RescaleEnd.MOVED, coordinator.epoch,
+                moved_slots(assign(before), assign(actors)) / RING_SIZE, pause_ms,
+            )  # fmt: skip
+
+        with RecordedRescale(
             coordinator.consumers.shared,
             Rescale({"actors": actors}, before, actors, began_s, self._options.drain_timeout_s),
-        )
-        try:
-            pause_ms = self._move(actors, recorded)
-        except JobCancelled:
-            error = NotRunningError("The job ends, so it cannot be rescaled.", "Run another job.")
-            recorded.ends(RescaleEnd.KEPT, epoch=coordinator.epoch, error=error)
-            raise error from None
-        except BaseException as exc:
-            end = RescaleEnd.LOST if self._exchange.error is exc else RescaleEnd.KEPT
-            recorded.ends(end, epoch=coordinator.epoch, error=exc)
-            raise
-        recorded.ends(
-            RescaleEnd.UNCHANGED if actors == before else RescaleEnd.MOVED,
-            epoch=coordinator.epoch, pause_ms=pause_ms,
-            moved_fraction=moved_slots(assign(before), assign(actors)) / RING_SIZE,
-        )  # fmt: skip
+            outcome,
+        ) as recorded:
+            try:
+                pause_ms = self._move(actors, recorded)
+            except JobCancelled:
+                raise NotRunningError(
+                    "The job ends, so it cannot be rescaled.", "Run another job."
+                ) from None
 
     def _move(self, actors: int, recorded: RecordedRescale) -> float:
         """Divide the ring among a number of actors.
@@ -287,8 +293,8 @@ class Job:
         recorded.phase("adopt")
         added = [ActorSlot(len(old) + number, actor) for number, actor in enumerate(new)]
         self._exchange.go_on([*old[:actors], *added])
-        pause_ms = round(1_000 * (time.monotonic() - held_s), 3)
         try:
+            pause_ms = round(1_000 * (time.monotonic() - held_s), 3)
             self._actor_pool.end([actor_slot.actor for actor_slot in old[actors:]])
             for actor_slot in added:
                 self._feed(actor_slot)

@@ -36,7 +36,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import OwnedRange, RangeConsumer
 from keyshard.coordinator.consumer_limits import check_consumer_limits
-from keyshard.coordinator.recorded_rescale import RecordedRescale
+from keyshard.coordinator.recorded_rescale import Outcome, RecordedRescale
 from keyshard.coordinator.startup import window_budget
 from keyshard.core.rescale_history import DrainedMessage, Rescale, RescaleEnd
 from keyshard.core.ring.assignment import (
@@ -178,7 +178,7 @@ class RescaleReport:
                 ("load", None if self.balance is None else self.balance),
                 (
                     "longest pause",
-                    f"{max((one.pause_ms for one in self.pauses), default=0):.0f} ms",
+                    f"{_longest_ms(self.pauses):.0f} ms",
                 ),
                 ("duration", f"{self.duration_ms:.0f} ms"),
             ),
@@ -258,33 +258,34 @@ class Rescaler:
             self._consumers.shared.check()
             now = self._range_consumers.assignment
             new, fewest, balanced = decide(now)
-            self._recorded = RecordedRescale(
+            moved, pauses = moved_slots(now, new), tuple[Pause, ...]()
+
+            def outcome(error: BaseException | None) -> Outcome:
+                epoch = self._range_consumers.epoch
+                if self._lost:
+                    return Outcome(RescaleEnd.LOST, epoch)
+                if error is not None and (new == now or self._range_consumers.assignment != new):
+                    return Outcome(RescaleEnd.KEPT, epoch)
+                end = RescaleEnd.UNCHANGED if new == now else RescaleEnd.MOVED
+                pause_ms = _longest_ms(pauses) if error is None else None
+                return Outcome(end, epoch, moved / RING_SIZE, pause_ms)
+
+            with RecordedRescale(
                 self._consumers.shared,
                 Rescale(asked, len(now), len(new), began_s, self._drain_timeout_s),
-            )
-            try:
-                pauses = self._move(new) if new != now else ()
-            except BaseException as exc:
-                self._recorded.ends(
-                    RescaleEnd.LOST if self._lost else RescaleEnd.KEPT,
-                    epoch=self._range_consumers.epoch, error=exc,
-                )  # fmt: skip
-                raise
-            moved = moved_slots(now, new)
+                outcome,
+            ) as self._recorded:
+                if new != now:
+                    pauses = self._move(new)
             report = RescaleReport(
                 self._range_consumers.epoch, len(now), len(new), moved, moved / RING_SIZE,
                 None if fewest is None else fewest / RING_SIZE, sum(map(len, new)), pauses,
                 round(1_000 * (time.monotonic() - began_s), 3), balanced,
             )  # fmt: skip
-            pause_ms = max((pause.pause_ms for pause in pauses), default=0.0)
-            self._recorded.ends(
-                RescaleEnd.UNCHANGED if new == now else RescaleEnd.MOVED,
-                epoch=report.epoch, moved_fraction=report.moved_fraction, pause_ms=pause_ms,
-            )  # fmt: skip
         _log.info(
             "%d ranges -> %d in epoch %d: %.1f %% of the ring moved, longest pause %.0f ms",
             report.ranges_before, report.ranges_after, report.epoch, 100 * report.moved_fraction,
-            pause_ms,
+            _longest_ms(pauses),
         )  # fmt: skip
         return report
 
@@ -410,6 +411,10 @@ def _text(error: BaseException) -> str:
     if isinstance(error, KeyShardError):
         return error.problem.rstrip(".")
     return f"unexpectedly, {error!r}"
+
+
+def _longest_ms(pauses: Sequence[Pause]) -> float:
+    return max((pause.pause_ms for pause in pauses), default=0.0)
 
 
 def _pauses(opened: Sequence[RangeConsumer], began_s: float) -> tuple[Pause, ...]:

@@ -197,6 +197,10 @@ class RescaleHistory:
             self._max_ms = max(self._max_ms, status["durationMillis"])
             self._max_pause_ms = max(self._max_pause_ms, pause_ms or 0.0)
 
+    def forget(self, rescale: Rescale) -> None:
+        """Show a rescale no longer as one that runs, if it still is."""
+        self._running = [one for one in self._running if one.rescale is not rescale]
+
     def last(self, now_s: float) -> list[RescaleStatus]:
         """Return the last rescales, the oldest first."""
         return [{**one, "secondsAgo": round(now_s - at_s, 1)} for at_s, one in self._rescales]

@@ -11,6 +11,7 @@ import pytest
 
 from keyshard.broker.memory import Message
 from keyshard.consumers import range_consumers
+from keyshard.coordinator import rescale
 from keyshard.coordinator.rescale import Blocking
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import (
@@ -84,6 +85,28 @@ def test_nothing_changes_when_nothing_has_to(make_rescaled: MakeRescaled) -> Non
     report = rescaled.rescaler.rescale(4)
     assert (report.epoch, report.moved_slots, report.pauses) == (0, 0, ())
     assert report.to_dict()["moved_fraction"] == 0
+
+
+@pytest.mark.parametrize("line", ["_pauses", "RescaleReport"])
+def test_an_interrupt_after_the_move_leaves_a_rescale_that_moved_and_runs_no_more(
+    make_rescaled: MakeRescaled, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue: the rescale ran for ever in the status, or had kept the ranges that it had moved."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    rescaled = make_rescaled(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(rescale, line, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rescaled.rescaler.rescale(8)
+    history = rescaled.coordinator.history()
+    assert history["rescaling"] is None
+    (one,) = history["rescales"]
+    assert (one["end"], one["epoch"], one["movedFraction"]) == ("moved", 1, 0.5)
+    rescaled.publish_many(100)
+    rescaled.check()
 
 
 def test_a_balance_gives_the_busy_range_less_and_names_the_hot_key(

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keyshard.coordinator import recorded_rescale
+from keyshard.coordinator.recorded_rescale import Outcome, RecordedRescale
+from keyshard.core import rescale_history
 from keyshard.core.recent_history import (
     INTERVAL_S,
     INTERVALS_MAX,
@@ -118,3 +131,61 @@ def test_the_summary_of_rescales_counts_their_ends_and_measures_those_that_moved
         "moved": 2, "unchanged": 1, "kept": 1, "lost": 0, "meanMillis": 200.0, "maxMillis": 300.0,
         "maxPauseMillis": 80.0, "drainTimeoutSeconds": None,
     }  # fmt: skip
+
+
+def interrupted(line: int, run: Callable[[], None]) -> bool:
+    """Run a function, and interrupt it before a line of the modules that record a rescale.
+
+    Args:
+        line: Number of such lines that run before.
+        run: The function.
+
+    Returns:
+        Whether it had so many lines.
+    """
+    files, left = {recorded_rescale.__file__, rescale_history.__file__}, line
+
+    def trace(frame: FrameType, event: str, _arg: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "call" and frame.f_code.co_name == "__exit__":
+            left += 1  # No block is left in order if its exit does not reach its first line.
+        elif event == "line":
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_interrupt_at_any_line_leaves_no_rescale_that_runs(*, fails: bool) -> None:
+    """Issue: an interrupt between two lines left a rescale that ran for ever in the status."""
+
+    def outcome(_: BaseException | None) -> Outcome:
+        return Outcome(RescaleEnd.KEPT, epoch=1)
+
+    def run() -> None:
+        with suppress(ValueError), RecordedRescale(shared, rescale(100.0), outcome) as recorded:
+            recorded.phase("check")
+            if fails:
+                raise ValueError("no")
+
+    for line in count():
+        shared: Any = SimpleNamespace(lock=threading.Condition(), history=History())
+        had_line = interrupted(line, run)
+        assert shared.history.rescales.running(101.0) is None, line
+        if not had_line:
+            break
+    assert line > 20
+    assert [one["end"] for one in shared.history.rescales.last(101.0)] == ["kept"]
