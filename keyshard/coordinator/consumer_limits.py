@@ -11,6 +11,7 @@ from keyshard.broker.retry import retry_until
 from keyshard.core.position.entry import TopicPartition, namespace_of
 from keyshard.core.refused_limits import ConsumerLimits, limit_reached
 from keyshard.errors import AdminError, AuthorizationError
+from keyshard.redaction import listed
 
 _log = logging.getLogger(__name__)
 
@@ -41,11 +42,15 @@ def check_consumer_limits(
     one_of_each = {namespace_of(one.topic): one.topic for one in topic_partitions}
     for topic in sorted(one_of_each.values()):
         try:
-            limits = retry_until(partial(admin.consumer_limits, topic), timeout_s)
+            limits = ConsumerLimits(*retry_until(partial(admin.consumer_limits, topic), timeout_s))
         except (AdminError, AuthorizationError) as exc:
             _log.info("the limits of consumers are unknown: %s", exc.summary)
             return
-        found = ConsumerLimits(*limits).exceeded(consumers)
+        if limits.unknown:
+            _log.info(
+                "the role may not read %s of the broker for %s", listed(limits.unknown), topic
+            )
+        found = limits.exceeded(consumers)
         if found is not None:
             limit, most = found
             failed = f"Could not open {consumers} consumers in each topic partition of {topic}"

@@ -123,7 +123,7 @@ def judge_limits(limits: BrokerLimits, version: str) -> list[Finding]:
     """Say that the limits of the broker are unknown; nothing is said of known ones."""
     if not limits.assumed:
         return []
-    assumed = f"The default limits of Pulsar {version} are assumed, and no limit of consumers."
+    assumed = f"The default limits of Pulsar {version} are assumed."
     return [may_not_ask("broker limits", "the configuration of the broker", assumed)]
 
 
@@ -155,23 +155,23 @@ def may_not_ask(about: str, asked: str, consequence: str) -> Finding:
     return Finding(Level.WARNING, about, text, "Check with the role of an administrator.")
 
 
-def judge_deduplication(topic: str, *, enabled: bool | None, by_topic: bool) -> Finding:
+def judge_deduplication(topic: str, *, enabled: bool | None, by_topic: bool | None) -> Finding:
     """Check that a broker stores the rows of a sink once.
 
     Args:
         topic: Full name of the topic.
         enabled: Whether the broker deduplicates the topic; ``None`` if that is unknown.
-        by_topic: Whether a policy of the topic itself says so.
+        by_topic: Whether a policy of the topic itself says so; ``None`` if that is unknown.
     """
     about = "deduplication"
     command = f"pulsar-admin namespaces set-deduplication {namespace_of(topic)} --enable"
-    if enabled is None:
+    if enabled is None and not by_topic:
         return may_not_ask(
             about,
             f"whether the broker deduplicates {topic}",
             "A sink checks it by its first entry.",
         )
-    if not enabled:
+    if enabled is False:
         return Finding(
             Level.PROBLEM,
             about,
@@ -188,7 +188,12 @@ def judge_deduplication(topic: str, *, enabled: bool | None, by_topic: bool) -> 
             f"Use Pulsar 5.0, or a topic that never had a policy, and enable it for the namespace: "
             f"{command}",
         )
-    return Finding(Level.OK, about, f"The broker deduplicates {topic}.")
+    deduplicates = f"The broker deduplicates {topic}."
+    if by_topic is None:
+        return may_not_ask(
+            about, f"whether a policy of {topic} itself enables deduplication", deduplicates
+        )
+    return Finding(Level.OK, about, deduplicates)
 
 
 def judge_batching(sample: Sample) -> list[Finding]:

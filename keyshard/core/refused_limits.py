@@ -154,15 +154,26 @@ def limit_refused(limit: Limit, failed: str, topic: str, said: str) -> LimitReac
 
 
 class ConsumerLimits(NamedTuple):
-    """Most consumers that the broker allows in one topic partition; 0 for no limit."""
+    """Most consumers that the broker allows in one topic partition.
 
-    per_topic: int = 0
-    per_subscription: int = 0
+    0 for no limit, ``None`` if the role may not read it.
+    """
+
+    per_topic: int | None = 0
+    per_subscription: int | None = 0
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of the limits that are not known."""
+        limits = MAX_CONSUMERS_PER_TOPIC, MAX_CONSUMERS_PER_SUBSCRIPTION
+        return tuple(
+            limit.setting for limit, most in zip(limits, self, strict=True) if most is None
+        )
 
     def exceeded(
         self, opens: int, subscription: str = "", connected: Mapping[str, int] = _NOBODY
     ) -> tuple[Limit, int] | None:
-        """Return the limit that more consumers would exceed, and its maximum; ``None`` without one.
+        """Return the known limit that more consumers would exceed, and its maximum, if any.
 
         Args:
             opens: Number of consumers to open in the topic partition.
@@ -170,8 +181,9 @@ class ConsumerLimits(NamedTuple):
             connected: Number of connected consumers, by subscription.
         """
         others = sum(connected.values())
-        if 0 < self.per_topic < opens + others:
-            return MAX_CONSUMERS_PER_TOPIC, self.per_topic
-        if 0 < self.per_subscription < opens + connected.get(subscription, 0):
-            return MAX_CONSUMERS_PER_SUBSCRIPTION, self.per_subscription
+        per_topic, per_subscription = (most or 0 for most in self)
+        if 0 < per_topic < opens + others:
+            return MAX_CONSUMERS_PER_TOPIC, per_topic
+        if 0 < per_subscription < opens + connected.get(subscription, 0):
+            return MAX_CONSUMERS_PER_SUBSCRIPTION, per_subscription
         return None

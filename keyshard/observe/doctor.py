@@ -177,14 +177,28 @@ def examine_sink(topic: str, connect: Callable[[], Broker], admin: Admin) -> lis
             broker.close()
     except KeyShardError as exc:
         findings.append(Finding(Level.PROBLEM, "broker", exc.message))
-    try:
-        enabled, by_topic = admin.deduplicates(topic), admin.deduplicates_by_topic(topic)
-        findings.append(judge_deduplication(topic, enabled=enabled, by_topic=by_topic))
-    except AuthorizationError:
-        findings.append(judge_deduplication(topic, enabled=None, by_topic=False))
-    except KeyShardError as exc:
-        findings.append(Finding(Level.PROBLEM, "deduplication", exc.message))
-    return findings
+    return findings + _deduplication(admin, topic)
+
+
+def _deduplication(admin: Admin, topic: str) -> list[Finding]:
+    """Judge the deduplication of a topic. Each of two requests may fail without the other."""
+    failed: list[Finding] = []
+
+    def answer(ask: Callable[[str], bool | None], otherwise: bool | None) -> bool | None:
+        try:
+            return ask(topic)
+        except AuthorizationError:
+            return None
+        except KeyShardError as exc:
+            failed.append(Finding(Level.PROBLEM, "deduplication", exc.message))
+            return otherwise
+
+    enabled = answer(admin.deduplicates, None)
+    is_unknown = bool(failed)
+    by_topic = answer(admin.deduplicates_by_topic, otherwise=False)
+    if is_unknown and not by_topic:
+        return failed
+    return [judge_deduplication(topic, enabled=enabled, by_topic=by_topic), *failed]
 
 
 def _limits(
@@ -192,13 +206,21 @@ def _limits(
 ) -> tuple[BrokerLimits, ConsumerLimits, list[Finding]]:
     """Return the limits of the broker and of the topic, and those that the role may not read."""
     limits = release_of(version).limits.with_settings(admin.settings())
-    findings, of_consumers = judge_limits(limits, version), ConsumerLimits(0, 0)
+    findings = judge_limits(limits, version)
+    policies = "topic limits", f"the policies of {topic}"
     try:
         limits = limits.with_unacknowledged(*admin.unacknowledged_limits(topic))
+    except AuthorizationError:
+        taken = "For unacknowledged messages, the limits of the broker are taken."
+        findings.append(may_not_ask(*policies, taken))
+    refused = "consumer limits", "the configuration of the broker"
+    try:
         of_consumers = ConsumerLimits(*admin.consumer_limits(topic))
     except AuthorizationError:
-        assumed = "The limits of the broker are taken, and no limit of consumers."
-        findings.append(may_not_ask("topic limits", f"the policies of {topic}", assumed))
+        of_consumers, refused = ConsumerLimits(None, None), policies
+    if of_consumers.unknown:
+        unchecked = f"Whether consumers exceed {' or '.join(of_consumers.unknown)} is not checked."
+        findings.append(may_not_ask(*refused, unchecked))
     return limits, of_consumers, findings
 
 

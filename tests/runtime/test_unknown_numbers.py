@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from rich.console import Console
 
@@ -13,12 +15,12 @@ from keyshard.consumers.intake import LoadSample
 from keyshard.control import running_source
 from keyshard.core.diagnosis import Level
 from keyshard.errors import AuthorizationError, BrokerUnavailableError
-from keyshard.observe.doctor import Expected, examine, examine_sink
+from keyshard.observe.doctor import Expected, _limits, examine, examine_sink
 from keyshard.observe.status_types import Status
 from keyshard.publishing.preflight import check_deduplication
 from tests.helpers import config, received, running, wait_until
 from tests.support.copied_topic import Copied
-from tests.support.faulty_broker import ScriptedCall, faulty
+from tests.support.faulty_broker import Fault, ScriptedCall, answering, faulty
 from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.parking_topic import ParkingTopic
 from tests.support.statuses import metrics_of
@@ -154,6 +156,49 @@ def test_hot_keys_are_unknown_if_workers_keep_the_keys(monkeypatch: pytest.Monke
     assert "hot keys" not in text_of(status)
 
 
+@pytest.mark.parametrize("per_topic", [None, 0])
+def test_the_doctor_tells_an_unknown_limit_of_consumers_from_none(
+    per_topic: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = MemoryTopic()
+    monkeypatch.setattr(MemoryAdmin, "consumer_limits", lambda *_: (per_topic, 0))
+    connect, admin = (lambda: MemoryBroker(orders.cluster)), MemoryAdmin(orders.cluster)
+    found = [
+        one.text
+        for one in examine(config(orders.topic), connect, admin)
+        if one.about == "consumer limits"
+    ]
+    told = "unknown: the role may not read the configuration of the broker. Whether consumers "
+    told += "exceed maxConsumersPerTopic is not checked."
+    assert found == [told] * (per_topic is None)
+
+
+@pytest.mark.parametrize(
+    ("refused", "known", "consumers", "unknown"),
+    [
+        ("unacknowledged_limits", 50_000, (1, 0), "For unacknowledged messages"),
+        ("consumer_limits", 7, (None, None), "Whether consumers exceed"),
+    ],
+)
+def test_the_doctor_keeps_the_limits_that_the_role_may_read(
+    refused: str, known: int, consumers: tuple[int | None, int | None], unknown: str
+) -> None:
+    """Issue: two requests shared one ``except``, so a refusal lost the answer to the other."""
+    orders = MemoryTopic()
+    admin = faulty(
+        MemoryAdmin(orders.cluster), unacknowledged_limits=answering((7, 0)),
+        consumer_limits=answering((1, 0)),
+    )  # fmt: skip
+    refusal = ScriptedCall(raises=AuthorizationError("The role lacks a permission."))
+    limits, of_consumers, (finding,) = _limits(
+        faulty(admin, **{refused: refusal}), orders.topic, "4.0.8"
+    )
+    assert limits.unacked_per_consumer == known
+    assert of_consumers == consumers
+    assert (finding.about, finding.level) == ("topic limits", Level.WARNING)
+    assert unknown in finding.text
+
+
 def test_the_doctor_goes_on_after_policies_that_the_role_may_not_read() -> None:
     orders = MemoryTopic()
     refusal = AuthorizationError("The role lacks a permission.")
@@ -200,6 +245,45 @@ def test_deduplication_that_the_role_may_not_see_refuses_no_sink(
     found = {one.about: one for one in examine_sink(orders.topic, connect, admin)}
     assert found["deduplication"].level is Level.WARNING
     assert found["deduplication"].text.startswith("unknown: the role may not read")
+
+
+REFUSED = AuthorizationError("The role lacks a permission.")
+AWAY = BrokerUnavailableError("The admin interface does not answer.")
+
+
+@pytest.mark.parametrize(
+    ("enabled", "by_topic", "told"),
+    [
+        (True, REFUSED, [(Level.WARNING, "a policy of .* itself .* The broker deduplicates")]),
+        (False, REFUSED, [(Level.PROBLEM, "is disabled")]),
+        (REFUSED, True, [(Level.WARNING, "A policy of .* itself enables")]),
+        (REFUSED, False, [(Level.WARNING, "unknown: .* whether the broker deduplicates")]),
+        (True, AWAY, [(Level.OK, "The broker deduplicates"), (Level.PROBLEM, "not answer")]),
+        (AWAY, True, [(Level.WARNING, "A policy of .* enables"), (Level.PROBLEM, "not answer")]),
+        (AWAY, False, [(Level.PROBLEM, "not answer")]),
+    ],
+)
+def test_the_doctor_keeps_each_answer_about_deduplication(
+    enabled: bool | Exception, by_topic: bool | Exception, told: list[tuple[Level, str]]
+) -> None:
+    """Issue: two requests shared one ``except``, so a refusal lost the answer to the other."""
+
+    def fault(answer: bool | Exception) -> Fault:
+        return ScriptedCall(raises=answer) if isinstance(answer, Exception) else answering(answer)
+
+    orders = MemoryTopic()
+    admin = faulty(
+        MemoryAdmin(orders.cluster), deduplicates=fault(enabled),
+        deduplicates_by_topic=fault(by_topic),
+    )  # fmt: skip
+    found = [
+        one
+        for one in examine_sink(orders.topic, lambda: MemoryBroker(orders.cluster), admin)
+        if one.about == "deduplication"
+    ]
+    assert [one.level for one in found] == [level for level, _ in told]
+    for one, (_, text) in zip(found, told, strict=True):
+        assert re.search(text, one.text)
 
 
 def test_the_backlog_of_an_old_round_is_forgotten() -> None:

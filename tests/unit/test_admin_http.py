@@ -437,17 +437,26 @@ def test_an_answer_of_any_shape_is_understood_or_a_named_error(
         ("0", "5", "3", (0, 0)),
         ("", "", "3", (3, 3)),
         ("", "", None, (0, 0)),
+        ("", "", 403, (None, None)),
+        (None, "", 403, (None, None)),
+        ("0", "", 403, (0, 0)),
+        ("", "0", 403, (0, 0)),
     ],
 )
 def test_limits_of_consumers_are_those_of_the_topic_its_namespace_or_the_broker(
     answers: Callable[[Answer], None], of_topic: str | None, of_namespace: str,
-    of_broker: str | None, limits: tuple[int, int],
+    of_broker: str | int | None, limits: tuple[int | None, int | None],
 ) -> None:  # fmt: skip
-    """Pulsar 5.0.1 answers 204 for a topic without a policy, and 405 if it disables policies."""
+    """Pulsar 5.0.1 answers 204 for a topic without a policy, and 405 if it disables policies.
+
+    Issue: limits that the role may not read in the configuration of the broker were 0, no limit.
+    """
 
     def answer(request: httpx.Request) -> httpx.Response:
         path = request.url.path
         if "/brokers/" in path:
+            if isinstance(of_broker, int):
+                return httpx.Response(of_broker, json={"reason": "lacks the permission"})
             names = "maxConsumersPerTopic", "maxConsumersPerSubscription"
             settings = {} if of_broker is None else dict.fromkeys(names, of_broker)
             return httpx.Response(200, json=settings)

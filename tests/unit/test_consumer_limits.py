@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -40,12 +41,12 @@ def reached() -> KeyShardError:
 class Limited(FakeAdmin):
     """An admin interface that knows limits, and the consumers of another application."""
 
-    def __init__(self, per_topic: int, others: int = 0) -> None:
+    def __init__(self, per_topic: int | None, others: int = 0) -> None:
         super().__init__()
         self.per_topic = per_topic
         self.others = others
 
-    def consumer_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+    def consumer_limits(self, topic: str) -> tuple[int | None, int]:  # noqa: ARG002
         return self.per_topic, 0
 
     def subscriptions(self, *_: object) -> Mapping[str, Mapping[str, Any]]:
@@ -118,6 +119,17 @@ def test_a_role_that_may_not_see_the_limits_starts_without_the_check() -> None:
     forbidden = ScriptedCall(raises=AdminError("It is not yours."))
     check_consumer_limits(faulty(FakeAdmin(), consumer_limits=forbidden), [P0], 3, 1.0)
     assert forbidden.raised
+
+
+def test_a_start_without_a_check_of_a_limit_names_the_limit_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "keyshard")
+    check_consumer_limits(Limited(0), [P0], 3, 1.0)
+    assert not caplog.messages
+    check_consumer_limits(Limited(None), [P0], 3, 1.0)
+    (said,) = caplog.messages
+    assert "may not read maxConsumersPerTopic of the broker" in said
 
 
 def test_doctor_counts_the_consumers_of_others_and_not_those_of_the_source() -> None:

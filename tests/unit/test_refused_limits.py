@@ -95,6 +95,9 @@ def test_other_refusals_are_no_limits(code: int, said: str, kind: type[KeyShardE
         (ConsumerLimits(0, 2), {}, ("maxConsumersPerSubscription", 2)),
         (ConsumerLimits(0, 3), {"other": 1}, None),
         (ConsumerLimits(0, 3), {"s": 1}, ("maxConsumersPerSubscription", 3)),
+        (ConsumerLimits(None, 2), {}, ("maxConsumersPerSubscription", 2)),
+        (ConsumerLimits(2, None), {}, ("maxConsumersPerTopic", 2)),
+        (ConsumerLimits(None, None), {"s": 1_000}, None),
     ],
 )
 def test_a_limit_counts_the_consumers_that_are_connected(
@@ -102,6 +105,12 @@ def test_a_limit_counts_the_consumers_that_are_connected(
 ) -> None:
     found = limits.exceeded(3, "s", connected)
     assert (found and (found[0].setting, found[1])) == exceeded
+
+
+def test_a_limit_that_is_unknown_is_told_from_none() -> None:
+    assert ConsumerLimits(0, 0).unknown == ()
+    assert ConsumerLimits(None, 0).unknown == ("maxConsumersPerTopic",)
+    assert ConsumerLimits(0, None).unknown == ("maxConsumersPerSubscription",)
 
 
 @pytest.mark.parametrize("refusal", [pulsar.ProducerBusy, pulsar.NotAllowedError])

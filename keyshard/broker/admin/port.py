@@ -117,8 +117,11 @@ class Admin(Protocol):
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
 
-    def consumer_limits(self, topic: str) -> tuple[int, int]:
-        """Maximum consumers of a topic partition, and of one subscription there; 0 for no limit."""
+    def consumer_limits(self, topic: str) -> tuple[int | None, int | None]:
+        """Maximum consumers of a topic partition, and of one subscription there; 0 for no limit.
+
+        ``None`` if this role may not read the limit.
+        """
 
     def deduplicates(self, topic: str) -> bool | None:
         """Whether the broker deduplicates a topic; ``None`` if this role may not ask."""

@@ -230,16 +230,15 @@ class PulsarAdmin:
         per_consumer, per_subscription = (self._limit(topic, *limit) for limit in _UNACKNOWLEDGED)
         return per_consumer, per_subscription
 
-    def consumer_limits(self, topic: str) -> tuple[int, int]:
+    def consumer_limits(self, topic: str) -> tuple[int | None, int | None]:
         """Maximum consumers of a topic partition, and of one subscription there; 0 for no limit.
 
-        Without a policy of the topic or its namespace, the limits are those of the broker, if this
-        role may see them.
+        Without a policy of topic and namespace, it is that of the broker; ``None`` if unreadable.
         """
         per_topic, per_subscription = (self._consumer_limit(topic, *limit) for limit in _CONSUMERS)
         return per_topic, per_subscription
 
-    def _consumer_limit(self, topic: str, of_topic: str, name: str) -> int:
+    def _consumer_limit(self, topic: str, of_topic: str, name: str) -> int | None:
         for path in f"{_path(topic)}/{of_topic}?applied=true", _of_namespace(topic, name):
             response = self._request("GET", path)
             if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:  # no topic policies
@@ -247,7 +246,8 @@ class PulsarAdmin:
             # For a limit per subscription, Pulsar 5.0 does not apply that of the namespace.
             if self._checked(path, response).content:
                 return int(self._understood(path, response, _number) or 0)
-        return int(_number((self.settings() or {}).get(name)) or 0)
+        settings = self.settings()
+        return None if settings is None else int(_number(settings.get(name)) or 0)
 
     def deduplicates(self, topic: str) -> bool | None:
         """Whether the broker deduplicates a topic, by its policies or those of its namespace.

@@ -214,7 +214,7 @@ class MemoryAdmin:
         limits = self._cluster.unacked_limits
         return limits.per_consumer, limits.per_subscription
 
-    def consumer_limits(self, topic: str) -> tuple[int, int]:  # noqa: ARG002
+    def consumer_limits(self, topic: str) -> tuple[int | None, int | None]:  # noqa: ARG002
         """Maximum consumers of a topic partition, and of one subscription there: no limit."""
         return 0, 0
 
