@@ -2,9 +2,8 @@
 
 Implementations: :mod:`keyshard.broker.client.broker` (pulsar-client),
 :mod:`keyshard.broker.wire.broker` (Pulsar's binary protocol) and
-:mod:`keyshard.broker.memory`. ``tests/contract`` runs the same cases on all of them.
-Implementations translate every exception of their library into :mod:`keyshard.errors`, with
-``raise ... from``.
+:mod:`keyshard.broker.memory`. ``tests/contract`` runs the same cases on all of them. Each
+translates every exception of its library into :mod:`keyshard.errors`, with ``raise ... from``.
 """
 
 from __future__ import annotations
@@ -371,14 +370,15 @@ class WorkerFacts:
     kind: str
     """Kind of worker, such as ``worker process``."""
     pid: int | None
-    """Process id; ``None`` while there is no process."""
     host: str | None
-    """Host of the process."""
+    """Process id and host; ``None`` while there is no process."""
     consumers: int
     since_s: float
     """Monotonic time since when the worker has been present or absent, in seconds."""
     restarts: int
     """Number of workers that were started in its place before."""
+    keeps_content: bool
+    """Whether it keeps the content of messages, with their keys."""
 
 
 class OpensReaders(Protocol):

@@ -111,6 +111,7 @@ class Consumers:
             ahead_rows_max=ahead_rows_max, unreadable=unreadable,
             first_messages=self._first_messages,
         )  # fmt: skip
+        self._keys_elsewhere = any(worker.keeps_content for worker in self._broker.workers())
         if measures_load:
             self.intake.load_meter = LoadMeter()
         consumers.serve(opened)
@@ -170,6 +171,8 @@ class Consumers:
         The shares cover the time since the start. If the load is sampled, they are estimates for
         the last minutes.
         """
+        if self._keys_elsewhere:
+            return None
         with self.shared.lock:
             return self.intake.load_meter.hot_keys(count_max, share_min)
 

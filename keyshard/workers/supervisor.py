@@ -64,7 +64,7 @@ class WorkerSupervisor:
         self._retrier = Retrier(name="keyshard-resubscribe-worker")
         """Subscribes consumers again in the replacement; its lanes are topic partitions."""
         worker = start(self._ending)
-        self._kind = worker.kind
+        self._kind, self._keeps_content = worker.kind, worker.keeps_content
         self._set_worker(worker)
         self._thread = begin(name, self._run)
 
@@ -132,7 +132,7 @@ class WorkerSupervisor:
             worker, consumers = self._worker, len(self._consumers)
             since_s, restarts = self._since_s, self._restarts
         pid, host = (None, None) if worker is None else (worker.pid, worker.machine)
-        return WorkerFacts(self._kind, pid, host, consumers, since_s, restarts)
+        return WorkerFacts(self._kind, pid, host, consumers, since_s, restarts, self._keeps_content)
 
     def _set_worker(self, worker: Worker | None) -> None:
         self._worker: Worker | None = worker

@@ -151,6 +151,9 @@ class Worker(AuthenticatedClient):
         WorkerUnreachableError: It cannot be reached at the address that it reported.
     """
 
+    keeps_content = False
+    """Whether it keeps the content of messages, with their keys, until that is released."""
+
     def __init__(self, hello: str | bytes, token: str, kind: str) -> None:
         try:
             facts = json.loads(hello)

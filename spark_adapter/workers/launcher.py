@@ -168,4 +168,6 @@ class WorkerLaunchers:
         version, packed = setup.packed()
         with closing(AuthenticatedClient(launcher, token, "task of Spark workers")) as client:
             hello = client.request("start", START_TIMEOUT_S, version=version, packed=packed)
-        return Worker(hello, setup.token, "worker on an executor")
+        worker = Worker(hello, setup.token, "worker on an executor")
+        worker.keeps_content = setup.keeps
+        return worker

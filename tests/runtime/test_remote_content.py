@@ -31,7 +31,8 @@ KEYS = keys_of(16)
 class WorkerSource:
     """A source whose two workers keep content, and the server that its tasks ask."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, keeps: bool = True, **options: Any) -> None:
+        self.keeps = keeps
         self.cluster = MemoryCluster(entries_per_ledger=100)
         self.topic = self.cluster.create_topic("orders", partitions=3)
         self.workers: list[LocalWorker] = []
@@ -43,7 +44,7 @@ class WorkerSource:
 
     def _broker(self) -> RemoteBroker:
         def start(_stop: threading.Event) -> LocalWorker:
-            self.workers.append(LocalWorker(MemoryBroker(self.cluster), keeps=True))
+            self.workers.append(LocalWorker(MemoryBroker(self.cluster), keeps=self.keeps))
             return self.workers[-1]
 
         return RemoteBroker(MemoryBroker(self.cluster), start, 2, 10.0)
@@ -131,6 +132,14 @@ def test_content_goes_from_workers_to_tasks_and_never_to_the_source(at: WorkerSo
             assert last.get(row["__key"], -1) < number
             last[row["__key"]] = number
     assert at.read(end) == rows
+
+
+@pytest.mark.parametrize(("at", "known"), [({}, None), ({"keeps": False}, [])], indirect=["at"])
+def test_hot_keys_are_unknown_from_the_start_if_workers_keep_them(
+    at: WorkerSource, known: list[Any] | None
+) -> None:
+    """Issue: they were an empty list, as if there were none, until the first message came."""
+    assert at.coordinator.consumers.hot_keys(5, 0.01) == known
 
 
 @pytest.mark.parametrize("columns", [("value",), ("__slot", "__messageId"), ("__key", "__topic")])

@@ -73,6 +73,7 @@ class SimulatedWorker(Worker):
         self._seq = 0
         self.lost = False
         self.released: deque[int] = deque()
+        self.keeps_content = world.keeps
         self.content_endpoint = (self, "")  # type: ignore[assignment]
         """The address at which tasks fetch its content."""
         self.gone = False

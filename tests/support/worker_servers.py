@@ -36,6 +36,7 @@ class LocalWorker(Worker):
 
     def __init__(self, broker: Broker, *, keeps: bool = False, lease_s: float = LEASE_S) -> None:
         self.host = ConsumerHost(broker, keeps=keeps)
+        self.keeps_content = keeps
         setup = WorkerSetup(Connection("pulsar://nobody"), lease_s, level=30)
         self._server = WorkerServer(self.host, setup)
         hello = {"endpoint": at(LOOPBACK, self._server.port), "pid": os.getpid(), "host": "here"}

@@ -23,6 +23,7 @@ from keyshard.config.workers import WorkersOption
 from keyshard.errors import ConfigError, WorkerEnvironmentError, WorkerUnreachableError
 from keyshard.version import VERSION
 from keyshard.workers.worker import AuthenticatedClient, Worker, setup_of
+from spark_adapter.workers import launcher as launching
 from spark_adapter.workers import registry
 from spark_adapter.workers.executors import Slots, choose_tasks, start_workers, why
 from spark_adapter.workers.launcher import WorkerLauncher, backend
@@ -171,6 +172,22 @@ def test_a_session_without_executors_is_refused(session: Any, why_not: str) -> N
         start_workers(session, 2)
     with pytest.raises(ConfigError, match="count is 0"):
         start_workers(session, 0)
+
+
+@pytest.mark.parametrize("fetch", [True, False])
+def test_a_worker_keeps_content_if_tasks_fetch_it(
+    launcher: WorkerLauncher, monkeypatch: pytest.MonkeyPatch, *, fetch: bool
+) -> None:
+    """Its status then shows hot keys as unknown from the start."""
+    monkeypatch.setattr(launching, "_tasks_fetch", threading.Event())
+    monkeypatch.setattr(launching, "Worker", lambda *_: SimpleNamespace())
+    if fetch:
+        launching.keep_content_in_workers()
+    monkeypatch.setattr(AuthenticatedClient, "request", lambda *_, **__: "hello")
+    registry.write(os.getppid(), registry.RegisteredLaunchers(TOKEN, [launcher.endpoint]))
+    one = WorkersOption.parse("spark:1")
+    assert one
+    assert backend(NOWHERE, one)(threading.Event()).keeps_content is fetch
 
 
 def test_a_worker_of_another_version_is_refused_by_name(launcher: WorkerLauncher) -> None:
