@@ -6,11 +6,13 @@ import logging
 import selectors
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from random import Random
 
+import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,13 @@ from keyshard.bookkeeper.bookies import Bookies
 from keyshard.bookkeeper.failures import REMEMBERED_S, Failures
 from keyshard.bookkeeper.ledger_reader import EntryNotReadError, LedgerReader
 from keyshard.bookkeeper.protocol import BAD_REQUEST, TOO_MANY_REQUESTS, answer_of
+from keyshard.bookkeeper.reader import StorageReads
+from keyshard.broker.port import Reader
+from keyshard.core.position.entry import EntryId
 from keyshard.core.position.replicas import LedgerReplicas
+from keyshard.errors import BookieReadError
+from tests.stored_entries import WHERE, single
+from tests.support.deadlines import deadline, in_time
 from tests.support.scripted_bookie import (
     BATCH_READ,
     FAULTS,
@@ -51,6 +59,13 @@ def changed(change: Callable[[bytes], bytes]) -> Batch:
     return answer
 
 
+class NoBroker:
+    """Opens no Reader."""
+
+    def reader(self, *_: object) -> Reader:
+        raise AssertionError("the broker was asked")
+
+
 BATCH_FAULTS = {
     "without entries": changed(lambda response: response[:32]),
     "another ledger": changed(lambda one: one[:8] + struct.pack(">q", 8) + one[16:]),
@@ -73,6 +88,95 @@ def test_another_replica_returns_the_entries_that_a_wrong_batch_response_lacks(k
         assert read(replicas(good, bad)) == list(range(1_000))
         with pytest.raises(EntryNotReadError):
             read(replicas(bad))
+
+
+PLACES: dict[str, Callable[[int, int], int]] = {
+    "first": lambda first, _: first,
+    "middle": lambda first, end: (first + end) // 2,
+    "last": lambda _, end: end - 1,
+}
+"""Entries of a batch read, by their place in the response."""
+
+
+def changed_entry(place: str, asked: list[tuple[int, int]]) -> Batch:
+    """Change one entry in each response to a batch read, and note the reads."""
+
+    def answer(good: Answer, first: int, end: int) -> bytes | None:
+        asked.append((first, end))
+        wrong = PLACES[place](first, end)
+        return as_bookkeeper(
+            lambda entry: flipped(good(entry)) if entry == wrong else good(entry), first, end
+        )
+
+    return answer
+
+
+def flipped(response: bytes | None) -> bytes:
+    assert response is not None
+    return response[:-1] + bytes([response[-1] ^ 1])
+
+
+@pytest.mark.parametrize("digest", ["CRC32C", "CRC32"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_entry_with_a_wrong_digest_in_a_batch_response_comes_from_another_replica(
+    place: str, digest: str
+) -> None:
+    """Issue: BookKeeper's client waited without end for the batch (apache/bookkeeper#4789)."""
+
+    def right(entry: int) -> bytes:
+        return whole(entry, digest)
+
+    asked: list[tuple[int, int]] = []
+    with bookie(right, changed_entry(place, asked)) as bad, bookie(right) as good:
+        for names in (bad, good), (good, bad):
+            end_s = time.monotonic() + deadline(20)
+            asked.clear()
+            assert read(replicas(*names, digest=digest)) == list(range(1_000))
+            in_time(end_s, "a wrong digest makes no read wait")
+            assert any(end - first > 2 for first, end in asked), "the place is one in a batch"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_entry_with_a_wrong_digest_in_all_replicas_is_named_with_ledger_and_bookie(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Issue: BookKeeper's client waited without end for the batch (apache/bookkeeper#4789)."""
+    wrong = PLACES[place](0, 10)
+
+    def right(entry: int) -> bytes:
+        head = struct.pack(">qqqq", LEDGER, entry, entry - 1, 100)
+        body = single({
+            "value": b"%d" % entry, "key": "k", "key_bytes": None, "ordering_key": None,
+            "properties": {}, "event_ms": 0,
+        })  # fmt: skip
+        digested = struct.pack(">I", google_crc32c.value(head + body))
+        return frame(entry, body=head + digested + body)
+
+    def answer(entry: int) -> bytes:
+        return flipped(right(entry)) if entry == wrong else right(entry)
+
+    end_s = time.monotonic() + deadline(20)
+    with bookie(answer) as one, bookie(answer) as other, closing(Bookies({})) as connections:
+        names = (one, other)
+        reads = StorageReads(
+            NoBroker(), {LEDGER: replicas(*names, last=9)}, connections, required=True
+        )
+        reader, found = reads.reader(WHERE, EntryId(LEDGER, 0)), list[EntryId]()
+
+        def read_on() -> None:
+            while not reader.at_end():
+                found.extend(block.id for block in reader.read(1_000))
+
+        with pytest.raises(BookieReadError) as caught:
+            read_on()
+    in_time(end_s, "a wrong digest makes no read wait")
+    assert found == [EntryId(LEDGER, entry) for entry in range(wrong)]
+    said = caught.value.message
+    assert f"entry {LEDGER}:{wrong} of {WHERE}" in said
+    assert any(f"{name}: an entry with a wrong digest" in said for name in names)
+    for name in names:
+        warning = f"Bookie {name} gave no entry {LEDGER}:{wrong}: an entry with a wrong digest."
+        assert warning in caplog.messages
 
 
 @pytest.mark.parametrize("seed", range(8))
