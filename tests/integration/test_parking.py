@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
+from tests.support.documented_dead_letter import SOMETIMES, documented, written
 from tests.support.parking_topic import numbers
 from tests.support.tested_pulsar import PULSAR
 
@@ -153,6 +155,19 @@ def test_the_dead_letter_topic_is_created_for_the_first_dead_letter(
     assert list(again.keys.parking.states()) == ["k"]
     assert parking.resting() == 1
     again.close()
+
+
+def test_a_dead_letter_on_a_broker_has_the_documented_properties(parking: ParkingProcess) -> None:
+    first = parking.open()
+    small = dead_letter(parking, 0)
+    first.send(small)
+    large = small.message._replace(
+        value=bytes(6 * 1024 * 1024), message_id=MessageId(7, 1, 0), schema_version=0,
+        key_bytes=b"k",
+    )  # fmt: skip
+    first.send(replace(small, message=large))
+    assert written(parking.stored()) == [documented() - SOMETIMES, documented()]
+    first.close()
 
 
 def test_dead_letters_are_kept_and_replayed_by_the_next_source(parking: ParkingProcess) -> None:

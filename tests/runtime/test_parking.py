@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from keyshard import Message
+from keyshard import Message, Reject
 from keyshard.broker.memory import MemoryBroker
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.dead_letter import DeadLetterKind
@@ -15,6 +15,7 @@ from keyshard.dead_letters.writer import DeadLetterWriter
 from keyshard.errors import BrokerUnavailableError, HandlerFailedError, TopicNotFoundError
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline
+from tests.support.documented_dead_letter import SOMETIMES, documented, written
 from tests.support.parking_topic import EXECUTORS, ParkingTopic, broken_for_b, handler, numbers
 
 
@@ -48,6 +49,28 @@ def test_a_key_parks_whose_handler_runs_in_a_process(parking: ParkingTopic) -> N
         wait_until(lambda: parking.backlog() == 0)
     assert numbers(parking.dead_letters()) == list(range(5))
     assert {dead_letter.key for dead_letter in parking.dead_letters()} == {"b"}
+
+
+@pytest.mark.parametrize("kind", DeadLetterKind)
+def test_the_documentation_names_every_property(
+    parking: ParkingTopic, kind: DeadLetterKind
+) -> None:
+    """The table is compared with dead letters that a source wrote."""
+
+    def fail(_message: Message) -> None:
+        raise Reject("no order") if kind is DeadLetterKind.REJECTED else ValueError("no")
+
+    on_failure = "dead_letter" if kind is DeadLetterKind.DEAD_LETTER else "park"
+    large = Stored(b"0" * 100_000, key="large", schema_version=3)
+    parking.cluster.publish(parking.topic, large)
+    parking.cluster.message_bytes_max = 70_000
+    with parking.run(fail, on_failure=on_failure, metadata_columns=["__keyBytes"]):
+        wait_until(lambda: len(parking.dead_letters()) == 1)
+    parking.cluster.publish(parking.topic, Stored(b"1", key="small"))
+    with parking.run(fail, on_failure=on_failure):
+        wait_until(lambda: len(parking.dead_letters()) == 2)
+    assert [one.kind for one in parking.dead_letters()] == [kind] * 2
+    assert written(parking.stored()) == [documented(), documented() - SOMETIMES]
 
 
 def test_a_dead_letter_is_the_message_with_its_failure_as_properties(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from datetime import datetime, timezone
-from pathlib import Path
 
 import pytest
 
 from keyshard.core.dead_letter import (
     ERROR_CHARS_MAX,
-    HEAD,
-    PARTS,
     DeadLetter,
     DeadLetterKind,
     DoneMarker,
@@ -83,17 +79,6 @@ def test_a_dead_letter_has_these_properties() -> None:
         "keyshard.schemaVersion": "2",
         "keyshard.keyBytes": "AGs=",
     }
-
-
-def test_the_documentation_names_every_property() -> None:
-    text = Path("docs/how-to/poison-messages.md").read_text()
-    table = text.partition("## Contents of a dead letter")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(keyshard\.[A-Za-z]+)`", "".join(
-        line.split("|")[1] for line in table.splitlines() if line.startswith("|")
-    )))  # fmt: skip
-    one = message()._replace(schema_version=2, key_bytes=b"\0k")
-    dead_letter = DeadLetter(one, "billing", DeadLetterKind.PARKED, 5, "no")
-    assert named == {*dead_letter.own_properties(), PARTS, HEAD}
 
 
 def test_the_event_time_is_in_milliseconds_and_0_if_it_is_unset() -> None:
