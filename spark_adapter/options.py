@@ -191,7 +191,8 @@ OPTIONS = (
         "metrics.port",
         "metrics_port",
         "Port on the driver that serves [metrics](metrics.md) of the query for Prometheus, with "
-        "`/livez` and `/readyz`. 0 takes a free one, which the log names. Default: no server.",
+        "`/livez` and `/readyz`. 0 takes a free one, which a warning in the log of the driver "
+        "(standard error) names. Default: no server.",
     ),
     Option(
         "metrics.host",
@@ -202,7 +203,8 @@ OPTIONS = (
         "ui.port",
         "ui_port",
         "Port on the driver that serves the [page](page.md) of the query. 0 takes a free one, "
-        "which the log names. Needs `keyshard[ui]` on the driver. Default: no page.",
+        "which a warning in the log of the driver (standard error) names. Needs `keyshard[ui]` on "
+        "the driver. Default: no page.",
     ),
     Option(
         "ui.host",

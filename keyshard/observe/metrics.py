@@ -431,7 +431,8 @@ _HEAD = """# Metrics
 Ray job. A Spark query has the options `metrics.port` and `metrics.host`, and serves them on the
 driver. `source.run(handle, metrics_port=...)` is the same for one run. With
 `metrics_host="0.0.0.0"`, other machines can reach the port, as in a container. The port has no
-password. With port 0, the log names the free port that was taken.
+password. With port 0, the log names the free port that was taken; the log of a Spark query is
+that of the driver, on standard error.
 
 Metrics of [workers](options.md) that host consumers are on the same port, with the labels `worker`
 and `kind`: the source knows which worker is missing, and a worker has no port.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,32 @@ from pyspark.sql import SparkSession
 
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.devbroker.process import free_port, give_back
-from tests.spark.spark_process import eventually
+from tests.spark.spark_process import SparkProcess, eventually
 from tests.spark.spark_topic import SUBSCRIPTION, SparkTopic
 from tests.support.deadlines import deadline
 from tests.support.scraped import get, samples, serves
 
 pytestmark = [pytest.mark.broker, pytest.mark.spark]
+
+
+def test_the_log_of_the_driver_names_the_ports_that_0_took(
+    dev_broker: DevBroker, topic_name: str, tmp_path: Path
+) -> None:
+    topic = SparkTopic(dev_broker, topic_name, tmp_path)
+    topic.produce(20)
+    query = SparkProcess(topic.options(metrics_port="0", ui_port="0"), tmp_path)
+    try:
+        query.wait_committed(1)
+        log = query.log.read_text(errors="replace")
+        (metrics,) = re.findall(
+            r"metrics\.port is 0: metrics are served on port (\d+)$", log, re.MULTILINE
+        )
+        (page,) = re.findall(r"ui\.port is 0: the page is served on port (\d+)$", log, re.MULTILINE)
+        assert samples(int(metrics))["keyshard_messages_received_total"] == [20]
+        (shown,) = get(int(page), "/api/status").json()["sources"]
+        assert (shown["name"], shown["kind"]) == (SUBSCRIPTION, "spark")
+    finally:
+        query.stop()
 
 
 @pytest.fixture
