@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Edit, Mutant, killer
 
-CONNECTION = "unit/test_wire_connection"
+RECEIVING = "unit/test_wire_receiving"
 SUBSCRIBED = "keyshard/broker/wire/subscription.py"
 PERMITS = "keyshard/broker/wire/permits.py"
 
@@ -52,7 +52,7 @@ OF_WIRE = (
         ),
         killers=(
             killer(
-                CONNECTION,
+                "unit/test_wire_acknowledging",
                 "test_a_lost_connection_drops_queued_entries_and_resends_acknowledgements",
             ),
         ),
@@ -67,7 +67,7 @@ OF_WIRE = (
                 "        self._used = self.ahead - held + messages\n",
             ),
         ),
-        killers=(killer(CONNECTION, "test_permits_are_given_back_as_entries_are_taken"),),
+        killers=(killer(RECEIVING, "test_permits_are_given_back_as_entries_are_taken"),),
     ),
     Mutant(
         name="leave a broker parked that sent something",
@@ -81,7 +81,7 @@ OF_WIRE = (
         ),
         killers=(
             killer(
-                CONNECTION,
+                RECEIVING,
                 "test_a_silent_broker_gets_a_limited_number_of_extra_permits",
             ),
         ),
@@ -109,7 +109,7 @@ OF_WIRE = (
                 "        if (handle := self._handles.get(handle_id)) is not None:\n",
             ),
         ),
-        killers=(killer(CONNECTION, "test_late_entries_of_an_ended_subscription_are_dropped"),),
+        killers=(killer(RECEIVING, "test_late_entries_of_an_ended_subscription_are_dropped"),),
     ),
     Mutant(
         name="forget the producer to close before the wait for a thread",
@@ -177,7 +177,7 @@ OF_WIRE = (
                 "unit/test_wire_producer", "test_a_request_without_an_answer_gives_its_name_back"
             ),
             killer(
-                CONNECTION,
+                "unit/test_wire_connection",
                 "test_a_consumer_that_a_frozen_broker_makes_after_its_end_is_closed_again",
             ),
         ),

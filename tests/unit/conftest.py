@@ -9,12 +9,14 @@ import pytest
 
 from keyshard.bookkeeper import bookies
 from keyshard.broker import retry
+from keyshard.broker.wire import consumer as consuming
 from keyshard.broker.wire import keep_alive
 from keyshard.broker.wire.broker import WireBroker
 from keyshard.config.connection import Connection
 from keyshard.core import refusal_timer
 from tests.refusals.broker import Cluster, ScriptedBroker
 from tests.support import scripted_bookie
+from tests.support.answering_broker import ScriptedBroker as AnsweringBroker
 from tests.support.deadlines import deadline
 
 
@@ -65,3 +67,33 @@ def bookie_versions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def impatient_bookies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bookies, "SILENT_S", deadline(2))
+
+
+@pytest.fixture
+def scripted() -> Iterator[AnsweringBroker]:
+    broker = AnsweringBroker()
+    yield broker
+    broker.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count no broker as silent, however busy the machine is."""
+    monkeypatch.setattr(consuming, "QUIET_S", 3_600.0)
+
+
+@pytest.fixture
+def brokers() -> Iterator[Callable[..., WireBroker]]:
+    made: list[WireBroker] = []
+
+    def make(
+        scripted: AnsweringBroker, operation_timeout_ms: int = 10_000, **how: Any
+    ) -> WireBroker:
+        """Connect; the timeout is that of a quiet machine."""
+        how["operation_timeout_ms"] = int(deadline(operation_timeout_ms))
+        made.append(WireBroker(Connection(scripted.url, **how)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
