@@ -1,11 +1,14 @@
-"""The slot of each actor of a Ray job, and the ranges that have an actor of the same slots."""
+"""The slot of each actor of a Ray job, ranges that have an actor of the same slots, rescales."""
 
 from __future__ import annotations
 
 import pickle
+import threading
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pyarrow as pa
 import pytest
@@ -24,12 +27,16 @@ from keyshard.core.range_watchdog import (
     load_of,
     state_of,
 )
+from keyshard.core.recent_history import History
 from keyshard.core.ring.assignment import assign
 from keyshard.core.ring.hash_range import split_ring
+from keyshard.errors import NotRunningError, ThreadStartError
 from keyshard.handlers.range_owners import RangeOwners
 from keyshard.observe.handler_view import Ownership
 from keyshard.reading.message_decoder import MessageDecoder
 from ray_adapter.actor import HandlerActor, arrow_rows, message_rows
+from ray_adapter.cluster import JobCancelled
+from ray_adapter.job import Job
 from ray_adapter.job_state import UNTAKEN_MAX, ActorSlot, Done, JobResults, JobState, JobStatus
 from ray_adapter.row_slices import RowSlice
 from tests.helpers import block, key_in, present
@@ -228,3 +235,43 @@ def test_each_field_of_the_status_of_a_job_is_documented() -> None:
     assert [name.strip() for name in documented] == list(get_type_hints(JobStatus))
     for name in get_type_hints(JobResults):
         assert f"`{name}`" in rows[-1][2]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "end"),
+    [
+        (None, None, "moved"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "moved"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "kept"),
+        (ThreadStartError("no thread"), ThreadStartError, "lost"),
+        (JobCancelled(), NotRunningError, "kept"),
+    ],
+)
+def test_the_actors_that_have_the_ring_decide_how_a_rescale_ended(
+    error: BaseException | None, raised: type[BaseException] | None, end: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Issue: an interrupt left a rescale that ran for ever in the status of the job."""
+    shared = SimpleNamespace(lock=threading.Condition(), history=History())
+    job: Any = object.__new__(Job)
+    job._exchange, job._options = job_of_two(), SimpleNamespace(drain_timeout_s=5.0)
+    coordinator = SimpleNamespace(epoch=0, consumers=SimpleNamespace(shared=shared))
+    job._run = SimpleNamespace(coordinator=coordinator)
+
+    def move(*_: object) -> float:
+        if end != "kept":
+            job._exchange.actor_slots = job._exchange.actor_slots * 2
+        if end == "lost":
+            job._exchange.error = error
+        if error is not None:
+            raise error
+        return 7.0
+
+    monkeypatch.setattr(job, "_move", move)
+    with nullcontext() if raised is None else pytest.raises(raised):
+        job._rescale(4)
+    history = shared.history.status(time.monotonic())
+    assert history["rescaling"] is None
+    (one,) = history["rescales"]
+    assert (one["end"], one["pauseMillis"]) == (end, 7.0 if raised is None else None)
+    assert (one["movedFraction"] > 0) == (end == "moved")
