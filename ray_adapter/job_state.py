@@ -21,6 +21,7 @@ from keyshard.core.lanes.lane_status import (
     HandlerSlots,
     LatencyHistogram,
     NewestError,
+    handler_slots,
 )
 from keyshard.core.lanes.rate_limit import RateLimit, RateLimitStatus
 from keyshard.core.range_watchdog import CALLS_MIN, ActorFacts, actor_stall
@@ -118,20 +119,12 @@ class ActorSlot:
         """
         process = None if self.actor is None or self.lost else self.actor.process
         rows = self.in_flight
-        return {
-            "index": self.index,
-            "pid": None if process is None else process[0],
-            "host": None if process is None else process[1],
-            "hashRange": str(hash_range),
-            "state": "starting" if self.lost else "busy" if rows else "free",
-            "total": 1, "used": int(rows > 0 and not self.lost),
-            "waiting": waiting, "inFlight": rows,
-            "runningSeconds": round(max(0.0, now_s - self.since_s), 1) if rows else None,
-            "handled": self.rows,
-            "restarts": self.deaths,
-            "untakenCalls": self.untaken,
-            "stalled": actor_stall(self.facts(now_s), usual_s),
-        }  # fmt: skip
+        return handler_slots(
+            self.index, process, 1, int(rows > 0 and not self.lost), starting=self.lost,
+            in_flight=rows, running_s=now_s - self.since_s if rows else None, handled=self.rows,
+            restarts=self.deaths, hash_range=str(hash_range), waiting=waiting,
+            untaken_calls=self.untaken, stalled=actor_stall(self.facts(now_s), usual_s),
+        )  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from keyshard.core.lanes.bulk import Bulk
 from keyshard.core.lanes.key_queue import Work
-from keyshard.core.lanes.lane_status import HandlerSlots
+from keyshard.core.lanes.lane_status import HandlerSlots, handler_slots
 from keyshard.core.lanes.retry_policy import FailedAttempt
 from keyshard.core.message import Produce
 from keyshard.errors import KeyShardError
@@ -125,13 +125,8 @@ def shared_slots(total: float, used: int) -> list[HandlerSlots]:
         total: Number of slots; infinity: only lanes limit.
         used: Number of handlers that run.
     """
-    return [{
-        "index": 0, "pid": os.getpid(), "host": socket.gethostname(), "hashRange": None,
-        "state": "busy" if used >= total else "free",
-        "total": None if math.isinf(total) else int(total), "used": used, "waiting": None,
-        "inFlight": used, "runningSeconds": None, "handled": None, "restarts": None,
-        "untakenCalls": None, "stalled": None,
-    }]  # fmt: skip
+    process = os.getpid(), socket.gethostname()
+    return [handler_slots(0, process, None if math.isinf(total) else int(total), used)]
 
 
 class ThreadExecutor:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from keyshard.base_error import IGNORE
 from keyshard.core.lanes.failure import Failure, FailureKind, Reject, RetryLater, text_of
 from keyshard.core.lanes.key_queue import Work
-from keyshard.core.lanes.lane_status import HandlerSlots
+from keyshard.core.lanes.lane_status import HandlerSlots, handler_slots
 from keyshard.core.message import (
     NO_CONTEXT,
     HandlerContext,
@@ -176,20 +176,12 @@ class ProcessHandle:
     def slots(self, index: int, now_s: float) -> HandlerSlots:
         """Return its slot; any thread may call it."""
         since_s, runs = self._since_s, self._connection is not None
-        used = int(since_s is not None)
-        return {
-            "index": index,
-            "pid": self._process.pid if runs else None,
-            "host": socket.gethostname() if runs else None,
-            "hashRange": None,
-            "state": "starting" if self._starting else "busy" if used else "free",
-            "total": 1, "used": used, "waiting": None, "inFlight": used,
-            "runningSeconds": None if since_s is None else round(max(0.0, now_s - since_s), 1),
-            "handled": self._handled,
-            "restarts": max(0, self._starts - 1),
-            "untakenCalls": None,
-            "stalled": None,
-        }  # fmt: skip
+        return handler_slots(
+            index, (self._process.pid, socket.gethostname()) if runs else None, 1,
+            int(since_s is not None), starting=self._starting,
+            running_s=None if since_s is None else now_s - since_s, handled=self._handled,
+            restarts=max(0, self._starts - 1),
+        )  # fmt: skip
 
     def _produced(self, message: Message) -> Sequence[Produce] | None:
         request = pickle.dumps(message)

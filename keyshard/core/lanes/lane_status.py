@@ -281,6 +281,58 @@ class HandlerSlots(TypedDict):
     """Stall of an actor; ``None`` elsewhere, because ranges have the stalls."""
 
 
+def handler_slots(
+    index: int,
+    process: tuple[int, str] | None,
+    total: int | None,
+    used: int,
+    *,
+    starting: bool = False,
+    in_flight: int | None = None,
+    running_s: float | None = None,
+    handled: int | None = None,
+    restarts: int | None = None,
+    hash_range: str | None = None,
+    waiting: int | None = None,
+    untaken_calls: int | None = None,
+    stalled: Stalled | None = None,
+) -> HandlerSlots:
+    """Return the slots for handlers in one process or actor.
+
+    Args:
+        index: Its number.
+        process: Its process id and host; ``None`` while no process runs.
+        total: Number of slots; ``None``: only lanes limit.
+        used: Number of handlers that run.
+        starting: Whether a process or actor starts.
+        in_flight: Messages that handlers work on; default: one for each handler.
+        running_s: Time for which it has worked on them, seconds.
+        handled: Messages handled there.
+        restarts: Number of replacements.
+        hash_range: Part of the ring of an actor.
+        waiting: Messages that wait for this actor.
+        untaken_calls: Calls of an actor whose results the caller has not taken.
+        stalled: The stall of an actor.
+    """
+    full = total is not None and used >= total
+    return {
+        "index": index,
+        "pid": None if process is None else process[0],
+        "host": None if process is None else process[1],
+        "hashRange": hash_range,
+        "state": "starting" if starting else "busy" if full else "free",
+        "total": total,
+        "used": used,
+        "waiting": waiting,
+        "inFlight": used if in_flight is None else in_flight,
+        "runningSeconds": None if running_s is None else round(max(0.0, running_s), 1),
+        "handled": handled,
+        "restarts": restarts,
+        "untakenCalls": untaken_calls,
+        "stalled": stalled,
+    }
+
+
 # -- Outcomes of messages since the start of a run -------------------------------------------------
 
 
