@@ -149,6 +149,7 @@ def _rescale(source: RunningSource, ranges: int | None, *, balance: bool, as_jso
 
 def _show_history(source: RunningSource, *, as_json: bool) -> None:
     from keyshard.cli.rescale_text import history_text
+    from keyshard.core.recent_history import rescales_of
 
     status: Status = source.ask("status")
     with source.read():
@@ -156,8 +157,7 @@ def _show_history(source: RunningSource, *, as_json: bool) -> None:
         if history is None:
             raise NotRunningError("The source is still starting.", "Try again later.")
         if as_json:
-            rescales = {name: value for name, value in history.items() if name != "commits"}
-            typer.echo(json.dumps(rescales, indent=2))
+            typer.echo(json.dumps(rescales_of(history), indent=2))
         else:
             console().print(history_text(history))
 

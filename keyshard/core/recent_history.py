@@ -31,14 +31,28 @@ class CommitsStatus(TypedDict):
     """Size of the newest checkpoint that the source stored itself; ``None`` if it stored none."""
 
 
-class HistoryStatus(TypedDict):
-    """The last minutes, oldest first."""
+class RescalesStatus(TypedDict):
+    """The last rescales, oldest first."""
 
-    commits: list[CommitsStatus]
     rescales: list[RescaleStatus]
     rescaling: RunningRescaleStatus | None
     """The rescale that runs; ``None`` without one."""
     rescaleSummary: RescaleSummary
+
+
+class HistoryStatus(RescalesStatus):
+    """The last minutes, oldest first."""
+
+    commits: list[CommitsStatus]
+
+
+def rescales_of(history: HistoryStatus) -> RescalesStatus:
+    """Return the fields of a history that are about rescales."""
+    return {
+        "rescales": history["rescales"],
+        "rescaling": history["rescaling"],
+        "rescaleSummary": history["rescaleSummary"],
+    }
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from keyshard.core.recent_history import (
     INTERVAL_S,
     INTERVALS_MAX,
     History,
+    rescales_of,
 )
 from keyshard.core.rescale_history import ERROR_MAX, RESCALES_MAX, Rescale, RescaleEnd
 
@@ -55,6 +56,13 @@ def test_old_intervals_and_rescales_are_forgotten() -> None:
     later = history.status(now_s + 10 * INTERVAL_S)
     assert len(later["commits"]) == INTERVALS_MAX - 10, "a source that commits nothing"
     assert history.status(now_s + INTERVALS_MAX * INTERVAL_S)["commits"] == []
+
+
+def test_the_rescales_of_a_history_are_all_of_it_but_commits() -> None:
+    status = History().status(0.0)
+    assert rescales_of(status) == {
+        name: value for name, value in status.items() if name != "commits"
+    }
 
 
 def rescale(began_s: float) -> Rescale:
