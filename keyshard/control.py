@@ -21,26 +21,25 @@ import logging
 import os
 import secrets
 import socket
-import stat
 import struct
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from keyshard.errors import BY_CODE, ControlError, KeyShardError, ThreadStartError
+from keyshard import control_folder
+from keyshard.control_requests import UNEXPECTED, Request, Requests, ask, receive, releases
+from keyshard.errors import ControlError, KeyShardError, ThreadStartError
 from keyshard.redaction import redacted, shown
-from keyshard.threads import Pool, begin
+from keyshard.threads import begin
+from keyshard.version import VERSION
 
 REQUEST_BYTES_MAX = 64 * 1024
 """Longest request, bytes."""
-ANSWER_BYTES_MAX = 64 * 1024 * 1024
-"""Longest answer, bytes."""
 REQUEST_S = 5.0
 """Longest time to receive a whole request, and to send an answer, seconds."""
 ANSWER_S = 10.0
@@ -53,15 +52,14 @@ SINK, WORKER = "sink", "worker"
 """Kinds with a suffix of their sockets, so that commands for sources need not ask them."""
 ANY = "any"
 """Stands for sources, sinks and workers."""
-ASKED_MAX = 16
+ASKED_MAX = 200
 """Most sockets that are asked at the same time."""
-_WHO = "who"
+WHO = "who"
+"""The request for the facts of a :class:`RunningSource`."""
 
 Handler = Callable[[Mapping[str, Any]], Any]
 """Takes a request and returns plain JSON values; its errors are sent to the client."""
 
-_UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""Errors of reading JSON that has an unexpected shape."""
 _log = logging.getLogger(__name__)
 
 
@@ -98,13 +96,14 @@ class ControlServer:
             "pid": os.getpid(),
             "kind": kind,
             "name": subscription if name is None else name,
+            "release": VERSION,
         }
-        self._handlers = {_WHO: lambda _request: who, **handlers}
+        self._handlers = {WHO: lambda _request: who, **handlers}
         self._free = threading.Semaphore(CONNECTIONS_MAX)
         prefix = f"{_digest(subscription)}-{_digest(service_url)}"
         self._who = who
-        suffix = _suffix_of(kind)
-        self.path = _own_folder() / f"{prefix}-{os.getpid()}-{secrets.token_hex(2)}{suffix}"
+        name_end = f"{os.getpid()}-{secrets.token_hex(2)}{_suffix_of(kind)}"
+        self.path = control_folder.own_folder() / f"{prefix}-{name_end}"
         self._socket = _listen(self.path)
         self._closed = threading.Event()
         try:
@@ -112,11 +111,6 @@ class ControlServer:
         except ThreadStartError:
             self._remove()
             raise
-
-    @property
-    def own(self) -> RunningSource:
-        """The source that answers at this socket."""
-        return _source_of(self._who, self.path)
 
     def close(self, wait_s: float = 1.0) -> None:
         """Accept nothing more and remove the socket. Idempotent.
@@ -187,18 +181,19 @@ class ControlServer:
 
     def _answer(self, connection: socket.socket) -> bytes:
         try:
-            line = _receive(connection, REQUEST_BYTES_MAX, time.monotonic() + REQUEST_S)
+            line = receive(connection, REQUEST_BYTES_MAX, time.monotonic() + REQUEST_S)
             request = json.loads(line)
             handler = self._handlers.get(request.get("do"))
             if handler is None:
                 known = ", ".join(sorted(self._handlers))
                 raise ControlError(
-                    "The request has an unknown command.", f"The commands are: {known}."
+                    f"The request has a command that keyshard {VERSION} does not know here.",
+                    f"The commands are: {known}.",
                 )
             return json.dumps({"ok": True, "result": handler(request)}).encode() + b"\n"
         except KeyShardError as exc:
             return _failed(exc)
-        except (*_UNEXPECTED, OSError) as exc:
+        except (*UNEXPECTED, OSError) as exc:
             return _failed(
                 ControlError(f"The request cannot be answered: {exc!r}.", "Check its fields.")
             )
@@ -222,6 +217,8 @@ class RunningSource:
     path: Path
     kind: str
     name: str
+    release: str = field(default="", kw_only=True)
+    """Its release of keyshard; empty if it does not tell it."""
 
     @property
     def kind_word(self) -> str:
@@ -235,6 +232,14 @@ class RunningSource:
             return f"sink {self.name!r}"
         return f"{self.kind_word} of {self.subscription!r}"
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its facts as JSON values."""
+        return {
+            "pid": self.pid, "kind": self.kind, "name": self.name,
+            "subscription": None if self.kind == SINK else self.subscription,
+        }  # fmt: skip
+
     def ask(self, do: str, *, timeout_s: float = ANSWER_S, **fields: Any) -> Any:
         """Send a request and wait for its result.
 
@@ -242,23 +247,36 @@ class RunningSource:
             ControlError: The source does not answer in time, or not as expected.
             KeyShardError: The source refused the request with this error.
         """
+        return self.answer(lambda: ask(self.path, {"do": do, **fields}, timeout_s))
+
+    def answer(self, result: Callable[[], Any]) -> Any:
+        """Return the result of a request; its errors are raised as by :meth:`ask`.
+
+        Args:
+            result: Returns the result of a request to its socket.
+        """
         try:
-            return _ask(self.path, {"do": do, **fields}, timeout_s)
+            return result()
         except OSError as exc:
             raise ControlError(
                 f"The {self.title} with pid {self.pid} does not answer: {exc}.",
                 "Check that the process is running.",
             ) from exc
+        except ControlError as exc:
+            if more := releases(self.release):
+                remedy = f"{exc.remedy} Use the same release for both."
+                raise exc.with_text(f"{exc.problem}{more}", remedy) from exc.__cause__
+            raise
 
     @contextmanager
     def read(self) -> Iterator[None]:
         """Raise ``ControlError`` if the answer that the block reads has an unexpected shape."""
         try:
             yield
-        except _UNEXPECTED as exc:
+        except UNEXPECTED as exc:
             raise ControlError(
                 f"The answer of the {self.title} with pid {self.pid} cannot be understood: "
-                f"{shown(exc)}.",
+                f"{shown(exc)}.{releases(self.release)}",
                 f"Use the same release of keyshard as the {self.kind_word}.",
             ) from exc
 
@@ -306,39 +324,81 @@ def _answering(
 
     They are asked at the same time: a process that hangs has a socket for each of its sinks.
     """
+    paths = sockets(kind, subscription, service_url)
+    asked: list[Request] = []
+    for at in range(0, len(paths), ASKED_MAX):
+        with closing(Requests()) as requests:
+            some = [(path, WHO) for path in paths[at : at + ASKED_MAX]]
+            asked += requests.ask(some, timeout_s).values()
+    found, errors = found_among(asked)
+    return sorted(found, key=lambda one: (one.pid, one.path)), errors
+
+
+def sockets(
+    kind: str | None = None, subscription: str | None = None, service_url: str | None = None
+) -> list[Path]:
+    """Return the control sockets of this user, also those of processes that have ended.
+
+    Args:
+        kind: :data:`SINK`, :data:`WORKER`, or :data:`ANY` of the three; ``None``: sources.
+        subscription: Only those with this subscription, or name of a sink.
+        service_url: Only those of this cluster.
+    """
     names = [_digest(part) if part is not None else "*" for part in (subscription, service_url)]
-    paths = [
+    return [
         path
-        for folder in _folders()
+        for folder in control_folder.folders()
         for path in folder.glob(f"{names[0]}-{names[1]}-*-*")
         if kind == ANY or path.suffix == _suffix_of(kind)
     ]
-    pool = Pool(ASKED_MAX, "keyshard-control-ask")
-    try:
-        answers = list(pool.map(lambda path: _found_at(path, timeout_s), paths))
-    finally:  # an interrupt waits for no process that hangs
-        pool.shutdown(wait=False, cancel_futures=True)
-    found = sorted((one for one, _ in answers if one), key=lambda one: (one.pid, one.path))
-    return found, [error for _, error in answers if error]
 
 
-def _found_at(path: Path, timeout_s: float) -> tuple[RunningSource | None, ControlError | None]:
-    """Return the source that answers at a socket, or the error; remove a dead one's socket."""
+def kind_at(path: Path) -> str:
+    """Return ``source``, ``sink`` or ``worker``, by the name of a control socket."""
+    return path.suffix.removeprefix(".") or "source"
+
+
+def found_among(asked: Iterable[Request]) -> tuple[list[RunningSource], list[ControlError]]:
+    """Return what runs at the sockets of requests :data:`WHO`, and the errors of the others."""
+    outcomes = [_outcome_of(one) for one in asked]
+    found = [one for one in outcomes if isinstance(one, RunningSource)]
+    return found, [one for one in outcomes if isinstance(one, ControlError)]
+
+
+def _outcome_of(request: Request) -> RunningSource | ControlError | None:
     try:
-        return _source_of(_ask(path, {"do": _WHO}, timeout_s), path), None
-    except (ConnectionRefusedError, FileNotFoundError):
-        path.unlink(missing_ok=True)
-        return None, None
+        return found_at(request.path, request.result)
     except ControlError as exc:
-        return None, exc
+        return exc
+
+
+def found_at(path: Path, result: Callable[[], Any]) -> RunningSource | None:
+    """Return what runs at a socket; ``None`` if its process has ended: then the socket is removed.
+
+    Args:
+        path: The socket.
+        result: Returns the result of the request :data:`WHO`.
+
+    Raises:
+        ControlError: The process does not answer, or not as expected.
+    """
+    try:
+        return _source_of(result(), path)
     except OSError as exc:
+        if has_ended(path, exc):
+            return None
         pid = path.name.split("-")[2]
-        error = ControlError(
+        raise ControlError(
             f"Process {pid} has a control socket, but does not answer: {exc or 'late'}.",
             "It is suspended or hangs. Resume or end it.",
-        )
-        error.__cause__ = exc
-        return None, error
+        ) from exc
+
+
+def has_ended(path: Path, error: BaseException | None) -> bool:
+    """Whether the error of a request shows that its process has ended; remove the socket then."""
+    if isinstance(error, ConnectionRefusedError):
+        path.unlink(missing_ok=True)
+    return not path.exists()
 
 
 def _source_of(answer: Any, path: Path) -> RunningSource:
@@ -351,7 +411,10 @@ def _source_of(answer: Any, path: Path) -> RunningSource:
             "kind": str(kind),
             "name": str(name),
         }:
-            return RunningSource(subscription, service_url, topics, pid, path, kind, name)
+            return RunningSource(
+                subscription, service_url, topics, pid, path, kind, name,
+                release=str(answer.get("release", "")),
+            )  # fmt: skip
     raise ControlError(
         f"The process at {path} is not a keyshard source: its answer is {shown(answer)}.",
         "End the process, or remove the file.",
@@ -368,26 +431,39 @@ def running_source(
     """
     found = running_sources(subscription, service_url)
     matching = [one for one in found if pid in (None, one.pid)]
-    if len(matching) == 1:
-        return matching[0]
+    if matching:
+        return only_of(matching, ", --service-url")
     name = "source" if subscription is None else f"source of {subscription!r}"
-    if not matching:
-        where = ", ".join(map(str, _candidates()))
-        raise ControlError(
-            f"No running {name} of this user was found on this machine (in {where}).",
-            f"{_others(running_sources())}Only a source that is running has a control socket.",
-        )
+    where = ", ".join(map(str, control_folder.candidates()))
     raise ControlError(
-        f"{len(matching)} running sources match: {_list_of(matching)}.",
-        "Select one by its subscription, --service-url or --pid.",
+        f"No running {name} of this user was found on this machine (in {where}).",
+        f"{_others(running_sources())}Only a source that is running has a control socket.",
     )
+
+
+def only_of(matching: Sequence[RunningSource], by: str) -> RunningSource:
+    """Return the only one.
+
+    Args:
+        matching: At least one.
+        by: Options that select one, besides its name and ``--pid``, for the error.
+
+    Raises:
+        ControlError: There are several.
+    """
+    if len(matching) > 1:
+        raise ControlError(
+            f"{len(matching)} {matching[0].kind_word}s match: {_list_of(matching)}.",
+            f"Select one by its name{by} or --pid.",
+        )
+    return matching[0]
 
 
 def _suffix_of(kind: str | None) -> str:
     return f".{kind}" if kind in (SINK, WORKER) else ""
 
 
-def _list_of(sources: list[RunningSource]) -> str:
+def _list_of(sources: Sequence[RunningSource]) -> str:
     return "; ".join(
         f"pid {one.pid}: {one.subscription!r} on {one.topics} at {one.service_url}"
         for one in sources
@@ -396,44 +472,6 @@ def _list_of(sources: list[RunningSource]) -> str:
 
 def _others(sources: list[RunningSource]) -> str:
     return f"Running sources: {_list_of(sources)}. " if sources else ""
-
-
-def _candidates() -> Iterator[Path]:
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and Path(runtime).is_dir():
-        yield Path(runtime) / "keyshard"
-    yield Path(tempfile.gettempdir()) / f"keyshard-{os.getuid()}"
-
-
-def _folders() -> list[Path]:
-    """Return the existing private folders of the user: no other user can put a socket there."""
-    return [folder for folder in _candidates() if is_own_folder(folder)]
-
-
-def is_own_folder(folder: Path) -> bool:
-    """Whether a path is a folder of this user that nobody else may enter."""
-    try:
-        facts = folder.lstat()
-    except OSError:
-        return False
-    own = facts.st_uid == os.getuid() and not stat.S_IMODE(facts.st_mode) & 0o077
-    return stat.S_ISDIR(facts.st_mode) and own
-
-
-def _own_folder() -> Path:
-    folder = next(_candidates())
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as exc:
-        raise ControlError(
-            f"The folder {folder} cannot be created: {exc}.", "Set XDG_RUNTIME_DIR."
-        ) from exc
-    if not is_own_folder(folder):
-        raise ControlError(
-            f"{folder} is not a private folder of this user (mode 0700).",
-            "Remove it, or set XDG_RUNTIME_DIR.",
-        )
-    return folder
 
 
 def _of_another_user(connection: socket.socket) -> bool:
@@ -470,53 +508,6 @@ def _listen(path: Path) -> socket.socket:
 
 def _digest(text: str) -> str:
     return sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]
-
-
-def _ask(path: Path, request: Mapping[str, Any], timeout_s: float) -> Any:
-    deadline = time.monotonic() + timeout_s
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(timeout_s)
-        connection.connect(str(path))
-        # A refused client gets its error before it has sent its request.
-        with suppress(BrokenPipeError):
-            connection.sendall(json.dumps(request).encode() + b"\n")
-        line = _receive(connection, ANSWER_BYTES_MAX, deadline)
-    try:
-        answer = json.loads(line)
-        if answer["ok"]:
-            return answer["result"]
-        said = str(answer["error"]), str(answer.get("remedy") or "")
-        refusal = BY_CODE.get(answer["code"], ControlError)(*said)
-    except _UNEXPECTED as exc:
-        raise ControlError(
-            f"The answer of {path} cannot be understood: {line[:200]!r}.",
-            "Check that the process is a keyshard source.",
-        ) from exc
-    raise refusal
-
-
-def _receive(connection: socket.socket, bytes_max: int, deadline_s: float) -> bytes:
-    """Receive one line, without its end.
-
-    Raises:
-        OSError: It did not arrive whole in time.
-        ControlError: It is longer than ``bytes_max``.
-    """
-    parts: list[bytes] = []
-    size = 0
-    while not (parts and parts[-1].endswith(b"\n")):
-        connection.settimeout(max(0.001, deadline_s - time.monotonic()))
-        part = connection.recv(64 * 1024)
-        if not part:
-            raise ConnectionResetError("the other side closed the connection")
-        parts.append(part)
-        size += len(part)
-        if size > bytes_max:
-            raise ControlError(
-                f"A line on the control socket exceeds {bytes_max} bytes.",
-                "Use the same release of keyshard on both sides.",
-            )
-    return b"".join(parts)[:-1]
 
 
 def _send(connection: socket.socket, answer: bytes) -> None:

@@ -134,6 +134,7 @@ def _found_at(url: str, token_file: Path | None, name: str | None, pid: int | No
     Raises:
         ControlError: The page does not answer.
     """
+    from keyshard.control import only_of
     from keyshard.observe.page.client import Page
     from keyshard.observe.page.status_watcher import GROUPS
 
@@ -153,32 +154,13 @@ def _found_at(url: str, token_file: Path | None, name: str | None, pid: int | No
 
     def only() -> RunningSource:
         if not sources:
-            more = f" {error}" if error else ""
+            more = f" It may be one that does not answer: {error}" if error else ""
             raise ControlError(
                 f"The page at {redacted(url)} shows no such source.{more}", "Leave the name out."
             )
-        return _only(sources, "")
+        return only_of(sources, "")
 
     return _Found(sources, sinks, workers, [error] if error else [], only, page.status_of, "")
-
-
-def _only(found: Sequence[RunningSource], by: str) -> RunningSource:
-    """Return the only one.
-
-    Args:
-        found: At least one.
-        by: The options that select one, for the error.
-
-    Raises:
-        ControlError: There are several.
-    """
-    if len(found) > 1:
-        names = "; ".join(f"pid {one.pid}: {one.title}" for one in found)
-        raise ControlError(
-            f"{len(found)} {found[0].kind_word}s match: {names}.",
-            f"Select one by its name{by} or --pid.",
-        )
-    return found[0]
 
 
 def _others(
@@ -232,7 +214,9 @@ def _show_other(found: _Found, *, watch: bool, as_json: bool) -> None:
     Raises:
         ControlError: There are several, or it does not answer.
     """
-    one = _only(found.first, found.by)
+    from keyshard.control import only_of
+
+    one = only_of(found.first, found.by)
     view: Callable[[Any], RenderableType] = sink_view if one.kind == "sink" else worker_view
     _show(one, found.again, lambda status, _rates=None: view(status), watch=watch, as_json=as_json)
 
@@ -270,23 +254,12 @@ def ps(
         typer.echo(error, err=True)
     found += sinks + workers
     if as_json:
-        facts = [
-            {
-                "pid": one.pid, "kind": one.kind, "name": one.name,
-                "subscription": _subscription_of(one), "topics": one.topics,
-                "serviceUrl": one.service_url,
-            }
-            for one in found
-        ]  # fmt: skip
+        facts = [one.facts | {"topics": one.topics, "serviceUrl": one.service_url} for one in found]
         typer.echo(json.dumps(facts, indent=2))
     elif found:
         console().print(listed(found))
     else:
         typer.echo("No source runs, and no sink is open.")
-
-
-def _subscription_of(one: RunningSource) -> str | None:
-    return None if one.kind == "sink" else one.subscription
 
 
 def listed(sources: list[RunningSource]) -> RenderableType:
@@ -296,7 +269,7 @@ def listed(sources: list[RunningSource]) -> RenderableType:
 
     table = Table("pid", "kind", "name", "subscription", "topics", "cluster")
     for one in sources:
-        of = _subscription_of(one) or "-"
+        of = one.facts["subscription"] or "-"
         texts = one.kind, one.name, of, one.topics, one.service_url
         table.add_row(str(one.pid), *map(escape, texts))
     return table

@@ -13,8 +13,6 @@ PORT = 8650
 """Default port."""
 LOOK_S = 0.5
 """Interval at which the end of the server is checked, seconds."""
-WHO_S = 2.0
-"""Longest wait for a process that has a control socket, seconds."""
 
 
 def ui(
@@ -39,13 +37,12 @@ def ui(
 ) -> None:
     """Serve a live page of the sources, sinks and workers of this user, until Ctrl-C."""
 
-    from keyshard.control import ANY, answering_sources
+    from keyshard.control import ANY, sockets
     from keyshard.observe.page.options import PageOptions, serve_page
 
     token = None if token_file is None else read_token(token_file)
-    server = serve_page(
-        PageOptions(host, port, token, allowed_host or ()), lambda: answering_sources(WHO_S, ANY)
-    )
+    options = PageOptions(host, port, token, allowed_host or ())
+    server = serve_page(options, lambda: sockets(ANY))
     try:
         more = "" if token is None else "; it asks for the token"
         typer.echo(f"The page is at {server.url}{more}. Ctrl-C ends it.")

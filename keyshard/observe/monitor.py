@@ -128,8 +128,8 @@ class Monitor:
             )
         from keyshard.observe.page.options import serve_page  # noqa: PLC0415 - few runs have one
 
-        own = self._control.own
-        served = serve_page(page, lambda: ([own], []))
+        own = self._control.path
+        served = serve_page(page, lambda: [own])
         _log.info("the page of this source is at %s", served.url)
         return served
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from keyshard.control import is_own_folder
+from keyshard.control_folder import is_own_folder
 from keyshard.errors import ConfigError
 
 

@@ -6,9 +6,10 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
@@ -20,12 +21,13 @@ import pytest
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Message
 from keyshard.cli import main
-from keyshard.control import ANY, SINK, WORKER, ControlServer, answering_sources
+from keyshard.control import ANY, SINK, WORKER, ControlServer, sockets
 from keyshard.core.range_watchdog import StallKind
 from keyshard.errors import ConfigError, UnexpectedError
 from keyshard.observe.page import app, guard, server, status_watcher
 from keyshard.observe.page.options import PageOptions, serve_page
 from keyshard.observe.page.server import PageServer
+from keyshard.version import VERSION
 from tests.helpers import present, wait_until
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import MemoryTopic
@@ -34,6 +36,18 @@ from tests.support.statuses import range_status, sink_status, status, worker_sta
 pytestmark = pytest.mark.usefixtures("control_folder")
 TOKEN = "0123456789abcdef-secret"
 EVERY = "0.0.0.0"  # noqa: S104 - refused
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine is no process that hangs."""
+    waits(monkeypatch, 10.0)
+
+
+def waits(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Set the longest wait of pages for an answer, seconds of a fast machine."""
+    for module in (app, status_watcher):
+        monkeypatch.setattr(module, "STATUS_S", deadline(seconds))
 
 
 class Shown:
@@ -69,6 +83,30 @@ def other(kind: str, told: Any, name: str = "bills") -> Iterator[ControlServer]:
         made.close()
 
 
+@contextmanager
+def silent(shown: Shown, *names: str) -> Iterator[dict[Path, socket.socket]]:
+    """Control sockets of processes that accept nothing; then these are killed."""
+    with ExitStack() as stack:
+        made = {}
+        for name in names:
+            path = shown.server.path.with_name(name)
+            made[path] = stack.enter_context(socket.socket(socket.AF_UNIX))
+            made[path].bind(str(path))
+            made[path].listen()
+        yield made
+
+
+def accepted(silent: socket.socket) -> int:
+    """Accept the connections that wait at a socket; return their number."""
+    silent.settimeout(0)
+    count = 0
+    with suppress(BlockingIOError):
+        while True:
+            silent.accept()[0].close()
+            count += 1
+    return count
+
+
 @pytest.fixture
 def shown() -> Iterator[Shown]:
     made = Shown()
@@ -78,7 +116,7 @@ def shown() -> Iterator[Shown]:
 
 @contextmanager
 def served(host: str = "127.0.0.1", token: str | None = None) -> Iterator[PageServer]:
-    made = serve_page(PageOptions(host, 0, token), lambda: answering_sources(5.0, ANY))
+    made = serve_page(PageOptions(host, 0, token), lambda: sockets(ANY))
     try:
         yield made
     finally:
@@ -235,7 +273,8 @@ def test_sinks_and_workers_are_listed_beside_sources(page: PageServer, shown: Sh
         assert told["running"] == [
             {
                 "id": made.path.name, "pid": os.getpid(), "kind": kind, "name": name,
-                "subscription": of, "error": "", "topics": "t", "serviceUrl": "pulsar://a",
+                "subscription": of, "release": VERSION, "error": "", "topics": "t",
+                "serviceUrl": "pulsar://a",
             }
             for made, kind, name, of in (
                 (shown.server, "handlers", "billing", "billing"), (sink, "sink", "bills", None),
@@ -287,7 +326,7 @@ def test_sinks_and_workers_that_do_not_answer_hold_nothing_up(
         together.wait(deadline(20))  # all are asked at the same time
         release.wait(deadline(60))
 
-    monkeypatch.setattr(status_watcher, "STATUS_S", deadline(1.0))
+    waits(monkeypatch, 1.0)
     with ExitStack() as stack:
         stack.callback(release.set)
         for kind in (SINK, SINK, WORKER):
@@ -301,17 +340,118 @@ def test_sinks_and_workers_that_do_not_answer_hold_nothing_up(
 def test_a_process_that_accepts_no_request_is_named(
     page: PageServer, shown: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page._app, "_sources", lambda: answering_sources(deadline(1.0), ANY))
-    monkeypatch.setattr(page._app._status_watcher, "_sources", page._app._sources)
-    path = shown.server.path.with_name("0-0-77-ab.worker")
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(path))
-        silent.listen()
+    waits(monkeypatch, 1.0)
+    with silent(shown, "0-0-77-ab.worker") as (path,):
         told = get(page, "/api/status").json()
         assert told["sources"] == [shown.status]
         assert "Process 77 has a control socket, but does not answer" in told["error"]
         one = get(page, f"/api/status?source={path.name}")
         assert (one.status_code, "Process 77" in one.text) == (502, True)
+
+
+def test_ninety_processes_that_hang_delay_one_look_once(
+    page: PageServer, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue: they were asked 16 at a time, so a look at 90 of them took 12 s."""
+    waits(monkeypatch, 2.0)
+    names = [f"0-0-{number}-ab.sink" for number in range(1_000, 1_090)]
+    with silent(shown, *names) as paths:
+        took_s = []
+        for _ in range(3):
+            began_s = time.monotonic()
+            told = get(page, "/api/status").json()
+            took_s.append(time.monotonic() - began_s)
+            threads = threading.active_count()
+            assert told["sources"] == [shown.status]
+            assert told["error"].count("has a control socket, but does not answer") == 90
+        assert took_s[0] < deadline(4.0)
+        assert max(took_s[1:]) < deadline(2.0)
+        assert threading.active_count() <= threads, "no thread waits for them"
+        assert [accepted(one) for one in paths.values()] == [2] * 90, "none was asked again"
+        assert get(page, f"/api/status?source={shown.id}").json() == shown.status
+        assert ask(page, {"source": shown.id, "do": "rescale", "ranges": 2}).json()["ok"]
+
+
+def test_a_late_answer_is_shown_by_a_later_look_and_was_asked_for_once(
+    page: PageServer, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, asked = threading.Event(), []
+
+    def late(_request: Mapping[str, Any]) -> Any:
+        asked.append(1)
+        assert release.wait(deadline(60))
+        return sink_status()
+
+    with other(SINK, late):
+        waits(monkeypatch, 0.5)
+        for _ in range(2):
+            (told,) = [
+                one for one in get(page, "/api/status").json()["running"] if one["kind"] == SINK
+            ]
+            assert told["error"].startswith("The sink 'bills' with pid")
+            assert "does not answer: its request has waited for" in told["error"]
+        release.set()
+        wait_until(lambda: get(page, "/api/status").json()["sinks"] == [sink_status()])
+        assert len(asked) == 1
+
+
+def test_a_process_that_hangs_is_named_in_every_answer_about_its_source(
+    page: PageServer, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue: its source was "not running" to who looked for it."""
+    waits(monkeypatch, 0.5)
+    with silent(shown, "0-0-77-ab") as (path,):
+        found = f"source={path.name}"
+        for answer in (
+            get(page, f"/api/status?{found}"), get(page, f"/api/rescales?{found}"),
+            get(page, "/api/rescales"), ask(page, {"source": path.name, "do": "pause"}),
+        ):  # fmt: skip
+            assert answer.status_code == 502
+            assert "Process 77 has a control socket, but does not answer" in answer.text
+    for answer in (
+        get(page, f"/api/status?{found}"), get(page, f"/api/rescales?{found}"),
+        ask(page, {"source": path.name, "do": "pause"}),
+    ):  # fmt: skip
+        assert answer.status_code == 404, "it was killed"
+    assert not path.exists()
+
+
+def test_a_source_that_has_answered_once_keeps_its_name_when_it_hangs(
+    page: PageServer, shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert get(page, "/api/status").json()["sources"] == [shown.status]
+    release = threading.Event()
+    hang = lambda _request: release.wait(deadline(60))  # noqa: E731
+    shown.server._handlers.update(status=hang, who=hang)
+    waits(monkeypatch, 0.5)
+    try:
+        (one,) = get(page, "/api/status").json()["running"]
+        named = f"The source of 'billing' with pid {os.getpid()} does not answer"
+        assert (one["name"], one["error"].startswith(named)) == ("billing", True)
+        for answer in (
+            get(page, f"/api/status?source={shown.id}"),
+            ask(page, {"source": shown.id, "do": "pause"}),
+        ):
+            assert (answer.status_code, named in answer.text) == (502, True)
+    finally:
+        release.set()
+
+
+def test_releases_that_differ_are_named_in_errors_of_statuses_and_commands(
+    page: PageServer, shown: Shown
+) -> None:
+    shown.server._who["release"] = "9.9.9"
+    del shown.status["lag"]  # type: ignore[misc]
+    both = f"It runs keyshard 9.9.9, and this process runs keyshard {VERSION}."
+    look = next(events(page))
+    assert look["release"] == VERSION
+    (one,) = look["sources"]
+    assert (one["release"], both in one["error"]) == ("9.9.9", True)
+    assert "Use the same release of keyshard as the source." in one["error"]
+    refused = ask(page, {"source": shown.id, "do": "pause"})
+    assert (refused.status_code, both in refused.text) == (422, True)
+    unknown = ask(page, {"source": shown.id, "do": "secret"})
+    assert f"is not known to the page of keyshard {VERSION}" in unknown.text
 
 
 def test_sources_come_first_if_more_runs_than_is_shown(
@@ -391,7 +531,7 @@ def test_requests_go_to_the_control_socket(page: PageServer, shown: Shown) -> No
     assert refused.status_code == 422
     assert refused.json()["code"] == "KEYSHARD_BAD_OPTION"
     gone = ask(page, {"source": "none", "do": "rescale"})
-    assert "does not run any more" in gone.json()["error"]
+    assert (gone.status_code, "does not run any more" in gone.json()["error"]) == (404, True)
 
 
 @pytest.mark.parametrize(
@@ -431,7 +571,7 @@ def test_a_token_is_required_and_the_command_gives_it(
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     with pytest.raises(ConfigError, match="needs a token"):
-        serve_page(PageOptions(EVERY, 0), lambda: ([], []))
+        serve_page(PageOptions(EVERY, 0), list)
     with served(token=TOKEN) as page:
         assert get(page, "/api/status").status_code == 401
         assert get(page, "/api/events", Authorization="Bearer no").status_code == 401
@@ -470,7 +610,7 @@ def test_wrong_tokens_are_limited_with_a_time_to_wait(shown: Shown) -> None:
 def test_requests_for_the_status_at_once_share_one_look(
     monkeypatch: pytest.MonkeyPatch, page: PageServer, shown: Shown
 ) -> None:
-    monkeypatch.setattr(status_watcher, "STATUS_S", deadline(20))
+    waits(monkeypatch, 20)
     release, looks = threading.Event(), []
 
     def slow(_request: Mapping[str, Any]) -> Any:
@@ -595,7 +735,7 @@ def test_too_many_requests_to_sources_are_refused(
 
 def test_a_port_in_use_is_refused_before_anything_starts(page: PageServer) -> None:
     with pytest.raises(ConfigError, match="Set another port"):
-        serve_page(PageOptions("127.0.0.1", page.port), lambda: ([], []))
+        serve_page(PageOptions("127.0.0.1", page.port), list)
 
 
 def test_a_run_serves_its_own_page_until_it_ends() -> None:

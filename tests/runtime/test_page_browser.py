@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
-from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +14,16 @@ import tenacity
 
 from keyshard import Reject, RetryPolicy
 from keyshard.broker.memory import Message as Stored
-from keyshard.control import ANY, SINK, WORKER, ControlServer, answering_sources
+from keyshard.control import ANY, SINK, WORKER, ControlServer, sockets
 from keyshard.core.message import Message
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.handlers.executors import shared_slots
+from keyshard.observe.page import status_watcher
 from keyshard.observe.page.options import PageOptions, serve_page
+from keyshard.version import VERSION
 from tests.helpers import key_in, wait_until
+from tests.support.browser import Keys, Tab, browser, needs_chromium
 from tests.support.copied_topic import SinkTopic
 from tests.support.deadlines import deadline
 from tests.support.memory_topic import MemoryTopic, Run
@@ -38,145 +38,16 @@ from tests.support.statuses import (
     worker_status,
 )
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is missing: keyshard[dev]")
-ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-SHOTS = os.environ.get("KEYSHARD_SCREENSHOTS")
-"""Folder for screenshots; unset: none are made."""
 TOKEN = "0123456789abcdef-secret"
 HOSTILE = "<img src=x onerror=document.title='gone'>"
 
-pytestmark = [
-    pytest.mark.usefixtures("control_folder"),
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None,
-        reason="no Chromium here; on Debian: apt-get install chromium chromium-driver",
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("control_folder"), needs_chromium]
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-        "--window-size=1300,1500",
-    ):  # fmt: skip
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    made.set_page_load_timeout(30)
-    yield made
-    made.quit()
-
-
-class Tab:
-    """The page of one run, in the browser."""
-
-    def __init__(self, browser: Any, port: int) -> None:
-        self.browser = browser
-        self.url = f"http://127.0.0.1:{port}/"
-        # The page of an earlier test may ask its source, which has ended, until it is left.
-        browser.get("about:blank")
-        browser.get_log("browser")
-        browser.get(self.url)
-
-    def text(self, css: str) -> str:
-        """The text that an element shows now; empty without one."""
-        script = (
-            "const found = document.querySelector(arguments[0]);"
-            "return found?.innerText ?? found?.textContent ?? ''"
-        )
-        return str(self.browser.execute_script(script, css))
-
-    def count(self, css: str) -> int:
-        script = "return document.querySelectorAll(arguments[0]).length"
-        return int(self.browser.execute_script(script, css))
-
-    def click(self, css: str) -> None:
-        # By script: a table that is drawn again each second replaces its elements.
-        script = "new MouseEvent('click', {bubbles: true})"
-        self.browser.execute_script(
-            f"document.querySelector(arguments[0]).dispatchEvent({script})", css
-        )
-
-    def press_button(self, css: str, name: str) -> None:
-        """Click the button of a table that has a name."""
-        script = (
-            "const [css, name] = arguments;"
-            "[...document.querySelectorAll(`${css} button`)]"
-            ".find((one) => one.ariaLabel === name).click()"
-        )
-        self.browser.execute_script(script, css, name)
-
-    def type(self, css: str, text: str) -> None:
-        """Replace the text of a field."""
-        field = self.browser.find_element("css selector", css)
-        field.clear()
-        field.send_keys(text)
-
-    def select(self, css: str, text: str) -> None:
-        script = (
-            "const [css, text] = arguments; const found = document.querySelector(css);"
-            "found.value = text; found.dispatchEvent(new Event('change'))"
-        )
-        self.browser.execute_script(script, css, text)
-
-    def press(self, *keys: str) -> None:
-        """Press keys, one after the other, where the focus is."""
-        ActionChains(self.browser).send_keys(*keys).perform()
-
-    def press_with_shift(self, key: str) -> None:
-        ActionChains(self.browser).key_down(Keys.SHIFT).send_keys(key).key_up(Keys.SHIFT).perform()
-
-    def is_focused(self, css: str) -> bool:
-        script = "return document.activeElement.matches(arguments[0])"
-        return bool(self.browser.execute_script(script, css))
-
-    def tab_to(self, css: str) -> None:
-        """Press the tab key until an element has the focus."""
-        for _ in range(100):
-            if self.is_focused(css):
-                return
-            self.press(Keys.TAB)
-        pytest.fail(f"the tab key does not reach {css}")
-
-    def shows(self, css: str, *wanted: str) -> None:
-        wait_until(lambda: all(one in self.text(css) for one in wanted))
-
-    def shows_row(self, css: str, *wanted: str) -> None:
-        """Wait until one of the rows has all texts, wherever it is sorted."""
-        script = "return [...document.querySelectorAll(arguments[0])].map(one => one.innerText)"
-
-        def found() -> bool:
-            rows: list[str] = self.browser.execute_script(script, css)
-            return any(all(one in row for one in wanted) for row in rows)
-
-        wait_until(found)
-
-    def shot(self, name: str, css: str = "html") -> None:
-        """Store a picture of an element, by default of the whole page, if a folder is set."""
-        if SHOTS is not None:
-            script = (
-                "const one = document.querySelector(arguments[0]).getBoundingClientRect();"
-                "return {x: one.x + scrollX, y: one.y + scrollY,"
-                " width: one.width, height: one.height, scale: 1}"
-            )
-            # A dialog is in the window, which the page may exceed.
-            taken = self.browser.execute_cdp_cmd(
-                "Page.captureScreenshot",
-                {
-                    "captureBeyondViewport": css != "#plan",
-                    "clip": self.browser.execute_script(script, css),
-                },
-            )
-            (Path(SHOTS) / f"{name}.png").write_bytes(b64decode(taken["data"]))
-
-    def errors(self) -> list[str]:
-        """Messages of the console that are no hints."""
-        levels = ("WARNING", "SEVERE")
-        return [one["message"] for one in self.browser.get_log("browser") if one["level"] in levels]
+    with browser() as made:
+        yield made
 
 
 class ShownRun(Run):
@@ -229,7 +100,7 @@ class Board:
             "s", "pulsar://a", "t",
             {"status": lambda _: self.status, "runs": lambda _: {"runs": []}},
         )  # fmt: skip
-        self.page = serve_page(PageOptions("127.0.0.1", 0), lambda: ([self.source.own], []))
+        self.page = serve_page(PageOptions("127.0.0.1", 0), lambda: [self.source.path])
         self.port = self.page.port
 
     def __enter__(self) -> Board:
@@ -481,7 +352,7 @@ def page_of_all(*servers: ControlServer) -> Iterator[int]:
     with ExitStack() as stack:
         for one in servers:
             stack.callback(one.close)
-        served = serve_page(PageOptions("127.0.0.1", 0), lambda: answering_sources(5.0, ANY))
+        served = serve_page(PageOptions("127.0.0.1", 0), lambda: sockets(ANY))
         stack.callback(served.close)
         yield served.port
 
@@ -723,7 +594,7 @@ def test_a_range_whose_number_is_unknown_is_hatched_and_not_cold(chromium: Any) 
         ]
     )
     shown = ControlServer("s", "pulsar://a", "t", {"status": lambda _: mixed})
-    served = serve_page(PageOptions("127.0.0.1", 0), lambda: ([shown.own], []))
+    served = serve_page(PageOptions("127.0.0.1", 0), lambda: [shown.path])
     fills = "return [...document.querySelectorAll('#arcs path')].map(one => one.style.fill)"
 
     def hatched(heat: str) -> list[bool]:
@@ -739,6 +610,36 @@ def test_a_range_whose_number_is_unknown_is_hatched_and_not_cold(chromium: Any) 
     finally:
         served.close()
         shown.close()
+
+
+def test_a_server_of_another_release_is_named_and_asks_for_a_reload(
+    chromium: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Board() as board:
+        tab = Tab(chromium, board.port)
+        tab.shows("#facts", "running")
+        assert tab.count("#notice[hidden]") == 1
+        monkeypatch.setattr(status_watcher, "VERSION", "9.9.9")
+        both = f"This page is of keyshard {VERSION}, and its server runs keyshard 9.9.9."
+        tab.shows("#notice", both, "Reload the page.")
+        monkeypatch.setattr(
+            status_watcher, "GROUPS", {"source": "old", "sink": "sinks", "worker": "workers"}
+        )
+        tab.shows("#notice", both)
+        tab.shows("#link", "live")
+        monkeypatch.undo()
+        wait_until(lambda: tab.count("#notice[hidden]") == 1)
+        assert tab.errors() == []
+
+
+def test_a_status_of_another_release_that_cannot_be_drawn_names_both(chromium: Any) -> None:
+    with Board() as board:
+        board.source._who["release"] = "9.9.9"
+        del board.status["handlerSlots"]
+        tab = Tab(chromium, board.port)
+        tab.shows("#notice", "The status of s cannot be shown", "It runs keyshard 9.9.9, and this",
+                  f"page is of keyshard {VERSION}. Use the same release for both.")  # fmt: skip
+        tab.shows("#link", "live")
 
 
 def test_a_token_is_asked_for_once_and_kept_in_the_tab(chromium: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 
 from keyshard import cli
-from keyshard.control import ANY, ControlServer, answering_sources
+from keyshard.control import ANY, ControlServer, sockets
+from keyshard.observe.page import app, status_watcher
 from keyshard.observe.page.client import Page
 from keyshard.observe.page.options import PageOptions, serve_page
 from keyshard.observe.page.server import PageServer
+from keyshard.version import VERSION
 from tests.support.deadlines import deadline
 from tests.support.statuses import sink_status, status, worker_status
 
@@ -27,8 +30,10 @@ Start = Callable[..., ControlServer]
 
 
 @pytest.fixture
-def page() -> Iterator[PageServer]:
-    made = serve_page(PageOptions("127.0.0.1", 0), lambda: answering_sources(deadline(5.0), ANY))
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[PageServer]:
+    for module in (app, status_watcher):
+        monkeypatch.setattr(module, "STATUS_S", deadline(5.0))
+    made = serve_page(PageOptions("127.0.0.1", 0), lambda: sockets(ANY))
     yield made
     made.close()
 
@@ -169,6 +174,46 @@ def test_a_watch_names_what_does_not_answer_and_a_page_that_ends(
 
 
 @pytest.mark.parametrize(
+    ("body", "release"),
+    [
+        (b'{"release": "9.9.9", "sources": {}}', "keyshard 9.9.9"),
+        (b'{"sources": [], "error": ""}', "an unknown release of keyshard"),
+    ],
+)
+def test_a_page_of_another_release_is_named_with_both_releases(
+    body: bytes, release: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Issue: the command called it no page of keyshard."""
+    err = error_of_server(body, capsys)
+    assert "cannot be understood" in err
+    assert f"It runs {release}, and this process runs keyshard {VERSION}." in err
+    assert "Use the same release of keyshard for this command and for the page." in err
+
+
+def test_a_status_of_another_release_is_named_with_both_releases(
+    run: Command, start: Start
+) -> None:
+    told = status()
+    del told["handlerSlots"]  # type: ignore[misc]
+    start(told)._who["release"] = "9.9.9"
+    code, _, err = run()
+    both = f"It runs keyshard 9.9.9, and this process runs keyshard {VERSION}."
+    assert (code, both in err, "Use the same release" in err) == (1, True, True)
+
+
+def test_a_name_that_may_be_of_a_process_that_hangs_is_answered_so(
+    run: Command, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = start(status()).path.with_name("0-0-77-ab")
+    monkeypatch.setattr(status_watcher, "STATUS_S", deadline(0.5))
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen()
+        _, _, err = run("billing")
+    assert "shows no such source. It may be one that does not answer: Process 77" in err
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"", b"[]", b"{}", b'{"sources": []}',
@@ -177,6 +222,12 @@ def test_a_watch_names_what_does_not_answer_and_a_page_that_ends(
     ],
 )  # fmt: skip
 def test_a_server_that_is_no_page_is_named(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is not a page of keyshard" in error_of_server(body, capsys)
+
+
+def error_of_server(body: bytes, capsys: pytest.CaptureFixture[str]) -> str:
+    """The error of the command for a server that answers with a body."""
+
     class Other(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -193,4 +244,4 @@ def test_a_server_that_is_no_page_is_named(body: bytes, capsys: pytest.CaptureFi
             cli.main(["status", "--url", f"http://127.0.0.1:{server.server_port}"])
         thread.join(deadline(20))
     assert caught.value.code == 1
-    assert "is not a page of keyshard" in capsys.readouterr().err
+    return capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keyshard import control
+from keyshard import control_folder
 
 
 @contextmanager
@@ -19,5 +19,5 @@ def own_control_folder() -> Iterator[Path]:
         folder = Path(name) / "keyshard"
         patch.setenv("XDG_RUNTIME_DIR", name)
         # Sources that run on this machine with the usual temporary folder are not found either.
-        patch.setattr(control, "_candidates", lambda: iter([folder]))
+        patch.setattr(control_folder, "candidates", lambda: iter([folder]))
         yield folder

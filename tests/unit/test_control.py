@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from keyshard import control
+from keyshard import control, control_folder
 from keyshard.control import (
     CONNECTIONS_MAX,
     REQUEST_BYTES_MAX,
@@ -32,7 +32,7 @@ from tests.helpers import wait_until
 from tests.support.control_folder import own_control_folder
 from tests.support.deadlines import deadline
 
-CANDIDATES = control._candidates
+CANDIDATES = control_folder.candidates
 URL = "pulsar://127.0.0.1:6650"
 
 
@@ -97,7 +97,7 @@ def test_a_forked_child_leaves_the_socket_to_its_parent() -> None:
 def test_a_source_is_found_without_a_runtime_folder(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setattr(control, "_candidates", CANDIDATES)
+    monkeypatch.setattr(control_folder, "candidates", CANDIDATES)
     monkeypatch.setattr(tempfile, "tempdir", str(folder.parent))
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     server = serve()
@@ -150,9 +150,7 @@ def test_another_user_is_refused_also_where_folder_and_socket_are_open(folder: P
 def test_two_sources_of_one_name_are_distinguished_by_cluster_or_pid() -> None:
     servers = [serve(topics="a"), serve(url="pulsar://other:6650", topics="b")]
     try:
-        with pytest.raises(
-            ControlError, match=r"(?s)2 running sources match.*on a.*--pid"
-        ) as caught:
+        with pytest.raises(ControlError, match=r"(?s)2 sources match.*on a.*--pid") as caught:
             running_source("orders")
         assert "'orders' on b at pulsar://other:6650" in str(caught.value)
         assert running_source("orders", service_url=URL).topics == "a"

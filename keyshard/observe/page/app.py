@@ -17,6 +17,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
@@ -28,8 +29,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keyshard.control import RunningSource
+from keyshard.control import RunningSource, has_ended
+from keyshard.control_requests import ask
 from keyshard.core.range_watchdog import RUNBOOK
+from keyshard.core.recent_history import rescales_of
 from keyshard.errors import ConfigError, ControlError, KeyShardError
 from keyshard.observe.page.guard import Guard
 from keyshard.observe.page.status_watcher import (
@@ -37,12 +40,13 @@ from keyshard.observe.page.status_watcher import (
     STATUS_S,
     Answer,
     Look,
-    Sources,
+    Sockets,
     StatusWatcher,
     answer_of,
 )
 from keyshard.redaction import shown
 from keyshard.threads import Pool
+from keyshard.version import VERSION
 
 BODY_BYTES_MAX = 64 * 1024
 """Longest body of a request, bytes."""
@@ -63,14 +67,11 @@ COMMANDS = frozenset({
     "rescale", "pause", "resume",
 })  # fmt: skip
 """Requests of the control socket that a page may send."""
-RESCALES = ("rescaling", "rescales", "rescaleSummary")
-"""Fields of the history of a source that are about its rescales."""
 FILES = {
     "/": ("index.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
     "/page.css": ("page.css", "text/css"),
 }
-T = TypeVar("T")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -83,6 +84,18 @@ HEADERS = {
 }
 
 
+T = TypeVar("T")
+_MISSING = "Nothing runs with this ID. /api/status lists the IDs."
+
+
+class _RefusedError(Exception):
+    """The answer to a request is an error of HTTP, with a text."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(status, text)
+        self.status, self.text = status, text
+
+
 class Cut(Protocol):
     """Closes the connections of a client at once, by its address."""
 
@@ -93,22 +106,21 @@ class PageApp:
     """The application of one server. Its methods run in the event loop of the server.
 
     Args:
-        sources: Returns the sources, sinks and workers that the page shows.
+        sockets: Returns the control sockets of the sources, sinks and workers that it shows.
         guard: Decides which requests are served.
         cut: Disconnects a client that does not read its events.
     """
 
-    def __init__(self, sources: Sources, guard: Guard, cut: Cut) -> None:
-        self._sources = sources
+    def __init__(self, sockets: Sockets, guard: Guard, cut: Cut) -> None:
         self._cut = cut
         self._loop: asyncio.AbstractEventLoop | None = None
         self._look: Look | None = None
         self._looked = asyncio.Event()
-        self._looking: asyncio.Future[Any] | None = None
+        self._looking: asyncio.Future[Response] | None = None
         """The look that requests for the status share."""
         self._watchers = self._asked = 0
         self._closing = False
-        self._status_watcher = StatusWatcher(sources, self._told)
+        self._status_watcher = StatusWatcher(sockets, self._told)
         self._pool = Pool(ASKED_MAX, "keyshard-page-ask")
         routes = [Route(path, _file(path)) for path in FILES]
         routes += [
@@ -187,41 +199,57 @@ class PageApp:
             self._looking = asyncio.ensure_future(look)
         # A client that leaves cancels its request, and not the look of the others. All of them
         # get one body, made in the pool: it may have many megabytes.
-        shared: Response = await asyncio.shield(self._looking)
-        return shared
+        return await asyncio.shield(self._looking)
 
     def _status_of(self, wanted: str) -> Response:
-        one, errors = self._found(wanted)
-        if one is None:
-            return _missing(errors)
-        answer = answer_of(one)
+        one = self._found(wanted)
+        answer = answer_of(one, partial(ask, one.path, {"do": "status"}, STATUS_S))
         if answer is None:  # it has ended since it was found
-            return _missing([])
+            raise _RefusedError(404, _MISSING)
         if answer.error:
-            return _refusal(502, answer.error)
+            raise _RefusedError(502, answer.error)
         return Response(answer.status, media_type="application/json")
 
     async def _rescales(self, request: Request) -> Response:
         wanted = request.query_params.get("source")
-        return await self._in_pool(lambda: self._rescales_of(wanted))
+        return await self._in_pool(lambda: _history_of(self._source(wanted)))
 
-    def _rescales_of(self, wanted: str | None) -> Response:
-        """Return the rescales of the source with an id, or of the only one."""
-        found, errors = self._sources()
-        matching = [one for one in found if wanted in (None, one.path.name)]
-        sources = [one for one in matching if one.kind_word == "source"]
-        if wanted is None and errors:
-            return _refusal(502, f"Name one with source=ID, see /api/status. {' '.join(errors)}")
+    def _source(self, wanted: str | None) -> RunningSource:
+        """Return the source with an id, or the only one.
+
+        Raises:
+            _RefusedError: There is none or several, or a process does not answer.
+        """
+        if wanted is not None:
+            one = self._found(wanted)
+            if one.kind_word != "source":
+                raise _RefusedError(400, f"A {one.kind_word} has no rescales. Name a source.")
+            return one
+        answers, errors = self._status_watcher.answers()
+        if errors:
+            text = f"Name one with source=ID, see /api/status. {' '.join(errors)}"
+            raise _RefusedError(502, text)
+        sources = [one.of for one in answers if one.of.kind_word == "source"]
         if len(sources) > 1:
-            return _refusal(400, "Several sources run. Name one with source=ID, see /api/status.")
-        if not sources and wanted is not None and matching:
-            return _refusal(400, f"A {matching[0].kind_word} has no rescales. Name a source.")
-        return _history_of(sources[0]) if sources else _missing(errors)
+            text = "Several sources run. Name one with source=ID, see /api/status."
+            raise _RefusedError(400, text)
+        if not sources:
+            raise _RefusedError(404, _MISSING)
+        return sources[0]
 
-    def _found(self, wanted: str) -> tuple[RunningSource | None, list[str]]:
-        """Return what runs with an id, and the errors of those that hang."""
-        found, errors = self._sources()
-        return next((one for one in found if one.path.name == wanted), None), errors
+    def _found(self, wanted: str) -> RunningSource:
+        """Return what runs with an id.
+
+        Raises:
+            _RefusedError: Nothing runs with it, or its process does not answer.
+        """
+        try:
+            one = self._status_watcher.found(wanted)
+        except ControlError as exc:
+            raise _RefusedError(502, exc.message) from exc
+        if one is None:
+            raise _RefusedError(404, _MISSING)
+        return one
 
     async def _ask(self, request: Request) -> Response:
         try:
@@ -237,35 +265,35 @@ class PageApp:
                 return _refusal(400, "The request must be a JSON object with source and do.")
         named = {str(name): value for name, value in fields.items()}
         if do not in COMMANDS:
-            return _refusal(400, f"Command {shown(do)} is not known to the page.")
+            text = f"Command {shown(do)} is not known to the page of keyshard {VERSION}."
+            return _refusal(400, text)
+        return await self._in_pool(lambda: self._answer_to(source, do, named))
 
-        def answered() -> Any:
-            one, errors = self._found(source)
-            if one is None and errors:
-                raise ControlError(
-                    f"The source does not answer, or does not run any more. {' '.join(errors)}",
-                    "Reload the page.",
-                )
-            if one is None:
-                raise ControlError("The source does not run any more.", "Reload the page.")
-            return one.ask(do, timeout_s=ASK_S, **named)
-
+    def _answer_to(self, source: str, do: str, fields: dict[str, Any]) -> Response:
+        """Return the answer of a source to a request, as JSON."""
         try:
-            result = await self._in_pool(answered)
-        except (KeyShardError, TypeError) as exc:
-            code = exc.code if isinstance(exc, KeyShardError) else ConfigError.code
-            text = exc.message if isinstance(exc, KeyShardError) else str(exc)
-            return JSONResponse({"ok": False, "code": code, "error": text}, 422)
-        if isinstance(result, Response):
-            return result
-        return JSONResponse({"ok": True, "result": result})
+            one = self._found(source)
+            result = _told_by(one, lambda: one.ask(do, timeout_s=ASK_S, **fields))
+        except _RefusedError as exc:
+            gone = "The source does not run any more. Reload the page."
+            status, code, text = exc.status, ControlError.code, exc.text
+            text = gone if status == 404 else text
+        except KeyShardError as exc:
+            status, code, text = 422, exc.code, exc.message
+        except TypeError as exc:
+            status, code, text = 422, ConfigError.code, str(exc)
+        else:
+            return JSONResponse({"ok": True, "result": result})
+        return JSONResponse({"ok": False, "code": code, "error": text}, status)
 
-    async def _in_pool(self, work: Callable[[], T]) -> T | Response:
+    async def _in_pool(self, work: Callable[[], Response]) -> Response:
         if self._asked >= ASKED_MAX:
             return _refusal(503, "Too many requests are being answered. Try again later.")
         self._asked += 1
         try:
             return await asyncio.wrap_future(self._pool.submit(work))
+        except _RefusedError as exc:
+            return _refusal(exc.status, exc.text)
         finally:
             self._asked -= 1
 
@@ -341,7 +369,8 @@ async def _body(request: Request) -> bytes:
 
 def _file(path: str) -> Callable[[Request], Response]:
     name, kind = FILES[path]
-    content = files(__package__).joinpath("static").joinpath(name).read_bytes()
+    text = files(__package__).joinpath("static").joinpath(name).read_text(encoding="utf-8")
+    content = text.replace("KEYSHARD_RELEASE", VERSION).encode()
 
     def answer(_request: Request) -> Response:
         return Response(content, media_type=kind)
@@ -362,31 +391,43 @@ def _listed(answers: list[Answer], errors: list[str]) -> Response:
         one.facts() | {"topics": one.of.topics, "serviceUrl": one.of.service_url} for one in answers
     ]
     lists += [f'"running": {json.dumps(running)}', f'"error": {json.dumps(" ".join(errors))}']
+    lists.append(f'"release": "{VERSION}"')
     return Response(f"{{{', '.join(lists)}}}", media_type="application/json")
 
 
 def _history_of(one: RunningSource) -> Response:
-    """Return the answer with the rescales of a source."""
+    """Return the answer with the rescales of a source.
+
+    Raises:
+        _RefusedError: It does not answer, or has no history yet.
+    """
     try:
-        status = one.ask("status", timeout_s=STATUS_S)
+        status = _told_by(one, lambda: one.ask("status", timeout_s=STATUS_S))
         with one.read():
             history = status["history"]
-            rescales = None if history is None else {name: history[name] for name in RESCALES}
-            text = json.dumps(rescales, allow_nan=False)
+            text = "" if history is None else json.dumps(rescales_of(history), allow_nan=False)
     except KeyShardError as exc:
-        return _refusal(502, exc.message) if one.path.exists() else _missing([])
-    if rescales is None:
-        return _refusal(503, "The source is still starting. Try again later.")
+        raise _RefusedError(502, exc.message) from exc
+    if not text:
+        raise _RefusedError(503, "The source is still starting. Try again later.")
     return Response(text, media_type="application/json")
 
 
-def _missing(errors: list[str]) -> Response:
-    """Return the answer for an id that no answering process has."""
-    if errors:
-        return _refusal(
-            502, f"Nothing with this ID answers, or it does not run. {' '.join(errors)}"
-        )
-    return _refusal(404, "Nothing runs with this ID. /api/status lists the IDs.")
+def _told_by(one: RunningSource, result: Callable[[], T]) -> T:
+    """Return the result of a request to a source.
+
+    Raises:
+        _RefusedError: It does not answer, or its answer cannot be understood.
+        KeyShardError: It refuses the request.
+    """
+    try:
+        return result()
+    except ControlError as exc:
+        if has_ended(one.path, exc.__cause__):
+            raise _RefusedError(404, _MISSING) from exc
+        if exc.__cause__ is not None:  # a refusal has none
+            raise _RefusedError(502, exc.message) from exc
+        raise
 
 
 def _runbook() -> Callable[[Request], Response]:

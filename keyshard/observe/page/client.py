@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from keyshard.control import ANSWER_S, RunningSource
+from keyshard.control_requests import releases
 from keyshard.errors import ControlError
 from keyshard.observe.page.status_watcher import GROUPS
 from keyshard.redaction import redacted, shown
@@ -55,6 +56,7 @@ class Page:
         """
         answer = self._get({})
         self._check(answer)
+        told: Any = None
         try:
             told = answer.json()
             statuses = [status for group in GROUPS.values() for status in told[group]]
@@ -64,7 +66,7 @@ class Page:
             ]
             return found, str(told["error"])
         except (ValueError, LookupError, TypeError, StopIteration) as exc:
-            raise self._no_page() from exc
+            raise self._not_understood(told) from exc
 
     def status_of(self, one: RunningSource) -> Any | None:
         """Return the status of a source, sink or worker now; ``None`` once it has ended.
@@ -79,7 +81,7 @@ class Page:
         try:
             return answer.json()
         except ValueError as exc:
-            raise self._no_page() from exc
+            raise self._not_understood(None) from exc
 
     def _get(self, query: dict[str, str]) -> httpx.Response:
         headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
@@ -105,9 +107,22 @@ class Page:
             said = shown(answer.text.strip(), _SAID_MAX)
             raise ControlError(f"The page at {where} refuses: {said}.", "Correct the request.")
 
-    def _no_page(self) -> ControlError:
+    def _not_understood(self, told: Any) -> ControlError:
+        """Return the error for an answer of an unexpected shape."""
+        where = redacted(self.url)
+        match told:
+            case {"release": str(release)}:
+                pass
+            # Pages listed only sources before they told their release.
+            case {"sources": list(), "error": str()} if "running" not in told:
+                release = ""
+            case _:
+                return ControlError(
+                    f"The server at {where} is not a page of keyshard.", "Correct --url."
+                )
         return ControlError(
-            f"The server at {redacted(self.url)} is not a page of keyshard.", "Correct --url."
+            f"The answer of the page at {where} cannot be understood.{releases(release)}",
+            "Use the same release of keyshard for this command and for the page.",
         )
 
 
@@ -120,5 +135,5 @@ def _listed(one: Any, status: Any) -> ShownSource:
     return ShownSource(
         str(one["subscription"] or one["name"]), str(one["serviceUrl"]), str(one["topics"]),
         int(one["pid"]), Path(str(one["id"])), str(one["kind"]), str(one["name"]), status,
-        str(one["error"]),
+        str(one["error"]), release=str(one.get("release", "")),
     )  # fmt: skip

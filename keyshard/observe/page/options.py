@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from keyshard.control import RunningSource
 from keyshard.errors import ConfigError
 from keyshard.observe.page.guard import Guard
 
 if TYPE_CHECKING:
     from keyshard.observe.page.server import PageServer
+    from keyshard.observe.page.status_watcher import Sockets
 
 INSTALL = "pip install 'keyshard[ui]'"
 
@@ -30,15 +30,12 @@ class PageOptions:
         return f"PageOptions({self.host!r}, {self.port})"
 
 
-def serve_page(
-    options: PageOptions, sources: Callable[[], tuple[list[RunningSource], list[str]]]
-) -> PageServer:
+def serve_page(options: PageOptions, sockets: Sockets) -> PageServer:
     """Serve a page.
 
     Args:
         options: Its address and token.
-        sources: Returns the sources, sinks and workers to show, and the errors of those that do
-            not answer.
+        sockets: Returns the control sockets of the sources, sinks and workers to show.
 
     Raises:
         ConfigError: The address cannot be used, it needs a token, or a package is missing.
@@ -50,4 +47,4 @@ def serve_page(
         raise ConfigError(
             f"The page needs the package {exc.name}, which is not installed.", f"Run {INSTALL}."
         ) from exc
-    return PageServer(options.host, options.port, guard, sources)
+    return PageServer(options.host, options.port, guard, sockets)

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from keyshard.errors import ConfigError, KeyShardError
 from keyshard.observe.page.app import PageApp
 from keyshard.observe.page.guard import Guard
-from keyshard.observe.page.status_watcher import Sources
+from keyshard.observe.page.status_watcher import Sockets
 from keyshard.threads import begin, owned_by
 
 CONNECTIONS_MAX = 256
@@ -40,13 +40,13 @@ class PageServer:
         host: Address to bind.
         port: Port; 0 for a free one, which is then :attr:`port`.
         guard: Decides which requests are served.
-        sources: Returns the sources, sinks and workers that the page shows.
+        sockets: Returns the control sockets of the sources, sinks and workers that it shows.
 
     Raises:
         ConfigError: The address cannot be used.
     """
 
-    def __init__(self, host: str, port: int, guard: Guard, sources: Sources) -> None:
+    def __init__(self, host: str, port: int, guard: Guard, sockets: Sockets) -> None:
         try:
             self._socket = _bound(host, port)
         except (OSError, OverflowError, UnicodeError) as exc:
@@ -59,7 +59,7 @@ class PageServer:
         self._connections = _Connections()
         self._error: KeyShardError | None = None
         with owned_by(self._failed):
-            self._app = PageApp(sources, guard, self._connections.cut)
+            self._app = PageApp(sockets, guard, self._connections.cut)
         protocol = type("_Protocol", (_Protocol,), {"open": self._connections})
         self._server = uvicorn.Server(
             uvicorn.Config(

@@ -6,6 +6,7 @@ const HISTORY = 120; // samples of a sparkline, one a second
 const ROWS = 20; // rows of a table before "show all"
 const AGAIN_MS = 2000;
 const HEAT_MIN = 50; // messages or seconds that are hot at least
+const RELEASE = document.querySelector("meta[name='release']").content; // of keyshard, as the server served the page
 
 const byId = (id) => document.getElementById(id);
 const svgOf = (name) => document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -145,15 +146,33 @@ byId("token").addEventListener("submit", (event) => {
 
 // -- A look ----------------------------------------------------------------------------------------
 
+// The server may have been replaced by another release since the page was loaded.
 function show(look) {
+  const notes = [look.error, look.release === RELEASE ? "" : `This page is of keyshard ${RELEASE}, and its ` +
+    `server runs ${releaseOf(look)}. Reload the page.`].filter(Boolean);
+  byId("notice").hidden = !notes.length;
+  byId("notice").textContent = notes.join(" ");
+  try { drawLook(look); } catch (error) {
+    if (look.release === RELEASE) throw error;
+  }
+}
+
+const releaseOf = (one) => (one.release ? `keyshard ${one.release}` : "an unknown release of keyshard");
+
+// Why a status cannot be drawn: it may be of another release than the page.
+function undrawn(look, error) {
+  const one = [...look.sources, ...look.sinks, ...look.workers].find((each) => each.id === look.chosen);
+  return `${error.message}.` + (!one || one.release === RELEASE ? "" : ` It runs ${releaseOf(one)}, and this page ` +
+    `is of keyshard ${RELEASE}. Use the same release for both.`);
+}
+
+function drawLook(look) {
   state.look = look;
   if (state.shown !== look.chosen) {
     // Another source: rows of the one before must not act on it.
     Object.assign(state, { shown: look.chosen, arc: null, runs: [], noRuns: "", dead: null });
     showDead();
   }
-  byId("notice").hidden = !look.error;
-  byId("notice").textContent = look.error;
   showSources(look);
   showOthers(look);
   const status = look.status;
@@ -165,12 +184,12 @@ function show(look) {
     if (!look.sources.length && !look.sinks.length && !look.workers.length) byId("sources").replaceChildren("Nothing runs on this machine.");
     return;
   }
-  if (other !== null) return showOther(other, status);
+  if (other !== null) return showOther(other, look, status);
   document.title = `${status.name} - keyshard`;
   try { showSource(look, status); } catch (error) {
     // A status of another release that cannot be drawn must not end the page.
     byId("notice").hidden = false;
-    byId("notice").textContent = `The status of ${status.name} cannot be shown: ${error.message}.`;
+    byId("notice").textContent = `The status of ${status.name} cannot be shown: ${undrawn(look, error)}`;
   }
 }
 
@@ -290,7 +309,7 @@ function showOthers(look) {
 }
 
 // A status that cannot be drawn must not end the page.
-function showOther(kind, status) {
+function showOther(kind, look, status) {
   document.title = `${status.name} - keyshard`;
   byId("published").hidden = kind !== "sink";
   byId("hosted").hidden = kind !== "worker";
@@ -298,7 +317,7 @@ function showOther(kind, status) {
   try {
     draw(status);
   } catch (error) {
-    byId("other-facts").replaceChildren(fact("Status", "It cannot be shown.", error.message, "wide"));
+    byId("other-facts").replaceChildren(fact("Status", "It cannot be shown.", undrawn(look, error), "wide"));
     byId("published").hidden = byId("hosted").hidden = true;
   }
 }
