@@ -129,9 +129,10 @@ def status_view(status: Status, rates: Rates | None, *, all_ranges: bool | None)
         "topic partitions receive nothing",
     )
     parts += _stalls(status)
-    if status["brokerError"]:
+    known = any(not each["unknown"] for each in status["partitions"])
+    if status["brokerError"] and known:
         parts.append(Text(f"broker facts are outdated: {status['brokerError']}", style="yellow"))
-    return Group(*parts, *_tables(status, rates, all_ranges))
+    return Group(*parts, *_tables(status, rates, all_ranges), *_unknown(status["partitions"]))
 
 
 def _tables(status: Status, rates: Rates | None, all_ranges: bool | None) -> list[RenderableType]:
@@ -146,6 +147,20 @@ def _tables(status: Status, rates: Rates | None, all_ranges: bool | None) -> lis
         lambda each: not each["covered"] or each["stalled"] is not None, all_ranges,
     )  # fmt: skip
     return parts
+
+
+def _unknown(rows: list[PartitionStatus]) -> list[RenderableType]:
+    """Return why numbers of the broker are unknown, a line for each reason."""
+    from rich.text import Text
+
+    lines = []
+    reasons = Counter(each["unknown"] for each in rows if each["unknown"])
+    for reason, count in reasons.most_common(_NAMED_MAX):
+        some = f" for {count:,} of {plural(len(rows), 'topic partition')}"
+        which = some if count < len(rows) else ""
+        text = f"numbers of the broker{which} are unknown (-): {plain(reason, ERROR_MAX)}"
+        lines.append(Text(text))
+    return list(lines)
 
 
 def _handler_slots(slots: list[HandlerSlots], whole: bool | None) -> list[RenderableType]:

@@ -612,6 +612,24 @@ def test_a_range_whose_number_is_unknown_is_hatched_and_not_cold(chromium: Any) 
         shown.close()
 
 
+def test_unknown_numbers_of_the_broker_have_their_reason(chromium: Any) -> None:
+    refused = f"The role may not ask. {HOSTILE}"
+    parts = [partition_status(0, unknown=refused), partition_status(1)]
+    with Board(partitions=parts) as board:
+        tab = Tab(chromium, board.port)
+        text = "Numbers of the broker for 1 of 2 topic partitions are unknown (\u2013): {}."
+        tab.shows("#partitions-note", *map(text.format, (refused, "no admin_url")))
+        tab.shows("#facts", f"unknown: {refused}")
+        for column in range(2, 8):
+            if column not in (4, 5):
+                dash = f"#partitions tbody tr:nth-child(1) td:nth-child({column}) [title]"
+                assert tab.count(dash) == 1, column
+        board.status["partitions"] = [partition_status(0, unknown="")]
+        wait_until(lambda: not tab.text("#partitions-note"))
+        assert tab.count("img") == 0
+        assert tab.errors() == []
+
+
 def test_a_server_of_another_release_is_named_and_asks_for_a_reload(
     chromium: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,31 @@ def test_the_age_of_the_backlog_that_the_broker_measured_is_marked_as_its_own(
         assert "as measured by the broker" not in run(capsys, "status")[1]
 
 
+def test_unknown_numbers_of_the_broker_have_their_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Asked(BUSY):
+        out = run(capsys, "status", "s")[1]
+    assert out.endswith("\nnumbers of the broker are unknown (-): no admin_url\n")
+    refused = "The role may not ask."
+    known = partition_status(0, backlog=7, unknown="")
+    told = status(
+        partitions=[known, partition_status(1, unknown=refused), partition_status(2)],
+        brokerError=refused,
+    )
+    for option in ("--all-ranges", "--summary"):
+        with Asked(told):
+            out = run(capsys, "status", option)[1]
+        for reason in (refused, "no admin_url"):
+            text = f"numbers of the broker for 1 of 3 topic partitions are unknown (-): {reason}"
+            assert text in out.splitlines()
+        assert f"broker facts are outdated: {refused}" in out
+    with Asked(status(partitions=[partition_status(0, unknown=refused)], brokerError=refused)):
+        assert "outdated" not in run(capsys, "status")[1], "there are none"
+    with Asked(status(partitions=[known])):
+        assert "unknown" not in run(capsys, "status")[1]
+
+
 def test_a_name_that_does_not_run_is_answered_with_running_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

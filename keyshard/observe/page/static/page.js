@@ -260,7 +260,7 @@ function showFacts(status) {
     stateFact(status),
     fact("Lag", durationOf(lag.seconds), element("span", {}, trend, " ", byBroker(lag))),
     fact("Backlog", numberOf(lag.rows ?? lag.entries),
-      lag.rows !== null ? "rows" : lag.entries !== null ? "entries" : status.brokerError ? "no answer" : "unknown, see admin_url"),
+      lag.rows !== null ? "rows" : lag.entries !== null ? "entries" : `unknown: ${status.partitions.find((one) => one.unknown)?.unknown ?? "it starts"}`),
     fact("Received", paceOf(rates.received), "rows/s"),
     counters.completed === null ? null : fact("Completed", paceOf(rates.completed), "messages/s"),
     counters.failedAttempts === null ? null : fact("Failed attempts", paceOf(rates.failedAttempts), "per second"),
@@ -617,13 +617,13 @@ function showPartitions(status) {
   const limited = (count, most, one) => {
     const near = count !== null && most && count >= most / 2;
     const [title, mark] = one.limitsAssumed
-      ? ["The role may not read the configuration of the broker: this is the default of its release.", " ?"] : [null, ""];
+      ? ["The role may not read the configuration of the broker: this is the default of its release.", " ?"] : [one.unknown || null, ""];
     return element("span", { class: near ? "warn" : "", title }, `${numberOf(count)} / ${numberOf(most)}${mark}`);
   };
   table("partitions", [
     ["name", "Topic partition", nameOf, nameOf, "text"],
     ["lag", "Lag", (one) => one.lag.seconds, lagAgeOf, "number"],
-    ["rows", "Rows", (one) => one.lag.rows, (one) => numberOf(one.lag.rows), "number"],
+    ["rows", "Rows", (one) => one.lag.rows, (one) => element("span", { title: one.unknown || null }, numberOf(one.lag.rows)), "number"],
     ["trend", "Trend", (one) => one.lag.trend, (one) => element("span", { class: one.lag.trend ?? "" }, one.lag.trend ?? "–"), ""],
     ["spark", "Last 2 minutes", (one) => one.lag.rows, (one) => sparkOf(state.histories.get(historyOf(state.look.chosen, one)) ?? []), ""],
     ["gaps", "Ack gaps", (one) => one.ackGaps, (one) => limited(one.ackGaps, one.ackGapsMax, one), "number"],
@@ -636,6 +636,16 @@ function showPartitions(status) {
         one.stalled ? `${durationOf(one.stalled.forSeconds)}: ${one.stalled.reason} ` : "–",
         runbookOf(one.stalled, nameOf(one))), "text"],
   ], status.partitions, ROWS, "The source has no topic partition yet.");
+  byId("partitions-note").textContent = unknownIn(status.partitions);
+}
+
+// Why numbers of the broker are dashes, also for those who have no pointer for titles.
+function unknownIn(partitions) {
+  const counts = new Map();
+  for (const { unknown } of partitions) if (unknown) counts.set(unknown, (counts.get(unknown) ?? 0) + 1);
+  return [...counts].slice(0, 5).map(([why, count]) => `Numbers of the broker` +
+    (count < partitions.length ? ` for ${numberOf(count)} of ${numberOf(partitions.length)} topic partitions` : "") +
+    ` are unknown (–): ${why}.`).join(" ");
 }
 
 function sparkOf(history) {
@@ -656,7 +666,8 @@ const byBroker = (lag) => (lag.brokerSeconds === null ? "" : `broker: ${duration
 
 const lagAgeOf = (partition) => {
   const { lag } = partition;
-  return element("span", {}, durationOf(lag.seconds), " ", element("small", {}, byBroker(lag)));
+  const title = lag.seconds === null ? partition.unknown || null : null;
+  return element("span", { title }, durationOf(lag.seconds), " ", element("small", {}, byBroker(lag)));
 };
 
 // -- The last minutes ------------------------------------------------------------------------------
