@@ -168,6 +168,7 @@ def test_a_watch_names_what_does_not_answer_and_a_page_that_ends(
     code, out, err = run("--watch")
     assert (code, "running: sink 'bills'" in out) == (1, True)
     assert "cannot be understood" in err
+    assert "Check that the process is running." in err
     watched._handlers["status"] = lambda _: sink_status()
     code, _, err = run("--watch")
     assert (code, "does not answer" in err) == (1, True)

@@ -105,7 +105,8 @@ class Page:
             )
         if answer.is_error:
             said = shown(answer.text.strip(), _SAID_MAX)
-            raise ControlError(f"The page at {where} refuses: {said}.", "Correct the request.")
+            remedy = _REMEDIES.get(answer.status_code, "Correct the request.")
+            raise ControlError(f"The page at {where} refuses: {said}.", remedy)
 
     def _not_understood(self, told: Any) -> ControlError:
         """Return the error for an answer of an unexpected shape."""
@@ -128,6 +129,11 @@ class Page:
 
 _SAID_MAX = 500
 """Most characters of a refusal that are shown."""
+_REMEDIES = {
+    httpx.codes.BAD_GATEWAY: "Check that the process is running.",
+    httpx.codes.SERVICE_UNAVAILABLE: "Try again later.",
+}
+"""What to do about refusals whose request is correct, by status."""
 
 
 def _listed(one: Any, status: Any) -> ShownSource:
