@@ -129,7 +129,7 @@ class Page:
 
 _SAID_MAX = 500
 """Most characters of a refusal that are shown."""
-_REMEDIES = {
+_REMEDIES: dict[int, str] = {
     httpx.codes.BAD_GATEWAY: "Check that the process is running.",
     httpx.codes.SERVICE_UNAVAILABLE: "Try again later.",
 }
