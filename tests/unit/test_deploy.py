@@ -87,6 +87,16 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert "billing.service" not in output
 
 
+def test_the_unit_keeps_its_control_socket_out_of_the_private_folder_for_temporary_files() -> None:
+    # 1. The unit has a /tmp of its own, where the control socket is by default.
+    # 2. So no other process found it: ``keyshard status`` said that nothing runs.
+    text = (DEPLOY / "billing.service").read_text()
+    folder = f"/run/{unit()['RuntimeDirectory']}"
+    assert unit()["PrivateTmp"] == "true"
+    assert f"Environment=XDG_RUNTIME_DIR={folder}\n" in text
+    assert f"XDG_RUNTIME_DIR={folder} /opt/billing/bin/keyshard status" in PAGE.read_text()
+
+
 def test_compose_systemd_and_kubernetes_wait_for_the_drain_and_hold_the_window() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["billing"]
     pod = kubernetes()["Deployment"]["spec"]["template"]["spec"]
