@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from keyshard import Message
 from keyshard.cli.status_text import status_view
 from keyshard.config.source import SourceConfig
 from keyshard.core.lanes.lane_status import LatencyHistogram
+from keyshard.core.message import CONTEXT
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.range_watchdog import (
     CALLS_MIN,
@@ -157,6 +159,15 @@ def loaded(handler: object) -> HandlerActor:
     return actor
 
 
+@pytest.fixture
+def own_context() -> Iterator[None]:
+    """Undo what the code of an actor sets for the whole of its process."""
+    token = CONTEXT.set(CONTEXT.get())
+    yield
+    CONTEXT.reset(token)
+
+
+@pytest.mark.usefixtures("own_context")
 def test_an_actor_times_each_call_of_its_handler() -> None:
     values = [b"1", b"2", b"bad", b"4"]
     pieces = [RowSlice(WHERE, block(1, 0, *"aaaa", values=values), None)]
