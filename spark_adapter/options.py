@@ -35,7 +35,7 @@ OPTIONS = (
         "topics",
         "One topic. Give exactly one of `topic`, `topics` and `topicsPattern`.",
     ),
-    Option("topics", "topics", "Several topics, separated by commas."),
+    Option("topics", "topics", "Topics, separated by commas; `topic://` names scalable ones."),
     Option(
         "topicsPattern",
         "topics_pattern",

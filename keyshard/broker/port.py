@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
 
+from keyshard.broker.reports import SegmentWatch, TopicWatch, WorkerFacts
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
@@ -363,24 +364,6 @@ class EntryProducer(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """A worker that has consumers of a connection."""
-
-    kind: str
-    """Kind of worker, such as ``worker process``."""
-    pid: int | None
-    host: str | None
-    """Process id and host; ``None`` while there is no process."""
-    consumers: int
-    since_s: float
-    """Monotonic time since when the worker has been present or absent, in seconds."""
-    restarts: int
-    """Number of workers that were started in its place before."""
-    keeps_content: bool
-    """Whether it keeps the content of messages, with their keys."""
-
-
 class OpensReaders(Protocol):
     """The part of a broker that opens Readers."""
 
@@ -395,17 +378,6 @@ class OpensReaders(Protocol):
         Raises:
             BrokerUnavailableError: No answer before the operation timeout (retriable).
         """
-
-
-class TopicWatch(Protocol):
-    """A standing request to report topics."""
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether it still reports. Once false, it stays false."""
-
-    def close(self) -> None:
-        """End it. Idempotent."""
 
 
 class Broker(OpensReaders, Protocol):
@@ -458,6 +430,22 @@ class Broker(OpensReaders, Protocol):
         Raises:
             BrokerUnavailableError: No answer before the operation timeout (retriable).
             BrokerError: The broker refuses.
+        """
+
+    def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:
+        """Report the segments of a scalable topic, now and after each split and merge.
+
+        Creates no topic.
+
+        Args:
+            topic: ``topic://tenant/namespace/name``.
+            changed: Called after a change. Any thread may call it, and it must return at once.
+
+        Raises:
+            ConfigError: The client or the broker does not know scalable topics.
+            TopicNotFoundError: The topic does not exist.
+            AuthorizationError: The permission is missing.
+            BrokerUnavailableError: No answer before the operation timeout (retriable).
         """
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:

@@ -17,6 +17,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_pattern import TopicPattern
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.core.topic_segments import scalable_topic_of
 from keyshard.errors import BrokerError
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ def schema_of(
         BrokerUnavailableError: No attempt was answered.
         BrokerError: The broker refuses.
     """
+    topic = scalable_topic_of(topic)  # Segments have no schema of their own.
     operation_s = connection.operation_timeout_ms / 1000
     timeout_s = operation_s if tries_s is None else min(operation_s, tries_s)
     answer_s = min(operation_s, max(timeout_s, ANSWER_S))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
 from keyshard.broker.admin.port import Admin
-from keyshard.broker.port import Broker, TopicWatch
+from keyshard.broker.port import Broker
+from keyshard.broker.reports import TopicWatch
 from keyshard.broker.retry import FIRST_TRIES_S, retry_until
+from keyshard.broker.scalable_topics import ScalableTopics
 from keyshard.config.source import SourceConfig
 from keyshard.core.creation import create_or_correct
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_pattern import TopicPattern
+from keyshard.core.topic_segments import is_scalable
 from keyshard.errors import BrokerError, TopicNotFoundError
 from keyshard.threads import Pool
 
@@ -40,6 +44,7 @@ class Catalog:
         self._broker = broker
         self._admin = admin
         self._topics = tuple(config.topics)
+        self.scalable = ScalableTopics(broker, admin, config.subscription)
         self._dead_letters: dict[str, bool] = {}
         self._pattern = (
             None if config.topics_pattern is None else TopicPattern.parse(config.topics_pattern)
@@ -64,7 +69,7 @@ class Catalog:
         if self._pattern is not None:
             return (self._pattern.prefix,)
         by_namespace: defaultdict[str, list[str]] = defaultdict(list)
-        for topic in self._topics:
+        for topic in itertools.filterfalse(is_scalable, self._topics):
             by_namespace[topic.rpartition("/")[0]].append(topic)
         return tuple(map(commonprefix, by_namespace.values()))
 
@@ -119,6 +124,8 @@ class Catalog:
             topic: Full topic name.
             was_partitioned: Whether it had partitions before.
         """
+        if is_scalable(topic):
+            return self.scalable.partitions(topic)
         plain = (TopicPartition.parse(topic),)  # A named partition counts as a topic of its own.
         if self._admin is None:
             found = self._broker.partitions(topic)
@@ -137,7 +144,8 @@ class Catalog:
         Raises:
             BrokerError: The broker cannot be reached.
         """
-        return self._broker.missing(() if self._admin is not None else self._topics)
+        named = () if self._admin is not None else self._topics
+        return self._broker.missing(tuple(itertools.filterfalse(is_scalable, named)))
 
     def let_in(self) -> None:
         """Check that the broker accepts this connection. The client would only report a timeout.
@@ -153,7 +161,8 @@ class Catalog:
         Raises:
             BrokerError: The client cannot reach the broker.
         """
-        self._broker.partitions(topic)
+        if not is_scalable(topic):
+            self._broker.partitions(topic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +186,7 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
     """
     known = tuple(checkpoint.partitions) if checkpoint else ()
     partitioned = {tp.topic for tp in known if tp.partition >= 0}
+    topic_of = catalog.scalable.topic_of
     if checkpoint is None:
         # Report a wrong URL soon. A restart from a checkpoint may wait through an outage.
         timeout_s = min(timeout_s, FIRST_TRIES_S)
@@ -188,7 +198,7 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
     if not topics:
         _log.warning("no topic matches the pattern yet")
     existing: dict[str, tuple[TopicPartition, ...]] = {}
-    for topic in dict.fromkeys([*topics, *(tp.topic for tp in known)]):
+    for topic in _with_topics_of(topics, known, topic_of):
 
         def ask(topic: str = topic) -> tuple[TopicPartition, ...]:
             return catalog.partitions(topic, was_partitioned=topic in partitioned)
@@ -204,12 +214,23 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
     if consumed:
         # An unreachable broker fails here. A subscribe would retry for as long as it waits for a
         # range that is in use.
-        retry_until(lambda: catalog.reach(consumed[0].topic), timeout_s)
+        retry_until(lambda: catalog.reach(topic_of(consumed[0])), timeout_s)
     others = frozenset(known) - set(consumed)
-    kept = frozenset(tp for tp in others if tp in existing[tp.topic])
-    for topic in sorted({tp.topic for tp in kept}):
+    kept = frozenset(tp for tp in others if tp in existing[topic_of(tp)])
+    for topic in sorted(set(map(topic_of, kept))):
         _log.warning("topic %s is in the checkpoint, but is not consumed any more", topic)
     return Found(consumed, kept, others - kept)
+
+
+def _with_topics_of(
+    topics: Collection[str],
+    known: Iterable[TopicPartition],
+    topic_of: Callable[[TopicPartition], str],
+) -> Iterator[str]:
+    """Yield topics, then the topics of topic partitions that are known beside them."""
+    yield from topics
+    # A look-up of the first shows which topic partitions are segments of them.
+    yield from dict.fromkeys(topic for tp in known if (topic := topic_of(tp)) not in topics)
 
 
 def _not_found(topic: str) -> TopicNotFoundError:

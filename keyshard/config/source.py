@@ -30,6 +30,7 @@ from keyshard.core.position.entry import full_topic_name
 from keyshard.core.position.read_bounds import Edge, parse_start
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.core.topic_pattern import DEAD_LETTERS, TopicPattern
+from keyshard.core.topic_segments import SCALABLE, check_scalable, is_scalable
 from keyshard.errors import (
     ConfigError,
     CorruptEntryError,
@@ -51,7 +52,8 @@ class SourceConfig:
     """Configuration of one source; see ``docs/options.md`` for the Spark names."""
 
     topics: Sequence[str] = ()
-    """Names of topics. A single string is one topic."""
+    """Names of topics. A single string is one topic. ``topic://tenant/namespace/name`` is a
+    scalable topic of Pulsar 5."""
     topics_pattern: str | None = field(default=None, kw_only=True)
     """Instead of names: ``persistent://tenant/namespace/regex``. Needs ``admin_url``."""
     subscription: str = field(default=None, kw_only=True)  # type: ignore[assignment]
@@ -218,6 +220,7 @@ class SourceConfig:
         check_bool("telemetry", self.telemetry)
         self._check_numbers()
         self._check_workers()
+        self._check_scalable(start)
         if (
             self.batch_rows_min
             and self.batch_rows_max
@@ -287,7 +290,8 @@ class SourceConfig:
         # A subscription's name may have characters that a topic's name may not.
         own = re.sub(r"[^\w.=-]", "-", self.subscription)
         if self.topics_pattern is None:
-            return tuple(f"{topic}-{own}{DEAD_LETTERS}" for topic in self.topics)
+            names = [topic.replace(SCALABLE, "persistent://", 1) for topic in self.topics]
+            return tuple(f"{name}-{own}{DEAD_LETTERS}" for name in names)
         pattern = TopicPattern.parse(self.topics_pattern)
         return (f"persistent://{pattern.tenant}/{pattern.namespace}/{own}{DEAD_LETTERS}",)
 
@@ -350,6 +354,54 @@ class SourceConfig:
                 f"Set workers to {EMBEDDED!r}.",
             )
 
+    @property
+    def is_scalable(self) -> bool:
+        """Whether one of the topics is a scalable topic."""
+        return any(map(is_scalable, self.topics))
+
+    def _check_scalable(self, start: object) -> None:
+        """Check that nothing is requested which cannot be had of a scalable topic."""
+        if not self.is_scalable:
+            return
+        if not all(map(is_scalable, self.topics)):
+            raise ConfigError(
+                "A source cannot have scalable topics and persistent topics.",
+                "Make a source for each kind.",
+            )
+        if self.admin_url is None:
+            raise ConfigError(
+                "A scalable topic needs the admin interface. keyshard registers the subscription "
+                "there, or the broker deletes segments that it has not acknowledged.",
+                "Set admin_url.",
+            )
+        wrong = {
+            "starting_position": not isinstance(start, Edge),
+            "transport": self.how_to_connect().by_client,
+            "workers": self.parsed_workers() is not None,
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                raise ConfigError(
+                    f"{name} is {shown(getattr(self, name))}, which cannot be combined with a "
+                    "scalable topic.",
+                    f"{_OF_SCALABLE[name]}, or name persistent topics.",
+                )
+
+    def refuse_scalable(self, use: str) -> None:
+        """Raise an error if one of the topics is a scalable topic.
+
+        Args:
+            use: What is requested, as the subject of a sentence.
+
+        Raises:
+            ConfigError: One is.
+        """
+        if self.is_scalable:
+            raise ConfigError(
+                f"{use} of a scalable topic is not supported.",
+                "Consume it with run, batches, open or a stream, or name persistent topics.",
+            )
+
     def parsed_workers(self) -> WorkersOption | None:
         """Return the workers that host the consumers; ``None``: this process."""
         return WorkersOption.parse(self.workers)
@@ -371,7 +423,11 @@ def _topic_names(topics: object) -> tuple[str, ...]:
             f"topics is {shown(topics)}.", "Write the name of a topic, or a list of names."
         )
     names = [check_text("topics", name, "Write names of topics.") for name in topics]
-    return tuple(dict.fromkeys(full_topic_name(name.strip()) for name in names))
+    return tuple(dict.fromkeys(_full_name(name.strip()) for name in names))
+
+
+def _full_name(name: str) -> str:
+    return check_scalable(name) if is_scalable(name) else full_topic_name(name)
 
 
 UNREADABLE: Mapping[str, type[UnreadableEntryError]] = {
@@ -386,6 +442,12 @@ _BY_CLIENT = {
         "consumers would stall"
     ),
 }
+_OF_SCALABLE = {
+    "starting_position": "Begin at 'earliest' or 'latest'",
+    "transport": f"Set transport to {WIRE!r}",
+    "workers": f"Set workers to {EMBEDDED!r}",
+}
+"""Remedies for options that do not fit a scalable topic."""
 SHORTHANDS = in_both(Connection, SourceConfig)
 """Fields that a source shares with its connection."""
 _SUBSCRIPTION = "Name the Pulsar subscription that holds the backlog of this source."

@@ -29,6 +29,7 @@ from keyshard.consumers.subscribe import THREADS_MAX, open_range_consumer, open_
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import Assignment
 from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.topic_segments import SegmentOrder
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import BrokerUnavailableError, KeyShardError
 from keyshard.threads import Pool
@@ -75,6 +76,7 @@ class RangeConsumers:
         self.by_partition: dict[TopicPartition, list[RangeConsumer]] = {}
         """Lists are replaced, never changed, because the acknowledger iterates over them."""
         self.receivers: list[Receiver] = []
+        self.order = SegmentOrder()
 
     def open(self, found: Iterable[TopicPartition], start: StartPosition) -> list[RangeConsumer]:
         """Subscribe every range of some topic partitions; nothing is received yet.
@@ -180,8 +182,10 @@ class RangeConsumers:
         self._suspended = frozenset(owned_ranges)
 
     def suspends(self, owned_range: OwnedRange) -> bool:
-        """Whether :meth:`suspend` pauses an owned range. May be called from any thread."""
-        return bool(self._suspended) and owned_range in self._suspended
+        """Whether :meth:`suspend` or the order of segments pauses an owned range. Thread-safe."""
+        return (bool(self._suspended) and owned_range in self._suspended) or self.order.waits(
+            owned_range.topic_partition
+        )
 
     def owns(self, owned_range: OwnedRange) -> bool:
         """Whether an owned range is a present one; entries for any other are late."""

@@ -23,6 +23,7 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.entry_assembly import EntryAssembly
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.subscription_state import KEY_SHARED, SubscriptionState
+from keyshard.core.topic_segments import is_segment
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import (
     BrokerError,
@@ -30,6 +31,7 @@ from keyshard.errors import (
     RangeConflictError,
     SubscriptionInUseError,
     SubscriptionNotFoundError,
+    TopicNotFoundError,
 )
 from keyshard.threads import Pool
 
@@ -53,6 +55,9 @@ def open_range_consumers(
 ) -> list[RangeConsumer]:
     """Subscribe all of some owned ranges, or none.
 
+    A segment that the broker has deleted meanwhile is left out. It was acknowledged, and discovery
+    drops it.
+
     Raises:
         SubscriptionInUseError: Another consumer held a range until ``subscribe_timeout_ms``.
         LimitReachedError: The broker had no room for all consumers within 5 s.
@@ -63,7 +68,7 @@ def open_range_consumers(
     types = _Types(admin, config.subscription)
     limited: dict[TopicPartition, LimitReachedError] = {}
 
-    def subscribe(owned_range: OwnedRange, where: StartPosition) -> RangeConsumer:
+    def subscribe(owned_range: OwnedRange, where: StartPosition) -> RangeConsumer | None:
         queue = make_queue()
 
         def attempt() -> Consumer:
@@ -78,13 +83,16 @@ def open_range_consumers(
 
         try:
             made = retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
-        except BaseException:
+        except BaseException as exc:
+            if isinstance(exc, TopicNotFoundError) and is_segment(owned_range.topic_partition):
+                return None
             stop.set()
             raise
         return RangeConsumer(owned_range, made, queue)
 
     def create(owned_range: OwnedRange) -> None:
-        subscribe(owned_range, start).consumer.close()
+        if (made := subscribe(owned_range, start)) is not None:
+            made.consumer.close()
 
     firsts = {owned_range.topic_partition: owned_range for owned_range in reversed(owned_ranges)}
     with Pool(THREADS_MAX, "keyshard-subscribe") as pool:
@@ -102,21 +110,26 @@ def open_range_consumers(
         # A broker that was lost meanwhile may come back wiped. Then the queue of a consumer that
         # lost its connection holds old entries, and their ids would be acknowledged at the new one.
         again = [
-            pool.submit(reopen_range_consumer, broker, config, future.result(), stop)
-            for future in futures
-            if future.exception() is None and not future.result().consumer.is_connected()
+            pool.submit(reopen_range_consumer, broker, config, one, stop)
+            for one in _made(futures)
+            if not one.consumer.is_connected()
         ]
     every: list[Future[Any]] = [*made, *futures, *again]
     errors = [error for future in every if (error := future.exception()) is not None]
     if not errors:
-        return [future.result() for future in futures]
-    for future in futures:
-        if future.exception() is None:
-            close_quietly(future.result().consumer)
+        return _made(futures)
+    for one in _made(futures):
+        close_quietly(one.consumer)
     if missing := _without_subscription(owned_ranges, futures):
         raise subscriptions_missing(missing, config.subscription, start.value)
     opens = Counter(owned_range.topic_partition for owned_range in owned_ranges)
     raise _reason(admin, config, errors, opens, limited)
+
+
+def _made(futures: Sequence[Future[RangeConsumer | None]]) -> list[RangeConsumer]:
+    """Return the range consumers that were subscribed."""
+    found = [future.result() for future in futures if future.exception() is None]
+    return [one for one in found if one is not None]
 
 
 def _reason(
@@ -150,7 +163,7 @@ def _reason(
 
 
 def _without_subscription(
-    owned_ranges: Sequence[OwnedRange], futures: Sequence[Future[RangeConsumer]]
+    owned_ranges: Sequence[OwnedRange], futures: Sequence[Future[RangeConsumer | None]]
 ) -> list[str]:
     """Return the topics whose subscription is missing, and not created by the broker."""
     return [

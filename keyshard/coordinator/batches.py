@@ -28,7 +28,7 @@ from keyshard.columns.record_batches import columns_of, described, record_batche
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.consumers import Consumers
 from keyshard.coordinator.available_now import AvailableNow
-from keyshard.coordinator.discovery import PartitionLifecycle
+from keyshard.coordinator.partition_lifecycle import PartitionLifecycle
 from keyshard.coordinator.progress import PaceMonitor
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, Part, TopicPartition

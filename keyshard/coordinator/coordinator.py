@@ -10,8 +10,9 @@ from contextlib import ExitStack, suppress
 
 from keyshard.base_error import placed
 from keyshard.broker.admin.port import Admin
-from keyshard.broker.port import Broker, WorkerFacts
-from keyshard.broker.retry import FIRST_TRIES_S
+from keyshard.broker.port import Broker, StartPosition
+from keyshard.broker.reports import WorkerFacts
+from keyshard.broker.retry import FIRST_TRIES_S, retry_until
 from keyshard.broker.topics import Catalog, Found, look
 from keyshard.config.source import UNREADABLE, SourceConfig
 from keyshard.consumers.consumers import Consumers
@@ -21,9 +22,10 @@ from keyshard.consumers.shared_window import SharedWindow
 from keyshard.coordinator.available_now import AvailableNow, last_entries
 from keyshard.coordinator.batches import Batches
 from keyshard.coordinator.consumer_limits import check_consumer_limits
-from keyshard.coordinator.discovery import Discovery, PartitionLifecycle
+from keyshard.coordinator.discovery import Discovery
 from keyshard.coordinator.gap_resolver import GapResolver
 from keyshard.coordinator.in_flight import InFlightEntries
+from keyshard.coordinator.partition_lifecycle import PartitionLifecycle
 from keyshard.coordinator.progress import PaceMonitor, Progress, SourceWorker
 from keyshard.coordinator.rescale import Drainable, Rescaler
 from keyshard.coordinator.start_positions import create_subscriptions, read_first_messages
@@ -72,7 +74,9 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._connect = connect
-        self._admin = admin
+        self._all_admin = admin
+        # It has other requests for segments, and knows nothing of them under these names.
+        self._admin = None if config.is_scalable else admin
         self._stopping = threading.Event()
         self._remembered: tuple[Assignment, Rescaled | None] | None = None
         self._watch = PaceMonitor()
@@ -133,6 +137,8 @@ class Coordinator:
         available_now: bool,
     ) -> None:  # fmt: skip
         config = self._config
+        if available_now:
+            config.refuse_scalable("A bounded run (availableNow)")
         if config.parked and self.unreadable is None:
             name = next(name for name, kind in UNREADABLE.items() if kind in config.parked)
             raise ConfigError(
@@ -140,14 +146,14 @@ class Coordinator:
             )
         assignment = assignment or assign(config.parallelism)
         with ExitStack() as on_failure:
-            if self._admin:
-                on_failure.callback(self._admin.close)
-            cluster = cluster_of(self._admin, config, checkpoint)
+            if self._all_admin:
+                on_failure.callback(self._all_admin.close)
+            cluster = cluster_of(self._all_admin, config, checkpoint)
             self._broker = self._connect()
             on_failure.callback(self._broker.close)
             if self._abandoned:
                 raise RuntimeStoppedError("The source was stopped during its start.")
-            catalog = Catalog(self._broker, self._admin, config)
+            catalog = Catalog(self._broker, self._all_admin, config)
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     found, opened = self._open(
@@ -223,11 +229,15 @@ class Coordinator:
         self.consumers = Consumers(
             self._broker, self._admin, config, shared, assignment, first_messages=first_messages
         )
-        opened = self.consumers.open(
-            found.consumed,
-            start_position(self._admin, config, checkpoint, found),
-            found.kept & ending,
-        )
+        self.consumers.range_consumers.order.parents = catalog.scalable.parents()
+        start = start_position(self._admin, config, checkpoint, found)
+        # To register creates the subscription at the beginning of open segments. Later than that,
+        # the broker may delete a sealed segment.
+        if start is StartPosition.EARLIEST:
+            retry_until(lambda: catalog.scalable.register(found.consumed), timeout_s)
+        opened = self.consumers.open(found.consumed, start, found.kept & ending)
+        if start is StartPosition.LATEST:
+            retry_until(lambda: catalog.scalable.register(found.consumed), timeout_s)
         prove_beginnings(self._admin, config, checkpoint, window)
         self._ids.set_in(found.consumed, FIRST_TRIES_S)
         window.identify(self._ids.of(found.consumed))
@@ -266,8 +276,8 @@ class Coordinator:
             _log.warning("the source did not end cleanly: %s", exc.summary)
         # Closing the client ends calls that still waited in it.
         self._join(time.monotonic() + LET_GO_S)
-        if self._admin:
-            self._admin.close()
+        if self._all_admin:
+            self._all_admin.close()
 
     def _join(self, deadline_s: float) -> None:
         self.consumers.join(deadline_s)
@@ -311,7 +321,7 @@ class Coordinator:
     @property
     def admin(self) -> Admin | None:
         """The admin interface; ``None`` without ``admin_url``."""
-        return self._admin
+        return self._all_admin
 
     @property
     def newest(self) -> Checkpoint:

@@ -20,26 +20,25 @@ entries may come once more.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from keyshard.base_error import one_line
 from keyshard.broker.admin.port import Admin
-from keyshard.broker.port import Consumer, StartPosition
 from keyshard.broker.topics import Catalog
-from keyshard.consumers.consumers import Consumers
-from keyshard.consumers.receiver import RangeConsumer
+from keyshard.coordinator.partition_lifecycle import PartitionLifecycle
 from keyshard.coordinator.progress import DiscoveryProgress
 from keyshard.coordinator.subscription_ids import SubscriptionIds, properties_of
 from keyshard.coordinator.topic_watches import TopicWatches
-from keyshard.core.position.checkpoint import Checkpoint, SubscriptionId
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.ring.hash_range import HashRange, gaps, overlap
+from keyshard.core.ring.hash_range import gaps
 from keyshard.core.subscription_state import SubscriptionState
+from keyshard.core.topic_segments import is_segment
 from keyshard.errors import AdminError, BrokerError, KeyShardError
 from keyshard.threads import begin
 
@@ -52,108 +51,12 @@ SETTLE_S = 0.5
 AGAIN_S = 2.0
 """Time from that round to another one, seconds. A broker reports a topic partition before its
 metadata counts it."""
+ENDS_S = 0.2
+"""Time between two looks at parents that segments wait for, seconds."""
 REST_TIMES = 4.0
 """``SETTLE_S`` is replaced by this many times the duration of the last round, if that is longer."""
 
 _log = logging.getLogger(__name__)
-
-
-class PartitionLifecycle:
-    """The topic partitions of a source: opens and closes their consumers.
-
-    Args:
-        consumers: Hosts their ranges.
-        checkpoint: The checkpoint of the start; only its batch may be read again.
-        planned: Whether that batch is planned. Then some of its topics may no longer be consumed.
-        gone: Topic partitions of the checkpoint that no longer exist.
-    """
-
-    def __init__(
-        self,
-        consumers: Consumers,
-        checkpoint: Checkpoint | None,
-        *,
-        planned: bool,
-        gone: Collection[TopicPartition],
-    ) -> None:
-        self._consumers = consumers
-        self._shared = consumers.shared
-        self._before = frozenset(() if checkpoint is None else checkpoint.partitions)
-        self._ending = checkpoint if planned else None
-        self.gone = set(gone)
-        """Topic partitions of the checkpoint of the start that are no longer stored."""
-
-    def grow(self, found: Collection[TopicPartition]) -> None:
-        """Own every range of new topic partitions, from their beginning."""
-        consumers, window = self._consumers.range_consumers, self._shared.window
-        with self._consumers.changing:
-            range_consumers = consumers.open(found, StartPosition.EARLIEST)
-            with self._shared.lock:
-                for topic_partition in found:
-                    window.add_partition(topic_partition)
-                window.pauses.shared_anew()
-                self.gone.difference_update(found)
-            consumers.serve(range_consumers)
-
-    def shrink(self, gone: Collection[TopicPartition], *, again: bool) -> None:
-        """Close the consumers of deleted topic partitions.
-
-        Args:
-            gone: The topic partitions.
-            again: Whether topic partitions of the same names exist, and will be owned at once.
-        """
-        window = self._shared.window
-        with self._consumers.changing:
-            self._consumers.range_consumers.drop(gone, for_others=again)
-            with self._shared.lock:
-                for topic_partition in gone:
-                    window.drop_partition(topic_partition, gone=False)
-                window.pauses.shared_anew()
-                self.gone.update(self._before.intersection(gone))
-
-    def forget(self, gone: TopicPartition) -> None:
-        """Drop the delivered set of a topic partition after :meth:`shrink`. Idempotent."""
-        with self._shared.lock:
-            self._shared.window.drop_partition(gone, gone=True)
-
-    def identify(self, subscription_id: SubscriptionId | None) -> None:
-        """Set the id of the subscription in the next checkpoints."""
-        with self._shared.lock:
-            self._shared.window.identify(subscription_id)
-
-    def standing(self, where: TopicPartition) -> list[tuple[RangeConsumer, Consumer]]:
-        """Return the consumers of a topic partition that are connected now."""
-        return self._consumers.range_consumers.standing(where)
-
-    def compare(
-        self, standing: Collection[tuple[RangeConsumer, Consumer]], gaps: Sequence[HashRange]
-    ) -> None:
-        """Subscribe consumers again that the broker does not know.
-
-        Args:
-            standing: Consumers that were connected before the broker was asked.
-            gaps: Parts of the ring that had no consumer at the broker then.
-        """
-        for one, consumer in standing:
-            if overlap((one.owned_range.hash_range,), gaps):
-                one.replace_at_s = time.monotonic()
-                one.forgotten = consumer
-
-    def tidy(self) -> None:
-        """Close consumers that only served to acknowledge earlier batches."""
-        if self._ending is None:
-            return
-        with self._shared.lock:
-            ended = self._shared.window.batches.is_released(self._ending.batch_id)
-        if ended and not self._consumers.acknowledger.waiting:
-            self._consumers.range_consumers.let_go(
-                self._ending.partitions.keys() - set(self._shared.window.partitions)
-            )
-            self._ending = None
-
-    def fail(self, error: KeyShardError) -> None:
-        """End the source with an error."""
-        self._shared.fail(error)
 
 
 class _Errors:
@@ -205,10 +108,13 @@ class Discovery:
         self._created: dict[TopicPartition, str] = {}
         self._leftovers: dict[TopicPartition, int] = {}
         self._leftover_rounds = max(LEFTOVER_ROUNDS, math.ceil(LEFTOVER_S / interval_s))
+        self._unregistered: set[TopicPartition] = set()
+        """New segments of topics with which the subscription is not registered."""
         self._stopping = threading.Event()
         self._reported = threading.Event()
         """Set when a topic was created or deleted, or the thread shall end."""
         self._watches = TopicWatches(catalog, self._reported.set)
+        catalog.scalable.changed = self._reported.set
         self._thread: threading.Thread | None = None
         self.discovered = 0
         """Topic partitions found since the start."""
@@ -229,7 +135,10 @@ class Discovery:
             gone: Topic partitions that were deleted before the start.
         """
         self._known.update(known)
-        self._leftovers.update(dict.fromkeys(gone, self._leftover_rounds))
+        left = itertools.filterfalse(is_segment, gone)
+        self._leftovers.update(dict.fromkeys(left, self._leftover_rounds))
+        if any(map(is_segment, self._known)):
+            self._reported.set()  # Before now, nobody was told of a split.
         self._partitioned.update(
             tp.topic for tp in (*self._known, *self._leftovers) if tp.partition >= 0
         )
@@ -251,6 +160,7 @@ class Discovery:
         return {
             "partitionsDiscovered": self.discovered,
             "partitionsGone": self.gone,
+            "segmentsWaiting": self._owned.segments_waiting,
             "discoveryError": self.error,
             "backlogEntries": self.backlog,
         }
@@ -275,14 +185,19 @@ class Discovery:
         topics = self._catalog.topics()
         existing: dict[str, tuple[TopicPartition, ...]] = {}
         errors = _Errors()
-        for topic in dict.fromkeys([*topics, *(tp.topic for tp in sorted(self._known))]):
+        topic_of = self._catalog.scalable.topic_of
+        for topic in dict.fromkeys([*topics, *map(topic_of, sorted(self._known))]):
             with errors.collected():
                 existing[topic] = self._partitions(topic)
-        gone = {tp for tp in self._known if tp not in existing.get(tp.topic, (tp,))}
+        gone = {tp for tp in self._known if tp not in existing.get(topic_of(tp), (tp,))}
         with errors.collected():
             self._drop(gone, again=False)
         with errors.collected():
-            self._drop(self._recreated(self._known), again=True)
+            again = self._catalog.scalable.created_again & self._known
+            self._drop(self._recreated(self._known) | again, again=True)
+            self._catalog.scalable.created_again.clear()
+        # Without parents that are gone, but before children that are new.
+        self._owned.order(self._catalog.scalable.parents())
         leftovers = set(self._leftovers)
         with errors.collected():
             # ``existing`` is older, so it contains the leftovers that this deletes.
@@ -290,6 +205,11 @@ class Discovery:
         for topic in topics:
             with errors.collected():
                 self._add(tp for tp in existing.get(topic, ()) if tp not in leftovers)
+        with errors.collected():
+            self._catalog.scalable.register(self._unregistered)
+            self._unregistered.clear()
+        with errors.collected():
+            self._owned.look_at_ends(self._catalog.scalable.has_ended)
         self._owned.tidy()
         with errors.collected():
             self._look_at_subscriptions()
@@ -348,7 +268,7 @@ class Discovery:
                 self._reported.set()
             while not self._stopping.is_set():
                 wait_s = min(AGAIN_S, self._interval_s) if again else self._interval_s
-                reported = self._reported.wait(wait_s)
+                reported = self._rest(wait_s)
                 if reported:
                     self._stopping.wait(min(rest_s, self._interval_s))
                     self._reported.clear()
@@ -362,6 +282,19 @@ class Discovery:
                 again = reported
         finally:
             self._watches.close()
+
+    def _rest(self, wait_s: float) -> bool:
+        """Wait for a report or the next round; return whether there was a report.
+
+        While segments wait for their parents, look at the parents.
+        """
+        end_s = time.monotonic() + wait_s
+        while self._owned.segments_waiting and (left_s := end_s - time.monotonic()) > 0:
+            if self._reported.wait(min(ENDS_S, left_s)):
+                return True
+            with suppress(BrokerError):  # a round reports it
+                self._owned.look_at_ends(self._catalog.scalable.has_ended)
+        return self._reported.wait(max(0.0, end_s - time.monotonic()))
 
     def _attempt(self, *, early: bool) -> None:
         """Run one round, and report its error."""
@@ -390,8 +323,12 @@ class Discovery:
         self._owned.shrink(gone, again=again)
         self._known -= gone
         self.gone += len(gone)
-        self._leftovers.update(dict.fromkeys(gone, self._leftover_rounds))
+        # A broker does not create a segment for a consumer that reconnects.
+        left = itertools.filterfalse(is_segment, gone)
+        self._leftovers.update(dict.fromkeys(left, self._leftover_rounds))
         for topic_partition in sorted(gone):
+            if is_segment(topic_partition) and not again:
+                self._owned.forget(topic_partition)
             self._created.pop(topic_partition, None)
             self._ids.forget(topic_partition)
             _log.warning(
@@ -465,6 +402,7 @@ class Discovery:
         self._owned.identify(self._ids.of((*self._known, *new)))
         self._owned.grow(new)
         self._known.update(new)
+        self._unregistered.update(filter(is_segment, new))
         self.discovered += len(new)
         self._recreated(new)
         _log.info("found %s", ", ".join(tp.name for tp in new))

@@ -36,6 +36,8 @@ class DiscoveryProgress(TypedDict):
 
     partitionsDiscovered: int
     partitionsGone: int
+    segmentsWaiting: int
+    """Segments of scalable topics with parents that are not acknowledged."""
     discoveryError: str
     backlogEntries: int | None
 

@@ -219,6 +219,7 @@ def positions_of(source: SourceConfig, checkpoint: Checkpoint) -> dict[str, Mess
             "The positions of a stream need the admin interface, which lists the stored entries.",
             "Set admin_url.",
         )
+    source.refuse_scalable("A list of positions")
     timeout_s = source.operation_timeout_ms / 1000
     connection = source.how_to_connect()
     with closing(connect(connection)) as broker, closing(connect_admin(connection)) as admin:

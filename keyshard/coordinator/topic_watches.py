@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from keyshard.broker.port import TopicWatch
+from keyshard.broker.reports import TopicWatch
 from keyshard.broker.topics import Catalog
 from keyshard.errors import KeyShardError
 

@@ -9,7 +9,9 @@ from keyshard.errors import ConfigError, SubscriptionNotFoundError, TopicNotFoun
 
 
 def create_topic(topic: str) -> str:
-    """Return the command that creates a topic without partitions."""
+    """Return the command that creates a topic without partitions, or a scalable topic."""
+    if topic.startswith("topic://"):
+        return f"pulsar-admin scalable-topics create {quote(topic)}"
     return f"pulsar-admin topics create {quote(topic)}"
 
 

@@ -81,7 +81,11 @@ def examine(
 
     Returns:
         Findings; a check that failed is a finding too.
+
+    Raises:
+        ConfigError: It is a scalable topic.
     """
+    config.refuse_scalable("The check")
     topic = config.topics[0]
     findings = _transport(config)
     try:

@@ -20,6 +20,7 @@ from keyshard.config.connection import Connection
 from keyshard.config.source import DROPMALFORMED, FAILFAST, PERMISSIVE
 from keyshard.core.metadata_columns import KEY_BYTES, NAME_KEY_BYTES
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.core.topic_segments import scalable_topic_of
 from keyshard.errors import MalformedMessageError, SchemaError
 from keyshard.reading.decoding_plan import (
     CORRUPT,
@@ -197,7 +198,7 @@ class RowDecoder:
         """Return the schema, the codec and the columns of a topic."""
         found = self._codecs.get(topic)
         if found is None:
-            schema = self._plan.schemas.get(topic)
+            schema = self._plan.schemas.get(scalable_topic_of(topic))
             if schema is None:  # a topic that was found later
                 schema = schema_of(self._plan.connection, topic) or RAW
             codec = codec_of(schema, topic)

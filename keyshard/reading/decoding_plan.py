@@ -19,6 +19,7 @@ from keyshard.columns.record_batches import COLUMNS, SCHEMA
 from keyshard.config.connection import Connection
 from keyshard.config.source import FAILFAST, PERMISSIVE
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.core.topic_segments import scalable_topic_of
 from keyshard.errors import ConfigError, SchemaError
 from keyshard.redaction import shown
 
@@ -149,7 +150,7 @@ def check_same(plan: Decoding, topics: Iterable[str] | None = None) -> None:
         BrokerError: The broker refuses.
     """
     for topic in plan.schemas if topics is None else topics:
-        schema = plan.schemas.get(topic, RAW)
+        schema = plan.schemas.get(scalable_topic_of(topic), RAW)
         if schema.type in WITHOUT_SCHEMA:
             continue
         now = schema_of(plan.connection, topic, schema.version)

@@ -390,6 +390,7 @@ def plan_read(
             "Set admin_url.",
         )
     index = None if ledger_index is None else open_index(ledger_index)
+    source.refuse_scalable("A bounded read")
     timeout_s = source.operation_timeout_ms / 1000
     connection = source.how_to_connect()
     if segments.offloads is not None:

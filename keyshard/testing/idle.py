@@ -53,6 +53,7 @@ def run_until_idle(
         KeyShardError: The error that ended the source.
     """
     check_seconds("timeout_s", timeout_s, 86_400)
+    source.refuse_scalable("run_until_idle()")
     connection = source.how_to_connect()
     if connection.in_memory:
         connection = replace(connection, admin_url=connection.service_url)

@@ -17,9 +17,8 @@ from keyshard.broker.port import (
     ReadOptions,
     StartPosition,
     SubscriptionSpec,
-    TopicWatch,
-    WorkerFacts,
 )
+from keyshard.broker.reports import SegmentWatch, TopicWatch, WorkerFacts
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.threads import Pool
@@ -76,6 +75,9 @@ class RemoteBroker:
         self, prefix: str, changed: Callable[[Collection[str]], None]
     ) -> TopicWatch | None:
         return self._local.watch_topics(prefix, changed)
+
+    def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:
+        return self._local.watch_segments(topic, changed)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> RemoteConsumer:
         worker = self._workers[spec.hash_range.start * len(self._workers) // RING_SIZE]

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from keyshard.base_error import AGAIN
-from keyshard.broker.port import StartPosition, SubscriptionSpec, WorkerFacts
+from keyshard.broker.port import StartPosition, SubscriptionSpec
+from keyshard.broker.reports import WorkerFacts
 from keyshard.broker.retry import Retrier, Steps
 from keyshard.core.position.entry import EntryId
 from keyshard.core.process_end import ending, remedy

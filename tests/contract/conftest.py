@@ -11,7 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from keyshard.testing.devbroker import DevBroker, DevCluster
-from tests.contract.contract_harness import BreakableHarness, FailingHarness, Harness
+from tests.contract.contract_harness import (
+    BreakableHarness,
+    FailingHarness,
+    Harness,
+    ScalableHarness,
+)
 from tests.contract.hosted_harness import HostedHarness
 from tests.contract.memory_harness import MemoryHarness, OldestMemoryHarness
 from tests.contract.pulsar_harness import NAMES_MAX, BreakablePulsarHarness, PulsarHarness
@@ -24,6 +29,8 @@ IN_MEMORY = {"memory": MemoryHarness, OLDEST: OldestMemoryHarness, "hosted": Hos
 ALL = ["memory", "hosted", *REAL]
 PUBLISHING = ["memory", OLDEST, pytest.param("wire", marks=pytest.mark.broker)]
 """Those whose storage may stop: pulsar-client cannot publish entries."""
+WITH_SEGMENTS = ["memory", pytest.param("wire", marks=pytest.mark.broker)]
+"""Those that have scalable topics: pulsar-client and workers do not consume them."""
 DIFFER = {
     "test_delayed",
     "test_entry_producer",
@@ -97,6 +104,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         brokers.append(pytest.param("bookies", marks=pytest.mark.broker))
     for name in {"harness", "breakable"} & set(metafunc.fixturenames):
         metafunc.parametrize(name, brokers, indirect=True)
+    if "scalable" in metafunc.fixturenames:
+        metafunc.parametrize("scalable", WITH_SEGMENTS, indirect=True)
     if "failing" in metafunc.fixturenames:
         metafunc.parametrize("failing", PUBLISHING, indirect=True)
 
@@ -166,6 +175,23 @@ def _excuse(request: pytest.FixtureRequest) -> None:
         and int(PULSAR.split(".")[0]) < 4
     ):
         pytest.skip(older)
+
+
+@pytest.fixture
+def scalable(request: pytest.FixtureRequest) -> Iterator[ScalableHarness]:
+    """A cluster that has scalable topics."""
+    made: ScalableHarness
+    if request.param in IN_MEMORY:
+        made = IN_MEMORY[request.param]()
+    else:
+        from tests.contract.wire_harness import WireHarness  # noqa: PLC0415 - only who needs it
+
+        if int(PULSAR.split(".")[0]) < 5:
+            pytest.skip("brokers before 5.0 have no scalable topics")
+        dev_broker = request.getfixturevalue("dev_broker")
+        made = WireHarness(dev_broker.service_url, dev_broker.admin_url)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -214,6 +214,25 @@ class FailingHarness(Harness, Protocol):
         """
 
 
+class ScalableHarness(Harness, Protocol):
+    """A cluster that has scalable topics."""
+
+    def create_scalable(self, segments: int) -> str:
+        """Create a scalable topic; return its name."""
+
+    def split(self, topic: str, number: int) -> None:
+        """Split a segment."""
+
+    def merge(self, topic: str, lower: int, upper: int) -> None:
+        """Merge two segments."""
+
+    def delete_scalable(self, topic: str) -> None:
+        """Delete a scalable topic by force."""
+
+    def create_again_scalable(self, topic: str) -> None:
+        """Create a scalable topic that was deleted, with one segment."""
+
+
 def subscribe(
     broker: Broker,
     topic_partition: TopicPartition,

@@ -180,6 +180,22 @@ class MemoryHarness:
     def exceed_quota(self, topic: str, *, exceeded: bool) -> None:
         self._cluster.exceed_quota(topic, exceeded=exceeded)
 
+    def create_scalable(self, segments: int) -> str:
+        name = f"topic://public/default/contract-{uuid.uuid4().hex}"
+        return self._cluster.scalable.create(name, segments)
+
+    def split(self, topic: str, number: int) -> None:
+        self._cluster.scalable.split(topic, number)
+
+    def merge(self, topic: str, lower: int, upper: int) -> None:
+        self._cluster.scalable.merge(topic, lower, upper)
+
+    def create_again_scalable(self, topic: str) -> None:
+        self._cluster.scalable.create(topic)
+
+    def delete_scalable(self, topic: str) -> None:
+        self._cluster.scalable.delete(topic)
+
     def close(self) -> None:
         self._cluster.validate()
         for broker in self._brokers:

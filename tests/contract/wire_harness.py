@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
@@ -39,8 +40,30 @@ class WireHarness(PulsarHarness):
         self._brokers.append(WireBroker(Connection(self._service_url)))
         return self._brokers[-1]
 
+    def create_scalable(self, segments: int) -> str:
+        topic = f"topic://public/default/contract-{uuid.uuid4().hex}"
+        self._put(_scalable(topic), params={"numInitialSegments": segments})
+        return topic
+
+    def split(self, topic: str, number: int) -> None:
+        self._admin.post(f"{_scalable(topic)}/split/{number}").raise_for_status()
+
+    def merge(self, topic: str, lower: int, upper: int) -> None:
+        self._admin.post(f"{_scalable(topic)}/merge/{lower}/{upper}").raise_for_status()
+
+    def create_again_scalable(self, topic: str) -> None:
+        self._put(_scalable(topic))
+
+    def delete_scalable(self, topic: str) -> None:
+        self.close_producers()
+        self._admin.delete(_scalable(topic), params={"force": "true"}).raise_for_status()
+
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
         return schema_of(Connection(self._service_url), topic, version)
+
+
+def _scalable(topic: str) -> str:
+    return topic.replace("topic://", "/admin/v2/scalable/")
 
 
 class BreakableWireHarness(WireHarness, BreakablePulsarHarness):

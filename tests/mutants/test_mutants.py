@@ -23,6 +23,7 @@ from tests.mutants.handler_mutants import OF_HANDLERS
 from tests.mutants.index_mutants import OF_INDEX
 from tests.mutants.mutant import COPIED, Mutant, changed, copy_code
 from tests.mutants.output_mutants import OF_OUTPUTS
+from tests.mutants.scalable_mutants import OF_SCALABLE_TOPICS
 from tests.mutants.sink_mutants import OF_SINK
 from tests.mutants.wire_mutants import OF_WIRE
 from tests.mutants.worker_mutants import OF_WORKERS
@@ -38,6 +39,7 @@ ALL = (
     *OF_WIRE,
     *OF_SINK,
     *OF_OUTPUTS,
+    *OF_SCALABLE_TOPICS,
 )
 TIMEOUT_S = int(deadline(240))
 """Longest time that the tests of one mutant, or all on the code as it is, may take, seconds."""

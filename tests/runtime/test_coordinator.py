@@ -218,6 +218,7 @@ def test_the_status_is_of_plain_json_values(coordinated: CoordinatedTopic) -> No
             "entriesToAcknowledge": 0,
             "partitionsDiscovered": 0,
             "partitionsGone": 0,
+            "segmentsWaiting": 0,
             "backlogEntries": None,
             "discoveryError": "",
             "sourceWorkers": [],

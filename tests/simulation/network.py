@@ -20,8 +20,8 @@ from keyshard.broker.port import (
     Reader,
     StartPosition,
     SubscriptionSpec,
-    WorkerFacts,
 )
+from keyshard.broker.reports import SegmentWatch, WorkerFacts
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, BrokerUnavailableError
@@ -223,6 +223,9 @@ class Client:
         changed: Callable[[Collection[str]], None],
     ) -> None:
         """Report nothing: the client cannot."""
+
+    def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:
+        return self.network.request(lambda: self._inner.watch_segments(topic, changed))
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
         def action() -> Consumer:

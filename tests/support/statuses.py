@@ -115,6 +115,7 @@ def progress() -> Progress:
         "entriesToAcknowledge": 0,
         "partitionsDiscovered": 0,
         "partitionsGone": 0,
+        "segmentsWaiting": 0,
         "discoveryError": "",
         "backlogEntries": None,
         "sourceWorkers": [],

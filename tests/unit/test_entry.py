@@ -43,6 +43,11 @@ def test_a_non_persistent_topic_is_refused_by_name() -> None:
     assert caught.value.facts == {"topic": "non-persistent://public/default/t"}
 
 
+def test_a_scalable_topic_is_refused_by_name_where_none_is_taken() -> None:
+    with pytest.raises(ConfigError, match="is a scalable topic, which only sources"):
+        full_topic_name("topic://public/default/t")
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -31,13 +31,25 @@ class Admin(Protocol):
 
     def namespaces(self, tenant: str) -> set[str]: ...
 
-    def topics(self, tenant: str, namespace: str) -> set[str]: ...
+    def topics(self, tenant: str, namespace: str) -> set[str]:
+        """Full names of all persistent topics of a namespace, without their partitions.
+
+        A non-partitioned topic named ``...-partition-N`` is left out.
+        """
 
     def created(self, topic_partition: TopicPartition) -> str: ...
 
-    def remove_leftover(
-        self, topic_partition: TopicPartition, subscription: str
-    ) -> bool | None: ...
+    def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
+        """Delete a topic that a reconnect of keyshard recreated. Return whether it is gone now.
+
+        ``False``: it holds an entry, or other clients used it. ``None``: it is undecided, so ask
+        again later. There are three cases:
+
+        - A consumer of the subscription is connected. It may be one that keyshard is closing.
+        - There is no subscription. The broker may be deleting the topic, or a consumer of keyshard
+          may be creating the subscription.
+        - The broker does not delete it now.
+        """
 
     def subscription(
         self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
@@ -103,6 +115,18 @@ class Admin(Protocol):
         stored in the property :data:`BEGINS_PROPERTY` of the subscription.
         """
 
+    def register(self, topic: str, subscription: str) -> None:
+        """Register a subscription of a scalable topic. Idempotent.
+
+        The broker then creates it in all segments that are open and in later ones, from their
+        beginning, and deletes no sealed segment that it has not acknowledged. Brokers delete others
+        after the retention time, by default within a minute, whatever subscriptions they have.
+
+        Raises:
+            BrokerError: The topic does not exist, or the request fails. A broker of 5.0.1 does not
+                tell them apart.
+        """
+
     def set_property(
         self, topic_partition: TopicPartition, subscription: str, name: str, text: str | None
     ) -> bool:
@@ -115,7 +139,12 @@ class Admin(Protocol):
     def creates_subscriptions(self, topic: str) -> bool:
         """Whether the broker creates subscriptions of a topic; true if this role may not ask."""
 
-    def unacknowledged_limits(self, topic: str) -> tuple[int, int]: ...
+    def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
+        """Maximum unacknowledged messages per consumer and per subscription; 0 for no limit.
+
+        If the cluster has no topic policies, the limits are those of the namespace, or Pulsar's
+        defaults.
+        """
 
     def consumer_limits(self, topic: str) -> tuple[int | None, int | None]:
         """Maximum consumers of a topic partition, and of one subscription there; 0 for no limit.

@@ -31,6 +31,7 @@ from keyshard.core.refused_limits import limit_in, limit_refused
 from keyshard.core.releases import denies_partition
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.core.topic_segments import SCALABLE, is_scalable, is_segment, topic_of
 from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
 from keyshard.redaction import shown
 
@@ -64,7 +65,7 @@ _CONSUMERS = (
 
 class PulsarAdmin:
     """Calls of ``/admin/v2``. Methods that change the broker: :meth:`remove_leftover`,
-    :meth:`create`, :meth:`begin` and :meth:`set_property`.
+    :meth:`create`, :meth:`begin`, :meth:`register` and :meth:`set_property`.
 
     Args:
         connection: A connection with an ``admin_url``.
@@ -124,10 +125,7 @@ class PulsarAdmin:
         return {name.partition("/")[2] for name in names}
 
     def topics(self, tenant: str, namespace: str) -> set[str]:
-        """Full names of all persistent topics of a namespace, without their partitions.
-
-        A non-partitioned topic named ``...-partition-N`` is left out.
-        """
+        """See :meth:`Admin.topics`."""
         path = _namespace(tenant, namespace)
         stored = self._get(path, _names)
         plain = {name for name in stored if TopicPartition.parse(name).partition < 0}
@@ -139,16 +137,7 @@ class PulsarAdmin:
         return self._get(path, lambda found: str(found.get("creationDate")))
 
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
-        """Delete a topic that a reconnect of keyshard recreated. Return whether it is gone now.
-
-        ``False``: it holds an entry, or other clients used it. ``None``: it is undecided, so ask
-        again later. There are three cases:
-
-        - A consumer of the subscription is connected. It may be one that keyshard is closing.
-        - There is no subscription. The broker may be deleting the topic, or a consumer of keyshard
-          may be creating the subscription.
-        - The broker does not delete it now.
-        """
+        """See :meth:`Admin.remove_leftover`."""
         path = _path(topic_partition.name)
         stats = f"{path}/stats?subscriptionBacklogSize=false"
         usage = self._query(stats, lambda found: _use_of(found, subscription))
@@ -166,16 +155,13 @@ class PulsarAdmin:
         self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
     ) -> Mapping[str, Any] | None:
         """Statistics of a subscription, as the broker names them; ``None`` if there is none."""
-        return self._subscriptions(topic_partition, oldest=oldest).get(subscription)
+        return self.subscriptions(topic_partition, oldest=oldest).get(subscription)
 
-    def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
-        """Statistics of every subscription, by name; empty if there is no such topic."""
-        return self._subscriptions(topic_partition, oldest=False)
-
-    def _subscriptions(
-        self, topic_partition: TopicPartition, *, oldest: bool
+    def subscriptions(
+        self, topic_partition: TopicPartition, *, oldest: bool = False
     ) -> Mapping[str, Mapping[str, Any]]:
-        path = f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false"
+        """Statistics of every subscription, by name; empty if there is no such topic."""
+        path = _stats_path(topic_partition)
         path += "&getEarliestTimeInBacklog=true" if oldest else ""
         return self._query(path, lambda found: dict(found.get("subscriptions", {}))) or {}
 
@@ -193,6 +179,12 @@ class PulsarAdmin:
             return False
         self._checked(path, answer)
         return True
+
+    def register(self, topic: str, subscription: str) -> None:
+        """See :meth:`Admin.register`. Where the subscription exists, it stays as it is."""
+        name = quote(subscription, safe="")
+        path = f"{_scalable_path(topic)}/subscriptions/{name}?type=QUEUE"
+        self._checked(path, self._request("PUT", path, timeout=CREATE_S))
 
     def set_property(
         self, topic_partition: TopicPartition, subscription: str, name: str, text: str | None
@@ -222,19 +214,12 @@ class PulsarAdmin:
             return True
 
     def unacknowledged_limits(self, topic: str) -> tuple[int, int]:
-        """Maximum unacknowledged messages per consumer and per subscription; 0 for no limit.
-
-        If the cluster has no topic policies, the limits are those of the namespace, or Pulsar's
-        defaults.
-        """
+        """See :meth:`Admin.unacknowledged_limits`."""
         per_consumer, per_subscription = (self._limit(topic, *limit) for limit in _UNACKNOWLEDGED)
         return per_consumer, per_subscription
 
     def consumer_limits(self, topic: str) -> tuple[int | None, int | None]:
-        """Maximum consumers of a topic partition, and of one subscription there; 0 for no limit.
-
-        Without a policy of topic and namespace, it is that of the broker; ``None`` if unreadable.
-        """
+        """See :meth:`Admin.consumer_limits`."""
         per_topic, per_subscription = (self._consumer_limit(topic, *limit) for limit in _CONSUMERS)
         return per_topic, per_subscription
 
@@ -250,10 +235,7 @@ class PulsarAdmin:
         return None if settings is None else int(_number(settings.get(name)) or 0)
 
     def deduplicates(self, topic: str) -> bool | None:
-        """Whether the broker deduplicates a topic, by its policies or those of its namespace.
-
-        ``None``: there are none, and this role may not read the configuration of the broker.
-        """
+        """See :meth:`Admin.deduplicates`."""
         path = f"{_path(topic)}/deduplicationEnabled?applied=true"
         response = self._request("GET", path)
         if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:
@@ -314,13 +296,9 @@ class PulsarAdmin:
         return self._from_internal_stats(topic_partition, last_written_of)
 
     def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:
-        """The last visible entry, if an open transaction hides the later ones.
+        """See :meth:`Admin.held_back_behind`.
 
         The request does not load a topic; :meth:`ledgers` does, so call it first.
-
-        Raises:
-            AuthorizationError: This role may not ask.
-            BrokerUnavailableError: The topic is not loaded, or is being loaded (retriable).
         """
         if not self._has_transactions:
             return None
@@ -356,7 +334,8 @@ class PulsarAdmin:
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
         """A version of a topic's schema, by default the newest; ``None`` if there is none."""
         which = "" if version is None else f"/{version}"
-        path = f"schemas/{_path(topic).removeprefix('persistent/')}/schema{which}"
+        name = _scalable_path(topic) if is_scalable(topic) else _path(topic)
+        path = f"schemas/{name.partition('/')[2]}/schema{which}"
         return self._query(path, _schema)
 
     def _from_internal_stats(
@@ -494,6 +473,17 @@ def _subscription_path(topic_partition: TopicPartition, subscription: str) -> st
 def _path(topic: str) -> str:
     tenant, namespace, name = topic.removeprefix("persistent://").split("/")
     return f"{_namespace(tenant, namespace)}/{quote(name, safe='')}"
+
+
+def _scalable_path(topic: str) -> str:
+    return f"scalable/{quote(topic.removeprefix(SCALABLE))}"
+
+
+def _stats_path(topic_partition: TopicPartition) -> str:
+    if not is_segment(topic_partition):
+        return f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false"
+    number = topic_partition.topic.rpartition("-")[2]
+    return f"{_scalable_path(topic_of(topic_partition))}/segments/{number}/stats"
 
 
 def _of_namespace(topic: str, policy: str) -> str:

@@ -29,9 +29,9 @@ from keyshard.broker.port import (
     ReadOptions,
     StartPosition,
     SubscriptionSpec,
-    WorkerFacts,
 )
 from keyshard.broker.preflight import missing_topics
+from keyshard.broker.reports import SegmentWatch, WorkerFacts
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.errors import BrokerError, BrokerUnavailableError, ConfigError
@@ -81,6 +81,12 @@ class ClientBroker:
         changed: Callable[[Collection[str]], None],
     ) -> None:
         """Report nothing: the client cannot."""
+
+    def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:  # noqa: ARG002
+        raise ConfigError(
+            f"pulsar-client cannot consume {topic}, which is a scalable topic.",
+            "Set transport to wire.",
+        )
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> ClientConsumer:
         position = (

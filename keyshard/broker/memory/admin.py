@@ -90,6 +90,9 @@ class MemoryAdmin:
             found = self._cluster.subscriptions(topic_partition)
             return {name: _stats(one) for name, one in found.items()}
 
+    def register(self, topic: str, subscription: str) -> None:
+        self._cluster.scalable.register(topic, subscription)
+
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         with self._cluster.lock:
             where = self._topic_of(topic_partition)

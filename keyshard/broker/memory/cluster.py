@@ -16,6 +16,7 @@ from keyshard.broker.memory.dispatch import Subscription
 from keyshard.broker.memory.limits import LookAhead, UnackedLimits
 from keyshard.broker.memory.log import Batching, EntryLog, Message, batches
 from keyshard.broker.memory.publishing import Publishing
+from keyshard.broker.memory.scalable_topics import MemoryScalableTopics
 from keyshard.broker.memory.topics import MemoryTopicWatch, TopicStore
 from keyshard.broker.port import StartPosition
 from keyshard.core.position.entry import EntryId, TopicPartition, full_topic_name
@@ -91,6 +92,8 @@ class MemoryCluster:
         self.unacked_limits = unacked_limits or UnackedLimits()
         self._cursor_write_ms = cursor_write_ms
         self._store = TopicStore(entries_per_ledger, self.release)
+        self.scalable = MemoryScalableTopics(self, self._store)
+        self._store.segment_of = self.scalable.segment_of
         self._subscriptions: dict[tuple[TopicPartition, str], Subscription] = {}
         self.publishing = Publishing()
         """Entry producers and deduplication; use it under the lock."""
@@ -196,10 +199,7 @@ class MemoryCluster:
                 self._clients.remove(client)
 
     def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
-        """Topic partitions of a topic; of a topic partition, itself.
-
-        A missing topic counts as one without partitions, as in Pulsar.
-        """
+        """Topic partitions of a topic; of a topic partition or a missing topic, itself."""
         with self.lock:
             return self._store.partitions(topic)
 

@@ -13,6 +13,7 @@ from keyshard.broker.memory.client import MemoryConnection, MemoryConsumer, Memo
 from keyshard.broker.memory.cluster import MemoryCluster
 from keyshard.broker.memory.entry_producer import MemoryEntryProducer
 from keyshard.broker.memory.producer import MemoryProducer
+from keyshard.broker.memory.scalable_topics import MemorySegmentWatch
 from keyshard.broker.memory.topics import MemoryTopicWatch
 from keyshard.broker.port import (
     DEFAULT_READ_OPTIONS,
@@ -20,8 +21,8 @@ from keyshard.broker.port import (
     ReadOptions,
     StartPosition,
     SubscriptionSpec,
-    WorkerFacts,
 )
+from keyshard.broker.reports import WorkerFacts
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.errors import BrokerError, ConfigError
@@ -39,7 +40,7 @@ class MemoryBroker:
         self._consumers: list[MemoryConsumer] = []
         self._readers: list[MemoryReader] = []
         self._producers: list[MemoryProducer | MemoryEntryProducer] = []
-        self._watches: list[MemoryTopicWatch] = []
+        self._watches: list[MemoryTopicWatch | MemorySegmentWatch] = []
         self._frozen = False
         self._closed = False
         self._connection = MemoryConnection(
@@ -76,6 +77,12 @@ class MemoryBroker:
         watch = self._cluster.watch_topics(prefix, changed)
         if watch is not None:
             self._watches.append(watch)
+        return watch
+
+    def watch_segments(self, topic: str, changed: Callable[[], None]) -> MemorySegmentWatch:
+        self._check_open()
+        watch = self._cluster.scalable.watch(topic, changed)
+        self._watches.append(watch)
         return watch
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> MemoryConsumer:

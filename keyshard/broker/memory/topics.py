@@ -14,6 +14,7 @@ from keyshard.core.creation import create_or_correct
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.releases import Release
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.core.topic_segments import SEGMENT, is_scalable
 from keyshard.errors import ConfigError, TopicNotFoundError
 
 
@@ -58,6 +59,8 @@ class TopicStore:
         self._next_partition = 0
         self.changed: Callable[[Collection[str]], None] = lambda _names: None
         """Called with the names of topic partitions that were created or deleted."""
+        self.segment_of: Callable[[str, Message], TopicPartition]
+        """Chooses the segment of a scalable topic."""
         self.schemas: dict[str, list[TopicSchema]] = {}
         """All schema versions by topic."""
 
@@ -141,10 +144,12 @@ class TopicStore:
         """Return the log as :meth:`log`, but create a missing topic.
 
         Raises:
-            TopicNotFoundError: The topic exists without this partition. Or it is missing, and the
-                Pulsar version refuses partitions of missing topics.
+            TopicNotFoundError: The topic exists without this partition. Or it is missing, and is a
+                segment, or the Pulsar version refuses partitions of missing topics.
         """
-        refused = topic_partition.partition >= 0 and self._release.partitions_need_topic
+        refused = topic_partition.topic.startswith(SEGMENT) or (
+            topic_partition.partition >= 0 and self._release.partitions_need_topic
+        )
         missing = topic_partition not in self._logs and topic_partition.topic not in self._topics
         if missing and not refused:
             self._topics[topic_partition.name] = (topic_partition,)
@@ -163,6 +168,8 @@ class TopicStore:
 
     def _route(self, topic: str, message: Message) -> TopicPartition:
         """Choose the topic partition by a hash other than the ring's, or in turn without a key."""
+        if is_scalable(topic):
+            return self.segment_of(topic, message)
         partitions = self.partitions(topic)
         if message.key is not None:
             return partitions[zlib.crc32(message.key.encode()) % len(partitions)]

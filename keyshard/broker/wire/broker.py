@@ -22,9 +22,9 @@ from keyshard.broker.port import (
     ReadOptions,
     StartPosition,
     SubscriptionSpec,
-    WorkerFacts,
 )
 from keyshard.broker.preflight import missing_topics
+from keyshard.broker.reports import WorkerFacts
 from keyshard.broker.retry import Retrier
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.connection_pool import ConnectionPool
@@ -37,10 +37,16 @@ from keyshard.broker.wire.consumer import (
 from keyshard.broker.wire.errors import TOPIC_NOT_FOUND, RefusedError, error_of
 from keyshard.broker.wire.producer import WireProducer
 from keyshard.broker.wire.reconnect import Shared, first_answer
+from keyshard.broker.wire.segment_watch import ABSENT, WireSegmentWatch
 from keyshard.columns.outgoing import OutgoingMessage
 from keyshard.config.connection import Connection
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.errors import BrokerError, BrokerUnavailableError, KeyShardError
+from keyshard.errors import (
+    BrokerError,
+    BrokerUnavailableError,
+    KeyShardError,
+    TopicNotFoundError,
+)
 
 WATCH_S = 5.0
 """Longest wait for the opening of a watch, seconds."""
@@ -126,6 +132,19 @@ class WireBroker:
             return self._shared.pool.watch(prefix, report, timeout_s)
         except RefusedError as exc:
             raise error_of(exc, "watch", prefix, prefix, self._credentials.who()) from exc
+
+    def watch_segments(self, topic: str, changed: Callable[[], None]) -> WireSegmentWatch:
+        try:
+            return WireSegmentWatch(self._shared.pool, topic, changed, self._shared.timeout_s)
+        except RefusedError as exc:
+            error = error_of(exc, "look up", topic, topic, self._credentials.who())
+            if isinstance(error, TopicNotFoundError) and ABSENT not in exc.said:
+                # Brokers answer so to each failure of the look-up, such as that of a moving bundle.
+                raise BrokerUnavailableError(
+                    f"Could not look up {topic}: the broker fails ({exc.said}).",
+                    "Check the health of the broker.",
+                ) from exc
+            raise error from exc
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> WireConsumer:
         consumer = WireConsumer(self._shared, spec, start, hand_on=self._acknowledge_by_another)

@@ -47,6 +47,8 @@ TRICKLE_BYTES = 16 << 10
 _NO_REQUEST = 2**64 - 1
 """Request id with which a broker refuses the connection instead of a request."""
 
+_PUSHED = ("watch_topic_update", "scalable_topic_update")
+
 _connections: weakref.WeakSet[WireConnection] = weakref.WeakSet()
 _log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class WireConnection:
         timeout_s: Longest wait until the connection is open, seconds.
         fail: Called if the reading thread fails; ends the source. Default:
             :func:`keyshard.threads.owner` of the calling thread.
-        changed: Called by the reading thread with names of created and deleted topics.
+        pushed: Called by the reading thread with what the broker reports of topics.
 
     Raises:
         BrokerUnavailableError: Nothing answers at the address (retriable).
@@ -72,22 +74,22 @@ class WireConnection:
 
     def __init__(
         self, address: Address, connection: Connection, credentials: Credentials, timeout_s: float,
-        fail: Fail | None = None, *, changed: Callable[[Sequence[str]], None] | None = None,
+        fail: Fail | None = None, *, pushed: Callable[[Frame], None] | None = None,
     ) -> None:  # fmt: skip
         self.address = address._replace(ip="")
         self.opened_s = time.monotonic()
         """When opening began, monotonic seconds."""
         self._connection = connection
         self._credentials = credentials
-        self._changed = changed
+        self._pushed = pushed
         self._lock = threading.Lock()
         self._requests = PendingRequests()
         self._connected: Future[Any] = Future()
         self._handles = Handles()
         self.message_bytes_max = FRAME_BYTES_MAX
         """Largest message that the broker accepts, with its metadata, bytes."""
-        self.reports_topics = False
-        """Whether the broker reports topics that are created or deleted."""
+        self.features: Any = api.FeatureFlags()
+        """What the broker supports."""
         self._unsent = bytearray()
         self._why = ""
         """Why the connection ended; empty while it is open."""
@@ -131,13 +133,13 @@ class WireConnection:
             ) from exc
 
     def _greet(self, method: str, data: str, timeout_s: float) -> None:
-        watches = self._changed is not None
+        watches = self._pushed is not None
         self.send("connect", greeting(self.address, method, data, watches=watches))
         response = greeted(self._connected, self.address, self._credentials, timeout_s)
         if response.max_message_size > 0:
             self._frames.bytes_max = response.max_message_size + FRAME_PADDING
             self.message_bytes_max = response.max_message_size
-        self.reports_topics = response.feature_flags.supports_topic_watchers
+        self.features = response.feature_flags
         self.server: str = response.server_version.decode(errors="replace")
         """The broker's text about itself, perhaps with its version."""
 
@@ -432,16 +434,13 @@ class WireConnection:
             self.send("pong", api.Nothing())
         elif name == "error":
             self._refuse(command)
-        elif name == "close_consumer":
-            self._ended_by_broker(command.consumer_id)
-        elif name == "close_producer":
-            self._ended_by_broker(command.producer_id)
+        elif name in ("close_consumer", "close_producer"):
+            self._ended_by_broker(getattr(command, f"{name.removeprefix('close_')}_id"))
         elif name == "send_error":
             if (handle := self._handles.get(command.producer_id)) is not None:
                 handle.refused(command)
-        elif name == "watch_topic_update" and self._changed is not None:
-            names = (*command.new_topics, *command.deleted_topics)
-            self._changed([name.decode(errors="replace") for name in names])
+        elif name in _PUSHED and self._pushed is not None:
+            self._pushed(frame)
         elif name == "topic_migrated":
             self._migrated(command)
         elif name == "connected":

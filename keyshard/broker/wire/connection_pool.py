@@ -14,7 +14,7 @@ from keyshard.broker.hosts import HostQuestions
 from keyshard.broker.wire.connect import Address, resolved
 from keyshard.broker.wire.connection import WireConnection
 from keyshard.broker.wire.errors import NOT_AUTHENTICATED, RefusedError
-from keyshard.broker.wire.frames import api
+from keyshard.broker.wire.frames import Frame, api
 from keyshard.broker.wire.requests import new_id
 from keyshard.config.connection import Connection, host_and_port
 from keyshard.core.topic_schema import TopicSchema
@@ -140,17 +140,15 @@ class ConnectionPool:
             RefusedError: The broker refuses.
         """
         end_s = time.monotonic() + timeout_s
-        at = self._service(end_s).address
-        made = self._first_of_ips(at, end_s, changed)
-        with self._lock:
-            closed = self._closed
-            self._apart = [one for one in self._apart if one.is_open]
-            if not closed:
-                self._apart.append(made)
+
+        def pushed(frame: Frame) -> None:
+            if frame.name == "watch_topic_update":
+                update = frame.command
+                changed([_text(name) for name in (*update.new_topics, *update.deleted_topics)])
+
+        made = self.apart(pushed, timeout_s)
         try:
-            if closed:
-                raise BrokerError("The connection is closed.")
-            if not made.reports_topics:
+            if not made.features.supports_topic_watchers:
                 made.close()
                 return None
             namespace, _, literal = prefix.removeprefix("persistent://").rpartition("/")
@@ -164,6 +162,29 @@ class ConnectionPool:
         except BaseException:
             made.close()
             raise
+        return made
+
+    def apart(self, pushed: Callable[[Frame], None], timeout_s: float) -> WireConnection:
+        """Open a connection that no look-up uses, for what the broker reports of topics.
+
+        Args:
+            pushed: Called by the reading thread with each report.
+            timeout_s: Longest wait, seconds.
+
+        Raises:
+            BrokerUnavailableError: No answer in time (retriable).
+            BrokerError: The pool is closed.
+        """
+        end_s = time.monotonic() + timeout_s
+        made = self._first_of_ips(self._service(end_s).address, end_s, pushed)
+        with self._lock:
+            closed = self._closed
+            self._apart = [one for one in self._apart if one.is_open]
+            if not closed:
+                self._apart.append(made)
+        if closed:
+            made.close()
+            raise BrokerError("The connection is closed.")
         return made
 
     def path(
@@ -324,13 +345,13 @@ class ConnectionPool:
         self,
         address: Address,
         end_s: float,
-        changed: Callable[[Sequence[str]], None] | None = None,
+        pushed: Callable[[Frame], None] | None = None,
     ) -> WireConnection:
         """Connect to the IP address that answers first; the resolver gives the order."""
 
         def connect(one: Address) -> WireConnection:
             how = self._connection, self._credentials, _left(end_s), self._owner
-            return WireConnection(one, *how, changed=changed)
+            return WireConnection(one, *how, pushed=pushed)
 
         ips = resolved(address, self._connection)
         asking = HostQuestions(connect, discard=WireConnection.close, fail=self._owner)

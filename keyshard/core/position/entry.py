@@ -51,6 +51,11 @@ def full_topic_name(name: str) -> str:
             "Use a persistent topic.",
             topic=name,
         )
+    if domain == "topic":
+        raise ConfigError(
+            f"Topic {shown(name)} is a scalable topic, which only sources that consume take.",
+            "Name a persistent topic.",
+        )
     parts = rest.split("/")
     if domain != "persistent" or len(parts) != 3 or not all(map(_TOPIC_PART.fullmatch, parts)):
         raise ConfigError(

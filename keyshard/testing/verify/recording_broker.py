@@ -21,9 +21,8 @@ from keyshard.broker.port import (
     ReadOptions,
     StartPosition,
     SubscriptionSpec,
-    TopicWatch,
-    WorkerFacts,
 )
+from keyshard.broker.reports import SegmentWatch, TopicWatch, WorkerFacts
 from keyshard.core.dead_letter import PREFIX
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
@@ -95,6 +94,9 @@ class RecordingBroker:
         self, prefix: str, changed: Callable[[Collection[str]], None]
     ) -> TopicWatch | None:
         return self._broker.watch_topics(prefix, changed)
+
+    def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:
+        return self._broker.watch_segments(topic, changed)
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
         consumer = self._broker.subscribe(spec, start)

@@ -1,0 +1,120 @@
+"""The segments of the scalable topics of a source, as the broker reports them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from keyshard.broker.admin.port import Admin
+from keyshard.broker.port import Broker
+from keyshard.broker.reports import SegmentWatch
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.topic_segments import SegmentGraph, is_scalable, topic_of
+from keyshard.errors import TopicNotFoundError
+
+LOOK_AGAIN_S = 60.0
+"""Age at which a watch is replaced, seconds. A broker does not report that a topic was deleted."""
+
+
+class ScalableTopics:
+    """Watches scalable topics, from their first look-up on.
+
+    One thread at a time calls the methods. The watches end with the connection.
+
+    Args:
+        broker: Reports the segments.
+        admin: Registers the subscription; ``None`` if there are no scalable topics.
+        subscription: Subscription of the source.
+    """
+
+    def __init__(self, broker: Broker, admin: Admin | None, subscription: str) -> None:
+        self._broker = broker
+        self._admin = admin
+        self._subscription = subscription
+        self._watches: dict[str, tuple[SegmentWatch, float]] = {}
+        """Open watches, and the monotonic times at which they were opened."""
+        self._graphs: dict[str, SegmentGraph] = {}
+        self._topics: dict[TopicPartition, str] = {}
+        self.created_again: set[TopicPartition] = set()
+        """Segments of topics that were deleted and created again. The caller removes them."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called after a split or a merge, by any thread; returns at once."""
+
+    def partitions(self, topic: str) -> tuple[TopicPartition, ...]:
+        """Return the segments of a scalable topic; ``()`` if it does not exist.
+
+        Raises:
+            BrokerError: The broker cannot be reached, refuses, or does not know scalable topics.
+        """
+        try:
+            found = self._look(topic)
+        except TopicNotFoundError:
+            self._graphs.pop(topic, None)
+            return ()
+        known = self._graphs.get(topic)
+        if known is not None and found.precedes(known):
+            # Another broker answers and has not heard of the newest change. Without its segments,
+            # they would count as deleted.
+            found = known
+        elif known is not None and not known.precedes(found):
+            self.created_again.update(known.partitions)
+        self._graphs[topic] = found
+        self._topics |= dict.fromkeys(found.partitions, topic)
+        return found.partitions
+
+    def register(self, subscribed: Iterable[TopicPartition]) -> None:
+        """Make the broker keep segments until the subscription has acknowledged them.
+
+        Call it after consumers of new segments are subscribed: the broker creates a missing
+        subscription at the beginning of a segment.
+
+        Args:
+            subscribed: Topic partitions with consumers. Those that are no segments are ignored.
+
+        Raises:
+            TopicNotFoundError: The scalable topic no longer exists.
+            BrokerError: The admin interface cannot be reached, or refuses.
+        """
+        for topic in sorted(set(map(self.topic_of, subscribed))):
+            if is_scalable(topic):
+                assert self._admin is not None, "a scalable topic needs admin_url"
+                self._admin.register(topic, self._subscription)
+
+    def has_ended(self, segment: TopicPartition) -> bool:
+        """Return whether the subscription has acknowledged all of a sealed segment.
+
+        The broker counts, as it does before it deletes the segment. Its count includes entries that
+        wait for their time, or for the end of a transaction.
+
+        Raises:
+            BrokerError: The admin interface cannot be reached, or refuses.
+        """
+        assert self._admin is not None, "a scalable topic needs admin_url"
+        stats = self._admin.subscription(segment, self._subscription)
+        return stats is not None and not stats.get("msgBacklog", True)
+
+    def _report(self) -> None:
+        self.changed()
+
+    def _look(self, topic: str) -> SegmentGraph:
+        """Return the newest graph that a watch reported; open one if there is none or it is old."""
+        watch, opened_s = self._watches.get(topic, (None, 0.0))
+        if watch is not None and watch.is_open and time.monotonic() - opened_s < LOOK_AGAIN_S:
+            return watch.graph
+        new = self._broker.watch_segments(topic, self._report)
+        self._watches[topic] = new, time.monotonic()
+        if watch is not None:
+            watch.close()
+        return new.graph
+
+    def topic_of(self, where: TopicPartition) -> str:
+        """Return the topic of a topic partition; of a segment, its scalable topic."""
+        return self._topics.get(where) or topic_of(where)
+
+    def parents(self) -> Mapping[TopicPartition, frozenset[TopicPartition]]:
+        """Return the parents of each segment that has some which are not deleted."""
+        return {
+            child: parents
+            for graph in self._graphs.values()
+            for child, parents in graph.parents.items()
+        }

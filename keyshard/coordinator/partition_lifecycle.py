@@ -1,0 +1,136 @@
+"""Opens and closes the consumers of topic partitions that appear and disappear."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from keyshard.broker.port import Consumer, StartPosition
+from keyshard.consumers.consumers import Consumers
+from keyshard.consumers.receiver import RangeConsumer
+from keyshard.core.position.checkpoint import Checkpoint, SubscriptionId
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import HashRange, overlap
+from keyshard.errors import KeyShardError
+
+
+class PartitionLifecycle:
+    """The topic partitions of a source: opens and closes their consumers.
+
+    Args:
+        consumers: Hosts their ranges.
+        checkpoint: The checkpoint of the start; only its batch may be read again.
+        planned: Whether that batch is planned. Then some of its topics may no longer be consumed.
+        gone: Topic partitions of the checkpoint that no longer exist.
+    """
+
+    def __init__(
+        self,
+        consumers: Consumers,
+        checkpoint: Checkpoint | None,
+        *,
+        planned: bool,
+        gone: Collection[TopicPartition],
+    ) -> None:
+        self._consumers = consumers
+        self._shared = consumers.shared
+        self._before = frozenset(() if checkpoint is None else checkpoint.partitions)
+        self._ending = checkpoint if planned else None
+        self.gone = set(gone)
+        """Topic partitions of the checkpoint of the start that are no longer stored."""
+
+    def grow(self, found: Collection[TopicPartition]) -> None:
+        """Own every range of new topic partitions, from their beginning."""
+        consumers, window = self._consumers.range_consumers, self._shared.window
+        with self._consumers.changing:
+            range_consumers = consumers.open(found, StartPosition.EARLIEST)
+            with self._shared.lock:
+                for topic_partition in found:
+                    window.add_partition(topic_partition)
+                window.pauses.shared_anew()
+                self.gone.difference_update(found)
+            consumers.serve(range_consumers)
+
+    def shrink(self, gone: Collection[TopicPartition], *, again: bool) -> None:
+        """Close the consumers of deleted topic partitions.
+
+        Args:
+            gone: The topic partitions.
+            again: Whether topic partitions of the same names exist, and will be owned at once.
+        """
+        window = self._shared.window
+        with self._consumers.changing:
+            self._consumers.range_consumers.drop(gone, for_others=again)
+            self._consumers.range_consumers.order.forget(gone)
+            with self._shared.lock:
+                for topic_partition in gone:
+                    window.drop_partition(topic_partition, gone=False)
+                window.pauses.shared_anew()
+                self.gone.update(self._before.intersection(gone))
+
+    def forget(self, gone: TopicPartition) -> None:
+        """Drop the delivered set of a topic partition after :meth:`shrink`. Idempotent."""
+        with self._shared.lock:
+            self._shared.window.drop_partition(gone, gone=True)
+
+    def order(self, parents: Mapping[TopicPartition, frozenset[TopicPartition]]) -> None:
+        """Receive from segments only after their parents, given by segment."""
+        self._consumers.range_consumers.order.parents = parents
+
+    @property
+    def segments_waiting(self) -> int:
+        """Number of segments that wait for their parents."""
+        return self._consumers.range_consumers.order.waiting()
+
+    def look_at_ends(self, has_ended: Callable[[TopicPartition], bool]) -> None:
+        """Receive from segments whose parents are acknowledged.
+
+        Args:
+            has_ended: Whether everything in a sealed segment is acknowledged.
+
+        Raises:
+            BrokerError: It is unknown.
+        """
+        order = self._consumers.range_consumers.order
+        for parent in order.awaited():
+            if has_ended(parent):
+                order.end(parent)
+
+    def identify(self, subscription_id: SubscriptionId | None) -> None:
+        """Set the id of the subscription in the next checkpoints."""
+        with self._shared.lock:
+            self._shared.window.identify(subscription_id)
+
+    def standing(self, where: TopicPartition) -> list[tuple[RangeConsumer, Consumer]]:
+        """Return the consumers of a topic partition that are connected now."""
+        return self._consumers.range_consumers.standing(where)
+
+    def compare(
+        self, standing: Collection[tuple[RangeConsumer, Consumer]], gaps: Sequence[HashRange]
+    ) -> None:
+        """Subscribe consumers again that the broker does not know.
+
+        Args:
+            standing: Consumers that were connected before the broker was asked.
+            gaps: Parts of the ring that had no consumer at the broker then.
+        """
+        for one, consumer in standing:
+            if overlap((one.owned_range.hash_range,), gaps):
+                one.replace_at_s = time.monotonic()
+                one.forgotten = consumer
+
+    def tidy(self) -> None:
+        """Close consumers that only served to acknowledge earlier batches."""
+        if self._ending is None:
+            return
+        with self._shared.lock:
+            ended = self._shared.window.batches.is_released(self._ending.batch_id)
+        if ended and not self._consumers.acknowledger.waiting:
+            self._consumers.range_consumers.let_go(
+                self._ending.partitions.keys() - set(self._shared.window.partitions)
+            )
+            self._ending = None
+
+    def fail(self, error: KeyShardError) -> None:
+        """End the source with an error."""
+        self._shared.fail(error)

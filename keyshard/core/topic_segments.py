@@ -1,0 +1,199 @@
+"""Scalable topics: a graph of segments that split and merge, and the order in which to read them.
+
+A scalable topic of Pulsar 5, ``topic://tenant/namespace/name``, consists of segments. Each segment
+has a part of the keys and is stored as a topic of its own,
+``segment://tenant/namespace/name/0000-7fff-1``. A split or a merge seals segments and creates their
+successors, and the next messages of a key go to a successor. So the messages of a parent come
+before those of its children (PIP-460, PIP-468).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import mmh3
+
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.key_slot import broker_text
+from keyshard.errors import ConfigError
+from keyshard.redaction import shown
+
+SCALABLE = "topic://"
+"""Beginning of the name of a scalable topic."""
+SEGMENT = "segment://"
+"""Beginning of the name of a segment."""
+HASHES = 1 << 16
+"""Number of hashes by which keys belong to segments."""
+
+_NAME = re.compile(r"topic://[^/\s]+/[^/\s]+/[^/\s]+")
+
+
+def is_scalable(topic: str) -> bool:
+    """Return whether a name is that of a scalable topic."""
+    return topic.startswith(SCALABLE)
+
+
+def check_scalable(topic: str) -> str:
+    """Return the name of a scalable topic.
+
+    Raises:
+        ConfigError: It is not ``topic://tenant/namespace/name``.
+    """
+    if not _NAME.fullmatch(topic):
+        raise ConfigError(
+            f"{shown(topic)} is not the name of a scalable topic.",
+            "Write 'topic://tenant/namespace/topic'.",
+        )
+    return topic
+
+
+def is_segment(where: TopicPartition) -> bool:
+    """Return whether a topic partition is a segment of a scalable topic."""
+    return where.topic.startswith(SEGMENT)
+
+
+def topic_of(where: TopicPartition) -> str:
+    """Return the topic that a topic partition belongs to; of a segment, its scalable topic."""
+    return scalable_topic_of(where.topic)
+
+
+def scalable_topic_of(name: str) -> str:
+    """Return the scalable topic of a segment, by its name; any other name unchanged."""
+    if not name.startswith(SEGMENT):
+        return name
+    return SCALABLE + name.removeprefix(SEGMENT).rpartition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSegment:
+    """One segment of a scalable topic."""
+
+    number: int
+    """Its id, which the topic never uses again."""
+    first_hash: int
+    """First hash of its keys, 0 to 65535."""
+    last_hash: int
+    """Last hash of its keys, inclusive."""
+    is_sealed: bool
+    """Whether nothing more is published to it."""
+    parents: frozenset[int] = frozenset()
+    """Ids of the segments that it succeeds."""
+    created_ms: int = 0
+    """Time of its creation, milliseconds since the epoch."""
+    stored_in: str = ""
+    """Name of the topic that it was migrated from; empty if the segment has a topic of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentGraph:
+    """The segments of a scalable topic at one moment.
+
+    Source: ``ScalableTopicDAG`` in ``spec/scalable-topics/wire-protocol.md`` of Pulsar.
+    """
+
+    topic: str
+    epoch: int
+    """Number of the graph; it grows with each change."""
+    segments: Mapping[int, TopicSegment]
+    """Segments that are not deleted, by id."""
+
+    def partition(self, number: int) -> TopicPartition:
+        """Return the topic partition of a segment."""
+        one = self.segments[number]
+        if one.stored_in:
+            return TopicPartition.parse(one.stored_in)
+        base = self.topic.removeprefix(SCALABLE)
+        return TopicPartition(f"{SEGMENT}{base}/{one.first_hash:04x}-{one.last_hash:04x}-{number}")
+
+    @property
+    def partitions(self) -> tuple[TopicPartition, ...]:
+        """Topic partitions of all segments, by id."""
+        return tuple(map(self.partition, sorted(self.segments)))
+
+    @property
+    def parents(self) -> Mapping[TopicPartition, frozenset[TopicPartition]]:
+        """Parents of each segment that are not deleted; without segments that have none."""
+        found = {
+            self.partition(number): frozenset(
+                self.partition(parent) for parent in one.parents if parent in self.segments
+            )
+            for number, one in self.segments.items()
+        }
+        return MappingProxyType({child: parents for child, parents in found.items() if parents})
+
+    def precedes(self, newer: SegmentGraph) -> bool:
+        """Return whether this is an earlier graph of the same topic than ``newer``, or the same.
+
+        A topic that was deleted and created again begins again at the first epoch, with segments
+        that are newer than all earlier ones.
+        """
+        latest, latest_of_newer = (
+            max((one.created_ms for one in graph.segments.values()), default=0)
+            for graph in (self, newer)
+        )
+        same = all(
+            one.created_ms == newer.segments[number].created_ms
+            for number, one in self.segments.items()
+            if number in newer.segments
+        )
+        return same and self.epoch <= newer.epoch and latest <= latest_of_newer
+
+    def segment_of(self, key: str | bytes) -> TopicSegment:
+        """Return the segment that a message with a key is published to.
+
+        Keys belong to segments by the upper half of the hash whose lower half is their slot
+        (``ScalableTopicHashing`` of Pulsar 5.0.1).
+        """
+        data = broker_text(key).encode() if isinstance(key, str) else key
+        return self.open_segment(mmh3.hash(data, 0, signed=False) >> 16)
+
+    def open_segment(self, key_hash: int) -> TopicSegment:
+        """Return the segment that a message with a hash of its key is published to.
+
+        Raises:
+            ValueError: No open segment has the hash.
+        """
+        for one in self.segments.values():
+            if not one.is_sealed and one.first_hash <= key_hash <= one.last_hash:
+                return one
+        raise ValueError(f"no open segment of {self.topic} has hash {key_hash:#06x}")
+
+
+class SegmentOrder:
+    """Decides which segments wait for their parents. Any thread may call it.
+
+    All ranges of a child pause until everything in each parent is acknowledged. keyshard
+    acknowledges an entry after its batch is committed, so the messages of the parents are then in
+    committed batches. Meanwhile the consumers of the child are subscribed: the subscription keeps
+    its messages.
+    """
+
+    def __init__(self) -> None:
+        self._ended: set[TopicPartition] = set()
+        self.parents: Mapping[TopicPartition, frozenset[TopicPartition]] = {}
+        """Parents of each segment that are not deleted. Replaced, never changed."""
+
+    def waits(self, where: TopicPartition) -> bool:
+        """Return whether a segment waits for one of its parents."""
+        parents = self.parents.get(where) if self.parents else None
+        return parents is not None and not parents <= self._ended
+
+    def waiting(self) -> int:
+        """Return the number of segments that wait."""
+        return sum(map(self.waits, self.parents))
+
+    def awaited(self) -> set[TopicPartition]:
+        """Return the parents that some segment waits for, and that wait for none themselves."""
+        found = {parent for parents in self.parents.values() for parent in parents - self._ended}
+        return {parent for parent in found if not self.waits(parent)}
+
+    def forget(self, gone: Collection[TopicPartition]) -> None:
+        """Forget deleted segments: a topic that is created again has the same names."""
+        self._ended.difference_update(gone)
+
+    def end(self, parent: TopicPartition) -> None:
+        """Note that everything in a sealed segment is acknowledged, which stays so."""
+        self._ended.add(parent)

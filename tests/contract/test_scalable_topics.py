@@ -1,0 +1,180 @@
+"""Contract: the segments of scalable topics, and the end of a sealed one."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from keyshard.broker.port import Broker, Consumer, StartPosition
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.topic_segments import SegmentGraph
+from keyshard.errors import BrokerError, TopicNotFoundError
+from tests.contract.contract_harness import (
+    DEADLINE_S,
+    SUBSCRIPTION,
+    ScalableHarness,
+    receive,
+    subscribe,
+)
+from tests.helpers import wait_until
+
+
+def segments_of(broker: Broker, topic: str) -> SegmentGraph:
+    watch = broker.watch_segments(topic, lambda: None)
+    watch.close()
+    return watch.graph
+
+
+def consumers_of(broker: Broker, where: TopicPartition) -> list[Consumer]:
+    return [subscribe(broker, where, part) for part in split_ring(2)]
+
+
+def publish(broker: Broker, where: TopicPartition, start: int, stop: int) -> None:
+    with closing(broker.producer(where, send_timeout_ms=int(DEADLINE_S * 1_000))) as producer:
+        for number in range(start, stop):
+            producer.send(b"%d" % number, key=f"k{number}")
+
+
+def test_the_segments_of_a_topic_share_all_hashes(scalable: ScalableHarness) -> None:
+    topic = scalable.create_scalable(2)
+    graph = segments_of(scalable.broker(), topic)
+    found = [
+        (number, one.first_hash, one.last_hash, one.is_sealed, one.parents)
+        for number, one in sorted(graph.segments.items())
+    ]
+    assert found == [
+        (0, 0x0000, 0x7FFF, False, frozenset()),
+        (1, 0x8000, 0xFFFF, False, frozenset()),
+    ]
+    base = topic.removeprefix("topic://")
+    assert [where.name for where in graph.partitions] == [
+        f"segment://{base}/0000-7fff-0", f"segment://{base}/8000-ffff-1"
+    ]  # fmt: skip
+
+
+def test_a_missing_topic_is_reported_and_asking_creates_none(scalable: ScalableHarness) -> None:
+    broker, missing = scalable.broker(), scalable.create_scalable(1) + "-missing"
+    for _ in range(2):
+        with pytest.raises(TopicNotFoundError, match="missing"):
+            broker.watch_segments(missing, lambda: None)
+
+
+def test_splits_and_merges_are_reported_with_parents(scalable: ScalableHarness) -> None:
+    topic, broker = scalable.create_scalable(1), scalable.broker()
+    reports: list[None] = []
+    watch = broker.watch_segments(topic, lambda: reports.append(None))
+    first = watch.graph
+    scalable.split(topic, 0)
+    wait_until(lambda: len(watch.graph.segments) == 3)
+    assert reports
+    split = watch.graph
+    assert [split.segments[number].is_sealed for number in (0, 1, 2)] == [True, False, False]
+    assert split.segments[1].parents == split.segments[2].parents == {0}
+    assert split.parents == {split.partition(child): {split.partition(0)} for child in (1, 2)}
+    scalable.merge(topic, 1, 2)
+    wait_until(lambda: len(watch.graph.segments) == 4)
+    merged = watch.graph.segments[3]
+    assert (merged.first_hash, merged.last_hash, merged.parents) == (0, 0xFFFF, {1, 2})
+    assert first.precedes(split)
+    assert split.precedes(watch.graph)
+    assert not watch.graph.precedes(split)
+    assert segments_of(broker, topic) == watch.graph, "a later look sees the same"
+
+
+def test_a_deleted_topic_is_missed_by_the_next_look(scalable: ScalableHarness) -> None:
+    """The broker reports nothing to a watch that is open."""
+    topic, broker = scalable.create_scalable(1), scalable.broker()
+    watch = broker.watch_segments(topic, lambda: None)
+    scalable.delete_scalable(topic)
+    with pytest.raises(TopicNotFoundError):
+        broker.watch_segments(topic, lambda: None)
+    watch.close()
+
+
+def test_a_watch_ends_with_its_connection(scalable: ScalableHarness) -> None:
+    topic, broker = scalable.create_scalable(1), scalable.broker()
+    closed, standing = (broker.watch_segments(topic, lambda: None) for _ in range(2))
+    closed.close()
+    wait_until(lambda: not closed.is_open)
+    assert standing.is_open
+    broker.close()
+    wait_until(lambda: not standing.is_open)
+
+
+def test_a_topic_that_was_created_again_does_not_follow_the_deleted_one(
+    scalable: ScalableHarness,
+) -> None:
+    topic, broker = scalable.create_scalable(1), scalable.broker()
+    scalable.split(topic, 0)
+    deleted = segments_of(broker, topic)
+    assert len(deleted.segments) == 3
+    scalable.delete_scalable(topic)
+    scalable.create_again_scalable(topic)
+    assert not segments_of(broker, topic).precedes(deleted)
+
+
+def test_the_backlog_of_a_sealed_segment_ends_while_its_successors_take_messages(
+    scalable: ScalableHarness,
+) -> None:
+    topic, broker, admin = scalable.create_scalable(1), scalable.broker(), scalable.admin()
+    where = segments_of(broker, topic).partition(0)
+    consumers = consumers_of(broker, where)
+    publish(broker, where, 0, 20)
+    received = receive(consumers, 20)
+    scalable.split(topic, 0)
+    consumers[0].acknowledge(received.ids[1:])
+    graph = segments_of(broker, topic)
+    children = [subscribe(broker, graph.partition(number)) for number in (1, 2)]
+    publish(broker, graph.partition(1), 20, 30)
+    assert len(receive(children, 10).values) == 10
+
+    def backlog(number: int) -> int:
+        stats = admin.subscription(graph.partition(number), SUBSCRIPTION)
+        assert stats is not None
+        return int(stats["msgBacklog"])
+
+    wait_until(lambda: backlog(0) == 1)
+    assert [backlog(number) for number in (1, 2)] == [10, 0]
+    consumers[0].acknowledge(received.ids[:1])
+    wait_until(lambda: backlog(0) == 0)
+    for one in consumers:
+        one.close()
+    scalable.split(topic, 1)
+    assert backlog(0) == 0, "it stays so"
+
+
+def test_a_registered_subscription_has_new_segments_from_their_beginning(
+    scalable: ScalableHarness,
+) -> None:
+    topic, broker, admin = scalable.create_scalable(1), scalable.broker(), scalable.admin()
+    where = segments_of(broker, topic).partition(0)
+    subscribe(broker, where, start=StartPosition.LATEST).close()
+    for _ in range(2):
+        admin.register(topic, SUBSCRIPTION)
+    scalable.split(topic, 0)
+    scalable.split(topic, 1)
+    graph = segments_of(broker, topic)
+    for number in (2, 3):
+        publish(broker, graph.partition(number), 10 * number, 10 * number + 5)
+        found = subscribe(broker, graph.partition(number), start=StartPosition.LATEST)
+        assert len(receive([found], 5).values) == 5
+
+
+def test_to_register_keeps_a_subscription_where_it_is(scalable: ScalableHarness) -> None:
+    topic, broker, admin = scalable.create_scalable(1), scalable.broker(), scalable.admin()
+    where = segments_of(broker, topic).partition(0)
+    publish(broker, where, 0, 5)
+    late = subscribe(broker, where, start=StartPosition.LATEST)
+    admin.register(topic, SUBSCRIPTION)
+    publish(broker, where, 5, 8)
+    assert receive([late], 3).values == [b"5", b"6", b"7"]
+
+
+def test_a_missing_topic_registers_nothing(scalable: ScalableHarness) -> None:
+    missing = scalable.create_scalable(1) + "-missing"
+    with pytest.raises(BrokerError, match="-missing"):
+        scalable.admin().register(missing, SUBSCRIPTION)
+    with pytest.raises(TopicNotFoundError):
+        scalable.broker().watch_segments(missing, lambda: None)

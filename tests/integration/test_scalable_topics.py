@@ -1,0 +1,159 @@
+"""Handlers of a scalable topic on a real broker of Pulsar 5, while its segments split and merge."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from keyshard import KeyShardSource, Message
+from keyshard.broker.port import PublishOptions
+from keyshard.broker.wire.broker import WireBroker
+from keyshard.columns.outgoing import OutgoingMessage
+from keyshard.config.connection import Connection
+from keyshard.core.topic_schema import TopicSchema
+from keyshard.testing.devbroker import DevBroker
+from tests.helpers import wait_until
+from tests.support.deadlines import deadline
+from tests.support.java_client import JavaClient
+from tests.support.scalable_topic import ScalableTopic
+from tests.support.tested_pulsar import PULSAR
+
+pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.skipif(int(PULSAR.split(".")[0]) < 5, reason="needs scalable topics"),
+]
+END_S = deadline(120)
+
+
+@pytest.fixture
+def topic(dev_broker: DevBroker) -> Iterator[ScalableTopic]:
+    with closing(ScalableTopic(dev_broker)) as made:
+        yield made
+
+
+class Handled:
+    """A handler that notes values in order, and sources that call it."""
+
+    def __init__(self, broker: DevBroker, topic: ScalableTopic, folder: Path) -> None:
+        self._lock = threading.Lock()
+        self._checkpoint = f"file://{folder / 'checkpoint.json'}"
+        self._broker, self._topic = broker, topic
+        self.got: list[str] = []
+
+    def has(self, count: int) -> bool:
+        return len(self.got) >= count
+
+    def source(self, parallelism: int) -> KeyShardSource:
+        return KeyShardSource(
+            self._topic.name, subscription="handled", service_url=self._broker.service_url,
+            admin_url=self._broker.admin_url, starting_position="earliest",
+            parallelism=parallelism, discovery_interval_ms=1_000,
+        )  # fmt: skip
+
+    def handle(self, message: Message) -> None:
+        with self._lock:
+            self.got.append((message.value or b"").decode())
+
+    def running(self, parallelism: int) -> AbstractContextManager[KeyShardSource]:
+        return self.source(parallelism).running(self.handle, checkpoint=self._checkpoint)
+
+
+def test_handlers_get_each_message_once_in_order_across_splits_and_merges(
+    dev_broker: DevBroker, topic: ScalableTopic, tmp_path: Path
+) -> None:
+    draw, handled = random.Random(1), Handled(dev_broker, topic, tmp_path)
+    topic.publish(200)
+    with handled.running(5):
+        for _ in range(6):
+            topic.publish(100)
+            topic.change(draw)
+            topic.publish(100)
+        wait_until(lambda: len(handled.got) >= len(topic.sent), END_S)
+    topic.check(handled.got)
+
+
+def test_segments_that_split_and_merge_while_a_source_is_down_are_read_in_order(
+    dev_broker: DevBroker, topic: ScalableTopic, tmp_path: Path
+) -> None:
+    draw, handled = random.Random(2), Handled(dev_broker, topic, tmp_path)
+    for parallelism in (3, 7, 4):
+        before = len(topic.sent)
+        topic.publish(100)
+        topic.change(draw)
+        topic.publish(100)
+        topic.change(draw)
+        topic.publish(100)
+        with handled.running(parallelism):
+            wait_until(partial(handled.has, before + 150), END_S)
+            topic.publish(50)
+    with handled.running(4):
+        wait_until(lambda: len(handled.got) >= len(topic.sent), END_S)
+    topic.check(handled.got)
+
+
+def test_values_have_the_schema_of_the_topic(
+    dev_broker: DevBroker, topic: ScalableTopic, tmp_path: Path
+) -> None:
+    schema = TopicSchema(
+        "JSON", b'{"type":"record","name":"R","fields":[{"name":"a","type":"int"}]}', 0, {}
+    )
+    connection = Connection(dev_broker.service_url, dev_broker.admin_url)
+    with closing(WireBroker(connection)) as client:
+        where = client.watch_segments(topic.name, lambda: None).graph.partition(0)
+        how = PublishOptions(schema=schema)
+        with closing(client.entry_producer(where, how)) as producer:
+            producer.publish([OutgoingMessage(b'{"a": 7}', "k", None, None, None)], 0).result()
+    got: list[object] = []
+    source = Handled(dev_broker, topic, tmp_path).source(2)
+    with source.running(lambda message: got.append(message.data)):
+        wait_until(lambda: got, END_S)
+    assert got == [{"a": 7}]
+
+
+@pytest.fixture(scope="module")
+def java(dev_broker: DevBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[JavaClient]:
+    with closing(
+        JavaClient(dev_broker.service_url, tmp_path_factory.mktemp("java") / "log")
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_messages_of_javas_producer_come_once_and_in_order_or_are_counted(
+    dev_broker: DevBroker, topic: ScalableTopic, java: JavaClient, tmp_path: Path, batches: bool
+) -> None:
+    """Java's producer batches the keys of an entry bucket, unless it does not batch."""
+    handled, count = Handled(dev_broker, topic, tmp_path), 3_000
+    v5 = java.jvm.org.apache.pulsar.client.api.v5
+    client = v5.PulsarClient.builder().serviceUrl(dev_broker.service_url).build()
+    policy = v5.config.BatchingPolicy.builder().enabled(batches).build()
+    producer = (
+        client.newProducer(v5.schema.Schema.string()).topic(topic.name).batchingPolicy(policy)
+    ).create()
+    sender = getattr(producer, "async")()
+    with handled.source(3).running(handled.handle) as run:
+        for number in range(count):
+            key = f"k{number % 40}"
+            topic.sent.append(f"{key}:{number}")
+            sender.newMessage().key(key).value(topic.sent[-1]).send()
+            if number % 1_000 == 500:
+                sender.flush().get()
+                topic.change(random.Random(number))
+        sender.flush().get()
+        wait_until(lambda: len(handled.got) >= count, END_S)
+        progress = run.status()["window"]
+        assert progress is not None
+        misrouted = progress["misrouted"]
+    client.close()
+    if batches:
+        assert misrouted > 0
+        assert sorted(handled.got) == sorted(topic.sent)
+    else:
+        assert misrouted == 0
+        topic.check(handled.got)

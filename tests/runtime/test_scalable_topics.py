@@ -1,0 +1,476 @@
+"""Scalable topics: segments that split and merge while a source consumes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
+from typing import Any
+
+import pytest
+
+from keyshard import KeyShardSource, Message
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.memory import Message as Stored
+from keyshard.broker.memory.admin import MemoryAdmin
+from keyshard.broker.memory.scalable_topics import MemorySegmentWatch
+from keyshard.broker.scalable_topics import ScalableTopics
+from keyshard.config.source import SourceConfig
+from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.position.checkpoint import Checkpoint
+from keyshard.core.position.entry import TopicPartition
+from keyshard.core.topic_segments import SegmentGraph, SegmentOrder
+from keyshard.errors import (
+    AdminError,
+    BrokerError,
+    BrokerUnavailableError,
+    ConfigError,
+    TopicNotFoundError,
+)
+from keyshard.observe.doctor import examine
+from keyshard.testing import run_until_idle
+from tests.helpers import config, keys_of, received, rows_of, running, wait_until
+
+TOPIC = "topic://public/default/orders"
+KEYS = keys_of(8)
+
+
+class ScalableTopic:
+    """A scalable topic with numbered messages, and what a source gave of them."""
+
+    def __init__(self, segments: int = 1) -> None:
+        self.cluster = MemoryCluster()
+        self.cluster.scalable.create(TOPIC, segments)
+        self.sent = 0
+        self.got: list[tuple[str, int]] = []
+
+    def publish(self, count: int) -> None:
+        for _ in range(count):
+            key = KEYS[self.sent % len(KEYS)]
+            self.cluster.publish(TOPIC, Stored(b"%d" % self.sent, key=key))
+            self.sent += 1
+
+    def split(self, number: int) -> None:
+        self.cluster.scalable.split(TOPIC, number)
+
+    def running(
+        self, source: SourceConfig, checkpoint: Checkpoint | None = None, **how: Any
+    ) -> AbstractContextManager[Coordinator]:
+        admin = MemoryAdmin(self.cluster)
+        return running(self.cluster, source, checkpoint, admin=admin, **how)
+
+    def take(self, rows: dict[int, list[dict[str, object]]]) -> None:
+        self.got += [
+            (str(row["__key"]), int(row["value"]))  # type: ignore[call-overload]
+            for layout in rows.values()
+            for row in layout
+        ]
+
+    def check(self) -> None:
+        """Check that each message was given once, and those of a key in their order."""
+        numbers = [number for _, number in self.got]
+        assert sorted(numbers) == list(range(self.sent))
+        for key in KEYS:
+            of_key = [number for one, number in self.got if one == key]
+            assert of_key == sorted(of_key), key
+
+
+@pytest.fixture
+def topic() -> ScalableTopic:
+    return ScalableTopic()
+
+
+def source_of(topic: str = TOPIC, **changes: object) -> SourceConfig:
+    """A source that looks for segments when the broker reports them, or a test makes it."""
+    fields = {"discovery_interval_ms": 86_400_000, "admin_url": "http://memory"} | changes
+    return config(topic, **fields)
+
+
+def waiting(coordinator: object) -> int:
+    found: int = coordinator.status()["segmentsWaiting"]  # type: ignore[attr-defined]
+    return found
+
+
+def test_rows_of_children_come_after_the_parent_is_acknowledged(topic: ScalableTopic) -> None:
+    topic.publish(16)
+    source = source_of()
+    with topic.running(source) as coordinator:
+        received(coordinator, 16)
+        topic.split(0)
+        topic.publish(24)
+        wait_until(lambda: coordinator.status()["topicPartitions"] == 3)
+        assert waiting(coordinator) == 2
+        first = coordinator.batches.cut()
+        assert first is not None
+        topic.take(rows_of(coordinator, first))
+        assert len(topic.got) == 16
+        assert waiting(coordinator) == 2, "the batch is not committed"
+        coordinator.batches.release(first)
+        wait_until(lambda: waiting(coordinator) == 0)
+        received(coordinator, 40)
+        second = coordinator.batches.cut()
+        assert second is not None
+        topic.take(rows_of(coordinator, second))
+        coordinator.batches.release(second)
+    topic.check()
+
+
+def test_a_split_while_the_source_is_down_keeps_the_order(topic: ScalableTopic) -> None:
+    source = source_of()
+    topic.publish(16)
+    with topic.running(source) as coordinator:
+        received(coordinator, 16)
+        end = coordinator.batches.cut()
+        assert end is not None
+        topic.take(rows_of(coordinator, end))
+    topic.split(0)
+    topic.publish(8)
+    topic.cluster.scalable.merge(TOPIC, 1, 2)
+    topic.publish(8)
+    # Committed, and not acknowledged.
+    with topic.running(source, Checkpoint.from_json(end.to_json())) as coordinator:
+        while len(topic.got) < topic.sent:
+            if (cut := coordinator.batches.cut()) is not None:
+                topic.take(rows_of(coordinator, cut))
+                coordinator.batches.release(cut)
+    topic.check()
+
+
+def test_handlers_keep_the_order_of_keys_across_splits_and_merges() -> None:
+    topic, lock = ScalableTopic(2), threading.Lock()
+    name = "handlers-of-segments"
+    cluster = MemoryCluster.named(name)
+    topic.cluster = cluster
+    cluster.scalable.create(TOPIC, 2)
+
+    def handle(message: Message) -> None:
+        with lock:
+            topic.got.append((str(message.key), int(message.value or b"")))
+
+    source = KeyShardSource(
+        TOPIC, subscription="s", service_url=f"memory://{name}", admin_url=f"memory://{name}",
+        starting_position="earliest",
+        parallelism=3, discovery_interval_ms=50,
+    )  # fmt: skip
+    topic.publish(40)
+    with source.running(handle):
+        wait_until(lambda: len(topic.got) == 40)
+        for change in (
+            lambda: topic.split(0),
+            lambda: cluster.scalable.merge(TOPIC, 2, 3),
+            lambda: topic.split(4),
+            lambda: topic.split(1),
+        ):
+            topic.publish(20)
+            change()
+            topic.publish(20)
+        wait_until(lambda: len(topic.got) == topic.sent)
+    topic.check()
+
+
+def test_a_sealed_segment_stays_at_the_broker_until_it_is_acknowledged(
+    topic: ScalableTopic,
+) -> None:
+    topic.publish(8)
+    with topic.running(source_of()) as coordinator:
+        received(coordinator, 8)
+        topic.split(0)
+        assert topic.cluster.scalable.collect(TOPIC) == []
+        end = coordinator.batches.cut()
+        assert end is not None
+        topic.take(rows_of(coordinator, end))
+        assert topic.cluster.scalable.collect(TOPIC) == [], "it is not committed"
+        coordinator.batches.release(end)
+        wait_until(lambda: topic.cluster.scalable.collect(TOPIC) == [0])
+        wait_until(lambda: coordinator.status()["partitionsGone"] == 1)
+        topic.publish(8)
+        received(coordinator, 16)
+        end = coordinator.batches.cut()
+        assert end is not None
+        assert {where.name[-1] for where in end.partitions} <= {"1", "2"}
+        topic.take(rows_of(coordinator, end))
+    topic.check()
+
+
+def test_segments_that_appear_while_no_source_runs_keep_their_messages(
+    topic: ScalableTopic,
+) -> None:
+    with topic.running(source_of(starting_position="latest")):
+        pass
+    topic.split(0)
+    topic.publish(8)
+    topic.split(1)
+    topic.split(2)
+    topic.publish(8)
+    topic.cluster.scalable.collect(TOPIC)
+    with topic.running(source_of(starting_position="latest")) as coordinator:
+        while len(topic.got) < topic.sent:
+            if (end := coordinator.batches.cut()) is not None:
+                topic.take(rows_of(coordinator, end))
+                coordinator.batches.release(end)
+    topic.check()
+
+
+def test_a_deleted_parent_holds_no_child_up(topic: ScalableTopic) -> None:
+    topic.publish(8)
+    topic.split(0)
+    assert topic.cluster.scalable.collect(TOPIC) == [0], "no subscription is registered"
+    with topic.running(source_of()) as coordinator:
+        assert waiting(coordinator) == 0
+        topic.publish(8)
+        received(coordinator, 8)
+
+
+def test_a_new_subscription_at_the_latest_position_skips_what_was_sealed_before(
+    topic: ScalableTopic,
+) -> None:
+    topic.publish(8)
+    topic.split(0)
+    topic.publish(8)
+    source = source_of(starting_position="latest")
+    with topic.running(source) as coordinator:
+        topic.publish(16)
+        wait_until(lambda: waiting(coordinator) == 0)
+        received(coordinator, 16)
+
+
+def test_a_push_of_the_broker_is_enough_to_find_new_segments(topic: ScalableTopic) -> None:
+    source = source_of()
+    with topic.running(source) as coordinator:
+        topic.split(0)
+        topic.publish(8)
+        received(coordinator, 8)
+
+
+def test_an_older_graph_of_another_broker_deletes_nothing(topic: ScalableTopic) -> None:
+    class LateBroker(MemoryBroker):
+        """Its second look-up is answered with the graph of the first."""
+
+        first: SegmentGraph | None = None
+
+        def watch_segments(self, topic: str, changed: Callable[[], None]) -> MemorySegmentWatch:
+            watch = super().watch_segments(topic, changed)
+            self.first = self.first or watch.graph
+            watch.graph = self.first
+            return watch
+
+    with closing(LateBroker(topic.cluster)) as broker:
+        scalable = ScalableTopics(broker, None, "s")
+        assert len(scalable.partitions(TOPIC)) == 1
+        topic.split(0)
+        assert len(scalable.partitions(TOPIC)) == 3
+        for watch in broker._watches:
+            watch.close()
+        assert len(scalable.partitions(TOPIC)) == 3
+        assert len(scalable.parents()) == 2
+
+
+def test_a_deleted_topic_has_no_segments(
+    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(MemoryBroker(topic.cluster)) as broker:
+        scalable = ScalableTopics(broker, None, "s")
+        (where,) = scalable.partitions(TOPIC)
+        assert scalable.topic_of(where) == TOPIC
+        topic.cluster.scalable.delete(TOPIC)
+        assert scalable.partitions(TOPIC) == (where,), "the watch is not told"
+        monkeypatch.setattr("keyshard.broker.scalable_topics.LOOK_AGAIN_S", 0.0)
+        assert scalable.partitions(TOPIC) == ()
+        assert scalable.parents() == {}
+
+
+def test_a_topic_that_is_created_again_is_consumed_from_its_beginning(
+    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keyshard.broker.scalable_topics.LOOK_AGAIN_S", 0.0)
+    topic.publish(8)
+    source = source_of(starting_position="latest", discovery_interval_ms=50)
+    with topic.running(source) as coordinator:
+        topic.cluster.scalable.delete(TOPIC)
+        topic.cluster.scalable.create(TOPIC)
+        wait_until(lambda: coordinator.status()["partitionsGone"] == 1)
+        topic.publish(8)
+        received(coordinator, 8)
+
+
+def test_a_topic_that_is_created_again_after_its_first_segments_is_another_one() -> None:
+    old = ScalableTopic()
+    old.split(0)
+    assert old.cluster.scalable.collect(TOPIC) == [0]
+    before = old.cluster.scalable.graph(TOPIC)
+    old.cluster.scalable.delete(TOPIC)
+    old.cluster.scalable.create(TOPIC)
+    assert not old.cluster.scalable.graph(TOPIC).precedes(before)
+
+
+def test_segments_of_a_topic_that_is_created_again_wait_for_its_own_parents() -> None:
+    order = SegmentOrder()
+    parent, child = (TopicPartition(f"segment://a/b/c/0000-ffff-{number}") for number in (0, 1))
+    order.parents = {child: frozenset({parent})}
+    assert (order.waits(child), order.awaited()) == (True, {parent})
+    order.end(parent)
+    assert (order.waits(child), order.awaited()) == (False, set())
+    order.forget([parent])
+    assert order.waits(child)
+
+
+def test_a_broker_that_fails_to_look_a_topic_up_deletes_nothing(topic: ScalableTopic) -> None:
+    class FailingBroker(MemoryBroker):
+        fails = False
+
+        def watch_segments(self, topic: str, changed: Callable[[], None]) -> MemorySegmentWatch:
+            if self.fails:
+                raise BrokerUnavailableError("It is moving.")
+            return super().watch_segments(topic, changed)
+
+    with closing(FailingBroker(topic.cluster)) as broker:
+        scalable = ScalableTopics(broker, None, "s")
+        topic.split(0)
+        assert len(scalable.partitions(TOPIC)) == 3
+        for watch in broker._watches:
+            watch.close()
+        broker.fails = True
+        with pytest.raises(BrokerUnavailableError):
+            scalable.partitions(TOPIC)
+        assert len(scalable.parents()) == 2, "children wait on"
+
+
+def test_a_refused_registration_is_repeated(
+    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register, asked = MemoryAdmin.register, [0]
+
+    def refuses(self: MemoryAdmin, name: str, subscription: str) -> None:
+        asked[0] += 1
+        if asked[0] in (2, 3):
+            raise AdminError("Not now.")
+        register(self, name, subscription)
+
+    monkeypatch.setattr(MemoryAdmin, "register", refuses)
+    with topic.running(source_of(discovery_interval_ms=50)) as coordinator:
+        topic.split(0)
+        wait_until(lambda: asked[0] >= 4)
+        wait_until(lambda: not coordinator.status()["discoveryError"])
+
+
+def test_a_question_that_fails_while_segments_wait_ends_nothing(
+    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [0]
+    ends = ScalableTopics.has_ended
+
+    def fails(self: ScalableTopics, segment: TopicPartition) -> bool:
+        asked[0] += 1
+        if asked[0] < 4:
+            raise BrokerError("The broker is away.")
+        return ends(self, segment)
+
+    monkeypatch.setattr(ScalableTopics, "has_ended", fails)
+    topic.publish(8)
+    topic.split(0)
+    topic.publish(8)
+    with topic.running(source_of()) as coordinator:
+        while len(topic.got) < topic.sent:
+            if (end := coordinator.batches.cut()) is not None:
+                topic.take(rows_of(coordinator, end))
+                coordinator.batches.release(end)
+    topic.check()
+
+
+def test_a_segment_that_is_deleted_during_a_rescale_stops_nothing() -> None:
+    topic, name = ScalableTopic(), "rescale-of-segments"
+    topic.cluster = cluster = MemoryCluster.named(name)
+    cluster.scalable.create(TOPIC)
+    lock = threading.Lock()
+
+    def handle(message: Message) -> None:
+        with lock:
+            topic.got.append((str(message.key), int(message.value or b"")))
+
+    source = KeyShardSource(
+        TOPIC, subscription="s", service_url=f"memory://{name}", admin_url=f"memory://{name}",
+        starting_position="earliest", parallelism=2, discovery_interval_ms=60_000,
+    )  # fmt: skip
+    topic.publish(16)
+    with source.running(handle):
+        wait_until(lambda: len(topic.got) == 16)
+        topic.split(0)
+        topic.publish(16)
+        wait_until(lambda: len(topic.got) == 32)
+        subscribe = MemoryBroker.subscribe
+
+        def collects(self: MemoryBroker, *spec: Any) -> Any:
+            if cluster.scalable.graph(TOPIC).parents:
+                cluster.scalable.collect(TOPIC)
+            return subscribe(self, *spec)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MemoryBroker, "subscribe", collects)
+            source.rescale(5)
+        assert not cluster.scalable.graph(TOPIC).parents, "the parent is deleted"
+        topic.publish(16)
+        wait_until(lambda: len(topic.got) == topic.sent)
+    topic.check()
+
+
+def test_a_missing_topic_is_named_at_the_start(topic: ScalableTopic) -> None:
+    with (
+        pytest.raises(TopicNotFoundError, match="scalable-topics create topic://public/default/x"),
+        topic.running(source_of("topic://public/default/x")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"workers": "processes:2"}, "workers is 'processes:2'"),
+        ({"transport": "client"}, "transport is 'client'"),
+        ({"starting_position": "2026-11-21T08:00:00Z"}, "starting_position is"),
+        ({"admin_url": None}, "needs the admin interface"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_name(
+    options: dict[str, str | None], text: str
+) -> None:
+    reached = {"service_url": "pulsar://h:1", "admin_url": "http://h:1"}
+    with pytest.raises(ConfigError, match=text):
+        KeyShardSource(TOPIC, subscription="s", **reached | options)  # type: ignore[arg-type]
+
+
+def test_scalable_and_persistent_topics_are_not_mixed() -> None:
+    with pytest.raises(ConfigError, match="scalable topics and persistent topics"):
+        KeyShardSource([TOPIC, "orders"], subscription="s", admin_url="http://h:1")
+
+
+@pytest.mark.parametrize("name", ["topic://a", "topic://a/b", "topic://a/b/c/d", "topic://a/b/ c"])
+def test_a_wrong_name_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not the name of a scalable topic"):
+        KeyShardSource(name, subscription="s")
+
+
+def test_bounded_runs_and_reads_are_refused_by_name(topic: ScalableTopic) -> None:
+    source = source_of()
+    with (
+        pytest.raises(ConfigError, match=r"bounded run .* of a scalable topic"),
+        topic.running(source, available_now=True),
+    ):
+        pass
+    read = KeyShardSource(TOPIC, service_url="memory://x", admin_url="memory://x")
+    with pytest.raises(ConfigError, match="bounded read of a scalable topic"):
+        read.read()
+    idle = KeyShardSource(TOPIC, subscription="s", service_url="memory://x", admin_url="memory://x")
+    with pytest.raises(ConfigError, match="The check of a scalable topic"):
+        examine(idle, lambda: MemoryBroker(topic.cluster), MemoryAdmin(topic.cluster))
+    with pytest.raises(ConfigError, match=r"run_until_idle.* of a scalable topic"):
+        run_until_idle(idle, lambda _: None)
+
+
+def test_dead_letters_of_a_scalable_topic_go_to_a_persistent_topic() -> None:
+    source = KeyShardSource(TOPIC, subscription="s", admin_url="http://h:1")
+    assert source.default_dead_letter_topics == ("persistent://public/default/orders-s-DLQ",)
+
+
+def test_a_segment_is_named_as_a_topic_partition_of_its_own() -> None:
+    name = "segment://public/default/orders-partition-1/0000-7fff-3"
+    assert TopicPartition.parse(name) == TopicPartition(name)

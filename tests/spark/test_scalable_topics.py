@@ -1,0 +1,85 @@
+"""A Spark query of a scalable topic whose segments split and merge, also while it is down."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from keyshard.testing.devbroker import DevBroker
+from tests.helpers import wait_until
+from tests.support.deadlines import deadline
+from tests.support.scalable_topic import ScalableTopic
+from tests.support.tested_pulsar import PULSAR
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.skipif(int(PULSAR.split(".")[0]) < 5, reason="needs scalable topics"),
+]
+END_S = deadline(180)
+
+
+class Query:
+    """A query that notes the values of its batches, in the order of their tasks."""
+
+    def __init__(
+        self, spark: SparkSession, broker: DevBroker, topic: ScalableTopic, folder: Path
+    ) -> None:
+        self._spark, self._broker, self._topic, self._folder = spark, broker, topic, folder
+        self.batches: dict[int, list[str]] = {}
+
+    def note(self, rows: DataFrame, number: int) -> None:
+        found = rows.selectExpr("cast(value as string) as value").collect()
+        self.batches[number] = [row["value"] for row in found]
+
+    @property
+    def got(self) -> list[str]:
+        return [value for number in sorted(self.batches) for value in self.batches[number]]
+
+    @contextmanager
+    def running(self, parallelism: int) -> Iterator[StreamingQuery]:
+        options = {
+            "service.url": self._broker.service_url, "admin.url": self._broker.admin_url,
+            "topic": self._topic.name, "subscription": "spark", "startingOffsets": "earliest",
+            "parallelism": str(parallelism),
+        }  # fmt: skip
+        rows = self._spark.readStream.format("keyshard").options(**options).load()
+        query = (
+            rows.writeStream.foreachBatch(self.note)
+            .option("checkpointLocation", str(self._folder / "checkpoint"))
+            .trigger(processingTime="0 seconds")
+            .start()
+        )
+        try:
+            yield query
+        finally:
+            query.stop()
+
+
+def test_each_message_is_in_one_batch_in_order_while_segments_split_and_merge(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path
+) -> None:
+    draw = random.Random(3)
+    with closing(ScalableTopic(dev_broker, segments=2)) as topic:
+        query = Query(spark, dev_broker, topic, tmp_path)
+        topic.publish(200)
+        for parallelism in (4, 6):
+            with query.running(parallelism):
+                for _ in range(3):
+                    topic.publish(100)
+                    topic.change(draw)
+                    topic.publish(100)
+                # Spark fails with a stack overflow if foreachBatch is interrupted by a stop.
+                wait_until(lambda: len(query.got) >= len(topic.sent), END_S)
+            topic.change(draw)
+            topic.publish(100)
+            topic.change(draw)
+            topic.publish(100)
+        with query.running(5):
+            wait_until(lambda: len(query.got) >= len(topic.sent), END_S)
+        topic.check(query.got)

@@ -1,0 +1,121 @@
+"""A scalable topic on a real broker: a producer that follows its segments, splits and merges."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from contextlib import closing, suppress
+
+import httpx
+
+from keyshard.broker.port import Producer
+from keyshard.broker.reports import SegmentWatch
+from keyshard.broker.wire.broker import WireBroker
+from keyshard.config.connection import Connection
+from keyshard.core.position.entry import TopicPartition
+from keyshard.errors import BrokerError
+from keyshard.testing.devbroker import DevBroker
+from tests.support.deadlines import deadline, in_time
+
+SEND_MS = int(deadline(20) * 1_000)
+"""Longest wait for a message to be stored, milliseconds."""
+
+
+class ScalableTopic:
+    """A topic with messages ``key:number``; the numbers of each key ascend.
+
+    Args:
+        broker: A broker of Pulsar 5.
+        segments: Number of its first segments.
+        keys: Number of keys.
+    """
+
+    def __init__(self, broker: DevBroker, segments: int = 1, keys: int = 40) -> None:
+        self._broker = broker
+        self._http = httpx.Client(base_url=broker.admin_url, timeout=deadline(30))
+        self._keys = keys
+        self._stop = threading.Event()
+        self._failed: list[BaseException] = []
+        self.name = f"topic://public/default/scalable-{uuid.uuid4().hex[:12]}"
+        self._path = self.name.replace("topic://", "/admin/v2/scalable/")
+        self.sent: list[str] = []
+        """Values that the broker has stored, in this order."""
+        self.changes: list[str] = []
+        """Splits and merges."""
+        self._http.put(self._path, params={"numInitialSegments": segments}).raise_for_status()
+
+    def split(self, number: int) -> None:
+        self._http.post(f"{self._path}/split/{number}").raise_for_status()
+        self.changes.append(f"split {number}")
+
+    def merge(self, lower: int, upper: int) -> None:
+        self._http.post(f"{self._path}/merge/{lower}/{upper}").raise_for_status()
+        self.changes.append(f"merge {lower} {upper}")
+
+    def change(self, draw: random.Random) -> None:
+        """Split a drawn open segment, or merge two adjacent ones."""
+        with closing(WireBroker(Connection(self._broker.service_url))) as client:
+            graph = client.watch_segments(self.name, lambda: None).graph
+        open_ones = sorted(
+            (one for one in graph.segments.values() if not one.is_sealed),
+            key=lambda one: one.first_hash,
+        )
+        if len(open_ones) > 1 and draw.random() < len(open_ones) / 8:
+            at = draw.randrange(len(open_ones) - 1)
+            self.merge(open_ones[at].number, open_ones[at + 1].number)
+        else:
+            self.split(draw.choice(open_ones).number)
+
+    def publish(self, count: int) -> None:
+        """Publish messages, each to the segment that has its key now."""
+        with closing(WireBroker(Connection(self._broker.service_url))) as client:
+            sender = _Sender(client, self.name)
+            for _ in range(count):
+                number = len(self.sent)
+                key = f"k{number % self._keys}"
+                sender.send(key, f"{key}:{number}")
+                self.sent.append(f"{key}:{number}")
+
+    def check(self, got: list[str]) -> None:
+        """Check that each message came once, and those of each key in their order."""
+        missing = set(self.sent) - set(got)
+        assert not missing, f"{len(missing)} lost, such as {min(missing)}; {self.changes}"
+        assert len(got) == len(set(got)), f"{len(got) - len(set(got))} twice; {self.changes}"
+        last: dict[str, int] = {}
+        for value in got:
+            key, _, number = value.partition(":")
+            assert last.get(key, -1) < int(number), f"{value} out of order; {self.changes}"
+            last[key] = int(number)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class _Sender:
+    """Sends each message to the open segment of its key; an own rule gives keys to segments."""
+
+    def __init__(self, client: WireBroker, topic: str) -> None:
+        self._client = client
+        self._watch: SegmentWatch = client.watch_segments(topic, lambda: None)
+        self._producers: dict[TopicPartition, Producer] = {}
+
+    def send(self, key: str, value: str) -> None:
+        end_s = time.monotonic() + deadline(60)
+        while True:
+            graph = self._watch.graph
+            where = graph.partition(graph.segment_of(key).number)
+            try:
+                if where not in self._producers:
+                    self._producers[where] = self._client.producer(where, send_timeout_ms=SEND_MS)
+                self._producers[where].send(value.encode(), key=key)
+                return
+            except BrokerError as exc:
+                if "Terminated" not in str(exc):
+                    raise
+            # Sealed: the next graph names the successor.
+            with suppress(BrokerError):
+                self._producers.pop(where).close() if where in self._producers else None
+            in_time(end_s, f"no open segment took {value}")
+            time.sleep(0.02)
