@@ -59,7 +59,9 @@ class ScalableTopics:
         elif known is not None and not known.precedes(found):
             self.created_again.update(known.partitions)
         self._graphs[topic] = found
-        self._topics |= dict.fromkeys(found.partitions, topic)
+        self._topics = {
+            where: graph.topic for graph in self._graphs.values() for where in graph.partitions
+        }
         return found.partitions
 
     def register(self, subscribed: Iterable[TopicPartition]) -> None:
