@@ -1,4 +1,4 @@
-"""What a connection reports beside messages: its workers, topics, and segments of topics."""
+"""Reports of a connection beside messages: its workers, topics, and segments of topics."""
 
 from __future__ import annotations
 

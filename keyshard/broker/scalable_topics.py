@@ -74,8 +74,7 @@ class ScalableTopics:
             subscribed: Topic partitions with consumers. Those that are no segments are ignored.
 
         Raises:
-            TopicNotFoundError: The scalable topic no longer exists.
-            BrokerError: The admin interface cannot be reached, or refuses.
+            BrokerError: The topic does not exist, or the admin interface fails or refuses.
         """
         for topic in sorted(set(map(self.topic_of, subscribed))):
             if is_scalable(topic):

@@ -391,7 +391,7 @@ class SourceConfig:
         """Raise an error if one of the topics is a scalable topic.
 
         Args:
-            use: What is requested, as the subject of a sentence.
+            use: The requested use, as the subject of a sentence.
 
         Raises:
             ConfigError: One is.

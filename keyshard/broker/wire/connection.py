@@ -89,7 +89,7 @@ class WireConnection:
         self.message_bytes_max = FRAME_BYTES_MAX
         """Largest message that the broker accepts, with its metadata, bytes."""
         self.features: Any = api.FeatureFlags()
-        """What the broker supports."""
+        """Features that the broker supports."""
         self._unsent = bytearray()
         self._why = ""
         """Why the connection ended; empty while it is open."""

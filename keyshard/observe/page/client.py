@@ -133,7 +133,7 @@ _REMEDIES: dict[int, str] = {
     httpx.codes.BAD_GATEWAY: "Check that the process is running.",
     httpx.codes.SERVICE_UNAVAILABLE: "Try again later.",
 }
-"""What to do about refusals whose request is correct, by status."""
+"""Remedies for refusals whose request is correct, by status."""
 
 
 def _listed(one: Any, status: Any) -> ShownSource:

@@ -119,7 +119,7 @@ class StatusWatcher:
         self._told = told
         self._requests = Requests()
         self._known: dict[Path, RunningSource] = {}
-        """What runs at each socket that has answered once."""
+        """The source, sink or worker at each socket that has answered once."""
         self._stopping, self._wanted = threading.Event(), threading.Event()
         self._number = 0
         self._thread = begin("keyshard-page-look", self._run)
