@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from keyshard.columns.content import divided, only
+from keyshard.columns.entry_rows import divided, only
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import range_index
 from keyshard.core.window.layout import Located

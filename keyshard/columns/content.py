@@ -6,20 +6,19 @@ and the garbage collector does not scan them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain, groupby
 from operator import add, attrgetter, ne
 from typing import Any
 
 import pyarrow as pa
-from msgspec.structs import replace
 
 from keyshard.columns.buffers import Groups, numbers
 from keyshard.core.metadata_columns import STORED, Kind
 from keyshard.core.position.entry import EntryBlock, EntryId, Part
 from keyshard.core.ring.hash_range import HashRange
-from keyshard.core.ring.key_slot import differing, routing_key, slots_of
+from keyshard.core.ring.key_slot import routing_key, slots_of
 
 TIME = pa.timestamp("us", tz="UTC")
 PROPERTIES = pa.map_(pa.string(), pa.string())
@@ -44,6 +43,8 @@ PAIR_BYTES = 8
 """Bytes of a property in addition to its name and value."""
 INTERLEAVED_MIN = 16
 """Fewest runs of rows that are put in order by copying columns twice."""
+TAKEN_MIN = 6
+"""Fewest runs of one content that are taken row by row. Fewer slices cost less."""
 RUN_BYTES_MAX = 4096
 """Largest mean size of such runs, bytes."""
 PROPERTYLESS_MAX = 10_000
@@ -176,11 +177,11 @@ def other_bytes(
             continue
         if name == "__properties":
             if len(column.keys):
-                pairs.append((_ends(column), _ends(column.keys), _ends(column.items)))
+                pairs.append((ends_of(column), ends_of(column.keys), ends_of(column.items)))
         elif name in _FIXED:
             row_bytes += 8
         elif name != "__eventTime" and column.null_count < len(column):
-            ends.append(_ends(column))
+            ends.append(ends_of(column))
 
     def of(start: int, stop: int) -> int:
         found = row_bytes * (stop - start) + sum(one[stop] - one[start] for one in ends)
@@ -193,74 +194,9 @@ def other_bytes(
     return of
 
 
-def _ends(column: pa.Array) -> memoryview:
+def ends_of(column: pa.Array) -> memoryview:
     """Return the offset of each value of a column, and the end of the last one."""
     return memoryview(column.buffers()[1]).cast("i")
-
-
-def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
-    """Return the messages of a block that have one of the batch indices."""
-    rows = [(part, row) for part in block.parts for row in range(part.rows)]
-    remote = [i for i, index in enumerate(block.indices) if index in indices]
-    slots = [block.slots[i] for i in remote]
-    parts = tuple(
-        Part(part.content, part.start + row, 1, part.remote)
-        for part, row in map(rows.__getitem__, remote)
-    )
-    return EntryBlock(
-        block.id,
-        block.batch_size,
-        block.batched,
-        [block.indices[i] for i in remote],
-        slots[0],
-        differing(slots),
-        block.publish_ms,
-        _payload_bytes(block, parts),
-        parts[0].content,
-        parts[0].start,
-        block.redelivered,
-        block.keys_of_bytes,
-        later_parts=parts[1:],
-        schema_version=block.schema_version,
-        other_bytes=block.other_bytes * len(parts) // block.rows,
-        remote=parts[0].remote,
-    )
-
-
-def divided(block: EntryBlock, rows: int) -> tuple[EntryBlock, EntryBlock]:
-    """Return the first messages of a block, and the others; there are some of both."""
-    return _span(block, 0, rows), _span(block, rows, block.rows)
-
-
-def _span(block: EntryBlock, first: int, end: int) -> EntryBlock:
-    parts: list[Part] = []
-    begins = 0
-    for part in block.parts:
-        low, high = max(first, begins), min(end, begins + part.rows)
-        if low < high:
-            parts.append(part._replace(start=part.start + low - begins, rows=high - low))
-        begins += part.rows
-    slots = block.mixed_slots and block.mixed_slots[first:end]
-    return replace(
-        block,
-        indices=block.indices[first:end],
-        slot=slots[0] if slots else block.slot,
-        mixed_slots=differing(slots) if slots else None,
-        payload_bytes=block.payload_bytes * (end - first) // block.rows,
-        other_bytes=block.other_bytes * (end - first) // block.rows,
-        content=parts[0].content,
-        start=parts[0].start,
-        remote=parts[0].remote,
-        later_parts=tuple(parts[1:]),
-        complete=False,
-    )
-
-
-def _payload_bytes(block: EntryBlock, parts: Sequence[Part]) -> int:
-    """Return the bytes of some values of a block; for remote content, estimate by the mean size."""
-    if any(part.remote is not None for part in parts):
-        return block.payload_bytes * len(parts) // block.rows
-    return sum(len(part.content.column(0)[part.start].as_buffer() or b"") for part in parts)
 
 
 def names_in(blocks: Sequence[EntryBlock]) -> list[str]:
@@ -275,13 +211,30 @@ def gather(blocks: Sequence[EntryBlock], names: Sequence[str]) -> dict[str, pa.A
     spans, rows = _interleaved(blocks) or (runs_of(blocks), None)
     if any(span.remote is not None for span in spans):
         raise ValueError("the content is remote")
+    pieces = list(map(_taken, groupby(spans, _content_id)))
     arrays = {
-        name: pa.concat_arrays(
-            [part.content.column(position).slice(part.start, part.rows) for part in spans]
-        )
+        name: pa.concat_arrays(list(chain.from_iterable(take(position) for take in pieces)))
         for name, position in zip(names, _positions(spans, names), strict=True)
     }
     return arrays if rows is None else {name: one.take(rows) for name, one in arrays.items()}
+
+
+def _content_id(part: Part) -> int:
+    return id(part.content)
+
+
+def _taken(group: tuple[int, Iterator[Part]]) -> Callable[[int], list[pa.Array]]:
+    """Return a function that returns the rows of some parts of one content, of a column of it.
+
+    To take rows one by one costs less than many slices.
+    """
+    parts = list(group[1])
+    columns = parts[0].content.columns
+    if len(parts) < TAKEN_MIN:
+        return lambda at: [columns[at].slice(part.start, part.rows) for part in parts]
+    starts = numbers([part.start for part in parts], pa.int32())
+    rows = Groups([part.rows for part in parts]).counted(starts)
+    return lambda at: [columns[at].take(rows)]
 
 
 def _interleaved(blocks: Sequence[EntryBlock]) -> tuple[list[Part], pa.Array] | None:

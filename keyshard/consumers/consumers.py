@@ -20,6 +20,7 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.assignment import Assignment, slot_owners
 from keyshard.core.ring.slot_load import SlotLoad
+from keyshard.core.topic_segments import is_segment
 from keyshard.core.window.admission import Budget
 
 
@@ -134,12 +135,24 @@ class Consumers:
             self.acknowledger.submit(topic_partition, entries)
 
     def owned_ranges(self) -> list[tuple[OwnedRange, bool, bool]]:
-        """Return each owned range, whether its consumer is connected, and whether it is paused."""
-        pauses, paused = self.shared.window.pauses, self.intake.paused
-        return [
-            (one, connected, paused or pauses.include(one.topic_partition, one.range_index))
-            for one, connected in self.range_consumers.connected()
-        ]
+        """Return each owned range, whether its consumer is connected, and whether it is paused.
+
+        The consumer of a segment stands for all ranges.
+        """
+        pauses, assignment = self.shared.window.pauses, self.range_consumers.assignment
+        found: list[tuple[OwnedRange, bool, bool]] = []
+        for one, connected in self.range_consumers.connected():
+            where = one.topic_partition
+            paused = self.intake.paused or pauses.include(where, one.range_index)
+            each = [one]
+            if is_segment(where):
+                each = [
+                    OwnedRange(where, owner, part, one.epoch)
+                    for owner, ranges in enumerate(assignment)
+                    for part in ranges
+                ]
+            found += [(owned_range, connected, paused) for owned_range in each]
+        return found
 
     def asked(self) -> dict[TopicPartition, bool]:
         """Return, by topic partition, whether a range waits for messages.

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from keyshard.broker.unreadable_entries import entry_of
-from keyshard.columns.content import entry_block, gather, metadata_in, only
+from keyshard.columns.content import entry_block, gather, metadata_in
+from keyshard.columns.entry_rows import only
 from keyshard.config.source import UNREADABLE, SourceConfig
 from keyshard.consumers.acknowledger import Acknowledger
 from keyshard.consumers.identity_check import IdentityCheck

@@ -29,7 +29,7 @@ from keyshard.consumers.subscribe import THREADS_MAX, open_range_consumer, open_
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.assignment import Assignment
 from keyshard.core.ring.hash_range import split_ring
-from keyshard.core.topic_segments import SegmentOrder
+from keyshard.core.topic_segments import SegmentOrder, receiving
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import BrokerUnavailableError, KeyShardError
 from keyshard.threads import Pool
@@ -44,7 +44,7 @@ class RangeConsumers:
     """Every hash range of every topic partition, spread over at most ``receive_threads`` threads.
 
     A consumer has one contiguous hash range. An owner of several ranges has several consumers in
-    each topic partition.
+    each topic partition. A segment of a scalable topic has one consumer, of the whole ring.
 
     Args:
         broker: Connection to subscribe through.
@@ -111,7 +111,7 @@ class RangeConsumers:
         return [
             OwnedRange(topic_partition, owner, hash_range, self.epoch)
             for topic_partition in where
-            for owner, ranges in enumerate(assignment)
+            for owner, ranges in enumerate(receiving(topic_partition, assignment))
             for hash_range in ranges
         ]
 

@@ -109,15 +109,16 @@ def open_range_consumers(
         wait(futures)
         # A broker that was lost meanwhile may come back wiped. Then the queue of a consumer that
         # lost its connection holds old entries, and their ids would be acknowledged at the new one.
-        again = [
-            pool.submit(reopen_range_consumer, broker, config, one, stop)
+        again = {
+            one.owned_range: pool.submit(_is_reopened, broker, config, one, stop)
             for one in _made(futures)
             if not one.consumer.is_connected()
-        ]
-    every: list[Future[Any]] = [*made, *futures, *again]
+        }
+    every: list[Future[Any]] = [*made, *futures, *again.values()]
     errors = [error for future in every if (error := future.exception()) is not None]
     if not errors:
-        return _made(futures)
+        deleted = {owned_range for owned_range, reopened in again.items() if not reopened.result()}
+        return [one for one in _made(futures) if one.owned_range not in deleted]
     for one in _made(futures):
         close_quietly(one.consumer)
     if missing := _without_subscription(owned_ranges, futures):
@@ -266,6 +267,19 @@ def reopen_range_consumer(
 
     range_consumer.consumer = retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
     range_consumer.assembly = EntryAssembly(doubted=range_consumer.assembly.doubted)
+
+
+def _is_reopened(
+    broker: Broker, config: SourceConfig, range_consumer: RangeConsumer, stop: threading.Event
+) -> bool:
+    """Reopen a range consumer; return ``False`` if its segment was deleted meanwhile."""
+    try:
+        reopen_range_consumer(broker, config, range_consumer, stop)
+    except TopicNotFoundError:
+        if is_segment(range_consumer.owned_range.topic_partition):
+            return False
+        raise
+    return True
 
 
 def subscribe_once(

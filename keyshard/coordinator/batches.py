@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from keyshard.broker.port import Broker
 from keyshard.columns.content import content_columns, runs_of
+from keyshard.columns.entry_rows import picked
 from keyshard.columns.record_batches import columns_of, described, record_batches
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.consumers import Consumers
@@ -33,7 +34,7 @@ from keyshard.coordinator.progress import PaceMonitor
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, Part, TopicPartition
 from keyshard.core.window.admission import waits_for_more
-from keyshard.core.window.layout import Located
+from keyshard.core.window.layout import Located, own
 from keyshard.errors import BatchUnknownError, KeyShardError
 from keyshard.reading.replay import replay
 from keyshard.threads import unexpected
@@ -267,10 +268,16 @@ class Batches:
             self._window.batches.restore(batch_id, entries)
 
     def _partition(self, batch_id: str, index: int) -> list[Located]:
+        """Return the entries of a layout partition, with only the messages that it has."""
         with self._shared.lock:
             located = self._window.batches.partition(batch_id, index)
+            end = self._window.batches[batch_id].checkpoint
             self._began_s.setdefault(batch_id, {}).setdefault(index, time.monotonic())
-            return located
+        found: list[Located] = []
+        for one in located:
+            rows = own(one, index, end.ranges, end.merged)
+            found.append(one if rows is None else (one[0], picked(one[1], rows)))
+        return found
 
     def release(self, checkpoint: Checkpoint) -> None:
         """Acknowledge everything up to ``checkpoint``, which is durable at the host. Idempotent."""

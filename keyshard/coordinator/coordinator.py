@@ -40,6 +40,7 @@ from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.recent_history import HistoryStatus
 from keyshard.core.ring.assignment import Assignment, Rescaled, assign
+from keyshard.core.topic_segments import consumers_each
 from keyshard.errors import (
     BrokerError,
     ConfigError,
@@ -210,7 +211,7 @@ class Coordinator:
         config = self._config
         timeout_s = config.operation_timeout_ms / 1000
         found = look(catalog, checkpoint, timeout_s)
-        consumers = sum(map(len, assignment))
+        consumers = consumers_each(found.consumed, assignment)
         check_consumer_limits(self._admin, found.consumed, consumers, timeout_s)
         if checkpoint is None:
             create_subscriptions(self._admin, config, found.consumed)

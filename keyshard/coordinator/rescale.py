@@ -38,6 +38,7 @@ from keyshard.consumers.receiver import OwnedRange, RangeConsumer
 from keyshard.coordinator.consumer_limits import check_consumer_limits
 from keyshard.coordinator.recorded_rescale import Outcome, RecordedRescale
 from keyshard.coordinator.startup import window_budget
+from keyshard.core.position.entry import TopicPartition
 from keyshard.core.rescale_history import DrainedMessage, Rescale, RescaleEnd
 from keyshard.core.ring.assignment import (
     Assignment,
@@ -49,6 +50,7 @@ from keyshard.core.ring.assignment import (
 )
 from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 from keyshard.core.ring.load_balance import Balance, balance
+from keyshard.core.topic_segments import consumers_each
 from keyshard.errors import DrainTimeoutError, KeyShardError, RescaleError
 from keyshard.notebook import table
 from keyshard.threads import owned_by
@@ -291,17 +293,14 @@ class Rescaler:
 
     def _move(self, new: Assignment) -> tuple[Pause, ...]:
         consumers, work = self._range_consumers, self._work
-        count, timeout_s = sum(map(len, new)), self._config.operation_timeout_ms / 1000
+        count = consumers_each(consumers.consumed, new)
+        timeout_s = self._config.operation_timeout_ms / 1000
         self._recorded.phase("check")
         check_consumer_limits(self._admin, consumers.consumed, count, timeout_s)
         budget = window_budget(self._config, self._admin, consumers.consumed, count)
         consumers.queue_max = budget.queue_max
-        stays = {(owner, part) for owner, ranges in enumerate(new) for part in ranges}
-        leaving = {
-            owned_range
-            for owned_range in consumers.owned
-            if (owned_range.range_index, owned_range.hash_range) not in stays
-        }
+        stays = set(map(_place, consumers.owned_ranges(consumers.consumed, new)))
+        leaving = {one for one in consumers.owned if _place(one) not in stays}
         moving = moved_ranges(consumers.assignment, new)
         began_s = time.monotonic()
         opened: list[RangeConsumer] = []
@@ -397,13 +396,14 @@ class Rescaler:
 
     def _missing(self, assignment: Assignment) -> list[OwnedRange]:
         consumers = self._range_consumers
-        owned = {(one.topic_partition, one.range_index, one.hash_range) for one in consumers.owned}
-        return [
-            owned_range
-            for owned_range in consumers.owned_ranges(consumers.consumed, assignment)
-            if (owned_range.topic_partition, owned_range.range_index, owned_range.hash_range)
-            not in owned
-        ]
+        owned = set(map(_place, consumers.owned))
+        wanted = consumers.owned_ranges(consumers.consumed, assignment)
+        return [one for one in wanted if _place(one) not in owned]
+
+
+def _place(one: OwnedRange) -> tuple[TopicPartition, int, HashRange]:
+    """Return what an owned range is in every epoch."""
+    return one.topic_partition, one.range_index, one.hash_range
 
 
 def _text(error: BaseException) -> str:

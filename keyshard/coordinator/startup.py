@@ -32,6 +32,7 @@ from keyshard.core.position.read_bounds import Edge, parse_start
 from keyshard.core.ring.assignment import Assignment, assign
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_identity import check_delivered, check_ledgers
+from keyshard.core.topic_segments import consumers_each
 from keyshard.core.window.admission import Budget, held_max
 from keyshard.core.window.task_costs import TaskCosts
 from keyshard.core.window.window import Window
@@ -135,7 +136,8 @@ def open_window(
         checkpoint.partitions if checkpoint else {},
         subscription_id=checkpoint.subscription_id if checkpoint else None,
     )
-    budget = window_budget(config, admin, found.consumed, sum(map(len, assignment)))
+    consumers = consumers_each(found.consumed, assignment)
+    budget = window_budget(config, admin, found.consumed, consumers)
     window = Window(base, len(assignment), budget)
     window.task_costs = TaskCosts(config.batch_tasks)
     for topic_partition in found.consumed:

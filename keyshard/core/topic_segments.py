@@ -10,13 +10,14 @@ before those of its children (PIP-460, PIP-468).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import mmh3
 
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.assignment import Assignment, assign
 from keyshard.core.ring.key_slot import broker_text
 from keyshard.errors import ConfigError
 from keyshard.redaction import shown
@@ -53,6 +54,30 @@ def check_scalable(topic: str) -> str:
 def is_segment(where: TopicPartition) -> bool:
     """Return whether a topic partition is a segment of a scalable topic."""
     return where.topic.startswith(SEGMENT)
+
+
+_ONE_CONSUMER = assign(1)
+
+
+def receiving(where: TopicPartition, assignment: Assignment) -> Assignment:
+    """Return the hash ranges with a consumer of a topic partition.
+
+    A segment has one consumer, of the whole ring, which counts as range 0. Producers of Pulsar 5
+    put keys of different ranges into one entry, and the broker routes an entry by its first key. So
+    with several consumers, entries of one key would come to several of them, in no common order
+    (ADR 57).
+
+    Args:
+        where: The topic partition.
+        assignment: Hash ranges of each owner.
+    """
+    return _ONE_CONSUMER if is_segment(where) else assignment
+
+
+def consumers_each(wheres: Iterable[TopicPartition], assignment: Assignment) -> int:
+    """Return the number of consumers of a topic partition, of the one that has most."""
+    counts = (sum(map(len, receiving(where, assignment))) for where in wheres)
+    return max(counts, default=sum(map(len, assignment)))
 
 
 def topic_of(where: TopicPartition) -> str:

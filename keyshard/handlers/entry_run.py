@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 
-from keyshard.columns.content import only
+from keyshard.columns.entry_rows import only
 from keyshard.columns.outgoing import Outgoing
 from keyshard.config.sink import SinkConfig
 from keyshard.config.source import SourceConfig

@@ -13,7 +13,7 @@ from functools import partial
 
 from keyshard.broker.port import Broker, ReadOptions
 from keyshard.broker.retry import retry_until
-from keyshard.columns.content import only
+from keyshard.columns.entry_rows import only
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeeded

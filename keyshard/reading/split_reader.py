@@ -25,7 +25,7 @@ from keyshard.broker.auth.tls import of_bookies
 from keyshard.broker.connect import connect, connect_admin
 from keyshard.broker.port import Broker, OpensReaders, ReadOptions
 from keyshard.broker.retry import retry_until
-from keyshard.columns.content import only
+from keyshard.columns.entry_rows import only
 from keyshard.columns.record_batches import record_batches
 from keyshard.config.connection import Connection
 from keyshard.config.segments import BOOKIES, BYTES_IN_FLIGHT, Segments

@@ -9,7 +9,7 @@ import pytest
 
 from keyshard.broker.memory import Batching, Message
 from keyshard.broker.port import ReadOptions
-from keyshard.columns.content import only
+from keyshard.columns.entry_rows import only
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.errors import BrokerError, BrokerUnavailableError, ChunkedMessageError
 from keyshard.reading.scan import Scan

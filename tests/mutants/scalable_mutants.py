@@ -65,4 +65,79 @@ OF_SCALABLE_TOPICS = (
             ),
         ),
     ),
+    Mutant(
+        name="subscribe each range of a segment",
+        promise="Order: entries of mixed keys come to one consumer, in their order.",
+        edits=(
+            Edit(
+                "keyshard/core/topic_segments.py",
+                "    return _ONE_CONSUMER if is_segment(where) else assignment\n",
+                "    return assignment\n",
+            ),
+        ),
+        killers=(
+            killer(_TESTS, "test_batches_of_mixed_keys_keep_their_order_in_a_stream"),
+            killer(_TESTS, "test_batches_of_mixed_keys_keep_their_order_in_handlers"),
+        ),
+    ),
+    Mutant(
+        name="leave an entry of mixed keys in the partition of its first key",
+        promise="All messages of a key in a batch are in one partition.",
+        edits=(
+            Edit(
+                "keyshard/core/window/layout.py",
+                "            if segment and block.mixed_slots:\n",
+                "            if False:\n",
+            ),
+        ),
+        killers=(
+            killer(_TESTS, "test_a_key_of_a_mixed_batch_is_in_the_layout_partition_of_its_slot"),
+            killer("unit/test_layout", "test_entries_of_segments_are_divided_by_slot"),
+        ),
+    ),
+    Mutant(
+        name="give a partition all messages of an entry that it shares",
+        promise="Each message is in a batch once.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/batches.py",
+                "            found.append(one if rows is None",
+                "            found.append(one if True",
+            ),
+        ),
+        killers=(
+            killer(_TESTS, "test_a_key_of_a_mixed_batch_is_in_the_layout_partition_of_its_slot"),
+        ),
+    ),
+    Mutant(
+        name="end the start because a segment was deleted after it was subscribed",
+        promise="A segment that the broker deletes stops nothing.",
+        edits=(
+            Edit(
+                "keyshard/consumers/subscribe.py",
+                "        if is_segment(range_consumer.owned_range.topic_partition):\n",
+                "        if False:\n",
+            ),
+        ),
+        killers=(
+            killer(_TESTS, "test_a_segment_that_is_deleted_before_it_is_subscribed_stops_nothing"),
+        ),
+    ),
+    Mutant(
+        name="let the consumer of a segment pause though it owes an entry",
+        promise="Progress: an owner of a missing entry receives while the checkpoint has no room.",
+        edits=(
+            Edit(
+                "keyshard/core/window/partition_window.py",
+                "        self.owners = frozenset([0]) if self.whole and owners else owners\n",
+                "        self.owners = owners\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "unit/test_backpressure",
+                "test_the_consumer_of_a_segment_that_owes_an_entry_goes_on_without_room",
+            ),
+        ),
+    ),
 )

@@ -8,7 +8,7 @@ import pytest
 
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryConsumer, Message
 from keyshard.broker.port import StartPosition, SubscriptionSpec
-from keyshard.columns.content import only
+from keyshard.columns.entry_rows import only
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition

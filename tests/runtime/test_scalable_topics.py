@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keyshard import KeyShardSource, Message
-from keyshard.broker.memory import MemoryBroker, MemoryCluster
+from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.memory.scalable_topics import MemorySegmentWatch
@@ -19,6 +19,7 @@ from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.ring.hash_range import range_index
 from keyshard.core.topic_segments import SegmentGraph, SegmentOrder
 from keyshard.errors import (
     AdminError,
@@ -30,6 +31,7 @@ from keyshard.errors import (
 from keyshard.observe.doctor import examine
 from keyshard.testing import run_until_idle
 from tests.helpers import config, keys_of, received, rows_of, running, wait_until
+from tests.support.deadlines import deadline
 
 TOPIC = "topic://public/default/orders"
 KEYS = keys_of(8)
@@ -43,12 +45,28 @@ class ScalableTopic:
         self.cluster.scalable.create(TOPIC, segments)
         self.sent = 0
         self.got: list[tuple[str, int]] = []
+        self._lock = threading.Lock()
 
     def publish(self, count: int) -> None:
-        for _ in range(count):
-            key = KEYS[self.sent % len(KEYS)]
-            self.cluster.publish(TOPIC, Stored(b"%d" % self.sent, key=key))
-            self.sent += 1
+        for message in self._messages(count):
+            self.cluster.publish(TOPIC, message)
+
+    def publish_mixed(self, count: int) -> None:
+        """Publish batches of five, whatever the keys, as a producer of an entry bucket."""
+        self.cluster.publish(
+            TOPIC, *self._messages(count), batching=Batching.MIXED, batch_messages_max=5
+        )
+
+    def _messages(self, count: int) -> list[Stored]:
+        first, self.sent = self.sent, self.sent + count
+        return [
+            Stored(b"%d" % number, key=KEYS[number % len(KEYS)])
+            for number in range(first, self.sent)
+        ]
+
+    def handle(self, message: Message) -> None:
+        with self._lock:
+            self.got.append((str(message.key), int(message.value or b"")))
 
     def split(self, number: int) -> None:
         self.cluster.scalable.split(TOPIC, number)
@@ -136,24 +154,24 @@ def test_a_split_while_the_source_is_down_keeps_the_order(topic: ScalableTopic) 
     topic.check()
 
 
-def test_handlers_keep_the_order_of_keys_across_splits_and_merges() -> None:
-    topic, lock = ScalableTopic(2), threading.Lock()
-    name = "handlers-of-segments"
-    cluster = MemoryCluster.named(name)
-    topic.cluster = cluster
-    cluster.scalable.create(TOPIC, 2)
-
-    def handle(message: Message) -> None:
-        with lock:
-            topic.got.append((str(message.key), int(message.value or b"")))
-
+def handled(name: str, segments: int, **options: Any) -> tuple[ScalableTopic, KeyShardSource]:
+    """A topic of a named cluster, and a source of it."""
+    topic = ScalableTopic()
+    topic.cluster = MemoryCluster.named(name)
+    topic.cluster.scalable.create(TOPIC, segments)
+    url = f"memory://{name}"
     source = KeyShardSource(
-        TOPIC, subscription="s", service_url=f"memory://{name}", admin_url=f"memory://{name}",
-        starting_position="earliest",
-        parallelism=3, discovery_interval_ms=50,
+        TOPIC, subscription="s", service_url=url, admin_url=url, starting_position="earliest",
+        discovery_interval_ms=50, **options,
     )  # fmt: skip
+    return topic, source
+
+
+def test_handlers_keep_the_order_of_keys_across_splits_and_merges() -> None:
+    topic, source = handled("handlers-of-segments", 2, parallelism=3)
+    cluster = topic.cluster
     topic.publish(40)
-    with source.running(handle):
+    with source.running(topic.handle):
         wait_until(lambda: len(topic.got) == 40)
         for change in (
             lambda: topic.split(0),
@@ -377,40 +395,115 @@ def test_a_question_that_fails_while_segments_wait_ends_nothing(
     topic.check()
 
 
-def test_a_segment_that_is_deleted_during_a_rescale_stops_nothing() -> None:
-    topic, name = ScalableTopic(), "rescale-of-segments"
-    topic.cluster = cluster = MemoryCluster.named(name)
-    cluster.scalable.create(TOPIC)
-    lock = threading.Lock()
-
-    def handle(message: Message) -> None:
-        with lock:
-            topic.got.append((str(message.key), int(message.value or b"")))
-
-    source = KeyShardSource(
-        TOPIC, subscription="s", service_url=f"memory://{name}", admin_url=f"memory://{name}",
-        starting_position="earliest", parallelism=2, discovery_interval_ms=60_000,
-    )  # fmt: skip
+def test_a_rescale_moves_keys_and_subscribes_nothing() -> None:
+    topic, source = handled("rescale-of-segments", 1, parallelism=2)
     topic.publish(16)
-    with source.running(handle):
-        wait_until(lambda: len(topic.got) == 16)
+    with source.running(topic.handle):
         topic.split(0)
         topic.publish(16)
         wait_until(lambda: len(topic.got) == 32)
-        subscribe = MemoryBroker.subscribe
-
-        def collects(self: MemoryBroker, *spec: Any) -> Any:
-            if cluster.scalable.graph(TOPIC).parents:
-                cluster.scalable.collect(TOPIC)
-            return subscribe(self, *spec)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(MemoryBroker, "subscribe", collects)
-            source.rescale(5)
-        assert not cluster.scalable.graph(TOPIC).parents, "the parent is deleted"
-        topic.publish(16)
-        wait_until(lambda: len(topic.got) == topic.sent)
+        for count in (5, 1, 3):
+            report = source.rescale(count)
+            assert report.ranges_after == count
+            assert report.pauses == (), "no consumer was subscribed again"
+            topic.publish(16)
+            wait_until(lambda: len(topic.got) == topic.sent)
+            status = source.status()
+            assert all(one["hashRanges"] for one in status["ranges"])
+            assert all(one["covered"] for one in status["partitions"])
     topic.check()
+
+
+def test_a_segment_that_is_deleted_before_it_is_subscribed_stops_nothing(
+    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscribe = MemoryBroker.subscribe
+
+    def collects(self: MemoryBroker, *spec: Any) -> Any:
+        topic.cluster.scalable.collect(TOPIC)
+        return subscribe(self, *spec)
+
+    topic.split(0)
+    monkeypatch.setattr(MemoryBroker, "subscribe", collects)
+    with topic.running(source_of()) as coordinator:
+        assert not topic.cluster.scalable.graph(TOPIC).parents, "the parent is deleted"
+        topic.publish(16)
+        received(coordinator, 16)
+        end = coordinator.batches.cut()
+        assert end is not None
+        topic.take(rows_of(coordinator, end))
+    topic.check()
+
+
+def test_batches_of_mixed_keys_keep_their_order_in_a_stream(topic: ScalableTopic) -> None:
+    """Java's producer batches keys of an entry bucket; the broker routes by the first key."""
+    source, end = source_of(parallelism=4), None
+    for first in range(3):
+        stored = None if end is None else Checkpoint.from_json(end.to_json())
+        with topic.running(source, stored) as coordinator:
+            for _ in range(4):
+                topic.publish_mixed(20)
+                # A cut may come in the middle of what is delivered.
+                while (cut := coordinator.batches.cut(7)) is not None:
+                    end = cut
+                    topic.take(rows_of(coordinator, cut))
+                    coordinator.batches.release(cut)
+            if first == 1:
+                topic.split(0)
+    with topic.running(source, end) as coordinator:
+        while len(topic.got) < topic.sent:
+            if (cut := coordinator.batches.cut(7)) is not None:
+                topic.take(rows_of(coordinator, cut))
+                coordinator.batches.release(cut)
+        assert coordinator.status()["misrouted"] == 0
+    topic.check()
+
+
+def test_a_key_of_a_mixed_batch_is_in_the_layout_partition_of_its_slot(
+    topic: ScalableTopic,
+) -> None:
+    source = source_of(parallelism=4)
+    with topic.running(source) as coordinator:
+        coordinator.consumers.shared.window.task_costs.tasks = lambda *_: 4  # type: ignore[method-assign]
+        topic.publish_mixed(80)
+        received(coordinator, 80)
+        end = coordinator.batches.cut()
+        assert end is not None
+        laid_out = rows_of(coordinator, end)
+        assert {
+            (index, range_index(row["__slot"], 4)) for index in laid_out for row in laid_out[index]
+        } == {(index, index) for index in range(4)}
+        stored = Checkpoint.from_json(end.to_json())
+    with topic.running(source, stored, planned=True) as again:
+        assert rows_of(again, stored) == laid_out, "a batch that runs again has the same rows"
+        again.batches.release(stored)
+    topic.take(laid_out)
+    topic.check()
+
+
+def test_batches_of_mixed_keys_keep_their_order_in_handlers() -> None:
+    topic, source = handled("mixed-batches-of-segments", 1, parallelism=3)
+    with source.running(topic.handle):
+        for number in range(3):
+            topic.publish_mixed(100)
+            topic.split(number)
+            topic.publish_mixed(100)
+        wait_until(lambda: len(topic.got) == topic.sent)
+        status = source.status()
+        assert status["window"] is not None
+        assert status["window"]["misrouted"] == 0
+        assert all(one["handled"] for one in status["ranges"]), "each range has its keys"
+    topic.check()
+
+
+def test_messages_of_a_segment_without_a_key_use_the_lanes_of_all_ranges() -> None:
+    topic, source = handled("keyless-in-segments", 1, parallelism=4)
+    got = threading.Semaphore(0)
+    with source.running(lambda _: got.release()):
+        topic.cluster.publish(TOPIC, *[Stored(b"") for _ in range(40)])
+        for _ in range(40):
+            assert got.acquire(timeout=deadline(20))
+        wait_until(lambda: all(one["handled"] for one in source.status()["ranges"]))
 
 
 def test_a_missing_topic_is_named_at_the_start(topic: ScalableTopic) -> None:

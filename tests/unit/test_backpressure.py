@@ -100,3 +100,20 @@ def test_a_range_pauses_alone_before_the_limit_of_its_consumer() -> None:
     source.release(end)
     assert not source.pauses.any_full
     assert source.paused(P0) == []
+
+
+def test_the_consumer_of_a_segment_that_owes_an_entry_goes_on_without_room() -> None:
+    """It received everything that waits, so it has used up the part of a range."""
+    segment = TopicPartition("segment://t/n/a/0000-ffff-0")
+    source = Followed(Budget(20, 10**9, checkpoint_bytes_max=100), segment)
+    source.give(segment, 0)
+    source.release(source.cut())
+    source.give(segment, 2, 4, 6, 8, 10, 12, 14, 16)
+    source.cut()
+    assert not source.pauses.include(segment, 0), "half of the window is free for missing entries"
+    source.give(segment, 18, 20, 22, 24)
+    source.cut()
+    assert source.pauses.include(segment, 0)
+    source.window.prove(segment, GapEvidence(), frozenset({3}))
+    assert not source.pauses.include(segment, 0), "it may owe the entry, whatever the slot"
+    assert source.pauses.late_only(segment, 0)

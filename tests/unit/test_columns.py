@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from keyshard.columns import content
 from keyshard.columns import record_batches as columns
 from keyshard.columns.content import CONTENT, gather, pack
+from keyshard.columns.entry_rows import only, picked
 from keyshard.columns.record_batches import SCHEMA, record_batches, select
 from keyshard.core.position.entry import EntryBlock, EntryId, Part, TopicPartition
 from keyshard.core.position.serialized_id import SerializedId
@@ -248,3 +250,40 @@ def test_entries_of_deliveries_that_alternate_are_not_sliced_one_by_one(
     of_a_range = blocks[::2]  # a worker answers with entries of several ranges
     values = gather(of_a_range, ["value"])["value"].to_pylist()
     assert values == [b"%d" % (entry % 3) for entry in range(0, 90, 2) for _ in range(2)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_picked_messages_have_their_keys_slots_and_values(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    total = sum(sizes)
+    keys = data.draw(st.lists(st.sampled_from(["a", "b", None]), min_size=total, max_size=total))
+    indices = sorted(data.draw(st.permutations(range(total + 3)))[:total])
+    values = [b"v" * (row % 4) for row in range(total)]
+    joined: EntryBlock | None = None
+    for size in sizes:
+        first = 0 if joined is None else joined.rows
+        one = block(
+            1, 0, *keys[first : first + size], of=total + 3,
+            indices=indices[first : first + size], values=values[first : first + size],
+        )  # fmt: skip
+        joined = one if joined is None else joined.joined(one)
+    assert joined is not None
+    rows = sorted(data.draw(st.sets(st.integers(0, total - 1), min_size=1)))
+    for found in (picked(joined, rows), only(joined, frozenset(indices[row] for row in rows))):
+        assert found.indices == [indices[row] for row in rows]
+        assert found.partition_keys == [keys[row] for row in rows]
+        assert found.slots == [joined.slots[row] for row in rows]
+        assert found.values == [values[row] for row in rows]
+        assert gather([found], ["value"])["value"].to_pylist() == found.values
+    assert found.payload_bytes == sum(len(values[row]) for row in rows)
+    assert len(found.parts) == 1 + sum(
+        later != row + 1 or later in set(accumulate(sizes)) for row, later in pairwise(rows)
+    )
+
+
+def test_many_runs_of_one_content_are_taken_together() -> None:
+    values = [b"%d" % row for row in range(100)]
+    whole = block(1, 0, *["k"] * 100, values=values)
+    odd = [picked(whole, range(1, 100, 2)), block(2, 0, "k", values=[b"last"])]
+    assert gather(odd, ["value"])["value"].to_pylist() == [*values[1::2], b"last"]

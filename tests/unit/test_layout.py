@@ -6,12 +6,13 @@ import random
 from collections.abc import Mapping, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.window.admission import Budget
-from keyshard.core.window.layout import Located, home_range, lay_out
+from keyshard.core.window.layout import Located, home_range, lay_out, own
 from keyshard.core.window.window import Window
 from tests.helpers import P0, P1, block, key_in, present
 
@@ -118,3 +119,58 @@ def test_the_home_of_a_keyless_entry_is_pinned_because_stored_batches_depend_on_
 def test_an_empty_batch_has_no_partitions() -> None:
     assert lay_out({}, 10) == {}
     assert lay_out({P0: []}, 10) == {}
+
+
+SEGMENT = TopicPartition("segment://public/default/orders/0000-ffff-0")
+
+
+def divided(
+    laid_out: Mapping[int, Sequence[Located]], ranges: int, partitions: int | None = None
+) -> dict[int, list[tuple[EntryId, int]]]:
+    """Return the messages of each partition, as entry and batch index."""
+    return {
+        index: [
+            (entry.id, entry.indices[row])
+            for one in located
+            for entry in one[1:]
+            for row in own(one, index, ranges, partitions) or range(entry.rows)
+        ]
+        for index, located in laid_out.items()
+    }
+
+
+@pytest.mark.parametrize(("ranges", "partitions"), [(1, None), (3, None), (10, 4), (10, 1)])
+def test_entries_of_segments_are_divided_by_slot(ranges: int, partitions: int | None) -> None:
+    drawn, keys = random.Random(ranges), [*(f"key-{i}" for i in range(40)), None]
+    entries = [block(1, i, *(drawn.choice(keys) for _ in range(1 + i % 7))) for i in range(60)]
+    found = divided(lay_out({SEGMENT: entries}, ranges, partitions), ranges, partitions)
+    placed = [place for places in found.values() for place in places]
+    assert sorted(placed) == [(one.id, index) for one in entries for index in one.indices]
+    key_of = {(one.id, i): key for one in entries for i, key in enumerate(one.partition_keys)}
+    homes: dict[str | None, set[int]] = {}
+    for index, places in found.items():
+        assert places == sorted(places)
+        for place in places:
+            homes.setdefault(key_of[place], set()).add(index)
+    assert all(len(homes[key]) == 1 for key in homes if key is not None)
+    assert len(found) == min(ranges, partitions or ranges)
+
+
+def test_messages_of_a_segment_without_a_key_go_where_their_entry_would_go() -> None:
+    low, high = split_ring(2)
+    for number in range(20):
+        entry = block(7, number, key_in(low), None, key_in(high), None)
+        found = divided(lay_out({SEGMENT: [entry]}, 2), 2)
+        keyless = found[home_range(SEGMENT, entry.id, None, 2)]
+        assert {(entry.id, 1), (entry.id, 3)} < set(keyless)
+
+
+def test_a_key_of_bytes_in_a_segment_is_placed_by_its_text() -> None:
+    """A batch that runs again is read by a Reader, which does not show every key of bytes."""
+    read = block(1, 0, "a2V5", "b", "c")
+    received = replace(read, keys_of_bytes=True, slot=5, mixed_slots=[5, *read.slots[1:]])
+    for ranges in (3, 10, 1_000):
+        again, first = (
+            divided(lay_out({SEGMENT: [one]}, ranges), ranges) for one in (read, received)
+        )
+        assert again == first

@@ -572,3 +572,16 @@ def test_a_smaller_budget_counts_at_once() -> None:
     assert not window.pauses.is_full(P0)
     window.reassign(slot_owners(assign(4)), Budget(10, 10**9))
     assert window.pauses.is_full(P0)
+
+
+def test_entries_of_a_segment_are_handled_in_the_range_of_their_slot() -> None:
+    segment = TopicPartition("segment://t/n/a/0000-ffff-0")
+    window = window_of(segment)
+    keys = [key_in(hash_range) for hash_range in split_ring(4)]
+    for entry, key in enumerate([*keys, *[None] * 40]):
+        window.receive(segment, 0, [block(1, entry, key)])
+    window.reassign(slot_owners(assign(4)), Budget(1_000, 10**9))
+    window.validate()
+    found = [index for _, index, _ in window.take()]
+    assert found[:4] == [0, 1, 2, 3]
+    assert set(found[4:]) == {0, 1, 2, 3}, "those without a key are spread"

@@ -108,9 +108,8 @@ class Backpressure:
             return
         limits = window.budget.share(max(1, len(window.active)))
         row_bytes = held.bytes / max(1, held.rows)
-        self._kept[topic_partition] = kept(
-            held.range_rows, row_bytes, limits, window.ranges, held.owners
-        )
+        ranges = 1 if held.whole else window.ranges
+        self._kept[topic_partition] = kept(held.range_rows, row_bytes, limits, ranges, held.owners)
 
     def cut(self) -> None:
         """Update after the cut of a batch."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import RING_SIZE, range_index
 from keyshard.core.ring.key_slot import key_slot
+from keyshard.core.topic_segments import is_segment
 
 ROWS_PER_PARTITION_MIN = 50_000
 """Row count that justifies a partition of the host, unless the rows are large."""
@@ -67,12 +68,18 @@ def lay_out(
             range.
 
     Returns:
-        For each partition with data, ascending: its entries by (topic partition, ledger, entry).
+        For each partition with data, ascending: its entries by (topic partition, ledger, entry). An
+        entry of a segment is in each partition that has some of its messages; see :func:`own`.
     """
     result: defaultdict[int, list[Located]] = defaultdict(list)
     count = partitions or ranges
     for topic_partition in sorted(entries):
+        segment = is_segment(topic_partition)
         for block in entries[topic_partition]:
+            if segment and block.mixed_slots:
+                for index in set(_partitions_of(topic_partition, block, ranges, count)):
+                    result[index].append((topic_partition, block))
+                continue
             # By the text of its key: a replayed batch does not know which range received it.
             slot = block.text_slots[0] if block.keys_of_bytes else block.slot
             # Runs for every entry: a call for each is half of the cost.
@@ -83,3 +90,39 @@ def lay_out(
             )
             result[index * count // ranges].append((topic_partition, block))
     return dict(sorted(result.items()))
+
+
+def own(
+    located: Located, index: int, ranges: int, partitions: int | None = None
+) -> list[int] | None:
+    """Return the messages of an entry that one partition of a batch has, by their numbers in it.
+
+    Producers of Pulsar 5 batch keys of different ranges in segments of scalable topics. Such an
+    entry is divided by slot, so that all messages of a key are in one partition. An entry of any
+    other topic is in one partition, as in all releases of keyshard: a batch that runs again has
+    the same rows in the same places.
+
+    Args:
+        located: An entry of that partition.
+        index: Number of the partition.
+        ranges: As for :func:`lay_out`.
+        partitions: As for :func:`lay_out`.
+
+    Returns:
+        ``None``: all messages of the block.
+    """
+    where, block = located
+    if not (block.mixed_slots and is_segment(where)):
+        return None
+    of_each = _partitions_of(where, block, ranges, partitions or ranges)
+    found = [row for row, partition in enumerate(of_each) if partition == index]
+    return None if len(found) == len(of_each) else found
+
+
+def _partitions_of(where: TopicPartition, block: EntryBlock, ranges: int, count: int) -> list[int]:
+    """Return the partition of each message of an entry."""
+    keyless = home_range(where, block.id, None, ranges) * count // ranges
+    return [
+        keyless if slot is None else slot * ranges // RING_SIZE * count // ranges
+        for slot in block.text_slots
+    ]

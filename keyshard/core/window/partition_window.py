@@ -43,6 +43,8 @@ class PartitionWindow:
 
     state: PartitionCheckpoint
     """Floor and delivered set as of the newest cut; ``batch`` is the batch of that cut."""
+    whole: bool = False
+    """Whether one consumer, of the whole ring, receives all of it; it counts as range 0."""
     received: list[EntryBlock] = field(default_factory=list)
     """Entries received and not cut."""
     taken: dict[EntryId, EntryBlock] = field(default_factory=dict)
@@ -170,10 +172,14 @@ class PartitionWindow:
     def reassign(self, owners: Sequence[int], ranges: int) -> None:
         """Move received entries to the new owners of the ring. Keyless entries stay.
 
+        Those of the consumer of a whole ring stay, too.
+
         Args:
             owners: The range that owns each slot.
             ranges: Number of ranges.
         """
+        if self.whole:
+            return
         left_out: set[int] = set()
         for block in self.received:
             before, slot = block.received_by, block.slot
@@ -435,7 +441,7 @@ class PartitionWindow:
     def prove(self, proofs: GapEvidence, owners: frozenset[int]) -> None:
         """Take evidence, and the ranges that owe an entry of an ack gap."""
         self.proofs.merge(proofs)
-        self.owners = owners
+        self.owners = frozenset([0]) if self.whole and owners else owners
         if proofs:
             self.waiting_rows = 0
 

@@ -23,8 +23,10 @@ from keyshard.core.position.checkpoint import Checkpoint, PartitionCheckpoint, S
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.topic_identity import lowest_known_ledger
+from keyshard.core.topic_segments import is_segment
 from keyshard.core.window.admission import Budget, split_limits
 from keyshard.core.window.backpressure import Backpressure
+from keyshard.core.window.layout import home_range
 from keyshard.core.window.partition_window import (
     PartitionWindow,
     ReceiveResult,
@@ -70,7 +72,7 @@ class Window:
         self.counters = WindowCounters()
         for topic_partition, state in checkpoint.partitions.items():
             self.known[topic_partition] = PartitionWindow(
-                state, lowest_ledger=lowest_known_ledger(state)
+                state, is_segment(topic_partition), lowest_ledger=lowest_known_ledger(state)
             )
             self._record(topic_partition, state)
             self.add_partition(topic_partition)
@@ -84,7 +86,8 @@ class Window:
         """Add a topic partition, or activate a dropped one again. Idempotent."""
         window = self.known.get(topic_partition)
         if window is None:
-            window = self.known[topic_partition] = PartitionWindow(PartitionCheckpoint())
+            window = PartitionWindow(PartitionCheckpoint(), is_segment(topic_partition))
+            self.known[topic_partition] = window
         window.gone = False
         window.doubt()
         self.active[topic_partition] = self._changing[topic_partition] = None
@@ -204,8 +207,8 @@ class Window:
             rows_max: Approximate number of rows, split equally over topic partitions; default: all.
 
         Returns:
-            (topic partition, index of the range that received it, entry), in order of receipt per
-                topic partition.
+            (topic partition, index of its range, entry), in order of receipt per topic partition.
+                That range received it; of an entry of a segment, it has the first message.
         """
         turn = list(islice(self._filled, rows_max))
         share = None if rows_max is None or not turn else max(1, rows_max // len(turn))
@@ -213,9 +216,11 @@ class Window:
         for topic_partition in turn:
             window = self.known[topic_partition]
             self.received_rows -= window.ready_rows
-            taken += [
-                (topic_partition, block.received_by, block) for block in window.take_oldest(share)
-            ]
+            for block in window.take_oldest(share):
+                index = block.received_by
+                if window.whole:
+                    index = home_range(topic_partition, block.id, block.slot, self.ranges)
+                taken.append((topic_partition, index, block))
             self.received_rows += window.ready_rows
             self._looked(topic_partition)
         return taken
