@@ -120,7 +120,7 @@ OF_SCALABLE_TOPICS = (
             ),
         ),
         killers=(
-            killer(_TESTS, "test_a_segment_that_is_deleted_before_it_is_subscribed_stops_nothing"),
+            killer(_TESTS, "test_a_segment_that_is_deleted_once_it_is_subscribed_stops_nothing"),
         ),
     ),
     Mutant(

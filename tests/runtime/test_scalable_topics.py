@@ -414,14 +414,15 @@ def test_a_rescale_moves_keys_and_subscribes_nothing() -> None:
     topic.check()
 
 
-def test_a_segment_that_is_deleted_before_it_is_subscribed_stops_nothing(
+def test_a_segment_that_is_deleted_once_it_is_subscribed_stops_nothing(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subscribe = MemoryBroker.subscribe
 
     def collects(self: MemoryBroker, *spec: Any) -> Any:
+        made = subscribe(self, *spec)
         topic.cluster.scalable.collect(TOPIC)
-        return subscribe(self, *spec)
+        return made
 
     topic.split(0)
     monkeypatch.setattr(MemoryBroker, "subscribe", collects)
