@@ -14,6 +14,7 @@ from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition, na
 from keyshard.core.refused_limits import ConsumerLimits
 from keyshard.core.releases import LINES, TESTED, Fault, Version, faults_of
 from keyshard.core.subscription_state import BrokerLimits, SubscriptionState
+from keyshard.core.topic_segments import SCALABLE
 from keyshard.redaction import listed
 
 States = Mapping[TopicPartition, Mapping[str, SubscriptionState]]
@@ -324,7 +325,8 @@ def judge_termination(
         advice = f"{end} Write to another topic."
         return [Finding(Level.PROBLEM, "termination", f"{text} A sink cannot write there.", advice)]
     text = f"{text} Stored messages can be read, and none is added: reads end there."
-    advice = f"{end} Read new messages from another topic."
+    scalable = SCALABLE + terminated[0].topic.partition("://")[2]
+    advice = f"{end} Read new messages from another topic; if it was migrated, from {scalable}."
     return [Finding(Level.WARNING, "termination", text, advice)]
 
 

@@ -49,9 +49,9 @@ class Handled:
     def has(self, count: int) -> bool:
         return len(self.got) >= count
 
-    def source(self, parallelism: int) -> KeyShardSource:
+    def source(self, parallelism: int, topic: str = "") -> KeyShardSource:
         return KeyShardSource(
-            self._topic.name, subscription="handled", service_url=self._broker.service_url,
+            topic or self._topic.name, subscription="handled", service_url=self._broker.service_url,
             admin_url=self._broker.admin_url, starting_position="earliest",
             parallelism=parallelism, discovery_interval_ms=1_000,
         )  # fmt: skip
@@ -60,8 +60,9 @@ class Handled:
         with self._lock:
             self.got.append((message.value or b"").decode())
 
-    def running(self, parallelism: int) -> AbstractContextManager[KeyShardSource]:
-        return self.source(parallelism).running(self.handle, checkpoint=self._checkpoint)
+    def running(self, parallelism: int, topic: str = "") -> AbstractContextManager[KeyShardSource]:
+        source = self.source(parallelism, topic)
+        return source.running(self.handle, checkpoint=self._checkpoint)
 
 
 def test_handlers_get_each_message_once_in_order_across_splits_and_merges(
@@ -95,6 +96,25 @@ def test_segments_that_split_and_merge_while_a_source_is_down_are_read_in_order(
     with handled.running(4):
         wait_until(lambda: len(handled.got) >= len(topic.sent), END_S)
     topic.check(handled.got)
+
+
+def test_a_migrated_topic_goes_on_from_its_checkpoint(
+    dev_broker: DevBroker, tmp_path: Path
+) -> None:
+    """Its partitions are the parents of all segments, under their own names."""
+    with closing(ScalableTopic(dev_broker, partitions=3)) as topic:
+        handled = Handled(dev_broker, topic, tmp_path)
+        topic.publish_before(300)
+        with handled.running(3, topic.migrated_from):
+            wait_until(partial(handled.has, 200), END_S)
+        topic.publish_before(100)
+        topic.migrate()
+        topic.publish(100)
+        with handled.running(5):
+            topic.change(random.Random(3))
+            topic.publish(100)
+            wait_until(lambda: len(handled.got) >= len(topic.sent), END_S)
+        topic.check(handled.got)
 
 
 def test_values_have_the_schema_of_the_topic(

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import closing, suppress
 
 import httpx
@@ -30,9 +31,13 @@ class ScalableTopic:
         broker: A broker of Pulsar 5.
         segments: Number of its first segments.
         keys: Number of keys.
+        partitions: If given, the topic is first a persistent one of that many partitions; see
+            :meth:`migrate`.
     """
 
-    def __init__(self, broker: DevBroker, segments: int = 1, keys: int = 40) -> None:
+    def __init__(
+        self, broker: DevBroker, segments: int = 1, keys: int = 40, partitions: int = 0
+    ) -> None:
         self._broker = broker
         self._http = httpx.Client(base_url=broker.admin_url, timeout=deadline(30))
         self._keys = keys
@@ -44,7 +49,29 @@ class ScalableTopic:
         """Values that the broker has stored, in this order."""
         self.changes: list[str] = []
         """Splits and merges."""
-        self._http.put(self._path, params={"numInitialSegments": segments}).raise_for_status()
+        self.migrated_from = ""
+        """The persistent topic that it was, or still is."""
+        if partitions:
+            self.migrated_from = self.name.replace("topic://", "persistent://")
+            path = self._path.replace("scalable", "persistent", 1)
+            self._http.put(f"{path}/partitions", json=partitions).raise_for_status()
+            self._partitions = partitions
+        else:
+            self._http.put(self._path, params={"numInitialSegments": segments}).raise_for_status()
+
+    def publish_before(self, count: int) -> None:
+        """Publish messages to the persistent topic; its partitions are chosen by key."""
+        wheres = [TopicPartition(self.migrated_from, number) for number in range(self._partitions)]
+        with closing(WireBroker(Connection(self._broker.service_url))) as client:
+            producers = [client.producer(where, send_timeout_ms=SEND_MS) for where in wheres]
+            for key, value in self._next(count):
+                producers[int(key[1:]) % self._partitions].send(value.encode(), key=key)
+                self.sent.append(value)
+
+    def migrate(self) -> None:
+        """Make a scalable topic of the persistent one, though clients are connected."""
+        self._http.post(f"{self._path}/migrate", params={"force": "true"}).raise_for_status()
+        self.changes.append("migrate")
 
     def split(self, number: int) -> None:
         self._http.post(f"{self._path}/split/{number}").raise_for_status()
@@ -72,11 +99,16 @@ class ScalableTopic:
         """Publish messages, each to the segment that has its key now."""
         with closing(WireBroker(Connection(self._broker.service_url))) as client:
             sender = _Sender(client, self.name)
-            for _ in range(count):
-                number = len(self.sent)
-                key = f"k{number % self._keys}"
-                sender.send(key, f"{key}:{number}")
-                self.sent.append(f"{key}:{number}")
+            for key, value in self._next(count):
+                sender.send(key, value)
+                self.sent.append(value)
+
+    def _next(self, count: int) -> Iterator[tuple[str, str]]:
+        """Yield keys and values of the next messages."""
+        first = len(self.sent)
+        for number in range(first, first + count):
+            key = f"k{number % self._keys}"
+            yield key, f"{key}:{number}"
 
     def check(self, got: list[str]) -> None:
         """Check that each message came once, and those of each key in their order."""
