@@ -382,8 +382,9 @@ class Job:
         if self._published is not None:
             self._published.commit_all(self._run)
             return
-        while entries := self._exchange.next_to_commit():
-            self._run.commit(entries)
+        while any(taken := self._exchange.next_to_commit()):
+            entries, handled = taken
+            self._run.commit(entries, handled=handled)
 
 
 def _traced(source: KeyShardSource, options: JobOptions, sink: SinkConfig | None) -> Traced | None:

@@ -28,9 +28,17 @@ from keyshard.core.range_watchdog import CALLS_MIN, ActorFacts, actor_stall
 from keyshard.core.ring.hash_range import HashRange, split_ring
 from keyshard.core.window.layout import Located
 from keyshard.errors import DrainTimeoutError, NotRunningError
+from keyshard.handlers.entry_run import HandledMessages
 from keyshard.observe.handler_view import Totals
 from keyshard.observe.status_types import Status
-from ray_adapter.row_slices import Entries, PendingRows, RowSlice, entries_done, rows_of
+from ray_adapter.row_slices import (
+    Entries,
+    PendingRows,
+    RowSlice,
+    divided_messages,
+    entries_done,
+    rows_of,
+)
 
 VERSION = 1
 """Version of :class:`JobStatus`. A field that is renamed, removed or changes its meaning raises
@@ -168,6 +176,8 @@ class JobState:
         again."""
         self._done: deque[Done] = deque()
         self._to_commit: Entries = {}
+        self._handled: HandledMessages = []
+        """Messages whose results were taken, of entries that actors share."""
         self._tally = HandlerCounters()
         self._row_timings = LatencyHistogram()
         """Time that each call took for one of its rows."""
@@ -472,14 +482,19 @@ class JobState:
         """
         with self.changed:
             done.actor_slot.untaken -= 1
+            self._handled += divided_messages(pieces)
             for where, ids in entries_done(pieces).items():
                 self._to_commit.setdefault(where, []).extend(ids)
             self.changed.notify_all()
 
-    def next_to_commit(self) -> Entries:
-        """Wait for entries whose results were taken; return none when the job stops."""
+    def next_to_commit(self) -> tuple[Entries, HandledMessages]:
+        """Wait for entries whose results were taken, and messages of other entries.
+
+        Both are empty when the job stops.
+        """
         with self.changed:
-            while not (self._to_commit or self.stopping):
+            while not (self._to_commit or self._handled or self.stopping):
                 self.changed.wait(LOOK_S)
             entries, self._to_commit = self._to_commit, {}
-            return entries
+            handled, self._handled = self._handled, []
+            return entries, handled

@@ -15,6 +15,7 @@ from keyshard.columns.entry_rows import divided, only
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import range_index
 from keyshard.core.window.layout import Located
+from keyshard.handlers.entry_run import HandledMessages
 
 Entries = dict[TopicPartition, list[EntryId]]
 
@@ -51,6 +52,12 @@ def whole_pieces(pieces: Sequence[RowSlice], rows: int) -> int:
             break
         count += 1
     return count
+
+
+def divided_messages(pieces: Iterable[RowSlice]) -> HandledMessages:
+    """Return the messages of pieces that share their entries with others."""
+    shared = (piece for piece in pieces if piece.shares is not None)
+    return [(one.where, one.block.id, index) for one in shared for index in one.block.indices]
 
 
 def entries_done(pieces: Iterable[RowSlice]) -> Entries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -13,16 +14,14 @@ from keyshard.core.ring.key_slot import differing
 
 def only(block: EntryBlock, indices: frozenset[int]) -> EntryBlock:
     """Return the messages of a block that have one of the batch indices."""
-    rows = [row for row, index in enumerate(block.indices) if index in indices]
-    found = picked(block, rows)
-    found.payload_bytes = _payload_bytes(found)
-    return found
+    return picked(block, [row for row, index in enumerate(block.indices) if index in indices])
 
 
 def picked(block: EntryBlock, rows: Sequence[int]) -> EntryBlock:
-    """Return some messages of a block, by their numbers in it, ascending. Sizes are estimates."""
+    """Return some messages of a block, by their numbers in it, ascending."""
     slots = list(map(block.slots.__getitem__, rows))
-    first, *later = _parts_of(block, rows)
+    parts = _parts_of(block, rows)
+    first, *later = parts
     return EntryBlock(
         block.id,
         block.batch_size,
@@ -31,7 +30,7 @@ def picked(block: EntryBlock, rows: Sequence[int]) -> EntryBlock:
         slots[0],
         differing(slots),
         block.publish_ms,
-        block.payload_bytes * len(rows) // block.rows,
+        _payload_bytes(block, parts),
         first.content,
         first.start,
         block.redelivered,
@@ -93,13 +92,17 @@ def _span(block: EntryBlock, first: int, end: int) -> EntryBlock:
     )
 
 
-def _payload_bytes(block: EntryBlock) -> int:
-    """Return the bytes of the values of a block; of remote content, its estimate."""
-    found = 0
-    for content, start, rows, remote in block.parts:
+def _payload_bytes(block: EntryBlock, parts: Sequence[Part]) -> int:
+    """Return the bytes of the values in parts of a block; estimate those of remote content."""
+    found = shift = 0
+    content: Any = None
+    ends = memoryview(b"")
+    for one, start, rows, remote in parts:
         if remote is not None:
-            return block.payload_bytes
-        values = content.column(0)
-        ends, first = ends_of(values), values.offset + start
-        found += ends[first + rows] - ends[first]
+            return block.payload_bytes * sum(part.rows for part in parts) // block.rows
+        if one is not content:
+            content = one
+            values = content.column(0)
+            ends, shift = ends_of(values), values.offset
+        found += ends[shift + start + rows] - ends[shift + start]
     return found

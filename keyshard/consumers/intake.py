@@ -7,7 +7,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
 from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
@@ -315,13 +314,11 @@ class LoadMeter:
         times = ONE_OF if self._load.messages >= ALL_MESSAGES else 1
         if times > 1:
             blocks = [block for block in blocks if not self._random.randrange(ONE_OF)]
-        for block, key in zip(blocks, _first_keys(blocks), strict=True):
-            if block.mixed_slots is not None:
-                for slot in block.mixed_slots:
-                    if slot is not None:
-                        self._load.add(slot, times)
-            elif block.slot is not None:
-                self._load.add(block.slot, times * block.rows, key)
+        for block, keys in zip(blocks, _keys_of(blocks), strict=True):
+            count = times * block.rows // len(keys)
+            for slot, key in zip(block.mixed_slots or [block.slot], keys, strict=True):
+                if slot is not None:
+                    self._load.add(slot, count, key)
 
     def hot_keys(self, count_max: int, share_min: float) -> list[tuple[str, float]]:
         """Return the most frequent keys since the meter began, and a lower bound of each share."""
@@ -403,14 +400,17 @@ class LoadSample:
         return self._load.copy()
 
 
-def _first_keys(blocks: Sequence[EntryBlock]) -> Iterator[str | None]:
-    """Return the routing key of the first message of each entry."""
+def _keys_of(blocks: Sequence[EntryBlock]) -> Iterator[list[str | None]]:
+    """Return the routing key of the first message of each entry; of mixed entries, of all."""
     if not blocks:
-        return iter(())
+        return
     columns = gather(blocks, ("__key", "__orderingKey"))
     keys, ordering_keys = (column.to_pylist() for column in columns.values())
-    first = accumulate((block.rows for block in blocks[:-1]), initial=0)
-    return (routing_key(keys[row], ordering_keys[row]) for row in first)
+    first = 0
+    for block in blocks:
+        rows = range(first, first + (1 if block.mixed_slots is None else block.rows))
+        yield [routing_key(keys[row], ordering_keys[row]) for row in rows]
+        first += block.rows
 
 
 # -- Anomalies: misrouted and unreadable messages -------------------------------------------------

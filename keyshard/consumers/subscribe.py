@@ -23,7 +23,6 @@ from keyshard.core.position.entry import TopicPartition
 from keyshard.core.position.entry_assembly import EntryAssembly
 from keyshard.core.ring.hash_range import HashRange
 from keyshard.core.subscription_state import KEY_SHARED, SubscriptionState
-from keyshard.core.topic_segments import is_segment
 from keyshard.core.window.receiver_queue_size import ReceiverQueueSize
 from keyshard.errors import (
     BrokerError,
@@ -84,7 +83,7 @@ def open_range_consumers(
         try:
             made = retry_until(attempt, config.subscribe_timeout_ms / 1000, stop=stop)
         except BaseException as exc:
-            if isinstance(exc, TopicNotFoundError) and is_segment(owned_range.topic_partition):
+            if isinstance(exc, TopicNotFoundError) and config.is_scalable:
                 return None
             stop.set()
             raise
@@ -276,7 +275,7 @@ def _is_reopened(
     try:
         reopen_range_consumer(broker, config, range_consumer, stop)
     except TopicNotFoundError:
-        if is_segment(range_consumer.owned_range.topic_partition):
+        if config.is_scalable:
             return False
         raise
     return True

@@ -318,7 +318,7 @@ class Dispatcher:
             and self.circuit.calm
             and self.outputs is None
             and self.rate is None
-            and not (self.stopping or self._rejects_keyless or self.lanes.held)
+            and not (self.stopping or self._rejects_keyless or self.lanes.held.ranges)
             and self.lanes.next_due_s() is None
             and self._parking.idle
         )

@@ -19,7 +19,7 @@ from keyshard.coordinator.rescale import Rescaler
 from keyshard.coordinator.startup import first_assignment
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.position.outputs import Handled, Outputs, check_owner
+from keyshard.core.position.outputs import Handled, Outputs, check_owner, forget, note
 from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import ConfigError, KeyShardError, RuntimeStoppedError
 from keyshard.handlers.checkpoint_store import CheckpointStore
@@ -84,7 +84,7 @@ class EntryRun:
                 )
             self._log = OutputLog(sink, checkpointed=self._store is not None)
         self._handled: Handled = {}
-        """Messages whose rows an earlier run has in the checkpoint: :meth:`take` omits them."""
+        """Messages that the checkpoint of an earlier run has: :meth:`take` omits them."""
         self._owners = RangeOwners(self._log, actors)
         self._subject = ObservedRun(
             config, coordinator, self._owners,
@@ -111,12 +111,10 @@ class EntryRun:
         """
         checkpoint = None if self._store is None else self._store.open()
         try:
-            outputs = None if checkpoint is None else checkpoint.outputs
             if self._log is None:
-                check_owner(outputs, None)
+                check_owner(None if checkpoint is None else checkpoint.outputs, None)
             else:
-                self._log.open(outputs)
-                self._handled = deepcopy(self._log.handled)
+                self._log.open(checkpoint)
             with owned_by(self.coordinator.fail):
                 self._monitor = Monitor(self._subject)
             assignment = first_assignment(self._config, checkpoint)
@@ -125,6 +123,9 @@ class EntryRun:
             self.coordinator.start(checkpoint, assignment=assignment)
             self._committer = Committer(self.coordinator, self._store, checkpoint)
             self._has_committer = True
+            # Later commits change the original.
+            of = self._committer if self._log is None else self._log
+            self._handled = deepcopy(of.handled)
             self.rescaler = self.coordinator.rescaler(self._owners, drain_timeout_s=0.0)
             yield
         finally:
@@ -174,9 +175,10 @@ class EntryRun:
             entries: Emptied once they are in the next checkpoint. If storing that checkpoint
                 fails, the next commit stores it.
             rows: Rows to publish with them, by full topic name; emptied like the entries.
-            handled: The messages that produced these rows, also messages of entries that are not
-                committed yet; emptied like the entries. Without it, all messages of the entries
-                count as handled, and no others.
+            handled: Handled messages, also of entries that are not committed yet: those that
+                produced the rows or, without a sink, those of entries that are divided. Emptied
+                like the entries. Without it, all messages of the entries count as handled, and no
+                others.
 
         Raises:
             KeyShardError: The source ended, the checkpoint could not be stored, or the rows are not
@@ -217,6 +219,9 @@ class EntryRun:
         for topic_partition, ids in entries.items():
             completed.setdefault(topic_partition, []).extend(ids)
         joined = {name: Outgoing.joined(parts) for name, parts in (rows or {}).items()}
+        if self._log is None and handled:
+            self._committer.note(handled)
+            handled.clear()
         self._left = self._committer.plan(completed, last=last)
         entries.clear()
         if self._log is None:
@@ -317,6 +322,9 @@ class EntryRun:
             self._lock.release()
 
 
+_NEVER = EntryId(2**63, 0)
+"""After every entry."""
+
 # -- Commits: completed entries become durable, then they are acknowledged -------------------------
 
 
@@ -348,6 +356,15 @@ class Committer:
         self._store = store
         self._rescaled = None if stored is None else stored.rescaled
         """The rescale that the stored checkpoint contains."""
+        self.handled: Handled = {} if stored is None else {
+            where: {entry: set(rows) for entry, rows in of.items()}
+            for where, of in stored.handled.items()
+        }  # fmt: skip
+        """Handled messages of entries of several keys that are not delivered, without a sink."""
+        self._noted = False
+        """Whether ``handled`` has messages that are not stored."""
+        self._unfit: dict[TopicPartition, EntryId] = {}
+        """First completed entry for which the checkpoint has no room."""
         self.stored_bytes = 0
         """Size of the checkpoint stored last; 0 without a store."""
 
@@ -362,7 +379,17 @@ class Committer:
     @property
     def pending(self) -> bool:
         """Whether there is something to store or to acknowledge."""
-        return self._coordinator.in_flight.completed or self.behind
+        return self._coordinator.in_flight.completed or self._noted or self.behind
+
+    def note(self, done: Sequence[tuple[TopicPartition, EntryId, int]]) -> None:
+        """Put handled messages of entries that are not completed into the next checkpoint.
+
+        Args:
+            done: Topic partition, entry and batch index of each.
+        """
+        if done and self._store is not None:
+            note(self.handled, done)
+            self._noted = True
 
     def plan(
         self, completed: Mapping[TopicPartition, Collection[EntryId]], *, last: bool = False
@@ -381,7 +408,12 @@ class Committer:
         Raises:
             KeyShardError: The source ended; nothing was taken.
         """
-        return self._coordinator.in_flight.plan_completed(completed, limited=not last)
+        left = self._coordinator.in_flight.plan_completed(completed, limited=not last)
+        self._unfit = {where: min(ids) for where, ids in left.items()}
+        if self.handled:
+            fits = {at: set(ids) - set(left.get(at, ())) for at, ids in completed.items()}
+            forget(self.handled, fits)
+        return left
 
     def store(self) -> None:
         """Store the planned checkpoint and acknowledge its entries, also those of a failed call.
@@ -409,12 +441,29 @@ class Committer:
         if self._parked is not None:
             parked = self._parked.checkpoint(self._coordinator.in_flight.positions)
         newest = self._coordinator.newest
-        checkpoint = replace(newest, parked=parked, rescaled=rescaled, outputs=outputs)
+        checkpoint = replace(
+            newest, parked=parked, rescaled=rescaled, outputs=outputs,
+            handled={} if outputs is not None else self._stored_handled(),
+        )  # fmt: skip
         self.stored_bytes = self._store.save(checkpoint)
+        self._noted = False
         self._coordinator.saved(self.stored_bytes)
         self._rescaled = rescaled
         if self._parked is not None:
             self._parked.saved()
+
+    def _stored_handled(self) -> Handled:
+        """Return the handled messages of the next checkpoint.
+
+        Entries without room, and all messages after them, come again together, in their order.
+        """
+        if not self._unfit:
+            return self.handled
+        end = self._unfit
+        return {
+            where: {entry: rows for entry, rows in of.items() if entry < end.get(where, _NEVER)}
+            for where, of in self.handled.items()
+        }
 
     def release(self) -> None:
         """Acknowledge the entries of the checkpoint that was stored."""

@@ -83,7 +83,7 @@ class LoggedOutputs:
         Raises:
             KeyShardError: See :meth:`OutputLog.open`.
         """
-        self.log.open(None if stored is None else stored.outputs)
+        self.log.open(stored)
         self._thread = begin("keyshard-outputs", self._run_thread, fail=self._run.fail)
 
     # -- called with ``changed`` held --------------------------------------------------------------

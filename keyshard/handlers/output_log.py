@@ -29,8 +29,16 @@ from keyshard.broker.port import Broker, EntryProducer
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.config.sink import SinkConfig
 from keyshard.core.lanes.lane_status import OutputsStatus
+from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.position.outputs import Handled, Outputs, TopicRows, check_owner
+from keyshard.core.position.outputs import (
+    Handled,
+    Outputs,
+    TopicRows,
+    check_owner,
+    forget,
+    note,
+)
 from keyshard.core.publishing import BATCH_ID_MAX, HashingScheme
 from keyshard.errors import BatchMismatchError, BrokerError, CheckpointError, ConfigError
 from keyshard.publishing.batch_part import ENTRY_OVERHEAD
@@ -139,7 +147,7 @@ class OutputLog:
         self.confirmed = self.failed = 0
         """Number of those that the broker confirmed, and of those that it did not."""
 
-    def open(self, stored: Outputs | None) -> None:
+    def open(self, stored: Checkpoint | None) -> None:
         """Connect, and publish the batch of the checkpoint, which may not be stored yet.
 
         Raises:
@@ -148,14 +156,16 @@ class OutputLog:
             KeyShardError: The broker is not reachable or refuses, or the batch is not confirmed in
                 time.
         """
-        check_owner(stored, self._sink.sink_id)
+        outputs = None if stored is None else stored.outputs
+        check_owner(outputs, self._sink.sink_id)
         if self._checkpointed:
             check_deduplication(self._sink, [self._sink.topic])
         self._broker = connect(self._sink.how_to_connect())
-        self._outputs = stored or self._outputs
+        self._outputs = outputs or self._outputs
         self.handled = {
             where: {at: set(rows) for at, rows in of.items()}
-            for where, of in self._outputs.handled.items()
+            for found in (self._outputs.handled, {} if stored is None else stored.handled)
+            for where, of in found.items()
         }
         self._writer = self._new_writer()
         self.topic(None)
@@ -189,8 +199,7 @@ class OutputLog:
             done: Handled messages: topic partition, entry and batch index.
         """
         assert not self._batch, "the earlier batch is not confirmed"
-        for where, entry, index in done:
-            self.handled.setdefault(where, {}).setdefault(entry, set()).add(index)
+        note(self.handled, done)
         if rows:
             self._next_batch()
         self._new = True
@@ -204,12 +213,7 @@ class OutputLog:
 
     def forget(self, entries: Mapping[TopicPartition, Iterable[EntryId]]) -> None:
         """Forget the handled messages of entries that are in the checkpoint."""
-        for where, ids in entries.items():
-            of = self.handled.get(where, {})
-            for entry in ids:
-                of.pop(entry, None)
-            if not of:
-                self.handled.pop(where, None)
+        forget(self.handled, entries)
 
     def state(self) -> Outputs:
         """Return the part of the next checkpoint about outputs."""

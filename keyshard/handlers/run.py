@@ -343,6 +343,8 @@ class HandlerRun:
             fail=coordinator.consumers.shared.fail, check=coordinator.check,
         )  # fmt: skip
         self._committer = Committer(coordinator, self._store, checkpoint, dead_letters)
+        if self._logged is None:
+            self._feeder.handled = self._committer.handled
         self._parked = self._dispatcher.parking = FailedMessages(
             self._dispatcher, dead_letters, self._handling, self._config.subscription,
             self._outcomes, unreadable=self._unreadable,
@@ -423,15 +425,18 @@ class HandlerRun:
         with self.changed:
             waits = bool(self.lanes.completed_entries) or self._committer.behind
             if logged is None:
-                return waits
+                return waits or bool(self.lanes.done_apart)
             return not logged.busy and (waits or logged.waiting or logged.log.unsaved)
 
     def _commit(self, *, last: bool = False) -> None:
         began_s = time.thread_time()
         with self.changed:
             completed = self.lanes.pop_completed()
+            done_apart, self.lanes.done_apart = self.lanes.done_apart, []
             if self._logged is not None:
                 self._logged.begin()
+        if self._logged is None:
+            self._committer.note(done_apart)
         left = self._committer.plan(completed, last=last)
         if left:
             with self.changed:
@@ -439,9 +444,7 @@ class HandlerRun:
         if self._logged is None:
             self._committer.store()
         else:
-            planned = {
-                where: set(ids) - set(left.get(where, ())) for where, ids in completed.items()
-            }
+            planned = {at: set(ids) - set(left.get(at, ())) for at, ids in completed.items()}
             self._committer.save(self._logged.prepared(planned))
             self._logged.publish()
         spent_s = time.thread_time() - began_s

@@ -50,9 +50,8 @@ OF_OUTPUTS = (
         edits=(
             Edit(
                 LOG,
-                "            self.handled.setdefault(where, {})"
-                ".setdefault(entry, set()).add(index)\n",
-                "            pass\n",
+                "        note(self.handled, done)\n",
+                "",
             ),
         ),
         killers=(
@@ -94,8 +93,8 @@ OF_OUTPUTS = (
         edits=(
             Edit(
                 LOG,
-                "        self._outputs = stored or self._outputs\n",
-                "        self._outputs = replace(stored or self._outputs, "
+                "        self._outputs = outputs or self._outputs\n",
+                "        self._outputs = replace(outputs or self._outputs, "
                 "run_id=self._outputs.run_id)\n",
             ),
         ),

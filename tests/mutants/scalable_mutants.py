@@ -115,8 +115,8 @@ OF_SCALABLE_TOPICS = (
         edits=(
             Edit(
                 "keyshard/consumers/subscribe.py",
-                "        if is_segment(range_consumer.owned_range.topic_partition):\n",
-                "        if False:\n",
+                "        if config.is_scalable:\n            return False\n",
+                "        if False:\n            return False\n",
             ),
         ),
         killers=(
@@ -137,6 +137,40 @@ OF_SCALABLE_TOPICS = (
             killer(
                 "unit/test_backpressure",
                 "test_the_consumer_of_a_segment_that_owes_an_entry_goes_on_without_room",
+            ),
+        ),
+    ),
+    Mutant(
+        name="forget messages that are done before another key of their entry",
+        promise="Order: a restart repeats no message after newer ones of its key.",
+        edits=(
+            Edit(
+                "keyshard/core/lanes/lanes.py",
+                "        elif entry.has_keys:\n",
+                "        elif False:\n",
+            ),
+        ),
+        killers=(
+            killer(
+                _TESTS,
+                "test_a_restart_repeats_no_message_that_was_handled_before_another_key_of_its_entry",
+            ),
+        ),
+    ),
+    Mutant(
+        name="store handled messages only until the next restart",
+        promise="Order: a restart repeats no message after newer ones of its key.",
+        edits=(
+            Edit(
+                "keyshard/handlers/entry_run.py",
+                "            for where, of in stored.handled.items()\n",
+                "            for where, of in ()\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_entry_run",
+                "test_handled_messages_of_an_unfinished_entry_do_not_come_again",
             ),
         ),
     ),

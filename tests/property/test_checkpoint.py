@@ -57,6 +57,11 @@ def any_checkpoint(draw: st.DrawFn) -> Checkpoint:
                 SubscriptionId, st.text(max_size=5), st.frozensets(topic_partitions, max_size=3)
             )
         ),
+        handled=draw(
+            st.dictionaries(
+                topic_partitions, st.dictionaries(ids, indices, min_size=1, max_size=3), max_size=2
+            )
+        ),
     )
 
 
@@ -87,6 +92,7 @@ def test_equal_checkpoints_have_equal_texts(checkpoint: Checkpoint, random: obje
         checkpoint.merged,
         rescaled=checkpoint.rescaled,
         subscription_id=checkpoint.subscription_id,
+        handled=dict(reversed([*checkpoint.handled.items()])),
     )
     assert turned.to_json() == checkpoint.to_json()
     resaved = Checkpoint.from_json(json.dumps(json.loads(checkpoint.to_json()), indent=2))
@@ -132,6 +138,7 @@ json_values = st.recursive(
 STATE_FIELDS = ("batch", "delivered", "floor", "partial", "published")
 PATHS = [
     ("rescaled",), ("rescaled", "owners"), ("rescaled", "parallelism"),
+    ("handled",), ("handled", "t"), ("handled", "t", "1:9"),
     ("version",), ("ranges",), ("merged",), ("partitions",), ("partitions", "t"),
     *(("partitions", "t", name) for name in STATE_FIELDS),
 ]  # fmt: skip
@@ -144,7 +151,7 @@ def test_any_wrong_value_anywhere_is_a_checkpoint_error(
 ) -> None:
     data = {
         "version": 1, "cluster": "c", "subscription": "s", "ranges": 3,
-        "rescaled": {"owners": "0-9;10-65535", "parallelism": 4},
+        "rescaled": {"owners": "0-9;10-65535", "parallelism": 4}, "handled": {"t": {"1:9": "0-3"}},
         "partitions": {"t": {
             "delivered": "1:0-5", "batch": "1:3-5", "floor": "0:9", "partial": {"1:3": "0"},
             "published": 5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from keyshard import KeyShardSink
@@ -9,9 +10,21 @@ from keyshard.broker.memory import Batching, MemoryBroker, Message
 from keyshard.columns.messages import messages_of
 from keyshard.columns.outgoing import Outgoing, OutgoingMessage
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.handlers.checkpoint_store import CheckpointStore
 from keyshard.handlers.entry_run import EntryRun
 from tests.helpers import wait_until
 from tests.support.memory_topic import MemoryTopic
+
+
+def taken(run: EntryRun, messages: int) -> list[tuple[TopicPartition, EntryBlock]]:
+    found: list[tuple[TopicPartition, EntryBlock]] = []
+
+    def complete() -> bool:
+        found.extend(run.take(0.05))
+        return sum(block.rows for _, block in found) >= messages
+
+    wait_until(complete)
+    return found
 
 
 def test_messages_whose_rows_are_in_the_checkpoint_do_not_come_again(tmp_path: Path) -> None:
@@ -27,16 +40,6 @@ def test_messages_whose_rows_are_in_the_checkpoint_do_not_come_again(tmp_path: P
         source = topic.source(parallelism=1)
         checkpoint = tmp_path / "c.json"
         return EntryRun(source.coordinator(), source, checkpoint, executor="test", sink=sink)
-
-    def taken(run: EntryRun, messages: int) -> list[tuple[TopicPartition, EntryBlock]]:
-        found: list[tuple[TopicPartition, EntryBlock]] = []
-
-        def complete() -> bool:
-            found.extend(run.take(0.05))
-            return sum(block.rows for _, block in found) >= messages
-
-        wait_until(complete)
-        return found
 
     first = run()
     with first.started():
@@ -56,3 +59,37 @@ def test_messages_whose_rows_are_in_the_checkpoint_do_not_come_again(tmp_path: P
         wait_until(lambda: topic.backlog() == 0)
     reader = MemoryBroker(topic.cluster).reader(TopicPartition(out), EntryId(0, 0))
     assert [block.rows for block in reader.read(0)] == [1]
+
+
+def test_handled_messages_of_an_unfinished_entry_do_not_come_again(tmp_path: Path) -> None:
+    """Actors of a Ray job share an entry of several keys; one of them may be done long before."""
+    topic = MemoryTopic(partitions=1)
+    for _ in range(2):
+        topic.cluster.publish(
+            topic.topic, *[Message(b"", key=key) for key in "abc"], batching=Batching.MIXED
+        )
+
+    def run() -> EntryRun:
+        source = topic.source(parallelism=1)
+        return EntryRun(source.coordinator(), source, tmp_path / "c.json", executor="test")
+
+    first = run()
+    with first.started():
+        (where, half), (_, whole) = taken(first, 6)
+        first.commit({}, handled=[(where, half.id, 1)])
+        first.commit({where: [whole.id]}, handled=[(where, whole.id, 0)])
+    second = run()
+    with second.started():
+        ((_, rest),) = taken(second, 2)
+        assert (rest.id, list(rest.indices)) == (half.id, [0, 2])
+        second.commit({}, handled=[(where, half.id, 0)])
+    third = run()
+    with third.started():
+        ((_, rest),) = taken(third, 1)
+        assert list(rest.indices) == [2], "what the first run handled is still known"
+        third.commit({where: [rest.id]})
+    with closing(CheckpointStore(tmp_path / "c.json")) as store:
+        stored = store.open()
+    assert stored is not None
+    assert stored.handled == {}, "whole entries are delivered"
+    assert topic.backlog() == 0

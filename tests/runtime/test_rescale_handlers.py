@@ -138,7 +138,7 @@ def test_a_stop_has_no_long_wait_for_ranges_that_no_broker_gives(
     lanes = recorded.source._active().lanes
     with ThreadPoolExecutor(1) as pool:
         rescaling = pool.submit(recorded.rescale, 8)
-        wait_until(lambda: lanes.held)
+        wait_until(lambda: lanes.held.ranges)
         leave.set()
         wait_until(lambda: subscribes.raised)
         recorded.source.stop()

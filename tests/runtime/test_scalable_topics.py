@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tenacity import stop_never, wait_fixed
 
-from keyshard import KeyShardSource, Message
+from keyshard import KeyShardSource, Message, RetryPolicy
 from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
@@ -494,6 +496,31 @@ def test_batches_of_mixed_keys_keep_their_order_in_handlers() -> None:
         assert status["window"] is not None
         assert status["window"]["misrouted"] == 0
         assert all(one["handled"] for one in status["ranges"]), "each range has its keys"
+    topic.check()
+
+
+def test_a_restart_repeats_no_message_that_was_handled_before_another_key_of_its_entry(
+    tmp_path: Path,
+) -> None:
+    """It would come after newer messages of its key, whose entries are committed."""
+    topic, source = handled("half-entries-of-segments", 1, parallelism=3)
+    broken: set[str] = set()
+
+    def handle(message: Message) -> None:
+        if message.key in broken:
+            raise ValueError("not yet")
+        topic.handle(message)
+
+    how: Any = {
+        "checkpoint": f"file://{tmp_path / 'c.json'}",
+        "retry": RetryPolicy(wait=wait_fixed(3_600), stop=stop_never),
+    }
+    topic.publish_mixed(40)
+    broken.update((KEYS[0], KEYS[7]))
+    for heals, count in ((None, 30), (KEYS[0], 35), (KEYS[7], 40)):
+        broken.discard(str(heals))
+        with source.running(handle, **how):
+            wait_until(lambda count=count: len(topic.got) == count)  # type: ignore[misc]
     topic.check()
 
 

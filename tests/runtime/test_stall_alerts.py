@@ -133,7 +133,7 @@ def move(world: Stalling, run: Run) -> None:
             run.source.rescale(2 * RANGES)
 
     threading.Thread(target=rescale, daemon=True).start()
-    wait_until(lambda: run.source._active().lanes.held)
+    wait_until(lambda: run.source._active().lanes.held.ranges)
     world.moving.set()  # A free worker finds the message that waits, and that it is held.
 
 

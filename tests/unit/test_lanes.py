@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from keyshard.core.dead_letter import DeadLetter, DeadLetterKind, StoredDeadLetter
+from keyshard.core.lanes.key_queue import Arrival
 from keyshard.core.lanes.lanes import KEYS_READY_MIN, Lanes
 from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -135,3 +136,25 @@ def test_a_failed_key_is_among_the_oldest_as_soon_as_its_time_has_come() -> None
     assert lanes.oldest_failed(3, 2.0) == [work.queue]
     lanes.validate()
     assert lanes.next_failed([work.queue], 2.0) is work
+
+
+def test_messages_that_are_done_before_another_key_of_their_entry_are_kept() -> None:
+    lanes = Lanes(RANGES, 2, lambda slot: range_index(slot, RANGES))
+    entry = EntryId(1, 0)
+    mixed = [
+        message(number, key)._replace(message_id=MessageId(1, 0, number))
+        for number, key in enumerate(["a", "b", "a"])
+    ]
+    lanes.add(WHERE, 0, entry, mixed)
+    lanes.add(WHERE, 0, EntryId(1, 1), [message(1, "c"), message(1, "c")])
+    done: list[str | None] = []
+    while (work := lanes.next(0.0)) is not None:
+        lanes.completed(work)
+        done.append(work.message.key)
+    kept, lanes.done_apart = lanes.done_apart, []
+    assert sorted(done, key=str) == ["a", "a", "b", "c", "c"]
+    assert len(kept) == 2, "the last message completes its entry"
+    assert {(where, at) for where, at, _ in kept} == {(WHERE, entry)}, "others have one key"
+    bulk = Arrival(WHERE, 0, EntryId(1, 2), mixed)
+    lanes.adopt(bulk, None, done=2, started=True)
+    assert lanes.done_apart == [(WHERE, EntryId(1, 2), 0), (WHERE, EntryId(1, 2), 1)]

@@ -286,3 +286,17 @@ def test_the_actors_that_have_the_ring_decide_how_a_rescale_ended(
     (one,) = history["rescales"]
     assert (one["end"], one["pauseMillis"]) == (end, 7.0 if raised is None else None)
     assert (one["movedFraction"] > 0) == (end == "moved")
+
+
+def test_messages_of_an_entry_that_actors_share_are_committed_as_they_are_taken() -> None:
+    """Otherwise a restart would repeat them after newer messages of their key."""
+    job = JobState([ActorSlot(index, SimpleNamespace()) for index in range(2)], 1, 0.0, 1_000_000)
+    job.push([(WHERE, block(1, 0, KEYS[0], KEYS[1], KEYS[0]))])
+    pieces = [job.next_rows(actor) for actor in job.actor_slots]
+    assert pieces[0] is not None
+    assert pieces[1] is not None
+    of_each = [Done(job.actor_slots[index], one, []) for index, one in enumerate(pieces)]
+    job.taken(of_each[1], pieces[1])
+    assert job.next_to_commit() == ({}, [(WHERE, (1, 0), 1)])
+    job.taken(of_each[0], pieces[0])
+    assert job.next_to_commit() == ({WHERE: [(1, 0)]}, [(WHERE, (1, 0), 0), (WHERE, (1, 0), 2)])

@@ -176,10 +176,8 @@ class Arrivals:
             if done >= rows:
                 self._lanes.passed(arrival)
             else:
-                runs, before = 0 <= done < begun, max(0, done)
-                rest = arrival._replace(messages=arrival.messages[before:])
-                since = since_s if runs else None
-                self._lanes.adopt(rest, since, done=before, started=begun > 0)
+                since = since_s if 0 <= done < begun else None
+                self._lanes.adopt(arrival, since, done=max(0, done), started=begun > 0)
             done, begun = done - rows, begun - rows
         bulk.work = next(iter(self._lanes.running.values()), None)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from keyshard.core.dead_letter import StoredDeadLetter
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.ring.hash_range import RING_SIZE, HashRange
 
 
 class Arrival(NamedTuple):
@@ -39,6 +40,8 @@ class Entry:
     """Index of the range that counts it."""
     started: bool = False
     """Whether one of its messages was started."""
+    has_keys: bool = False
+    """Whether it has messages of several keys."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +116,29 @@ class LaneRange:
     def startable(self) -> int:
         """Keys whose head may start."""
         return len(self.ready) + len(self.failed)
+
+    def counts(self) -> RangeCounts:
+        """Return the present counts."""
+        oldest = next(iter(self.entries), None)
+        published = None if oldest is None else oldest.published
+        return RangeCounts(self.startable, self.running, self.waiting, self.done, published)
+
+
+class HeldSlots:
+    """Slots whose keys start no message."""
+
+    def __init__(self) -> None:
+        self.ranges: tuple[HashRange, ...] = ()
+        self._flags = bytearray(RING_SIZE)
+
+    def add(self, slots: Sequence[HashRange]) -> None:
+        """Hold more slots."""
+        self.ranges += tuple(slots)
+        for hash_range in slots:
+            self._flags[hash_range.start : hash_range.end + 1] = b"\1" * len(hash_range)
+
+    def __contains__(self, slot: int | None) -> bool:
+        return slot is not None and bool(self._flags[slot])
 
 
 class RangeCounts(NamedTuple):

@@ -152,7 +152,7 @@ def range_facts(
                 handled=counts.done,
                 blocking=blocking.get(index),
                 paused=index in paused,
-                draining=overlap(owned.get(index, ()), lanes.held),
+                draining=overlap(owned.get(index, ()), lanes.held.ranges),
                 disconnected=tuple(disconnected.get(index, ())),
                 oldest=counts.oldest,
             )

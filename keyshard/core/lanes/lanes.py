@@ -21,6 +21,7 @@ from keyshard.core.dead_letter import StoredDeadLetter
 from keyshard.core.lanes.key_queue import (
     Arrival,
     Entry,
+    HeldSlots,
     KeyQueue,
     LaneRange,
     RangeCounts,
@@ -30,7 +31,7 @@ from keyshard.core.lanes.key_queue import (
 from keyshard.core.lanes.retry_policy import DueKeys
 from keyshard.core.message import Message
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.core.ring.hash_range import RING_SIZE, HashRange
+from keyshard.core.ring.hash_range import HashRange
 
 KEYS_READY_MIN = 8
 """Keys that should be ready in a range, for each of its lanes."""
@@ -67,16 +68,17 @@ class Lanes:
         self._received = 0
         self._readied = 0
         self._draining = False
-        self._held = bytearray(RING_SIZE)
         self._aside: list[KeyQueue] = []
-        self.held: tuple[HashRange, ...] = ()
-        """Held slots: no message of them starts; see :meth:`hold`."""
+        self.held = HeldSlots()
+        """No message of these slots starts; see :meth:`hold`."""
         self.running: dict[KeyQueue, Work] = {}
         """Running messages, by queue."""
         self.waiting = 0
         """Number of messages that are not done and do not run."""
         self.completed_entries: dict[TopicPartition, list[EntryId]] = {}
         """Entries all of whose messages are done, each once."""
+        self.done_apart: list[tuple[TopicPartition, EntryId, int]] = []
+        """Messages that were done before their entry was completed. The owner empties it."""
         self.done = 0
         """Number of messages that are done."""
 
@@ -92,8 +94,11 @@ class Lanes:
         """Append the messages of a received entry, at least one, to the queues of their keys."""
         entry = Entry(topic_partition, entry_id, len(messages), messages[0].publish_time)
         self.waiting += len(messages)
+        first = None
         for message in messages:
             queue = self._queue_of(message, range_index)
+            first = first or queue
+            entry.has_keys |= queue is not first
             self._ranges[queue.owner].waiting += 1
             self._received += 1
             work = Work(message, entry, queue, self._received)
@@ -113,18 +118,21 @@ class Lanes:
     def adopt(
         self, arrival: Arrival, running_since_s: float | None, *, done: int, started: bool
     ) -> None:
-        """Append the rest of an entry whose first ``done`` messages were handled without queues.
+        """Append an entry whose first ``done`` messages were handled without queues.
 
         If ``running_since_s`` is given, the first message of the rest becomes a running one.
         """
         was_empty = self.empty
-        entry = self.add(*arrival)
+        rest = arrival.messages[done:]
+        entry = self.add(*arrival._replace(messages=rest))
         entry.started = started
+        for message in arrival.messages[:done]:
+            self._keep(entry, message)
         self.done += done
         self._ranges[entry.owner].done += done
         if running_since_s is not None:
             assert was_empty, "a message that runs is older than all others"
-            head = arrival.messages[0]
+            head = rest[0]
             queue = next(one for one in self._ready() if one.work[0].message is head)
             without(self._ranges[queue.owner].ready, queue)
             self._start(queue, running_since_s)
@@ -149,8 +157,7 @@ class Lanes:
             else:
                 queue = heapq.heappop(failed)[2]
             work = queue.work[0]
-            slot = work.message.slot
-            if (slot is not None and self._held[slot]) or (
+            if (self.held.ranges and work.message.slot in self.held) or (
                 self._draining and not (work.entry and work.entry.started)
             ):
                 self._aside.append(queue)
@@ -170,7 +177,7 @@ class Lanes:
                 continue
             owner, entry = self._ranges[queue.owner], queue.work[0].entry
             started = entry is not None and entry.started
-            if owner.running >= self.lanes or self._is_held(queue) or self._draining > started:
+            if owner.running >= self.lanes or queue.slot in self.held or self._draining > started:
                 continue
             if without(owner.ready, queue):
                 return self._start(queue, now_s)
@@ -181,7 +188,7 @@ class Lanes:
         for queue in queues:
             owner = self._ranges[queue.owner]
             may_start = owner.running < self.lanes and not self._draining
-            if may_start and not self._is_held(queue) and without(owner.failed, queue):
+            if may_start and queue.slot not in self.held and without(owner.failed, queue):
                 return self._start(queue, now_s)
         return None
 
@@ -214,6 +221,8 @@ class Lanes:
         if not entry.waiting:
             del self._ranges[entry.owner].entries[entry]
             self.completed_entries.setdefault(entry.topic_partition, []).append(entry.id)
+        elif entry.has_keys:
+            self._keep(entry, work.message)
 
     def again(self, work: Work, not_before_s: float, reason: str, *, counted: bool = True) -> None:
         """Put a failed message back at the head of its key. The key waits until ``not_before_s``.
@@ -306,19 +315,15 @@ class Lanes:
 
     def hold(self, slots: Sequence[HashRange]) -> None:
         """Start no message of keys in these slots until :meth:`resume`."""
-        self.held += tuple(slots)
-        for hash_range in slots:
-            self._held[hash_range.start : hash_range.end + 1] = b"\1" * len(hash_range)
+        self.held.add(slots)
 
     def blocking(self) -> list[Work]:
         """Return the running messages of held keys; empty when they are idle."""
-        running, held = self.running.values(), self._held
-        return [w for w in running if w.message.slot is not None and held[w.message.slot]]
+        return [work for work in self.running.values() if work.message.slot in self.held]
 
     def resume(self) -> None:
         """Continue all held keys."""
-        self._held = bytearray(RING_SIZE)
-        self.held = ()
+        self.held = HeldSlots()
         aside, self._aside = self._aside, []
         for queue in aside:
             self._make_ready(queue)
@@ -394,12 +399,7 @@ class Lanes:
 
     def counts(self, index: int) -> RangeCounts:
         """Return the present counts of a range."""
-        owner = self._ranges[index]
-        oldest = next(iter(owner.entries), None)
-        return RangeCounts(
-            owner.startable, owner.running, owner.waiting, owner.done,
-            None if oldest is None else oldest.published,
-        )  # fmt: skip
+        return self._ranges[index].counts()
 
     def retrying(self, count_max: int) -> Iterator[KeyQueue]:
         """Yield at most ``count_max`` keys that wait for a retry, which may have become due."""
@@ -451,18 +451,18 @@ class Lanes:
             queue = self._keys[key] = KeyQueue(key, message.slot, self.owner_of(message.slot))
         return queue
 
+    def _keep(self, entry: Entry, done: Message) -> None:
+        self.done_apart.append((entry.topic_partition, entry.id, done.message_id.batch_index))
+
     def _ready(self) -> Iterator[KeyQueue]:
         """Yield the keys that wait for a lane."""
         return (queue for owner in self._ranges for _, _, queue in (*owner.ready, *owner.failed))
 
     def _startable(self, *, held: bool) -> Iterator[KeyQueue]:
         """Yield keys that wait for a lane; with ``held``, those of held slots as well."""
-        yield from (queue for queue in self._ready() if held or not self._is_held(queue))
+        yield from (queue for queue in self._ready() if held or queue.slot not in self.held)
         if held:
-            yield from filter(self._is_held, self._aside)
-
-    def _is_held(self, queue: KeyQueue) -> bool:
-        return queue.slot is not None and bool(self._held[queue.slot])
+            yield from (queue for queue in self._aside if queue.slot in self.held)
 
     def _start(self, queue: KeyQueue, now_s: float) -> Work:
         """Start the head of a key. The caller has removed the key from the ready ones."""

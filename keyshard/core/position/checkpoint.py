@@ -8,7 +8,8 @@ Canonical JSON, because Spark compares offsets as strings::
 
 ``batch`` names the entries of this micro-batch explicitly. It is never computed as a difference of
 two checkpoints, because ``floor`` and ``delivered`` are pruned. Checkpoints of handlers may also
-contain the ``parked`` keys, and the fact that ranges were ``rescaled``.
+contain the ``parked`` keys, the fact that ranges were ``rescaled``, and the messages that were
+``handled`` of entries that are not delivered yet.
 
 The version is the lowest that can hold the checkpoint, so that older releases refuse checkpoints
 that they cannot read. Version 2 has ``outputs``: a release that ignored them would lose them.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii
@@ -30,7 +31,7 @@ from keyshard.base_error import one_line
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_runs import index_runs, parse_indices
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.core.position.outputs import Outputs
+from keyshard.core.position.outputs import Outputs, handled_from_dict, handled_to_dict
 from keyshard.core.ring.assignment import Rescaled
 from keyshard.core.ring.hash_range import RING_SIZE
 from keyshard.errors import CheckpointError
@@ -243,6 +244,12 @@ class Checkpoint:
     subscription_id: SubscriptionId | None = None
     """Distinguishes the subscription from another one of the same name (ADR 44); ``None``: it has
     no id."""
+    handled: Mapping[TopicPartition, Mapping[EntryId, Collection[int]]] = field(
+        default_factory=dict
+    )
+    """Batch indices of handled messages of entries of several keys that are not delivered; with a
+    sink, ``outputs`` has them. Without them, a restart would repeat a message after newer ones of
+    its key."""
     _batch_id: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def _repr_html_(self) -> str:
@@ -296,7 +303,8 @@ class Checkpoint:
         subscription = {"subscription": self.subscription, "version": self._version}
         if self.subscription_id is not None:
             subscription |= self.subscription_id.to_dict()
-        before = {"cluster": self.cluster, **merged, **outputs, **parked}
+        handled = {"handled": handled_to_dict(self.handled)} if self.handled else {}
+        before = {"cluster": self.cluster, **handled, **merged, **outputs, **parked}
         after = {"ranges": self.ranges, **rescaled, **subscription}
         return before, dict(sorted(after.items()))
 
@@ -371,6 +379,7 @@ class Checkpoint:
             )
             outputs = Outputs.from_dict(data["outputs"]) if has_outputs else None
             subscription_id = SubscriptionId.from_dict(data)
+            handled = handled_from_dict(data.get("handled", {}))
             cluster, subscription = str(data["cluster"]), str(data["subscription"])
             partitions: dict[TopicPartition, PartitionCheckpoint] = {}
             for name, state in data["partitions"].items():
@@ -389,5 +398,5 @@ class Checkpoint:
             ) from exc
         return cls(
             cluster, subscription, ranges, partitions, merged, parked, rescaled, outputs,
-            subscription_id,
+            subscription_id, handled,
         )  # fmt: skip

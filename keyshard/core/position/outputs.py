@@ -8,7 +8,7 @@ entries are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
@@ -30,7 +30,47 @@ class TopicRows(NamedTuple):
 
 
 Handled = dict[TopicPartition, dict[EntryId, set[int]]]
-"""Batch indices of handled messages, by entry."""
+"""Batch indices of handled messages of entries that are not delivered yet, by entry."""
+
+
+def note(handled: Handled, done: Iterable[tuple[TopicPartition, EntryId, int]]) -> None:
+    """Add handled messages: topic partition, entry and batch index."""
+    for where, entry, index in done:
+        handled.setdefault(where, {}).setdefault(entry, set()).add(index)
+
+
+def forget(handled: Handled, entries: Mapping[TopicPartition, Iterable[EntryId]]) -> None:
+    """Remove the messages of entries that a checkpoint has as delivered."""
+    for where, ids in entries.items():
+        of = handled.get(where, {})
+        for entry in ids:
+            of.pop(entry, None)
+        if not of:
+            handled.pop(where, None)
+
+
+def handled_to_dict(
+    handled: Mapping[TopicPartition, Mapping[EntryId, Collection[int]]],
+) -> dict[str, dict[str, str]]:
+    """Return the JSON object."""
+    return {
+        where.name: {f"{at.ledger}:{at.entry}": index_runs(rows) for at, rows in sorted(of.items())}
+        for where, of in handled.items()
+    }
+
+
+def handled_from_dict(data: Mapping[str, Mapping[str, str]]) -> Handled:
+    """Parse the form of :func:`handled_to_dict`.
+
+    Raises:
+        TypeError, ValueError, AttributeError: The object has another form.
+    """
+    return {
+        TopicPartition.parse(name): {
+            EntryId.parse(at): set(parse_indices(rows)) for at, rows in of.items()
+        }
+        for name, of in data.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +87,7 @@ class Outputs:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object."""
-        handled = {
-            where.name: {
-                f"{at.ledger}:{at.entry}": index_runs(rows) for at, rows in sorted(of.items())
-            }
-            for where, of in self.handled.items()
-        }
+        handled = handled_to_dict(self.handled)
         topics = {topic: list(rows) for topic, rows in self.topics.items()}
         return {
             "batch": self.batch_id, "handled": handled, "run": self.run_id, "sink": self.sink_id,
@@ -76,12 +111,7 @@ class Outputs:
             if scheme not in get_args(HashingScheme):
                 raise ValueError(f"the outputs for {topic} have the hashing scheme {scheme!r}")
             topics[topic] = TopicRows(partitions, rows, scheme)
-        handled = {
-            TopicPartition.parse(name): {
-                EntryId.parse(at): set(parse_indices(rows)) for at, rows in of.items()
-            }
-            for name, of in data["handled"].items()
-        }
+        handled = handled_from_dict(data["handled"])
         return cls(str(data["sink"]), str(data["run"]), batch_id, topics, handled)
 
 
