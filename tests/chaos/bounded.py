@@ -49,6 +49,7 @@ from tests.chaos.cluster import Cluster
 from tests.contract.raw_protocol import ABORT, COMMIT, RawConnection
 from tests.helpers import wait_until
 from tests.proofs.runner import Options, Outcomes, Proof, outcome_of
+from tests.support.deadlines import joined
 
 TIMEOUT_MS = 6_000
 """``operation_timeout_ms`` of reads."""
@@ -507,8 +508,7 @@ class Round:
 
             read.run(self.source, between, random.Random(chance.random()))
             if happens.ident is not None:
-                happens.join(120)
-                assert not happens.is_alive(), "the fault ended"
+                joined(happens, 120)
         world.cluster.proxy.cut_behind(1 << 60)
         if fault == "grow" and self.topic.partitions:
             found = world.ask("GET", f"{self.topic.path()}/partitions").json()["partitions"]

@@ -37,6 +37,7 @@ from keyshard.testing.verify.workloads import (
 )
 from tests.chaos.pipeline_query import TWO_HOSTS
 from tests.spark.spark_process import SparkProcess
+from tests.support.deadlines import DeadlineError
 from tests.support.tested_pulsar import PULSAR
 
 IN, OUT, SUBSCRIPTION = "chaos-in", "chaos-out", "chaos"
@@ -272,7 +273,7 @@ class PipelineChaos:
             run.stop()
             self._start()
         if time.monotonic() > end_s:
-            raise AssertionError(f"nothing is committed any more:\n{run.tail()}")
+            raise DeadlineError(f"nothing is committed any more:\n{run.tail()}")
         time.sleep(POLL_S)
 
     def _backlog(self) -> int:

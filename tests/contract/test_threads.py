@@ -11,6 +11,7 @@ from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from tests.contract.contract_harness import DEADLINE_S, Harness, Received, subscribe
 from tests.helpers import wait_until
+from tests.support.deadlines import joined
 
 KEYS = 40
 ROUNDS = 50
@@ -46,7 +47,7 @@ def test_ranges_in_threads_get_every_message_in_order_per_key(harness: Harness) 
     wait_until(lambda: harness.backlog(where) == 0)
     done.set()
     for thread in threads:
-        thread.join(DEADLINE_S)
+        joined(thread, DEADLINE_S)
     first = [first_deliveries(received) for received in results]
     by_key = {key: values for received in first for key, values in received.by_key().items()}
     assert by_key == {str(key): [b"%d" % n for n in range(ROUNDS)] for key in range(KEYS)}

@@ -21,7 +21,7 @@ from keyshard.errors import (
 )
 from keyshard.testing.devbroker import DevBroker
 from tests.helpers import wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 
 pytestmark = pytest.mark.broker
 
@@ -103,7 +103,7 @@ class Namespace:
             wait_until(lambda: self.backlog("letters", "s-parked") == MESSAGES, deadline(30))
         finally:
             source.stop()
-            thread.join(deadline(30))
+            joined(thread, deadline(30))
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.devbroker.security import Authority
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from tests.helpers import wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time, joined
 from tests.support.error_text import has_error_form
 from tests.support.tested_pulsar import PULSAR
 
@@ -299,7 +299,7 @@ def test_a_token_that_is_renewed_in_its_file_keeps_a_source_going(
         assert errors == []
     finally:
         source.stop() if thread.is_alive() else None
-        thread.join(deadline(30))
+        joined(thread, deadline(30))
     assert len(seen) == 200
 
 
@@ -341,7 +341,7 @@ def test_an_expired_token_at_a_restart_from_a_checkpoint_is_reported_at_once(
     expired = replace(as_role(broker, -60), admin_url=None)
     with pytest.raises(AuthenticationError, match="expired at"):
         source_at(expired, topic).open(batch.checkpoint)
-    assert time.monotonic() - began < SOON_S
+    in_time(began + SOON_S, "the start with an expired token took longer")
 
 
 class Issuer(BaseHTTPRequestHandler):
@@ -446,7 +446,7 @@ def test_a_running_source_is_found_by_its_client_conf(
         assert topic in output
     finally:
         source.stop()
-        thread.join(deadline(30))
+        joined(thread, deadline(30))
 
 
 def test_a_role_that_may_not_park_keeps_the_message(broker: DevBroker, topic: str) -> None:

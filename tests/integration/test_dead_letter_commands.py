@@ -17,7 +17,7 @@ from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.helpers import present, wait_until
 from tests.support.command_line import run
 from tests.support.control_folder import own_control_folder
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 
 pytestmark = pytest.mark.broker
 
@@ -141,5 +141,4 @@ def test_dead_letters_are_listed_shown_replayed_and_discarded(
         assert source.status()["parkedKeys"] == 0
     finally:
         source.stop()
-        running.join(deadline(30))
-    assert not running.is_alive()
+        joined(running, deadline(30))

@@ -34,7 +34,7 @@ from keyshard.errors import BrokerUnavailableError, NotRunningError, Subscriptio
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.helpers import present, wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 from tests.support.documented_dead_letter import SOMETIMES, documented, written
 from tests.support.parking_topic import numbers
 from tests.support.tested_pulsar import PULSAR
@@ -239,8 +239,7 @@ def test_a_key_parks_and_is_unparked(parking: ParkingProcess) -> None:
     wait_until(lambda: all(len(values) == 40 for values in handled.values()))
     wait_until(lambda: parking.backlog() == 0 and parking.resting() == 0)
     source.stop()
-    run.join(deadline(30))
-    assert not run.is_alive()
+    joined(run, deadline(30))
     assert handled == {"bad-0": list(range(40)), "good-0": list(range(40))}
 
 
@@ -277,8 +276,7 @@ def test_a_message_too_large_for_one_dead_letter_parks_and_is_unparked(
             assert source.unpark("bad-0")
             wait_until(lambda: len(values) == 3 and parking.resting() == 0)
         source.stop()
-        run.join(deadline(30))
-        assert not run.is_alive()
+        joined(run, deadline(30))
         broken.clear()
     assert values == [b"0", whole, b"1"]
 
@@ -455,7 +453,7 @@ def test_keys_park_and_are_unparked_while_the_broker_is_killed(topic_name: str) 
         broker.kill()
         broker.start()
         stopping.set()
-        producer.join(deadline(120))
+        joined(producer, deadline(120))
         # 3. The others come out.
         broken.clear()
         for key in still:
@@ -466,8 +464,7 @@ def test_keys_park_and_are_unparked_while_the_broker_is_killed(topic_name: str) 
         )
         assert not errors
         source.stop()
-        thread.join(deadline(60))
-        assert not thread.is_alive()
+        joined(thread, deadline(60))
         parking.close()
     firsts = {key: list(dict.fromkeys(values)) for key, values in handled.items()}
     assert firsts == {key: list(range(count)) for key, count in parking.published.items()}
@@ -505,7 +502,7 @@ def test_done_dead_letters_are_acknowledged_again_after_a_broker_was_killed(
         # No message comes any more, but the checkpoint still advances.
         wait_until(lambda: parking.resting() == 0)
         source.stop()
-        thread.join(deadline(60))
+        joined(thread, deadline(60))
         broker.kill()
         broker.start()
         forgotten = parking.resting_after_restart()
@@ -513,7 +510,6 @@ def test_done_dead_letters_are_acknowledged_again_after_a_broker_was_killed(
         source, thread = run()
         wait_until(lambda: parking.resting() == 0)
         source.stop()
-        thread.join(deadline(60))
-        assert not thread.is_alive()
+        joined(thread, deadline(60))
         parking.close()
     assert handled == {key: list(range(20)) for key in BAD}

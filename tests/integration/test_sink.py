@@ -24,7 +24,7 @@ from keyshard.config.connection import Connection
 from keyshard.core.message import Message
 from keyshard.testing.devbroker import DevBroker
 from tests.helpers import wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 from tests.support.java_client import JavaClient
 from tests.support.stored_topic import admin_of, keeping_namespace, messages_of_topic
 
@@ -111,7 +111,7 @@ def test_a_batch_is_stored_once_while_its_topic_moves(
             assert (report.rows, report.entries, report.already_stored) == (20_000, 4_000, 0)
     finally:
         ended.set()
-        moving.join(deadline(30))
+        joined(moving, deadline(30))
     with KeyShardSink(topic, sink_id="s", service_url=dev_broker.service_url) as sink:
         assert sink.write_batch(batch, 0).already_stored == 20_000
     check_once(stored(dev_broker, topic), 20_000, 50)

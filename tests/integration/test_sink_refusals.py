@@ -141,7 +141,7 @@ def refuses(
             refused.send(b"3", key="a")
     finally:
         refused.close()
-    assert time.monotonic() - began_s < deadline(10)
+    in_time(began_s + deadline(10), "the refusal of a sink took longer")
 
 
 def test_a_client_certificate_publishes_and_one_without_the_permission_is_named(
@@ -287,7 +287,8 @@ def test_a_quota_that_is_exceeded_is_waited_for_and_named(broker: DevBroker) -> 
         assert refused is not None
         assert refused.retriable
         assert "the backlog quota is exceeded" in refused.message
-        assert 2 < time.monotonic() - began_s < deadline(10)
+        assert time.monotonic() - began_s > 2
+        in_time(began_s + deadline(10), "the refusal of a write took longer")
 
 
 @pytest.mark.parametrize("asks_admin", [True, False])
@@ -314,7 +315,7 @@ def test_a_broker_that_is_not_there_is_named_in_time() -> None:
     began_s = time.monotonic()
     with pytest.raises(BrokerUnavailableError):
         away.write_batch(BATCH, 0)
-    assert time.monotonic() - began_s < deadline(5)
+    in_time(began_s + deadline(5), "the refusal took longer")
     away.close()
 
 

@@ -26,7 +26,7 @@ from keyshard.reading.split_reader import read_splits
 from keyshard.testing.devbroker import DevBroker
 from tests.contract.pulsar_harness import PulsarHarness
 from tests.helpers import wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 
 pytestmark = [pytest.mark.broker]
 
@@ -183,5 +183,5 @@ def test_reads_of_several_threads_have_all_rows(several: SourceRead) -> None:
     for one in threads:
         one.start()
     for one in threads:
-        one.join(deadline(60))
+        joined(one, deadline(60))
     assert found == [2 * EACH] * 4

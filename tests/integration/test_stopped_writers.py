@@ -20,7 +20,7 @@ from keyshard.errors import BrokerUnavailableError, NotRunningError, ProducerFen
 from keyshard.publishing.batch_writer import LEAVE_S
 from tests.chaos.cluster import Cluster
 from tests.helpers import wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, in_time
 from tests.support.tested_pulsar import PULSAR
 from tests.support.writer_process import (
     BATCH,
@@ -130,10 +130,9 @@ def test_a_batch_fails_soon_after_its_timeout_while_the_broker_is_stopped(
                 began_s = time.monotonic()
                 with pytest.raises(BrokerUnavailableError):
                     writing.result(ENDS_S)
-                took_s = time.monotonic() - began_s
+                in_time(began_s + 2 + LEAVE_S + deadline(10), "the failure took longer")
             finally:
                 cluster.thaw()
-        assert took_s < 2 + LEAVE_S + deadline(10)
         assert sink.write_batch(batch, 0).already_stored > 0
         assert sink.write_batch(batch, 0).already_stored == rows
 

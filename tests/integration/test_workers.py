@@ -25,7 +25,7 @@ from keyshard.testing.verify.workloads import (
     produce,
 )
 from tests.helpers import keyshard_threads, wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 from tests.support.observed import is_live_worker
 from tests.support.stream_rows import StreamRows
 
@@ -149,7 +149,7 @@ def test_acknowledged_entries_of_a_dead_worker_hold_up_no_range(topic_name: str)
             print(f"\nnew messages came within {time.monotonic() - began:.1f} s")
         finally:
             made.stop()
-            thread.join(deadline(30))
+            joined(thread, deadline(30))
     assert rows == held + new
 
 
@@ -157,10 +157,8 @@ def test_a_worker_that_wakes_after_its_lease_ends_itself(dev_broker: DevBroker, 
     taken = StreamRows()
     with source(dev_broker, topic).open() as stream:
         first, other = worker_processes()
-        began = time.monotonic()
         first.send_signal(signal.SIGSTOP)
-        wait_until(lambda: first not in worker_processes(), 3 * GONE_S)
-        assert time.monotonic() - began < 2 * GONE_S
+        wait_until(lambda: first not in worker_processes(), 2 * GONE_S)
         produce(Workload(messages=500, keys=20), dev_broker.service_url, topic)
         taken.take(stream, 500)
         assert other in worker_processes()

@@ -25,7 +25,7 @@ from keyshard.observe.status_types import Status
 from tests.helpers import key_in, present, wait_until
 from tests.ray.ray_topic import RayTopic, Result, key_and_seq
 from tests.support.control_folder import own_control_folder
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 
 pytestmark = [pytest.mark.ray]
 
@@ -137,7 +137,7 @@ def test_rescales_of_actors_are_in_the_history(orders: RayTopic, tmp_path: Path)
         assert [one["phase"] for one in now["phases"]] == ["start", "drain"]
         assert now["waitsFor"] is None
         go.touch()
-        rescale.join(deadline(60))
+        joined(rescale, deadline(60))
         moved = last()
         assert (moved["asked"], moved["end"], moved["error"]) == ({"actors": 3}, "moved", "")
         assert [one["phase"] for one in moved["phases"]] == ["start", "drain", "adopt"]

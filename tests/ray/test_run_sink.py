@@ -29,7 +29,8 @@ from ray_adapter.job_state import JobResults
 from tests.helpers import present, wait_until
 from tests.ray.ray_topic import RayTopic
 from tests.ray.test_write import named_processes, producers, stored_entries, topic_of
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
+from tests.support.machine import ended_early
 from tests.support.stored_topic import admin_of, messages_of_topic
 
 pytestmark = pytest.mark.ray
@@ -229,7 +230,7 @@ def test_killed_actors_store_every_result_once_in_order_per_key(dev_broker: DevB
                     killed += 1
             wait_until(lambda: results(job)["confirmed"] == 6_000, deadline(90))
             job.drain()
-            waiting.join(deadline(60))
+            joined(waiting, deadline(60))
         assert killed >= 4
         found: dict[str | None, list[int]] = {}
         for one in messages_of_topic(dev_broker.service_url, out):
@@ -262,7 +263,7 @@ def test_with_a_checkpoint_results_are_stored_once_although_the_program_dies(
             )
         )
         job.stop()
-        waiting.join(deadline(60))
+        joined(waiting, deadline(60))
     for one in where:
         copied.cluster.release_writes(one)
     before = copied.backlog()
@@ -323,7 +324,7 @@ def test_killed_programs_and_actors_store_every_result_once_with_a_checkpoint(
             )
             if driver.poll() is not None:
                 assert driver.stderr is not None
-                raise AssertionError(driver.stderr.read())
+                raise ended_early(driver.stderr.read())
 
         for number in range(1, kills + 1):
             with start() as driver:

@@ -33,7 +33,7 @@ from keyshard.errors import (
 from keyshard.testing.devbroker import DevBroker
 from ray_adapter.datasink import DatasetReport
 from tests.helpers import wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 from tests.support.stored_topic import admin_of, keeping_namespace, messages_of_topic
 
 pytestmark = [
@@ -183,7 +183,7 @@ def test_killed_tasks_store_every_row_once_in_order_per_key(
         for process in named_processes("Write")[:2]:
             process.kill()
             killed += 1
-    writing.join(deadline(120))
+    joined(writing, deadline(120))
     assert killed >= kills
     found = messages_of_topic(dev_broker.service_url, topic)
     assert by_key(found) == {f"k{key}": list(range(rows)) for key in range(keys)}

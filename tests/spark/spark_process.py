@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.deadlines import deadline, in_time
+from tests.support.deadlines import DeadlineError, deadline, in_time
 from tests.support.machine import ended_early
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +154,8 @@ class SparkProcess:
         names = [" ".join(process.cmdline())[:200] for process in left]
         for process in left:
             process.kill()
-        assert not left, f"still there {gone_within_s:.0f} s after SIGKILL: {names}"
+        if left:
+            raise DeadlineError(f"still there {gone_within_s:.0f} s after SIGKILL: {names}")
         return time.monotonic() - began
 
     def stop(self) -> None:

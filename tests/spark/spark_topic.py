@@ -19,7 +19,7 @@ from keyshard.core.position.entry import full_topic_name
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import create_partitioned_topic
 from tests.spark.spark_process import eventually
-from tests.support.deadlines import deadline
+from tests.support.deadlines import DeadlineError, deadline
 
 SUBSCRIPTION = "spark"
 ENDS_WITHIN_S = deadline(120)
@@ -173,20 +173,18 @@ class SparkTopic:
 def ended(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> None:
     """Wait until a bounded query ends by itself."""
     try:
-        assert query.awaitTermination(int(timeout_s)), "the query did not end"
+        if not query.awaitTermination(int(timeout_s)):
+            raise DeadlineError(f"the query did not end within {timeout_s:.0f} s")
     finally:
         query.stop()
 
 
 def failed(query: StreamingQuery, timeout_s: float = ENDS_WITHIN_S) -> str:
     """Wait until a query fails. Return the message of its error."""
-    try:
-        with suppress(StreamingQueryException):
-            assert not query.awaitTermination(int(timeout_s)), "the query ended without an error"
-    finally:
-        query.stop()
+    with suppress(StreamingQueryException):
+        ended(query, timeout_s)
     error = query.exception()
-    assert error is not None, "the query did not fail"
+    assert error is not None, "the query ended without an error"
     return str(error)
 
 

@@ -18,7 +18,7 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
 from spark_adapter.watched_process import RUNNER
 from tests.helpers import wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 
 pytestmark = pytest.mark.spark
 
@@ -114,7 +114,7 @@ def test_a_query_whose_stream_process_dies_at_its_start_says_so(dying: DyingQuer
     killing = threading.Thread(target=dying.kill)
     killing.start()
     dying.start(count)
-    killing.join(deadline(60))
+    joined(killing, deadline(60))
     check(dying.error())
 
 

@@ -9,6 +9,7 @@ from pyspark.sql import SparkSession
 
 from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Workload, create_partitioned_topic, produce
+from tests.spark.spark_topic import ended
 from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.spark
@@ -41,9 +42,6 @@ def test_a_stream_reads_over_tls_with_a_token(
             .trigger(availableNow=True)
             .start()
         )
-        try:
-            assert query.awaitTermination(120)
-            assert query.exception() is None
-        finally:
-            query.stop()
+        ended(query)
+        assert query.exception() is None
         assert spark.read.parquet(str(tmp_path / "rows")).count() == 500

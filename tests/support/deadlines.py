@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -82,6 +83,13 @@ def in_time(end_s: float, what: str) -> None:
     """Raise :class:`DeadlineError` with a text once the monotonic clock has passed ``end_s``."""
     if time.monotonic() >= end_s:
         raise DeadlineError(what)
+
+
+def joined(thread: threading.Thread, within_s: float) -> None:
+    """Wait for the end of a thread; raise :class:`DeadlineError` if it runs longer, seconds."""
+    thread.join(within_s)
+    if thread.is_alive():
+        raise DeadlineError(f"the thread {thread.name} did not end within {within_s:.0f} s")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from keyshard.broker.memory import MemoryCluster, Message
 from keyshard.core.position.entry import EntryId
 from keyshard.errors import BrokerError, NotRunningError
 from tests.helpers import keys_of, wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 
 SUBSCRIPTION = "keyshard"
 _numbers = itertools.count()
@@ -112,8 +112,7 @@ class Run:
     def end(self) -> None:
         """Stop the run, if it still runs."""
         wait_until(lambda: not self.thread.is_alive() or self._stopped())
-        self.thread.join(self.end_s)
-        assert not self.thread.is_alive()
+        joined(self.thread, self.end_s)
 
     def wait_started(self) -> None:
         """Wait until the source runs or has ended."""

@@ -16,6 +16,7 @@ from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recorder import Recorder
 from keyshard.testing.verify.workloads import parse_value
 from tests.helpers import DEADLINE_S, present, wait_until
+from tests.support.deadlines import joined
 from tests.support.memory_topic import Run
 from tests.support.recorded_source import RecordedSource, held
 
@@ -60,7 +61,7 @@ class NumberedMessages:
     def stop_publishing(self) -> None:
         self.stopping.set()
         if self._producer is not None:
-            self._producer.join(DEADLINE_S)
+            joined(self._producer, DEADLINE_S)
 
 
 class RecordedRun(Run):

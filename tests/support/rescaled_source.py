@@ -18,7 +18,7 @@ from keyshard.source_stream import SourceBatch
 from keyshard.testing.verify.history import Event
 from keyshard.testing.verify.recorder import Recorder
 from tests.helpers import config, wait_until
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.recorded_handler import NumberedMessages
 from tests.support.recorded_source import held
@@ -108,7 +108,7 @@ class RescaledSource(NumberedMessages):
         """Stop publishing, let everything be committed, and stop."""
         self.stop_publishing()
         try:
-            self._host.join(deadline(30))
+            joined(self._host, deadline(30))
         finally:
             self.coordinator.stop()
 

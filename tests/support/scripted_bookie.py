@@ -18,7 +18,7 @@ from keyshard.bookkeeper.ledger_reader import LedgerReader
 from keyshard.bookkeeper.protocol import BAD_REQUEST, BATCH_BYTES, START_TLS
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.replicas import LedgerReplicas
-from tests.support.deadlines import deadline
+from tests.support.deadlines import deadline, joined
 
 LEDGER = 7
 READ, BATCH_READ = 2 << 24 | 2 << 16, 2 << 24 | 7 << 16
@@ -147,8 +147,7 @@ def bookie(
         finally:
             with suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)
-            thread.join(deadline(30))
-            assert not thread.is_alive()
+            joined(thread, deadline(30))
 
 
 def replicas(

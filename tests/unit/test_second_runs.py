@@ -6,6 +6,7 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent import futures
 from datetime import date, timedelta
@@ -17,7 +18,7 @@ from pyspark.errors import PySparkException
 
 from keyshard.errors import AvailableNowTimeoutError, DevBrokerError
 from tests.support import machine, second_runs
-from tests.support.deadlines import FACTOR, DeadlineError, deadline, in_time
+from tests.support.deadlines import FACTOR, DeadlineError, deadline, in_time, joined
 from tests.support.machine import MachineError, Since, ended_early, is_verdict, trouble
 from tests.support.second_runs import (
     FLAKY_DAYS,
@@ -344,6 +345,18 @@ def test_a_wait_fails_at_its_deadline() -> None:
     in_time(float("inf"), "never")
     with pytest.raises(DeadlineError, match="10 messages"):
         in_time(0.0, "10 messages")
+
+
+def test_the_end_of_a_thread_has_a_deadline() -> None:
+    may_end = threading.Event()
+    thread = threading.Thread(target=may_end.wait, name="writes")
+    thread.start()
+    try:
+        with pytest.raises(DeadlineError, match="writes"):
+            joined(thread, 0.0)
+    finally:
+        may_end.set()
+    joined(thread, deadline(20))
 
 
 def test_a_flaky_test_is_excused_for_one_failure_and_some_days() -> None:
