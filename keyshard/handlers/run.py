@@ -462,7 +462,7 @@ class HandlerRun:
             self._dispatcher.drain()
             running = len(self.lanes.running)
         _log.info(
-            "stopping: %d handlers are running, and have %.0f s to finish",
+            "stopping: %d handlers are running, and have %g s to finish",
             running, self.drain_timeout_s,
         )  # fmt: skip
         while True:
@@ -479,7 +479,7 @@ class HandlerRun:
             with self.changed:
                 for work in self.lanes.running.values():
                     _log.warning(
-                        "the handler of message %s of %s, key %r, did not return within %.0f s: "
+                        "the handler of message %s of %s, key %r, did not return within %g s: "
                         "keyshard abandons it, and the message is delivered again",
                         work.message.message_id, work.message.topic, work.queue.key,
                         self.drain_timeout_s,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from keyshard import Message
 from keyshard.errors import ConfigError, HandlerFailedError
 from tests.helpers import run_coroutine, until, wait_until
 from tests.runtime.test_program_ends import Program
-from tests.support.deadlines import deadline
 from tests.support.handled_topic import AT_ONCE, HandledTopic, ended
 
 TENANT: ContextVar[str | None] = ContextVar("tenant", default=None)
@@ -126,12 +124,10 @@ def test_a_loop_that_closes_ends_the_source(orders: HandledTopic) -> None:
         began.set()
         await asyncio.Event().wait()
 
-    task = loop.create_task(source.arun(handle))
+    task = loop.create_task(source.arun(handle, drain_timeout_s=3_600))
     loop.run_until_complete(began.wait())
-    began_s = time.monotonic()
     loop.close()
-    wait_until(lambda: ended(source))
-    assert time.monotonic() - began_s < deadline(10), "it waited for the handler"
+    wait_until(lambda: ended(source))  # it does not wait for the handler
     assert orders.backlog() == 1
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     del task

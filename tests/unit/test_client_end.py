@@ -26,7 +26,8 @@ from keyshard.core.ring.hash_range import split_ring
 
 logging.disable()
 silent = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
-broker = ClientBroker(Connection(f"pulsar://127.0.0.1:{silent.getsockname()[1]}"))
+url = f"pulsar://127.0.0.1:{silent.getsockname()[1]}"
+broker = ClientBroker(Connection(url, operation_timeout_ms=3_600_000))
 where = TopicPartition("persistent://public/default/t")
 ask = {
     "subscribe": lambda: broker.subscribe(
@@ -38,16 +39,12 @@ ask = {
     "producer": lambda: broker.producer(where, send_timeout_ms=60_000),
 }[sys.argv[1]]
 
-def say(one):  # in one write: two threads speak
-    sys.stdout.write(one + "\\n")
-    sys.stdout.flush()
-
 def asking():
     began.set()
     try:
         ask()
     except Exception as exc:
-        say(type(exc).__name__)
+        print(type(exc).__name__, flush=True)
 
 began = threading.Event()
 thread = threading.Thread(target=asking, daemon=sys.argv[2] == "daemon")
@@ -55,9 +52,7 @@ thread.start()
 began.wait()
 time.sleep(0.3)
 if sys.argv[3] == "closed":
-    began_s = time.monotonic()
     broker.close()
-    say(f"{time.monotonic() - began_s:.1f}")
 
 class Slow:  # an end that takes a moment, in which threads come back from where they are
     def __del__(self):
@@ -75,16 +70,14 @@ sys.exit(3)
 def test_a_thread_that_waits_for_a_silent_broker_keeps_the_exit_status(
     asked: str, thread_and_end: tuple[str, str]
 ) -> None:
+    # An end that waits for the request, which has an hour, is not in time.
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM), asked, *thread_and_end],
         capture_output=True, text=True, timeout=END_S, check=False,
     )  # fmt: skip
     assert ended.returncode == STATUS, ended.stderr
-    output = ended.stdout.split()
     if thread_and_end[0] != "daemon":  # A daemon thread may end before it prints.
-        assert "BrokerError" in output
-    # Each request has a time limit, though its answer never comes.
-    assert all(float(one) < END_S / 2 for one in output if one != "BrokerError")
+        assert ended.stdout.split() == ["BrokerError"]
 
 
 @pytest.mark.parametrize("error", [pulsar.NotConnected, pulsar.BrokerMetadataError])
