@@ -21,6 +21,7 @@ from tests.mutants.bookie_mutants import OF_BOOKIES
 from tests.mutants.checker_mutants import OF_CHECKERS
 from tests.mutants.handler_mutants import OF_HANDLERS
 from tests.mutants.index_mutants import OF_INDEX
+from tests.mutants.lane_mutants import OF_LANES
 from tests.mutants.mutant import COPIED, Mutant, changed, copy_code
 from tests.mutants.output_mutants import OF_OUTPUTS
 from tests.mutants.scalable_mutants import OF_SCALABLE_TOPICS
@@ -34,6 +35,7 @@ ALL = (
     *OF_BOOKIES,
     *OF_INDEX,
     *OF_HANDLERS,
+    *OF_LANES,
     *OF_CHECKERS,
     *OF_WORKERS,
     *OF_WIRE,

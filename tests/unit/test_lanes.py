@@ -11,7 +11,7 @@ from keyshard.core.message import Message, MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import range_index, split_ring
 from keyshard.core.ring.key_slot import key_slot
-from tests.helpers import present
+from tests.helpers import key_in, present
 
 WHERE = TopicPartition("persistent://public/default/orders", 0)
 NOW = datetime(2024, 5, 1, tzinfo=timezone.utc)
@@ -158,3 +158,44 @@ def test_messages_that_are_done_before_another_key_of_their_entry_are_kept() -> 
     bulk = Arrival(WHERE, 0, EntryId(1, 2), mixed)
     lanes.adopt(bulk, None, done=2, started=True)
     assert lanes.done_apart == [(WHERE, EntryId(1, 2), 0), (WHERE, EntryId(1, 2), 1)]
+
+
+def test_a_retry_comes_after_the_keys_that_wait_and_before_newer_ones() -> None:
+    lanes = Lanes(1, 1, lambda _: 0)
+    for number, key in enumerate("abc"):
+        lanes.add(WHERE, 0, EntryId(1, number), [message(number, key)])
+    lanes.again(present(lanes.next(0.0)), 0.0, "broken")
+    lanes.add(WHERE, 0, EntryId(1, 3), [message(3, "d")])
+    order = []
+    while work := lanes.next(0.0):
+        order.append(work.queue.key)
+        lanes.completed(work)
+        lanes.validate()
+    assert order == ["b", "c", "a", "d"]
+
+
+def test_a_key_that_waits_for_its_retry_leaves_its_lane_to_others() -> None:
+    lanes = Lanes(1, 1, lambda _: 0)
+    for number, key in enumerate("ab"):
+        lanes.add(WHERE, 0, EntryId(1, number), [message(number, key)])
+    lanes.again(present(lanes.next(0.0)), 60.0, "broken")
+    other = present(lanes.next(1.0))
+    assert other.queue.key == "b"
+    lanes.completed(other)
+    assert lanes.next(59.0) is None
+    assert present(lanes.next(60.0)).queue.key == "a"
+    lanes.validate()
+
+
+def test_only_running_messages_of_held_slots_block_a_move() -> None:
+    low, high = split_ring(2)
+    lanes = Lanes(1, 2, lambda _: 0)
+    for number, hash_range in enumerate((low, high)):
+        lanes.add(WHERE, 0, EntryId(1, number), [message(number, key_in(hash_range))])
+    running = [present(lanes.next(0.0)) for _ in range(2)]
+    assert lanes.blocking() == []
+    lanes.hold([high])
+    (blocks,) = lanes.blocking()
+    assert blocks is running[1]
+    lanes.completed(blocks)
+    assert lanes.blocking() == []
