@@ -22,8 +22,31 @@ from tests.support.parking_topic import ParkingTopic
 from tests.support.recorded_handler import RecordedHandler
 from tests.support.rescaled_source import RescaledSource
 from tests.support.schema_shop import Shop
+from tests.support.simulated import run_simulated
 from tests.support.split_topic import SplitTopic
 from tests.support.watched_job import Job
+
+SEEDS = 3
+"""Simulated courses of each test that uses :func:`simulated`."""
+
+
+@pytest.fixture(params=range(SEEDS), ids="seed-{}".format)
+def simulated(request: pytest.FixtureRequest) -> int:
+    """Run the body of the test in the simulation, with this seed: see ``run_simulated``."""
+    seed: int = request.param
+    return seed
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a test in the simulation if it uses :func:`simulated`."""
+    seed = pyfuncitem.funcargs.get("simulated")
+    if not isinstance(seed, int):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    run_simulated(pyfuncitem.obj, arguments, seed)
+    return True
 
 
 @pytest.fixture
@@ -112,7 +135,7 @@ def make_recorded() -> Iterator[Callable[..., RecordedHandler]]:
 
 
 @pytest.fixture
-def make_rescaled() -> Iterator[Callable[..., RescaledSource]]:
+def make_rescaled(request: pytest.FixtureRequest) -> Iterator[Callable[..., RescaledSource]]:
     made: list[RescaledSource] = []
 
     def make(*args: Any, **settings: Any) -> RescaledSource:
@@ -120,8 +143,9 @@ def make_rescaled() -> Iterator[Callable[..., RescaledSource]]:
         return made[-1]
 
     yield make
-    for rescaled in made:
-        rescaled.end()
+    if "simulated" not in request.fixturenames:  # the scheduler has ended the threads
+        for rescaled in made:
+            rescaled.end()
 
 
 @pytest.fixture

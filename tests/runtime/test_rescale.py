@@ -135,6 +135,7 @@ def test_a_balance_gives_the_busy_range_less_and_names_the_hot_key(
     assert sorted({owner for owner, _ in rescaled.ring()}) == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("simulated")
 def test_a_handler_that_hangs_leaves_everything_as_it_was(make_rescaled: MakeRescaled) -> None:
     rescaled = make_rescaled(4, 0.2)
     rescaled.keep_publishing()
@@ -176,6 +177,7 @@ def test_moved_slots_are_held_before_the_rest_of_their_consumers(
     assert sum(map(len, rescaled.work.holds[1])) < 65_536 / 2, "most consumers are not touched"
 
 
+@pytest.mark.usefixtures("simulated")
 def test_the_broker_may_be_away_for_a_while(make_rescaled: MakeRescaled) -> None:
     rescaled = make_rescaled(4)
     rescaled.keep_publishing()
@@ -187,6 +189,7 @@ def test_the_broker_may_be_away_for_a_while(make_rescaled: MakeRescaled) -> None
     rescaled.check()
 
 
+@pytest.mark.usefixtures("simulated")
 def test_ranges_that_another_client_holds_go_back_to_their_owners(
     make_rescaled: MakeRescaled,
 ) -> None:
@@ -324,6 +327,7 @@ def test_two_rescales_at_once_follow_each_other(make_rescaled: MakeRescaled) -> 
     rescaled.check()
 
 
+@pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("seed", range(4))
 def test_any_sequence_of_changes_keeps_the_ring_covered(
     make_rescaled: MakeRescaled, seed: int

@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from random import Random
@@ -45,18 +45,19 @@ def replaced(*stand_ins: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def installed(scheduler: Scheduler, random: Random) -> Iterator[None]:
+def installed(scheduler: Scheduler, random: Random, also: Collection[str] = ()) -> Iterator[None]:
     """Simulated threads, time and randomness in keyshard, until the block ends.
 
     Args:
         scheduler: Runs the threads.
         random: Where tenacity's waits come from.
+        also: Names of other modules that run in the simulation.
     """
     undo: list[tuple[Any, str, Any]] = []
     # From a stream of their own, so that other draws of a seed stay the same.
     ids = SecretsModule(Random("ids"))
     try:
-        for module in _modules():
+        for module in _modules(also):
             quiet = module.__name__.startswith(BROKER_SIDE)
             stand_ins = [*_stand_ins(scheduler, random, quiet=quiet), (secrets, ids)]
             for holder, name, _, value in list(_held(module)):
@@ -94,11 +95,11 @@ def _held(module: ModuleType) -> Iterator[tuple[Any, str, str, Any]]:
                     yield cell, "cell_contents", f"{name}.{held}", cell.cell_contents
 
 
-def _modules() -> list[ModuleType]:
+def _modules(also: Collection[str] = ()) -> list[ModuleType]:
     return [
         module
         for name, module in sorted(sys.modules.items())
-        if name.startswith(_SIMULATED) and not name.startswith(_REAL)
+        if (name.startswith(_SIMULATED) and not name.startswith(_REAL)) or name in also
     ]
 
 

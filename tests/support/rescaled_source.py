@@ -23,6 +23,9 @@ from tests.support.faulty_broker import ScriptedCall, faulty
 from tests.support.recorded_handler import NumberedMessages
 from tests.support.recorded_source import held
 
+AHEAD_MAX = 1_000
+"""Messages that are published and not committed, at which a producer waits."""
+
 
 class FakeWork:
     """Works on keys until the test says that it ends."""
@@ -82,6 +85,10 @@ class RescaledSource(NumberedMessages):
 
     def publish_many(self, messages: int) -> None:
         self.publish(*(f"k{number % 40}" for number in range(messages)))
+
+    def has_room(self) -> bool:
+        """A simulated producer is faster than the source: waits take no time."""
+        return self.per_key.total() - self.rows < AHEAD_MAX
 
     def more(self, rows: int = 200) -> None:
         """Wait until more rows are committed."""
