@@ -293,9 +293,9 @@ def running_sources(
     Raises:
         ControlError: A process that is alive does not answer.
     """
-    found, errors = _answering(subscription, service_url)
+    found, errors = _answering(subscription, service_url, ANSWER_S)
     if subscription is not None and not (found or errors):
-        every, errors = _answering(None, service_url)
+        every, errors = _answering(None, service_url, ANSWER_S)
         found = [one for one in every if one.name == subscription]
     if errors:
         raise errors[0]
@@ -317,9 +317,8 @@ def answering_sources(
 
 
 def _answering(
-    subscription: str | None, service_url: str | None, timeout_s: float = ANSWER_S,
-    kind: str | None = None,
-) -> tuple[list[RunningSource], list[ControlError]]:  # fmt: skip
+    subscription: str | None, service_url: str | None, timeout_s: float, kind: str | None = None
+) -> tuple[list[RunningSource], list[ControlError]]:
     """Return the sources that answer, by process id, and the errors of the others.
 
     They are asked at the same time: a process that hangs has a socket for each of its sinks.

@@ -314,7 +314,7 @@ def test_a_stopped_process_is_named(
     with pytest.raises(ControlError, match=f"Process {other.pid} has a control socket"):
         running_source("orders")
     other.send_signal(signal.SIGCONT)
-    monkeypatch.setattr(control, "ANSWER_S", 20.0)
+    monkeypatch.setattr(control, "ANSWER_S", deadline(20))
     assert running_source("orders").pid == other.pid
 
 
