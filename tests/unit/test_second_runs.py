@@ -31,6 +31,10 @@ from tests.support.second_runs import (
 )
 
 ROOT = Path(__file__).parents[2]
+PLUGINS = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout",
+}  # fmt: skip
+"""Loading the others takes most of the time of a run, and of its second runs."""
 CONFTEST = """
 pytest_plugins = ["tests.support.second_runs"]
 
@@ -132,7 +136,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
     (folder / "test_example.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     result = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False,
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)} | PLUGINS, check=False,
         timeout=deadline(60), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     return result.returncode, result.stdout
