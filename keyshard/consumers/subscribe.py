@@ -205,7 +205,7 @@ class _Types:
             with suppress(BrokerError, ValueError):
                 stats = self._admin.subscription(where, self._subscription)
                 state = SubscriptionState.from_stats(stats or {})
-                fits = state.kind in ("", KEY_SHARED) and state.sticky
+                fits = state.kind in ("", KEY_SHARED) and state.sticky is not False
                 if state.consumers and not fits:
                     kind = _AUTO_SPLIT if state.kind == KEY_SHARED else state.kind
                     addresses = sorted({one.address for one in state.consumers})
@@ -299,13 +299,18 @@ def subscribe_once(
             owned_range.topic_partition,
             config.subscription,
             owned_range.hash_range,
-            consumer_name=f"keyshard-{socket.gethostname()}-range-{owned_range.range_index}",
+            consumer_name=consumer_name(owned_range),
             receiver_queue_size=queue.size,
             receiver_queue_bytes=queue.bytes_max,
             columns=content_columns(config.metadata_columns),
         ),
         start,
     )
+
+
+def consumer_name(owned_range: OwnedRange) -> str:
+    """Return the name by which the broker shows the consumer of an owned range."""
+    return f"keyshard-{socket.gethostname()}-range-{owned_range.range_index}"
 
 
 def _in_use(

@@ -75,9 +75,7 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._connect = connect
-        self._all_admin = admin
-        # It has other requests for segments, and knows nothing of them under these names.
-        self._admin = None if config.is_scalable else admin
+        self._admin = admin
         self._stopping = threading.Event()
         self._remembered: tuple[Assignment, Rescaled | None] | None = None
         self._watch = PaceMonitor()
@@ -147,14 +145,14 @@ class Coordinator:
             )
         assignment = assignment or assign(config.parallelism)
         with ExitStack() as on_failure:
-            if self._all_admin:
-                on_failure.callback(self._all_admin.close)
-            cluster = cluster_of(self._all_admin, config, checkpoint)
+            if self._admin:
+                on_failure.callback(self._admin.close)
+            cluster = cluster_of(self._admin, config, checkpoint)
             self._broker = self._connect()
             on_failure.callback(self._broker.close)
             if self._abandoned:
                 raise RuntimeStoppedError("The source was stopped during its start.")
-            catalog = Catalog(self._broker, self._all_admin, config)
+            catalog = Catalog(self._broker, self._admin, config)
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     found, opened = self._open(
@@ -277,8 +275,8 @@ class Coordinator:
             _log.warning("the source did not end cleanly: %s", exc.summary)
         # Closing the client ends calls that still waited in it.
         self._join(time.monotonic() + LET_GO_S)
-        if self._all_admin:
-            self._all_admin.close()
+        if self._admin:
+            self._admin.close()
 
     def _join(self, deadline_s: float) -> None:
         self.consumers.join(deadline_s)
@@ -322,7 +320,7 @@ class Coordinator:
     @property
     def admin(self) -> Admin | None:
         """The admin interface; ``None`` without ``admin_url``."""
-        return self._all_admin
+        return self._admin
 
     @property
     def newest(self) -> Checkpoint:
@@ -408,7 +406,8 @@ class Coordinator:
         """Return the status as plain JSON values, from memory. Counts are since the start."""
         consumers = self.consumers
         problems = consumers.problems()
-        blind = self._admin is None
+        # Of a segment, the admin interface shows no cursor.
+        blind = self._admin is None or self._config.is_scalable
         # Only the broker's count tells pulsar-client which entries are delayed.
         sees_delays = not (blind and self._bounded and self._config.how_to_connect().by_client)
         with consumers.shared.lock:

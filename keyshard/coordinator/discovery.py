@@ -36,7 +36,6 @@ from keyshard.coordinator.progress import DiscoveryProgress
 from keyshard.coordinator.subscription_ids import SubscriptionIds, properties_of
 from keyshard.coordinator.topic_watches import TopicWatches
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.ring.hash_range import gaps
 from keyshard.core.subscription_state import SubscriptionState
 from keyshard.core.topic_segments import is_segment
 from keyshard.errors import AdminError, BrokerError, KeyShardError
@@ -227,17 +226,13 @@ class Discovery:
             return
         backlog = 0
         for topic_partition in sorted(self._known):
+            # Before the broker is asked: an older answer may lack these consumers.
+            standing = self._owned.standing(topic_partition)
             state = self._state_of(topic_partition)
             backlog += 0 if state is None else state.backlog
-            if state is not None and not state.gaps:
-                continue
-            standing = self._owned.standing(topic_partition)
-            if standing and (state := self._state_of(topic_partition)) is not None:
-                # The first answer may be older than these consumers.
-                self._owned.compare(standing, state.gaps)
-            elif standing and self._creation_of(topic_partition):
-                # The topic exists without the subscription.
-                self._owned.compare(standing, gaps(()))
+            # Without a state, the topic is gone, or it exists without the subscription.
+            if standing and (state is not None or self._creation_of(topic_partition)):
+                self._owned.compare(standing, state)
         self._counted = backlog
 
     def _state_of(self, topic_partition: TopicPartition) -> SubscriptionState | None:
@@ -341,7 +336,9 @@ class Discovery:
         if self._admin is None:
             return set()
         found: set[str] = set()
-        firsts = {tp.topic: tp for tp in sorted(among, reverse=True)}
+        # The graph of a scalable topic tells whether it was created again.
+        others = itertools.filterfalse(is_segment, among)
+        firsts = {tp.topic: tp for tp in sorted(others, reverse=True)}
         for topic, first in sorted(firsts.items()):
             created = self._creation_of(first)
             if created and self._created.setdefault(first, created) != created:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from keyshard.broker.port import Consumer, StartPosition
 from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import RangeConsumer
+from keyshard.consumers.subscribe import consumer_name
 from keyshard.core.position.checkpoint import Checkpoint, SubscriptionId
 from keyshard.core.position.entry import TopicPartition
-from keyshard.core.ring.hash_range import HashRange, overlap
+from keyshard.core.subscription_state import SubscriptionState
 from keyshard.errors import KeyShardError
 
 
@@ -106,16 +107,19 @@ class PartitionLifecycle:
         return self._consumers.range_consumers.standing(where)
 
     def compare(
-        self, standing: Collection[tuple[RangeConsumer, Consumer]], gaps: Sequence[HashRange]
+        self,
+        standing: Collection[tuple[RangeConsumer, Consumer]],
+        state: SubscriptionState | None,
     ) -> None:
         """Subscribe consumers again that the broker does not know.
 
         Args:
             standing: Consumers that were connected before the broker was asked.
-            gaps: Parts of the ring that had no consumer at the broker then.
+            state: The subscription at the broker then; ``None`` if it does not exist.
         """
         for one, consumer in standing:
-            if overlap((one.owned_range.hash_range,), gaps):
+            owned_range = one.owned_range
+            if state is None or state.lacks(owned_range.hash_range, consumer_name(owned_range)):
                 one.replace_at_s = time.monotonic()
                 one.forgotten = consumer
 

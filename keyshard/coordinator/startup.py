@@ -32,7 +32,7 @@ from keyshard.core.position.read_bounds import Edge, parse_start
 from keyshard.core.ring.assignment import Assignment, assign
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_identity import check_delivered, check_ledgers
-from keyshard.core.topic_segments import consumers_each
+from keyshard.core.topic_segments import consumers_each, topic_of
 from keyshard.core.window.admission import Budget, held_max
 from keyshard.core.window.task_costs import TaskCosts
 from keyshard.core.window.window import Window
@@ -432,7 +432,7 @@ def unacknowledged_limits(
     Raises:
         BrokerUnavailableError: No answer within ``timeout_s`` seconds.
     """
-    topics = {topic_partition.topic for topic_partition in topic_partitions}
+    topics = set(map(topic_of, topic_partitions))
     if admin is None or not topics:
         return UnacknowledgedLimits()
     try:

@@ -338,17 +338,18 @@ def judge_fill(states: States, subscription: str, limits: BrokerLimits) -> list[
         if state is None:
             continue
         replay_max = limits.replay(len(state.consumers))
-        if replay_max and state.in_replay >= NEAR * replay_max:
+        in_replay = state.in_replay or 0
+        if replay_max and in_replay >= NEAR * replay_max:
             findings.append(
                 Finding(
-                    Level.PROBLEM if state.in_replay >= replay_max else Level.WARNING,
+                    Level.PROBLEM if in_replay >= replay_max else Level.WARNING,
                     "replay queue",
-                    f"{state.in_replay} of {replay_max} entries of {where} wait for a range that "
+                    f"{in_replay} of {replay_max} entries of {where} wait for a range that "
                     "does not receive them. At the limit, the broker stops all ranges.",
                     "Find the slow or missing range with keyshard status.",
                 )
             )
-        if limits.ack_gaps and state.ack_gaps >= NEAR * limits.ack_gaps:
+        if limits.ack_gaps and (state.ack_gaps or 0) >= NEAR * limits.ack_gaps:
             findings.append(
                 Finding(
                     Level.WARNING,
@@ -368,7 +369,7 @@ def _clashes(found: Mapping[TopicPartition, SubscriptionState], subscription: st
         reason = ""
         if state.kind and state.kind != "Key_Shared":
             reason = f"is of type {state.kind}"
-        elif state.consumers and not state.sticky:
+        elif state.consumers and state.sticky is False:
             reason = "splits the ring automatically (AUTO_SPLIT)"
         elif state.consumers and state.out_of_order:
             reason = "allows out-of-order delivery of a key"

@@ -46,7 +46,7 @@ class _Still:
     """A topic partition without a delivery since the look at ``since_s``."""
 
     kind: StallKind
-    delivered: int
+    delivered: int | None
     since_s: float
 
 
@@ -111,9 +111,12 @@ class PartitionWatchdog:
 
 def _hindered(state: SubscriptionState, limits: BrokerLimits, *, asked: bool) -> StallKind | None:
     """Return why the broker may deliver nothing at this moment; ``None`` if there is no sign."""
-    if 0 < limits.replay(len(state.consumers)) <= state.in_replay:
+    if state.delivered is None:
+        return None  # of a segment, the broker does not report it
+    if 0 < limits.replay(len(state.consumers)) <= (state.in_replay or 0):
         return StallKind.LOOK_AHEAD if asked else None
-    due = state.backlog > state.delayed and not 0 < limits.delayed <= state.delayed
+    delayed = state.delayed or 0
+    due = state.backlog > delayed and not 0 < limits.delayed <= delayed
     if not due or state.unacknowledged:
         return None
     all_ask = all(consumer.permits > 0 for consumer in state.consumers) and not state.gaps
@@ -126,7 +129,5 @@ def _reason(kind: StallKind, state: SubscriptionState, limits: BrokerLimits) -> 
             f"the broker reads no new entries: {state.in_replay} entries wait for ranges that do "
             f"not receive them, and its look-ahead limit is {limits.replay(len(state.consumers))}"
         )
-    return (
-        f"the broker delivers none of {state.backlog - state.delayed} entries, though every range "
-        "asks for messages"
-    )
+    due = state.backlog - (state.delayed or 0)
+    return f"the broker delivers none of {due} entries, though every range asks for messages"

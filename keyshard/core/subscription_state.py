@@ -11,7 +11,7 @@ from urllib.parse import quote_plus
 from keyshard.core.position.entry import EntryId
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.ledger import last_written_of, ledgers_of
-from keyshard.core.ring.hash_range import HashRange, gaps
+from keyshard.core.ring.hash_range import HashRange, gaps, overlap
 
 KEY_SHARED = "Key_Shared"
 """Type of subscription that keyshard requires."""
@@ -103,7 +103,8 @@ class ConsumerState:
 
     name: str
     address: str
-    ranges: tuple[HashRange, ...]
+    ranges: tuple[HashRange, ...] | None
+    """``None`` if the broker does not tell, as for a segment of a scalable topic."""
     unacknowledged: int = 0
     """Number of unacknowledged messages."""
     blocked: bool = False
@@ -114,12 +115,16 @@ class ConsumerState:
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionState:
-    """One subscription of one topic partition at one moment."""
+    """One subscription of one topic partition at one moment.
+
+    A field is ``None`` if the broker does not report it. Of a segment of a scalable topic, it
+    reports less than of other topic partitions.
+    """
 
     kind: str
     """``Key_Shared``, ``Shared``, ``Exclusive``, ``Failover``, or another word of the broker.
     Empty if the broker does not know: no consumer has connected since it loaded the topic."""
-    sticky: bool
+    sticky: bool | None
     """Whether the consumers choose their ranges themselves."""
     out_of_order: bool
     """Whether its consumers allow messages of one key out of order."""
@@ -127,16 +132,16 @@ class SubscriptionState:
     """Whether it retains data; the subscription of a Reader does not."""
     backlog: int
     """Entries that the broker holds unacknowledged."""
-    in_replay: int
+    in_replay: int | None
     """Entries that wait for their owner."""
-    ack_gaps: int
+    ack_gaps: int | None
     """Runs of acknowledged entries after an unacknowledged one."""
     blocked: bool
     """Whether it has reached its limit of unacknowledged messages."""
     consumers: tuple[ConsumerState, ...]
-    delayed: int = 0
+    delayed: int | None = 0
     """Entries that wait for their delivery time."""
-    delivered: int = 0
+    delivered: int | None = 0
     """Messages delivered since the broker loaded the topic."""
     oldest_ms: int | None = None
     """Time at which the first unacknowledged entry was published, milliseconds since the epoch;
@@ -158,16 +163,16 @@ class SubscriptionState:
             return cls(
                 # The type is "None" if no consumer has connected since the broker loaded the topic.
                 kind="" if stats.get("type") in (None, "None") else str(stats["type"]),
-                sticky=stats.get("keySharedMode") == "STICKY",
+                sticky=None if (mode := stats.get("keySharedMode")) is None else mode == "STICKY",
                 out_of_order=bool(stats.get("allowOutOfOrderDelivery")),
                 durable=bool(stats.get("isDurable", True)),
                 backlog=int(stats["msgBacklog"]),
-                in_replay=int(stats.get("msgInReplay", 0)),
-                ack_gaps=int(stats.get("nonContiguousDeletedMessagesRanges", 0)),
+                in_replay=_count(stats, "msgInReplay"),
+                ack_gaps=_count(stats, "nonContiguousDeletedMessagesRanges"),
                 blocked=bool(stats.get("blockedSubscriptionOnUnackedMsgs")),
                 consumers=tuple(map(_consumer, stats.get("consumers", ()))),
-                delayed=int(stats.get("msgDelayed", 0)),
-                delivered=int(stats.get("msgOutCounter", 0)),
+                delayed=_count(stats, "msgDelayed"),
+                delivered=_count(stats, "msgOutCounter"),
                 oldest_ms=oldest_ms if oldest_ms > 0 else None,
                 age_s=age_s if age_s >= 0 else None,
             )
@@ -176,8 +181,14 @@ class SubscriptionState:
 
     @property
     def gaps(self) -> tuple[HashRange, ...]:
-        """Parts of the ring that no connected consumer owns."""
-        return gaps(owned for consumer in self.consumers for owned in consumer.ranges)
+        """Parts of the ring that no connected consumer owns, as far as their ranges are known."""
+        return gaps(owned for consumer in self.consumers for owned in consumer.ranges or ())
+
+    def lacks(self, hash_range: HashRange, name: str) -> bool:
+        """Return whether a consumer is not connected, by its range, or by its name."""
+        if any(consumer.ranges is None for consumer in self.consumers):
+            return all(consumer.name != name for consumer in self.consumers)
+        return overlap((hash_range,), self.gaps)
 
     @property
     def unacknowledged(self) -> int:
@@ -185,16 +196,20 @@ class SubscriptionState:
         return sum(consumer.unacknowledged for consumer in self.consumers)
 
 
+def _count(stats: Mapping[str, Any], name: str) -> int | None:
+    return int(stats[name]) if name in stats else None
+
+
 def _consumer(stats: Mapping[str, Any]) -> ConsumerState:
     arrays = stats.get("keyHashRangeArrays")
-    if arrays is None:
+    texts = stats.get("keyHashRanges")
+    if arrays is None and texts is not None:
         # Brokers before 4.0 write each range as the text "[0, 6553]".
-        texts = stats.get("keyHashRanges") or ()
         arrays = [[int(number) for number in text.strip("[]").split(",")] for text in texts]
     return ConsumerState(
         str(stats.get("consumerName", "")),
         str(stats.get("address", "?")),
-        tuple(HashRange(int(start), int(end)) for start, end in arrays),
+        None if arrays is None else tuple(HashRange(int(start), int(end)) for start, end in arrays),
         int(stats.get("unackedMessages", 0)),
         bool(stats.get("blockedConsumerOnUnackedMsgs")),
         int(stats.get("availablePermits", 0)),

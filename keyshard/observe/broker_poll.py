@@ -40,12 +40,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PartitionFacts:
-    """Backlog of a topic partition, and counts with the broker's limits for them."""
+    """Backlog of a topic partition, and counts with the broker's limits for them.
+
+    A count is ``None`` if the broker does not report it.
+    """
 
     backlog: int
-    ack_gaps: int
+    ack_gaps: int | None
     ack_gaps_max: int
-    replay: int
+    replay: int | None
     replay_max: int
     limits_assumed: bool
     """Whether the limits are the defaults of the broker's release."""

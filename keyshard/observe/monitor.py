@@ -58,7 +58,7 @@ class Monitor:
         self._broker_facts: BrokerPoll | None = None
         self._control: ControlServer | None = None
         self._page: PageServer | None = None
-        if config.admin_url is not None and not config.is_scalable:
+        if config.admin_url is not None:
             connection = config.how_to_connect()
             self._broker_facts = BrokerPoll(
                 lambda: connect_admin(connection),

@@ -9,6 +9,7 @@ import pytest
 from keyshard.broker.port import Broker, Consumer, StartPosition
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import split_ring
+from keyshard.core.subscription_state import SubscriptionState
 from keyshard.core.topic_segments import SegmentGraph
 from keyshard.errors import BrokerError, TopicNotFoundError
 from tests.contract.contract_harness import (
@@ -178,3 +179,73 @@ def test_a_missing_topic_registers_nothing(scalable: ScalableHarness) -> None:
         scalable.admin().register(missing, SUBSCRIPTION)
     with pytest.raises(TopicNotFoundError):
         scalable.broker().watch_segments(missing, lambda: None)
+
+
+def test_statistics_of_a_segment_name_its_consumers_and_count_its_backlog(
+    scalable: ScalableHarness,
+) -> None:
+    topic, broker, admin = scalable.create_scalable(2), scalable.broker(), scalable.admin()
+    first, other = segments_of(broker, topic).partitions
+    consumers = consumers_of(broker, first)
+    publish(broker, first, 0, 10)
+    received = receive(consumers, 10)
+    consumers[0].acknowledge(received.ids[:4])
+
+    def state() -> SubscriptionState:
+        stats = admin.subscription(first, SUBSCRIPTION, oldest=True)
+        assert stats is not None
+        return SubscriptionState.from_stats(stats)
+
+    wait_until(lambda: (state().backlog, state().unacknowledged) == (6, 6))
+    found, (lower, upper) = state(), split_ring(2)
+    assert SubscriptionState.from_stats(admin.subscriptions(first)[SUBSCRIPTION]) == found
+    assert (found.kind, found.blocked) == ("Key_Shared", False)
+    assert all(one.permits > 0 and one.address for one in found.consumers)
+    assert not found.lacks(lower, f"range-{lower}")
+    assert not found.lacks(upper, f"range-{upper}")
+    assert found.lacks(upper, "another name")
+    consumers[1].close()
+    wait_until(lambda: state().lacks(upper, f"range-{upper}"))
+    assert not state().lacks(lower, f"range-{lower}")
+    assert admin.subscription(other, SUBSCRIPTION) is None
+    assert admin.subscriptions(other) == {}
+
+
+def test_what_the_broker_does_not_report_of_a_segment_is_unknown(
+    scalable: ScalableHarness,
+) -> None:
+    topic, broker, admin = scalable.create_scalable(1), scalable.broker(), scalable.admin()
+    (where,) = segments_of(broker, topic).partitions
+    consumer = subscribe(broker, where)
+    publish(broker, where, 0, 3)
+    receive([consumer], 3)
+    state = SubscriptionState.from_stats(admin.subscriptions(where)[SUBSCRIPTION])
+    assert [one.ranges for one in state.consumers] == [None]
+    assert (state.sticky, state.in_replay, state.ack_gaps) == (None, None, None)
+    assert (state.delayed, state.delivered, state.oldest_ms) == (None, None, None)
+    assert admin.broker_state(where, SUBSCRIPTION) is None
+    assert (admin.ledgers(where), admin.placed_ledgers(where), admin.offloads(where)) == (None,) * 3
+    assert (admin.last_written(where), admin.held_back_behind(where)) == (None, None)
+    assert admin.position_at(where, 0) is None
+    assert not admin.set_property(where, SUBSCRIPTION, "a", "b")
+
+
+def test_a_segment_has_a_creation_time_until_it_is_deleted(scalable: ScalableHarness) -> None:
+    topic, broker, admin = scalable.create_scalable(1), scalable.broker(), scalable.admin()
+    (where,) = segments_of(broker, topic).partitions
+    created = admin.created(where)
+    scalable.split(topic, 0)
+    subscribe(broker, where)
+    assert admin.created(where) == created
+    scalable.delete_scalable(topic)
+    with pytest.raises(BrokerError):
+        admin.created(where)
+    assert admin.subscription(where, SUBSCRIPTION) is None
+
+
+def test_limits_of_a_scalable_topic_are_those_of_its_namespace(scalable: ScalableHarness) -> None:
+    topic, admin = scalable.create_scalable(1), scalable.admin()
+    (where,) = segments_of(scalable.broker(), topic).partitions
+    for name in (topic, where.topic):
+        assert admin.consumer_limits(name) == (0, 0)
+        assert admin.unacknowledged_limits(name) == (50_000, 200_000)

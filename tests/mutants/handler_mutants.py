@@ -129,8 +129,8 @@ OF_HANDLERS = (
         edits=(
             Edit(
                 "keyshard/core/partition_watchdog.py",
-                "due = state.backlog > state.delayed and",
-                "due = state.backlog < state.delayed and",
+                "due = state.backlog > delayed and",
+                "due = state.backlog < delayed and",
             ),
         ),
         killers=(

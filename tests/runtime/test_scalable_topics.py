@@ -32,7 +32,16 @@ from keyshard.errors import (
 )
 from keyshard.observe.doctor import examine
 from keyshard.testing import run_until_idle
-from tests.helpers import config, keys_of, received, rows_of, running, wait_until
+from tests.helpers import (
+    DEADLINE_S,
+    config,
+    keys_of,
+    received,
+    rows_of,
+    running,
+    started,
+    wait_until,
+)
 from tests.support.deadlines import deadline
 
 TOPIC = "topic://public/default/orders"
@@ -229,6 +238,70 @@ def test_segments_that_appear_while_no_source_runs_keep_their_messages(
                 topic.take(rows_of(coordinator, end))
                 coordinator.batches.release(end)
     topic.check()
+
+
+def test_the_backlog_counts_the_segments_that_wait(topic: ScalableTopic) -> None:
+    topic.publish(16)
+    with topic.running(source_of()) as coordinator:
+        received(coordinator, 16)
+        topic.split(0)
+        topic.publish(8)
+        wait_until(lambda: coordinator.status()["backlogEntries"] == 24)
+        assert waiting(coordinator) == 2
+        end = coordinator.batches.cut()
+        assert end is not None
+        topic.take(rows_of(coordinator, end))
+        coordinator.batches.release(end)
+        coordinator.discovery.round()
+        wait_until(lambda: coordinator.status()["entriesToAcknowledge"] == 0)
+        coordinator.discovery.round()
+        assert coordinator.status()["backlogEntries"] == 8
+        assert coordinator.status()["entriesLost"] is None, "the cursor of a segment is unknown"
+
+
+def test_consumers_that_the_broker_forgot_are_subscribed_again(topic: ScalableTopic) -> None:
+    clients: list[MemoryBroker] = []
+
+    def connect() -> MemoryBroker:
+        clients.append(MemoryBroker(topic.cluster))
+        return clients[-1]
+
+    with started(Coordinator(source_of(), connect, MemoryAdmin(topic.cluster))) as coordinator:
+        topic.publish(8)
+        received(coordinator, 8)
+        (where,) = topic.cluster.scalable.graph(TOPIC).partitions
+        for member in topic.cluster.subscriptions(where)["unit"].members:
+            clients[0].forget(where, member.hash_range)
+        topic.publish(8)
+        coordinator.discovery.round()
+        received(coordinator, 16)
+
+
+def test_the_status_shows_the_backlog_of_segments_and_what_is_unknown() -> None:
+    name, held = "status-of-segments", threading.Event()
+    cluster = MemoryCluster.named(name)
+    cluster.scalable.create(TOPIC, 2)
+    source = KeyShardSource(
+        TOPIC, subscription="s", service_url=f"memory://{name}", admin_url=f"memory://{name}",
+        starting_position="earliest", parallelism=2, discovery_interval_ms=60_000,
+    )  # fmt: skip
+    for number, key in enumerate(KEYS):
+        cluster.publish(TOPIC, Stored(b"%d" % number, key=key))
+
+    def handle(_: Message) -> None:
+        held.wait(DEADLINE_S)
+
+    with source.running(handle) as run:
+        try:
+            wait_until(lambda: run.status()["lag"]["entries"] == len(KEYS))
+            for one in run.status()["partitions"]:
+                where = TopicPartition(one["topic"], one["partition"])
+                backlog = cluster.subscriptions(where)["s"].backlog
+                assert (one["backlog"], one["lag"]["entries"]) == (backlog, backlog)
+                assert (one["ackGaps"], one["replay"], one["stalled"]) == (None, None, None)
+                assert (one["covered"], one["unknown"]) == (True, "")
+        finally:
+            held.set()
 
 
 def test_a_deleted_parent_holds_no_child_up(topic: ScalableTopic) -> None:

@@ -162,3 +162,9 @@ def test_a_broker_without_a_look_ahead_limit_is_never_at_it() -> None:
     busy = replace(FULL, consumers=(replace(ASKING[0], unacknowledged=1), ASKING[1]))
     assert looks.kinds(0.0, busy, limits=limits) == []
     assert looks.kinds(UNDELIVERED_S, busy, limits=limits) == []
+
+
+def test_a_topic_partition_whose_deliveries_are_unknown_is_not_stalled() -> None:
+    looks = Looks()
+    for state in (replace(WITHHELD, delivered=None), replace(FULL, delivered=None)):
+        assert looks.kinds(0.0, state) == looks.kinds(10 * UNDELIVERED_S, state) == []

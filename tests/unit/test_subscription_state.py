@@ -66,6 +66,18 @@ def test_the_age_that_the_broker_measured_is_known_if_it_measures_one(
     assert SubscriptionState.from_stats({"msgBacklog": 1}).age_s is None, "before Pulsar 4.0.14"
 
 
+def test_a_consumer_is_missed_by_its_range_or_else_by_its_name() -> None:
+    stats = {"msgBacklog": 0, "consumers": [{"consumerName": "a", "keyHashRangeArrays": [[0, 9]]}]}
+    shown = SubscriptionState.from_stats(stats)
+    assert not shown.lacks(HashRange(0, 9), "b")
+    assert shown.lacks(HashRange(0, 10), "a")
+    hidden = SubscriptionState.from_stats({"msgBacklog": 0, "consumers": [{"consumerName": "a"}]})
+    assert not hidden.lacks(HashRange(0, 9), "a")
+    assert hidden.lacks(HashRange(0, 9), "b")
+    nobody = SubscriptionState.from_stats({"msgBacklog": 0, "consumers": []})
+    assert nobody.lacks(HashRange(0, 9), "a")
+
+
 def test_statistics_that_lack_the_backlog_are_refused() -> None:
     with pytest.raises(ValueError, match="msgBacklog"):
         SubscriptionState.from_stats({"type": "Shared"})

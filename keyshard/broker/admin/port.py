@@ -18,7 +18,12 @@ ID_PROPERTY = "keyshard.id"
 
 
 class Admin(Protocol):
-    """Requests to the admin interface."""
+    """Requests to the admin interface.
+
+    Of a segment of a scalable topic, Pulsar 5.0 reports only statistics and the creation time. A
+    request for its ledgers, its cursor or a property returns ``None`` or ``False`` at once, as if
+    the topic did not exist. So ``None`` means that nothing is known; it proves no deletion.
+    """
 
     def version(self) -> str: ...
 
@@ -143,7 +148,7 @@ class Admin(Protocol):
         """Maximum unacknowledged messages per consumer and per subscription; 0 for no limit.
 
         If the cluster has no topic policies, the limits are those of the namespace, or Pulsar's
-        defaults.
+        defaults. A scalable topic or a segment has no policies of its own.
         """
 
     def consumer_limits(self, topic: str) -> tuple[int | None, int | None]:

@@ -12,6 +12,23 @@ import httpx
 
 from keyshard.broker.admin.http import TIMEOUT_S, UNEXPECTED, AdminHttp
 from keyshard.broker.admin.port import BEGINS_PROPERTY
+from keyshard.broker.admin.rest_format import (
+    held_back,
+    names_of,
+    namespace_path,
+    number_of,
+    of_namespace,
+    own_policy,
+    own_properties,
+    plain_text,
+    reason_of,
+    says_missing,
+    scalable_path,
+    schema_of,
+    stats_path,
+    topic_path,
+    use_of,
+)
 from keyshard.config.connection import Connection
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import (
@@ -28,12 +45,10 @@ from keyshard.core.position.ledger import (
 )
 from keyshard.core.position.replicas import offloads_of
 from keyshard.core.refused_limits import limit_in, limit_refused
-from keyshard.core.releases import denies_partition
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.core.topic_segments import SCALABLE, is_scalable, is_segment, topic_of
+from keyshard.core.topic_segments import is_scalable, is_segment
 from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
-from keyshard.redaction import shown
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,8 +63,6 @@ _RECOVERING = ("None", "Initializing", "Close")
 
 _SUBSCRIPTIONS, _CREATES = "autoSubscriptionCreation", "allowAutoSubscriptionCreation"
 """Policy of a namespace about new subscriptions, and its value; also a setting of the broker."""
-_INTERNAL = "#pulsar.internal."
-"""Prefix of properties that the broker sets, keeps by itself, and refuses in a request."""
 
 _UNACKNOWLEDGED = (
     ("maxUnackedMessagesOnConsumer", "maxUnackedMessagesPerConsumer", 50_000),
@@ -100,11 +113,13 @@ class PulsarAdmin:
 
     def partition_count(self, topic: str) -> int | None:
         """Number of partitions: 0 if not partitioned, ``None`` if it does not exist."""
-        return self._query(f"{_path(topic)}/partitions", lambda found: int(found["partitions"]))
+        return self._query(
+            f"{topic_path(topic)}/partitions", lambda found: int(found["partitions"])
+        )
 
     def create(self, topic: str, partitions: int) -> bool:
         """Create a topic with a number of partitions, if it is missing. Return whether it was."""
-        path = f"{_path(full_topic_name(topic))}/partitions"
+        path = f"{topic_path(full_topic_name(topic))}/partitions"
         answer = self._request("PUT", path, json=partitions, timeout=CREATE_S)
         if answer.status_code != httpx.codes.CONFLICT:
             self._checked(path, answer)
@@ -121,26 +136,29 @@ class PulsarAdmin:
 
     def namespaces(self, tenant: str) -> set[str]:
         """Names of the namespaces of a tenant, without the tenant, which must exist."""
-        names = self._get(f"namespaces/{quote(tenant, safe='')}", _names)
+        names = self._get(f"namespaces/{quote(tenant, safe='')}", names_of)
         return {name.partition("/")[2] for name in names}
 
     def topics(self, tenant: str, namespace: str) -> set[str]:
         """See :meth:`Admin.topics`."""
-        path = _namespace(tenant, namespace)
-        stored = self._get(path, _names)
+        path = namespace_path(tenant, namespace)
+        stored = self._get(path, names_of)
         plain = {name for name in stored if TopicPartition.parse(name).partition < 0}
-        return plain | self._get(f"{path}/partitioned", _names)
+        return plain | self._get(f"{path}/partitioned", names_of)
 
     def created(self, topic_partition: TopicPartition) -> str:
         """Creation time of the topic's storage as text; it changes if the topic is recreated."""
-        path = f"{_path(topic_partition.name)}/internal-info"
-        return self._get(path, lambda found: str(found.get("creationDate")))
+        if is_segment(topic_partition):
+            path, name = stats_path(topic_partition), "topicCreationTime"
+        else:
+            path, name = f"{topic_path(topic_partition.name)}/internal-info", "creationDate"
+        return self._get(path, lambda found: str(found.get(name)))
 
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         """See :meth:`Admin.remove_leftover`."""
-        path = _path(topic_partition.name)
+        path = topic_path(topic_partition.name)
         stats = f"{path}/stats?subscriptionBacklogSize=false"
-        usage = self._query(stats, lambda found: _use_of(found, subscription))
+        usage = self._query(stats, lambda found: use_of(found, subscription))
         if usage is None:
             return True
         used, settled = usage
@@ -149,7 +167,7 @@ class PulsarAdmin:
         if not settled:
             return None
         answer = self._request("DELETE", path)
-        return answer.is_success or _says_missing(answer) or None
+        return answer.is_success or says_missing(answer) or None
 
     def subscription(
         self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
@@ -161,15 +179,14 @@ class PulsarAdmin:
         self, topic_partition: TopicPartition, *, oldest: bool = False
     ) -> Mapping[str, Mapping[str, Any]]:
         """Statistics of every subscription, by name; empty if there is no such topic."""
-        path = _stats_path(topic_partition)
-        path += "&getEarliestTimeInBacklog=true" if oldest else ""
+        path = stats_path(topic_partition, oldest=oldest)
         return self._query(path, lambda found: dict(found.get("subscriptions", {}))) or {}
 
     def begin(
         self, topic_partition: TopicPartition, subscription: str, position: MessageId
     ) -> bool:
         """Create a subscription that begins at an entry; ``False`` if it exists already."""
-        path = _subscription_path(topic_partition, subscription)
+        path = f"{topic_path(topic_partition.name)}/subscription/{quote(subscription, safe='')}"
         where = {"ledgerId": position.ledger, "entryId": position.entry, "partitionIndex": -1}
         properties = (
             {"properties": {BEGINS_PROPERTY: str(position)}} if position.batch_index else {}
@@ -183,28 +200,29 @@ class PulsarAdmin:
     def register(self, topic: str, subscription: str) -> None:
         """See :meth:`Admin.register`. Where the subscription exists, it stays as it is."""
         name = quote(subscription, safe="")
-        path = f"{_scalable_path(topic)}/subscriptions/{name}?type=QUEUE"
+        path = f"{scalable_path(topic)}/subscriptions/{name}?type=QUEUE"
         self._checked(path, self._request("PUT", path, timeout=CREATE_S))
 
     def set_property(
         self, topic_partition: TopicPartition, subscription: str, name: str, text: str | None
     ) -> bool:
         """Set a property of a subscription, or remove it (``None``); the others stay."""
-        path = f"{_subscription_path(topic_partition, subscription)}/properties"
-        before = self._query(path, _own_properties)
+        what = f"subscription/{quote(subscription, safe='')}/properties"
+        before = self._ask(topic_partition, what, own_properties)
         if before is None:
             return False
+        path = f"{topic_path(topic_partition.name)}/{what}"
         others = {one: before[one] for one in before if one != name}
         after = others if text is None else others | {name: text}
         answer = self._request("PUT", path, json=after)
-        if _says_missing(answer):
+        if says_missing(answer):
             return False
         self._checked(path, answer)
         return True
 
     def creates_subscriptions(self, topic: str) -> bool:
         """Whether the broker creates subscriptions of a topic; true if this role may not ask."""
-        path = _of_namespace(topic, _SUBSCRIPTIONS)
+        path = of_namespace(topic, _SUBSCRIPTIONS)
         try:
             response = self._checked(path, self._request("GET", path))
             if response.content:
@@ -224,22 +242,22 @@ class PulsarAdmin:
         return per_topic, per_subscription
 
     def _consumer_limit(self, topic: str, of_topic: str, name: str) -> int | None:
-        for path in f"{_path(topic)}/{of_topic}?applied=true", _of_namespace(topic, name):
+        for path in *own_policy(topic, of_topic), of_namespace(topic, name):
             response = self._request("GET", path)
             if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:  # no topic policies
                 continue
             # For a limit per subscription, Pulsar 5.0 does not apply that of the namespace.
             if self._checked(path, response).content:
-                return int(self._understood(path, response, _number) or 0)
+                return int(self._understood(path, response, number_of) or 0)
         settings = self.settings()
-        return None if settings is None else int(_number(settings.get(name)) or 0)
+        return None if settings is None else int(number_of(settings.get(name)) or 0)
 
     def deduplicates(self, topic: str) -> bool | None:
         """See :meth:`Admin.deduplicates`."""
-        path = f"{_path(topic)}/deduplicationEnabled?applied=true"
+        path = f"{topic_path(topic)}/deduplicationEnabled?applied=true"
         response = self._request("GET", path)
         if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:
-            path = _of_namespace(topic, "deduplication")
+            path = of_namespace(topic, "deduplication")
             response = self._request("GET", path)
         self._checked(path, response)
         if response.content:
@@ -249,21 +267,21 @@ class PulsarAdmin:
 
     def deduplicates_by_topic(self, topic: str) -> bool:
         """Whether a policy of the topic itself enables deduplication."""
-        path = f"{_path(topic)}/deduplicationEnabled"
+        path = f"{topic_path(topic)}/deduplicationEnabled"
         response = self._request("GET", path)
         if response.status_code == httpx.codes.METHOD_NOT_ALLOWED:  # no topic policies
             return False
         self._checked(path, response)
         return bool(response.content) and self._understood(path, response, bool)
 
-    def _limit(self, topic: str, of_topic: str, of_namespace: str, default: int) -> int:
-        path = f"{_path(topic)}/{of_topic}?applied=true"
-        response = self._request("GET", path)
-        if response.status_code != httpx.codes.METHOD_NOT_ALLOWED:
-            return int(self._understood(path, self._checked(path, response), _number) or 0)
-        path = _of_namespace(topic, of_namespace)
+    def _limit(self, topic: str, of_topic: str, name: str, default: int) -> int:
+        for path in own_policy(topic, of_topic):
+            response = self._request("GET", path)
+            if response.status_code != httpx.codes.METHOD_NOT_ALLOWED:
+                return int(self._understood(path, self._checked(path, response), number_of) or 0)
+        path = of_namespace(topic, name)
         response = self._checked(path, self._request("GET", path))
-        limit = self._understood(path, response, _number) if response.content else None
+        limit = self._understood(path, response, number_of) if response.content else None
         return default if limit is None else limit
 
     def broker_state(
@@ -289,7 +307,7 @@ class PulsarAdmin:
 
     def offloads(self, topic_partition: TopicPartition) -> Mapping[int, str] | None:
         """Id of the offload of each offloaded ledger; ``None`` if there is no topic."""
-        return self._query(f"{_path(topic_partition.name)}/internal-info", offloads_of)
+        return self._ask(topic_partition, "internal-info", offloads_of)
 
     def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
         """The last entry that was written, stored or not; ``None`` if there is no topic."""
@@ -300,19 +318,19 @@ class PulsarAdmin:
 
         The request does not load a topic; :meth:`ledgers` does, so call it first.
         """
-        if not self._has_transactions:
+        if not self._has_transactions or is_segment(topic_partition):
             return None
-        name = _path(topic_partition.name).removeprefix("persistent/")
+        name = topic_path(topic_partition.name).removeprefix("persistent/")
         path = f"transactions/transactionBufferStats/{name}"
         response = self._http.request("GET", f"/admin/v3/{path}")
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE and _OFF in response.text:
             self._has_transactions = False
             return None
-        if _says_missing(response):
+        if says_missing(response):
             raise self._recovering(topic_partition, "is not loaded")
         if is_system_topic(name) and not response.content:
             return None  # A system topic has no transactions.
-        state, last = self._understood(path, self._checked(path, response), _held_back)
+        state, last = self._understood(path, self._checked(path, response), held_back)
         if state in _RECOVERING:
             raise self._recovering(topic_partition, "is being loaded")
         return last
@@ -326,17 +344,17 @@ class PulsarAdmin:
 
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
         """A position at which entry times reach ``time_ms``; ``None`` if there is no such topic."""
-        path = f"{_path(topic_partition.name)}/messageid/{time_ms}"
-        return self._query(
-            path, lambda found: EntryId(int(found["ledgerId"]), int(found["entryId"]))
-        )
+        return self._ask(
+            topic_partition, f"messageid/{time_ms}",
+            lambda found: EntryId(int(found["ledgerId"]), int(found["entryId"])),
+        )  # fmt: skip
 
     def schema(self, topic: str, version: int | None = None) -> TopicSchema | None:
         """A version of a topic's schema, by default the newest; ``None`` if there is none."""
         which = "" if version is None else f"/{version}"
-        name = _scalable_path(topic) if is_scalable(topic) else _path(topic)
+        name = scalable_path(topic) if is_scalable(topic) else topic_path(topic)
         path = f"schemas/{name.partition('/')[2]}/schema{which}"
-        return self._query(path, _schema)
+        return self._query(path, schema_of)
 
     def _from_internal_stats(
         self,
@@ -346,7 +364,7 @@ class PulsarAdmin:
         metadata: bool = False,
     ) -> T | None:
         query = "?metadata=true" if metadata else ""
-        return self._query(f"{_path(topic_partition.name)}/internalStats{query}", read)
+        return self._ask(topic_partition, f"internalStats{query}", read)
 
     def close(self) -> None:
         """Close the connections."""
@@ -356,10 +374,18 @@ class PulsarAdmin:
         """Read an answer whose subject exists."""
         return self._understood(path, self._checked(path, self._request("GET", path)), read)
 
+    def _ask(
+        self, topic_partition: TopicPartition, what: str, read: Callable[[Any], T]
+    ) -> T | None:
+        """As :meth:`_query`, of a topic partition; ``None`` for a segment as well."""
+        if is_segment(topic_partition):
+            return None
+        return self._query(f"{topic_path(topic_partition.name)}/{what}", read)
+
     def _query(self, path: str, read: Callable[[Any], T]) -> T | None:
         """Read an answer; ``None`` if its subject does not exist."""
         response = self._request("GET", path)
-        if _says_missing(response):
+        if says_missing(response):
             return None
         return self._understood(path, self._checked(path, response), read)
 
@@ -375,8 +401,8 @@ class PulsarAdmin:
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
         if response.is_success:
             return response
-        reason = _reason(response)
-        said = reason or _plain(response) or response.reason_phrase
+        reason = reason_of(response)
+        said = reason or plain_text(response) or response.reason_phrase
         status = f"status {response.status_code}, {said}"
         if response.status_code == httpx.codes.NOT_FOUND and reason is None:
             status += " (Pulsar does not send this text, so another program answers there)"
@@ -396,95 +422,3 @@ class PulsarAdmin:
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         return self._http.request(method, f"/admin/v2/{path}", **content)
-
-
-def _names(found: list[Any]) -> set[str]:
-    if not isinstance(found, list):
-        raise TypeError(f"{shown(found)} is not a list of names")
-    return set(map(str, found))
-
-
-def _use_of(stats: Mapping[str, Any], subscription: str) -> tuple[bool, bool]:
-    """Return whether others used a topic, and whether its subscription exists without consumers."""
-    subscriptions = stats["subscriptions"]
-    others = set(subscriptions) - {subscription}
-    used = bool(stats.get("publishers") or stats.get("msgInCounter") or others)
-    return used, subscription in subscriptions and not subscriptions[subscription]["consumers"]
-
-
-def _own_properties(found: Mapping[str, Any]) -> dict[str, str]:
-    """Return the properties of a subscription without those of the broker."""
-    return {name: str(found[name]) for name in found if not name.startswith(_INTERNAL)}
-
-
-def _number(found: object) -> int | None:
-    return None if found is None else int(str(found))
-
-
-def _schema(found: Mapping[str, Any]) -> TopicSchema:
-    return TopicSchema(
-        str(found["type"]),
-        str(found.get("data") or "").encode(),
-        int(found["version"]),
-        dict(found.get("properties") or {}),
-    )
-
-
-def _held_back(found: Mapping[str, Any]) -> tuple[str, EntryId | None]:
-    """Return the state of a topic's transactions, and the last entry before an open one."""
-    state = str(found["state"])
-    if not found["ongoingTxnSize"]:
-        return state, None
-    ledger, entry = map(int, str(found["maxReadPosition"]).split(":"))
-    return state, EntryId(ledger, entry)
-
-
-def _reason(response: httpx.Response) -> str | None:
-    """Return Pulsar's reason for a refusal; ``None`` if the answer is not from Pulsar."""
-    try:
-        return str(response.json()["reason"])
-    except UNEXPECTED:
-        return None
-
-
-def _plain(response: httpx.Response) -> str:
-    """Return the beginning of an answer; empty for a page of a web server or a proxy."""
-    page = response.headers.get("content-type", "").startswith("text/html")
-    return "" if page or response.text.lstrip().startswith("<") else response.text[:200]
-
-
-def _says_missing(response: httpx.Response) -> bool:
-    """Return whether Pulsar says that something does not exist. A proxy with a wrong route, or
-    without a broker behind it, also answers 404. Trusting that would drop existing topics."""
-    reason = _reason(response)
-    if response.status_code == httpx.codes.CONFLICT:
-        return reason is not None and denies_partition(reason)
-    return response.status_code == httpx.codes.NOT_FOUND and reason is not None
-
-
-def _namespace(tenant: str, namespace: str) -> str:
-    return f"persistent/{quote(tenant)}/{quote(namespace)}"
-
-
-def _subscription_path(topic_partition: TopicPartition, subscription: str) -> str:
-    return f"{_path(topic_partition.name)}/subscription/{quote(subscription, safe='')}"
-
-
-def _path(topic: str) -> str:
-    tenant, namespace, name = topic.removeprefix("persistent://").split("/")
-    return f"{_namespace(tenant, namespace)}/{quote(name, safe='')}"
-
-
-def _scalable_path(topic: str) -> str:
-    return f"scalable/{quote(topic.removeprefix(SCALABLE))}"
-
-
-def _stats_path(topic_partition: TopicPartition) -> str:
-    if not is_segment(topic_partition):
-        return f"{_path(topic_partition.name)}/stats?subscriptionBacklogSize=false"
-    number = topic_partition.topic.rpartition("-")[2]
-    return f"{_scalable_path(topic_of(topic_partition))}/segments/{number}/stats"
-
-
-def _of_namespace(topic: str, policy: str) -> str:
-    return f"namespaces/{'/'.join(_path(topic).split('/')[1:3])}/{policy}"

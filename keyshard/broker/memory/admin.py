@@ -9,6 +9,7 @@ from typing import Any
 from keyshard.broker.admin.port import BEGINS_PROPERTY
 from keyshard.broker.memory import MemoryCluster
 from keyshard.broker.memory.dispatch import Subscription
+from keyshard.broker.memory.log import EntryLog
 from keyshard.core.creation import create_or_correct
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
@@ -16,6 +17,7 @@ from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema
+from keyshard.core.topic_segments import is_segment
 from keyshard.errors import AdminError, BrokerError, TopicNotFoundError
 
 
@@ -80,6 +82,8 @@ class MemoryAdmin:
             found = self._cluster.subscriptions(topic_partition).get(subscription)
             if found is None:
                 return None
+            if is_segment(topic_partition):
+                return _stats_of_segment(found)
             first = found.cursor.mark_delete + 1
             oldest_ms = self._cluster.log(topic_partition).published_from(first) if oldest else 0
             shown_ms = -1 if oldest_ms is None else oldest_ms
@@ -88,7 +92,8 @@ class MemoryAdmin:
     def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
         with self._cluster.lock:
             found = self._cluster.subscriptions(topic_partition)
-            return {name: _stats(one) for name, one in found.items()}
+            stats = _stats_of_segment if is_segment(topic_partition) else _stats
+            return {name: stats(one) for name, one in found.items()}
 
     def register(self, topic: str, subscription: str) -> None:
         self._cluster.scalable.register(topic, subscription)
@@ -116,9 +121,8 @@ class MemoryAdmin:
     ) -> CursorState | None:
         """Ledgers and cursor of a topic partition; ``None`` if there is no such topic."""
         with self._cluster.lock:
-            try:
-                log = self._cluster.log(topic_partition)
-            except TopicNotFoundError:
+            log = self._log(topic_partition)
+            if log is None:
                 return None
             try:
                 cursor = self._cluster.subscription(topic_partition, subscription).cursor
@@ -135,10 +139,8 @@ class MemoryAdmin:
     def ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
         """Ledgers of a topic partition; ``None`` if there is no such topic."""
         with self._cluster.lock:
-            try:
-                return self._cluster.log(topic_partition).ledgers
-            except TopicNotFoundError:
-                return None
+            log = self._log(topic_partition)
+            return None if log is None else log.ledgers
 
     def placed_ledgers(self, topic_partition: TopicPartition) -> tuple[Ledger, ...] | None:
         """As :meth:`ledgers`: the ledgers are in the memory of this process, not on bookies."""
@@ -153,10 +155,8 @@ class MemoryAdmin:
     def last_written(self, topic_partition: TopicPartition) -> EntryId | None:
         """The last entry that was written, stored or not; ``None`` if there is no topic."""
         with self._cluster.lock:
-            try:
-                return self._cluster.log(topic_partition).last_written
-            except TopicNotFoundError:
-                return None
+            log = self._log(topic_partition)
+            return None if log is None else log.last_written
 
     def held_back_behind(self, topic_partition: TopicPartition) -> EntryId | None:  # noqa: ARG002
         """Always ``None``: this broker has no open transactions."""
@@ -165,10 +165,10 @@ class MemoryAdmin:
     def position_at(self, topic_partition: TopicPartition, time_ms: int) -> EntryId | None:
         """A position at which publish times reach ``time_ms``; ``None`` if there is no topic."""
         with self._cluster.lock:
-            try:
-                found = self._cluster.log(topic_partition).position_at(time_ms)
-            except TopicNotFoundError:
+            log = self._log(topic_partition)
+            if log is None:
                 return None
+            found = log.position_at(time_ms)
             before_all = not time_ms and self._cluster.release.zero_is_before_all
             return EntryId(-1, -1) if before_all else found
 
@@ -191,7 +191,7 @@ class MemoryAdmin:
         """Set a property of a subscription, or remove it (``None``); the others stay."""
         with self._cluster.lock:
             found = self._cluster.subscriptions(topic_partition).get(subscription)
-            if found is None:
+            if found is None or is_segment(topic_partition):
                 return False
             others = {one: found.properties[one] for one in found.properties if one != name}
             found.properties = others if text is None else others | {name: text}
@@ -233,6 +233,15 @@ class MemoryAdmin:
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
+    def _log(self, topic_partition: TopicPartition) -> EntryLog | None:
+        """Return what is stored; ``None`` if there is no such topic, and for a segment."""
+        if is_segment(topic_partition):
+            return None
+        try:
+            return self._cluster.log(topic_partition)
+        except TopicNotFoundError:
+            return None
+
     def _topic_of(self, topic_partition: TopicPartition) -> str | None:
         topics = self._cluster.topics().items()
         return next((name for name, found in topics if topic_partition in found), None)
@@ -269,3 +278,20 @@ def _stats(found: Subscription) -> Mapping[str, Any]:
             for member in found.members
         ],
     }
+
+
+_OF_SEGMENT = (
+    "type", "msgBacklog", "blockedSubscriptionOnUnackedMsgs", "consumers",
+)  # fmt: skip
+"""Statistics that Pulsar 5.0 reports of a segment."""
+_OF_ITS_CONSUMERS = (
+    "consumerName", "address", "unackedMessages", "blockedConsumerOnUnackedMsgs",
+    "availablePermits",
+)  # fmt: skip
+"""Those of its consumers."""
+
+
+def _stats_of_segment(found: Subscription) -> Mapping[str, Any]:
+    stats = _stats(found)
+    consumers = [{name: one[name] for name in _OF_ITS_CONSUMERS} for one in stats["consumers"]]
+    return {name: stats[name] for name in _OF_SEGMENT} | {"consumers": consumers}
