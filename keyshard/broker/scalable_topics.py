@@ -74,7 +74,8 @@ class ScalableTopics:
             subscribed: Topic partitions with consumers. Those that are no segments are ignored.
 
         Raises:
-            BrokerError: The topic does not exist, or the admin interface fails or refuses.
+            TopicNotFoundError: The topic does not exist.
+            BrokerError: The admin interface fails or refuses.
         """
         for topic in sorted(set(map(self.topic_of, subscribed))):
             if is_scalable(topic):

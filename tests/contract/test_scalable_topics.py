@@ -175,7 +175,7 @@ def test_to_register_keeps_a_subscription_where_it_is(scalable: ScalableHarness)
 
 def test_a_missing_topic_registers_nothing(scalable: ScalableHarness) -> None:
     missing = scalable.create_scalable(1) + "-missing"
-    with pytest.raises(BrokerError, match="-missing"):
+    with pytest.raises(TopicNotFoundError, match="-missing does not exist"):
         scalable.admin().register(missing, SUBSCRIPTION)
     with pytest.raises(TopicNotFoundError):
         scalable.broker().watch_segments(missing, lambda: None)

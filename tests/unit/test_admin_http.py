@@ -23,9 +23,11 @@ from keyshard.errors import (
     AdminError,
     AuthenticationError,
     AuthorizationError,
+    BrokerError,
     BrokerUnavailableError,
     KeyShardError,
     TlsError,
+    TopicNotFoundError,
 )
 from keyshard.threads import Pool
 
@@ -578,3 +580,66 @@ def test_a_connection_that_ended_is_given_to_no_request_of_another_thread(status
     with closing(AdminHttp(Connection(admin_url=statuses))) as admin, Pool(4, "test-ask") as pool:
         found = list(pool.map(ask, range(600)))
     assert found == [200, 500] * 300
+
+
+TRACE = (
+    "\n --- An unexpected error occurred in the server ---\n\nMessage: the lock is lost\n\n"
+    "Stacktrace:\n\njava.lang.RuntimeException: the lock is lost\n\tat org.apache.A(A.java:1)"
+)
+"""Reason of an error that a broker did not expect."""
+
+
+@pytest.mark.parametrize(
+    ("put", "get", "error", "text"),
+    [
+        ((500, TRACE), (404, "none"), TopicNotFoundError, "topic://a/b/c does not exist"),
+        ((404, "none"), (200, ""), TopicNotFoundError, "topic://a/b/c does not exist"),
+        ((500, TRACE), (200, ""), BrokerUnavailableError, "at https://a:8443: the lock is lost."),
+        ((409, "busy"), (200, ""), AdminError, "at https://a:8443: busy."),
+        ((404, None), (404, None), AdminError, "which does not know scalable topics"),
+        ((403, "it may not"), (200, ""), AuthorizationError, "it may not"),
+    ],
+)
+def test_a_registration_that_fails_says_why(
+    answers: Callable[[Answer], None], put: tuple[int, str | None], get: tuple[int, str | None],
+    error: type[BrokerError], text: str,
+) -> None:  # fmt: skip
+    def answer(request: httpx.Request) -> httpx.Response:
+        status, reason = put if request.method == "PUT" else get
+        if reason is None:
+            return httpx.Response(status, html="<html>no such path</html>")
+        return httpx.Response(status, json={"reason": reason})
+
+    answers(answer)
+    with (
+        closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin,
+        pytest.raises(error) as raised,
+    ):
+        admin.register("topic://a/b/c", "s")
+    assert text in raised.value.message
+    assert "Stacktrace" not in raised.value.message
+
+
+def test_an_error_that_the_broker_did_not_expect_is_told_without_its_stack(
+    answers: Callable[[Answer], None],
+) -> None:
+    answers(lambda _: httpx.Response(500, json={"reason": TRACE}))
+    with (
+        closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin,
+        pytest.raises(BrokerUnavailableError, match=r"failed: status 500, the lock is lost\."),
+    ):
+        admin.cluster()
+
+
+def test_a_missing_permission_names_a_command_that_grants_it(
+    answers: Callable[[Answer], None],
+) -> None:
+    said = "Unauthorized to validateTopicOperation for operation [SUBSCRIBE] on topic [%s]"
+    topic = "topic://a/b/c"
+    answers(lambda _: httpx.Response(403, json={"reason": said % topic}))
+    with (
+        closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin,
+        pytest.raises(AuthorizationError, match="'consume' on topic://a/b/c") as raised,
+    ):
+        admin.register(topic, "s")
+    assert "pulsar-admin namespaces grant-permission a/b --role ROLE" in str(raised.value)

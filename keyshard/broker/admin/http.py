@@ -35,8 +35,8 @@ UNEXPECTED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 """Errors that reading an answer of an unexpected shape may raise."""
 _REFUSED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 _LACKS = re.compile(r"operation \[(\w+)\] on \w+ \[([^\]]+)\](?: on policy \[(\w+)\])?")
-_CONSUMING = ("CONSUME", "LOOKUP", "GET_METADATA", "GET_STATS", "GET_TOPICS")
-"""Operations that the permission to consume, or to produce, includes."""
+_CONSUMING = ("CONSUME", "SUBSCRIBE", "LOOKUP", "GET_METADATA", "GET_STATS", "GET_TOPICS")
+"""Operations that the permission to consume includes."""
 
 
 class _Authorization(httpx.Auth):

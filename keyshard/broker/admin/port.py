@@ -128,8 +128,8 @@ class Admin(Protocol):
         after the retention time, by default within a minute, whatever subscriptions they have.
 
         Raises:
-            BrokerError: The topic does not exist, or the request fails. A broker of 5.0.1 does not
-                tell them apart.
+            TopicNotFoundError: The topic does not exist.
+            BrokerError: The request fails.
         """
 
     def set_property(

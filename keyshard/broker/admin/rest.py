@@ -20,8 +20,8 @@ from keyshard.broker.admin.rest_format import (
     of_namespace,
     own_policy,
     own_properties,
-    plain_text,
     reason_of,
+    said_by,
     says_missing,
     scalable_path,
     schema_of,
@@ -30,6 +30,7 @@ from keyshard.broker.admin.rest_format import (
     use_of,
 )
 from keyshard.config.connection import Connection
+from keyshard.core.creation import create_or_correct
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import (
     EntryId,
@@ -48,7 +49,13 @@ from keyshard.core.refused_limits import limit_in, limit_refused
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema
 from keyshard.core.topic_segments import is_scalable, is_segment
-from keyshard.errors import AdminError, AuthorizationError, BrokerError, BrokerUnavailableError
+from keyshard.errors import (
+    AdminError,
+    AuthorizationError,
+    BrokerError,
+    BrokerUnavailableError,
+    TopicNotFoundError,
+)
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -201,7 +208,27 @@ class PulsarAdmin:
         """See :meth:`Admin.register`. Where the subscription exists, it stays as it is."""
         name = quote(subscription, safe="")
         path = f"{scalable_path(topic)}/subscriptions/{name}?type=QUEUE"
-        self._checked(path, self._request("PUT", path, timeout=CREATE_S))
+        answer = self._request("PUT", path, timeout=CREATE_S)
+        if answer.is_success:
+            return
+        # For a missing topic, 5.0.1 answers 500.
+        looked = self._request("GET", scalable_path(topic)) if answer.is_server_error else answer
+        if says_missing(looked):
+            raise TopicNotFoundError(
+                f"{topic} does not exist.", create_or_correct(topic), topic=topic
+            )
+        failed = f"Could not register subscription {subscription!r} with {topic} at"
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise AdminError(
+                f"{failed} {self._http.where}, which does not know scalable topics.",
+                "Set admin_url to a broker of Pulsar 5.0 or newer.",
+            )
+        error = BrokerUnavailableError if answer.is_server_error else AdminError
+        raise error(
+            f"{failed} {self._http.where}: {said_by(answer)}.",
+            "Check admin_url and the log of the broker. Without the registration, the broker may "
+            "delete messages that are not consumed yet.",
+        )
 
     def set_property(
         self, topic_partition: TopicPartition, subscription: str, name: str, text: str | None
@@ -401,10 +428,9 @@ class PulsarAdmin:
     def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
         if response.is_success:
             return response
-        reason = reason_of(response)
-        said = reason or plain_text(response) or response.reason_phrase
+        said = said_by(response)
         status = f"status {response.status_code}, {said}"
-        if response.status_code == httpx.codes.NOT_FOUND and reason is None:
+        if response.status_code == httpx.codes.NOT_FOUND and reason_of(response) is None:
             status += " (Pulsar does not send this text, so another program answers there)"
         if limit := limit_in(said):
             topic = path.partition("/subscription")[0].replace("/", "://", 1)

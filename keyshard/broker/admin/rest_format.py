@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
@@ -15,6 +16,8 @@ from keyshard.core.topic_schema import TopicSchema
 from keyshard.core.topic_segments import SCALABLE, SEGMENT, is_segment, topic_of
 from keyshard.redaction import shown
 
+_UNEXPECTED = re.compile(r"unexpected error occurred in the server ---\s+Message: (.*)")
+"""Reason of an error that the broker did not expect. Its stack follows."""
 _INTERNAL = "#pulsar.internal."
 """Prefix of properties that the broker sets, keeps by itself, and refuses in a request."""
 
@@ -113,10 +116,16 @@ def reason_of(response: httpx.Response) -> str | None:
         return None
 
 
-def plain_text(response: httpx.Response) -> str:
-    """Return the beginning of an answer; empty for a page of a web server or a proxy."""
+def said_by(response: httpx.Response) -> str:
+    """Return why a request was refused: Pulsar's reason without its stack, or plain text."""
+    reason = reason_of(response)
+    if reason is not None:
+        unexpected = _UNEXPECTED.search(reason)
+        return unexpected[1] if unexpected else reason
+    # Not the page of a web server or a proxy.
     page = response.headers.get("content-type", "").startswith("text/html")
-    return "" if page or response.text.lstrip().startswith("<") else response.text[:200]
+    plain = "" if page or response.text.lstrip().startswith("<") else response.text[:200]
+    return plain or response.reason_phrase
 
 
 def says_missing(response: httpx.Response) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from keyshard.core.position.entry import namespace_of
+from keyshard.core.topic_segments import SCALABLE, SEGMENT
 from keyshard.errors import (
     AuthenticationError,
     AuthorizationError,
@@ -40,9 +42,13 @@ def lacks(who: str, permission: str, what: str, said: str = "") -> Authorization
     granting = ""
     if permission in _ACTIONS:
         role = _ROLE.match(who)
+        target = f"topics grant-permission {what}"
+        if what.startswith((SCALABLE, SEGMENT)):
+            # pulsar-admin 5.0 has no command for permissions of a scalable topic.
+            target = f"namespaces grant-permission {namespace_of(what)}"
         granting = (
-            f"Grant it: pulsar-admin topics grant-permission {what} --role "
-            f"{role[1] if role else 'ROLE'} --actions {_ACTIONS[permission]}"
+            f"Grant it: pulsar-admin {target} --role {role[1] if role else 'ROLE'} "
+            f"--actions {_ACTIONS[permission]}"
         )
     return AuthorizationError(
         f"{who[0].upper()}{who[1:]} lacks the permission {permission!r} on {what}{words}.",
