@@ -20,7 +20,7 @@ from keyshard.cli.output import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from keyshard.coordinator.progress import SourceWorker
+    from keyshard.coordinator.progress import Progress, SourceWorker
     from keyshard.core.lanes.lane_status import HandlerSlots
     from keyshard.core.range_watchdog import Stalled
     from keyshard.observe.status_types import Lag, PartitionStatus, RangeStatus, Status
@@ -90,8 +90,7 @@ def status_view(status: Status, rates: Rates | None, *, all_ranges: bool | None)
         parts.append(Text(f"hot keys: {keys}"))
     if rates is not None:
         parts.append(Text(_paces(status, rates)))
-    if status["window"] and status["window"]["sourceWorkers"]:
-        parts.append(Text(_source_workers(status["window"]["sourceWorkers"])))
+    parts += map(Text, _of_window(status["window"]))
     circuit = status["circuit"]
     if circuit is not None and circuit["state"] != "closed":
         parts.append(
@@ -313,6 +312,14 @@ def _head(status: Status) -> str:
 def _called(status: Status) -> str:
     name, subscription = status["name"], status["subscription"]
     return repr(name) if name == subscription else f"{name!r}, subscription {subscription!r},"
+
+
+def _of_window(window: Progress | None) -> list[str]:
+    if window is None:
+        return []
+    waiting = window["segmentsWaiting"]
+    lines = [f"segments that wait for their parents: {waiting:,}"] if waiting else []
+    return lines + ([_source_workers(window["sourceWorkers"])] if window["sourceWorkers"] else [])
 
 
 def _source_workers(all_of_them: list[SourceWorker]) -> str:

@@ -32,6 +32,7 @@ from tests.support.statuses import (
     handler_slots,
     lag,
     partition_status,
+    progress,
     range_status,
     sink_status,
     status,
@@ -627,6 +628,16 @@ def test_unknown_numbers_of_the_broker_have_their_reason(chromium: Any) -> None:
         board.status["partitions"] = [partition_status(0, unknown="")]
         wait_until(lambda: not tab.text("#partitions-note"))
         assert tab.count("img") == 0
+        assert tab.errors() == []
+
+
+def test_segments_that_wait_for_their_parents_are_shown(chromium: Any) -> None:
+    waiting = {**progress(), "segmentsWaiting": 2}
+    with Board(window=waiting) as board:
+        tab = Tab(chromium, board.port)
+        tab.shows("#facts", "Segments waiting", "2 for their parents")
+        waiting["segmentsWaiting"] = 0
+        wait_until(lambda: "Segments waiting" not in tab.text("#facts"))
         assert tab.errors() == []
 
 

@@ -23,7 +23,7 @@ from tests.support.copied_topic import Copied
 from tests.support.faulty_broker import Fault, ScriptedCall, answering, faulty
 from tests.support.memory_topic import MemoryTopic, Run
 from tests.support.parking_topic import ParkingTopic
-from tests.support.statuses import metrics_of
+from tests.support.statuses import metrics_of, progress, status
 
 pytestmark = pytest.mark.usefixtures("control_folder")
 
@@ -57,6 +57,12 @@ def test_a_stream_has_no_counts_of_handlers_and_outputs() -> None:
     text = text_of(status)
     assert "received 0 rows" in text
     assert "completed" not in text
+
+
+def test_segments_that_wait_are_text_only_while_some_do() -> None:
+    assert "segments" not in text_of(status(window=progress()))
+    waiting = {**progress(), "segmentsWaiting": 2}
+    assert "segments that wait for their parents: 2" in text_of(status(window=waiting))
 
 
 def test_batches_with_a_sink_count_only_outputs(copied: Copied) -> None:

@@ -265,6 +265,9 @@ function showFacts(status) {
     counters.completed === null ? null : fact("Completed", paceOf(rates.completed), "messages/s"),
     counters.failedAttempts === null ? null : fact("Failed attempts", paceOf(rates.failedAttempts), "per second"),
     handles ? fact("Parked keys", numberOf(status.parkedKeys), `dead letters: ${numberOf(counters.deadLettered)}`) : null,
+    status.window?.segmentsWaiting
+      ? fact("Segments waiting", numberOf(status.window.segmentsWaiting), "for their parents")
+      : null,
     uptimeFact(status),
     status.hotKeys?.length
       ? fact("Hot keys", status.hotKeys.map((one) => `${keyOf(one.key).slice(0, 60)} ${(one.share * 100).toFixed(1)} %`).join(", "), "of messages", "wide")
