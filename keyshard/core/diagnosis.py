@@ -261,8 +261,16 @@ def judge_subscription(states: States, subscription: str) -> list[Finding]:
     return findings
 
 
-def judge_orphans(states: States, subscription: str) -> list[Finding]:
-    """Find other subscriptions that retain data and have no consumer."""
+def judge_orphans(
+    states: States, subscription: str, delete: str = "pulsar-admin topics unsubscribe"
+) -> list[Finding]:
+    """Find other subscriptions that retain data and have no consumer.
+
+    Args:
+        states: Every subscription of each topic partition.
+        subscription: Subscription of the source.
+        delete: Command that deletes another one.
+    """
     backlogs: dict[str, int] = {}
     for all_of in states.values():
         for name, state in all_of.items():
@@ -280,7 +288,7 @@ def judge_orphans(states: States, subscription: str) -> list[Finding]:
             "orphans",
             f"The subscriptions {listed} have no consumer. The broker retains every entry that "
             "they have not acknowledged.",
-            "Delete the unused subscriptions: pulsar-admin topics unsubscribe.",
+            f"Delete the unused subscriptions: {delete}.",
         )
     ]
 
@@ -419,13 +427,15 @@ def _partly_missing(
 
 
 def _coverage(found: Mapping[TopicPartition, SubscriptionState]) -> list[Finding]:
-    sticky = {
+    consumed = {
         where: state
         for where, state in found.items()
-        if state.consumers and state.kind == "Key_Shared" and state.sticky
+        if state.consumers and state.kind == "Key_Shared" and state.sticky is not False
     }
-    if not sticky:
+    if not consumed:
         return []
+    # Of segments, the broker does not report the ranges of consumers.
+    sticky = {where: state for where, state in consumed.items() if state.sticky}
     uncovered = {where: state.gaps for where, state in sticky.items() if state.gaps}
     unconsumed = [where for where, state in found.items() if not state.consumers]
     findings = [
@@ -448,7 +458,8 @@ def _coverage(found: Mapping[TopicPartition, SubscriptionState]) -> list[Finding
                 "Check the log of the source, and its topic partitions with keyshard status.",
             )
         )
-    return findings or [Finding(Level.OK, "coverage", "Every slot of the ring has a consumer.")]
+    text = "Every slot of the ring has a consumer." if sticky else "Every segment has a consumer."
+    return findings or [Finding(Level.OK, "coverage", text)]
 
 
 def _frozen(found: Mapping[TopicPartition, SubscriptionState]) -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 
@@ -35,10 +36,12 @@ from keyshard.core.load_diagnosis import Load, judge_load
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.refused_limits import ConsumerLimits
 from keyshard.core.releases import release_of
+from keyshard.core.segment_diagnosis import judge_registration, judge_segments, unregister
 from keyshard.core.subscription_state import BrokerLimits, CursorState, SubscriptionState
 from keyshard.errors import (
     AuthorizationError,
     ChunkedMessageError,
+    ConfigError,
     KeyShardError,
     TopicNotFoundError,
     UnreadableEntryError,
@@ -73,6 +76,8 @@ def examine(
 ) -> list[Finding]:
     """Examine the topic and the subscription of a source, without consuming anything.
 
+    Of a scalable topic, brokers report less; a finding names the rest.
+
     Args:
         config: Options of the source; only its first topic is examined.
         connect: Makes the connection to the broker; pulsar-client cannot check entries.
@@ -83,9 +88,15 @@ def examine(
         Findings; a check that failed is a finding too.
 
     Raises:
-        ConfigError: It is a scalable topic.
+        ConfigError: A load is expected of a scalable topic.
     """
-    config.refuse_scalable("The check")
+    if config.is_scalable:
+        if expected is not None:
+            raise ConfigError(
+                "The load of a scalable topic cannot be examined.",
+                "Leave out the rate, or examine a persistent topic.",
+            )
+        return _examine_scalable(config, connect, admin)
     topic = config.topics[0]
     findings = _transport(config)
     try:
@@ -131,6 +142,31 @@ def examine(
         )
         findings += judge_load(load, limits)
     return findings
+
+
+def _examine_scalable(
+    config: SourceConfig, connect: Callable[[], Broker], admin: Admin
+) -> list[Finding]:
+    topic, subscription = config.topics[0], config.subscription
+    findings = _transport(config)
+    try:
+        version = admin.version()
+        findings.append(judge_version(version))
+        findings += judge_faults(version)
+        with closing(connect()) as broker:
+            graph = broker.watch_segments(topic, lambda: None).graph
+        _, consumer_limits, unknown = _limits(admin, topic, version)
+        findings += unknown
+        states = _states(admin, graph.partitions)
+        retention_min = admin.retention_min(topic)
+    except KeyShardError as exc:
+        return [*findings, Finding(Level.PROBLEM, "broker", exc.message)]
+    findings += judge_segments(graph)
+    findings += judge_subscription(states, subscription)
+    findings += judge_registration(graph, states, subscription, retention_min)
+    # A segment needs one consumer at least; the broker itself refuses further ones.
+    findings += judge_consumers(states, subscription, 1, consumer_limits)
+    return findings + judge_orphans(states, subscription, unregister(topic, "SUBSCRIPTION"))
 
 
 def _transport(config: SourceConfig) -> list[Finding]:

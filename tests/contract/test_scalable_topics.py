@@ -249,3 +249,4 @@ def test_limits_of_a_scalable_topic_are_those_of_its_namespace(scalable: Scalabl
     for name in (topic, where.topic):
         assert admin.consumer_limits(name) == (0, 0)
         assert admin.unacknowledged_limits(name) == (50_000, 200_000)
+        assert admin.retention_min(name) == 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pulsar
 import pytest
 
-from keyshard.broker.connect import connect
+from keyshard.broker.connect import connect, connect_admin
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.cli import main
 from keyshard.core.diagnosis import judge_faults
@@ -19,7 +20,9 @@ from keyshard.testing.devbroker import DevBroker
 from keyshard.testing.verify.workloads import Batching, Workload, create_partitioned_topic, produce
 from tests.contract.pulsar_harness import PulsarHarness
 from tests.stored_entries import of_kafka
+from tests.support.scalable_topic import ScalableTopic
 from tests.support.stored_topic import admin_of
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = pytest.mark.broker
 
@@ -260,3 +263,29 @@ def test_entries_in_the_format_of_kafka_are_named_and_not_read_by_pulsar_client(
     assert found["text"].startswith("2 of the newest entries cannot be read.")
     assert "has the format of Kafka" in found["text"]
     assert ("pulsar-client checks no entry" in found["advice"]) == (transport == "client")
+
+
+@pytest.mark.skipif(int(PULSAR.split(".")[0]) < 5, reason="needs scalable topics")
+def test_it_finds_a_subscription_that_is_not_registered_with_a_scalable_topic(
+    dev_broker: DevBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        closing(ScalableTopic(dev_broker)) as topic,
+        closing(connect(dev_broker.connection)) as broker,
+        closing(connect_admin(dev_broker.connection)) as admin,
+    ):
+        doctor = Doctor(dev_broker, topic.name, capsys)
+        where = broker.watch_segments(topic.name, lambda: None).graph.partition(0)
+        spec = SubscriptionSpec(where, SUBSCRIPTION, HashRange(0, 65_535), "c", 10)
+        broker.subscribe(spec, StartPosition.EARLIEST).close()
+        topic.split(0)
+        code, findings = doctor.found()
+        assert code == 1
+        assert findings["segments"] == ("ok", f"{topic.name} has 3 segment(s), 1 of them sealed.")
+        level, text = findings["registration"]
+        assert level == "problem"
+        assert f"{SUBSCRIPTION!r} is not registered with {topic.name}" in text
+        admin.register(topic.name, SUBSCRIPTION)
+        code, findings = doctor.found()
+        assert (code, findings["registration"][0]) == (0, "ok")
+        assert doctor.run("--rate", "10")[0] == 2

@@ -16,9 +16,11 @@ from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.memory.scalable_topics import MemorySegmentWatch
+from keyshard.broker.port import StartPosition
 from keyshard.broker.scalable_topics import ScalableTopics
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.core.diagnosis import Level
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import range_index
@@ -30,7 +32,7 @@ from keyshard.errors import (
     ConfigError,
     TopicNotFoundError,
 )
-from keyshard.observe.doctor import examine
+from keyshard.observe.doctor import Expected, examine
 from keyshard.testing import run_until_idle
 from tests.helpers import (
     DEADLINE_S,
@@ -87,6 +89,13 @@ class ScalableTopic:
     ) -> AbstractContextManager[Coordinator]:
         admin = MemoryAdmin(self.cluster)
         return running(self.cluster, source, checkpoint, admin=admin, **how)
+
+    def findings(self, expected: Expected | None = None) -> dict[str, tuple[Level, str, str]]:
+        """What ``keyshard doctor`` finds, by its subject."""
+        found = examine(
+            source_of(), lambda: MemoryBroker(self.cluster), MemoryAdmin(self.cluster), expected
+        )
+        return {one.about: (one.level, one.text, one.advice) for one in found}
 
     def take(self, rows: dict[int, list[dict[str, object]]]) -> None:
         self.got += [
@@ -607,6 +616,49 @@ def test_messages_of_a_segment_without_a_key_use_the_lanes_of_all_ranges() -> No
         wait_until(lambda: all(one["handled"] for one in source.status()["ranges"]))
 
 
+def test_the_doctor_examines_a_scalable_topic_and_names_what_is_unknown(
+    topic: ScalableTopic,
+) -> None:
+    topic.split(0)
+    found = topic.findings()
+    assert found["segments"][:2] == (Level.OK, f"{TOPIC} has 3 segment(s), 1 of them sealed.")
+    assert "ack gaps" in found["not examined"][1]
+    assert "does not exist yet" in found["subscription"][1]
+    assert "registration" not in found
+    with topic.running(source_of()):
+        topic.publish(8)
+        found = topic.findings()
+        assert found["coverage"][:2] == (Level.OK, "Every segment has a consumer.")
+        assert found["registration"][0] is Level.OK
+        assert "orphans" in found
+    level, text, advice = topic.findings()["registration"]
+    assert level is Level.WARNING
+    assert "has a backlog of 8 entries and no consumer" in text
+    assert advice.endswith("/admin/v2/scalable/public/default/orders/subscriptions/unit")
+
+
+def test_the_doctor_finds_a_subscription_that_is_not_registered(topic: ScalableTopic) -> None:
+    (where,) = topic.cluster.scalable.graph(TOPIC).partitions
+    with topic.cluster.lock:
+        topic.cluster.open_subscription(where, "unit", StartPosition.EARLIEST)
+    assert topic.findings()["registration"][0] is Level.OK, "it cannot be seen yet"
+    topic.split(0)
+    level, text, advice = topic.findings()["registration"]
+    assert level is Level.PROBLEM
+    assert "'unit' is not registered" in text
+    assert "within a minute, because there is no retention time" in text
+    assert advice == "Start the source: it registers the subscription."
+    with topic.running(source_of()):
+        assert topic.findings()["registration"][0] is Level.OK
+
+
+def test_the_doctor_names_a_scalable_topic_that_is_missing(topic: ScalableTopic) -> None:
+    topic.cluster.scalable.delete(TOPIC)
+    level, text, _ = topic.findings()["broker"]
+    assert level is Level.PROBLEM
+    assert f"{TOPIC} does not exist. Create the topic" in text
+
+
 def test_a_missing_topic_is_named_at_the_start(topic: ScalableTopic) -> None:
     with (
         pytest.raises(TopicNotFoundError, match="scalable-topics create topic://public/default/x"),
@@ -654,8 +706,8 @@ def test_bounded_runs_and_reads_are_refused_by_name(topic: ScalableTopic) -> Non
     with pytest.raises(ConfigError, match="bounded read of a scalable topic"):
         read.read()
     idle = KeyShardSource(TOPIC, subscription="s", service_url="memory://x", admin_url="memory://x")
-    with pytest.raises(ConfigError, match="The check of a scalable topic"):
-        examine(idle, lambda: MemoryBroker(topic.cluster), MemoryAdmin(topic.cluster))
+    with pytest.raises(ConfigError, match="The load of a scalable topic"):
+        topic.findings(Expected(1.0))
     with pytest.raises(ConfigError, match=r"run_until_idle.* of a scalable topic"):
         run_until_idle(idle, lambda _: None)
 

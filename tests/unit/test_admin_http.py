@@ -643,3 +643,29 @@ def test_a_missing_permission_names_a_command_that_grants_it(
     ):
         admin.register(topic, "s")
     assert "pulsar-admin namespaces grant-permission a/b --role ROLE" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "setting", "known"),
+    [
+        ({"retentionTimeInMinutes": 90, "retentionSizeInMB": -1}, "5", 90),
+        (None, "5", 5),
+        (None, None, None),
+    ],
+)
+def test_the_retention_time_is_that_of_the_namespace_or_the_broker(
+    answers: Callable[[Answer], None],
+    policy: dict[str, int] | None,
+    setting: str | None,
+    known: int | None,
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/admin/v2/namespaces/a/b/retention":
+            return httpx.Response(200, json=policy) if policy else httpx.Response(200)
+        if setting is None:
+            return httpx.Response(403, json={"reason": "it may not"})
+        return httpx.Response(200, json={"defaultRetentionTimeInMinutes": setting})
+
+    answers(answer)
+    with closing(PulsarAdmin(Connection(admin_url="https://a:8443"))) as admin:
+        assert admin.retention_min("topic://a/b/c") == known

@@ -157,6 +157,12 @@ class Admin(Protocol):
         ``None`` if this role may not read the limit.
         """
 
+    def retention_min(self, topic: str) -> int | None:
+        """Time for which the namespace of a topic retains acknowledged messages, minutes.
+
+        -1 for no limit; ``None`` if this role may not read it.
+        """
+
     def deduplicates(self, topic: str) -> bool | None:
         """Whether the broker deduplicates a topic; ``None`` if this role may not ask."""
 

@@ -279,6 +279,20 @@ class PulsarAdmin:
         settings = self.settings()
         return None if settings is None else int(number_of(settings.get(name)) or 0)
 
+    def retention_min(self, topic: str) -> int | None:
+        """See :meth:`Admin.retention_min`."""
+        path = of_namespace(topic, "retention")
+        try:
+            response = self._checked(path, self._request("GET", path))
+        except AuthorizationError:
+            return None
+        if response.content:
+            return self._understood(path, response, lambda at: int(at["retentionTimeInMinutes"]))
+        settings = self.settings()
+        return (
+            None if settings is None else number_of(settings.get("defaultRetentionTimeInMinutes"))
+        )
+
     def deduplicates(self, topic: str) -> bool | None:
         """See :meth:`Admin.deduplicates`."""
         path = f"{topic_path(topic)}/deduplicationEnabled?applied=true"

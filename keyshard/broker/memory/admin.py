@@ -221,6 +221,10 @@ class MemoryAdmin:
         """Maximum consumers of a topic partition, and of one subscription there: no limit."""
         return 0, 0
 
+    def retention_min(self, topic: str) -> int:  # noqa: ARG002
+        """Time for which acknowledged messages are retained, minutes: none."""
+        return 0
+
     def deduplicates(self, topic: str) -> bool:
         """Whether the broker deduplicates a topic."""
         with self._cluster.lock:
