@@ -37,6 +37,35 @@ OF_SCALABLE_TOPICS = (
         ),
     ),
     Mutant(
+        name="register only new segments",
+        promise="No loss: a registration that another client deleted is made again.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/discovery.py",
+                "register(self._unregistered if early else self._known)",
+                "register(self._unregistered)",
+            ),
+        ),
+        killers=(killer(_TESTS, "test_a_registration_that_another_client_deleted_is_made_again"),),
+    ),
+    Mutant(
+        name="miss no consumer of a segment",
+        promise="A consumer that the broker forgot is subscribed again.",
+        edits=(
+            Edit(
+                "keyshard/core/subscription_state.py",
+                "return all(consumer.name != name for consumer in self.consumers)",
+                "return False",
+            ),
+            Edit(
+                "keyshard/core/subscription_state.py",
+                "return overlap((hash_range,), self.gaps)",
+                "return bool(self.consumers) and overlap((hash_range,), self.gaps)",
+            ),
+        ),
+        killers=(killer(_TESTS, "test_consumers_that_the_broker_forgot_are_subscribed_again"),),
+    ),
+    Mutant(
         name="take the graph of a broker that has not heard of the newest change",
         promise="No loss: a segment that exists is consumed.",
         edits=(

@@ -455,6 +455,16 @@ def test_a_refused_registration_is_repeated(
         wait_until(lambda: not coordinator.status()["discoveryError"])
 
 
+def test_a_registration_that_another_client_deleted_is_made_again(topic: ScalableTopic) -> None:
+    with topic.running(source_of(starting_position="latest")) as coordinator:
+        topic.cluster.scalable.unregister(TOPIC, "unit")
+        coordinator.discovery.round()
+    topic.split(0)
+    topic.publish(8)
+    with topic.running(source_of(starting_position="latest")) as coordinator:
+        received(coordinator, 8)
+
+
 def test_a_question_that_fails_while_segments_wait_ends_nothing(
     topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,9 @@ class SubscriptionHolder(Protocol):
     def subscriptions(self, topic_partition: TopicPartition) -> dict[str, Subscription]:
         """Subscriptions of a topic partition, by name."""
 
+    def delete_subscription(self, topic_partition: TopicPartition, name: str) -> None:
+        """Delete a subscription, and disconnect its consumers."""
+
     def open_subscription(
         self, topic_partition: TopicPartition, name: str, start: StartPosition
     ) -> Subscription:
@@ -147,6 +150,13 @@ class MemoryScalableTopics:
             for number, one in graph.segments.items():
                 if not one.is_sealed:
                     self._subscribe(graph.partition(number), subscription)
+
+    def unregister(self, topic: str, subscription: str) -> None:
+        """Delete a subscription from all segments, and do not create it in later ones."""
+        with self._lock:
+            self._registered[topic].discard(subscription)
+            for where in self.graph(topic).partitions:
+                self._cluster.delete_subscription(where, subscription)
 
     def collect(self, topic: str) -> list[int]:
         """Delete sealed segments without parents that registered subscriptions do not need.
