@@ -13,13 +13,18 @@ checks, in this order, whether they are
                                        arrives for ``available_now_quiet_ms``
     4. still to come                   a Reader finds an entry. Without admin_url, if nothing
                                        arrives for ``available_now_quiet_ms``, the entry counts
-                                       as acknowledged before the run
+                                       as acknowledged before the run; in a segment without
+                                       backlog, at once
 
 Entries after a target never enter the window: they would fill it, and nothing could be cut. If a
 range receives one, the broker has read everything up to the target. Missing entries then wait for
 their owner in the broker's replay queue. So a range that received ``ROWS_BEHIND_MAX`` such rows
 rests, while its client queue fills. Later it subscribes again, and the lowest positions come first.
 If the broker's limits on unacknowledged messages are low, it rests after fewer rows.
+
+A run of a scalable topic takes the segments that exist at its start, parents before children.
+Later segments belong to the next run. If a parent keeps messages that are not due, or that an open
+transaction holds back, its children are left for a later run.
 """
 
 from __future__ import annotations
@@ -27,11 +32,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from keyshard.broker.admin.port import Admin
-from keyshard.broker.port import Broker, ReadOptions
+from keyshard.broker.port import Broker
 from keyshard.broker.retry import retry_until
 from keyshard.config.source import SourceConfig
 from keyshard.consumers.acknowledger import Acknowledger
@@ -40,19 +45,17 @@ from keyshard.consumers.receive_state import Rest
 from keyshard.consumers.receiver import RangeConsumer, Receiver
 from keyshard.consumers.shared_window import SharedWindow
 from keyshard.consumers.subscribe import close_range_consumers
-from keyshard.core.metadata_columns import DELIVER_AT
+from keyshard.coordinator.partition_lifecycle import BoundedSegments
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.read_target import Gap, Target
+from keyshard.core.read_target import Target
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_identity import check_ledgers
 from keyshard.errors import (
     AvailableNowTimeoutError,
     BrokerError,
     ReplayTimeoutError,
-    UnreadableEntryError,
 )
-from keyshard.reading.replay import GAP_ENTRIES_MAX
-from keyshard.reading.scan import Scan
+from keyshard.reading.gap_reader import grouped, search
 from keyshard.threads import Pool
 
 ROWS_BEHIND_MAX = 2_000
@@ -67,14 +70,12 @@ PROBE_AFTER_S = 0.3
 """Quiet time before the broker is asked for missing entries, seconds."""
 PROBE_EVERY_S = (0.5, 5.0)
 """Shortest and longest time between two such requests, seconds."""
-READER_TIMEOUT_S = 5.0
-"""Longest wait for a Reader, seconds."""
-READ_S = 30.0
-"""Time after which a request reads no further; the next one continues, seconds."""
 ACKNOWLEDGE_WAIT_S = 0.2
 """Wait for acknowledgements before the cursors are read, seconds."""
 LOG_EVERY_S = 10.0
 """Time between two log lines of a wait, seconds."""
+SEGMENTS_S = 0.2
+"""Time between two looks at the segments of scalable topics, seconds."""
 THREADS_MAX = 8
 """Topic partitions that are asked for their last entry in parallel."""
 
@@ -111,6 +112,7 @@ class AvailableNow:
         broker: Connection for Readers.
         admin: Admin REST interface; ``None`` without ``admin_url``.
         shared: The window.
+        segments: Segments of the run, which wait for their parents.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class AvailableNow:
         broker: Broker,
         admin: Admin | None,
         shared: SharedWindow,
+        segments: BoundedSegments,
     ) -> None:
         self._targets = {where: Target(entry_id) for where, entry_id in last.items()}
         self._config = config
@@ -131,6 +134,10 @@ class AvailableNow:
         self._lock = shared.lock
         self._window = shared.window
         self._range_consumers = range_consumers
+        self._segments = segments
+        self._looked_s = -math.inf
+        self._unseen, self._unseen_s = "", -math.inf
+        """Why it is unknown which segments wait, if it is, and when it was unknown last."""
         self._behind: dict[tuple[TopicPartition, int], tuple[int, float]] = {}
         limit = shared.window.budget.behind_rows_max
         self._behind_max = ROWS_BEHIND_MAX if limit is None else min(limit, ROWS_BEHIND_MAX)
@@ -182,7 +189,7 @@ class AvailableNow:
                 now_arrived = counters.rows_received + counters.duplicates_dropped
                 rows, full = self._window.received_rows, self._window.pauses.fill() >= BATCH_FILL
             now = time.monotonic()
-            if now_arrived != arrived:
+            if self._look_at_segments(now) or now_arrived != arrived:
                 arrived, arrived_s, probe_every_s = now_arrived, now, PROBE_EVERY_S[0]
             if rows:
                 quiet = now - arrived_s >= GATHER_S[0] or now - began >= GATHER_S[1]
@@ -249,17 +256,68 @@ class AvailableNow:
         close_range_consumers(self._range_consumers)
         self.finished = True
 
+    # -- Segments of scalable topics --------------------------------------------------------------
+
+    def _look_at_segments(self, now: float) -> bool:
+        """Receive from segments whose parents are acknowledged; leave out deleted segments.
+
+        Returns:
+            Whether some segment no longer waits.
+        """
+        if now - self._looked_s < SEGMENTS_S:
+            return False
+        self._looked_s = now
+        waiting = self._segments.waiting
+        try:
+            self._segments.look()
+            self._unseen = ""
+        except BrokerError as exc:
+            _log.debug("the segments are unknown: %s", exc.summary)
+            self._unseen = f"the segments are unknown: {exc.problem}"
+            self._unseen_s = now
+        for where in self._segments.gone & self._targets.keys():
+            _log.warning("stopped consuming %s: it was deleted", where)
+            del self._targets[where]
+            self._range_consumers = [
+                one for one in self._range_consumers if one.owned_range.topic_partition != where
+            ]
+        return self._segments.waiting != waiting
+
+    def _wait_for_parents(self, children: Sequence[TopicPartition], quiet_s: float) -> str:
+        """Return what segments wait for; ``""`` if they are left for a later run."""
+        if self._unseen:
+            return self._unseen
+        with self._lock:
+            if self._window.batches:
+                return "a planned batch is not committed"
+        seen_s = min(quiet_s, time.monotonic() - self._unseen_s)
+        if seen_s * 1000 < self._config.available_now_quiet_ms:
+            return f"the parents of {children[0]} are not acknowledged"
+        _log.warning(
+            "%d segments, such as %s, are left for a later run: their parents keep messages that "
+            "are not due, or that an open transaction holds back",
+            len(children), children[0],
+        )  # fmt: skip
+        for where in children:
+            self._targets[where].reached = True
+        return ""
+
     # -- Missing entries and acknowledgements -----------------------------------------------------
 
     def _probe(self, quiet_s: float) -> str:
         """Ask the broker for missing entries; return the first thing to wait for, or ``""``."""
+        children: list[TopicPartition] = []
         for where, target in self._targets.items():
-            if not target.reached:
+            if not target.reached and self._segments.waits(where):
+                children.append(where)
+            elif not target.reached:
                 missing = self._probe_partition(where, target, quiet_s)
                 if missing:
                     return missing
                 target.reached = True
                 _log.info("read %s up to %s", where, target.last)
+        if children and (missing := self._wait_for_parents(children, quiet_s)):
+            return missing
         with self._lock:
             return "a planned batch is not committed" if self._window.batches else ""
 
@@ -271,9 +329,9 @@ class AvailableNow:
         except BrokerError as exc:
             _log.warning("the cursor of %s is unknown: %s", where, exc.summary)
             return f"the cursor of {where} is unknown: {exc.problem}"
-        for gaps in _stretches(target.open_gaps(state.delivered, state.floor, broker_state)):
+        for gaps in grouped(target.open_gaps(state.delivered, state.floor, broker_state)):
             try:
-                found = _search(self._broker, where, gaps, self._config.skipped)
+                found = search(self._broker, where, gaps, self._config.skipped)
             except (BrokerError, ReplayTimeoutError) as exc:
                 _log.debug(
                     "gaps from %s of %s could not be read: %s", gaps[0].start, where, exc.summary
@@ -299,6 +357,9 @@ class AvailableNow:
             quiet_s: Time for which nothing has arrived, seconds.
             sure: Whether the entry is known not to be acknowledged.
         """
+        with suppress(BrokerError):  # Then the silence decides.
+            if self._segments.is_acknowledged(where):
+                return False
         if quiet_s * 1000 < self._config.available_now_quiet_ms:
             return True
         if not sure:
@@ -379,91 +440,3 @@ class AvailableNow:
                 "available now: read %d of %d topic partitions; waiting for %.0f s, %s",
                 reached, len(self._targets), now - began, missing,
             )  # fmt: skip
-
-
-class Found(NamedTuple):
-    """The result of reading some gaps."""
-
-    entry: EntryId | None
-    """The first entry that is still to come."""
-    not_due: int
-    """Number of entries that are not due, in the first ``passed`` gaps."""
-    passed: int
-    """Number of gaps, from the first on, in which nothing is still to come."""
-
-
-def _stretches(gaps: Iterable[Gap]) -> Iterator[list[Gap]]:
-    """Group gaps for one Reader each: those in one ledger with little between them."""
-    part: list[Gap] = []
-    for gap in gaps:
-        near = part and (
-            gap.start.ledger == part[-1].end.ledger
-            and gap.start.entry - part[-1].end.entry <= GAP_ENTRIES_MAX
-        )
-        if part and not near:
-            yield part
-            part = []
-        part.append(gap)
-    if part:
-        yield part
-
-
-def _search(
-    broker: Broker,
-    where: TopicPartition,
-    gaps: Sequence[Gap],
-    skipped: tuple[type[UnreadableEntryError], ...],
-) -> Found:
-    """Look for the first stored entry of some gaps that can be received now.
-
-    Args:
-        broker: Connection for Readers.
-        where: The topic partition.
-        gaps: The gaps, ascending.
-        skipped: Kinds of unreadable entries that the source skips.
-
-    Raises:
-        ReplayTimeoutError: The Reader returned nothing in time.
-        UnreadableEntryError: An entry cannot be read, and its kind is not skipped.
-    """
-    end_s = time.monotonic() + READ_S
-    deadline = time.monotonic() + READER_TIMEOUT_S
-    end = gaps[-1].end
-    last = EntryId(end.ledger, end.entry - 1)
-    unreadable: dict[EntryId, UnreadableEntryError] = {}
-    passed = not_due = of_this_gap = 0
-    how = ReadOptions(columns=(DELIVER_AT,))
-    with Scan(broker, where, gaps[0].start, last, how, unreadable=unreadable) as scan:
-        while not scan.done and time.monotonic() < end_s:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise ReplayTimeoutError(
-                    f"A reader of {where} received nothing from {scan.position} on.",
-                    "Check the load of the broker.",
-                )
-            blocks = retry_until(scan.read, left_s)
-            for error in unreadable.values():
-                if not isinstance(error, skipped):
-                    raise error
-            if blocks:
-                deadline = time.monotonic() + READER_TIMEOUT_S
-            for block in blocks:
-                while passed < len(gaps) and gaps[passed].end <= block.id:
-                    passed, not_due, of_this_gap = passed + 1, not_due + of_this_gap, 0
-                if passed == len(gaps) or block.id < gaps[passed].start:
-                    continue
-                if not _is_delayed(block):
-                    return Found(block.id, not_due, passed)
-                of_this_gap += 1
-        if scan.done:
-            passed, not_due = len(gaps), not_due + of_this_gap
-    return Found(None, not_due, passed)
-
-
-def _is_delayed(block: EntryBlock) -> bool:
-    """Return whether the delivery time of an entry is still to come.
-
-    ``False`` if the entry has none, or if the client does not tell it.
-    """
-    due = block.column(DELIVER_AT)[0]
-    return due is not None and bool(due.timestamp() > time.time())

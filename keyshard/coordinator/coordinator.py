@@ -25,7 +25,7 @@ from keyshard.coordinator.consumer_limits import check_consumer_limits
 from keyshard.coordinator.discovery import Discovery
 from keyshard.coordinator.gap_resolver import GapResolver
 from keyshard.coordinator.in_flight import InFlightEntries
-from keyshard.coordinator.partition_lifecycle import PartitionLifecycle
+from keyshard.coordinator.partition_lifecycle import BoundedSegments, PartitionLifecycle
 from keyshard.coordinator.progress import PaceMonitor, Progress, SourceWorker
 from keyshard.coordinator.rescale import Drainable, Rescaler
 from keyshard.coordinator.start_positions import create_subscriptions, read_first_messages
@@ -136,8 +136,6 @@ class Coordinator:
         available_now: bool,
     ) -> None:  # fmt: skip
         config = self._config
-        if available_now:
-            config.refuse_scalable("A bounded run (availableNow)")
         if config.parked and self.unreadable is None:
             name = next(name for name, kind in UNREADABLE.items() if kind in config.parked)
             raise ConfigError(
@@ -164,20 +162,23 @@ class Coordinator:
                     if not catalog.by_pattern or attempt == ATTEMPTS:
                         raise
                     _log.info("looking up the topics again: %s", exc.summary)
+            partitions = PartitionLifecycle(
+                self.consumers, checkpoint, planned=planned, gone=found.gone
+            )
             bounded: AvailableNow | None = None
             if available_now:
                 bounded = AvailableNow(
                     last_entries(opened, config.operation_timeout_ms / 1000), opened,
                     config=config, broker=self._broker, admin=self._admin,
                     shared=self.consumers.shared,
+                    segments=BoundedSegments(
+                        catalog.scalable, partitions, found.consumed if config.is_scalable else ()
+                    ),
                 )  # fmt: skip
                 self._bounded = True
             if self._failure is not None:
                 raise self._failure
             on_failure.pop_all()
-        partitions = PartitionLifecycle(
-            self.consumers, checkpoint, planned=planned, gone=found.gone
-        )
         self.batches = Batches(
             self.consumers, self._broker, config,
             partitions=partitions, watch=self._watch, bounded=bounded,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from keyshard.broker.port import Consumer, StartPosition
+from keyshard.broker.scalable_topics import ScalableTopics
 from keyshard.consumers.consumers import Consumers
 from keyshard.consumers.receiver import RangeConsumer
 from keyshard.consumers.subscribe import consumer_name
@@ -78,6 +79,10 @@ class PartitionLifecycle:
         """Receive from segments only after their parents, given by segment."""
         self._consumers.range_consumers.order.parents = parents
 
+    def waits(self, where: TopicPartition) -> bool:
+        """Return whether a segment waits for its parents."""
+        return self._consumers.range_consumers.order.waits(where)
+
     @property
     def segments_waiting(self) -> int:
         """Number of segments that wait for their parents."""
@@ -138,3 +143,66 @@ class PartitionLifecycle:
     def fail(self, error: KeyShardError) -> None:
         """End the source with an error."""
         self._shared.fail(error)
+
+
+class BoundedSegments:
+    """The segments of a bounded run: all that exist at its start. One thread calls the methods.
+
+    Args:
+        scalable: Reports the segments.
+        owned: Their consumers.
+        of_run: The segments; empty for a run without scalable topics.
+    """
+
+    def __init__(
+        self,
+        scalable: ScalableTopics,
+        owned: PartitionLifecycle,
+        of_run: Collection[TopicPartition],
+    ) -> None:
+        self._scalable = scalable
+        self._owned = owned
+        self._of_run = set(of_run)
+        self.gone: set[TopicPartition] = set()
+        """Segments of the run that were deleted. The broker deletes a sealed segment after
+        everything in it is acknowledged."""
+
+    def look(self) -> None:
+        """Receive from segments whose parents are acknowledged, and close deleted segments.
+
+        Raises:
+            BrokerError: The segments are unknown, or could not be closed.
+        """
+        if not self._of_run:
+            return
+        topics = set(map(self._scalable.topic_of, self._of_run))
+        existing = {where for topic in topics for where in self._scalable.partitions(topic)}
+        gone = self._of_run - (existing - self._scalable.created_again)
+        if gone:
+            self._owned.shrink(gone, again=False)
+            for where in gone:
+                self._owned.forget(where)
+            self._of_run -= gone
+            self.gone |= gone
+        parents = self._scalable.parents()
+        self._owned.order(
+            {one: parents[one] & self._of_run for one in self._of_run & parents.keys()}
+        )
+        self._owned.look_at_ends(self._scalable.has_ended)
+
+    def waits(self, where: TopicPartition) -> bool:
+        """Return whether a segment waits for its parents."""
+        return self._owned.waits(where)
+
+    def is_acknowledged(self, where: TopicPartition) -> bool:
+        """Return whether a topic partition is a segment in which everything is acknowledged.
+
+        Raises:
+            BrokerError: It is unknown.
+        """
+        return where in self._of_run and self._scalable.has_ended(where)
+
+    @property
+    def waiting(self) -> int:
+        """Number of segments that wait for their parents."""
+        return self._owned.segments_waiting

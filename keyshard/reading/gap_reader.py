@@ -1,19 +1,27 @@
-"""Reads ack gaps with plain Readers: an entry that no Reader returns will never be delivered."""
+"""Reads gaps with plain Readers: an entry that no Reader returns will never be delivered."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from keyshard.broker.port import Broker
+from keyshard.broker.port import Broker, ReadOptions
 from keyshard.broker.retry import retry_until
 from keyshard.core.ack_gaps import GapEvidence, LedgerEnd
+from keyshard.core.metadata_columns import DELIVER_AT
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
-from keyshard.errors import UnreadableEntryError
-from keyshard.reading.replay import stretches
+from keyshard.core.read_target import Gap
+from keyshard.errors import ReplayTimeoutError, UnreadableEntryError
+from keyshard.reading.replay import GAP_ENTRIES_MAX, stretches
 from keyshard.reading.scan import Scan
+
+READER_TIMEOUT_S = 5.0
+"""Longest wait of a search for a Reader, seconds."""
+READ_S = 30.0
+"""Time after which a search reads no further; the next one continues, seconds."""
 
 
 @dataclass(slots=True)
@@ -105,3 +113,94 @@ def _passed(found: GapReport, position: EntryId, entry_id: EntryId) -> EntryId:
     if entry_id.ledger > position.ledger:
         found.proofs.ledger_ends[position.ledger] = LedgerEnd(position.entry - 1, entry_id)
     return EntryId(entry_id.ledger, entry_id.entry + 1)
+
+
+# -- Gaps of a bounded run -------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """The result of reading some gaps."""
+
+    entry: EntryId | None
+    """The first entry that is still to come."""
+    not_due: int
+    """Number of entries that are not due, in the first ``passed`` gaps."""
+    passed: int
+    """Number of gaps, from the first on, in which nothing is still to come."""
+
+
+def grouped(gaps: Iterable[Gap]) -> Iterator[list[Gap]]:
+    """Group gaps for one Reader each: those in one ledger with little between them."""
+    part: list[Gap] = []
+    for gap in gaps:
+        near = part and (
+            gap.start.ledger == part[-1].end.ledger
+            and gap.start.entry - part[-1].end.entry <= GAP_ENTRIES_MAX
+        )
+        if part and not near:
+            yield part
+            part = []
+        part.append(gap)
+    if part:
+        yield part
+
+
+def search(
+    broker: Broker,
+    where: TopicPartition,
+    gaps: Sequence[Gap],
+    skipped: tuple[type[UnreadableEntryError], ...],
+) -> Found:
+    """Look for the first stored entry of some gaps that can be received now.
+
+    Args:
+        broker: Connection for Readers.
+        where: The topic partition.
+        gaps: The gaps, ascending.
+        skipped: Kinds of unreadable entries that the source skips.
+
+    Raises:
+        ReplayTimeoutError: The Reader returned nothing in time.
+        UnreadableEntryError: An entry cannot be read, and its kind is not skipped.
+    """
+    end_s = time.monotonic() + READ_S
+    deadline = time.monotonic() + READER_TIMEOUT_S
+    end = gaps[-1].end
+    last = EntryId(end.ledger, end.entry - 1)
+    unreadable: dict[EntryId, UnreadableEntryError] = {}
+    passed = not_due = of_this_gap = 0
+    how = ReadOptions(columns=(DELIVER_AT,))
+    with Scan(broker, where, gaps[0].start, last, how, unreadable=unreadable) as scan:
+        while not scan.done and time.monotonic() < end_s:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise ReplayTimeoutError(
+                    f"A reader of {where} received nothing from {scan.position} on.",
+                    "Check the load of the broker.",
+                )
+            blocks = retry_until(scan.read, left_s)
+            for error in unreadable.values():
+                if not isinstance(error, skipped):
+                    raise error
+            if blocks:
+                deadline = time.monotonic() + READER_TIMEOUT_S
+            for block in blocks:
+                while passed < len(gaps) and gaps[passed].end <= block.id:
+                    passed, not_due, of_this_gap = passed + 1, not_due + of_this_gap, 0
+                if passed == len(gaps) or block.id < gaps[passed].start:
+                    continue
+                if not _is_delayed(block):
+                    return Found(block.id, not_due, passed)
+                of_this_gap += 1
+        if scan.done:
+            passed, not_due = len(gaps), not_due + of_this_gap
+    return Found(None, not_due, passed)
+
+
+def _is_delayed(block: EntryBlock) -> bool:
+    """Return whether the delivery time of an entry is still to come.
+
+    ``False`` if the entry has none, or if the client does not tell it.
+    """
+    due = block.column(DELIVER_AT)[0]
+    return due is not None and bool(due.timestamp() > time.time())

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.auth.tls import context_of, of_bookies
 from keyshard.broker.connect import connect, connect_admin
+from keyshard.broker.port import OpensReaders
 from keyshard.broker.retry import retry_until
 from keyshard.broker.topics import Catalog, look
 from keyshard.config.segments import BROKER, Segments, check_segments
@@ -42,6 +43,7 @@ from keyshard.core.position.read_bounds import (
 from keyshard.core.position.replicas import OFFLOADED, UNKNOWN, LedgerReplicas, OffloadedLedger
 from keyshard.core.position.split import Closed, Split, stretch
 from keyshard.core.position.zones import Storage, Wanted, Zoned
+from keyshard.core.topic_segments import is_segment
 from keyshard.errors import (
     AuthorizationError,
     BrokerError,
@@ -52,6 +54,7 @@ from keyshard.errors import (
     TopicNotFoundError,
     TopicRecreatedError,
 )
+from keyshard.reading.segment_ledgers import check_of_segments, segment_ledgers
 from keyshard.redaction import listed
 from keyshard.threads import Pool
 
@@ -59,6 +62,8 @@ if TYPE_CHECKING:
     from keyshard.offloads.offload_reader import Offloads
     from keyshard.reading.ledger_index import LedgerIndex
 
+ATTEMPTS = 3
+"""Most plans of a read: a segment may be deleted after it was found."""
 THREADS_MAX = 16
 """Topic partitions that are planned in parallel."""
 NOT_OFFLOADED = "it is not offloaded"
@@ -75,6 +80,7 @@ def stretches(
     ends: Mapping[TopicPartition, Bound],
     timeout_s: float,
     *,
+    broker: OpensReaders | None = None,
     disorder_ms: int | None = None,
     published: tuple[int | None, int | None] = (None, None),
     fail_on_data_loss: bool = True,
@@ -91,6 +97,8 @@ def stretches(
         starts: First position or time of each topic partition.
         ends: End position or time of each topic partition, exclusive.
         timeout_s: How long a request is retried, seconds.
+        broker: Reads the ledgers of segments of scalable topics, which the admin interface does not
+            list. ``None``: there are no segments.
         disorder_ms: Most that publish times go back from an entry to any later one, milliseconds.
             If the broker adds its own time to entries, it also differs from the publish time by at
             most this. Entries further outside the bounds are then not read. ``None``: unknown, so
@@ -114,7 +122,12 @@ def stretches(
     check_order(starts, ends)
 
     def one(where: TopicPartition) -> list[Split]:
-        ledgers, closed = retry_until(lambda: _shown(admin, where, segments), timeout_s)
+        is_listed = not is_segment(where)
+        if is_listed:
+            ledgers, closed = retry_until(lambda: _shown(admin, where, segments), timeout_s)
+        else:
+            assert broker is not None, "segments are read by the broker"
+            ledgers, closed = segment_ledgers(broker, admin, where, timeout_s), {}
         start, end = starts[where], ends[where]
         for name, bound in (("start", start), ("end", end)):
             check_stored(
@@ -129,11 +142,12 @@ def stretches(
             return None if found is None else MessageId(*found, 0)
 
         found = _stretch_between(
-            where, ledgers, start, end, published, at=None if disorder_ms is None else at,
+            where, ledgers, start, end, published,
+            at=at if is_listed and disorder_ms is not None else None,
             disorder_ms=disorder_ms or 0,
         )  # fmt: skip
         found = replace(found, end=fixed(end, ledgers), created=created(admin, where))
-        if index is None or not found.created:
+        if index is None or not found.created or not is_listed:
             return [found]
         storage = Storage(where, found.created, closed)
         limited = replace(wanted, published=(found.start_ms, found.end_ms))
@@ -390,25 +404,38 @@ def plan_read(
             "Set admin_url.",
         )
     index = None if ledger_index is None else open_index(ledger_index)
-    source.refuse_scalable("A bounded read")
+    if source.is_scalable:
+        check_of_segments(
+            {"start": start, "end": end},
+            {"disorder_max_s": disorder_max_s, "ledger_index": ledger_index},
+        )
     timeout_s = source.operation_timeout_ms / 1000
     connection = source.how_to_connect()
     if segments.offloads is not None:
         open_offloads(segments.offloads)  # a task would find out later
     with closing(connect(connection)) as broker, closing(connect_admin(connection)) as admin:
-        found = look(Catalog(broker, admin, source), None, timeout_s).consumed
-        found_stretches = stretches(
-            admin,
-            parse_bounds("start", start, found),
-            parse_bounds("end", end, found),
-            timeout_s,
-            disorder_ms=None if disorder_max_s is None else round(disorder_max_s * 1000),
-            published=published,
-            fail_on_data_loss=source.fail_on_data_loss,
-            segments=segments,
-            index=index,
-            wanted=wanted,
-        )
+        for attempt in range(1, ATTEMPTS + 1):
+            found = look(Catalog(broker, admin, source), None, timeout_s).consumed
+            try:
+                found_stretches = stretches(
+                    admin,
+                    parse_bounds("start", start, found),
+                    parse_bounds("end", end, found),
+                    timeout_s,
+                    broker=broker,
+                    disorder_ms=None if disorder_max_s is None else round(disorder_max_s * 1000),
+                    published=published,
+                    fail_on_data_loss=source.fail_on_data_loss,
+                    segments=segments,
+                    index=index,
+                    wanted=wanted,
+                )
+                break
+            except TopicNotFoundError as exc:
+                # The broker deleted a segment that is acknowledged; another look does not find it.
+                if not source.is_scalable or attempt == ATTEMPTS:
+                    raise
+                _log.info("looking up the segments again: %s", exc.summary)
     if not segments.by_broker_only:
         _log_placements(found_stretches)
     if index is not None:

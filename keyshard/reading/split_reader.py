@@ -12,7 +12,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -33,17 +33,20 @@ from keyshard.core.position.entry import EntryBlock, EntryId
 from keyshard.core.position.entry_assembly import EntryAssembly, RedeliveryNeeded
 from keyshard.core.position.split import Split
 from keyshard.core.position.zones import Storage
+from keyshard.core.topic_segments import is_segment
 from keyshard.errors import (
     BookieReadError,
     BrokerUnavailableError,
     DataLossTrimmedError,
     KeyShardError,
     ReplayTimeoutError,
+    TopicNotFoundError,
     TopicRecreatedError,
 )
 from keyshard.reading import zone_builder
 from keyshard.reading.read_report import ReadReport, was_read
 from keyshard.reading.scan import Scan
+from keyshard.reading.segment_ledgers import first_stored
 from keyshard.reading.split_planner import created, open_index, open_offloads
 from keyshard.reading.zone_builder import ZoneBuilder
 
@@ -224,7 +227,7 @@ def _stored(
     """Read a split. Check before and after the read that all of it is stored."""
     if not split.spans:
         return
-    stored = _check_stored(admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
+    stored = _check_stored(broker, admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
     # Bookies keep deleted ledgers for a while.
     split = split.only(span for span in split.spans if span.ledger in stored)
     if not split.spans:
@@ -250,7 +253,7 @@ def _stored(
         zones.finish()
     if any(seen[ledger] < span.entries for ledger, span in entries.items()):
         # Readers do not return markers and aborted messages, which are stored.
-        _check_stored(admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
+        _check_stored(broker, admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
 
 
 def _within(split: Split, block: EntryBlock) -> EntryBlock | None:
@@ -265,18 +268,43 @@ def _within(split: Split, block: EntryBlock) -> EntryBlock | None:
     return only(block, indices) if indices else None
 
 
+def _sizes(
+    broker: OpensReaders, admin: Admin, split: Split, timeout_s: float
+) -> Mapping[int, int] | None:
+    """Return the numbers of entries of the stored ledgers that a split may have.
+
+    Of a segment, only the first entry is looked for: retention and TTL remove the oldest ledgers.
+
+    Returns:
+        ``None`` if there is no such topic.
+    """
+    where = split.topic_partition
+    if not is_segment(where):
+        ledgers = retry_until(lambda: admin.ledgers(where), timeout_s)
+        return None if ledgers is None else {one.id: one.entries for one in ledgers}
+    try:
+        first = first_stored(broker, where, timeout_s)
+    except TopicNotFoundError:
+        return None
+    if first is None:
+        return {}
+    return {span.ledger: span.end for span in split.spans if span.ledger >= first.ledger}
+
+
 def _check_stored(
-    admin: Admin, split: Split, timeout_s: float, *, fail_on_data_loss: bool
+    broker: OpensReaders, admin: Admin, split: Split, timeout_s: float, *, fail_on_data_loss: bool
 ) -> Collection[int]:
-    """Check that the ledgers of a split are stored; return all stored ledgers of the topic."""
-    ledgers = retry_until(lambda: admin.ledgers(split.topic_partition), timeout_s)
-    sizes = {ledger.id: ledger.entries for ledger in ledgers or ()}
+    """Check that the ledgers of a split are stored; return the stored ledgers."""
+    found = _sizes(broker, admin, split, timeout_s)
+    sizes = found or {}
     gone = [span for span in split.spans if sizes.get(span.ledger, 0) < span.end]
     if gone:
         first, last = gone[0], gone[-1]
-        now = created(admin, split.topic_partition) if ledgers and split.created else ""
+        now = created(admin, split.topic_partition) if found is not None and split.created else ""
         kind: type[KeyShardError] = DataLossTrimmedError
         why = "retention, TTL or a deleted topic removed them after"
+        if found is None and is_segment(split.topic_partition):
+            why = "the broker deleted the segment after"
         if now and now != split.created:
             kind = TopicRecreatedError
             why = "the topic was deleted and created again after"
@@ -305,7 +333,8 @@ def _while_stored(
 ) -> Iterator[list[EntryBlock]]:
     """Read as :func:`_entries`, and continue after a ledger that is deleted during the read.
 
-    Only reads without the broker need this: its Readers continue by themselves.
+    Only reads without the broker need this, and those of segments: a segment is deleted while the
+    topic stays. Other Readers of the broker continue by themselves.
     """
     while split.spans:
         last = EntryId(-1, -1)
@@ -314,8 +343,12 @@ def _while_stored(
                 last = blocks[-1].id
                 yield blocks
             return
-        except BookieReadError:
-            stored = _check_stored(admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss)
+        except (BookieReadError, TopicNotFoundError) as exc:
+            if isinstance(exc, TopicNotFoundError) and not is_segment(split.topic_partition):
+                raise
+            stored = _check_stored(
+                broker, admin, split, timeout_s, fail_on_data_loss=fail_on_data_loss
+            )
             left = [span for span in split.spans if span.ledger in stored]
             if len(left) == len(split.spans):
                 raise

@@ -53,7 +53,6 @@ def run_until_idle(
         KeyShardError: The error that ended the source.
     """
     check_seconds("timeout_s", timeout_s, 86_400)
-    source.refuse_scalable("run_until_idle()")
     connection = source.how_to_connect()
     if connection.in_memory:
         connection = replace(connection, admin_url=connection.service_url)
@@ -90,8 +89,11 @@ def _backlog(admin: Admin, source: KeyShardSource, status: Status) -> int:
     """
     held = sum((one["waiting"] or 0) + (one["inFlight"] or 0) for one in status["ranges"])
     backlog = 0
-    for one in status["partitions"]:
-        where = TopicPartition(one["topic"], one["partition"])
+    asked = [TopicPartition(one["topic"], one["partition"]) for one in status["partitions"]]
+    if source.is_scalable:
+        # The status may not have the newest segments yet.
+        asked = list(map(TopicPartition, source.topics))
+    for where in asked:
         stats = admin.subscription(where, source.subscription)
         backlog += 0 if stats is None else SubscriptionState.from_stats(stats).backlog
     return max(held, backlog)

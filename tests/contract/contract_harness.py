@@ -226,6 +226,9 @@ class ScalableHarness(Harness, Protocol):
     def merge(self, topic: str, lower: int, upper: int) -> None:
         """Merge two segments."""
 
+    def roll_segments(self, topic: str) -> None:
+        """Begin a new ledger in each segment."""
+
     def delete_scalable(self, topic: str) -> None:
         """Delete a scalable topic by force."""
 

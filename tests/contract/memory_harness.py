@@ -190,6 +190,10 @@ class MemoryHarness:
     def merge(self, topic: str, lower: int, upper: int) -> None:
         self._cluster.scalable.merge(topic, lower, upper)
 
+    def roll_segments(self, topic: str) -> None:
+        for where in self._cluster.scalable.graph(topic).partitions:
+            self._cluster.roll_ledger(where)
+
     def create_again_scalable(self, topic: str) -> None:
         self._cluster.scalable.create(topic)
 

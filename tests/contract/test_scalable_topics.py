@@ -7,11 +7,12 @@ from contextlib import closing
 import pytest
 
 from keyshard.broker.port import Broker, Consumer, StartPosition
-from keyshard.core.position.entry import TopicPartition
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.ring.hash_range import split_ring
 from keyshard.core.subscription_state import SubscriptionState
 from keyshard.core.topic_segments import SegmentGraph
 from keyshard.errors import BrokerError, TopicNotFoundError
+from keyshard.reading.segment_ledgers import first_stored, segment_ledgers
 from tests.contract.contract_harness import (
     DEADLINE_S,
     SUBSCRIPTION,
@@ -250,3 +251,62 @@ def test_limits_of_a_scalable_topic_are_those_of_its_namespace(scalable: Scalabl
         assert admin.consumer_limits(name) == (0, 0)
         assert admin.unacknowledged_limits(name) == (50_000, 200_000)
         assert admin.retention_min(name) == 0
+
+
+def test_readers_show_where_the_ledgers_of_a_segment_end(scalable: ScalableHarness) -> None:
+    topic, broker, admin = scalable.create_scalable(1), scalable.broker(), scalable.admin()
+    where = segments_of(broker, topic).partition(0)
+    subscribe(broker, where).close()  # The broker deletes ledgers that no subscription needs.
+    assert segment_ledgers(broker, admin, where, DEADLINE_S) == ()
+    counts = [10, 7, 5]
+    for count in counts:
+        publish(broker, where, 0, count)
+        scalable.roll_segments(topic)
+    found = segment_ledgers(broker, admin, where, DEADLINE_S)
+    assert [one.entries for one in found] == counts
+    assert all(one.size_bytes > 0 for one in found)
+    assert first_stored(broker, where, DEADLINE_S) == EntryId(found[0].id, 0)
+    scalable.split(topic, 0)
+    assert segment_ledgers(broker, admin, where, DEADLINE_S) == found, "as before the split"
+
+
+def test_the_storage_of_a_segment_has_a_size_and_a_creation_time(
+    scalable: ScalableHarness,
+) -> None:
+    topic, broker, admin = scalable.create_scalable(1), scalable.broker(), scalable.admin()
+    where = segments_of(broker, topic).partition(0)
+    created = admin.created(where)
+    subscribe(broker, where).close()
+    publish(broker, where, 0, 10)
+    scalable.roll_segments(topic)
+    assert (admin.stored_bytes(where) or 0) > 0
+    assert admin.created(where) == created
+    scalable.delete_scalable(topic)
+    assert admin.stored_bytes(where) is None
+    scalable.create_again_scalable(topic)
+    assert admin.created(where) != created
+
+
+def test_a_reader_of_a_deleted_segment_says_that_it_is_missing(scalable: ScalableHarness) -> None:
+    topic, broker = scalable.create_scalable(1), scalable.broker()
+    where = segments_of(broker, topic).partition(0)
+    scalable.delete_scalable(topic)
+    with pytest.raises(TopicNotFoundError):
+        first_stored(broker, where, DEADLINE_S)
+
+
+def test_the_backlog_of_a_topic_is_that_of_all_its_segments(scalable: ScalableHarness) -> None:
+    topic, broker, admin = scalable.create_scalable(1), scalable.broker(), scalable.admin()
+
+    def backlog() -> int | None:
+        stats = admin.subscription(TopicPartition(topic), SUBSCRIPTION)
+        return None if stats is None else int(stats["msgBacklog"])
+
+    assert backlog() is None
+    admin.register(topic, SUBSCRIPTION)
+    publish(broker, segments_of(broker, topic).partition(0), 0, 5)
+    scalable.split(topic, 0)
+    graph = segments_of(broker, topic)
+    for number in (1, 2):
+        publish(broker, graph.partition(number), 5, 8)
+    assert backlog() == 5 + 2 * 3

@@ -51,6 +51,11 @@ class WireHarness(PulsarHarness):
     def merge(self, topic: str, lower: int, upper: int) -> None:
         self._admin.post(f"{_scalable(topic)}/merge/{lower}/{upper}").raise_for_status()
 
+    def roll_segments(self, topic: str) -> None:
+        self._put(
+            f"/admin/v2/namespaces/{topic.removeprefix('topic://').rpartition('/')[0]}/unload"
+        )
+
     def create_again_scalable(self, topic: str) -> None:
         self._put(_scalable(topic))
 

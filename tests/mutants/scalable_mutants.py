@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Edit, Mutant, killer
 
 _TESTS = "runtime/test_scalable_topics"
+_BOUNDED = "runtime/test_bounded_segments"
 
 OF_SCALABLE_TOPICS = (
     Mutant(
@@ -200,6 +201,57 @@ OF_SCALABLE_TOPICS = (
             killer(
                 "runtime/test_entry_run",
                 "test_handled_messages_of_an_unfinished_entry_do_not_come_again",
+            ),
+        ),
+    ),
+    Mutant(
+        name="wait in a bounded run for a segment that the broker has deleted",
+        promise="A bounded run ends, also if segments are deleted after they were drained.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/partition_lifecycle.py",
+                "        gone = self._of_run - (existing - self._scalable.created_again)\n",
+                "        gone = set[TopicPartition]()\n",
+            ),
+        ),
+        killers=(
+            killer(
+                _BOUNDED,
+                "test_a_segment_that_is_deleted_after_it_was_drained_is_not_waited_for",
+            ),
+        ),
+    ),
+    Mutant(
+        name="leave segments for a later run while it is unknown whether they wait",
+        promise="A bounded run has every message that was published before its start.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/available_now.py",
+                "        if self._unseen:\n            return self._unseen\n",
+                "",
+            ),
+            Edit(
+                "keyshard/coordinator/available_now.py",
+                "        seen_s = min(quiet_s, time.monotonic() - self._unseen_s)\n",
+                "        seen_s = quiet_s\n",
+            ),
+        ),
+        killers=(killer(_BOUNDED, "test_a_run_whose_segments_stay_unknown_fails_with_the_reason"),),
+    ),
+    Mutant(
+        name="take the oldest entries of a segment as stored, whatever retention removed",
+        promise="A bounded read names entries that are gone.",
+        edits=(
+            Edit(
+                "keyshard/reading/split_reader.py",
+                " for span in split.spans if span.ledger >= first.ledger}\n",
+                " for span in split.spans}\n",
+            ),
+        ),
+        killers=(
+            killer(
+                "runtime/test_scalable_reads",
+                "test_entries_that_retention_removes_after_the_plan_are_named",
             ),
         ),
     ),

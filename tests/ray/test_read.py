@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -27,6 +29,8 @@ from keyshard.testing.devbroker import DevBroker
 from tests.contract.pulsar_harness import PulsarHarness
 from tests.helpers import wait_until
 from tests.support.deadlines import deadline, in_time
+from tests.support.scalable_topic import ScalableTopic
+from tests.support.tested_pulsar import PULSAR
 
 pytestmark = [
     pytest.mark.usefixtures("quiet_data"),
@@ -353,3 +357,17 @@ def test_a_topic_deleted_before_the_dataset_runs_fails_it_by_name(
         strict.take_all()
     assert lenient.count() == 0
     assert harness.admin().partition_count(topic) is None
+
+
+@pytest.mark.skipif(int(PULSAR.split(".")[0]) < 5, reason="needs scalable topics")
+def test_a_dataset_has_all_segments_of_a_scalable_topic(dev_broker: DevBroker) -> None:
+    with closing(ScalableTopic(dev_broker, segments=2)) as topic:
+        topic.keep()
+        for number in range(3):
+            topic.publish(100)
+            topic.change(random.Random(number))
+        dataset = ray_adapter.read(source_of(dev_broker, topic.name), override_num_blocks=9)
+        blocks = blocks_of(dataset)
+        assert len(blocks) == 9
+        values = [str(value, "utf-8") for one in blocks for value in one["value"].to_pylist()]
+        assert Counter(values) == Counter(topic.sent)  # Ray may return blocks in another order.

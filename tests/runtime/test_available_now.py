@@ -412,7 +412,7 @@ def test_a_failed_question_does_not_end_a_run(what: str, monkeypatch: pytest.Mon
     topic = BoundedTopic()
     topic.publish(10)
     monkeypatch.setattr(MemoryConsumer, "receive", lambda *_: threading.Event().wait(0.01) or [])
-    monkeypatch.setattr("keyshard.coordinator.available_now.READER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("keyshard.reading.gap_reader.READER_TIMEOUT_S", 0.1)
     source = topic.source(available_now_timeout_ms=2_000)
     asks = ScriptedCall()
     broker, admin = MemoryBroker(topic.cluster), admin_of(topic, what == "admin")

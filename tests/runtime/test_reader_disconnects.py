@@ -16,7 +16,6 @@ from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster, Messag
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.port import StartPosition, SubscriptionSpec
 from keyshard.columns.messages import messages_of
-from keyshard.coordinator.available_now import _search
 from keyshard.coordinator.startup import audit
 from keyshard.core.dead_letter import DeadLetter, DeadLetterKind
 from keyshard.core.message import MessageId
@@ -37,7 +36,7 @@ from keyshard.errors import (
     TopicRecreatedError,
 )
 from keyshard.observe.doctor import examine
-from keyshard.reading.gap_reader import GapReport, inspect_ack_gaps
+from keyshard.reading.gap_reader import GapReport, inspect_ack_gaps, search
 from keyshard.reading.replay import replay
 from tests.helpers import COMMITTED, block, config, key_in
 from tests.support.disconnecting_readers import NEVER, DisconnectingBroker, every_disconnect
@@ -156,10 +155,10 @@ def test_the_first_entry_of_a_gap_is_found_wherever_the_connection_is_cut(topic:
     following = next(one for one in topic.entries if one > topic.markers[0])
 
     def look(broker: MemoryBroker) -> None:
-        assert _search(broker, topic.where, [empty], ()) == (None, 0, 1)
-        assert _search(broker, topic.where, [full], ()) == (following, 0, 0)
-        assert _search(broker, topic.where, [empty, full], ()) == (following, 0, 1)
-        assert _search(broker, topic.where, [behind], ()) == (None, 0, 1)
+        assert search(broker, topic.where, [empty], ()) == (None, 0, 1)
+        assert search(broker, topic.where, [full], ()) == (following, 0, 0)
+        assert search(broker, topic.where, [empty, full], ()) == (following, 0, 1)
+        assert search(broker, topic.where, [behind], ()) == (None, 0, 1)
 
     for broker in every_disconnect(topic.cluster, steps_of(topic.cluster, look)):
         look(broker)

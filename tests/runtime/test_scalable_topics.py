@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ import pytest
 from tenacity import stop_never, wait_fixed
 
 from keyshard import KeyShardSource, Message, RetryPolicy
-from keyshard.broker.memory import Batching, MemoryBroker, MemoryCluster
+from keyshard.broker.memory import MemoryBroker, MemoryCluster
 from keyshard.broker.memory import Message as Stored
 from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.memory.scalable_topics import MemorySegmentWatch
 from keyshard.broker.port import StartPosition
 from keyshard.broker.scalable_topics import ScalableTopics
-from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
+from keyshard.coordinator.start_positions import positions_of
 from keyshard.core.diagnosis import Level
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
@@ -32,96 +32,16 @@ from keyshard.errors import (
     ConfigError,
     TopicNotFoundError,
 )
-from keyshard.observe.doctor import Expected, examine
+from keyshard.observe.doctor import Expected
 from keyshard.testing import run_until_idle
-from tests.helpers import (
-    DEADLINE_S,
-    config,
-    keys_of,
-    received,
-    rows_of,
-    running,
-    started,
-    wait_until,
-)
+from tests.helpers import DEADLINE_S, received, rows_of, started, wait_until
 from tests.support.deadlines import deadline
-
-TOPIC = "topic://public/default/orders"
-KEYS = keys_of(8)
-
-
-class ScalableTopic:
-    """A scalable topic with numbered messages, and what a source gave of them."""
-
-    def __init__(self, segments: int = 1) -> None:
-        self.cluster = MemoryCluster()
-        self.cluster.scalable.create(TOPIC, segments)
-        self.sent = 0
-        self.got: list[tuple[str, int]] = []
-        self._lock = threading.Lock()
-
-    def publish(self, count: int) -> None:
-        for message in self._messages(count):
-            self.cluster.publish(TOPIC, message)
-
-    def publish_mixed(self, count: int) -> None:
-        """Publish batches of five, whatever the keys, as a producer of an entry bucket."""
-        self.cluster.publish(
-            TOPIC, *self._messages(count), batching=Batching.MIXED, batch_messages_max=5
-        )
-
-    def _messages(self, count: int) -> list[Stored]:
-        first, self.sent = self.sent, self.sent + count
-        return [
-            Stored(b"%d" % number, key=KEYS[number % len(KEYS)])
-            for number in range(first, self.sent)
-        ]
-
-    def handle(self, message: Message) -> None:
-        with self._lock:
-            self.got.append((str(message.key), int(message.value or b"")))
-
-    def split(self, number: int) -> None:
-        self.cluster.scalable.split(TOPIC, number)
-
-    def running(
-        self, source: SourceConfig, checkpoint: Checkpoint | None = None, **how: Any
-    ) -> AbstractContextManager[Coordinator]:
-        admin = MemoryAdmin(self.cluster)
-        return running(self.cluster, source, checkpoint, admin=admin, **how)
-
-    def findings(self, expected: Expected | None = None) -> dict[str, tuple[Level, str, str]]:
-        """What ``keyshard doctor`` finds, by its subject."""
-        found = examine(
-            source_of(), lambda: MemoryBroker(self.cluster), MemoryAdmin(self.cluster), expected
-        )
-        return {one.about: (one.level, one.text, one.advice) for one in found}
-
-    def take(self, rows: dict[int, list[dict[str, object]]]) -> None:
-        self.got += [
-            (str(row["__key"]), int(row["value"]))  # type: ignore[call-overload]
-            for layout in rows.values()
-            for row in layout
-        ]
-
-    def check(self) -> None:
-        """Check that each message was given once, and those of a key in their order."""
-        numbers = [number for _, number in self.got]
-        assert sorted(numbers) == list(range(self.sent))
-        for key in KEYS:
-            of_key = [number for one, number in self.got if one == key]
-            assert of_key == sorted(of_key), key
+from tests.support.memory_scalable_topic import KEYS, TOPIC, ScalableTopic, source_of
 
 
 @pytest.fixture
 def topic() -> ScalableTopic:
     return ScalableTopic()
-
-
-def source_of(topic: str = TOPIC, **changes: object) -> SourceConfig:
-    """A source that looks for segments when the broker reports them, or a test makes it."""
-    fields = {"discovery_interval_ms": 86_400_000, "admin_url": "http://memory"} | changes
-    return config(topic, **fields)
 
 
 def waiting(coordinator: object) -> int:
@@ -705,21 +625,35 @@ def test_a_wrong_name_is_refused_at_once(name: str) -> None:
         KeyShardSource(name, subscription="s")
 
 
-def test_bounded_runs_and_reads_are_refused_by_name(topic: ScalableTopic) -> None:
-    source = source_of()
-    with (
-        pytest.raises(ConfigError, match=r"bounded run .* of a scalable topic"),
-        topic.running(source, available_now=True),
-    ):
-        pass
-    read = KeyShardSource(TOPIC, service_url="memory://x", admin_url="memory://x")
-    with pytest.raises(ConfigError, match="bounded read of a scalable topic"):
-        read.read()
+def test_what_asks_the_admin_interface_is_refused_by_name(topic: ScalableTopic) -> None:
     idle = KeyShardSource(TOPIC, subscription="s", service_url="memory://x", admin_url="memory://x")
     with pytest.raises(ConfigError, match="The load of a scalable topic"):
         topic.findings(Expected(1.0))
-    with pytest.raises(ConfigError, match=r"run_until_idle.* of a scalable topic"):
-        run_until_idle(idle, lambda _: None)
+    with pytest.raises(ConfigError, match="A list of positions of a scalable topic"):
+        positions_of(idle, Checkpoint("", "s", 1))
+
+
+def test_a_handler_runs_until_all_segments_are_acknowledged() -> None:
+    name, lock = "idle-of-segments", threading.Lock()
+    topic = ScalableTopic(2, MemoryCluster.named(name))
+    topic.publish(20)
+    topic.split(0)
+    topic.publish(20)
+    source = KeyShardSource(
+        TOPIC, subscription="s", service_url=f"memory://{name}", admin_url=f"memory://{name}",
+        starting_position="earliest",
+    )  # fmt: skip
+
+    def handle(message: Message) -> None:
+        with lock:
+            if topic.sent == 40:
+                topic.publish(10)
+                topic.split(1)
+                topic.publish(10)
+            topic.got.append((str(message.key), int(message.value or b"")))
+
+    run_until_idle(source, handle)
+    topic.check()
 
 
 def test_dead_letters_of_a_scalable_topic_go_to_a_persistent_topic() -> None:

@@ -6,8 +6,10 @@ import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -41,22 +43,42 @@ class Query:
     def got(self) -> list[str]:
         return [value for number in sorted(self.batches) for value in self.batches[number]]
 
-    @contextmanager
-    def running(self, parallelism: int) -> Iterator[StreamingQuery]:
-        options = {
+    @property
+    def _where(self) -> dict[str, str]:
+        return {
             "service.url": self._broker.service_url, "admin.url": self._broker.admin_url,
-            "topic": self._topic.name, "subscription": "spark", "startingOffsets": "earliest",
-            "parallelism": str(parallelism),
+            "topic": self._topic.name,
         }  # fmt: skip
-        rows = self._spark.readStream.format("keyshard").options(**options).load()
-        query = (
+
+    def table(self, **options: str) -> DataFrame:
+        """A bounded read of the topic."""
+        return self._spark.read.format("keyshard").options(**self._where, **options).load()
+
+    def _start(self, parallelism: int, **trigger: Any) -> StreamingQuery:
+        options = {
+            "subscription": "spark", "startingOffsets": "earliest", "parallelism": str(parallelism)
+        }  # fmt: skip
+        rows = self._spark.readStream.format("keyshard").options(**self._where, **options).load()
+        return (
             rows.writeStream.foreachBatch(self.note)
             .option("checkpointLocation", str(self._folder / "checkpoint"))
-            .trigger(processingTime="0 seconds")
+            .trigger(**trigger)
             .start()
         )
+
+    @contextmanager
+    def running(self, parallelism: int) -> Iterator[StreamingQuery]:
+        query = self._start(parallelism, processingTime="0 seconds")
         try:
             yield query
+        finally:
+            query.stop()
+
+    def available_now(self, parallelism: int) -> None:
+        """Take what is stored now."""
+        query = self._start(parallelism, availableNow=True)
+        try:
+            assert query.awaitTermination(int(END_S))
         finally:
             query.stop()
 
@@ -83,3 +105,47 @@ def test_each_message_is_in_one_batch_in_order_while_segments_split_and_merge(
         with query.running(5):
             wait_until(lambda: len(query.got) >= len(topic.sent), END_S)
         topic.check(query.got)
+
+
+def test_available_now_takes_all_segments_that_exist_and_continues_with_the_next(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path
+) -> None:
+    draw = random.Random(4)
+    with closing(ScalableTopic(dev_broker, segments=2)) as topic:
+        topic.keep()
+        query = Query(spark, dev_broker, topic, tmp_path)
+        for parallelism in (4, 3):
+            for _ in range(3):
+                topic.publish(100)
+                topic.change(draw)
+            query.available_now(parallelism)
+            topic.check(query.got)
+        query.available_now(3)
+        topic.check(query.got)
+
+
+def test_a_bounded_read_has_all_segments_and_takes_filters(
+    spark: SparkSession, dev_broker: DevBroker, tmp_path: Path
+) -> None:
+    draw = random.Random(5)
+    with closing(ScalableTopic(dev_broker, segments=2)) as topic:
+        topic.keep()
+        query = Query(spark, dev_broker, topic, tmp_path)
+        assert query.table().count() == 0
+        for _ in range(3):
+            topic.publish(100)
+            topic.change(draw)
+        table = query.table(minPartitions="12")
+        assert table.rdd.getNumPartitions() == 12
+        rows = [row["v"] for row in table.selectExpr("cast(value as string) as v").collect()]
+        topic.check(rows)
+        spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+        try:
+            filtered = query.table(pushFilters="true").where("__key = 'k1'")
+            assert filtered.count() == sum(value.startswith("k1:") for value in topic.sent)
+            later = query.table(pushFilters="true").where("__publishTime > '2000-01-01'")
+            assert later.count() == len(topic.sent)
+        finally:
+            spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+        with pytest.raises(AnalysisException, match="a position belongs to one segment"):
+            query.table(startingOffsets='{"a": "3:7"}').count()

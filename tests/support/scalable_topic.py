@@ -73,6 +73,11 @@ class ScalableTopic:
         self._http.post(f"{self._path}/migrate", params={"force": "true"}).raise_for_status()
         self.changes.append("migrate")
 
+    def keep(self) -> None:
+        """Keep all messages; a broker deletes sealed segments that no subscription needs."""
+        kept = {"type": "QUEUE"}
+        self._http.put(f"{self._path}/subscriptions/kept", params=kept).raise_for_status()
+
     def split(self, number: int) -> None:
         self._http.post(f"{self._path}/split/{number}").raise_for_status()
         self.changes.append(f"split {number}")
@@ -110,9 +115,16 @@ class ScalableTopic:
             key = f"k{number % self._keys}"
             yield key, f"{key}:{number}"
 
-    def check(self, got: list[str]) -> None:
-        """Check that each message came once, and those of each key in their order."""
-        missing = set(self.sent) - set(got)
+    def check(self, got: list[str], count: int | None = None) -> None:
+        """Check that each message came once, and those of each key in their order.
+
+        Args:
+            got: Values in the order in which they came.
+            count: How many of the first messages came; default: all.
+        """
+        sent = set(self.sent[:count])
+        missing, others = sent - set(got), set(got) - sent
+        assert not others, f"{len(others)} too many, such as {min(others)}; {self.changes}"
         assert not missing, f"{len(missing)} lost, such as {min(missing)}; {self.changes}"
         assert len(got) == len(set(got)), f"{len(got) - len(set(got))} twice; {self.changes}"
         last: dict[str, int] = {}

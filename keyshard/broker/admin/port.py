@@ -44,6 +44,12 @@ class Admin(Protocol):
 
     def created(self, topic_partition: TopicPartition) -> str: ...
 
+    def stored_bytes(self, segment: TopicPartition) -> int | None:
+        """Size of what is stored in a segment of a scalable topic, bytes.
+
+        ``None``: it does not exist.
+        """
+
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         """Delete a topic that a reconnect of keyshard recreated. Return whether it is gone now.
 
@@ -62,7 +68,8 @@ class Admin(Protocol):
         """Statistics of a subscription, as the broker names them; ``None`` if there is none.
 
         Args:
-            topic_partition: Its topic partition.
+            topic_partition: Its topic partition, or a scalable topic: its ``msgBacklog`` is that of
+                all segments.
             subscription: Its name.
             oldest: Whether to report when the first unacknowledged entry was published. The broker
                 reads that entry, of every subscription.

@@ -161,6 +161,10 @@ class PulsarAdmin:
             path, name = f"{topic_path(topic_partition.name)}/internal-info", "creationDate"
         return self._get(path, lambda found: str(found.get(name)))
 
+    def stored_bytes(self, segment: TopicPartition) -> int | None:
+        """See :meth:`Admin.stored_bytes`."""
+        return self._query(stats_path(segment), lambda found: int(found["storageSize"]))
+
     def remove_leftover(self, topic_partition: TopicPartition, subscription: str) -> bool | None:
         """See :meth:`Admin.remove_leftover`."""
         path = topic_path(topic_partition.name)

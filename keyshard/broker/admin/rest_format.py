@@ -13,7 +13,7 @@ from keyshard.broker.admin.http import UNEXPECTED
 from keyshard.core.position.entry import EntryId, TopicPartition, namespace_of
 from keyshard.core.releases import denies_partition
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.core.topic_segments import SCALABLE, SEGMENT, is_segment, topic_of
+from keyshard.core.topic_segments import SCALABLE, SEGMENT, is_scalable, is_segment, topic_of
 from keyshard.redaction import shown
 
 _UNEXPECTED = re.compile(r"unexpected error occurred in the server ---\s+Message: (.*)")
@@ -39,12 +39,14 @@ def scalable_path(topic: str) -> str:
 
 
 def stats_path(topic_partition: TopicPartition, *, oldest: bool = False) -> str:
-    """Return the path of the statistics of a topic partition, or of a segment.
+    """Return the path of the statistics of a topic partition, a segment, or a scalable topic.
 
     Args:
         topic_partition: The topic partition.
         oldest: Whether to ask for the age of the backlog, which is not known of a segment.
     """
+    if is_scalable(topic_partition.topic):
+        return f"{scalable_path(topic_partition.topic)}/stats"
     if not is_segment(topic_partition):
         path = f"{topic_path(topic_partition.name)}/stats?subscriptionBacklogSize=false"
         return path + "&getEarliestTimeInBacklog=true" * oldest

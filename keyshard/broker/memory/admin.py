@@ -17,7 +17,7 @@ from keyshard.core.position.entry_set import EntrySet
 from keyshard.core.position.ledger import Ledger
 from keyshard.core.subscription_state import CursorState
 from keyshard.core.topic_schema import TopicSchema
-from keyshard.core.topic_segments import is_segment
+from keyshard.core.topic_segments import is_scalable, is_segment
 from keyshard.errors import AdminError, BrokerError, TopicNotFoundError
 
 
@@ -60,6 +60,13 @@ class MemoryAdmin:
             self._require(topic_partition)
             return str(self._cluster.log(topic_partition).first_ledger)
 
+    def stored_bytes(self, segment: TopicPartition) -> int | None:
+        with self._cluster.lock:
+            try:
+                return sum(one.size_bytes for one in self._cluster.log(segment).ledgers)
+            except TopicNotFoundError:
+                return None
+
     def version(self) -> str:
         return self._cluster.version
 
@@ -78,6 +85,8 @@ class MemoryAdmin:
     def subscription(
         self, topic_partition: TopicPartition, subscription: str, *, oldest: bool = False
     ) -> Mapping[str, Any] | None:
+        if is_scalable(topic_partition.topic):
+            return self._of_segments(topic_partition.topic, subscription)
         with self._cluster.lock:
             found = self._cluster.subscriptions(topic_partition).get(subscription)
             if found is None:
@@ -88,6 +97,13 @@ class MemoryAdmin:
             oldest_ms = self._cluster.log(topic_partition).published_from(first) if oldest else 0
             shown_ms = -1 if oldest_ms is None else oldest_ms
             return {**_stats(found), "earliestMsgPublishTimeInBacklog": shown_ms}
+
+    def _of_segments(self, topic: str, subscription: str) -> Mapping[str, Any] | None:
+        with self._cluster.lock:
+            where = self._cluster.scalable.graph(topic).partitions
+            found = [self._cluster.subscriptions(one).get(subscription) for one in where]
+            backlogs = [one.backlog for one in found if one is not None]
+            return {"type": "QUEUE", "msgBacklog": sum(backlogs)} if backlogs else None
 
     def subscriptions(self, topic_partition: TopicPartition) -> Mapping[str, Mapping[str, Any]]:
         with self._cluster.lock:

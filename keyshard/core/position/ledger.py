@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,3 +82,56 @@ def shown(ledgers: Sequence[Ledger], last: EntryId | None) -> tuple[Ledger, ...]
         elif ledger.id <= last.ledger:
             found.append(ledger)
     return tuple(found)
+
+
+def ledgers_read(
+    first_from: Callable[[EntryId], EntryId | None], size_bytes: int, placement: Placement = UNKNOWN
+) -> tuple[Ledger, ...]:
+    """Return the ledgers of a topic partition whose ledgers nobody lists, by looking at entries.
+
+    A ledger of n entries takes about 2 log(n) looks, or two if it has as many as the one before.
+    Entries that no consumer receives count only if another one follows them in the ledger.
+
+    Args:
+        first_from: Returns the first entry that is stored at or after a position; ``None`` if there
+            is none. Entries may be added between two calls.
+        size_bytes: Stored size of all entries, bytes. Each entry gets an equal part.
+        placement: Where the entries are stored, or why they are read by the broker.
+    """
+    counts: dict[int, int] = {}
+    first, expected = first_from(EntryId(0, 0)), 1
+    while first is not None:
+        ledger = first.ledger
+        expected, first = _end_of(first, expected, first_from)
+        counts[ledger] = expected
+    total = sum(counts.values())
+    return tuple(
+        Ledger(ledger, entries, size_bytes * entries // total, placement)
+        for ledger, entries in counts.items()
+    )
+
+
+def _end_of(
+    first: EntryId, expected: int, first_from: Callable[[EntryId], EntryId | None]
+) -> tuple[int, EntryId | None]:
+    """Return the number of entries of a ledger, and the first entry after it.
+
+    Args:
+        first: An entry of the ledger.
+        expected: Its likely number of entries.
+        first_from: See :func:`ledgers_read`.
+    """
+    stored, end, after = first.entry, None, None  # an entry that is stored, one that is not
+    while end is None or end - stored > 1:
+        if end is not None:
+            at = (stored + end) // 2
+        elif stored < expected:
+            at = max(expected - 1, stored + 1)
+        else:
+            at = max(2 * stored, stored + 1)
+        found = first_from(EntryId(first.ledger, at))
+        if found is not None and found.ledger == first.ledger:
+            stored = found.entry
+        else:
+            end, after = at, found
+    return end, after
