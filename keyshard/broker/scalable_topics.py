@@ -64,6 +64,11 @@ class ScalableTopics:
         }
         return found.partitions
 
+    def lags(self, topic: str, known: Iterable[TopicPartition]) -> bool:
+        """Return whether the broker that reports a topic has not heard of its known segments."""
+        graph = self._graphs.get(topic)
+        return graph is not None and graph.precedes_segments(known)
+
     def register(self, subscribed: Iterable[TopicPartition]) -> None:
         """Make the broker keep segments until the subscription has acknowledged them.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ PARKED = "-parked"
 """Suffix of the name of a subscription that keeps dead letters."""
 THREADS_MAX = 8
 """Maximum number of concurrent requests."""
+CATCH_UP_S = 5.0
+"""Longest wait at a start for a broker that has not heard of segments in the checkpoint, seconds.
+Later they count as deleted."""
+LOOK_S = 0.05
+"""Time between two looks meanwhile, seconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -204,6 +210,10 @@ def look(catalog: Catalog, checkpoint: Checkpoint | None, timeout_s: float) -> F
             return catalog.partitions(topic, was_partitioned=topic in partitioned)
 
         existing[topic] = retry_until(ask, timeout_s)
+        end_s = time.monotonic() + CATCH_UP_S
+        while catalog.scalable.lags(topic, known) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+            existing[topic] = retry_until(ask, timeout_s)
         if existing[topic]:
             continue
         if checkpoint is None and not catalog.by_pattern:

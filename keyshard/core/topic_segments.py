@@ -92,6 +92,18 @@ def scalable_topic_of(name: str) -> str:
     return SCALABLE + name.removeprefix(SEGMENT).rpartition("/")[0]
 
 
+def place_in_order(where: TopicPartition) -> tuple[str, int]:
+    """Return the place of a topic partition in the order of the messages of a key.
+
+    Returns:
+        What keeps the order of its keys, and a number there. Of a segment, these are its topic and
+        its id, which is greater than those of its parents. Otherwise, its name and 0.
+    """
+    if not is_segment(where):
+        return where.name, 0
+    return topic_of(where), int(where.topic.rpartition("-")[2])
+
+
 @dataclass(frozen=True, slots=True)
 class TopicSegment:
     """One segment of a scalable topic."""
@@ -165,6 +177,16 @@ class SegmentGraph:
             if number in newer.segments
         )
         return same and self.epoch <= newer.epoch and latest <= latest_of_newer
+
+    def precedes_segments(self, known: Iterable[TopicPartition]) -> bool:
+        """Return whether some known segments of the topic are newer than all of this graph.
+
+        The newest segment of a topic is never deleted before the topic. So this is an earlier graph
+        of it, or the topic was deleted and created again.
+        """
+        newest = max(self.segments, default=-1)
+        places = map(place_in_order, filter(is_segment, known))
+        return any(name == self.topic and number > newest for name, number in places)
 
     def segment_of(self, key: str | bytes) -> TopicSegment:
         """Return the segment that a message with a key is published to.

@@ -24,7 +24,8 @@ from itertools import islice
 from keyshard.core.dead_letter_filter import DeadLetterFilter
 from keyshard.core.message import MessageId
 from keyshard.core.position.entry import EntryId, TopicPartition
-from keyshard.dead_letters.topic_state import ParkedKey, TopicState
+from keyshard.dead_letters.parked_key import ParkedKey
+from keyshard.dead_letters.topic_state import TopicState
 
 
 class ParkingState(Enum):

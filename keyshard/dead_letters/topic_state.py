@@ -16,7 +16,7 @@ names the original, so it covers every earlier copy.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
@@ -25,6 +25,7 @@ from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
+from keyshard.dead_letters.parked_key import ParkedKey
 from keyshard.errors import CheckpointError
 
 
@@ -284,97 +285,6 @@ def _parse_id(text: str | None) -> EntryId | None:
         return None
     ledger, _, entry = text.partition(":")
     return EntryId(int(ledger), int(entry))
-
-
-# -- The resting dead letters of one parked key, and their order in a replay -----------------------
-# Dead letters of a key are replayed in the order of their originals, per topic partition: a
-# redelivered message may become a dead letter long after a newer one.
-
-
-@dataclass(slots=True)
-class _Originals:
-    """Resting dead letters of one key in one topic partition."""
-
-    positions: dict[MessageId, EntryId] = field(default_factory=dict)
-    order: list[MessageId] = field(default_factory=list)
-    """Heap of the originals; it may contain some whose dead letters no longer rest."""
-
-    def first(self) -> MessageId:
-        while self.order[0] not in self.positions:
-            heappop(self.order)
-        return self.order[0]
-
-
-@dataclass(slots=True)
-class ParkedKey:
-    """Resting dead letters of one parked key."""
-
-    last: EntryId
-    """Position of the newest dead letter since the key was parked, copies included."""
-    since_ms: int
-    """When the first of them was written, milliseconds since the epoch; 0 if unknown."""
-    count: int = 0
-    """Number of resting dead letters."""
-    _dead_letters: dict[TopicPartition, _Originals] = field(default_factory=dict)
-
-    def position(self, where: TopicPartition, message_id: MessageId) -> EntryId | None:
-        """Return the position of the dead letter of an original; ``None`` if none rests."""
-        originals = self._dead_letters.get(where)
-        return None if originals is None else originals.positions.get(message_id)
-
-    def first(self, where: TopicPartition) -> MessageId | None:
-        """Return the oldest original of a topic partition whose dead letter rests."""
-        originals = self._dead_letters.get(where)
-        return None if originals is None else originals.first()
-
-    def add(self, where: TopicPartition, message_id: MessageId, position: EntryId) -> None:
-        """Add a resting dead letter."""
-        originals = self._dead_letters.setdefault(where, _Originals())
-        originals.positions[message_id] = position
-        heappush(originals.order, message_id)
-        self.count += 1
-
-    def remove(self, where: TopicPartition, message_id: MessageId) -> EntryId | None:
-        """Remove a done dead letter and return its position; ``None`` if it did not rest."""
-        originals = self._dead_letters.get(where)
-        position = None if originals is None else originals.positions.pop(message_id, None)
-        if originals is not None and position is not None:
-            self.count -= 1
-            if not originals.positions:
-                del self._dead_letters[where]
-        return position
-
-    def dead_letters(self) -> Iterator[tuple[TopicPartition, MessageId, EntryId]]:
-        """Yield the resting dead letters, in no order."""
-        for where, originals in self._dead_letters.items():
-            for message_id, position in originals.positions.items():
-                yield where, message_id, position
-
-    def positions_of(self, message_id: MessageId) -> list[EntryId]:
-        """Return the positions of the dead letters of originals with this id."""
-        each = self._dead_letters.values()
-        return [one.positions[message_id] for one in each if message_id in one.positions]
-
-    def in_order(self) -> list[EntryId]:
-        """Return positions in the order of a replay.
-
-        Per topic partition this is the order of the originals; between topic partitions, the order
-        of writing.
-        """
-        sorted_ids = {
-            where: iter(sorted(one.positions)) for where, one in self._dead_letters.items()
-        }
-        written = sorted((position, where) for where, _, position in self.dead_letters())
-        return [
-            self._dead_letters[where].positions[next(sorted_ids[where])] for _, where in written
-        ]
-
-    def first_in_order(self) -> EntryId:
-        """Return the first position of :meth:`in_order`."""
-        where = next(iter(self._dead_letters))
-        if len(self._dead_letters) > 1:
-            _, where = min((position, where) for where, _, position in self.dead_letters())
-        return self._dead_letters[where].positions[self._dead_letters[where].first()]
 
 
 # -- Done dead letters: if their original is redelivered, it must not run again --------------------

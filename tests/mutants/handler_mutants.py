@@ -213,12 +213,9 @@ OF_HANDLERS = (
                 "False else",
             ),
             Edit(
-                "keyshard/dead_letters/topic_state.py",
-                "for where, _, position in self.dead_letters())\n        return [\n",
-                "for where, _, position in self.dead_letters())\n"
-                "        if sorted_ids:\n"
-                "            return [position for position, _ in written]\n"
-                "        return [\n",
+                "keyshard/dead_letters/parked_key.py",
+                "iter(sorted(found))",
+                "iter(found)",
             ),
         ),
         killers=(killer("unit/test_parking"), killer("property/test_parking")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Edit, Mutant, killer
 
 _TESTS = "runtime/test_scalable_topics"
+_ORDER = killer("simulation/test_segments", "test_keys_keep_their_order_from_parents_to_children")
 _BOUNDED = "runtime/test_bounded_segments"
 
 OF_SCALABLE_TOPICS = (
@@ -254,5 +255,37 @@ OF_SCALABLE_TOPICS = (
                 "test_entries_that_retention_removes_after_the_plan_are_named",
             ),
         ),
+    ),
+    Mutant(
+        name="receive from a merged segment after one of its parents",
+        promise="Order: the messages of a key come after those in the segment that had it before.",
+        edits=(
+            Edit("keyshard/core/topic_segments.py", "not parents <= self", "not parents & self"),
+        ),
+        killers=(_ORDER,),
+    ),
+    Mutant(
+        name="take an empty segment that waits for its parents for one that has ended",
+        promise="Order: messages of a key come before those in grandchildren.",
+        edits=(
+            Edit(
+                "keyshard/core/topic_segments.py",
+                "        return {parent for parent in found if not self.waits(parent)}\n",
+                "        return found\n",
+            ),
+        ),
+        killers=(_ORDER,),
+    ),
+    Mutant(
+        name="begin with children and parents at once",
+        promise="Order: it is kept across a restart.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/coordinator.py",
+                "order.parents = catalog.scalable.parents()",
+                "order.parents = {}",
+            ),
+        ),
+        killers=(_ORDER,),
     ),
 )

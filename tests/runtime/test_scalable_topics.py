@@ -18,6 +18,7 @@ from keyshard.broker.memory.admin import MemoryAdmin
 from keyshard.broker.memory.scalable_topics import MemorySegmentWatch
 from keyshard.broker.port import StartPosition
 from keyshard.broker.scalable_topics import ScalableTopics
+from keyshard.broker.topics import Catalog, look
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.coordinator.start_positions import positions_of
 from keyshard.core.diagnosis import Level
@@ -285,6 +286,58 @@ def test_an_older_graph_of_another_broker_deletes_nothing(topic: ScalableTopic) 
             watch.close()
         assert len(scalable.partitions(TOPIC)) == 3
         assert len(scalable.parents()) == 2
+
+
+class BehindBroker(MemoryBroker):
+    """Answers its first look-ups with the segments of before."""
+
+    before: SegmentGraph
+    looks = 3
+
+    def watch_segments(self, topic: str, changed: Callable[[], None]) -> MemorySegmentWatch:
+        watch = super().watch_segments(topic, changed)
+        if self.looks:
+            self.looks -= 1
+            watch.graph = self.before
+            watch.close()
+        return watch
+
+
+def test_a_start_waits_for_a_broker_that_has_not_heard_of_segments_of_the_checkpoint(
+    topic: ScalableTopic,
+) -> None:
+    source, before = source_of(), topic.cluster.scalable.graph(TOPIC)
+    topic.split(0)
+    topic.publish(16)
+    with topic.running(source) as coordinator:
+        received(coordinator, 16)
+        end = coordinator.batches.cut()
+        assert end is not None
+    with closing(BehindBroker(topic.cluster)) as broker:
+        broker.before = before
+        catalog = Catalog(broker, MemoryAdmin(topic.cluster), source)
+        found = look(catalog, end, 1.0)
+    assert {where.name[-1] for where in found.consumed} == {"0", "1", "2"}
+    assert not found.gone
+
+
+def test_segments_of_a_checkpoint_are_gone_after_their_topic_was_created_again(
+    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keyshard.broker.topics.CATCH_UP_S", 0.1)
+    source = source_of()
+    topic.split(0)
+    topic.publish(16)
+    with topic.running(source) as coordinator:
+        received(coordinator, 16)
+        end = coordinator.batches.cut()
+        assert end is not None
+    topic.cluster.scalable.delete(TOPIC)
+    topic.cluster.scalable.create(TOPIC)
+    with closing(MemoryBroker(topic.cluster)) as broker:
+        found = look(Catalog(broker, MemoryAdmin(topic.cluster), source), end, 1.0)
+    assert {where.name[-1] for where in found.consumed} == {"0"}
+    assert {where.name[-1] for where in found.gone} == {"1", "2"}
 
 
 def test_a_deleted_topic_has_no_segments(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
@@ -51,12 +51,22 @@ class Kind(str, Enum):
     """User code fails on a row, or in the sink."""
     MEMORY = "full window"
     """The memory budget is so small that the window is always full."""
+    SPLIT = "split"
+    """A segment of a scalable topic is split."""
+    MERGE = "merge"
+    """Two segments are merged."""
+    COLLECT = "segment deleted"
+    """The broker deletes sealed segments that no registered subscription needs."""
 
 
 CRASHES = frozenset({Kind.DRIVER, Kind.OTHER_N})
 """Kinds that kill the process."""
 TOPICS = frozenset({Kind.COMES, Kind.GOES})
 """Kinds that need topics which come and go."""
+OF_SEGMENTS = frozenset({Kind.SPLIT, Kind.MERGE, Kind.COLLECT})
+"""Kinds that need a scalable topic."""
+NOT_OF_SEGMENTS = frozenset({Kind.GROWTH, Kind.WIPED, *TOPICS})
+"""Kinds that need persistent topics."""
 WITHIN_BATCH = (Step.LOGGED, Step.PLANNED, Step.READING, Step.SINKING, Step.SUNK)
 """Steps in which a batch is planned and not committed."""
 
@@ -67,8 +77,12 @@ def _possible(kind: Kind, step: Step) -> bool:
     return kind is not Kind.MEMORY or step is not Step.STARTING
 
 
-CELLS = tuple((kind, step) for kind in Kind for step in Step if _possible(kind, step))
+Cell = tuple[Kind, Step]
+_ALL = tuple((kind, step) for kind in Kind for step in Step if _possible(kind, step))
+CELLS: Sequence[Cell] = tuple(cell for cell in _ALL if cell[0] not in OF_SEGMENTS)
 """Every fault with every step in which it can happen; seed after seed has another first fault."""
+SEGMENT_CELLS: Sequence[Cell] = tuple(cell for cell in _ALL if cell[0] not in NOT_OF_SEGMENTS)
+"""The same, for a scalable topic."""
 
 
 @dataclass(slots=True)
@@ -84,10 +98,10 @@ class Fault:
     begun: bool = False
 
 
-def plan(seed: int, random: Random) -> list[Fault]:
+def plan(seed: int, random: Random, possible: Sequence[Cell] = CELLS) -> list[Fault]:
     """Faults of a run: the first one by the seed's number, so that none is left to chance."""
-    kind, step = CELLS[seed % len(CELLS)]
-    cells = [(kind, step), *(random.choice(CELLS) for _ in range(random.randrange(4)))]
+    cells = [possible[seed % len(possible)]]
+    cells += [random.choice(possible) for _ in range(random.randrange(4))]
     faults: list[Fault] = []
     for number, (kind, step) in enumerate(cells):
         if kind is Kind.FORGETS and step in (Step.STARTING, Step.REPLAYING):
@@ -113,21 +127,20 @@ Reached = Counter[tuple[Kind, Step]]
 """How often each fault hit each step."""
 
 
-def table(reached: Reached) -> str:
+def table(reached: Reached, possible: Collection[Cell] = CELLS) -> str:
     """The counts, as a table for people; ``-`` where a fault cannot happen."""
-    return drawn(reached, Kind, Step, CELLS, column=11)
+    return drawn(reached, Step, possible, column=11)
 
 
 def drawn(
     reached: Counter[Any],
-    kinds: Iterable[Any],
     steps: Iterable[Any],
     possible: Collection[tuple[Any, Any]],
     *,
     column: int,
 ) -> str:
     """A table of any world's faults by its steps, with columns of a width."""
-    kinds, steps = list(kinds), list(steps)
+    kinds, steps = list(dict.fromkeys(kind for kind, _ in possible)), list(steps)
     width = max(len(kind.value) for kind in kinds)
     lines = [" " * width + "".join(f" {step.value:>{column}}" for step in steps)]
     for kind in kinds:
@@ -144,9 +157,9 @@ def events(reached: Reached) -> int:
     return sum(count for (kind, _), count in reached.items() if kind is not Kind.MEMORY)
 
 
-def missing(reached: Reached) -> list[str]:
+def missing(reached: Reached, possible: Collection[Cell] = CELLS) -> list[str]:
     """Faults and steps that never met."""
-    return [f"{kind.value} at {step.value}" for kind, step in CELLS if not reached[kind, step]]
+    return [f"{kind.value} at {step.value}" for kind, step in possible if not reached[kind, step]]
 
 
 # -- Troubles of a world, which are faults beside those that meet steps ----------------------------

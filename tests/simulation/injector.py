@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from keyshard.broker.memory.log import StoredEntry
 from keyshard.core.position.entry import TopicPartition
+from keyshard.core.topic_segments import topic_of
 from tests.simulation.faults import CRASHES, Fault, Kind, Reached, plan
 from tests.simulation.network import Client, Consumer
 from tests.simulation.scheduler import Process
+from tests.simulation.segments import Segments
 from tests.simulation.shape import SUBSCRIPTION
 from tests.simulation.spark import Query, Step, UserError
 
@@ -45,7 +47,7 @@ class Injector:
     def __init__(self, world: World, random: Random) -> None:
         self._world = world
         self._random = random
-        self.faults = plan(world.seed, random)
+        self.faults = plan(world.seed, random, world.cells)
         self.reached: Reached = Reached()
         """How often each fault hit each step."""
         self.changes = 0
@@ -222,7 +224,7 @@ class Injector:
             world.network.lose(of_it)
             first = len(log)
             keys = [f"k{self._random.randrange(world.shape.keys)}" for _ in range(10)]
-            world.publish(where.topic, keys)
+            world.publish(topic_of(where), keys)
         entries = [
             entry
             for ordinal in range(first, len(log))
@@ -310,6 +312,20 @@ class Injector:
         self._spawn(come)
         return True
 
+    def _split(self, query: Query) -> bool:  # noqa: ARG002
+        return self._segments.split()
+
+    def _merge(self, query: Query) -> bool:  # noqa: ARG002
+        return self._segments.merge()
+
+    def _collect(self, query: Query) -> bool:  # noqa: ARG002
+        return self._segments.collect()
+
+    @property
+    def _segments(self) -> Segments:
+        assert self._world.segments is not None, "only scalable topics have segments"
+        return self._world.segments
+
     def _uncovered(self, query: Query) -> bool:
         consumers = self._consumers(query.process)
         if not consumers:
@@ -345,6 +361,7 @@ class Injector:
         Kind.GROWTH: _growth, Kind.UNCOVERED: _uncovered, Kind.SLOW: _slow,
         Kind.POISON: _poison_row, Kind.COMES: _comes, Kind.GOES: _goes,
         Kind.FORGETS: _forgets, Kind.FOREIGN: _foreign, Kind.WIPED: _wiped,
+        Kind.SPLIT: _split, Kind.MERGE: _merge, Kind.COLLECT: _collect,
     }  # fmt: skip
     """Each returns whether it hit anything."""
 

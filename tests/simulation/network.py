@@ -24,9 +24,11 @@ from keyshard.broker.port import (
 from keyshard.broker.reports import SegmentWatch, WorkerFacts
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
 from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.topic_segments import SegmentGraph
 from keyshard.errors import BrokerError, BrokerUnavailableError
 from tests.simulation.record import Record
 from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.segments import LateWatch
 
 if TYPE_CHECKING:
     from tests.simulation.frames.client import Frames
@@ -45,6 +47,11 @@ OPERATION_TIMEOUT_S = 30.0
 """Longest time that a client waits for an answer, seconds."""
 SLOW_S = 0.5
 """Time between two receives of a slow range, seconds."""
+
+STALE_SHARE = 0.2
+"""Share of the look-ups that are answered with segments from before the last change."""
+STALE_S = 1.0
+"""Longest time until it hears of the change, seconds."""
 
 CUT_SHARE = (0.0, 0.0, 0.02, 0.2)
 """Shares of the steps of Readers at which one loses its connection; a run has one of them."""
@@ -85,6 +92,8 @@ class Network:
         """Whose consumers are rarely received from."""
         self.clients: list[Client] = []
         self.readers: list[_Reader] = []
+        self.former_graphs: dict[str, SegmentGraph] = {}
+        """The last but one graph of each scalable topic that a client got."""
         self.frames: Frames | None = None
         """The frames of the run, in a world where clients speak them."""
         self.cut_random = cuts
@@ -225,7 +234,27 @@ class Client:
         """Report nothing: the client cannot."""
 
     def watch_segments(self, topic: str, changed: Callable[[], None]) -> SegmentWatch:
-        return self.network.request(lambda: self._inner.watch_segments(topic, changed))
+        def report() -> None:
+            self.network.scheduler.spawn(self.process, "client", arrive)
+
+        def arrive(after_s: float = 0.0) -> None:
+            network.scheduler.sleep(after_s)
+            network.travel()
+            for watch in opened:
+                if watch.is_open:
+                    network.former_graphs[topic] = watch.graph
+                    watch.arrive()
+                    changed()
+
+        network, opened = self.network, list[LateWatch]()
+        watch = LateWatch(network.request(lambda: self._inner.watch_segments(topic, report)))
+        opened.append(watch)
+        former = network.former_graphs.get(topic)
+        if former is not None and network.random.random() < STALE_SHARE:
+            watch.graph = former
+            after_s = network.random.random() * STALE_S
+            network.scheduler.spawn(self.process, "client", lambda: arrive(after_s))
+        return watch
 
     def subscribe(self, spec: SubscriptionSpec, start: StartPosition) -> Consumer:
         def action() -> Consumer:

@@ -12,11 +12,14 @@ from tests.simulation import faults, worker_faults
 from tests.simulation.handling import faults as handling_faults
 from tests.simulation.pipeline import faults as pipeline_faults
 from tests.simulation.runner import WORLDS, details, run_seed, run_seeds, run_verbosely
+from tests.simulation.segment_faults import OF_HANDLERS, OF_QUERY
 
 FAULTS: dict[str, Any] = {
     "spark": faults, "handlers": handling_faults, "workers": worker_faults,
     "pipeline": pipeline_faults, "spark-frames": faults, "handlers-frames": handling_faults,
-    "pipeline-frames": pipeline_faults,
+    "pipeline-frames": pipeline_faults, "spark-segments": OF_QUERY,
+    "handlers-segments": OF_HANDLERS,
+    "spark-segments-frames": OF_QUERY, "handlers-segments-frames": OF_HANDLERS,
 }  # fmt: skip
 """Faults of each world."""
 

@@ -43,7 +43,7 @@ class Refused:
         world, random = self._world, self._random
         if not self._drawn or world.wiped is not None or random.random() >= AMONG:
             return
-        where, kind = random.choice(world.topics.partitions()), random.choice(KINDS)
+        where, kind = random.choice(world.topics.open_ones()), random.choice(KINDS)
         key = f"k{random.randrange(world.shape.keys)}"
         world.topics.revive(where.topic)
         published = world.cluster.publish(

@@ -7,16 +7,26 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tests.simulation.frames.worlds import FramedHandlerWorld, FramedWorld
+from tests.simulation.frames.worlds import (
+    FramedHandlerWorld,
+    FramedScalableHandlerWorld,
+    FramedScalableWorld,
+    FramedWorld,
+)
+from tests.simulation.handling.scalable import ScalableHandlerWorld
 from tests.simulation.handling.world import HandlerWorld
 from tests.simulation.pipeline.world import FramedPipelineWorld, PipelineWorld
+from tests.simulation.scalable import ScalableWorld
 from tests.simulation.workers import WorkersWorld
 from tests.simulation.world import Outcome, World
 
 WORLDS: dict[str, type[World] | type[HandlerWorld]] = {
     "spark": World, "handlers": HandlerWorld, "workers": WorkersWorld,
     "pipeline": PipelineWorld, "spark-frames": FramedWorld, "handlers-frames": FramedHandlerWorld,
-    "pipeline-frames": FramedPipelineWorld,
+    "pipeline-frames": FramedPipelineWorld, "spark-segments": ScalableWorld,
+    "handlers-segments": ScalableHandlerWorld,
+    "spark-segments-frames": FramedScalableWorld,
+    "handlers-segments-frames": FramedScalableHandlerWorld,
 }  # fmt: skip
 CHUNK = 8
 """Seeds that a worker process takes at once."""

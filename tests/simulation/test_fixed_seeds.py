@@ -8,7 +8,8 @@ from tests.simulation.runner import describe, run_seed
 
 SEEDS = {
     "spark": 40, "handlers": 40, "workers": 20, "pipeline": 20,
-    "spark-frames": 20, "handlers-frames": 20, "pipeline-frames": 20,
+    "spark-frames": 20, "handlers-frames": 20, "pipeline-frames": 20, "spark-segments": 20,
+    "handlers-segments": 10, "spark-segments-frames": 5, "handlers-segments-frames": 5,
 }  # fmt: skip
 AT_ONCE = 5
 """Seeds of a test; several processes share the tests of a world."""

@@ -97,6 +97,10 @@ class Topics:
         """One to publish to."""
         return self._random.choice([self.lasting, *self.brief])
 
+    def open_ones(self) -> list[TopicPartition]:
+        """Those to which something may be published."""
+        return self.partitions()
+
     def partitions(self) -> list[TopicPartition]:
         """All topic partitions that exist and were not brought back by a reconnect."""
         topics = [self.lasting, *self.brief]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from keyshard import KeyShardSource
 from keyshard.broker.memory import Batching, MemoryCluster, Message
@@ -30,7 +30,7 @@ from keyshard.errors import (
 from keyshard.testing.verify.checkers import check
 from tests.simulation.delays import Delays, small_checkpoints
 from tests.simulation.deletions import Deletions
-from tests.simulation.faults import TOPICS, Kind
+from tests.simulation.faults import CELLS, TOPICS, Cell, Kind
 from tests.simulation.injector import Injector
 from tests.simulation.install import installed
 from tests.simulation.network import ACK_GROUP_S, UNNOTICED_S, Admin, Client, Network
@@ -39,6 +39,7 @@ from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import Record, value_of
 from tests.simulation.refused_entries import Refused
 from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.segments import Segments
 from tests.simulation.shape import SUBSCRIPTION, Shape, version_of
 from tests.simulation.spark import Query, Step, Storage, UserError, without_processes
 from tests.simulation.starts import Starts
@@ -105,21 +106,29 @@ class World:
         trace_max: Lines of the trace that are kept; ``None``: all.
     """
 
+    cells: ClassVar[Sequence[Cell]] = CELLS
+    """Faults that may happen, with their steps."""
+    version: ClassVar[str] = ""
+    """The release of Pulsar that the broker behaves like; empty: the seed draws it."""
+
     def __init__(self, seed: int, *, trace_max: int | None = TRACE_MAX) -> None:
         self.seed = seed
         self.scheduler = Scheduler(Random(f"{seed}:order"))
         self.record = Record(self.scheduler, trace_max)
         self.process = self.scheduler.process("world")
         self.storage = Storage()
+        self.segments: Segments | None = None
+        """The scalable topics, in a world that has some."""
         self.injector = Injector(self, Random(f"{seed}:faults"))
         self._random = Random(f"{seed}:world")
         small = any(fault.kind is Kind.MEMORY for fault in self.injector.faults)
         may_end = all(fault.step is not Step.IDLE for fault in self.injector.faults)
         brief = any(fault.kind in TOPICS for fault in self.injector.faults)
         forgets = any(fault.kind is Kind.FORGETS for fault in self.injector.faults)
-        self.shape = Shape.of(
+        drawn = Shape.of(
             self._random, small_window=small, may_end=may_end, brief=brief, forgets=forgets
         )
+        self.shape = self.shaped(drawn)
         self.debts = Debts()
         self.starts = Starts(self)
         self.refused = Refused(self)
@@ -184,12 +193,34 @@ class World:
     def write(self, batch: int, partition: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store the rows of a Spark partition outside of Spark."""
 
+    # -- what other worlds replace ---------------------------------------------------------------
+
+    def shaped(self, drawn: Shape) -> Shape:
+        """Return the shape of this world."""
+        return drawn
+
+    def make_topics(self) -> Topics:
+        """Return the topics of the run; none exists yet."""
+        return Topics(self.cluster, self.record, self.debts, Random(f"{self.seed}:topics"))
+
+    def admin(self) -> Admin | None:
+        """Return the admin interface for the next life of the query."""
+        return Admin(self.network) if self.shape.admin else None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the source of the next life."""
+        topics: dict[str, Any] = {"topics": self.topics.lasting}
+        if self.shape.brief:
+            topics = {"topics_pattern": PATTERN, "admin_url": "http://simulated:8080"}
+        options = {"starting_position": "earliest", **self.shape.options, **self.starts.options()}
+        return topics | options | self.refused.options() | self.delays.options
+
     # -- the run ---------------------------------------------------------------------------------
 
     def _main(self) -> None:
         scheduler, shape = self.scheduler, self.shape
         self.cluster = MemoryCluster(
-            version=version_of(self.seed),
+            version=self.version or version_of(self.seed),
             entries_per_ledger=shape.entries_per_ledger,
             look_ahead=shape.look_ahead,
             unacked_limits=shape.unacked_limits,
@@ -197,7 +228,7 @@ class World:
             ack_group_ms=int(ACK_GROUP_S * 1000),
             now_ms=lambda: int((EPOCH_S + scheduler.now_s) * 1000),
         )
-        self.topics = Topics(self.cluster, self.record, self.debts, Random(f"{self.seed}:topics"))
+        self.topics = self.make_topics()
         self.topics.create(shape.partitions, shape.brief)
         self.network = Network(
             scheduler, Random(f"{self.seed}:network"), Random(f"{self.seed}:readers"), self.cluster,
@@ -356,7 +387,7 @@ class World:
                             for _ in range(random.randint(1, 5))
                         ],
                     )
-                where = random.choice(self.topics.partitions())
+                where = random.choice(self.topics.open_ones())
                 if random.random() < 0.1:
                     self.topics.revive(where.topic)
                     self.publish_aborted(where)
@@ -513,24 +544,17 @@ class World:
             raise BrokenPromiseError(f"the window holds {rows} rows, where {rows_max} may be")
 
     def _source(self, process: Process, ranges: int) -> KeyShardSource:
-        world, network, shape = self, self.network, self.shape
+        world = self
 
         class Source(KeyShardSource):
             """A source whose runtime connects to the simulated broker."""
 
             def coordinator(self) -> Coordinator:
-                admin = Admin(network) if shape.admin else None
-                return Coordinator(self, lambda: world.connection(process), admin)
+                return Coordinator(self, lambda: world.connection(process), world.admin())
 
-        lasting = self.topics.lasting
-        topics: dict[str, Any] = {"topics": lasting}
-        if shape.brief:
-            topics = {"topics_pattern": PATTERN, "admin_url": "http://simulated:8080"}
-        options = {"starting_position": "earliest", **shape.options, **self.starts.options()}
-        options |= self.refused.options() | self.delays.options
         return Source(
-            **topics, subscription=SUBSCRIPTION, parallelism=ranges,
-            fail_on_data_loss=not self.debts.accepted, **options,
+            subscription=SUBSCRIPTION, parallelism=ranges,
+            fail_on_data_loss=not self.debts.accepted, **self.options(),
         )  # fmt: skip
 
 

@@ -315,6 +315,27 @@ def test_allowed_options_pass(change: Callable[[Script], str]) -> None:
         assert verdict.checked
 
 
+def test_messages_of_a_key_are_in_order_across_segments_of_a_scalable_topic() -> None:
+    parent, child = (f"segment://public/default/orders/0000-ffff-{number}" for number in (0, 1))
+    script = Script()
+    first, second = (message(0, topic=parent), message(1, topic=child))
+    commit(script, 0, first)
+    commit(script, 1, second)
+    assert judge("key_order", script).holds
+    script = Script()
+    commit(script, 0, second)
+    commit(script, 1, first)
+    assert not judge("key_order", script).holds
+
+
+def test_without_sequence_numbers_segments_have_no_common_order() -> None:
+    parent, child = (f"segment://public/default/orders/0000-ffff-{number}" for number in (0, 1))
+    script = Script()
+    commit(script, 0, message(0, topic=parent, entry=9) | {"seq": None})
+    commit(script, 1, message(1, topic=child, entry=0) | {"seq": None})
+    assert judge("key_order", script).holds
+
+
 def test_limits_can_be_given() -> None:
     script = Script()
     twice_without_a_fault(script)

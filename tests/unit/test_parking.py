@@ -8,7 +8,7 @@ import pytest
 
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import PartitionCheckpoint
-from keyshard.core.position.entry import EntryId
+from keyshard.core.position.entry import EntryId, TopicPartition
 from keyshard.core.position.entry_set import EntrySet
 from keyshard.dead_letters import topic_state
 from keyshard.dead_letters.parking import TRANSITIONS, Action, Parking, ParkingEvent, ParkingState
@@ -59,6 +59,26 @@ def test_the_first_dead_letter_of_an_original_counts_and_its_marker_covers_the_o
     parked.replayed(at(4), "a", P0, original(1))
     assert resting(parked) == {"a": [at(1), at(3)]}
     parked.validate()
+
+
+def test_dead_letters_of_a_parent_are_replayed_before_those_of_its_children() -> None:
+    parent, child, other = (
+        TopicPartition(f"segment://public/default/{name}")
+        for name in ("orders/0000-ffff-9", "orders/0000-7fff-10", "bills/0000-ffff-11")
+    )
+    parked = TopicState()
+    written = ((child, 1), (other, 1), (child, 2), (parent, 8), (parent, 7))
+    for position, (where, number) in enumerate(written):
+        parked.dead_letter(at(position), "a", where, original(number))
+        parked.validate()
+    assert resting(parked) == {"a": [at(4), at(1), at(3), at(0), at(2)]}
+    parked.replayed(at(5), "a", parent, original(7))
+    parked.validate()
+    assert resting(parked) == {"a": [at(3), at(1), at(0), at(2)]}
+    assert parked.keys["a"].first(parent) == original(8)
+    assert parked.keys["a"].first(child) is None, "its messages wait for those of the parent"
+    parked.replayed(at(6), "a", parent, original(8))
+    assert parked.keys["a"].first(child) == original(1)
 
 
 def test_dead_letters_are_replayed_in_the_order_of_their_originals_per_topic_partition() -> None:

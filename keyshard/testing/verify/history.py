@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import msgspec
 
 from keyshard.core.ring.hash_range import HashRange
+from keyshard.core.topic_segments import SEGMENT, scalable_topic_of
 from keyshard.errors import ConfigError, HistoryError
 from keyshard.redaction import shown
 
@@ -156,7 +157,13 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def routing_name(self) -> Name:
-        """Topic partition and key: messages with the same ones must stay in order."""
+        """Topic partition and key: messages with the same ones must stay in order.
+
+        For a segment with ``seq``, the scalable topic and the key: its parents and children have
+        messages of the key, too.
+        """
+        if self.seq is not None and self.topic is not None and self.topic.startswith(SEGMENT):
+            return (scalable_topic_of(self.topic), self.partition, self.key)
         return (self.topic, self.partition, self.key)
 
     def to_json(self) -> str:

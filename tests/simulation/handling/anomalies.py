@@ -131,7 +131,7 @@ class Anomalies:
         key = f"k{random.randrange(world.shape.keys)}"
         messages = [Message(b"refused", key=key)] * random.choice((1, 1, 3))
         if kind == "aborted":
-            cluster.publish_aborted(random.choice(cluster.partitions(topic)), *messages)
+            cluster.publish_aborted(random.choice(world.open_ones(topic)), *messages)
             return
         for where, entry_id in cluster.publish(
             topic, *messages, batching=Batching.BY_KEY,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from random import Random
@@ -78,6 +79,12 @@ class Kind(str, Enum):
     """Ranges move to equal loads."""
     UNSAVED = "unsaved"
     """The checkpoint cannot be stored."""
+    SPLIT = "split"
+    """A segment of a scalable topic is split."""
+    MERGE = "merge"
+    """Two segments are merged."""
+    COLLECT = "segment deleted"
+    """The broker deletes sealed segments that no registered subscription needs."""
 
 
 _ONLY_AT = {
@@ -102,8 +109,14 @@ def _possible(kind: Kind, step: Step) -> bool:
     return step in _ONLY_AT.get(kind, {step})
 
 
-CELLS = tuple((kind, step) for kind in Kind for step in Step if _possible(kind, step))
-"""Every fault with every step in which it can happen; seed after seed has another first fault."""
+Cell = tuple[Kind, Step]
+_OF_SEGMENTS = frozenset({Kind.SPLIT, Kind.MERGE, Kind.COLLECT})
+SEGMENT_CELLS: Sequence[Cell] = tuple(
+    (kind, step) for kind in Kind for step in Step if _possible(kind, step)
+)
+"""Every fault with every step in which it can happen, for scalable topics."""
+CELLS: Sequence[Cell] = tuple(cell for cell in SEGMENT_CELLS if cell[0] not in _OF_SEGMENTS)
+"""The same, for persistent topics; seed after seed has another first fault."""
 
 
 @dataclass(slots=True)
@@ -117,9 +130,10 @@ class Fault:
     begun: bool = False
 
 
-def plan(seed: int, random: Random) -> list[Fault]:
+def plan(seed: int, random: Random, possible: Sequence[Cell] = CELLS) -> list[Fault]:
     """Faults of a run: the first one by the seed's number, so that none is left to chance."""
-    cells = [CELLS[seed % len(CELLS)], *(random.choice(CELLS) for _ in range(random.randrange(4)))]
+    cells = [possible[seed % len(possible)]]
+    cells += [random.choice(possible) for _ in range(random.randrange(4))]
     if any(step is Step.STOPPING for _, step in cells):
         cells.append((Kind.STOP, random.choice((Step.HANDLING, Step.FAILING))))
     return [Fault(kind, step, random.randint(*_VISITS.get(step, (1, 4)))) for kind, step in cells]
@@ -129,9 +143,9 @@ Reached = Counter[tuple[Kind, Step]]
 """How often each fault hit each step."""
 
 
-def table(reached: Reached) -> str:
+def table(reached: Reached, possible: Collection[Cell] = CELLS) -> str:
     """The counts, as a table for people; ``-`` where a fault cannot happen."""
-    return drawn(reached, Kind, Step, CELLS, column=9)
+    return drawn(reached, Step, possible, column=9)
 
 
 def events(reached: Reached) -> int:
@@ -139,6 +153,6 @@ def events(reached: Reached) -> int:
     return sum(reached.values())
 
 
-def missing(reached: Reached) -> list[str]:
+def missing(reached: Reached, possible: Collection[Cell] = CELLS) -> list[str]:
     """Faults and steps that never met."""
-    return [f"{kind.value} at {step.value}" for kind, step in CELLS if not reached[kind, step]]
+    return [f"{kind.value} at {step.value}" for kind, step in possible if not reached[kind, step]]

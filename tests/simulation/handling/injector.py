@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from tests.simulation.handling.faults import Fault, Kind, Reached, Step, plan
 from tests.simulation.network import Consumer
 from tests.simulation.scheduler import Process
+from tests.simulation.segments import Segments
 
 if TYPE_CHECKING:
     from tests.simulation.handling.program import Program
@@ -33,7 +34,7 @@ class Injector:
     def __init__(self, world: HandlerWorld, random: Random) -> None:
         self._world = world
         self._random = random
-        self.faults: list[Fault] = plan(world.seed, random)
+        self.faults: list[Fault] = plan(world.seed, random, world.cells)
         self.reached: Reached = Reached()
         """How often each fault hit each step."""
         self.stopping: set[Process] = set()
@@ -193,6 +194,20 @@ class Injector:
         program.unsaved = True
         return True
 
+    def _split(self, program: Program) -> bool:  # noqa: ARG002
+        return self._segments.split()
+
+    def _merge(self, program: Program) -> bool:  # noqa: ARG002
+        return self._segments.merge()
+
+    def _collect(self, program: Program) -> bool:  # noqa: ARG002
+        return self._segments.collect()
+
+    @property
+    def _segments(self) -> Segments:
+        assert self._world.segments is not None, "only scalable topics have segments"
+        return self._world.segments
+
     _ACTIONS: ClassVar = {
         Kind.KILL: _kill, Kind.STOP: _stop, Kind.FORGETFUL_STOP: _forgetful_stop,
         Kind.BROKER: _broker, Kind.CONSUMERS: _cut_consumers, Kind.BLINK: _blink,
@@ -200,4 +215,5 @@ class Injector:
         Kind.UNCONFIRMED: _unconfirmed, Kind.ACKS: _acks,
         Kind.TWICE: _twice, Kind.UNLOAD: _unload, Kind.UNPARK: _unpark, Kind.RESCALE: _rescale,
         Kind.BALANCE: _balance, Kind.UNSAVED: _unsaved,
+        Kind.SPLIT: _split, Kind.MERGE: _merge, Kind.COLLECT: _collect,
     }  # fmt: skip

@@ -31,7 +31,6 @@ from tests.simulation.handling.messages import Fates
 from tests.simulation.handling.network import HandlerClient, HandlerNetwork, HandlerRecord
 from tests.simulation.handling.promises import Name, Promises
 from tests.simulation.handling.storage import PROTOCOL
-from tests.simulation.network import Admin
 from tests.simulation.record import parse_value
 from tests.simulation.scheduler import Process
 
@@ -214,16 +213,13 @@ class Program:
             """A source whose runtime connects to the simulated broker."""
 
             def coordinator(self) -> Coordinator:
-                admin = Admin(program.network) if world.shape.admin else None
+                admin = world.admin(program)
                 return Coordinator(self, lambda: world.connection(program, process), admin)
 
         url = f"memory://{self.name}"
-        what: dict[str, Any] = {"topics": world.topics}
-        if world.shape.neighbour:
-            what = {"topics_pattern": "persistent://public/default/.*", "admin_url": url}
         return Source(
             subscription=self.name, service_url=url, parallelism=world.shape.ranges,
-            **({"starting_position": "earliest"} | what | world.shape.options
+            **({"starting_position": "earliest"} | world.selection(url) | world.shape.options
                | world.starts.options() | world.anomalies.options(self) | world.delays.options
                | world.deletions.options()),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from keyshard.core.dead_letter import (
 from keyshard.core.message import MessageId
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryId, TopicPartition
+from keyshard.core.topic_segments import scalable_topic_of
 
 
 class Name(NamedTuple):
@@ -34,11 +35,16 @@ class Name(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The scope of the promised order."""
+    """The scope of the promised order: of a segment, its scalable topic."""
 
     topic: str
     partition: int
     key: str | None
+
+    @classmethod
+    def of(cls, topic: str, partition: int, key: str | None) -> Place:
+        """The scope of a message of a topic partition."""
+        return cls(scalable_topic_of(topic), partition, key)
 
 
 class Rest(NamedTuple):
@@ -97,7 +103,7 @@ class Promises:
 
     def started(self, name: Name, key: str | None, seq: int) -> None:
         """User code gets a message."""
-        place, text = Place(name.topic, name.partition, key), f"{name.topic} {key}:{seq}"
+        place, text = Place.of(name.topic, name.partition, key), f"{name.topic} {key}:{seq}"
         if name.topic.endswith("-DLQ"):
             self._break(f"{text} lies in a dead-letter topic and was handed out")
         resting = self._resting.get(key or "", {})
@@ -149,7 +155,7 @@ class Promises:
         self._of_this_life.add(name)
         self._stored[name] = self._disturbances
         resting = self._resting.setdefault(key, {})
-        resting.setdefault(name, (Place(message.topic, message.partition, key),
+        resting.setdefault(name, (Place.of(message.topic, message.partition, key),
                                   Rest(position, seq)))  # fmt: skip
         self.finished.discard(name)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from random import Random
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from keyshard.broker.memory import Batching, MemoryCluster, Message
 from keyshard.config.connection import Connection
@@ -19,6 +19,7 @@ from keyshard.testing.verify.checkers import check
 from tests.simulation.delays import Delays, small_checkpoints
 from tests.simulation.handling.anomalies import Anomalies
 from tests.simulation.handling.deletions import HandlerDeletions
+from tests.simulation.handling.faults import CELLS, Cell
 from tests.simulation.handling.injector import Injector
 from tests.simulation.handling.network import HandlerClient, is_dead_letters
 from tests.simulation.handling.program import Program
@@ -32,6 +33,7 @@ from tests.simulation.network import ACK_GROUP_S, Admin
 from tests.simulation.primitives import EPOCH_S
 from tests.simulation.record import value_of
 from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.segments import Segments
 from tests.simulation.shape import version_of
 from tests.simulation.world import (
     BATCH_MESSAGES_MAX,
@@ -65,15 +67,22 @@ class HandlerWorld:
         trace_max: Lines of the trace that are kept; ``None``: all.
     """
 
+    cells: ClassVar[Sequence[Cell]] = CELLS
+    """Faults that may happen, with their steps."""
+    version: ClassVar[str] = ""
+    """The release of Pulsar that the broker behaves like; empty: the seed draws it."""
+
     def __init__(self, seed: int, *, trace_max: int | None = TRACE_MAX) -> None:
         self.seed = seed
         self.scheduler = Scheduler(Random(f"{seed}:order"))
         self.process = self.scheduler.process("world")
+        self.segments: Segments | None = None
+        """The scalable topics, in a world that has some."""
         self.injector = Injector(self, Random(f"{seed}:faults"))
         self._random = Random(f"{seed}:world")
         steps = {fault.step for fault in self.injector.faults}
         # Rates have their own generator, so that the other draws of a seed stay the same.
-        self.shape = Shape.of(self._random, steps, Random(f"{seed}:rates"))
+        self.shape = self.shaped(Shape.of(self._random, steps, Random(f"{seed}:rates")))
         names = ("billing", "audit") if self.shape.neighbour else ("billing",)
         self.programs = [Program(self, name, trace_max) for name in names]
         self.starts = Starts(self)
@@ -120,7 +129,7 @@ class HandlerWorld:
 
     def topic_partitions(self) -> list[TopicPartition]:
         """Return the topic partitions that are consumed."""
-        return [where for topic in self.topics for where in self.cluster.partitions(topic)]
+        return [where for topic in self.topics for where in self.partitions(topic)]
 
     def crash_broker(self, away_s: float) -> bool:
         """Kill the broker for a while. Return whether it was up."""
@@ -152,12 +161,47 @@ class HandlerWorld:
             program.disturbed()
         self.cluster.crash()
 
+    # -- what other worlds replace ---------------------------------------------------------------
+
+    def shaped(self, drawn: Shape) -> Shape:
+        """Return the shape of this world."""
+        return drawn
+
+    def create_topics(self) -> list[str]:
+        """Create the topics of the run."""
+        return [
+            self.cluster.create_topic(f"orders-{number}", partitions=partitions)
+            for number, partitions in enumerate(self.shape.topics)
+        ]
+
+    def partitions(self, topic: str) -> Sequence[TopicPartition]:
+        """Return the topic partitions of a topic."""
+        return self.cluster.partitions(topic)
+
+    def open_ones(self, topic: str) -> Sequence[TopicPartition]:
+        """Return those to which something may be published."""
+        return self.partitions(topic)
+
+    def admin(self, program: Program) -> Admin | None:
+        """Return the admin interface for the next life of a program."""
+        return Admin(program.network) if self.shape.admin else None
+
+    def selection(self, url: str) -> dict[str, Any]:
+        """Return the options of a source that select topics.
+
+        Args:
+            url: URL of the brokers and of their admin interface.
+        """
+        if self.shape.neighbour:
+            return {"topics_pattern": "persistent://public/default/.*", "admin_url": url}
+        return {"topics": self.topics}
+
     # -- the run ---------------------------------------------------------------------------------
 
     def _main(self) -> None:
         scheduler, shape = self.scheduler, self.shape
         self.cluster = MemoryCluster(
-            version=version_of(self.seed),
+            version=self.version or version_of(self.seed),
             entries_per_ledger=shape.entries_per_ledger,
             look_ahead=shape.look_ahead,
             unacked_limits=shape.unacked_limits,
@@ -165,10 +209,7 @@ class HandlerWorld:
             ack_group_ms=int(ACK_GROUP_S * 1000),
             now_ms=lambda: int((EPOCH_S + scheduler.now_s) * 1000),
         )
-        self.topics = [
-            self.cluster.create_topic(f"orders-{number}", partitions=partitions)
-            for number, partitions in enumerate(shape.topics)
-        ]
+        self.topics = self.create_topics()
         for program in self.programs:
             program.connect(self.cluster)
         self.starts.prepare()

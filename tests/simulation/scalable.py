@@ -1,0 +1,81 @@
+"""The first two worlds, with scalable topics: segments split and merge, and are deleted."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+from typing import Any
+
+from keyshard.broker.memory import MemoryCluster
+from keyshard.core.position.entry import TopicPartition
+from tests.simulation.faults import SEGMENT_CELLS
+from tests.simulation.network import Admin
+from tests.simulation.owed import Debts
+from tests.simulation.record import Record
+from tests.simulation.segments import VERSION, Segments
+from tests.simulation.shape import Shape
+from tests.simulation.topics import Topics
+from tests.simulation.world import World
+
+ADMIN = "http://simulated:8080"
+
+
+class SegmentTopics(Topics):
+    """One scalable topic.
+
+    Args:
+        segments: The scalable topics of the run.
+        cluster: The broker's side.
+        record: Records ended topic partitions.
+        debts: Drops messages of deleted topics.
+        random: Decides.
+    """
+
+    def __init__(
+        self, segments: Segments, cluster: MemoryCluster, record: Record, debts: Debts,
+        random: Random,
+    ) -> None:  # fmt: skip
+        super().__init__(cluster, record, debts, random)
+        self._segments = segments
+
+    def create(self, partitions: int, brief: int) -> None:  # noqa: ARG002
+        self.lasting = self._segments.create("orders")
+
+    def revive(self, topic: str) -> None:
+        """Do nothing: the topic is never deleted."""
+
+    def partitions(self) -> list[TopicPartition]:
+        return self._segments.partitions(self.lasting)
+
+    def open_ones(self) -> list[TopicPartition]:
+        return self._segments.open_ones(self.lasting)
+
+
+class ScalableWorld(World):
+    """A run of the query.
+
+    Its source has an admin interface, but none that tells entries which other clients acknowledge.
+    """
+
+    cells = SEGMENT_CELLS
+    version = VERSION
+
+    def shaped(self, drawn: Shape) -> Shape:
+        return dataclasses.replace(drawn, brief=0, bounded=False, admin=False)
+
+    def make_topics(self) -> Topics:
+        segments = self.segments = Segments(
+            self.seed, self.cluster, self.record.note, lambda: bool(self.storage.commits)
+        )
+        segments.live(
+            self.scheduler, self.process, lambda: self.injector.enabled, lambda: not self._done
+        )
+        return SegmentTopics(
+            segments, self.cluster, self.record, self.debts, Random(f"{self.seed}:topics")
+        )
+
+    def admin(self) -> Admin:
+        return Admin(self.network)
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"admin_url": ADMIN}
