@@ -44,13 +44,19 @@ class Cluster:
     Args:
         directory: Where its data and its log go.
         settings: More settings of the broker; they replace fixed ones of the same name.
+        partitions: Partitions of the topic at first; 0: no topic.
     """
 
-    def __init__(self, directory: Path, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        settings: Mapping[str, str] | None = None,
+        partitions: int = PARTITIONS,
+    ) -> None:
         self._direct = free_port()
         behind = free_port({self._direct})
         self._proxied = free_port({self._direct, behind})
-        self._broker = DevBroker(
+        self.broker = DevBroker(
             PULSAR,
             port=self._direct,
             data_dir=directory,
@@ -68,18 +74,19 @@ class Cluster:
         )
         self.proxy = TcpProxy(self._proxied, behind)
         self._admin = httpx.Client(
-            base_url=self._broker.admin_url, timeout=_REQUEST_S, trust_env=False
+            base_url=self.broker.admin_url, timeout=_REQUEST_S, trust_env=False
         )
-        self._partitions = PARTITIONS
+        self._partitions = partitions
         self._stack = ExitStack()
 
     def __enter__(self) -> Cluster:
         with ExitStack() as on_failure:
-            on_failure.enter_context(self._broker)
-            on_failure.callback(self._broker.kill)
+            on_failure.enter_context(self.broker)
+            on_failure.callback(self.broker.kill)
             on_failure.enter_context(self.proxy)
             on_failure.enter_context(self._admin)
-            create_partitioned_topic(self._broker.admin_url, TOPIC, PARTITIONS)
+            if self._partitions:
+                create_partitioned_topic(self.broker.admin_url, TOPIC, self._partitions)
             self._stack = on_failure.pop_all()
         return self
 
@@ -104,11 +111,11 @@ class Cluster:
     @property
     def admin_url(self) -> str:
         """URL of the admin REST interface."""
-        return self._broker.admin_url
+        return self.broker.admin_url
 
     def kill(self) -> None:
         """End the broker (SIGKILL)."""
-        self._broker.kill()
+        self.broker.kill()
 
     def start(self) -> None:
         """Start it again, with what it has on disk.
@@ -116,7 +123,7 @@ class Cluster:
         Raises:
             DevBrokerError: It was not ready in time.
         """
-        self._broker.start(_START_S)
+        self.broker.start(_START_S)
 
     def tend(self) -> bool:
         """Start again a process that will not get well by itself; whether there was one."""
@@ -171,7 +178,7 @@ class Cluster:
         return int(subscriptions[f"{SUBSCRIPTION}-parked"]["msgBacklog"])
 
     def _signal(self, number: signal.Signals) -> None:
-        group = self._broker.pid
+        group = self.broker.pid
         assert group is not None
         os.killpg(group, number)
 

@@ -247,6 +247,7 @@ class Handlers:
                 output.acknowledged = window["entriesAcknowledged"]
                 output.duplicates_dropped = window["duplicatesDropped"]
                 output.misrouted = window["misrouted"]
+                output.saw_waiting(window["segmentsWaiting"])
         output.running = running
         output.batches = self._passing.seen["acked"]
         replace_file(self._settings.status, json.dumps(asdict(output)), durable=False)

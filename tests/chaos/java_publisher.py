@@ -1,4 +1,7 @@
-"""Publishes with the Java client: LZ4, batches by key, keys of bytes and keys beyond ASCII."""
+"""Publishes with the Java client: LZ4, batches by key, keys of bytes and keys beyond ASCII.
+
+Or with its API V5, to a scalable topic.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,40 @@ def keys_of_text(count: int) -> list[str]:
             for n in range(count)]  # fmt: skip
 
 
-class JavaPublisher(Publisher):
+class _FuturesPublisher(Publisher):
+    """Sends give futures of Java, which a thread of its own awaits in their order."""
+
+    def __init__(
+        self, topic: str, keys: Sequence[str], *, rate_per_s: float, seed: int,
+        messages_max: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(topic, keys, rate_per_s=rate_per_s, seed=seed, messages_max=messages_max)
+        self._producer: Any = None
+        self._sent: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        """Messages without a confirmation, and their futures."""
+
+    def start(self) -> None:
+        super().start()
+        threading.Thread(target=self._await_answers, name="answers of Java", daemon=True).start()
+
+    def _disconnect(self) -> None:
+        self._producer.close()
+
+    def _await_answers(self) -> None:
+        while True:
+            key, seq, future = self._sent.get()
+            try:
+                future.join()
+            except Py4JJavaError as exc:
+                self._answer(key, seq, str(exc.java_exception.getCause()))
+            except (Py4JError, OSError) as exc:
+                self._fail(exc)
+                return
+            else:
+                self._answer(key, seq, None)
+
+
+class JavaPublisher(_FuturesPublisher):
     """The Java client in a JVM of its own.
 
     Args:
@@ -53,14 +89,10 @@ class JavaPublisher(Publisher):
         self._of_bytes = of_bytes
         self._log = log
         self._java: JavaClient | None = None
-        self._producer: Any = None
-        self._sent: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
-        """Messages without a confirmation, and their futures."""
 
     def start(self) -> None:
         self._java = JavaClient(self._service_url, self._log)
         super().start()
-        threading.Thread(target=self._await_answers, name="answers of Java", daemon=True).start()
 
     def close(self) -> None:
         super().close()
@@ -83,9 +115,6 @@ class JavaPublisher(Publisher):
             .create()
         )
 
-    def _disconnect(self) -> None:
-        self._producer.close()
-
     def _send(self, key: str, seq: int) -> None:
         message = self._producer.newMessage()
         if key in self._of_bytes:
@@ -95,15 +124,48 @@ class JavaPublisher(Publisher):
         message.value(f"{key}:{seq}:".encode())
         self._sent.put((key, seq, message.sendAsync()))
 
-    def _await_answers(self) -> None:
-        while True:
-            key, seq, future = self._sent.get()
-            try:
-                future.join()
-            except Py4JJavaError as exc:
-                self._answer(key, seq, str(exc.java_exception.getCause()))
-            except (Py4JError, OSError) as exc:
-                self._fail(exc)
-                return
-            else:
-                self._answer(key, seq, None)
+
+class V5Publisher(_FuturesPublisher):
+    """A producer of API V5, which follows the segments of a scalable topic.
+
+    Args:
+        java: A JVM, which several publishers share.
+        service_url: URL of the broker.
+        topic: Name of the scalable topic.
+        keys: Names of the keys; nobody else publishes these.
+        rate_per_s: Messages per second.
+        seed: Seed of the choice of keys.
+        messages_max: Messages that it publishes, a multiple of three.
+        batches: Whether a producer batch takes messages of different keys.
+    """
+
+    def __init__(
+        self, java: JavaClient, service_url: str, topic: str, keys: Sequence[str], *,
+        rate_per_s: float, seed: int, messages_max: int, batches: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(topic, keys, rate_per_s=rate_per_s, seed=seed, messages_max=messages_max)
+        self._java, self._service_url, self._batches = java, service_url, batches
+        self._client: Any = None
+        self._sender: Any = None
+
+    def _connect(self) -> None:
+        v5 = self._java.jvm.org.apache.pulsar.client.api.v5
+        self._client = v5.PulsarClient.builder().serviceUrl(self._service_url).build()
+        self._producer = (
+            self._client.newProducer(v5.schema.Schema.bytes())
+            .topic(self._topic)
+            .producerName(f"chaos-{uuid.uuid4().hex}")
+            .sendTimeout(self._java.jvm.java.time.Duration.ZERO)
+            .blockIfQueueFull(True)  # noqa: FBT003 - as Java has it
+            .batchingPolicy(v5.config.BatchingPolicy.builder().enabled(self._batches).build())
+            .create()
+        )
+        self._sender = getattr(self._producer, "async")()
+
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        self._client.close()
+
+    def _send(self, key: str, seq: int) -> None:
+        message = self._sender.newMessage().key(key).value(f"{key}:{seq}:".encode())
+        self._sent.put((key, seq, message.send()))

@@ -14,7 +14,7 @@ from pathlib import Path
 from keyshard.config.connection import AUTO, CLIENT, WIRE
 from tests.chaos.pipeline import MESSAGES_PER_MINUTE, PipelineChaos, PipelineReport
 from tests.chaos.plan import WORKERS, Subject
-from tests.chaos.report import Report
+from tests.chaos.report import Report, text_of
 from tests.chaos.runner import Chaos
 from tests.proofs.runner import Options, Outcomes, Proof, outcome_of
 
@@ -72,13 +72,8 @@ def _run(given: Options, seed: int) -> Counter[str]:
 
 def text(report: Report | PipelineReport) -> str:
     """Return the verdicts of a report and its problems, line by line."""
-    lines = []
-    for verdict in report.verdicts:
-        lines.append(f"{'ok ' if verdict.holds else 'BAD'} {verdict.name} - {verdict.message}")
-        lines += [f"       {event.to_json()}" for event in verdict.offending]
-    if isinstance(report, Report):
-        lines += [f"BAD {problem}" for problem in report.problems]
-    return "\n".join(lines)
+    problems = report.problems if isinstance(report, Report) else ()
+    return text_of(report.verdicts, problems)
 
 
 PROOF = Proof(

@@ -41,12 +41,22 @@ class Publisher(ABC):
         keys: Names of the keys; nobody else publishes these.
         rate_per_s: Messages per second.
         seed: Seed of the choice of keys.
+        messages_max: It publishes so many messages, a multiple of three; ``None``: no limit.
     """
 
-    def __init__(self, topic: str, keys: Sequence[str], *, rate_per_s: float, seed: int) -> None:
+    def __init__(
+        self,
+        topic: str,
+        keys: Sequence[str],
+        *,
+        rate_per_s: float,
+        seed: int,
+        messages_max: int | None = None,
+    ) -> None:
         self._topic = topic
         self._keys = keys
         self._rate_per_s = rate_per_s
+        self.messages_max = messages_max
         self._chooser = random.Random(seed)
         self._next: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -118,7 +128,7 @@ class Publisher(ABC):
 
     def _publish(self) -> None:
         began, sent = time.monotonic(), 0
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and sent != self.messages_max:
             with self._lock:
                 key = self._chooser.choice(self._keys)
                 with self._answered:

@@ -94,6 +94,15 @@ def unchecked(verdicts: Sequence[Verdict], host: HostKind = HostKind.BATCHES) ->
     return [one.name for one in verdicts if not one.checked and one.name not in _UNCHECKED[host]]
 
 
+def text_of(verdicts: Sequence[Verdict], problems: Sequence[str] = ()) -> str:
+    """Return verdicts and problems, line by line."""
+    lines = []
+    for verdict in verdicts:
+        lines.append(f"{'ok ' if verdict.holds else 'BAD'} {verdict.name} - {verdict.message}")
+        lines += [f"       {event.to_json()}" for event in verdict.offending]
+    return "\n".join([*lines, *(f"BAD {problem}" for problem in problems)])
+
+
 def judge(events: Sequence[Event]) -> list[Verdict]:
     """The verdict of every checker."""
     return check(events, liveness_s=LIVENESS_S)

@@ -132,6 +132,12 @@ class Status:
     """Keys that are parked now."""
     unparked: int = 0
     rescales: int = 0
+    segments_waiting: int = 0
+    """Highest number of segments that waited for their parents."""
+
+    def saw_waiting(self, segments: int) -> None:
+        """Note how many segments wait for their parents now."""
+        self.segments_waiting = max(self.segments_waiting, segments)
 
 
 class Stream:
@@ -221,6 +227,7 @@ class Stream:
         self._status.acknowledged = counts["entriesAcknowledged"]
         self._status.duplicates_dropped = counts["duplicatesDropped"]
         self._status.misrouted = counts["misrouted"]
+        self._status.saw_waiting(counts["segmentsWaiting"])
         replace_file(self._settings.status, json.dumps(asdict(self._status)), durable=False)
 
 

@@ -91,6 +91,7 @@ class StreamProcess:
             parked=every[-1].parked,
             unparked=sum(one.unparked for one in every),
             rescales=sum(one.rescales for one in every),
+            segments_waiting=max(one.segments_waiting for one in every),
         )
 
     def tend(self) -> None:

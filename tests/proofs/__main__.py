@@ -29,6 +29,7 @@ PROOFS = {
     "ways": ("tests.ways.proof", "random topics, read in every way and compared"),
     "streams": ("tests.streams.proof", "Spark queries with drawn schemas, options and faults"),
     "chaos": ("tests.chaos.proof", "a stream, handlers or a pipeline on a broker with faults"),
+    "scalable": ("tests.chaos.scalable", "a scalable topic that splits and merges, under kills"),
     "bounded": ("tests.chaos.bounded", "bounded reads of drawn topics under the same faults"),
     "segments": ("tests.chaos.segments", "reads from bookies that fail; a seed is one more run"),
     "java": ("tests.java_messages", "messages of the Java client, by both decoders"),

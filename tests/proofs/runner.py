@@ -18,6 +18,8 @@ REPORT_S = 5.0
 """Time between two lines of progress, seconds."""
 ENDLESS = 10**9
 """Number of seeds of a proof that ends by its time, or by itself."""
+INCONCLUSIVE = 75
+"""Exit status if no promise broke and the machine had trouble with a seed."""
 COUNTS_MAX = 8
 """Most counts in the last line; more of them become a table above it."""
 
@@ -34,6 +36,8 @@ class Outcome:
     counts: Counter[str] = field(default_factory=Counter)
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values of options that repeat the seed, beside the given ones."""
+    trouble: str = ""
+    """Trouble of the machine, because of which the seed says nothing; empty if there was none."""
 
 
 Options = argparse.Namespace
@@ -76,7 +80,7 @@ def run(name: str, proof: Proof, words: Sequence[str]) -> int:
         words: The options, as given.
 
     Returns:
-        1 if a promise broke, otherwise 0.
+        1 if a promise broke, otherwise :data:`INCONCLUSIVE` if the machine had trouble, or 0.
     """
     parser, own = parser_of(name, proof)
     given = parser.parse_args(words)
@@ -89,25 +93,30 @@ def run(name: str, proof: Proof, words: Sequence[str]) -> int:
     seeds = range(given.seed_start, given.seed_start + count)
     began_s = reported_s = time.monotonic()
     counts: Counter[str] = Counter()
-    done = broken = 0
+    done = broken = troubled = 0
     with closing(proof.outcomes(given, seeds)) as outcomes:
         for outcome in outcomes:
             done += 1
             counts.update(outcome.counts)
+            again = command(name, own, {**vars(given), **outcome.options}, outcome.seed)
+            if outcome.trouble:
+                troubled += 1
+                print(f"seed {outcome.seed} is inconclusive: {outcome.trouble}\n    {again}")
             if outcome.error:
                 broken += 1
-                again = command(name, own, {**vars(given), **outcome.options}, outcome.seed)
                 print(failure(outcome, again), flush=True)
                 if not given.keep_going:
                     break
             now_s = time.monotonic()
             if now_s - reported_s >= REPORT_S:
                 reported_s = now_s
-                print(progress(outcome.seed, done, broken), file=sys.stderr, flush=True)
+                print(progress(outcome.seed, done, broken + troubled), file=sys.stderr, flush=True)
             if given.minutes is not None and now_s >= began_s + 60 * given.minutes:
                 break
-    print(summary(done, broken, counts, time.monotonic() - began_s))
-    return 1 if broken else 0
+    if troubled:
+        counts["inconclusive"] = troubled
+    print(summary(done, broken + troubled, counts, time.monotonic() - began_s))
+    return 1 if broken else INCONCLUSIVE if troubled else 0
 
 
 def parser_of(name: str, proof: Proof) -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
@@ -155,14 +164,14 @@ def failure(outcome: Outcome, again: str) -> str:
     )
 
 
-def progress(seed: int, done: int, broken: int) -> str:
+def progress(seed: int, done: int, failed: int) -> str:
     """Return the line about a run that goes on."""
-    return f"at seed {seed}: {done - broken:,} of {done:,} seeds hold"
+    return f"at seed {seed}: {done - failed:,} of {done:,} seeds hold"
 
 
-def summary(done: int, broken: int, counts: Counter[str], took_s: float) -> str:
+def summary(done: int, failed: int, counts: Counter[str], took_s: float) -> str:
     """Return the end of a report: the last line, and many counts as a table above it."""
-    held, took = f"{done - broken:,} of {done:,} seeds hold", f"in {took_s:.0f} s"
+    held, took = f"{done - failed:,} of {done:,} seeds hold", f"in {took_s:.0f} s"
     if len(counts) > COUNTS_MAX:
         table = [f"{value:9,} {name}" for name, value in sorted(counts.items())]
         return "\n".join([*table, f"{held}, {took}"])

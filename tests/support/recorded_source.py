@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from keyshard import KeyShardSource
+from keyshard.broker.connect import connect_admin
 from keyshard.broker.port import Broker
 from keyshard.coordinator.coordinator import Coordinator
 from keyshard.testing.verify.checkers import check
@@ -30,7 +31,9 @@ class RecordedSource(KeyShardSource):
     def coordinator(self) -> Coordinator:
         connect, recorder, epoch = self.__dict__["_recorded"]
         made = Coordinator(
-            self, lambda: recorder.broker(connect(), lambda: epoch + made.epoch, self.subscription)
+            self,
+            lambda: recorder.broker(connect(), lambda: epoch + made.epoch, self.subscription),
+            connect_admin(self.how_to_connect()) if self.is_scalable else None,
         )
         object.__setattr__(self, "_made", made)
         return made

@@ -133,6 +133,11 @@ class ScalableTopic:
             assert last.get(key, -1) < int(number), f"{value} out of order; {self.changes}"
             last[key] = int(number)
 
+    @property
+    def path(self) -> str:
+        """Path of its administration."""
+        return self._path
+
     def close(self) -> None:
         self._http.close()
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from tests.proofs.__main__ import PROOFS, proof
-from tests.proofs.runner import Options, Outcome, Outcomes, Proof, outcome_of, parser_of, run
+from tests.proofs.runner import (
+    INCONCLUSIVE,
+    Options,
+    Outcome,
+    Outcomes,
+    Proof,
+    outcome_of,
+    parser_of,
+    run,
+)
 
 BROKEN = {4, 6}
 
@@ -57,6 +66,20 @@ def test_a_run_that_keeps_going_reports_each_broken_seed(
     out = capsys.readouterr().out
     assert f"{done - len(broken)} of {done} seeds hold" in out
     assert all(f"--seeds 1 --seed-start {seed}\n" in out for seed in broken)
+
+
+def test_a_seed_with_trouble_of_the_machine_neither_holds_nor_breaks_a_promise(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def outcomes(_: Options, seeds: range) -> Outcomes:
+        yield Outcome(seeds.start, trouble="no memory")
+        yield Outcome(seeds.start + 1)
+
+    assert run("wire", Proof(outcomes, seed_start=3), []) == INCONCLUSIVE
+    first, again, last = capsys.readouterr().out.splitlines()
+    assert first == "seed 3 is inconclusive: no memory"
+    assert again == "    python -m tests.proofs wire --seeds 1 --seed-start 3"
+    assert last.startswith("1 of 2 seeds hold, 1 inconclusive, in ")
 
 
 def test_options_that_were_given_and_those_of_the_seed_are_in_the_command_that_repeats_it(

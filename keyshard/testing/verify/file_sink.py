@@ -81,7 +81,7 @@ class SinkCheck:
         self._batches += 1
         self._events.append(Event(0.0, "started", batch=batch))
         for path in files:
-            for row in _rows(path, batch):
+            for row in rows_of(path, batch, 0.0):
                 self.rows += 1
                 slot = 0 if row.key is None else key_slot(row.key)
                 self.rows_of_range[range_index(slot, ranges)] += 1
@@ -99,10 +99,17 @@ class SinkCheck:
         return {verdict.name: verdict for verdict in check([*published, *self._events])}
 
 
-def _rows(path: Path, batch: str) -> Iterator[Event]:
+def rows_of(path: Path, batch: str, t: float) -> Iterator[Event]:
+    """Yield the rows of a file, as those of a run of a batch.
+
+    Args:
+        path: A file of the sink.
+        batch: Name of the batch.
+        t: Time of the rows, seconds.
+    """
     where = {"batch": batch, "part": task_of(path)}
     for records in pq.read_table(path, columns=list(ROW_COLUMNS)).to_batches():
-        yield from row_events(0.0, records, where)
+        yield from row_events(t, records, where)
 
 
 def message_ids(path: Path) -> list[tuple[int, str]]:
