@@ -235,7 +235,9 @@ def test_actors_get_no_more_rows_than_the_rate_limit(monkeypatch: pytest.MonkeyP
         assert len(indices) <= 4
         limited.finish(done)
     assert values[:-1] == entry.values
-    assert limited.exchange.next_to_commit() == {WHERE: [entry.id, EntryId(1, 1)]}
+    entries, handled = limited.exchange.next_to_commit()
+    assert entries == {WHERE: [entry.id, EntryId(1, 1)]}
+    assert {at for _, at, _ in handled} == {entry.id}, "its messages came in several calls"
     handed = 0
     for at_s, rows in limited.got:
         handed += rows
