@@ -6,7 +6,7 @@ import dataclasses
 from random import Random
 from typing import Any
 
-from keyshard.broker.memory import MemoryCluster
+from keyshard.broker.memory import Batching, MemoryCluster
 from keyshard.core.position.entry import TopicPartition
 from tests.simulation.faults import SEGMENT_CELLS
 from tests.simulation.network import Admin
@@ -61,7 +61,9 @@ class ScalableWorld(World):
     version = VERSION
 
     def shaped(self, drawn: Shape) -> Shape:
-        return dataclasses.replace(drawn, brief=0, bounded=False, admin=False)
+        # Producers of Pulsar 5 batch keys of different ranges.
+        batching = Random(f"{self.seed}:batching").choice((drawn.batching, Batching.MIXED))
+        return dataclasses.replace(drawn, brief=0, bounded=False, admin=False, batching=batching)
 
     def make_topics(self) -> Topics:
         segments = self.segments = Segments(

@@ -68,7 +68,7 @@ class Program:
             world.scheduler, trace_max,
             lambda where, entry_id: world.anomalies.acked(self, Name.of(where, entry_id)),
         )  # fmt: skip
-        self.promises = Promises(self._discarded)
+        self.promises = Promises(self._discarded, commits_in_order=not world.shape.batches)
         self.fates = Fates(f"{world.seed}:{name}", world.shape)
         self.files: dict[str, bytes] = {}
         self.unsaved = False

@@ -60,10 +60,15 @@ class Promises:
     Args:
         discarded: Called with name, key and sequence number of each message whose dead letter an
             operator discards.
+        commits_in_order: Whether messages of a key are committed in their order. Batches are
+            acknowledged in any order.
     """
 
-    def __init__(self, discarded: Callable[[Name, str, int], None]) -> None:
+    def __init__(
+        self, discarded: Callable[[Name, str, int], None], *, commits_in_order: bool
+    ) -> None:
         self._discarded = discarded
+        self._commits_in_order = commits_in_order
         self.broken = ""
         self.finished: set[Name] = set()
         """Messages that a handler completed, or that rest for good as a dead letter."""
@@ -79,6 +84,8 @@ class Promises:
         self._stored: dict[Name, int] = {}
         """Disturbances before the newest dead letter of a message, whose original was received
         then."""
+        self._started: dict[Place, dict[Name, int]] = {}
+        """Messages that user code got, with their sequence numbers."""
         self._replayed: dict[Place, dict[Name, int]] = {}
         """Messages that were done as dead letters, with their sequence numbers."""
         self.saved_checkpoint: Checkpoint | None = None
@@ -116,8 +123,9 @@ class Promises:
             self._break(f"{text} came again to the process that had done it")
         if name not in resting:
             self._older_runs(place, seq)
-        if name not in resting and self._is_saved(name):
-            self._break(f"{text} is done in the checkpoint, and came again")
+            if self._is_saved(name):
+                self._break(f"{text} is done in the checkpoint, and came again")
+            self._in_order(name, place, seq, text)
 
     def completed(self, name: Name) -> None:
         """User code is done with a message."""
@@ -167,6 +175,15 @@ class Promises:
         """Keys with resting dead letters."""
         return sorted(key for key, resting in self._resting.items() if resting)
 
+    def _in_order(self, name: Name, place: Place, seq: int, text: str) -> None:
+        """Check that no newer message of the key is done in the checkpoint, which stays so."""
+        if place.key is None or name in self._stored or not self._commits_in_order:
+            return
+        for other, of in self._started.setdefault(place, {}).items():
+            if of > seq and other not in self._stored and self._is_saved(other):
+                self._break(f"{text} came after {of}, which is done in the checkpoint")
+        self._started[place][name] = seq
+
     def _older_runs(self, place: Place, seq: int) -> None:
         """Let newer replayed messages run again after this one, if their originals may come."""
         for name, newer in self._replayed.get(place, {}).items():
@@ -192,8 +209,11 @@ class Promises:
     def _is_saved(self, name: Name) -> bool:
         if self.saved_checkpoint is None:
             return False
-        of = self.saved_checkpoint.partitions.get(TopicPartition(name.topic, name.partition))
-        return of is not None and of.covers(EntryId(name.id.ledger, name.id.entry))
+        where = TopicPartition(name.topic, name.partition)
+        of, entry = self.saved_checkpoint.partitions.get(where), EntryId(*name.id[:2])
+        if name.id.batch_index in self.saved_checkpoint.handled.get(where, {}).get(entry, ()):
+            return True
+        return of is not None and of.covers(entry)
 
     def _break(self, text: str) -> None:
         self.broken = self.broken or text

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
+from keyshard.broker.memory import Batching
 from keyshard.core.position.entry import TopicPartition
 from tests.simulation.handling.faults import SEGMENT_CELLS
 from tests.simulation.handling.program import Program
@@ -26,7 +28,12 @@ class ScalableHandlerWorld(HandlerWorld):
 
     def shaped(self, drawn: Shape) -> Shape:
         topics = (OPEN_MAX,) * len(drawn.topics)
-        return dataclasses.replace(drawn, topics=topics, neighbour=False, admin=False)
+        # Without a checkpoint, a restart repeats handled messages of entries of several keys.
+        mixed = Batching.MIXED if drawn.checkpoint else drawn.batching
+        batching = Random(f"{self.seed}:batching").choice((drawn.batching, mixed))
+        return dataclasses.replace(
+            drawn, topics=topics, neighbour=False, admin=False, batching=batching
+        )
 
     def create_topics(self) -> list[str]:
         segments = self.segments = Segments(self.seed, self.cluster, self.note, self._have_begun)
