@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from keyshard.consumers.consumers import Consumers
 from keyshard.core.position.checkpoint import PartitionCheckpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
+from keyshard.core.position.outputs import Handled
 
 
 class InFlightEntries:
@@ -72,6 +73,18 @@ class InFlightEntries:
             left = self._window.plan_completed(completed, limited=limited)
             self._shared.look_for_room()
             return left
+
+    def drop_delivered(self, handled: Handled) -> None:
+        """Remove messages of entries that the newest checkpoint has, or that never come again."""
+        with self._shared.lock:
+            for where in list(handled):
+                known, of = self._window.known.get(where), handled[where]
+                if known is None or known.gone:
+                    of.clear()
+                for entry in list(filter(known.state.covers, of)) if known else ():
+                    del of[entry]
+                if not of:
+                    del handled[where]
 
     @property
     def positions(self) -> Mapping[TopicPartition, PartitionCheckpoint]:

@@ -19,7 +19,7 @@ from keyshard.coordinator.rescale import Rescaler
 from keyshard.coordinator.startup import first_assignment
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.position.outputs import Handled, Outputs, check_owner, forget, note
+from keyshard.core.position.outputs import Handled, Outputs, check_owner, note
 from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import ConfigError, KeyShardError, RuntimeStoppedError
 from keyshard.handlers.checkpoint_store import CheckpointStore
@@ -410,9 +410,7 @@ class Committer:
         """
         left = self._coordinator.in_flight.plan_completed(completed, limited=not last)
         self._unfit = {where: min(ids) for where, ids in left.items()}
-        if self.handled:
-            fits = {at: set(ids) - set(left.get(at, ())) for at, ids in completed.items()}
-            forget(self.handled, fits)
+        self._coordinator.in_flight.drop_delivered(self.handled)
         return left
 
     def store(self) -> None:

@@ -412,7 +412,7 @@ def drawn(seed: int, subject: str | None, batches: str | None) -> dict[str, str]
     """Return the options that a seed decides, unless they are given."""
     return {
         "subject": subject or random.Random(f"{seed}: subject?").choice([*SUBJECTS]),
-        "batches": batches or "off",
+        "batches": batches or random.Random(f"{seed}: batches?").choice(["on", "on", "off"]),
     }
 
 
@@ -443,7 +443,8 @@ PROOF = Proof(
             "help": "the program (default: decided by the seed)",
         },
         "--batches": {
-            "choices": ("on", "off"), "help": "whether producers batch messages of other keys (off)"
+            "choices": ("on", "off"),
+            "help": "whether producers batch messages of other keys (default: decided by the seed)",
         },
         "--broker-kills": {"action": "store_true", "help": "kill the broker, too"},
         "--no-kills": {

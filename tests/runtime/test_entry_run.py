@@ -93,3 +93,23 @@ def test_handled_messages_of_an_unfinished_entry_do_not_come_again(tmp_path: Pat
     assert stored is not None
     assert stored.handled == {}, "whole entries are delivered"
     assert topic.backlog() == 0
+
+
+def test_handled_messages_of_entries_that_never_come_again_are_forgotten(tmp_path: Path) -> None:
+    topic = MemoryTopic(partitions=1)
+    for _ in range(2):
+        topic.cluster.publish(
+            topic.topic, *[Message(b"", key=key) for key in "ab"], batching=Batching.MIXED
+        )
+    source = topic.source(parallelism=1, discovery_interval_ms=50)
+    run = EntryRun(source.coordinator(), source, tmp_path / "c.json", executor="test")
+    with run.started():
+        (where, half), (_, whole) = taken(run, 4)
+        run.commit({where: [whole.id]}, handled=[(where, half.id, 1)])
+        topic.cluster.delete_topic(topic.topic)
+        wait_until(lambda: run.coordinator.status()["partitionsGone"] == 1)
+        run.commit({}, handled=[(where, half.id, 0)])
+    with closing(CheckpointStore(tmp_path / "c.json")) as store:
+        stored = store.open()
+    assert stored is not None
+    assert stored.handled == {}
