@@ -488,12 +488,12 @@ class JobState:
             self.changed.notify_all()
 
     def next_to_commit(self) -> tuple[Entries, HandledMessages]:
-        """Wait for entries whose results were taken, and messages of other entries.
+        """Wait for entries whose results were taken; also return such messages of other entries.
 
-        Both are empty when the job stops.
+        Both are empty when the job stops and all are returned.
         """
         with self.changed:
-            while not (self._to_commit or self._handled or self.stopping):
+            while not (self._to_commit or self.stopping):
                 self.changed.wait(LOOK_S)
             entries, self._to_commit = self._to_commit, {}
             handled, self._handled = self._handled, []

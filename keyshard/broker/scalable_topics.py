@@ -10,7 +10,7 @@ from keyshard.broker.port import Broker
 from keyshard.broker.reports import SegmentWatch
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.topic_segments import SegmentGraph, is_scalable, topic_of
-from keyshard.errors import TopicNotFoundError
+from keyshard.errors import BrokerError, TopicNotFoundError
 
 LOOK_AGAIN_S = 60.0
 """Age at which a watch is replaced, seconds. A broker does not report that a topic was deleted."""
@@ -35,6 +35,7 @@ class ScalableTopics:
         """Open watches, and the monotonic times at which they were opened."""
         self._graphs: dict[str, SegmentGraph] = {}
         self._topics: dict[TopicPartition, str] = {}
+        """Scalable topics of the partitions that were migrated."""
         self.created_again: set[TopicPartition] = set()
         """Segments of topics that were deleted and created again. The caller removes them."""
         self.changed: Callable[[], None] = lambda: None
@@ -59,8 +60,11 @@ class ScalableTopics:
         elif known is not None and not known.precedes(found):
             self.created_again.update(known.partitions)
         self._graphs[topic] = found
-        self._topics = {
-            where: graph.topic for graph in self._graphs.values() for where in graph.partitions
+        # The names of others say to which topic they belong, also after they were deleted.
+        self._topics |= {
+            found.partition(number): topic
+            for number, one in found.segments.items()
+            if one.stored_in
         }
         return found.partitions
 
@@ -82,23 +86,39 @@ class ScalableTopics:
             TopicNotFoundError: The topic does not exist.
             BrokerError: The admin interface fails or refuses.
         """
-        for topic in sorted(set(map(self.topic_of, subscribed))):
-            if is_scalable(topic):
-                assert self._admin is not None, "a scalable topic needs admin_url"
+        failed: BrokerError | None = None
+        for topic in sorted(filter(is_scalable, set(map(self.topic_of, subscribed)))):
+            assert self._admin is not None, "a scalable topic needs admin_url"
+            try:
                 self._admin.register(topic, self._subscription)
+            except BrokerError as exc:
+                failed = failed or exc
+        if failed is not None:
+            raise failed
 
-    def has_ended(self, segment: TopicPartition) -> bool:
-        """Return whether the subscription has acknowledged all of a sealed segment.
+    def backlog(self, segment: TopicPartition) -> int | None:
+        """Return the entries of a segment that the subscription has not acknowledged.
 
         The broker counts, as it does before it deletes the segment. Its count includes entries that
         wait for their time, or for the end of a transaction.
+
+        Returns:
+            ``None``: the subscription does not exist there.
 
         Raises:
             BrokerError: The admin interface cannot be reached, or refuses.
         """
         assert self._admin is not None, "a scalable topic needs admin_url"
         stats = self._admin.subscription(segment, self._subscription)
-        return stats is not None and not stats.get("msgBacklog", True)
+        return None if stats is None else stats.get("msgBacklog")
+
+    def has_ended(self, segment: TopicPartition) -> bool:
+        """Return whether the subscription has acknowledged all of a sealed segment.
+
+        Raises:
+            BrokerError: As for :meth:`backlog`.
+        """
+        return self.backlog(segment) == 0
 
     def _report(self) -> None:
         self.changed()

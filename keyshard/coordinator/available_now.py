@@ -33,7 +33,6 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from keyshard.broker.admin.port import Admin
 from keyshard.broker.port import Broker
@@ -357,9 +356,17 @@ class AvailableNow:
             quiet_s: Time for which nothing has arrived, seconds.
             sure: Whether the entry is known not to be acknowledged.
         """
-        with suppress(BrokerError):  # Then the silence decides.
-            if self._segments.is_acknowledged(where):
-                return False
+        try:
+            backlog = self._segments.backlog(where)
+        except BrokerError as exc:
+            _log.debug("the backlog of %s is unknown: %s", where, exc.summary)
+            return True
+        if backlog == 0:
+            return False
+        with self._lock:
+            # Acknowledged entries do not count in the backlog. So one that the source does not
+            # hold is still to come.
+            sure = sure or (backlog or 0) > len(self._window.known[where].held)
         if quiet_s * 1000 < self._config.available_now_quiet_ms:
             return True
         if not sure:

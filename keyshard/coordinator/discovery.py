@@ -205,11 +205,11 @@ class Discovery:
             with errors.collected():
                 self._add(tp for tp in existing.get(topic, ()) if tp not in leftovers)
         with errors.collected():
+            self._owned.look_at_ends(self._catalog.scalable.has_ended)
+        with errors.collected():
             # A regular round repeats it for all: another client may have deleted the registration.
             self._catalog.scalable.register(self._unregistered if early else self._known)
             self._unregistered.clear()
-        with errors.collected():
-            self._owned.look_at_ends(self._catalog.scalable.has_ended)
         self._owned.tidy()
         with errors.collected():
             self._look_at_subscriptions()

@@ -74,6 +74,12 @@ class InFlightEntries:
             self._shared.look_for_room()
             return left
 
+    def begun(self, wheres: Collection[TopicPartition]) -> set[TopicPartition]:
+        """Return the topic partitions of which the newest checkpoint has an entry."""
+        with self._shared.lock:
+            known = ((where, self._window.known.get(where)) for where in wheres)
+            return {where for where, of in known if of and (of.state.delivered or of.state.floor)}
+
     def drop_delivered(self, handled: Handled) -> None:
         """Remove messages of entries that the newest checkpoint has, or that never come again."""
         with self._shared.lock:

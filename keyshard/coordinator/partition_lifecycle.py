@@ -194,13 +194,16 @@ class BoundedSegments:
         """Return whether a segment waits for its parents."""
         return self._owned.waits(where)
 
-    def is_acknowledged(self, where: TopicPartition) -> bool:
-        """Return whether a topic partition is a segment in which everything is acknowledged.
+    def backlog(self, where: TopicPartition) -> int | None:
+        """Return the entries of a segment that are not acknowledged.
+
+        Returns:
+            ``None`` for a topic partition of another topic, or without the subscription.
 
         Raises:
             BrokerError: It is unknown.
         """
-        return where in self._of_run and self._scalable.has_ended(where)
+        return self._scalable.backlog(where) if where in self._of_run else None
 
     @property
     def waiting(self) -> int:

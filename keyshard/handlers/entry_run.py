@@ -361,8 +361,8 @@ class Committer:
             for where, of in stored.handled.items()
         }  # fmt: skip
         """Handled messages of entries of several keys that are not delivered, without a sink."""
-        self._noted = False
-        """Whether ``handled`` has messages that are not stored."""
+        self._noted: list[tuple[TopicPartition, EntryId, int]] = []
+        """Further ones, which no checkpoint has yet."""
         self._unfit: dict[TopicPartition, EntryId] = {}
         """First completed entry for which the checkpoint has no room."""
         self.stored_bytes = 0
@@ -379,7 +379,7 @@ class Committer:
     @property
     def pending(self) -> bool:
         """Whether there is something to store or to acknowledge."""
-        return self._coordinator.in_flight.completed or self._noted or self.behind
+        return self._coordinator.in_flight.completed or bool(self._noted) or self.behind
 
     def note(self, done: Sequence[tuple[TopicPartition, EntryId, int]]) -> None:
         """Put handled messages of entries that are not completed into the next checkpoint.
@@ -387,9 +387,8 @@ class Committer:
         Args:
             done: Topic partition, entry and batch index of each.
         """
-        if done and self._store is not None:
-            note(self.handled, done)
-            self._noted = True
+        if self._store is not None:
+            self._noted += done
 
     def plan(
         self, completed: Mapping[TopicPartition, Collection[EntryId]], *, last: bool = False
@@ -410,7 +409,6 @@ class Committer:
         """
         left = self._coordinator.in_flight.plan_completed(completed, limited=not last)
         self._unfit = {where: min(ids) for where, ids in left.items()}
-        self._coordinator.in_flight.drop_delivered(self.handled)
         return left
 
     def store(self) -> None:
@@ -441,27 +439,31 @@ class Committer:
         newest = self._coordinator.newest
         checkpoint = replace(
             newest, parked=parked, rescaled=rescaled, outputs=outputs,
-            handled={} if outputs is not None else self._stored_handled(),
+            handled={} if outputs is not None else self._newly_handled(),
         )  # fmt: skip
         self.stored_bytes = self._store.save(checkpoint)
-        self._noted = False
         self._coordinator.saved(self.stored_bytes)
         self._rescaled = rescaled
         if self._parked is not None:
             self._parked.saved()
 
-    def _stored_handled(self) -> Handled:
+    def _newly_handled(self) -> Handled:
         """Return the handled messages of the next checkpoint.
 
-        Entries without room, and all messages after them, come again together, in their order.
+        Of an entry for which the checkpoint has no room, and of those after it, all messages come
+        again, in their order: so no further ones are added. Nor are they in a topic partition of
+        which nothing is delivered yet, because then all comes again.
         """
-        if not self._unfit:
-            return self.handled
-        end = self._unfit
-        return {
-            where: {entry: rows for entry, rows in of.items() if entry < end.get(where, _NEVER)}
-            for where, of in self.handled.items()
-        }
+        noted, self._noted = self._noted, []
+        begun = self._coordinator.in_flight.begun({where for where, _, _ in noted})
+        for one in noted:
+            where, entry, _ = one
+            if where in begun and entry < self._unfit.get(where, _NEVER):
+                note(self.handled, [one])
+            else:
+                self._noted.append(one)
+        self._coordinator.in_flight.drop_delivered(self.handled)
+        return self.handled
 
     def release(self) -> None:
         """Acknowledge the entries of the checkpoint that was stored."""

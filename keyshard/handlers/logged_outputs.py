@@ -127,14 +127,20 @@ class LoggedOutputs:
 
     # -- called by the owner of the commits --------------------------------------------------------
 
-    def prepared(self, entries: Mapping[TopicPartition, Collection[EntryId]]) -> Outputs:
+    def prepared(
+        self,
+        entries: Mapping[TopicPartition, Collection[EntryId]],
+        done_apart: Sequence[tuple[TopicPartition, EntryId, int]],
+    ) -> Outputs:
         """Return the part of the checkpoint for the batch that has begun.
 
         Args:
             entries: Entries that the checkpoint has as delivered from now on.
+            done_apart: Done messages of other entries, also those without outputs: rejected ones
+                and dead letters.
         """
         columns = {name: Outgoing.of(rows) for name, rows in self._begun.rows.items()}
-        self.log.begin(columns, self._begun.done)
+        self.log.begin(columns, [*self._begun.done, *done_apart])
         self.log.forget(entries)
         return self.log.state()
 

@@ -445,7 +445,7 @@ class HandlerRun:
             self._committer.store()
         else:
             planned = {at: set(ids) - set(left.get(at, ())) for at, ids in completed.items()}
-            self._committer.save(self._logged.prepared(planned))
+            self._committer.save(self._logged.prepared(planned, done_apart))
             self._logged.publish()
         spent_s = time.thread_time() - began_s
         self._commit_at_s = time.monotonic() + max(

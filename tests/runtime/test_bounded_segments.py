@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from keyshard.broker.memory import Message
+from keyshard.broker.memory.client import MemoryConsumer
 from keyshard.broker.scalable_topics import ScalableTopics
 from keyshard.config.source import SourceConfig
 from keyshard.coordinator.coordinator import Coordinator
@@ -262,3 +263,16 @@ def test_a_run_whose_segments_stay_unknown_fails_with_the_reason(
         pytest.raises(AvailableNowTimeoutError, match="the segments are unknown: The broker is"),
     ):
         batches(topic, coordinator)
+
+
+def test_a_silent_broker_ends_no_run_while_a_segment_has_a_backlog(
+    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic.publish(16)
+    topic.split(0)
+    topic.publish(16)
+    monkeypatch.setattr(MemoryConsumer, "receive", lambda _self, _timeout_ms: ())
+    with bounded(topic, available_now_timeout_ms=4 * QUIET_MS) as coordinator:
+        with pytest.raises(AvailableNowTimeoutError, match=r"entry .* of segment://"):
+            coordinator.batches.cut_available()
+        monkeypatch.undo()

@@ -113,3 +113,19 @@ def test_handled_messages_of_entries_that_never_come_again_are_forgotten(tmp_pat
         stored = store.open()
     assert stored is not None
     assert stored.handled == {}
+
+
+def test_a_checkpoint_has_no_handled_messages_where_nothing_is_delivered(tmp_path: Path) -> None:
+    """Everything comes again there, in order. If the cluster was wiped, other entries have the same
+    ids, and only a delivered one shows that."""
+    topic = MemoryTopic(partitions=1)
+    keys = [Message(b"", key=key) for key in "ab"]
+    topic.cluster.publish(topic.topic, *keys, batching=Batching.MIXED)
+    source = topic.source(parallelism=1)
+    run = EntryRun(source.coordinator(), source, tmp_path / "c.json", executor="test")
+    with run.started():
+        ((where, half),) = taken(run, 2)
+        run.commit({}, handled=[(where, half.id, 1)])
+    with closing(CheckpointStore(tmp_path / "c.json")) as store:
+        stored = store.open()
+    assert stored is None or stored.handled == {}

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from tenacity import stop_never, wait_fixed
 
-from keyshard import Checkpoint, Connection, KeyShardSink, Message, Produce
+from keyshard import Checkpoint, Connection, KeyShardSink, Message, Produce, Reject, RetryPolicy
 from keyshard.broker.memory import Batching
 from keyshard.broker.memory import Message as Stored
 from keyshard.core.position.outputs import Outputs
@@ -219,6 +220,35 @@ def test_handled_messages_of_an_unfinished_entry_are_not_handled_again(
     assert handled.count(b"3") == 2
     assert sorted(handled) == sorted([*(b"%d" % n for n in range(6)), b"3"])
     assert once.by_key() == {f"key-{n}": [b"%d" % n] for n in range(6)}
+
+
+def test_a_restart_rejects_no_message_again_after_newer_ones_of_its_key(
+    once: Copied, path: Path
+) -> None:
+    once.cluster.publish(
+        once.topic, Stored(b"1", key="a"), Stored(b"1", key="b"), batching=Batching.MIXED
+    )
+    once.cluster.publish(once.topic, Stored(b"2", key="a"))
+    got: list[tuple[str | None, bytes | None]] = []
+    fails = True
+
+    def handle(message: Message) -> Produce:
+        if message.key == "b" and fails:
+            raise ValueError("not yet")
+        got.append((message.key, message.value))
+        if (message.key, message.value) == ("a", b"1"):
+            raise Reject("bad")
+        return Produce(message.value, key=message.key)
+
+    never = RetryPolicy(wait=wait_fixed(3_600), stop=stop_never)
+    options = {"sink": once.sink, "checkpoint": path, "retry": never}
+    with once.running(once.source(parallelism=1), handle, **options, drain_timeout_s=0.2) as run:
+        run.wait_started()
+        wait_until(lambda: got == [("a", b"1"), ("a", b"2")])
+    fails = False
+    with once.running(once.source(parallelism=1), handle, **options):
+        wait_until(lambda: once.backlog() == 0)
+    assert got == [("a", b"1"), ("a", b"2"), ("b", b"1")]
 
 
 def test_a_stop_before_the_confirmation_leaves_the_batch_to_the_next_start(

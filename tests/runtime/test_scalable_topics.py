@@ -25,7 +25,7 @@ from keyshard.core.diagnosis import Level
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import TopicPartition
 from keyshard.core.ring.hash_range import range_index
-from keyshard.core.topic_segments import SegmentGraph, SegmentOrder
+from keyshard.core.topic_segments import HASHES, SegmentGraph, SegmentOrder, TopicSegment
 from keyshard.errors import (
     AdminError,
     BrokerError,
@@ -717,3 +717,19 @@ def test_dead_letters_of_a_scalable_topic_go_to_a_persistent_topic() -> None:
 def test_a_segment_is_named_as_a_topic_partition_of_its_own() -> None:
     name = "segment://public/default/orders-partition-1/0000-7fff-3"
     assert TopicPartition.parse(name) == TopicPartition(name)
+
+
+def test_a_migrated_partition_belongs_to_its_topic_also_after_it_was_deleted(
+    topic: ScalableTopic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = TopicPartition("persistent://public/default/orders", 0)
+    legacy = TopicSegment(0, 0, HASHES - 1, is_sealed=True, stored_in=old.name)
+    new = TopicSegment(1, 0, HASHES - 1, is_sealed=False, parents=frozenset([0]), created_ms=1)
+    graphs = [SegmentGraph(TOPIC, 0, {0: legacy, 1: new}), SegmentGraph(TOPIC, 1, {1: new})]
+    watch = MemorySegmentWatch(graphs[0], lambda: None)
+    monkeypatch.setattr(MemoryBroker, "watch_segments", lambda *_: watch)
+    scalable = ScalableTopics(MemoryBroker(topic.cluster), None, "s")
+    assert scalable.partitions(TOPIC) == graphs[0].partitions
+    watch.report(graphs[1])
+    assert old not in scalable.partitions(TOPIC)
+    assert scalable.topic_of(old) == TOPIC

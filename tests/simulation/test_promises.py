@@ -21,7 +21,7 @@ class Course:
     """Events of the messages of one key, by sequence number."""
 
     def __init__(self) -> None:
-        self.promises = Promises(lambda *_: None)
+        self.promises = Promises(lambda *_: None, commits_in_order=True)
         self.dead_letters = 0
 
     @property

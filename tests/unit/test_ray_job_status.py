@@ -296,7 +296,12 @@ def test_messages_of_an_entry_that_actors_share_are_committed_as_they_are_taken(
     assert pieces[0] is not None
     assert pieces[1] is not None
     of_each = [Done(job.actor_slots[index], one, []) for index, one in enumerate(pieces)]
+    job.push([(WHERE, block(1, 1, KEYS[1]))])
     job.taken(of_each[1], pieces[1])
-    assert job.next_to_commit() == ({}, [(WHERE, (1, 0), 1)])
+    (whole,) = job.next_rows(job.actor_slots[1])
+    job.taken(Done(job.actor_slots[1], [whole], []), [whole])
+    assert job.next_to_commit() == ({WHERE: [(1, 1)]}, [(WHERE, (1, 0), 1)])
     job.taken(of_each[0], pieces[0])
     assert job.next_to_commit() == ({WHERE: [(1, 0)]}, [(WHERE, (1, 0), 0), (WHERE, (1, 0), 2)])
+    job.stop()
+    assert job.next_to_commit() == ({}, [])

@@ -78,7 +78,7 @@ class Lanes:
         self.completed_entries: dict[TopicPartition, list[EntryId]] = {}
         """Entries all of whose messages are done, each once."""
         self.done_apart: list[tuple[TopicPartition, EntryId, int]] = []
-        """Messages that were done before their entry was completed. The owner empties it."""
+        """Done messages of uncompleted entries of several keys. The owner empties it."""
         self.done = 0
         """Number of messages that are done."""
 
