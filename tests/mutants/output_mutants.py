@@ -16,9 +16,9 @@ OF_OUTPUTS = (
         edits=(
             Edit(
                 RUN,
-                "            self._committer.save(self._logged.prepared(planned))\n"
+                "            self._committer.save(self._logged.prepared(planned, done_apart))\n"
                 "            self._logged.publish()\n",
-                "            outputs = self._logged.prepared(planned)\n"
+                "            outputs = self._logged.prepared(planned, done_apart)\n"
                 "            self._logged.publish()\n"
                 "            self._committer.save(outputs)\n",
             ),
@@ -28,6 +28,20 @@ OF_OUTPUTS = (
                 TESTS,
                 "test_outputs_are_published_after_the_checkpoint_and_acknowledged_after_confirmation",
             ),
+        ),
+    ),
+    Mutant(
+        name="forget rejected messages of an entry that is not complete",
+        promise="Order: a restart repeats no message after newer ones of its key.",
+        edits=(
+            Edit(
+                LOGGED,
+                "[*self._begun.done, *done_apart]",
+                "self._begun.done",
+            ),
+        ),
+        killers=(
+            killer(TESTS, "test_a_restart_rejects_no_message_again_after_newer_ones_of_its_key"),
         ),
     ),
     Mutant(

@@ -288,4 +288,18 @@ OF_SCALABLE_TOPICS = (
         ),
         killers=(_ORDER,),
     ),
+    Mutant(
+        name="end a bounded run in silence though a segment has a backlog",
+        promise="A bounded run has every message that was published before its start.",
+        edits=(
+            Edit(
+                "keyshard/coordinator/available_now.py",
+                "            sure = sure or (backlog or 0) > len(self._window.known[where].held)\n",
+                "            sure = sure\n",
+            ),
+        ),
+        killers=(
+            killer(_BOUNDED, "test_a_silent_broker_ends_no_run_while_a_segment_has_a_backlog"),
+        ),
+    ),
 )
