@@ -14,8 +14,9 @@ SEEDS = {"spark-segments": 100, "handlers-segments": 40}
 IN_ORDER = (3, 4, 5, 15, 34)
 """In each of them, another mistake with parents breaks the order."""
 FOUND = {"spark-segments": (9, 15), "handlers-segments": (9, 46)}
-"""They found faults, which tests of the runtime show now: a start or a rescale ended because a segment was deleted meanwhile; segments of the
-checkpoint counted as deleted; a dead letter of a parent was replayed after one of its child."""
+"""They found faults, which other tests show now: a start or a rescale ended because a segment was
+deleted meanwhile; segments of the checkpoint counted as deleted; a dead letter of a parent was
+replayed after one of its child."""
 
 
 @pytest.mark.parametrize("world", SEEDS)
