@@ -10,7 +10,7 @@ from keyshard.broker.admin.port import Admin
 from keyshard.broker.retry import retry_until
 from keyshard.core.position.entry import TopicPartition, namespace_of
 from keyshard.core.refused_limits import ConsumerLimits, limit_reached
-from keyshard.core.topic_segments import is_scalable, topic_of
+from keyshard.core.topic_segments import topic_of
 from keyshard.errors import AdminError, AuthorizationError
 from keyshard.redaction import listed
 
@@ -51,10 +51,8 @@ def check_consumer_limits(
             _log.info(
                 "the role may not read %s of the broker for %s", listed(limits.unknown), topic
             )
-        # A segment needs at least one consumer; the broker itself refuses further ones.
-        needed = 1 if is_scalable(topic) else consumers
-        found = limits.exceeded(needed)
+        found = limits.exceeded(consumers)
         if found is not None:
             limit, most = found
-            failed = f"Could not open {needed} consumers in each topic partition of {topic}"
+            failed = f"Could not open {consumers} consumers in each topic partition of {topic}"
             raise limit_reached(limit, failed, topic, f"it is {most}")
