@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 
 from keyshard.columns.entry_rows import only
@@ -19,7 +18,7 @@ from keyshard.coordinator.rescale import Rescaler
 from keyshard.coordinator.startup import first_assignment
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.core.position.entry import EntryBlock, EntryId, TopicPartition
-from keyshard.core.position.outputs import Handled, Outputs, check_owner, note
+from keyshard.core.position.outputs import Handled, Outputs, check_owner, copied, note
 from keyshard.dead_letters.store import DeadLetterStore
 from keyshard.errors import ConfigError, KeyShardError, RuntimeStoppedError
 from keyshard.handlers.checkpoint_store import CheckpointStore
@@ -125,7 +124,7 @@ class EntryRun:
             self._has_committer = True
             # Later commits change the original.
             of = self._committer if self._log is None else self._log
-            self._handled = deepcopy(of.handled)
+            self._handled = copied(of.handled)
             self.rescaler = self.coordinator.rescaler(self._owners, drain_timeout_s=0.0)
             yield
         finally:
@@ -356,10 +355,7 @@ class Committer:
         self._store = store
         self._rescaled = None if stored is None else stored.rescaled
         """The rescale that the stored checkpoint contains."""
-        self.handled: Handled = {} if stored is None else {
-            where: {entry: set(rows) for entry, rows in of.items()}
-            for where, of in stored.handled.items()
-        }  # fmt: skip
+        self.handled = copied({} if stored is None else stored.handled)
         """Handled messages of entries of several keys that are not delivered, without a sink."""
         self._noted: list[tuple[TopicPartition, EntryId, int]] = []
         """Further ones, which no checkpoint has yet."""

@@ -36,6 +36,7 @@ from keyshard.core.position.outputs import (
     Outputs,
     TopicRows,
     check_owner,
+    copied,
     forget,
     note,
 )
@@ -162,11 +163,9 @@ class OutputLog:
             check_deduplication(self._sink, [self._sink.topic])
         self._broker = connect(self._sink.how_to_connect())
         self._outputs = outputs or self._outputs
-        self.handled = {
-            where: {at: set(rows) for at, rows in of.items()}
-            for found in (self._outputs.handled, {} if stored is None else stored.handled)
-            for where, of in found.items()
-        }
+        # A run without a sink has them in the checkpoint itself.
+        before = {} if stored is None else stored.handled
+        self.handled = copied(self._outputs.handled or before)
         self._writer = self._new_writer()
         self.topic(None)
         self._batch = [self._restored(*item) for item in self._outputs.topics.items()]

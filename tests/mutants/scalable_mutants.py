@@ -194,8 +194,8 @@ OF_SCALABLE_TOPICS = (
         edits=(
             Edit(
                 "keyshard/handlers/entry_run.py",
-                "            for where, of in stored.handled.items()\n",
-                "            for where, of in ()\n",
+                "copied({} if stored is None else stored.handled)",
+                "copied({})",
             ),
         ),
         killers=(

@@ -33,6 +33,11 @@ Handled = dict[TopicPartition, dict[EntryId, set[int]]]
 """Batch indices of handled messages of entries that are not delivered yet, by entry."""
 
 
+def copied(handled: Mapping[TopicPartition, Mapping[EntryId, Collection[int]]]) -> Handled:
+    """Return a copy that can be changed."""
+    return {where: {at: set(rows) for at, rows in of.items()} for where, of in handled.items()}
+
+
 def note(handled: Handled, done: Iterable[tuple[TopicPartition, EntryId, int]]) -> None:
     """Add handled messages: topic partition, entry and batch index."""
     for where, entry, index in done:
