@@ -96,8 +96,8 @@ def place_in_order(where: TopicPartition) -> tuple[str, int]:
     """Return the place of a topic partition in the order of the messages of a key.
 
     Returns:
-        What keeps the order of its keys, and a number there. Of a segment, these are its topic and
-        its id, which is greater than those of its parents. Otherwise, its name and 0.
+        The scope in which its keys have an order, and a number there. Of a segment, these are its
+        topic and its id, which is greater than those of its parents. Otherwise, its name and 0.
     """
     if not is_segment(where):
         return where.name, 0

@@ -121,8 +121,9 @@ def own(
 
 def _partitions_of(where: TopicPartition, block: EntryBlock, ranges: int, count: int) -> list[int]:
     """Return the partition of each message of an entry."""
-    keyless = home_range(where, block.id, None, ranges) * count // ranges
+    slots = block.text_slots
+    home = home_range(where, block.id, None, ranges) if None in slots else 0
+    keyless = home * count // ranges
     return [
-        keyless if slot is None else slot * ranges // RING_SIZE * count // ranges
-        for slot in block.text_slots
+        keyless if slot is None else slot * ranges // RING_SIZE * count // ranges for slot in slots
     ]
