@@ -88,10 +88,7 @@ def test_a_split_while_the_source_is_down_keeps_the_order(topic: ScalableTopic) 
     topic.publish(8)
     # Committed, and not acknowledged.
     with topic.running(source, Checkpoint.from_json(end.to_json())) as coordinator:
-        while len(topic.got) < topic.sent:
-            if (cut := coordinator.batches.cut()) is not None:
-                topic.take(rows_of(coordinator, cut))
-                coordinator.batches.release(cut)
+        topic.drain(coordinator)
     topic.check()
 
 
@@ -163,10 +160,7 @@ def test_segments_that_appear_while_no_source_runs_keep_their_messages(
     topic.publish(8)
     topic.cluster.scalable.collect(TOPIC)
     with topic.running(source_of(starting_position="latest")) as coordinator:
-        while len(topic.got) < topic.sent:
-            if (end := coordinator.batches.cut()) is not None:
-                topic.take(rows_of(coordinator, end))
-                coordinator.batches.release(end)
+        topic.drain(coordinator)
     topic.check()
 
 
@@ -455,10 +449,7 @@ def test_a_question_that_fails_while_segments_wait_ends_nothing(
     topic.split(0)
     topic.publish(8)
     with topic.running(source_of()) as coordinator:
-        while len(topic.got) < topic.sent:
-            if (end := coordinator.batches.cut()) is not None:
-                topic.take(rows_of(coordinator, end))
-                coordinator.batches.release(end)
+        topic.drain(coordinator)
     topic.check()
 
 
@@ -519,10 +510,7 @@ def test_batches_of_mixed_keys_keep_their_order_in_a_stream(topic: ScalableTopic
             if first == 1:
                 topic.split(0)
     with topic.running(source, end) as coordinator:
-        while len(topic.got) < topic.sent:
-            if (cut := coordinator.batches.cut(7)) is not None:
-                topic.take(rows_of(coordinator, cut))
-                coordinator.batches.release(cut)
+        topic.drain(coordinator, 7)
         assert coordinator.status()["misrouted"] == 0
     topic.check()
 

@@ -15,7 +15,7 @@ from keyshard.coordinator.coordinator import Coordinator
 from keyshard.core.diagnosis import Level
 from keyshard.core.position.checkpoint import Checkpoint
 from keyshard.observe.doctor import Expected, examine
-from tests.helpers import config, keys_of, running
+from tests.helpers import config, keys_of, rows_of, running
 
 TOPIC = "topic://public/default/orders"
 KEYS = keys_of(8)
@@ -74,6 +74,13 @@ class ScalableTopic:
             for layout in rows.values()
             for row in layout
         ]
+
+    def drain(self, coordinator: Coordinator, rows_max: int | None = None) -> None:
+        """Take and commit batches until there is a row for each message."""
+        while len(self.got) < self.sent:
+            if (end := coordinator.batches.cut(rows_max)) is not None:
+                self.take(rows_of(coordinator, end))
+                coordinator.batches.release(end)
 
     def check(self) -> None:
         """Check that each message was given once, and those of a key in their order."""
