@@ -63,6 +63,25 @@ def test_a_missing_topic_is_reported_and_asking_creates_none(scalable: ScalableH
             broker.watch_segments(missing, lambda: None)
 
 
+def test_the_scalable_topics_of_a_namespace_come_without_its_other_topics(
+    scalable: ScalableHarness,
+) -> None:
+    mine, admin = {scalable.create_scalable(1), scalable.create_scalable(2)}, scalable.admin()
+    persistent = scalable.create_topic()
+    tenant, namespace, _ = persistent.removeprefix("persistent://").split("/")
+
+    def found() -> set[str]:
+        return admin.scalable_topics(tenant, namespace) or set()
+
+    wait_until(lambda: mine <= found())
+    assert all(name.startswith("topic://") for name in found())
+    assert not mine & admin.topics(tenant, namespace)
+    assert namespace in admin.namespaces(tenant)
+    gone = min(mine)
+    scalable.delete_scalable(gone)
+    wait_until(lambda: mine & found() == mine - {gone})
+
+
 def test_splits_and_merges_are_reported_with_parents(scalable: ScalableHarness) -> None:
     topic, broker = scalable.create_scalable(1), scalable.broker()
     reports: list[None] = []

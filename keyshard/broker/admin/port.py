@@ -42,6 +42,12 @@ class Admin(Protocol):
         A non-partitioned topic named ``...-partition-N`` is left out.
         """
 
+    def scalable_topics(self, tenant: str, namespace: str) -> set[str] | None:
+        """Full names of all scalable topics of a namespace.
+
+        ``None`` if the cluster does not know scalable topics.
+        """
+
     def created(self, topic_partition: TopicPartition) -> str: ...
 
     def stored_bytes(self, segment: TopicPartition) -> int | None:

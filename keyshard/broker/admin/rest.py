@@ -153,6 +153,18 @@ class PulsarAdmin:
         plain = {name for name in stored if TopicPartition.parse(name).partition < 0}
         return plain | self._get(f"{path}/partitioned", names_of)
 
+    def scalable_topics(self, tenant: str, namespace: str) -> set[str] | None:
+        """See :meth:`Admin.scalable_topics`."""
+        path = scalable_path(f"{tenant}/{namespace}")
+        answer = self._request("GET", path)
+        if answer.status_code == httpx.codes.NOT_FOUND and reason_of(answer) is None:
+            return None
+        found = self._understood(path, self._checked(path, answer), names_of)
+        if not found:
+            # 5.0.1 lists nothing of a namespace that does not exist.
+            self._get(namespace_path(tenant, namespace), names_of)
+        return found
+
     def created(self, topic_partition: TopicPartition) -> str:
         """Creation time of the topic's storage as text; it changes if the topic is recreated."""
         if is_segment(topic_partition):

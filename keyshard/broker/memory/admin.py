@@ -44,8 +44,8 @@ class MemoryAdmin:
         return 0 if where.partition >= 0 or found[0].partition < 0 else len(found)
 
     def namespaces(self, tenant: str) -> set[str]:
-        names = [name.removeprefix("persistent://").split("/") for name in self._cluster.topics()]
-        found = {namespace for owner, namespace, _ in names if owner == tenant}
+        names = [name.partition("://")[2].split("/") for name in self._cluster.topics()]
+        found = {namespace for owner, namespace, *_ in names if owner == tenant}
         if not found:
             raise AdminError(f"Tenant {tenant} does not exist.", "Use an existing tenant.")
         return found
@@ -54,6 +54,10 @@ class MemoryAdmin:
         prefix = f"persistent://{tenant}/{namespace}/"
         names = (name for name in self._cluster.topics() if name.startswith(prefix))
         return {name for name in names if TopicPartition.parse(name).partition < 0}
+
+    def scalable_topics(self, tenant: str, namespace: str) -> set[str] | None:
+        prefix = f"topic://{tenant}/{namespace}/"
+        return {name for name in self._cluster.scalable.names() if name.startswith(prefix)}
 
     def created(self, topic_partition: TopicPartition) -> str:
         with self._cluster.lock:

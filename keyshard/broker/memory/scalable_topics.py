@@ -190,6 +190,11 @@ class MemoryScalableTopics:
     def _subscribe(self, where: TopicPartition, subscription: str) -> None:
         self._cluster.open_subscription(where, subscription, StartPosition.EARLIEST)
 
+    def names(self) -> set[str]:
+        """Return the names of all scalable topics."""
+        with self._lock:
+            return set(self._graphs)
+
     def graph(self, topic: str) -> SegmentGraph:
         """Return the segments of a topic.
 
